@@ -137,7 +137,7 @@ def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: st
 
     def carry_out(asked: Sequence[TrialPlan], *_: Any) -> dict[str, Trial]:
         plans.extend(asked)
-        return {plan.key: plan.ended(Status.ok, None, "", 0.0) for plan in asked}
+        return {plan.key: plan.to_trial(Status.ok, None, "", 0.0) for plan in asked}
 
     monkeypatch.setattr(launcher, "run_trials", carry_out)
     ended = command(*arguments)
@@ -154,9 +154,9 @@ def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseExcepti
             part = parts[plan.about.partition]
             if isinstance(part, BaseException):
                 raise part
-            trials[plan.key] = plan.ended(part, None if part is Status.ok else "so it was", plan.key, 1.0)
+            trials[plan.key] = plan.to_trial(part, None if part is Status.ok else "so it was", plan.key, 1.0)
             TrialLog(plan.folder).append([trials[plan.key]])
-            watcher.ended(plan, trials[plan.key], earlier=False)
+            watcher.show_ended(plan, trials[plan.key], earlier=False)
         return trials
 
     monkeypatch.setattr(launcher, "run_trials", carry_out)

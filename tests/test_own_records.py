@@ -20,7 +20,7 @@ from reported import GOLDENS, golden_summary, trial_from_summary
 from runs import SINGLE, TINY
 from test_foreign_files import check, damaged, fuzz
 from valkyrie.processes.locks import _read_holder
-from valkyrie.report.page import page
+from valkyrie.report.page import render_page
 from valkyrie.report.records import read_answer, read_command, read_rows, read_training
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.runs.folder import saved_run, write_run_files
@@ -39,7 +39,7 @@ GOODPUT = [{"start": 10.0}, {"time": 12.0, "step": 2, "seconds": {"step": 1.0, "
 
 def report(folder: Path) -> None:
     rows = read_rows([folder])
-    page(rows), as_markdown(rows), as_csv(rows)
+    render_page(rows), as_markdown(rows), as_csv(rows)
 
 
 @pytest.fixture(scope="module")

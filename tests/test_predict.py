@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import valkyrie
 import valkyrie.train.options as train_options
 from machines import needs_libtpu
-from valkyrie.cli.predict import main, mesh_axes
+from valkyrie.cli.predict import main, parse_mesh_axes
 from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.compiled.dumped import read_dumped
 from valkyrie.compiled.schema import dump_class
@@ -182,7 +182,7 @@ def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsy
     status, _, err = run("--target", "v5e-8", "--mesh", "8")
     assert status == 2 and err.startswith("valkyrie-predict: --mesh 8: ")
     assert run("--target", "v5e-7", "--mesh", "data=7")[0] == 2
-    assert mesh_axes("data=8, model=4") == {"data": 8, "model": 4}
+    assert parse_mesh_axes("data=8, model=4") == {"data": 8, "model": 4}
 
 
 def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -17,23 +17,23 @@ import pytest
 from reported import GOLDENS, golden_summary, sweep_folder, trial, trial_from_summary
 from valkyrie.problems import ProblemRecord
 from valkyrie.report import figures, values, words
-from valkyrie.report.page import page
+from valkyrie.report.page import render_page
 from valkyrie.report.rank import (
-    agreement,
-    best_per_target,
+    best_per_workload,
     chip_price,
     compare,
+    concordance,
+    group_unsuccessful,
     pareto_front,
     peak_memory,
-    refusals,
 )
-from valkyrie.report.records import find_sweeps, read_rows
+from valkyrie.report.records import find_result_folders, read_rows
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.report.trace import read_timeline, read_torus, target_torus
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.noise import tied_ranks
 from valkyrie.sweep.rows import Row, group_by_kind, pair_predictions, sort_by_speed
-from valkyrie.sweep.table import table
+from valkyrie.sweep.table import sweep_table
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
 FSDP = trial("8x1x1-fsdp", 1000, gib=4, price=1.2, seconds={"matmul": 0.7, "exposed x": 0.2, "memory": 0.1})
@@ -80,7 +80,7 @@ def test_price_and_its_pareto_front(tmp_path: Path):
     rows = rows_of(tmp_path, cheap, dear, worse)
     assert [row.group.target for row in pareto_front(rows, chip_price)] == ["v5e-8", "v5p-16"]
     assert [round(row.price or 0, 6) for row in rows] == [1.2, 4.2, 4.2]
-    assert rows[0].per_million == pytest.approx(1.2 / 3600 / 300 * 1e6)
+    assert rows[0].dollars_per_million_tokens == pytest.approx(1.2 / 3600 / 300 * 1e6)
     assert [point["front"] for point in values.prices(rows)] == [True, True, False]
     assert values.prices(rows[1:]) == []
 
@@ -94,7 +94,7 @@ def test_the_report_lists_the_best_layout_per_target_and_work(tmp_path: Path):
         trial("8x1x1-fsdp", 1500, target="v6e-8"),
         trial("8x1x1-fsdp", 900, target="v6e-8", batch=64),
     )
-    best = [(row.group.target, row.work.batch, row.layout) for row in best_per_target(rows)]
+    best = [(row.group.target, row.work.batch, row.layout) for row in best_per_workload(rows)]
     assert best == [("v5e-8", 16, "8x1x1-fsdp"), ("v6e-8", 16, "2x4x1-2d_tp"), ("v6e-8", 64, "8x1x1-fsdp")]
 
 
@@ -189,7 +189,7 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
         "156.4 ms",
     ]
     assert "2.0x" in answer.reasons[1]
-    assert [row[0] for row in data_of(page(trial_rows))["rows"]] == [1, 1, 3]
+    assert [row[0] for row in data_of(render_page(trial_rows))["rows"]] == [1, 1, 3]
     assert re.findall(r"^\| ([0-9]) ", as_markdown(trial_rows), re.MULTILINE) == ["1", "1", "3"]
     outlier = trial("2x2x2-2d_tp", 100, **{**NOISY, "p90": 9.0})
     assert tied_ranks(
@@ -200,13 +200,13 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
         3,
         4,
     ]
-    text = table([row.trial for row in trial_rows], tmp_path).columns[0]
+    text = sweep_table([row.trial for row in trial_rows], tmp_path).columns[0]
     assert [*map(str, text.cells)] == ["1", "1", "3"]
 
 
 def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):
     rows = rows_of(tmp_path, FSDP, TP, *(trial(f"{t.about.layout}", r, **NOISY) for t, r in ((FSDP, 40), (TP, 41))))
-    assert len(pair_predictions(rows)) == 2 and agreement(pair_predictions(rows)) is None
+    assert len(pair_predictions(rows)) == 2 and concordance(pair_predictions(rows)) is None
 
 
 def test_partitions_with_equivalent_layouts_are_not_compared(tmp_path: Path):
@@ -223,8 +223,8 @@ def test_partitions_with_equivalent_layouts_are_not_compared(tmp_path: Path):
     reason, another = answer.reasons
     assert reason.startswith("dp on 8x1x1") and "2.4x" in reason and "1d_tp on 4x2x1" in reason
     assert another.startswith("2d_tp") and another.endswith("as 1d_tp).")
-    place = [column["id"] for column in data_of(page(trial_rows))["columns"]].index("alike")
-    assert [row[place] for row in data_of(page(trial_rows))["rows"]] == ["dp", "", "1d_tp", ""]
+    place = [column["id"] for column in data_of(render_page(trial_rows))["columns"]].index("alike")
+    assert [row[place] for row in data_of(render_page(trial_rows))["rows"]] == ["dp", "", "1d_tp", ""]
 
 
 def test_predictions_and_measurements_are_matched_by_layout_and_work(rows, tmp_path: Path):
@@ -233,18 +233,18 @@ def test_predictions_and_measurements_are_matched_by_layout_and_work(rows, tmp_p
         ("8x1x1-fsdp", "compile", "measure"),
         ("2x4x1-2d_tp", "compile", "measure"),
     ]
-    assert agreement(pairs) == 0
+    assert concordance(pairs) == 0
     turned = trial("2x4x1-2d_tp", 30, stage="measure", target="auto")
     other_work = trial("4x2x1-dp", 30, stage="measure", target="auto", batch=64)
     other_pairs = pair_predictions(rows_of(tmp_path / "other", FSDP, TP, DP, RAN, turned, other_work))
-    assert len(other_pairs) == 2 and agreement(other_pairs) == 1
+    assert len(other_pairs) == 2 and concordance(other_pairs) == 1
 
 
 def test_refusals_with_the_same_code_and_axes_are_grouped(tmp_path: Path):
     more = replace(WRONG, key="5x1x1", name="5x1x1-dp", reason="batch=16 is not divisible by 5")
     older = replace(more, key="older", name="older", problems=())
     killed = trial("2x2x2-dp", None, status=Status.killed, reason="signal 9 (SIGKILL) ended its process")
-    groups_of_reasons = refusals(rows_of(tmp_path, WRONG, LARGE, more, older, killed))
+    groups_of_reasons = group_unsuccessful(rows_of(tmp_path, WRONG, LARGE, more, older, killed))
     assert [(status, reason, len(members)) for status, reason, members in groups_of_reasons] == [
         (Status.refused, WRONG.reason, 2),
         (Status.refused, more.reason, 1),
@@ -259,7 +259,7 @@ def test_two_sweeps_can_be_compared(tmp_path: Path):
     after = sweep_folder(tmp_path / "after", [trial("8x1x1-fsdp", 1500), trial("2x4x1-2d_tp", 1000), LARGE])
     comparison = compare(read_rows([tmp_path]), str(before), str(after))
     assert [(p.a.layout, p.ratio) for p in comparison.pairs] == [("2x4x1-2d_tp", 2.0), ("8x1x1-fsdp", 1.5)]
-    assert comparison.median == 1.75
+    assert comparison.median_ratio == 1.75
     assert (layouts(comparison.only_a), layouts(comparison.only_b)) == (["4x2x1-dp"], ["1x1x8-dp"])
     with pytest.raises(ValueError, match="elsewhere .*: hand"):
         compare(read_rows([tmp_path]), "elsewhere", str(before))
@@ -291,12 +291,12 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
     real = [replace(t, about=replace(t.about, layout=t.name)) for t in real if t.about is not None]
     rows = rows_of(tmp_path, *real)
     for members in group_by_kind(rows).values():
-        specs = {figure.id: figures.specification(figure, members) for figure in figures.GROUP_FIGURES}
+        specs = {figure.id: figures.figure_spec(figure, members) for figure in figures.GROUP_FIGURES}
         simulated = members[0].group.simulated
         assert {name for name, spec in specs.items() if spec is None} == {"heat", *(["parts"] if simulated else [])}
         for spec in specs.values():
             assert spec is None or vl_convert.vegalite_to_svg(spec).startswith("<svg")
-        assert all(figures.specification(figure, members[:1]) is None for figure in figures.GROUP_FIGURES)
+        assert all(figures.figure_spec(figure, members[:1]) is None for figure in figures.GROUP_FIGURES)
 
 
 def test_a_reduced_timeline_has_the_same_total_time(tmp_path: Path):
@@ -361,7 +361,7 @@ def visible(text: str) -> str:
 
 def test_the_visible_text_of_the_report_equals_the_golden_file(rows):
     """To rewrite the golden file: `UPDATE_GOLDENS=1 pytest tests/test_report.py`."""
-    text = f"{as_markdown(rows)}\n# The page\n\n{visible(page(rows))}\n"
+    text = f"{as_markdown(rows)}\n# The page\n\n{visible(render_page(rows))}\n"
     golden_file = GOLDENS / "report.md"
     if os.environ.get("UPDATE_GOLDENS"):
         golden_file.write_text(text)
@@ -382,16 +382,16 @@ def test_csv_has_a_row_for_each_trial(rows):
 
 def test_sweeps_are_found_at_a_path_and_below_it(tmp_path: Path):
     first, second = sweep_folder(tmp_path / "runs" / "one", [FSDP]), sweep_folder(tmp_path / "runs" / "two", [TP])
-    assert find_sweeps([tmp_path]) == [first, second]
-    assert find_sweeps([first, tmp_path / "runs"]) == [first, second]
-    assert find_sweeps([second / "trials.jsonl"]) == [second]
+    assert find_result_folders([tmp_path]) == [first, second]
+    assert find_result_folders([first, tmp_path / "runs"]) == [first, second]
+    assert find_result_folders([second / "trials.jsonl"]) == [second]
 
 
 def test_a_refused_layout_is_named_by_its_request(tmp_path: Path):
     record = LayoutRecord("m", "3x1x1", "fsdp", "auto", microbatches=2, remat="full")
     trial_rows = rows_of(tmp_path, replace(WRONG, about=record), replace(WRONG, key="bare", about=None))
     assert layouts(trial_rows) == ["3x1x1-fsdp-mb2-remat_full", "3x1x1-dp"]
-    assert data_of(page(trial_rows))["rows"][0][5] == "refused"
+    assert data_of(render_page(trial_rows))["rows"][0][5] == "refused"
 
 
 def test_a_training_has_a_rate_but_no_step_time(tmp_path: Path):
@@ -401,4 +401,4 @@ def test_a_training_has_a_rate_but_no_step_time(tmp_path: Path):
     trial_rows = rows_of(tmp_path, trained, rated)
     assert [row.ranked for row in trial_rows] == [False, True]
     assert trial_rows[1].step_s == pytest.approx(1.28) and trial_rows[1].group.devices == "simulated devices (v5e-8)"
-    assert data_of(page(trial_rows))["rows"][0][3] == pytest.approx(1.28)
+    assert data_of(render_page(trial_rows))["rows"][0][3] == pytest.approx(1.28)

@@ -20,7 +20,7 @@ from test_report import FSDP, RAN, RAN_TP, TP
 from valkyrie.cli.report import main
 from valkyrie.report.callback import SweepPage
 from valkyrie.report.records import read_rows
-from valkyrie.sweep.trial import PAGE, TrialLog
+from valkyrie.sweep.trial import PAGE_FILE, TrialLog
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -60,10 +60,10 @@ def test_the_output_folder_is_created(tmp_path: Path, capsys):
 def test_the_trials_file_can_be_given_instead_of_its_folder(tmp_path: Path, capsys):
     folder = sweep_folder(tmp_path / "mine", [FSDP])
     main([str(folder / "trials.jsonl")])
-    assert capsys.readouterr().out == f"1 trial: {folder / PAGE}\n"
-    assert valkyrie.write_report(folder / "trials.jsonl") == folder / PAGE
-    with pytest.raises(ValueError, match=f"{folder / PAGE} "):
-        valkyrie.write_report(folder, output=folder / PAGE / "x.html")
+    assert capsys.readouterr().out == f"1 trial: {folder / PAGE_FILE}\n"
+    assert valkyrie.write_report(folder / "trials.jsonl") == folder / PAGE_FILE
+    with pytest.raises(ValueError, match=f"{folder / PAGE_FILE} "):
+        valkyrie.write_report(folder, output=folder / PAGE_FILE / "x.html")
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
@@ -139,16 +139,16 @@ def test_a_report_does_not_load_jax(tmp_path: Path):
 def test_a_page_that_cannot_be_written_leaves_no_stale_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     folder, config = sweep_folder(tmp_path, [FSDP]), DictConfig({"hydra": {"sweep": {"dir": str(tmp_path)}}})
     SweepPage().on_multirun_end(config)
-    assert (folder / PAGE).is_file() and list(folder.glob(".*")) == []
+    assert (folder / PAGE_FILE).is_file() and list(folder.glob(".*")) == []
 
     def fail(rows: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("valkyrie.report.page.page", fail)
+    monkeypatch.setattr("valkyrie.report.page.render_page", fail)
     SweepPage().on_multirun_end(config)
     stderr = capsys.readouterr().err
     assert stderr.count("\n") == 1 and "No space left" in stderr and f"valkyrie-report {folder}" in stderr
-    assert "was removed" in stderr and not (folder / PAGE).exists()
+    assert "was removed" in stderr and not (folder / PAGE_FILE).exists()
     SweepPage().on_multirun_end(config)
     assert "removed" not in capsys.readouterr().err
 
@@ -157,8 +157,8 @@ def test_a_training_has_its_own_page(tmp_path: Path, capsys):
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     capsys.readouterr()
     main([str(tmp_path)])
-    assert capsys.readouterr().out == f"1 trial: {tmp_path / PAGE}\n"
-    text = (tmp_path / PAGE).read_text()
+    assert capsys.readouterr().out == f"1 trial: {tmp_path / PAGE_FILE}\n"
+    text = (tmp_path / PAGE_FILE).read_text()
     assert "<h1>run: how" in text and 'id="trained"' in text
     main([str(folder), "--format", "csv"])
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))

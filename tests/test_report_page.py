@@ -16,7 +16,7 @@ from valkyrie.config.modes import ANSWER_FILE
 from valkyrie.parallel.partition import PipelineSchedule
 from valkyrie.records import write_record
 from valkyrie.report import figures, specs, tables
-from valkyrie.report.page import LIMIT, page, write_report
+from valkyrie.report.page import MAX_PAGE_BYTES, render_page, write_report
 from valkyrie.search.answer_record import Bottleneck, MeasureReport, RankedLayout, SearchAnswer, Stage
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.sweep.trial import Status, Trial
@@ -84,7 +84,7 @@ def many(count: int) -> list[Trial]:
 def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
     path = write_report(sweep_folder(tmp_path, many(500), timelines=40))
     assert path == tmp_path / "report.html"
-    assert path.stat().st_size < LIMIT == 2_000_000
+    assert path.stat().st_size < MAX_PAGE_BYTES == 2_000_000
     data = data_of(path.read_text())
     assert len(data["rows"]) == len(data["details"]) == 500
     assert len(data["timelines"]) >= 4
@@ -99,7 +99,7 @@ def row_details(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
 
 def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
     rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i, asked=trial_overrides(0)) for i in range(3)))
-    text = page(rows)
+    text = render_page(rows)
     texts = data_of(text)["texts"]
     assert [sum(part in text for text in texts) for part in ("block_pattern", "v5e chips 2x4")] == [1, 1]
     for place, row in enumerate(rows):
@@ -110,15 +110,15 @@ def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
 
 def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timelines=6)
-    monkeypatch.setattr("valkyrie.report.page.TORUSES", 2)
-    size = len(page(rows).encode())
+    monkeypatch.setattr("valkyrie.report.page.MAX_TORUSES", 2)
+    size = len(render_page(rows).encode())
     drawn_figures: list[str] = []
-    specification = figures.specification
+    figure_spec = figures.figure_spec
     monkeypatch.setattr(
-        "valkyrie.report.page.specification", lambda f, r: drawn_figures.append(f.id) or specification(f, r)
+        "valkyrie.report.page.figure_spec", lambda f, r: drawn_figures.append(f.id) or figure_spec(f, r)
     )
-    monkeypatch.setattr("valkyrie.report.page.LIMIT", size - 1)
-    without = len(page(rows).encode())
+    monkeypatch.setattr("valkyrie.report.page.MAX_PAGE_BYTES", size - 1)
+    without = len(render_page(rows).encode())
     for limit, timelines, hinted in (
         (size, "012345", 6),
         (size - 1, "012345", 2),
@@ -126,8 +126,8 @@ def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: 
         (1, "0", 2),
     ):
         drawn_figures.clear()
-        monkeypatch.setattr("valkyrie.report.page.LIMIT", limit)
-        data = data_of(page(rows))
+        monkeypatch.setattr("valkyrie.report.page.MAX_PAGE_BYTES", limit)
+        data = data_of(render_page(rows))
         assert (
             "".join(data["timelines"]) == timelines and sum("hints" in details for details in data["details"]) == hinted
         )
@@ -135,7 +135,7 @@ def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: 
 
 
 def test_a_page_loads_nothing_from_the_network(tmp_path: Path):
-    text = page(rows_of(tmp_path, FSDP, LARGE, WRONG, RAN))
+    text = render_page(rows_of(tmp_path, FSDP, LARGE, WRONG, RAN))
     outside = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"(src|href|action)\s*=\s*[\"']?(https?:)?//", outside)
     assert "default-src 'none'" in text
@@ -144,7 +144,7 @@ def test_a_page_loads_nothing_from_the_network(tmp_path: Path):
 
 def test_hostile_names_are_escaped(tmp_path: Path):
     bad = "</script><script>alert(1)</script>"
-    text = page(rows_of(tmp_path, trial("1x1x1-" + bad, 10), trial(bad, None, status=Status.failed, reason=bad)))
+    text = render_page(rows_of(tmp_path, trial("1x1x1-" + bad, 10), trial(bad, None, status=Status.failed, reason=bad)))
     assert bad not in text and "alert(1)" in text
     assert bad in json.dumps(data_of(text))
 
@@ -155,7 +155,7 @@ def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
         trial("8x1x1-fsdp", 1000, sent={"x": 512.0}),
         trial("2x4x1-2d_tp", 400, sent={"x": 9e6}, batch=32),
     )
-    pairs = data_of(page(rows))["pairs"]
+    pairs = data_of(render_page(rows))["pairs"]
     assert set(pairs["why"]) == {"0,1", "1,0"}
     first, other = pairs["why"]["0,1"], pairs["why"]["1,0"]
     assert first[0].startswith("A is 2.50") and other[0].startswith("B is 2.50")
@@ -166,7 +166,9 @@ def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
 
 def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):
     sizes = [trial("8x1x1-fsdp", 1000, asked=["model.layers=4"]), trial("8x1x1-fsdp", 500, asked=["model.layers=8"])]
-    pairs = data_of(page(rows_of(tmp_path, *sizes, trial("2x4x1-2d_tp", 400, asked=["model.layers=4"]))))["pairs"]
+    pairs = data_of(render_page(rows_of(tmp_path, *sizes, trial("2x4x1-2d_tp", 400, asked=["model.layers=4"]))))[
+        "pairs"
+    ]
     assert set(pairs["why"]) == {"0,2", "2,0"}
     works = [side["work"] for side in pairs["sides"].values()]
     assert works[0] == works[2] != works[1] and works[1].startswith("valkyrie_tiny layers=8, ")

@@ -17,13 +17,13 @@ import pytest
 from reported import golden_summary, sweep_folder, trial, trial_from_summary
 from test_report import FSDP, LARGE, TP, rows_of
 from valkyrie.report import figures, specs, values, words
-from valkyrie.report.page import page
-from valkyrie.report.rank import agreement, compare, pareto_ids, peak_memory
+from valkyrie.report.page import render_page
+from valkyrie.report.rank import compare, concordance, pareto_ids, peak_memory
 from valkyrie.report.records import read_rows
 from valkyrie.report.tables import command, details
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.sweep.rows import Row, group_by_kind, pair_predictions
-from valkyrie.sweep.table import table
+from valkyrie.sweep.table import sweep_table
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
 WIDE = ["model.embed=2048", "model.mlp=5632", "model.layers=12"]
@@ -142,7 +142,7 @@ def test_sweeps_without_common_work_are_not_compared(tmp_path: Path):
     assert "no common workload" in comparison.summary and f"{first}: {rows[0].work.label}" in comparison.summary
     text = as_markdown(rows, comparison)
     assert comparison.summary in text and "ratio" not in text
-    assert page(rows, comparison).count("<th scope") == page(rows).count("<th scope")
+    assert render_page(rows, comparison).count("<th scope") == render_page(rows).count("<th scope")
     other = compare(rows_of(tmp_path / "more", FSDP, replace(TP, sweep="elsewhere")), "hand", "elsewhere")
     assert "no layout in common" in other.summary
 
@@ -157,7 +157,7 @@ def test_partitions_are_compared_only_for_the_same_model_shape(varied: list[Row]
 def test_a_pareto_front_is_for_one_work(varied: list[Row]):
     assert len(pareto_ids(varied, peak_memory)) == 3
     assert sum(v["front"] for v in values.memory(varied)) == 3
-    spec = figures.specification(figures.MEMORY, varied)
+    spec = figures.figure_spec(figures.MEMORY, varied)
     assert spec is not None
     (line,) = [layer for layer in spec["layer"] if layer["mark"]["type"] == "line"]
     assert line["encoding"]["detail"]["field"] == "work"
@@ -170,7 +170,7 @@ def test_agreement_counts_only_pairs_with_the_same_work(tmp_path: Path):
         for batch, speed in ((16, 500), (64, 900))
     ]
     pairs = pair_predictions(rows_of(tmp_path, *batches))
-    assert len(pairs) == 2 and agreement(pairs) is None
+    assert len(pairs) == 2 and concordance(pairs) is None
 
 
 def test_trials_that_a_comparison_leaves_out_are_counted(tmp_path: Path):
@@ -187,7 +187,7 @@ def test_trials_that_a_comparison_leaves_out_are_counted(tmp_path: Path):
 def test_a_comparison_describes_the_status_of_a_trial(tmp_path: Path):
     before, after = sweep_folder(tmp_path / "a", [LARGE]), sweep_folder(tmp_path / "b", [LARGE, FSDP])
     rows = read_rows([tmp_path])
-    assert ">does not fit<" in page(rows, compare(rows, str(before), str(after)))
+    assert ">does not fit<" in render_page(rows, compare(rows, str(before), str(after)))
 
 
 def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
@@ -205,7 +205,7 @@ def test_none_is_called_cheapest_if_all_prices_are_equal(tmp_path: Path):
     rows = rows_of(tmp_path, FSDP, trial("2x4x1-2d_tp", 100, price=1.2))
     assert words.price_lines(rows) == []
     assert "0.333 dollars" in words.answer(rows[0].group, rows).sentence
-    assert "Cheapest" not in page(rows)
+    assert "Cheapest" not in render_page(rows)
 
 
 def test_figures_are_drawn_only_if_they_are_informative(tmp_path: Path):
@@ -213,7 +213,9 @@ def test_figures_are_drawn_only_if_they_are_informative(tmp_path: Path):
     dear = trial("8x1x1-fsdp", 9, target="v5p-16", price=4.2)
 
     def drawn(name: str, *trials: Trial) -> set[str]:
-        return set(re.findall(r'<section class="figure" id="(pairs|price)"', page(rows_of(tmp_path / name, *trials))))
+        return set(
+            re.findall(r'<section class="figure" id="(pairs|price)"', render_page(rows_of(tmp_path / name, *trials)))
+        )
 
     assert drawn("both", *both) == {"pairs"}
     assert drawn("priced", FSDP, TP, dear) == {"price"}
@@ -279,18 +281,18 @@ def test_tables_show_the_batch_and_other_settings_in_which_trials_differ(tmp_pat
         for batch, seed in ((8, 0), (16, 0), (16, 1))
     ]
     expected = ["batch=8 seed=0", "batch=16 seed=0", "batch=16 seed=1"]
-    shown = table(trials, tmp_path)
+    shown = sweep_table(trials, tmp_path)
     column = next(column for column in shown.columns if column.header == "varied")
     assert sorted(map(str, column.cells)) == sorted(expected)
     rows = csv.DictReader(as_csv(rows_of(tmp_path, *trials)).splitlines())
     listed = {f"batch={row['batch']} {row['varied']}" for row in rows}
     assert listed == set(expected), "the CSV has a column for the batch"
-    assert "varied" not in [column.header for column in table(trials[:1], tmp_path).columns]
+    assert "varied" not in [column.header for column in sweep_table(trials[:1], tmp_path).columns]
 
 
 def test_a_trial_with_an_unknown_workload_differs_in_no_setting(tmp_path: Path):
     crashed = replace(trial("3x1x1-dp", None, status=Status.failed, reason="no"), about=None)
-    headers = [column.header for column in table([trial("8x1x1-fsdp", 9), crashed], tmp_path).columns]
+    headers = [column.header for column in sweep_table([trial("8x1x1-fsdp", 9), crashed], tmp_path).columns]
     assert "trial" in headers and "varied" not in headers
 
 
@@ -309,9 +311,9 @@ def test_a_compile_for_cpus_reports_memory_and_bytes(tmp_path: Path):
         ("2x4x1-2d_tp", 2, None),
         ("8x1x1-fsdp", 4, None),
     ]
-    spec = figures.specification(figures.MEMORY, rows)
+    spec = figures.figure_spec(figures.MEMORY, rows)
     assert spec is not None and spec["layer"][0]["mark"]["type"] == "bar"
-    assert "2x4x1-2d_tp |  |" in as_markdown(rows) and 'id="memory"' in page(rows)
+    assert "2x4x1-2d_tp |  |" in as_markdown(rows) and 'id="memory"' in render_page(rows)
 
 
 def test_compared_pairs_are_marked_as_simulated_or_measured(tmp_path: Path):

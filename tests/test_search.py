@@ -93,7 +93,7 @@ class ScaledCompiler:
         results = TrialResult(step=StepResult(step_s=step_s), memory=MemoryReport(peak=2**30))
         results = results if fits else TrialResult(memory=MemoryReport(needed=2**40))
         status = Status.ok if fits else Status.does_not_fit
-        return plan.ended(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)
+        return plan.to_trial(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)
 
     def key(self, plan: TrialPlan) -> tuple[str, ...]:
         """Return the overrides that describe the layout of a plan."""
@@ -155,7 +155,7 @@ def test_layouts_that_save_the_same_activations_as_one_that_does_not_fit_are_not
             return compiler(plan, watch)
         compiler.plans.append(plan)
         usable = usable_hbm(first.group.target.chip) or 0
-        return plan.ended(
+        return plan.to_trial(
             Status.does_not_fit, None, "2026-01-01", 1.0, TrialResult(memory=MemoryReport(needed=1000 * usable))
         )
 

@@ -72,7 +72,7 @@ class Devices:
         start = next(i for i, o in enumerate(plan.overrides) if o == "mode=measure") + 1
         step_s = self.estimates[plan.overrides[start:]] * (10 if plan.about.partition in self.slow else 2)
         results = TrialResult(step=StepResult(step_s=step_s, min_s=0.9 * step_s, p90_s=1.1 * step_s))
-        ended = plan.ended(self.status, None if self.status is Status.ok else "no such devices", "", 1.0, results)
+        ended = plan.to_trial(self.status, None if self.status is Status.ok else "no such devices", "", 1.0, results)
         return {plan.key: ended}
 
 
@@ -175,7 +175,7 @@ def test_agreement_is_a_rank_correlation_with_shared_ranks_for_ties(
 def compiled(request: SearchRequest, entry: EstimatedLayout, factor: float, folder: Path) -> CompiledLayout:
     """Return a compiled layout with a step time of `factor` times its estimate."""
     results = TrialResult(step=StepResult(step_s=factor * entry.step_s), memory=MemoryReport(peak=2**30))
-    return CompiledLayout(entry, plan_compile(request, entry, folder).ended(Status.ok, None, "", 1.0, results))
+    return CompiledLayout(entry, plan_compile(request, entry, folder).to_trial(Status.ok, None, "", 1.0, results))
 
 
 def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_figures_are_only_used_for_this_machine_and_precision(
         plan.trial_folder.mkdir(parents=True, exist_ok=True)
         (plan.trial_folder / FIGURES_FILE).write_text(json.dumps(values))
         (plan.trial_folder / MACHINES_FILE).write_text(json.dumps([machine]))
-        return plan.ended(Status.ok, None, "", 1.0)
+        return plan.to_trial(Status.ok, None, "", 1.0)
 
     def with_them(*arguments: str) -> SearchRequest:
         request = parse_request(

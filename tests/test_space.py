@@ -26,8 +26,8 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.placement import arrange, placements
 from valkyrie.problems import ProblemCode
 from valkyrie.sweep.cells import Cells, enumerate_space, expand_pattern
-from valkyrie.sweep.layouts import count_line
-from valkyrie.sweep.space import ModelVariant, Same, SpaceConfig
+from valkyrie.sweep.layouts import describe_counts
+from valkyrie.sweep.space import MeshEquivalence, RunVariant, SpaceConfig
 
 QUICK = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -112,14 +112,14 @@ def shapes_of_three(devices: int) -> list[str]:
 
 
 @settings(QUICK, max_examples=50)
-@example((["x", "z", "y"], ["data"] * 3, False), 4, 8, 16, None, Same.sharding, True)
+@example((["x", "z", "y"], ["data"] * 3, False), 4, 8, 16, None, MeshEquivalence.sharding, True)
 @given(
     drawn=DRAWN,
     devices=st.sampled_from([1, 2, 4, 6]),
     batch=st.sampled_from([4, 8, 24]),
     seq=st.sampled_from([6, 16]),
     microbatches=st.sampled_from([None, [1], [1, 2], [4, 3]]),
-    same=st.sampled_from([Same.none, Same.sharding]),
+    same=st.sampled_from([MeshEquivalence.none, MeshEquivalence.sharding]),
     placed=st.booleans(),
 )
 def test_every_legal_layout_is_enumerated_once(
@@ -128,7 +128,7 @@ def test_every_legal_layout_is_enumerated_once(
     batch: int,
     seq: int,
     microbatches: list[int] | None,
-    same: Same,
+    same: MeshEquivalence,
     placed: bool,
 ):
     partition = partition_of(*drawn)
@@ -136,7 +136,7 @@ def test_every_legal_layout_is_enumerated_once(
     base = tiny("cpu8")
     run = Run(replace(base.config, batch=batch, seq=seq, target=target), base.model)
     space = SpaceConfig(microbatches=microbatches, same=same, placements=["all" if placed else "default"])
-    enumerated = enumerate_space(space, [ModelVariant((), run)], {"drawn": partition})
+    enumerated = enumerate_space(space, [RunVariant((), run)], {"drawn": partition})
     brute = {}
     for name in shapes_of_three(devices):
         mesh = parse_mesh(name)
@@ -152,7 +152,7 @@ def test_every_legal_layout_is_enumerated_once(
     assert len(cells) == len(enumerated.legal), "a cell is there twice"
     assert set(cells) <= set(brute), "a cell is illegal"
     assert all(cell.run.problems() == [] for cell in enumerated.legal)
-    if same is Same.none or partition.zero1:
+    if same is MeshEquivalence.none or partition.zero1:
         assert set(cells) == set(brute) or (placed and {brute[key] for key in cells} == set(brute.values()))
         return
     enumerated_layouts = [(brute[key], key[2]) for key in cells]
@@ -166,7 +166,7 @@ def test_layouts_with_the_same_roles_are_enumerated_once(drawn: tuple[list[str],
     partition = partition_of(*drawn)
     base = tiny("cpu8")
     run = Run(replace(base.config, target=simulated_target(devices)), base.model)
-    enumerated = enumerate_space(SpaceConfig(same=Same.roles), [ModelVariant((), run)], {"drawn": partition})
+    enumerated = enumerate_space(SpaceConfig(same=MeshEquivalence.roles), [RunVariant((), run)], {"drawn": partition})
 
     def devices_of_roles(layout: Layout) -> tuple[object, ...]:
         sizes: dict[str, int] = {}
@@ -215,14 +215,14 @@ def test_equivalent_meshes_on_a_torus_are_distinct_unless_their_placement_is_exp
     fsdp = {"fsdp": compose_run("mesh=1x2x4", "partition=fsdp").config.partition}
     counts = {
         (same, placement): len(
-            enumerate_space(SpaceConfig(same=same, placements=[placement]), [ModelVariant((), run)], fsdp).legal
+            enumerate_space(SpaceConfig(same=same, placements=[placement]), [RunVariant((), run)], fsdp).legal
         )
-        for same in Same
+        for same in MeshEquivalence
         for placement in ("default", "all")
     }
-    assert counts[Same.none, "default"] == counts[Same.sharding, "default"] == 10
-    assert counts[Same.roles, "default"] == counts[Same.roles, "all"] == 1
-    assert 1 < counts[Same.sharding, "all"] < counts[Same.none, "all"]
+    assert counts[MeshEquivalence.none, "default"] == counts[MeshEquivalence.sharding, "default"] == 10
+    assert counts[MeshEquivalence.roles, "default"] == counts[MeshEquivalence.roles, "all"] == 1
+    assert 1 < counts[MeshEquivalence.sharding, "all"] < counts[MeshEquivalence.none, "all"]
 
 
 # What is left out, what is refused
@@ -232,7 +232,7 @@ ONLY_X = PartitionConfig("only_x", {"mlp": ["x"]}, {"mlp": ["x"]})
 
 
 def cells(space: SpaceConfig, run: Run, *partitions: PartitionConfig) -> Cells:
-    return enumerate_space(space, [ModelVariant((), run)], {p.name: p for p in partitions})
+    return enumerate_space(space, [RunVariant((), run)], {p.name: p for p in partitions})
 
 
 def test_axes_that_a_partition_does_not_use_add_no_layouts():
@@ -241,7 +241,7 @@ def test_axes_that_a_partition_does_not_use_add_no_layouts():
     # Eleven meshes of three axes leave one idle; of four, 1x8x1x1 is the same as 8x1x1 and the others idle.
     codes = Counter(problem.code for problem in enumerated.skipped)
     assert codes == {ProblemCode.idle_mesh_axis: 28, ProblemCode.same_sharding: 1}
-    assert " 1 skipped" in count_line(enumerated, enumerated.legal)
+    assert " 1 skipped" in describe_counts(enumerated, enumerated.legal)
 
 
 def test_a_requested_illegal_mesh_is_refused_with_the_reason():
@@ -261,7 +261,7 @@ def test_an_invalid_mesh_is_reported_once():
     run = compose_run("mesh=2x2x2", "partition=2d_tp")
     wrong = Run(run.config, replace(run.model, layers=0))
     enumerated = enumerate_space(
-        SpaceConfig(devices=8), [ModelVariant(("model.layers=0",), wrong)], {"2d_tp": run.config.partition}
+        SpaceConfig(devices=8), [RunVariant(("model.layers=0",), wrong)], {"2d_tp": run.config.partition}
     )
     (cell,) = enumerated.cells
     assert cell.overrides == ("model.layers=0",) and [p.key for p in cell.problems] == ["model.layers"]
@@ -275,7 +275,7 @@ def test_a_range_keeps_only_the_meshes_in_it(key: str):
         float(r.model.parameter_count()) if key == "parameters" else r.model.flops_per_token(run.config.seq)
         for r in runs
     ]
-    shapes = [ModelVariant((f"model.layers={i + 1}",), r) for i, r in enumerate(runs)]
+    shapes = [RunVariant((f"model.layers={i + 1}",), r) for i, r in enumerate(runs)]
     dp = {"dp": run.config.partition}
     for least, most, expected in ((sizes[2], sizes[4], [3, 4, 5]), (None, sizes[1], [1, 2]), (sizes[6] + 1, None, [8])):
         space = replace(SpaceConfig(meshes=["1x1x8"]), **{key: [least, most]})
@@ -318,5 +318,5 @@ def test_an_enumerated_layout_equals_that_of_its_run():
     assert layout.notes, "two key heads are whole over four devices"
     assert run.layout_on(mesh, partition) == layout
     space = SpaceConfig(meshes=["4x1x2"], partitions=["mine"])
-    (cell,) = enumerate_space(space, [ModelVariant((), run)], {"mine": partition}).cells
+    (cell,) = enumerate_space(space, [RunVariant((), run)], {"mine": partition}).cells
     assert cell.run.layout == layout

@@ -45,7 +45,7 @@ def test_ctrl_c_ends_a_sweep_and_prints_its_table(
     fake_outcomes(monkeypatch, dp=Status.ok, fsdp=KeyboardInterrupt(), sp=Status.ok)
     ended = command(*ASKED, "partition=dp,fsdp,sp", f"hydra/launcher={runs}")
     assert ended.status == 130
-    assert "s5_tiny 2x2x1-dp measure" in ended.out and end.STOPPED in ended.out and "1 ok" in ended.out
+    assert "s5_tiny 2x2x1-dp measure" in ended.out and end.INTERRUPTED_NOTE in ended.out and "1 ok" in ended.out
     assert tracker.logged == ["dp"]
 
 
@@ -72,7 +72,7 @@ def test_an_error_at_the_end_of_a_sweep_sets_the_exit_status(
         raise KeyError("mesh")
 
     fake_outcomes(monkeypatch, dp=Status.failed)
-    monkeypatch.setattr(end, "table", broken)
+    monkeypatch.setattr(end, "sweep_table", broken)
     ended = command(*ASKED, "partition=dp")
     assert ended.status == 1
     (line,) = ended.err.splitlines()
@@ -84,7 +84,7 @@ def test_every_sweeper_ends_the_same_way_if_no_trial_is_legal(
     command: Any, tracker: Tracker, tmp_path: Path, sweeper: list[str]
 ):
     ended = command(*ASKED, "mesh=2x2x2", "target=cpu8", "batch=3", "partition=dp,fsdp", *sweeper)
-    assert ended.status == end.ALL_REFUSED and ended.err == ""
+    assert ended.status == end.ALL_REFUSED_EXIT and ended.err == ""
     assert "measure: batch=3 is" in ended.out and "folder: runs/swept" in ended.out and "2 refused" in ended.out
     assert [trial.status for trial in TrialLog(tmp_path / "runs" / "swept").read()] == [Status.refused] * 2
     assert tracker.logged == ["dp", "fsdp"]

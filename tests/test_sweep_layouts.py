@@ -25,7 +25,7 @@ from valkyrie.paths import conf_dir
 from valkyrie.problems import INDIVISIBLE, ProblemCode
 from valkyrie.sweep.cells import Cells
 from valkyrie.sweep.composer import Composer, _JobKind, _with_numbers
-from valkyrie.sweep.layouts import count_kinds, count_line, enumerate_cells, sample_evenly, sweep_layouts
+from valkyrie.sweep.layouts import count_kinds, describe_counts, enumerate_cells, sample_evenly, sweep_layouts
 from valkyrie.sweep.space import SpaceConfig, read_space
 from valkyrie.sweep.trial import Status, TrialLog
 
@@ -124,7 +124,7 @@ def test_an_enumerated_run_equals_the_one_its_overrides_compose(sweep: str):
         enumerated = enumerate_cells(space, composing)
     assert len({cell.overrides for cell in enumerated.cells}) == len(enumerated.cells)
     for cell in sample_evenly(enumerated.cells, 4):
-        composed = Run.from_config(compose_config(*space.fixed, *cell.overrides))
+        composed = Run.from_config(compose_config(*space.fixed_overrides, *cell.overrides))
         assert composed == cell.run
         assert tuple(composed.problems()) == cell.problems
 
@@ -133,11 +133,11 @@ def test_an_enumerated_run_equals_the_one_its_overrides_compose(sweep: str):
 def test_shipped_partitions_equal_those_that_hydra_composes():
     with composer("hydra/sweeper=layouts") as (composing, _):
         for name in config_names("partition"):
-            shipped = composing.choice("partition", name, [])
-            assert shipped == Run.from_config(composing.compose([f"partition={name}"])).config.partition
-        dp, sp = (composing.choice("partition", name, []) for name in ("dp", "sp"))
-        assert composing.choice("partition", "dp", ["partition.zero1=true"]) == replace(dp, zero1=True)
-        assert composing.choice("partition", "sp", ["partition.zero1=false"]) == sp
+            shipped = composing.compose_choice("partition", name, [])
+            assert shipped == Run.from_config(composing.compose_config([f"partition={name}"])).config.partition
+        dp, sp = (composing.compose_choice("partition", name, []) for name in ("dp", "sp"))
+        assert composing.compose_choice("partition", "dp", ["partition.zero1=true"]) == replace(dp, zero1=True)
+        assert composing.compose_choice("partition", "sp", ["partition.zero1=false"]) == sp
 
 
 JOBS = [
@@ -163,13 +163,16 @@ def test_a_run_equals_the_one_that_hydra_composes(monkeypatch: pytest.MonkeyPatc
         (tmp_path / f"{name}.yaml").write_text(text)
     jobs = [[*fixed, "model=s5_tiny", *job] for job in JOBS[:: 1 if not fixed else 5]]
     with composer(f"hydra.searchpath=[file://{tmp_path},valkyrie://groups]") as (composing, _):
-        runs = [composing.run(job) for job in jobs]
-        assert runs == [Run.from_config(composing.compose(job)) for job in jobs]
+        runs = [composing.compose_run(job) for job in jobs]
+        assert runs == [Run.from_config(composing.compose_config(job)) for job in jobs]
         composed: list[object] = []
-        compose = Composer.compose
-        monkeypatch.setattr(Composer, "compose", lambda *given: composed.append(given) or compose(*given))
+        compose = Composer.compose_config
+        monkeypatch.setattr(Composer, "compose_config", lambda *given: composed.append(given) or compose(*given))
         free = [job for job in JOBS if job[0] != "mesh=single"]
-        assert [run.config.batch for run in map(Composer(composing.config, composing.loader).run, free)] == [8, 16] * 6
+        assert [run.config.batch for run in map(Composer(composing.config, composing.loader).compose_run, free)] == [
+            8,
+            16,
+        ] * 6
     assert len(composed) == 1
 
 
@@ -217,7 +220,7 @@ def test_refusals_are_grouped_and_counted():
     assert enumerated.refused[0].problems[0].code in INDIVISIBLE
     kinds = count_kinds(cell.problems[0] for cell in enumerated.refused)
     assert sum(count for _, count in kinds) == len(enumerated.refused)
-    line = count_line(enumerated, enumerated.legal[:3])
+    line = describe_counts(enumerated, enumerated.legal[:3])
     counts = [int(n) for n in re.findall(r"\d+", line.partition("\n")[0])]
     assert counts == [len(enumerated.cells), len(enumerated.legal), len(enumerated.refused), 3, 3]
     assert "heads over x\n" in line
@@ -377,12 +380,14 @@ def test_jobs_that_differ_in_numbers_equal_the_runs_that_hydra_composes(monkeypa
     monkeypatch.setattr(Run, "from_config", staticmethod(lambda config: composed.append(1) or from_config(config)))
     with composer() as (composing, _):
         for number, overrides in enumerate(changes):
-            run = composing.run(["model=gpt_tiny", *overrides])
+            run = composing.compose_run(["model=gpt_tiny", *overrides])
             assert len(composed) == (1, 1, 2, 2, 3)[number]
-            assert repr(run.config) == repr(from_config(composing.compose(["model=gpt_tiny", *overrides])).config)
+            assert repr(run.config) == repr(
+                from_config(composing.compose_config(["model=gpt_tiny", *overrides])).config
+            )
     with composer() as (composing, _):  # a key that others refer to
         for batch in (8, 16):
-            assert composing.run([f"batch={batch}", "eval_batches=${batch}"]).config.eval_batches == batch
+            assert composing.compose_run([f"batch={batch}", "eval_batches=${batch}"]).config.eval_batches == batch
 
 
 @pytest.mark.parametrize(
@@ -398,7 +403,7 @@ def test_jobs_that_differ_in_numbers_equal_the_runs_that_hydra_composes(monkeypa
 def test_a_reference_to_a_key_or_its_node_prevents_reusing_a_run(reference: str, is_reused: bool):
     with composer() as (composing, _):
         overrides = ["model=gpt_tiny", "optimizer.learning_rate=0.001"]
-        config = composing.compose(overrides)
+        config = composing.compose_config(overrides)
         run = Run.from_config(config)
         with open_dict(config):
             config.x = reference

@@ -65,7 +65,7 @@ def test_a_plan_is_settled_by_an_outcome_of_the_same_request_and_code(
 ):
     overrides = ["-m", "mode=compile", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "target=cpu"]
     (plan,) = multirun_plans(command, monkeypatch, *overrides)
-    done = plan.ended(Status.ok, None, "", 1.0)
+    done = plan.to_trial(Status.ok, None, "", 1.0)
     assert plan.settled_by(done) and not plan.settled_by(None)
     (with_hlo,) = multirun_plans(command, monkeypatch, *overrides, "mode.hlo=true")
     assert with_hlo.key == plan.key and not with_hlo.settled_by(done), "the module was not left"
@@ -84,7 +84,7 @@ def test_a_record_has_the_settings_that_determine_the_step(command: Any, monkeyp
     plans = multirun_plans(command, monkeypatch, *overrides)
     assert [plan.refusal is None for plan in plans] == [True, False]
     for plan in plans:
-        values = plan.ended(Status.ok, None, "", 1.0).values
+        values = plan.to_trial(Status.ok, None, "", 1.0).values
         assert values["model.name"] == "s5_tiny" and values["model.dropout"] == "0.1"
         assert values["model.block_pattern"] == "[s5]" and values["model.s5.bidirectional"] == "false"
         assert values["optimizer.ema_decay"] == "null" and values["precision.compute"] == "float32"
@@ -101,7 +101,7 @@ def test_a_record_has_the_path_of_the_users_configuration(
     plans = multirun_plans(command, monkeypatch, *overrides, "partition=dp", "steps=0,1")
     assert [plan.refusal is None for plan in plans] == [False, True]
     flags = ["--config-dir", str(tmp_path / "my own")]
-    assert [plan.ended(Status.ok, None, "", 0.0).flags for plan in plans] == [flags] * 2
+    assert [plan.to_trial(Status.ok, None, "", 0.0).flags for plan in plans] == [flags] * 2
     space = ["mode=show", "hydra/sweeper=layouts", "hydra.sweeper.space.partitions=[dp]", "steps=0"]
     space += ["hydra.sweeper.space.meshes=[1x1x1]", "name=space"]
     command(*overrides, *space)

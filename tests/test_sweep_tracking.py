@@ -17,7 +17,7 @@ from helpers import compose_run
 from valkyrie.records import decode, encode
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, wandb_config
-from valkyrie.sweep.columns import WANDB_TABLE
+from valkyrie.sweep.columns import WANDB_TABLE_COLUMNS
 from valkyrie.sweep.rows import Row, make_row
 from valkyrie.sweep.tracking import REPORTED, SweepTracker, trial_summary, wandb_run_id
 from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_line
@@ -199,7 +199,7 @@ def test_the_parent_has_the_table_and_the_plots(reported: tuple[Path, dict[str, 
     folder, runs = reported
     log = runs["laptop"]
     (table,) = [json.loads(p.read_text()) for p in folder.rglob("*.table.json") if p.name.startswith("trials_")]
-    keys = [column.key for column in WANDB_TABLE]
+    keys = [column.key for column in WANDB_TABLE_COLUMNS]
     assert table["columns"] == keys
     rows = {row[keys.index("name")]: dict(zip(keys, row, strict=True)) for row in table["data"]}
     assert set(rows) == {t.name for t in SWEEP}

@@ -429,12 +429,12 @@ def trials(*paths: str | Path) -> list[Row]:
 def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
     """Write the HTML report of sweeps to `output`, or to `report.html` in the first folder. Returns its path."""
     from valkyrie.paths import write_atomic
-    from valkyrie.report.page import page, page_file
+    from valkyrie.report.page import page_file, render_page
 
     for path in paths:
         require_type(path, str | Path, "write_report takes paths of sweep folders")
     require_type(output, str | Path | None, "output= takes the path of a file")
-    text = page(trials(*paths))
+    text = render_page(trials(*paths))
     file = page_file([Path(path) for path in paths], None if output is None else Path(output))
     return write_atomic(file, text, "output=FILE")
 

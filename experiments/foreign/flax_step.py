@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import valkyrie
-from valkyrie.cli.predict import mesh_axes
+from valkyrie.cli.predict import parse_mesh_axes
 
 
 class Block(nnx.Module):
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--html", type=Path, help="write the report as a page")
     asked = parser.parse_args()
     slice = valkyrie.slice(asked.target)
-    axes = mesh_axes(asked.mesh)
+    axes = parse_mesh_axes(asked.mesh)
     step, arguments = training_step(slice.mesh(list(axes.values()), list(axes)))
     report = valkyrie.predict(step, *arguments, slice=slice, tokens=32 * 1024)
     print(report)

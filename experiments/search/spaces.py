@@ -32,7 +32,7 @@ from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.modes import compile_and_summarise
 from valkyrie.sweep.cells import Cell, enumerate_space
 from valkyrie.sweep.layouts import sample_evenly
-from valkyrie.sweep.space import ModelVariant, Same, SpaceConfig
+from valkyrie.sweep.space import MeshEquivalence, RunVariant, SpaceConfig
 
 FILE = Path(__file__).with_name("compiled.json")
 PARTITIONS = ("dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")
@@ -50,8 +50,8 @@ class Judged:
 
     def cells(self) -> list[Cell]:
         """Return its legal layouts, evenly sampled to `count`."""
-        shape = ModelVariant(self.shared, parse_run(list(self.shared)))
-        config = SpaceConfig(same=Same.roles, remat=list(self.remats), microbatches=list(self.microbatches))
+        shape = RunVariant(self.shared, parse_run(list(self.shared)))
+        config = SpaceConfig(same=MeshEquivalence.roles, remat=list(self.remats), microbatches=list(self.microbatches))
         partitions = {p.name: p for p in read_group("partition", PartitionConfig)}
         remats = {name: load_remat(name) for name in self.remats}
         cells = enumerate_space(config, [shape], {name: partitions[name] for name in PARTITIONS}, remats)

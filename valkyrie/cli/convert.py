@@ -44,8 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         help="with config.json and model.safetensors (or several files and their index)",
     )
     load.add_argument("--name", help="name of the run; default: the name of the folder")
-    tokenizers = "bytes, gpt2, a tiktoken encoding, or a tokenizer.json; default: the folder's tokenizer.json"
-    load.add_argument("--tokenizer", help=tokenizers)
+    tokenizer_help = "bytes, gpt2, a tiktoken encoding, or a tokenizer.json; default: the folder's tokenizer.json"
+    load.add_argument("--tokenizer", help=tokenizer_help)
 
     save = commands.add_parser("to-hf", help="convert a trained run to a Hugging Face folder")
     save.set_defaults(run=_convert_to_hf)
@@ -69,10 +69,10 @@ def _convert_from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) ->
     from valkyrie.convert.load import import_folder
     from valkyrie.runs.folder import resume_command
 
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     refuse_typos(overrides, multirun=False)
     folder = import_folder(arguments.folder.expanduser(), arguments.name, arguments.tokenizer, overrides)
-    print(f"wrote {folder} in {time.perf_counter() - began:.1f} s")
+    print(f"wrote {folder} in {time.perf_counter() - start_time:.1f} s")
     command = resume_command(folder)
     print(f'next: {command} mode=generate prompt="class "')
     print(f"      {command} data=text 'data.paths=[~/books/**/*.txt]' steps=1000   # continues its training")
@@ -82,7 +82,7 @@ def _convert_to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> N
     from valkyrie.convert.save import export_run
     from valkyrie.runs.folder import find_run
 
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     if overrides:
         raise ValueError(f"{overrides[0]}: to-hf does not take settings. Leave it out.")
     if not arguments.file_gb > 0:
@@ -94,7 +94,7 @@ def _convert_to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> N
         dtype=arguments.dtype,
         file_bytes=int(1e9 * arguments.file_gb),
     )
-    print(f"wrote {folder} in {time.perf_counter() - began:.1f} s")
+    print(f"wrote {folder} in {time.perf_counter() - start_time:.1f} s")
     print(f"next: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 

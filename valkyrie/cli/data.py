@@ -132,11 +132,13 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
         max_bytes=arguments.max_bytes,
     )
     config.raise_problems()
-    start, counted = time.perf_counter(), TextCounts()
-    ids = train_tokenizer(training_texts(config, counted), arguments.vocab, arguments.pattern, path)
-    fewer = f", not {arguments.vocab:,}, because the text has no more pairs to merge" if ids < arguments.vocab else ""
+    start, counts = time.perf_counter(), TextCounts()
+    ids = train_tokenizer(training_texts(config, counts), arguments.vocab, arguments.pattern, path)
+    fewer_note = (
+        f", not {arguments.vocab:,}, because the text has no more pairs to merge" if ids < arguments.vocab else ""
+    )
     print(
-        f"{ids:,} ids{fewer}; trained on {counted.documents:,} documents with {counted.bytes:,} bytes "
+        f"{ids:,} ids{fewer_note}; trained on {counts.documents:,} documents with {counts.bytes:,} bytes "
         f"in {time.perf_counter() - start:.1f} s"
     )
     name = str(path) if is_path else arguments.save

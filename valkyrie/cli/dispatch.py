@@ -48,10 +48,10 @@ def dispatch() -> None:
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = strip_comment(sys.argv[1:])
     try:
-        here = os.getcwd()
+        current_folder = os.getcwd()
     except OSError:
         fail(COMMAND, "the current folder was deleted. Change to another folder (cd).")
-    if bad_bytes := bytes_not_utf8(here):
+    if bad_bytes := bytes_not_utf8(current_folder):
         fail(
             COMMAND,
             f"the path of the current folder has bytes that are not UTF-8 ({bad_bytes}). Rename it, or cd to another.",

@@ -25,12 +25,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--dry-run", type=_steps, metavar="STEPS", help="run STEPS steps of the real layout on random tokens"
+        "--dry-run", type=_parse_steps, metavar="STEPS", help="run STEPS steps of the real layout on random tokens"
     )
     return parser
 
 
-def _steps(text: str) -> int:
+def _parse_steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of steps. Write --dry-run 5")
     return int(text)

@@ -22,11 +22,11 @@ from valkyrie.runs.folder import key_values, split_flags
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
 """First arguments that request something other than starting a training run."""
-TRAIN = module_command("valkyrie.cli.train")
+TRAIN_COMMAND = module_command("valkyrie.cli.train")
 """Command that runs `valkyrie-train` on this machine."""
 
 
-def main(argv: Sequence[str] | None = None, command: Sequence[str] = TRAIN) -> None:
+def main(argv: Sequence[str] | None = None, command: Sequence[str] = TRAIN_COMMAND) -> None:
     """Run `valkyrie-launch` with `argv`, or with the arguments of the process if it is None.
 
     `command` is the command that starts `valkyrie-train` on this machine.
@@ -88,24 +88,26 @@ def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> 
         )
     if action != "list" and not any(setting.startswith("name=") for setting in words):
         raise ValueError(f"{action} needs the name of the run. Write name=NAME.")
-    calls = {step.action: step for step in config.plan(()).later_steps if isinstance(step, CommandStep) and step.action}
-    if action not in calls:
-        available = f" Available: {', '.join(calls)}." if calls else ""
+    steps_by_action = {
+        step.action: step for step in config.plan(()).later_steps if isinstance(step, CommandStep) and step.action
+    }
+    if action not in steps_by_action:
+        available = f" Available: {', '.join(steps_by_action)}." if steps_by_action else ""
         raise ValueError(f"{action} is not available for target={config.target}.{available}")
     if run:
-        return calls[action].run()
-    print(calls[action].text())
+        return steps_by_action[action].run()
+    print(steps_by_action[action].text())
     return 0
 
 
 def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str], run: bool) -> int:
     """Print the commands that start a training run, or run them. Returns the exit status."""
-    overrides, added = add_name(settings, config.name)
+    overrides, name_added = add_name(settings, config.name)
     config = replace(config, name=key_values(overrides).get("name") or config.name)
     if not config.runs_immediately:
         _refuse_illegal_training(config, overrides)
     plan = config.plan(overrides)
-    if added:
+    if name_added:
         print_message(f"added name={config.name}, so that a restart continues this run")
     if not run and not config.runs_immediately:
         sys.stdout.write(plan.text())
@@ -153,11 +155,11 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
 
 def _refuse_other_target(requested: TargetConfig, rented: TargetConfig) -> None:
     """Raise ValueError if a training run requests other hardware than the rented slices."""
-    size, rented_size = (
+    hardware, rented_hardware = (
         (target.chip and target.chip.name, target.chips, target.topology, target.slices)
         for target in (requested, rented)
     )
-    if size == rented_size:
+    if hardware == rented_hardware:
         return
     settings = f"target={rented.name}" + (f" target.slices={rented.slices}" if rented.slices > 1 else "")
     raise ValueError(

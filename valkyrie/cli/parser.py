@@ -16,13 +16,13 @@ from valkyrie.processes.ending import INTERRUPTED, REFUSED, limit_failed_exit
 from valkyrie.processes.interrupt import repair_std_streams
 from valkyrie.units import printable
 
-BROKEN_PIPE = 141
+BROKEN_PIPE_STATUS = 141
 """Exit status after the reader of our output closed the pipe. Shells report the same status for SIGPIPE."""
 
 
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF}
 """Errors of failed writes to stdout: a full disk or quota, a terminal that is gone, a closed descriptor."""
-_SHOWN = 160
+_MAX_PATH_LENGTH = 160
 """Maximum number of characters of a path in a message."""
 
 
@@ -77,7 +77,7 @@ def error_text(error: Exception) -> str:
         return text
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
-        return f"{name if len(name) < _SHOWN else name[:_SHOWN] + '...'}: {error.strerror.lower()}."
+        return f"{name if len(name) < _MAX_PATH_LENGTH else name[:_MAX_PATH_LENGTH] + '...'}: {error.strerror.lower()}."
     return str(error)
 
 
@@ -109,4 +109,4 @@ def fail(command: str, message: str, status: int = REFUSED) -> NoReturn:
 def exit_on_broken_pipe() -> NoReturn:
     """Exit silently after a BrokenPipeError: the reader of our output, such as `head`, has closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(BROKEN_PIPE)
+    sys.exit(BROKEN_PIPE_STATUS)

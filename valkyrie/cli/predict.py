@@ -66,7 +66,7 @@ def _predict(words: list[str]) -> int:
     result = api.predict(
         options.module,
         slice=api.named_slice(options.target, slices=options.slices),
-        mesh=mesh_axes(options.mesh),
+        mesh=parse_mesh_axes(options.mesh),
         places=places,
         tokens=options.tokens,
         flops=options.flops,
@@ -83,21 +83,21 @@ def _predict(words: list[str]) -> int:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Raise ValueError if an output would replace an input or another output, or its folder is missing."""
-    inputs = {options.module.resolve(): "the input module"}
+    taken_paths = {options.module.resolve(): "the input module"}
     if options.places is not None:
-        inputs[options.places.resolve()] = "the file of --places"
+        taken_paths[options.places.resolve()] = "the file of --places"
     for key in ("json", "timeline", "html"):
         path: Path | None = getattr(options, key)
         if path is None:
             continue
-        if (other := inputs.get(path.resolve())) is not None:
+        if (other := taken_paths.get(path.resolve())) is not None:
             raise ValueError(f"--{key} {path} would overwrite {other}. Choose another path.")
         if not path.parent.is_dir():
             raise ValueError(f"--{key} {path}: there is no folder {path.parent}.")
-        inputs[path.resolve()] = f"the file of --{key}"
+        taken_paths[path.resolve()] = f"the file of --{key}"
 
 
-def mesh_axes(text: str) -> dict[str, int]:
+def parse_mesh_axes(text: str) -> dict[str, int]:
     """Parse mesh axes such as `data=8,model=4` to their sizes, in order. Raises ValueError for other text."""
     entries = [re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9][0-9]*)\s*", entry) for entry in text.split(",")]
     axes = {entry[1]: int(entry[2]) for entry in entries if entry}

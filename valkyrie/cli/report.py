@@ -58,26 +58,26 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
 
 def _report(arguments: argparse.Namespace) -> None:
     from valkyrie.paths import write_atomic
-    from valkyrie.report.page import page, page_file
+    from valkyrie.report.page import page_file, render_page
     from valkyrie.report.rank import compare
     from valkyrie.report.records import read_rows
     from valkyrie.report.text import as_csv, as_markdown
 
-    compared = arguments.compare or []
-    paths = [*arguments.paths, *(Path(name) for name in compared if Path(name).is_dir())]
+    compared_sweeps = arguments.compare or []
+    paths = [*arguments.paths, *(Path(name) for name in compared_sweeps if Path(name).is_dir())]
     if not paths:
-        if compared:
-            arguments_text = f"--compare {' '.join(compared)}"
+        if compared_sweeps:
+            arguments_text = f"--compare {' '.join(compared_sweeps)}"
             raise ValueError(
                 f"{arguments_text}: neither is a folder, so PATH is needed to find them. Example: valkyrie-report runs "
                 f"{arguments_text}"
             )
         raise ValueError("PATH is missing. Pass a sweep folder, or a folder with sweeps. Example: valkyrie-report runs")
     rows = read_rows(paths)
-    comparison = compare(rows, *compared) if compared else None
+    comparison = compare(rows, *compared_sweeps) if compared_sweeps else None
     kind = arguments.format or "html"
     if kind == "html":
-        text = page(rows, comparison)
+        text = render_page(rows, comparison)
     else:
         text = as_csv(rows) if kind == "csv" else as_markdown(rows, comparison)
     to_screen = str(arguments.output) == "-" or (arguments.output is None and kind != "html")

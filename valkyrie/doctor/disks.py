@@ -24,7 +24,7 @@ from valkyrie.runs.wandb_writer import WandbMode, resolve_mode
 from valkyrie.train.prepare import refuse_unsuitable_data
 from valkyrie.units import count_text, memory_text
 
-CLOCK_S = 2.0
+MAX_CLOCK_DIFFERENCE_S = 2.0
 """Clock difference to a disk or another host, in seconds, above which there is a warning."""
 _MIN_KEY_LENGTH = 40
 """Minimum length of a W&B key."""
@@ -57,7 +57,9 @@ def check_disk_clock(context: CheckContext) -> CheckResults:
         text = f"timestamps of files in runs={runs} differ by {difference:+.0f} s from the clock of this host"
         warning = WARNING, text, "Synchronize both clocks, for example with timedatectl or chrony."
         yield (
-            warning if abs(difference) > CLOCK_S else (OK, f"the clocks of this host and of the disk of {runs} agree")
+            warning
+            if abs(difference) > MAX_CLOCK_DIFFERENCE_S
+            else (OK, f"the clocks of this host and of the disk of {runs} agree")
         )
 
 
@@ -139,12 +141,16 @@ def check_fast_disk_space(context: CheckContext) -> CheckResults:
     if fast.every is None:
         return
     folder = Path(fast.folder or tempfile.gettempdir())
-    free, largest = _free_bytes(folder), (fast.keep + 1) * state_bytes(context.run)
-    smallest = largest // context.processes
-    size = memory_text(largest) if context.processes == 1 else f"{memory_text(smallest)} to {memory_text(largest)}"
+    free, most_needed = _free_bytes(folder), (fast.keep + 1) * state_bytes(context.run)
+    least_needed = most_needed // context.process_count
+    size = (
+        memory_text(most_needed)
+        if context.process_count == 1
+        else f"{memory_text(least_needed)} to {memory_text(most_needed)}"
+    )
     text = f"{memory_text(free)} free in {folder}; fast checkpoints need {size}"
     failure = FAILS, text, "Set checkpoint.fast.folder=DIR, or disable fast checkpoints: checkpoint.fast.every=null"
-    yield failure if smallest > free else (WARNING if largest > free else OK, text)
+    yield failure if least_needed > free else (WARNING if most_needed > free else OK, text)
 
 
 def _free_bytes(path: Path) -> int:
@@ -208,8 +214,8 @@ def check_wandb_key(context: CheckContext) -> CheckResults:
     elif not key:
         yield WARNING, "online, but there is no key", "Set WANDB_API_KEY, or run `wandb login`."
     elif (length := len(key.rpartition("-")[2])) < _MIN_KEY_LENGTH:
-        after = " after its last dash" if "-" in key else ""  # self-hosted servers put a prefix such as local- first
-        text = f"the key has {count_text(length, 'character')}{after}, but keys of W&B have at least {_MIN_KEY_LENGTH}"
+        suffix = " after its last dash" if "-" in key else ""  # self-hosted servers put a prefix such as local- first
+        text = f"the key has {count_text(length, 'character')}{suffix}, but keys of W&B have at least {_MIN_KEY_LENGTH}"
         yield WARNING, text, "Copy it again from https://wandb.ai/authorize"
     else:
         yield OK, "online, with a key (not verified with the server)"
@@ -227,11 +233,11 @@ def _key_in_netrc() -> str:
 def _probe(folder: str) -> Iterator[Any]:
     """Yield the path of a small file in a folder or bucket, then delete the file and the folders created for it."""
     path = parse_path(folder)
-    local = isinstance(path, Path) and not in_bucket(folder)
-    missing = [parent for parent in (path, *path.parents) if not parent.exists()] if local else []
+    is_local = isinstance(path, Path) and not in_bucket(folder)
+    missing = [parent for parent in (path, *path.parents) if not parent.exists()] if is_local else []
     probe = path / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
-        with disk_errors(Path(folder)) if local else contextlib.nullcontext():
+        with disk_errors(Path(folder)) if is_local else contextlib.nullcontext():
             path.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(_PROBE_TEXT.encode())
         yield probe

@@ -54,10 +54,10 @@ def check_clocks(context: CheckContext) -> CheckResults:
     difference = times[team.index] - times[0]
     severity = FAILS if abs(difference) > _CLOCK_FAILS_S else WARNING
     remedy = "Synchronize the clocks of all hosts, for example with timedatectl or chrony."
-    if abs(difference) > disks.CLOCK_S:
+    if abs(difference) > disks.MAX_CLOCK_DIFFERENCE_S:
         yield severity, f"this clock differs by {difference:+.0f} s from that of process 0", remedy
     else:
-        yield OK, f"the clocks agree with process 0 within {disks.CLOCK_S:g} s"
+        yield OK, f"the clocks agree with process 0 within {disks.MAX_CLOCK_DIFFERENCE_S:g} s"
 
 
 HOST_CHECKS = (

@@ -36,11 +36,11 @@ CheckResults = Iterator[tuple[str, ...]]
 class CheckContext(NamedTuple):
     """Input of each check of `valkyrie-doctor`.
 
-    `team` connects the `processes` processes of the run. It is `ALONE` until they are connected.
+    `team` connects the `process_count` processes of the run. It is `ALONE` until they are connected.
     """
 
     run: Run
-    processes: int = 1
+    process_count: int = 1
     team: Team = ALONE
 
 

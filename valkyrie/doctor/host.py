@@ -43,7 +43,7 @@ def check_chips(context: CheckContext) -> CheckResults:
     target, mesh, count = context.run.config.target, context.run.config.mesh, count_accelerators()
     platform = get_platform(target.platform)
     if not count:
-        share = f" ({mesh.size // context.processes} per process)" if context.processes > 1 else ""
+        share = f" ({mesh.size // context.process_count} per process)" if context.process_count > 1 else ""
         devices, cores = count_text(mesh.size, "simulated CPU device"), count_text(os.cpu_count() or 1, "core")
         text = f"JAX finds no accelerator: using {devices}{share} on {cores}"
         yield OK if platform.runs_on_host else WARNING, text
@@ -62,8 +62,8 @@ def check_processes(context: CheckContext) -> CheckResults:
     if not count_accelerators() or target.chip is None or not get_platform(target.platform).uses_every_device:
         return
     hosts = target.hosts * target.slices
-    if target.chips is not None and context.processes != hosts and not device_problems(context.run):
-        count = f"{context.processes} process{'es' * (context.processes > 1)}"
+    if target.chips is not None and context.process_count != hosts and not device_problems(context.run):
+        count = f"{context.process_count} process{'es' * (context.process_count > 1)}"
         text = f"{count}, but target={target.describe()} has {count_text(hosts, 'host')}"
         yield FAILS, text, "Start one process on every host of the slice. valkyrie-launch prints the commands."
 
@@ -165,7 +165,7 @@ def check_host_memory(context: CheckContext) -> CheckResults:
         yield WARNING, "this system does not report its free memory"
         return
     simulated = not count_accelerators() and get_platform(context.run.config.target.platform).is_simulated(0)
-    needed = (3 if simulated else 1) * state_bytes(context.run) // context.processes
+    needed = (3 if simulated else 1) * state_bytes(context.run) // context.process_count
     if simulated:
         text = f"{memory_text(free)} free; the state, gradients and a copy to save need {memory_text(needed)}"
     else:
@@ -177,7 +177,7 @@ def check_host_memory(context: CheckContext) -> CheckResults:
 def check_open_files(context: CheckContext) -> CheckResults:
     """Check that this process may open enough files and connections."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    needed = _OPEN_FILES + _FILES_PER_PROCESS * context.processes
+    needed = _OPEN_FILES + _FILES_PER_PROCESS * context.process_count
     failure = FAILS, f"the limit is {limit}, but about {needed} are needed", "Raise the limit: ulimit -n 65536"
     success = OK, "no limit" if limit < 0 or limit > 2**40 else f"up to {limit:,}"
     yield failure if 0 <= limit < needed else success

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from valkyrie.config.modes import has_results
 from valkyrie.runs.folder import command_name
-from valkyrie.sweep.trial import PAGE, Status, TrialLog
+from valkyrie.sweep.trial import PAGE_FILE, Status, TrialLog
 
 
 class SweepPage(Callback):
@@ -29,7 +29,7 @@ class SweepPage(Callback):
             write_report(folder)
         except Exception as error:  # Hydra would only warn, and the outdated page would remain
             message = f"the page could not be written ({type(error).__name__}: {error})"
-            message += _remove_outdated_page(folder / PAGE)
+            message += _remove_outdated_page(folder / PAGE_FILE)
             command = f"{command_name('valkyrie-report')} {shlex.quote(str(folder))}"
             print(f"{message}. To try again: {command}", file=sys.stderr)
 

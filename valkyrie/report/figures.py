@@ -30,7 +30,7 @@ class Figure:
     spec: Callable[[Values], Spec]
 
 
-def specification(figure: Figure, rows: Sequence[Row]) -> Spec | None:
+def figure_spec(figure: Figure, rows: Sequence[Row]) -> Spec | None:
     """Return the complete Vega-Lite specification of a figure, or None if it would show fewer than two layouts."""
     data = figure.values(rows)
     if len({v["label"] for v in data}) < 2:

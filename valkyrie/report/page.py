@@ -19,23 +19,23 @@ from valkyrie.paths import cache_root, write_atomic
 from valkyrie.records import encode
 from valkyrie.report import tables, words
 from valkyrie.report.colours import axes_colour, part_colour
-from valkyrie.report.figures import GROUP_FIGURES, OVERALL_FIGURES, WALL_TIME, specification
-from valkyrie.report.rank import Comparison, best_per_target, refusals
+from valkyrie.report.figures import GROUP_FIGURES, OVERALL_FIGURES, WALL_TIME, figure_spec
+from valkyrie.report.rank import Comparison, best_per_workload, group_unsuccessful
 from valkyrie.report.records import read_answer, read_command, read_rows
 from valkyrie.report.specs import Spec, timeline_spec
 from valkyrie.report.trace import Timeline, TorusDrawing, read_timeline, read_torus
 from valkyrie.report.values import labels
-from valkyrie.sweep.columns import PAGE as PAGE_COLUMNS
+from valkyrie.sweep.columns import PAGE_COLUMNS
 from valkyrie.sweep.rows import Row, group_by_kind
-from valkyrie.sweep.trial import PAGE
+from valkyrie.sweep.trial import PAGE_FILE
 
-LIMIT = 2_000_000
+MAX_PAGE_BYTES = 2_000_000
 """Maximum size of a page in bytes. Hints and timelines are omitted until it fits."""
-TIMELINES = 8
+MAX_TIMELINES = 8
 """Maximum number of layouts with a timeline. The best layouts of each kind of speed take precedence."""
-TORUSES = 60
+MAX_TORUSES = 60
 """Maximum number of layouts with a drawing of the torus, and with hints if the page is too large."""
-LONG = 44
+LONG_LABEL = 44
 """Length of a label, in characters, above which figures take the full width of the page."""
 
 
@@ -45,7 +45,7 @@ def page_file(paths: Sequence[Path], output: Path | None) -> Path:
     The file is `output`, or `report.html` in the folder of the first path. Raises ValueError if the folder cannot be
     created.
     """
-    file = output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE
+    file = output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE_FILE
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -55,20 +55,20 @@ def page_file(paths: Sequence[Path], output: Path | None) -> Path:
 
 def write_report(folder: Path) -> Path:
     """Write the HTML report of a sweep's folder, or of a folder of sweeps, into that folder and return its path."""
-    return write_atomic(folder / PAGE, page(read_rows([folder])))
+    return write_atomic(folder / PAGE_FILE, render_page(read_rows([folder])))
 
 
-def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
+def render_page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
     """Return the HTML report. With `comparison`, it has a section that compares two sweeps.
 
-    A page larger than `LIMIT` is shrunk: it drops the hints of all but the best layouts, then drops timelines until
-    only one is left.
+    A page larger than `MAX_PAGE_BYTES` is shrunk: it drops the hints of all but the best layouts, then drops timelines
+    until only one is left.
     """
-    template, page_data, text = templates().get_template("page.html"), _page_data(rows), ""
+    template, page_data, text = template_environment().get_template("page.html"), _page_data(rows), ""
     parts = _template_values(rows, comparison, page_data)
     for data in _shrink(page_data):
         text = template.render(parts, data=_script_json(data))
-        if len(text.encode()) <= LIMIT:
+        if len(text.encode()) <= MAX_PAGE_BYTES:
             break
     return text
 
@@ -80,7 +80,7 @@ class PageData:
     Args:
         groups: Labels of the kinds of speed.
         figures: By figure id, the figure's specification for each kind of speed, or None where it is omitted.
-        together: By figure id, the specification of a figure that shows all rows together, or None if it is omitted.
+        overall_figures: By figure id, the specification of a figure for all rows, or None if it is omitted.
         columns: Columns of the ranked table.
         rows: Cells of the ranked table.
         details: Facts shown when a row is selected, by name.
@@ -93,7 +93,7 @@ class PageData:
 
     groups: list[str]
     figures: dict[str, list[Spec | None]]
-    together: dict[str, Spec | None]
+    overall_figures: dict[str, Spec | None]
     columns: list[dict[str, str]]
     rows: list[list[Any]]
     details: list[tables.Facts]
@@ -107,7 +107,7 @@ class PageData:
 def _shrink(data: PageData) -> Iterator[PageData]:
     """Yield the data of a page, then versions of decreasing size that omit hints first and timelines next."""
     yield data
-    best = [row[0] is not None and row[0] <= TORUSES for row in data.rows]
+    best = [row[0] is not None and row[0] <= MAX_TORUSES for row in data.rows]
     without_hints = [{name: fact for name, fact in facts.items() if name != "hints"} for facts in data.details]
     details = [
         full if keeps_hints else reduced
@@ -141,7 +141,7 @@ def _template_values(rows: Sequence[Row], comparison: Comparison | None, data: P
     folders = list(dict.fromkeys(row.folder or row.source if row.is_training else row.source for row in rows))
     command, answer = (read_command(folders[0]), read_answer(folders[0])) if len(folders) == 1 else (None, None)
     rows_by_kind = group_by_kind(rows)
-    best, trained = tables.best_table(best_per_target(rows)), tables.training_table(rows)
+    best, trained = tables.best_table(best_per_workload(rows)), tables.training_table(rows)
     trainings_only = all(row.is_training for row in rows)
     return {
         "question": "how did it train?" if trainings_only else "which layout?",
@@ -150,7 +150,7 @@ def _template_values(rows: Sequence[Row], comparison: Comparison | None, data: P
         "facts": words.facts(rows),
         "command": command,
         "summary": words.summary(rows),
-        "simulated": words.SIMULATED if any(row.group.simulated and row.ranked for row in rows) else None,
+        "simulated": words.SIMULATED_NOTE if any(row.group.simulated and row.ranked for row in rows) else None,
         "answers": [words.answer(group, members) for group, members in rows_by_kind.items()],
         "prices": words.price_lines(rows),
         "search": answer,
@@ -159,13 +159,13 @@ def _template_values(rows: Sequence[Row], comparison: Comparison | None, data: P
         else {"best": words.search_answer(answer), "table": tables.answer_table(answer)},
         "best": best if len(best.rows) > 1 else None,
         "figures": [figure for figure in GROUP_FIGURES if any(data.figures[figure.id])],
-        "wide": max(map(len, labels(rows).values())) > LONG,
-        "together": [figure for figure in OVERALL_FIGURES if data.together[figure.id]],
+        "wide": max(map(len, labels(rows).values())) > LONG_LABEL,
+        "overall_figures": [figure for figure in OVERALL_FIGURES if data.overall_figures[figure.id]],
         "trained": trained if trained.rows else None,
-        "times": [WALL_TIME] if data.together[WALL_TIME.id] else [],
+        "times": [WALL_TIME] if data.overall_figures[WALL_TIME.id] else [],
         "agreement": words.agreement_line(rows),
         "comparison": comparison and {"summary": comparison.summary, "table": tables.comparison_table(comparison)},
-        "refusals": refusals(rows),
+        "refusals": group_unsuccessful(rows),
         "version": version("valkyrie-jax"),
         "css": Markup(read_asset("page.css")),
         "vega": _escape_script(_vega_script()),
@@ -173,7 +173,7 @@ def _template_values(rows: Sequence[Row], comparison: Comparison | None, data: P
     }
 
 
-def templates() -> Environment:
+def template_environment() -> Environment:
     """Return the Jinja environment for the templates of all pages."""
     loader = PackageLoader("valkyrie.report")
     environment = Environment(
@@ -190,16 +190,18 @@ def _page_data(rows: Sequence[Row]) -> PageData:
     best_rows = _best_first(list(rows_by_kind.values()))
     row_numbers = {row.id: i for i, row in enumerate(ordered)}
     with_timelines = (
-        (row_numbers[row.id], drawing) for row in best_rows if (drawing := read_timeline(row)) is not None
+        (row_numbers[row.id], timeline) for row in best_rows if (timeline := read_timeline(row)) is not None
     )
-    timelines = dict(itertools.islice(with_timelines, TIMELINES))
-    toruses = {row_numbers[row.id]: drawing for row in best_rows[:TORUSES] if (drawing := read_torus(row)) is not None}
+    timelines = dict(itertools.islice(with_timelines, MAX_TIMELINES))
+    toruses = {
+        row_numbers[row.id]: drawing for row in best_rows[:MAX_TORUSES] if (drawing := read_torus(row)) is not None
+    }
     return PageData(
         groups=[group.label for group in rows_by_kind],
         figures={
-            figure.id: [specification(figure, members) for members in rows_by_kind.values()] for figure in GROUP_FIGURES
+            figure.id: [figure_spec(figure, members) for members in rows_by_kind.values()] for figure in GROUP_FIGURES
         },
-        together={figure.id: specification(figure, ordered) for figure in [*OVERALL_FIGURES, WALL_TIME]},
+        overall_figures={figure.id: figure_spec(figure, ordered) for figure in [*OVERALL_FIGURES, WALL_TIME]},
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
         rows=tables.cells(rows_by_kind),
         details=[tables.details(row) for row in ordered],
@@ -216,7 +218,7 @@ def _colours(timelines: Iterable[Timeline], toruses: Iterable[TorusDrawing]) -> 
     labels_without_axes = [label for kind, label in PART_LABELS.items() if not kind.has_mesh_axes]
     colours = {name: part_colour(name, None) for name in [*labels_without_axes, "copies", "loop"]}
     colours |= {axis: axes_colour(axis) for drawing in toruses for axis, _ in drawing.axes}
-    return colours | {name: axes_colour(axes) for drawing in timelines for name, axes in drawing.axes.items()}
+    return colours | {name: axes_colour(axes) for timeline in timelines for name, axes in timeline.axes.items()}
 
 
 def _best_first(rows_by_kind: Sequence[Sequence[Row]]) -> list[Row]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from valkyrie.machine.timeline import COMPUTE, trace_events
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.report.colours import axes_colour, part_colour
-from valkyrie.report.page import read_asset, templates
+from valkyrie.report.page import read_asset, template_environment
 from valkyrie.report.tables import ColumnHead, TextTable
 from valkyrie.report.trace import Timeline, make_timeline
 from valkyrie.report.words import BigNumber
@@ -27,11 +27,11 @@ from valkyrie.units import duration, memory_text, percent
 if TYPE_CHECKING:
     from valkyrie.machine.replay import TimelineSpan
 
-WIDTH, LANE, LABEL = 1000, 26, 190
+STEP_WIDTH, TRACK_HEIGHT, LABEL_WIDTH = 1000, 26, 190
 """Sizes in the drawing, in pixels: width of a step, height of a track, and width of the track names."""
 TICKS = 5
 """Number of labels on the time axis of the drawing."""
-_LONG_TEXTS = ("cause", "source", "operation", "code", "what")
+_WRAPPED_COLUMNS = ("cause", "source", "operation", "code", "what")
 """Columns whose texts may wrap."""
 
 
@@ -72,22 +72,22 @@ class _Recorder(Console):
 
 def program_page(record: Prediction | Measurement, title: str, spans: Sequence[TimelineSpan]) -> str:
     """Return a self-contained HTML page with the report of a record and a drawing of its timeline."""
-    advice: tuple[Hint, ...] = ()
+    hints: tuple[Hint, ...] = ()
     if isinstance(record, Prediction):
-        advice, record = record.hints, replace(record, hints=())  # the page shows hints in a separate section
+        hints, record = record.hints, replace(record, hints=())  # the page shows hints in a separate section
     show(record, console := _Recorder())
     step_timeline = make_timeline([dict(event) for event in trace_events(spans, title)])
     return (
-        templates()
+        template_environment()
         .get_template("program.html")
         .render(
             title=title,
             subject=console.printed[0],
             step_numbers=big_numbers(record),
-            hints=[hint.text for hint in advice],
+            hints=[hint.text for hint in hints],
             blocks=console.printed[1:],
             drawing=None if step_timeline is None else _draw_timeline(step_timeline),
-            sizes={"width": WIDTH, "lane": LANE, "label": LABEL},
+            sizes={"width": STEP_WIDTH, "lane": TRACK_HEIGHT, "label": LABEL_WIDTH},
             version=version("valkyrie-jax"),
             css=Markup(read_asset("page.css")),
         )
@@ -116,7 +116,7 @@ def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
 
 def _text_table(table: Table) -> TextTable:
     columns = [(str(column.header), column.justify == "right", list(column.cells)) for column in table.columns]
-    kinds = ["number" if is_number else "work" if name in _LONG_TEXTS else "" for name, is_number, _ in columns]
+    kinds = ["number" if is_number else "work" if name in _WRAPPED_COLUMNS else "" for name, is_number, _ in columns]
     heads = [ColumnHead(name, kind) for (name, *_), kind in zip(columns, kinds, strict=True)]
     cells = ([Text.from_markup(str(cell)).plain for cell in column] for *_, column in columns)
     return TextTable(str(table.title or ""), heads, list(zip(*cells, strict=True)))
@@ -125,16 +125,16 @@ def _text_table(table: Table) -> TextTable:
 def _draw_timeline(step_timeline: Timeline) -> Drawing:
     tracks, names, step_us = step_timeline.tracks, step_timeline.names, step_timeline.step_us
     rectangles, legend = [], {}
-    for track, start, length, part, name, joined in step_timeline.spans:
+    for track, start, length, part, name, merged_count in step_timeline.spans:
         colour = _span_colour(step_timeline, tracks[track], names[part])
         if tracks[track] == COMPUTE:
             legend[names[part]] = colour
-        merged = f" and {joined - 1} more" if joined > 1 else ""
+        merged = f" and {merged_count - 1} more" if merged_count > 1 else ""
         tooltip = f"{names[part]}: {names[name]}{merged}, {duration(length * 1e-6)}"
-        left, width = LABEL + WIDTH * start / step_us, max(WIDTH * length / step_us, 0.3)
-        rectangles.append(Rectangle(round(left, 1), LANE * track + 3, round(width, 1), colour, tooltip))
+        left, width = LABEL_WIDTH + STEP_WIDTH * start / step_us, max(STEP_WIDTH * length / step_us, 0.3)
+        rectangles.append(Rectangle(round(left, 1), TRACK_HEIGHT * track + 3, round(width, 1), colour, tooltip))
     shares = [tick / (TICKS - 1) for tick in range(TICKS)]
-    ticks = [(LABEL + WIDTH * share, duration(step_us * share * 1e-6)) for share in shares]
+    ticks = [(LABEL_WIDTH + STEP_WIDTH * share, duration(step_us * share * 1e-6)) for share in shares]
     return Drawing(tracks, rectangles, ticks, legend)
 
 

@@ -18,7 +18,7 @@ DATA_PARALLEL = "dp"
 """Name of the partition that shards only the batch."""
 
 
-def best_per_target(rows: Iterable[Row]) -> list[Row]:
+def best_per_workload(rows: Iterable[Row]) -> list[Row]:
     """Return the fastest row for each kind of speed and workload, in the order of `group_by_kind`."""
     best: list[Row] = []
     for members in group_by_kind(rows).values():
@@ -126,7 +126,7 @@ class Comparison:
     slower_duplicates: list[Row]
 
     @property
-    def median(self) -> float | None:
+    def median_ratio(self) -> float | None:
         """Median of the ratios of the pairs, or None if no pair has a ratio."""
         return statistics.median(ratios) if (ratios := [p.ratio for p in self.pairs if p.ratio]) else None
 
@@ -134,7 +134,7 @@ class Comparison:
     def summary(self) -> str:
         """Summary of the comparison: common layouts and their median ratio, other trials, and skipped trials."""
         text = f"Layouts with the same workload in both: {len(self.pairs)}" if self.pairs else self._no_pairs_text
-        text += f"; median: {self.b} is {self.median:.2f}x as fast as {self.a}" if self.median else ""
+        text += f"; median: {self.b} is {self.median_ratio:.2f}x as fast as {self.a}" if self.median_ratio else ""
         text += f". Trials only in {self.a}: {len(self.only_a)}; only in {self.b}: {len(self.only_b)}."
         if self.slower_duplicates:
             count = len(self.slower_duplicates)
@@ -178,7 +178,7 @@ def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
     return Comparison(a, b, pairs, only_a, only_b, slower_duplicates)
 
 
-def agreement(pairs: Sequence[RowPair]) -> float | None:
+def concordance(pairs: Sequence[RowPair]) -> float | None:
     """Return the share of pairs of layouts that predictions rank in the measured order (concordance).
 
     Compares only layouts of one workload with the same kinds of speed. Ignores equal predictions, and measurements that
@@ -199,7 +199,7 @@ def agreement(pairs: Sequence[RowPair]) -> float | None:
     return agree / total if total else None
 
 
-def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
+def group_unsuccessful(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
     """Group rows without a result by status and kind of reason. Returns (status, first reason, rows), sorted by status.
 
     Refusals are of one kind if their first problems have the same code, key and axes. All layouts that do not fit are

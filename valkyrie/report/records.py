@@ -34,7 +34,7 @@ SEARCH_DEPTH = 2
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
     """Read the trials at or below these paths as rows. Raises ValueError if there are none or a file is damaged."""
-    folders = find_sweeps(paths)
+    folders = find_result_folders(paths)
     sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS).is_file()}
     trainings = {folder: [read_training(folder)] for folder in folders if folder not in sweeps}
     rows = make_rows(sweeps, trainings)
@@ -43,7 +43,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     return rows
 
 
-def find_sweeps(paths: Sequence[Path]) -> list[Path]:
+def find_result_folders(paths: Sequence[Path]) -> list[Path]:
     """Find the folders of sweeps, and of training runs outside sweeps, at or below these paths. Removes duplicates.
 
     Raises ValueError if a path has none.

@@ -41,7 +41,7 @@ CONFIG: Spec = {
 }
 """Style of all figures. Text and lines use the colour of the page's text, which is light or dark."""
 
-_WHITE_FROM = 0.74
+_WHITE_TEXT_SHARE = 0.74
 """Share of the highest rate above which the text in a cell is white, else black.
 
 At this share, both have a contrast of 4.5 against the cell.
@@ -96,7 +96,7 @@ _FIT_SHAPES = _shape_encoding("status", {"fits": "circle", "does not fit": "cros
 _KIND_SHAPES = _shape_encoding("kind", {"measured": "circle", "simulated": "triangle-up"}, {"orient": "top"})
 
 
-def _partition(data: Values) -> Spec:
+def _partition_colours(data: Values) -> Spec:
     """Return the encoding of partitions as colours. A partition has the same colour in every figure."""
     names = list(dict.fromkeys(v["partition"] for v in data))
     scale = {"domain": names, "range": [partition_colour(name) for name in names]}
@@ -120,7 +120,7 @@ def bars(data: Values) -> Spec:
     x = _quantitative("rate", title="tokens/s", axis={"format": "~s", "tickCount": 6})
     spread = {"type": "rule", "strokeWidth": 1.5, "stroke": "currentColor"}
     layers = [
-        {"mark": _BAR, "encoding": {"x": x, "color": _partition(data), "tooltip": tooltip}},
+        {"mark": _BAR, "encoding": {"x": x, "color": _partition_colours(data), "tooltip": tooltip}},
         {"mark": spread, "encoding": {"x": _quantitative("low"), "x2": {"field": "high"}}},
         {
             "mark": {"type": "text", "align": "left", "dx": 6},
@@ -145,7 +145,7 @@ def heat(data: Values) -> Spec:
     fill["condition"] = {"test": missing, "value": "transparent"}
     text_colours = [
         {"test": missing, "value": "currentColor"},
-        {"test": f"datum.rate > {_WHITE_FROM * highest_rate}", "value": "white"},
+        {"test": f"datum.rate > {_WHITE_TEXT_SHARE * highest_rate}", "value": "white"},
     ]
     cell = {"type": "rect", "cornerRadius": 3, "stroke": "currentColor", "strokeOpacity": 0.35, "invalid": None}
     layers = [
@@ -182,7 +182,7 @@ def memory(data: Values) -> Spec:
     x = _quantitative("peak", title=f"peak memory per device, {unit}", axis={"tickCount": 8})
     limit_position: Spec = {"datum": usable, "type": "quantitative"}
     line = _single_mark({"type": "rule", "color": _RED, "strokeWidth": 1.5}, {"x": limit_position})
-    color = _partition(data)
+    color = _partition_colours(data)
     if data[0]["rate"] is None:
         tooltip = _tooltip(
             ("label", "layout"), ("partition", "partition"), ("peak", unit, ",.2f"), ("status", "status")
@@ -260,7 +260,7 @@ def pairs(data: Values) -> Spec:
     x = _quantitative("x", title="predicted step, ms", **shared)
     y = _quantitative("y", title="measured step, ms", **shared)
     mixed = {"shape": _KIND_SHAPES} if 0 < len(real) < len(data) else {}
-    points = _point_layer({"x": x, "y": y, "color": _partition(data), "tooltip": tooltip} | mixed)
+    points = _point_layer({"x": x, "y": y, "color": _partition_colours(data), "tooltip": tooltip} | mixed)
     if not real:
         return _chart(300, points)
     low, high = min(min(v["x"], v["y"]) for v in real), max(max(v["x"], v["y"]) for v in real)

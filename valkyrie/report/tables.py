@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from valkyrie.report.rank import Comparison, pareto_ids, peak_memory, simplest_partitions
 from valkyrie.report.values import labels, part_name, round_digits
 from valkyrie.runs.columns import Column
-from valkyrie.sweep.columns import BEST, COLUMNS, MARKDOWN, PAGE
+from valkyrie.sweep.columns import BEST_COLUMNS, COLUMNS, MARKDOWN_COLUMNS, PAGE_COLUMNS
 from valkyrie.sweep.names import without_run_folder
 from valkyrie.sweep.rows import Row, SpeedKind, with_ranks
 from valkyrie.sweep.trial import Status
@@ -50,14 +50,14 @@ class TextTable:
 
 
 def best_table(rows: Sequence[Row]) -> TextTable:
-    """Return the table of the best layouts, given the rows of `best_per_target`."""
-    return _table("Best layout for each target", BEST, rows)
+    """Return the table of the best layouts, given the rows of `best_per_workload`."""
+    return _table("Best layout for each target", BEST_COLUMNS, rows)
 
 
 def ranked_table(rows: Sequence[Row]) -> TextTable:
     """Return the table of rows of one kind of speed, in the given order. Omits rows without results."""
     listed_rows = [row for row in rows if has_results(row)]
-    return _table("Ranked layouts", MARKDOWN, rank_rows(listed_rows))
+    return _table("Ranked layouts", MARKDOWN_COLUMNS, rank_rows(listed_rows))
 
 
 def _table(caption: str, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> TextTable:
@@ -113,22 +113,27 @@ def comparison_table(comparison: Comparison) -> TextTable:
 
 
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return sorted rows of one kind of speed with `label`, `rank`, `alike` and `front` set."""
+    """Set `label`, `rank`, `equivalent_partition` and `on_pareto_front` of sorted rows of one kind of speed."""
     row_labels, pareto_front, simplest = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
     equivalents = {row.id: simplest[row.id] for row in rows if row.ranked and simplest[row.id] != row.about.partition}
     return [
-        replace(row, label=row_labels[row.id], alike=equivalents.get(row.id, ""), front=row.id in pareto_front)
+        replace(
+            row,
+            label=row_labels[row.id],
+            equivalent_partition=equivalents.get(row.id, ""),
+            on_pareto_front=row.id in pareto_front,
+        )
         for row in with_ranks(rows)
     ]
 
 
 def cells(rows_by_kind: Mapping[SpeedKind, Sequence[Row]]) -> list[list[Any]]:
-    """Return the cells of the ranked table in the HTML report: one row per trial, with the columns of `PAGE`.
+    """Return the cells of the ranked table in the HTML report: one row per trial, with the columns of `PAGE_COLUMNS`.
 
     Times are in seconds and sizes in bytes.
     """
     ranked_rows = [row for rows in rows_by_kind.values() for row in rank_rows(rows)]
-    return [[_rounded(column.value(row)) for column in PAGE] for row in ranked_rows]
+    return [[_rounded(column.value(row)) for column in PAGE_COLUMNS] for row in ranked_rows]
 
 
 def _rounded(value: Any) -> Any:

@@ -7,8 +7,8 @@ import io
 from collections.abc import Sequence
 
 from valkyrie.report import tables, words
-from valkyrie.report.rank import Comparison, best_per_target, refusals
-from valkyrie.sweep.columns import CSV
+from valkyrie.report.rank import Comparison, best_per_workload, group_unsuccessful
+from valkyrie.sweep.columns import CSV_COLUMNS
 from valkyrie.sweep.rows import Row, group_by_kind
 from valkyrie.units import printable
 
@@ -22,9 +22,9 @@ def as_csv(rows: Sequence[Row]) -> str:
     kinds = list(dict.fromkeys(kind for row in ordered for kind in row.degrees))
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow([*(column.name for column in CSV), *kinds])
+    writer.writerow([*(column.name for column in CSV_COLUMNS), *kinds])
     for row in ordered:
-        values = [column.value(row) for column in CSV]
+        values = [column.value(row) for column in CSV_COLUMNS]
         cells = [str(value).lower() if isinstance(value, bool) else value for value in values]
         writer.writerow([*map(_cell, cells), *(row.degrees.get(kind) for kind in kinds)])
     return stream.getvalue()
@@ -40,8 +40,8 @@ def _cell(value: object) -> object:
 def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
     """Return the report as Markdown: explanations, a ranked table per kind of speed, and trials without a result."""
     lines = [f"# {', '.join(dict.fromkeys(row.trial.sweep for row in rows))}", "", words.summary(rows), ""]
-    lines += [words.SIMULATED, ""] if any(row.group.simulated and row.ranked for row in rows) else []
-    best = best_per_target(rows)
+    lines += [words.SIMULATED_NOTE, ""] if any(row.group.simulated and row.ranked for row in rows) else []
+    best = best_per_workload(rows)
     if len(best) > 1:
         lines += ["## Best layout for each target", "", *tables.best_table(best).markdown(), ""]
     for group, members in group_by_kind(rows).items():
@@ -56,7 +56,7 @@ def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> st
     if tables.training_table(rows).rows:
         table = tables.training_table(rows)
         lines += [f"## {table.caption}", "", *table.markdown(), ""]
-    failures = refusals(rows)
+    failures = group_unsuccessful(rows)
     if failures:
         lines += ["## Without a result", ""]
         for _, reason, members in failures:

@@ -120,7 +120,7 @@ def read_torus(row: Row) -> TorusDrawing | None:
     about, topology = row.about, target_torus(row.about)
     if topology is None:
         return None
-    positions = _positions(row)
+    positions = _read_positions(row)
     if topology.chips > MAX_CHIPS or len(positions) != topology.devices or not about.axes:
         return None
     lowest = [min(position.coords[i] for position in positions) for i in range(len(topology.shape))]
@@ -143,7 +143,7 @@ def target_torus(about: LayoutRecord) -> Topology | None:
     return None if target is None or target.problems() else build_topology(target)
 
 
-def _positions(row: Row) -> tuple[Position, ...]:
+def _read_positions(row: Row) -> tuple[Position, ...]:
     """Read the device positions in a row's `compile.json`. Empty if the file cannot be read."""
     if row.folder is None:
         return ()

@@ -16,7 +16,7 @@ from valkyrie.units import duration, memory_text, percent
 
 Values = list[dict[str, Any]]
 
-BARS = 40
+MAX_BARS = 40
 """Maximum number of layouts in a bar chart, which shows the best ones."""
 _LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))
 LETTER_WIDTH, LINE_HEIGHT, MAX_NAMES = 0.008, 0.06, 12
@@ -38,11 +38,11 @@ def labels(rows: Sequence[Row]) -> dict[str, str]:
         more = [text for text, is_shown in zip(workload_texts[row.id], differs, strict=True) if is_shown]
         more += [row.work.precision] * shows_precision
         row_labels[row.id] = " ".join([row.layout, *more, *row.work.varied])
-    for more in (lambda row: row.trial.sweep, lambda row: str(row.source), lambda row: row.trial.name):
+    for get_suffix in (lambda row: row.trial.sweep, lambda row: str(row.source), lambda row: row.trial.name):
         counts: Counter[tuple[str, object]] = Counter((row_labels[row.id], row.group) for row in rows)
         ambiguous_rows = [row for row in rows if counts[(row_labels[row.id], row.group)] > 1]
-        if len({more(row) for row in ambiguous_rows}) > 1:
-            row_labels |= {row.id: f"{row_labels[row.id]} ({more(row)})" for row in ambiguous_rows}
+        if len({get_suffix(row) for row in ambiguous_rows}) > 1:
+            row_labels |= {row.id: f"{row_labels[row.id]} ({get_suffix(row)})" for row in ambiguous_rows}
     return row_labels
 
 
@@ -51,14 +51,14 @@ def _workload_texts(row: Row) -> tuple[str, str, str]:
 
 
 def bars(rows: Sequence[Row]) -> Values:
-    """Return the data of the bar chart: one record for each of the best `BARS` rows, with its rate in tokens/s.
+    """Return the data of the bar chart: one record for each of the best `MAX_BARS` rows, with its rate in tokens/s.
 
     The error bar runs from `low`, the rate at the 90th-percentile step time, to `high`, the rate of the fastest step.
     Both equal the rate if these times are unknown.
     """
     row_labels = labels(rows)
     values: Values = []
-    for row in [row for row in rows if row.ranked][:BARS]:
+    for row in [row for row in rows if row.ranked][:MAX_BARS]:
         assert row.rate is not None and row.step_s is not None
         spread = row.step.p90_s is not None and row.step.min_s is not None
         tokens = row.rate * row.step_s
@@ -94,14 +94,14 @@ def cells(rows: Sequence[Row]) -> Values:
             degrees = {"DP": 1, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, **row.degrees}
             by_cell[(degrees["DP"] * degrees["FSDP"] * degrees["SP"], degrees["MP1"], degrees["MP2"])].append(row)
     values: Values = []
-    for (data, mp1, mp2), members in sorted(by_cell.items()):
+    for (dp, mp1, mp2), members in sorted(by_cell.items()):
         best = members[0]
         rate = best.rate_per_chip if best.ranked else None
         reason = "" if best.ranked else best.reason or best.status
         text = _si_text(rate) if rate is not None else best.status.replace("does not fit", "no fit")
         values.append(
             {
-                "data": data,
+                "data": dp,
                 "mp1": mp1,
                 "mp2": mp2,
                 "rate": round_digits(rate),
@@ -117,7 +117,7 @@ def cells(rows: Sequence[Row]) -> Values:
 def memory(rows: Sequence[Row]) -> Values:
     """Return the data of the memory chart: peak memory and speed of each row. Rows that do not fit have speed 0.
 
-    If no row has a speed, `rate` is None and the `BARS` rows with the least memory are returned, sorted by memory.
+    If no row has a speed, `rate` is None and the `MAX_BARS` rows with the least memory are returned, sorted by memory.
 
     All records have the same `usable`: the smallest usable memory per device, or None if unknown. If it is more than
     `FAR_FACTOR` times the largest peak, `usable` is None too, and `far` is a sentence that explains why.
@@ -129,7 +129,7 @@ def memory(rows: Sequence[Row]) -> Values:
     if not fitting_rows:
         return []
     if not has_speeds:
-        shown_rows = sorted(shown_rows, key=lambda row: row.peak or 0)[:BARS]
+        shown_rows = sorted(shown_rows, key=lambda row: row.peak or 0)[:MAX_BARS]
     largest, usable = (
         max(row.peak or 0 for row in shown_rows),
         min((row.trial.results.memory.usable for row in shown_rows if row.trial.results.memory.usable), default=None),
@@ -176,11 +176,11 @@ def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: flo
 
 
 def parts(rows: Sequence[Row]) -> Values:
-    """Return the data of the step-time chart: the step parts of the best `BARS` rows.
+    """Return the data of the step-time chart: the step parts of the best `MAX_BARS` rows.
 
     Parts are ordered as in `PART_LABELS`, followed by communication, which also has its mesh `axes`.
     """
-    shown_rows = [row for row in rows if row.ranked and row.parts][:BARS]
+    shown_rows = [row for row in rows if row.ranked and row.parts][:MAX_BARS]
     by_axes = {
         (p.kind.value, axes_text(p.mesh_axes)): p for row in shown_rows for p in row.parts if p.kind.has_mesh_axes
     }
@@ -202,8 +202,8 @@ def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
 
 
 def sent(rows: Sequence[Row]) -> Values:
-    """Return the bytes that each device sends per step over each set of mesh axes, for the best `BARS` rows."""
-    shown_rows = [row for row in rows if row.sent][:BARS]
+    """Return the bytes that each device sends per step over each set of mesh axes, for the best `MAX_BARS` rows."""
+    shown_rows = [row for row in rows if row.sent][:MAX_BARS]
     order = sorted({axes for row in shown_rows for axes in row.sent}, key=lambda axes: (axes.count(","), axes))
     largest = max((sum(row.sent.values()) for row in shown_rows), default=0.0)
     unit, scale = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6) if largest >= 1e6 else ("kB", 1e-3)
@@ -212,12 +212,12 @@ def sent(rows: Sequence[Row]) -> Values:
 
 
 def wall_times(rows: Sequence[Row]) -> Values:
-    """Return the wall time of the `BARS` longest training runs by kind (steps, compile, saving, ...), longest first.
+    """Return the wall time of training runs by kind (steps, compile, saving, ...), longest run first.
 
-    Labels are run names if these are unique, else layouts.
+    Shows at most `MAX_BARS` runs. Labels are run names if these are unique, else layouts.
     """
     entries = [(row, row.goodput.seconds, row.goodput.wall_s) for row in rows if row.goodput and row.goodput.wall_s]
-    entries = sorted(entries, key=lambda entry: -entry[2])[:BARS]
+    entries = sorted(entries, key=lambda entry: -entry[2])[:MAX_BARS]
     names = {row.id: row.trial.name for row, *_ in entries}
     row_labels = names if len(set(names.values())) == len(names) else labels(rows)
     longest = max((wall_s for *_, wall_s in entries), default=0.0)
@@ -257,7 +257,7 @@ def prices(rows: Sequence[Row]) -> Values:
             "target": row.group.target,
             "work": row.work.label,
             "price": round_digits(row.price),
-            "per_million": round_digits(row.per_million),
+            "per_million": round_digits(row.dollars_per_million_tokens),
             "rate": round_digits(row.rate_per_chip),
             "front": row.id in pareto_front,
         }

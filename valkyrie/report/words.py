@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from valkyrie.parts import label_record_name
 from valkyrie.records import encode
-from valkyrie.report.rank import UNKNOWN_REASON, agreement, describe_simplest, same_layout, simplest_partitions
+from valkyrie.report.rank import UNKNOWN_REASON, concordance, describe_simplest, same_layout, simplest_partitions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.explain.difference import compare_layouts, compared_quantities
 from valkyrie.sweep.noise import has_spread, within_noise
@@ -23,7 +23,7 @@ from valkyrie.units import count_text, decimal_bytes_text, duration, memory_text
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
 
-SIMULATED = (
+SIMULATED_NOTE = (
     "Speeds on simulated devices were measured on CPU devices that simulate accelerators. Neither these speeds nor "
     "their order applies to accelerators. Losses, bytes sent and compiled memory are real."
 )
@@ -91,7 +91,7 @@ def answer(group: SpeedKind, rows: Sequence[Row]) -> Answer:
     """
     fast = next((row for row in rows if row.ranked), None)
     if fast is None:
-        return Answer(_without_speeds(group, rows).rstrip("."))
+        return Answer(_describe_missing_speeds(group, rows).rstrip("."))
     timed = sum(row.ranked for row in rows)
     head = f"Fastest of {timed} {group.label}" if timed > 1 else f"{group.label[0].upper()}{group.label[1:]}"
     workloads = list(dict.fromkeys(row.work for row in rows if row.ranked))
@@ -130,7 +130,7 @@ def search_answer(search: SearchAnswer) -> Answer:
     return Answer(layouts, tuple(numbers), tuple(filter(None, [search.why and f"Stopped: {search.why}."])))
 
 
-def _without_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
+def _describe_missing_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
     """Return sentences for rows without speeds: the reason, the least memory and the fewest bytes sent, if known."""
     ok_rows = [row for row in rows if row.trial.status is Status.ok]
     if not ok_rows:
@@ -172,11 +172,11 @@ def _explain_workload(rows: Sequence[Row]) -> list[str]:
         if not timed and partition != "?":
             lines.append(_describe_failed_partition(partition, members))
         elif timed and all(simplest[row.id] != partition for row in timed):
-            lines.append(_describe_equal(partition, timed, simplest))
+            lines.append(_describe_equivalents(partition, timed, simplest))
     return lines
 
 
-def _describe_equal(partition: str, rows: Sequence[Row], simplest: dict[str, str]) -> str:
+def _describe_equivalents(partition: str, rows: Sequence[Row], simplest: dict[str, str]) -> str:
     """Explain that all rows of a partition are equivalent to rows of simpler partitions."""
     meshes = [f"{row.about.mesh} ({describe_simplest(simplest[row.id])})" for row in rows]
     return f"{partition} is equivalent to another partition on each mesh here: {'; '.join(meshes)}."
@@ -269,7 +269,10 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
     Omits a workload if its cheapest and its fastest layout run on chips of the same price.
     """
     by_work: dict[Workload, list[Row]] = {}
-    for row in sorted((row for row in rows if row.ranked and row.per_million), key=lambda row: row.per_million or 0.0):
+    for row in sorted(
+        (row for row in rows if row.ranked and row.dollars_per_million_tokens),
+        key=lambda row: row.dollars_per_million_tokens or 0.0,
+    ):
         by_work.setdefault(row.work, []).append(row)
     lines = []
     for members in by_work.values():
@@ -277,7 +280,7 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
         if cheapest.price != fastest.price:
             lines.append(
                 f"Cheapest: {_layout_text(cheapest, len(by_work) > 1)} on {cheapest.group.target}, "
-                f"{cheapest.per_million:.3g} dollars per million tokens."
+                f"{cheapest.dollars_per_million_tokens:.3g} dollars per million tokens."
             )
     return lines[:MAX_WORKLOADS]
 
@@ -285,7 +288,7 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
 def agreement_line(rows: Sequence[Row]) -> str | None:
     """Return a sentence on how often predictions pick the layout that measures faster, or None if unknown."""
     pairs = pair_predictions(rows)
-    share = agreement(pairs)
+    share = concordance(pairs)
     if share is None:
         return None
     line = f"For two of these layouts, predictions pick the faster one in {percent(share)} of cases (chance: 50%)."
@@ -297,7 +300,7 @@ def agreement_line(rows: Sequence[Row]) -> str | None:
 def _winner_numbers(row: Row, several_workloads: bool) -> tuple[BigNumber, ...]:
     """Return the main numbers of the fastest layout, and its workload if there are several."""
     assert row.rate_per_chip is not None and row.rate is not None and row.step_s is not None
-    usable, dollars = row.trial.results.memory.usable, row.per_million
+    usable, dollars = row.trial.results.memory.usable, row.dollars_per_million_tokens
     numbers = [
         BigNumber("layout", row.layout, row.work.label if several_workloads else ""),
         BigNumber("tokens/s/chip", f"{row.rate_per_chip:,.0f}", f"{row.rate:,.0f} tokens/s on all chips", True),
@@ -318,10 +321,10 @@ def _winner_numbers(row: Row, several_workloads: bool) -> tuple[BigNumber, ...]:
 def _remarks(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     partition = simplest_partitions(rows)[row.id]
     equal = f"On this mesh {row.about.partition} is {describe_simplest(partition)}."
-    return tuple(filter(None, [equal if partition != row.about.partition else "", _equally_fast(row, rows)]))
+    return tuple(filter(None, [equal if partition != row.about.partition else "", _describe_ties(row, rows)]))
 
 
-def _equally_fast(row: Row, rows: Sequence[Row]) -> str:
+def _describe_ties(row: Row, rows: Sequence[Row]) -> str:
     others = [r for r in rows if r.ranked and r.work == row.work and r is not row]
     tolerance = f"{percent(EQUAL_RATIO - 1)}"
     if has_spread(row.trial):

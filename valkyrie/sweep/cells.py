@@ -24,7 +24,7 @@ from valkyrie.parallel.placement import SLICE_AXIS, arrange, placements
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.search.estimate.space import divisions
-from valkyrie.sweep.space import ALL, DEFAULT, SPACE, ModelVariant, Same, SpaceConfig
+from valkyrie.sweep.space import ALL, DEFAULT, SPACE, MeshEquivalence, RunVariant, SpaceConfig
 
 _PATTERN = re.compile(r"(?:([0-9]+)s)?((?:[A-Z]|[0-9]+)(?:x(?:[A-Z]|[0-9]+)){2,3})")
 
@@ -61,7 +61,7 @@ class Cells:
 
 def enumerate_space(
     space: SpaceConfig,
-    variants: Sequence[ModelVariant],
+    variants: Sequence[RunVariant],
     partitions: Mapping[str, PartitionConfig],
     remats: Mapping[str, RematConfig] | None = None,
     *,
@@ -98,13 +98,13 @@ def enumerate_space(
                     overrides = [f"mesh={mesh_name}", f"partition={name}"]
                     run = variant.run.changed(mesh=mesh, partition=partition)
                     cells += _vary_microbatches_and_remat(
-                        space, ModelVariant((*variant.overrides, *overrides), run), remats or {}
+                        space, RunVariant((*variant.overrides, *overrides), run), remats or {}
                     )
     return Cells(cells, skipped)
 
 
 def _vary_microbatches_and_remat(
-    space: SpaceConfig, variant: ModelVariant, remats: Mapping[str, RematConfig]
+    space: SpaceConfig, variant: RunVariant, remats: Mapping[str, RematConfig]
 ) -> Iterator[Cell]:
     """Yield a cell for each microbatch count and remat policy, given a run with its mesh and partition."""
     config = variant.run.config
@@ -125,11 +125,12 @@ def _distinct_meshes(
     has_accelerators: bool,
     skipped: list[Problem],
 ) -> Iterator[tuple[str, MeshConfig]]:
-    """Yield the meshes to try with a partition, as (name, mesh with its placement). Omits duplicates (see `Same`).
+    """Yield the meshes to try with a partition, as (name, mesh with its placement).
 
-    `meshes` has (mesh, whether a pattern enumerated it) by name. Enumerated meshes that the partition cannot use are
-    omitted too. Appends a problem to `skipped` for each omitted mesh. If no mesh remains, yields the first one, so that
-    its refusal is recorded.
+    Omits duplicates (see `MeshEquivalence`), and enumerated meshes that the partition cannot use. Appends a problem to
+    `skipped` for each. If no mesh remains, yields the first one, so that its refusal is recorded.
+
+    `meshes` has (mesh, whether a pattern enumerated it) by name.
     """
     platform = get_platform(run.config.target.platform)
     has_torus = platform.has_torus or (has_accelerators and platform.jax_name is None)
@@ -146,12 +147,12 @@ def _distinct_meshes(
     seen: set[object] = set()
     for name in usable:
         mesh, enumerated = meshes[name]
-        degrees = _role_degrees(layout_on(mesh)[0]) if space.same is Same.roles and enumerated else None
+        degrees = _role_degrees(layout_on(mesh)[0]) if space.same is MeshEquivalence.roles and enumerated else None
         same_roles = degrees in seen
         distinct: list[MeshConfig] = []
         for placed in [] if same_roles else _with_placements(space, run, mesh):
             key = _sharding_key(layout_on(placed)[0], has_torus)
-            if key not in seen or space.same is Same.none:
+            if key not in seen or space.same is MeshEquivalence.none:
                 distinct.append(placed)
                 seen.add(key)
         if degrees is not None:

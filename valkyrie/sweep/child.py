@@ -22,7 +22,7 @@ from valkyrie.processes.ending import record_ending
 from valkyrie.processes.interrupt import exit_on_ctrl_c
 from valkyrie.runs.folder import saved_config
 from valkyrie.search import NOT_COMPILED
-from valkyrie.sweep.members import BESIDE
+from valkyrie.sweep.members import WORKER_ARGUMENT
 from valkyrie.sweep.results import Outcome, failed_outcome, outcome_from_status, read_results
 from valkyrie.sweep.trial import Status
 from valkyrie.train.room import DoesNotFit
@@ -53,10 +53,8 @@ def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> O
             return Outcome(Status.does_not_fit, str(error))
         if isinstance(error, ValueError | OSError):  # the user's mistakes, as in a single run
             return Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()))
-        outcome_of_error = failed_outcome(f"{type(error).__name__}: {error}")
-        return (
-            replace(outcome_of_error, status=Status.does_not_fit) if is_out_of_memory(str(error)) else outcome_of_error
-        )
+        failure = failed_outcome(f"{type(error).__name__}: {error}")
+        return replace(failure, status=Status.does_not_fit) if is_out_of_memory(str(error)) else failure
 
 
 def _run_mode(folder: Path) -> Outcome:
@@ -64,11 +62,11 @@ def _run_mode(folder: Path) -> Outcome:
     status = run.config.mode.run(run)
     if status not in (0, NOT_COMPILED):
         return outcome_from_status(status, f"the process exited with status {status}")
-    return Outcome(Status.ok) if sys.argv[2:] == [BESIDE] else read_results(folder, run.config.mode)
+    return Outcome(Status.ok) if sys.argv[2:] == [WORKER_ARGUMENT] else read_results(folder, run.config.mode)
 
 
 def _write_outcome(outcome: Outcome, folder: Path) -> None:
-    if sys.argv[2:] != [BESIDE]:
+    if sys.argv[2:] != [WORKER_ARGUMENT]:
         outcome.write(folder)
 
 

@@ -26,7 +26,7 @@ _ALL = (
     _Column("stage", "stage", "text", lambda r: r.trial.stage),
     _Column("status", "status", "text", lambda r: r.trial.status.value),
     _Column("outcome", "status", "text", lambda r: r.status, "status of the trial"),
-    _Column("result", "result", "text", lambda r: r.verdict, min_width=0),
+    _Column("result", "result", "text", lambda r: r.result_text, min_width=0),
     _Column("simulated", "simulated", "text", lambda r: r.group.simulated),
     _Column(
         "seen",
@@ -56,7 +56,13 @@ _ALL = (
     ),
     _Column("microbatches", "microbatches", "count", lambda r: r.about.microbatches),
     _Column("remat", "remat", "text", lambda r: r.about.remat),
-    _Column("alike", "same as", "text", lambda r: r.alike, "a simpler partition that shards every array the same way"),
+    _Column(
+        "alike",
+        "same as",
+        "text",
+        lambda r: r.equivalent_partition,
+        "a simpler partition that shards every array the same way",
+    ),
     _Column("step_s", "step", "seconds", lambda r: r.step_s, "step time; the median if measured", "step_ms", 1e3),
     _Column(
         "predicted_step_s",
@@ -141,14 +147,14 @@ _ALL = (
         "dollars_per_million_tokens",
         "$/Mtok",
         "dollars",
-        lambda r: r.per_million,
+        lambda r: r.dollars_per_million_tokens,
         "dollars per million tokens, at the on-demand price",
     ),
     _Column(
         "front",
         "Pareto front",
         "text",
-        lambda r: "memory" if r.front else "",
+        lambda r: "memory" if r.on_pareto_front else "",
         "no other layout with the same workload is as fast with less memory",
     ),
     _Column("wall_s", "wall time", "seconds", lambda r: r.trial.wall_s),
@@ -157,41 +163,41 @@ _ALL = (
 COLUMNS = {column.name: column for column in _ALL}
 
 
-def columns(*names: str) -> list[Column[Row]]:
+def select_columns(*names: str) -> list[Column[Row]]:
     """Return the columns with the given names."""
     return [COLUMNS[name] for name in names]
 
 
 _RATES = ("tokens_per_second", "tokens_per_second_per_chip", "mfu")
-TERMINAL = columns(
+TERMINAL_COLUMNS = select_columns(
     *("rank", "title", "settings", "tokens_per_second_per_chip", "tokens_per_second", "step_s", "mfu", "peak_bytes"),
     *("trained_loss", "result"),
 )
-PAGE = columns(
+PAGE_COLUMNS = select_columns(
     *("rank", "label", "tokens_per_second_per_chip", "step_s", "seen", "outcome", "partition", "mesh", "alike"),
     *("tokens_per_second", "p90_s", "mfu", "peak_bytes", "full", "sent_bytes", "waiting", "goodput", "restarts"),
     *("data_wait", "dollars_per_million_tokens", "reason"),
 )
-MARKDOWN = columns(
+MARKDOWN_COLUMNS = select_columns(
     *("rank", "label", "tokens_per_second_per_chip", "tokens_per_second", "step_s", "mfu", "peak_bytes", "sent_bytes"),
     *("dollars_per_million_tokens", "front"),
 )
-BEST = columns(
+BEST_COLUMNS = select_columns(
     *("layout", "tokens_per_second_per_chip", "step_s", "seen", "work", "peak_bytes", "full"),
     "dollars_per_million_tokens",
 )
-CSV = columns(
+CSV_COLUMNS = select_columns(
     *("sweep", "name", "key", "stage", "status", "simulated", "target", "chips", "model", "batch", "seq", "precision"),
     *("varied", "parameters", "layout", "mesh", "partition", "step_s", "p90_s", "min_s", *_RATES, "peak_bytes"),
     *("usable_bytes", "sent_bytes", "exposed_s", "goodput", "restarts", "data_wait", "dollars_per_million_tokens"),
     "reason",
 )
-WANDB_RUN = columns(
+WANDB_RUN_COLUMNS = select_columns(
     *("status", "reason", "stage", "wall_s", "simulated", *_RATES, "step_s", "peak_bytes", "loss", "sent_bytes"),
     *("goodput", "restarts", "data_wait", "dollars_per_million_tokens", "predicted_step_s", "predicted_mfu"),
 )
 """Columns in the summary of a trial's W&B run."""
-WANDB_TABLE = columns(
+WANDB_TABLE_COLUMNS = select_columns(
     *("label", "layout", "stage", "status", *_RATES, "step_s", "peak_bytes", "sent_bytes", "simulated", "mesh"),
     *("partition", "microbatches", "remat", "model", "target", "chips", "wall_s", "reason", "name"),
     *("dollars_per_million_tokens", "predicted_step_s", "predicted_mfu"),

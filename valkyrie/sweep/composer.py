@@ -34,7 +34,7 @@ _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 class _JobKind:
     """Jobs that choose the same config groups and override the same keys.
 
-    The mesh and partition of the stored runs are arbitrary, because `Composer.run` replaces them.
+    The mesh and partition of the stored runs are arbitrary, because `Composer.compose_run` replaces them.
 
     Args:
         config: Configuration of the first job, composed by Hydra.
@@ -68,7 +68,7 @@ class Composer:
     _options: dict[str, list[str]] = field(default_factory=dict)
     _shipped: dict[str, PartitionConfig | None] = field(default_factory=dict)
 
-    def run(self, overrides: Sequence[str]) -> Run:
+    def compose_run(self, overrides: Sequence[str]) -> Run:
         """Return the run of one job of a sweep, given the job's overrides.
 
         Composes the first job of each kind with Hydra. For later jobs, sets the overridden values in the config of the
@@ -77,11 +77,11 @@ class Composer:
         parsed = self.parse(overrides)
         layout = self._layout(parsed)
         other_overrides = [override for override in parsed if override.key_or_group not in layout]
-        value_overrides = [o for o in other_overrides if not o.is_delete() and not self.options(o.key_or_group)]
+        value_overrides = [o for o in other_overrides if not o.is_delete() and not self.group_options(o.key_or_group)]
         group_choices = [str(o.input_line) for o in other_overrides if o not in value_overrides]
         key = (*group_choices, "", *(o.key_or_group for o in value_overrides), "", *layout)
         if key not in self._job_kinds:
-            config = self.compose(overrides)
+            config = self.compose_config(overrides)
             run = Run.from_config(config)
             is_replaceable = all(getattr(run.config, name) == value for name, value in layout.items())
             is_replaceable = is_replaceable and not (layout and _LAYOUT_REFERENCE.search(OmegaConf.to_yaml(config)))
@@ -89,7 +89,7 @@ class Composer:
             return run
         job_kind = self._job_kinds[key]
         if job_kind is None:
-            return Run.from_config(self.compose(overrides))
+            return Run.from_config(self.compose_config(overrides))
         value_lines = tuple(str(o.input_line) for o in value_overrides)
         if value_lines not in job_kind.runs:
             try:
@@ -97,14 +97,14 @@ class Composer:
                 changed = changed or Run.from_config(_with_values(job_kind.config, value_overrides))
                 job_kind.runs[value_lines] = changed
             except OmegaConfBaseException:  # let Hydra report the value: its message is better
-                return Run.from_config(self.compose(overrides))
+                return Run.from_config(self.compose_config(overrides))
         run = job_kind.runs[value_lines]
         return run.changed(**layout) if layout else run
 
-    def choice(self, group: str, name: str, fixed: Sequence[str]) -> Any:
-        """Return the mesh, partition or remat policy named `name`, composed together with the `fixed` overrides."""
+    def compose_choice(self, group: str, name: str, fixed_overrides: Sequence[str]) -> Any:
+        """Return the mesh, partition or remat policy named `name`, composed together with `fixed_overrides`."""
         mesh = self._mesh(name) if group == "mesh" else None
-        return mesh or getattr(self.run([*fixed, f"{group}={name}"]).config, group)
+        return mesh or getattr(self.compose_run([*fixed_overrides, f"{group}={name}"]).config, group)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """Parse overrides with Hydra's grammar. Caches the results, because most jobs share most overrides."""
@@ -113,7 +113,7 @@ class Composer:
             self._parsed |= zip(new_lines, parser.parse_overrides(new_lines), strict=True)
         return [self._parsed[line] for line in overrides]
 
-    def options(self, group: str) -> list[str]:
+    def group_options(self, group: str) -> list[str]:
         """Return the choices of a config group, including the user's. Empty if there is no such group."""
         if group not in self._options:
             self._options[group] = self.loader.get_group_options(
@@ -121,7 +121,7 @@ class Composer:
             )
         return self._options[group]
 
-    def compose(self, overrides: Sequence[str]) -> DictConfig:
+    def compose_config(self, overrides: Sequence[str]) -> DictConfig:
         """Compose the configuration of a job with Hydra. Omits the `hydra` node."""
         config = self.loader.load_sweep_config(self.config, list(overrides))
         return OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
@@ -140,7 +140,7 @@ class Composer:
         return {key: value for key, value in layout_values.items() if value is not None}
 
     def _mesh(self, name: str) -> MeshConfig | None:
-        return parse_mesh(name) if name[:1].isdigit() and name not in self.options("mesh") else None
+        return parse_mesh(name) if name[:1].isdigit() and name not in self.group_options("mesh") else None
 
     def _partition(self, name: str) -> PartitionConfig | None:
         """Return the shipped partition `name`, or None if there is none or a user's file overrides it."""

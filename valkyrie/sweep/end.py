@@ -19,17 +19,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.config.modes import has_results
 from valkyrie.runs.wandb_writer import TrackingConfig
-from valkyrie.sweep.table import NO_RESULT, closing_lines, table
+from valkyrie.sweep.table import NO_RESULT_STATUSES, closing_lines, sweep_table
 from valkyrie.sweep.tracking import SweepTracker
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
 
-NO_RESULT_STATUS = 1
+NO_RESULT_EXIT = 1
 """Exit status of a sweep if any trial failed, was killed or timed out."""
-ALL_REFUSED = 2
+ALL_REFUSED_EXIT = 2
 """Exit status of a sweep if all its trials were refused."""
-STOPPED = "sweep interrupted: finished trials are recorded. Run the same command again to do the remaining ones."
-_FAILED = "sweep failed: finished trials are recorded. Run the same command again to do the remaining ones."
+INTERRUPTED_NOTE = (
+    "sweep interrupted: finished trials are recorded. Run the same command again to do the remaining ones."
+)
+_FAILED_NOTE = "sweep failed: finished trials are recorded. Run the same command again to do the remaining ones."
 
 _started_sweeps: ContextVar[list[SweepEnd]] = ContextVar("_started_sweeps")
 """`SweepEnd` callbacks of the multirun inside `print_results_at_end`. If interrupted, Hydra drops its own list."""
@@ -55,7 +57,7 @@ def print_results_at_end() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _finish_sweeps(STOPPED if isinstance(error, KeyboardInterrupt) else _FAILED)
+        _finish_sweeps(INTERRUPTED_NOTE if isinstance(error, KeyboardInterrupt) else _FAILED_NOTE)
         raise
     if status := _finish_sweeps():
         sys.exit(status)
@@ -86,7 +88,7 @@ class SweepEnd(Callback):
         self.folder = Path()
         self._trials: dict[str, Trial] = {}
         self._tracker: SweepTracker | None = None
-        self._complete = False
+        self._has_all_trials = False
 
     def __getstate__(self) -> dict[str, object]:
         """Drop the tracker when a launcher pickles this: only the process that the user started reports to W&B."""
@@ -103,7 +105,7 @@ class SweepEnd(Callback):
 
     def expect_all_trials(self) -> None:
         """Tell `finish` not to read the folder, because the caller passes every trial to `add`."""
-        self._complete = True
+        self._has_all_trials = True
 
     def add(self, trial: Trial) -> None:
         """Add a recorded trial to the table, and report it to W&B if it has results."""
@@ -118,7 +120,7 @@ class SweepEnd(Callback):
         is a note and no trial has ended.
         """
         try:
-            if not self._complete:
+            if not self._has_all_trials:
                 for trial in TrialLog(self.folder).read():
                     self.add(trial)
             trials = list(self._trials.values())
@@ -127,13 +129,13 @@ class SweepEnd(Callback):
         finally:
             if self._tracker is not None:
                 self._tracker.close()
-        if any(trial.status in NO_RESULT for trial in trials):
-            return NO_RESULT_STATUS
-        return ALL_REFUSED if trials and all(trial.status is Status.refused for trial in trials) else 0
+        if any(trial.status in NO_RESULT_STATUSES for trial in trials):
+            return NO_RESULT_EXIT
+        return ALL_REFUSED_EXIT if trials and all(trial.status is Status.refused for trial in trials) else 0
 
     def _print(self, trials: list[Trial], note: str | None) -> None:
         console = make_console()
         if any(trial.status is not Status.refused for trial in trials):
-            console.print(table(trials, self.folder), soft_wrap=False)
+            console.print(sweep_table(trials, self.folder), soft_wrap=False)
         for line in [*([note] if note else []), *closing_lines(trials, self.folder, complete=note is None)]:
             console.print(line, markup=False, highlight=False)

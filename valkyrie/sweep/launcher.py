@@ -29,7 +29,7 @@ from valkyrie.sweep.trial import Trial
 from valkyrie.train.screen import make_console
 from valkyrie.units import count_text
 
-SIDE_BY_SIDE = (
+CONCURRENCY_WARNING = (
     "CONCURRENT MEASUREMENTS: hydra.launcher.jobs={jobs} runs {jobs} trials at a time on this machine, so they slow "
     "each other down. For comparable times, omit hydra.launcher.jobs."
 )
@@ -106,7 +106,7 @@ def launch(
                 last_report = time.monotonic()
     name = plans[0].folder.resolve().name if plans else ""
     if min(jobs, total) > 1 and any(plan.mode.timed for plan in plans):
-        console.print(SIDE_BY_SIDE.format(jobs=jobs), style="bold yellow", highlight=False)
+        console.print(CONCURRENCY_WARNING.format(jobs=jobs), style="bold yellow", highlight=False)
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else LineScreen(console, total)
     with signals_as_exceptions(), screen:
         trials = run_trials(plans, jobs, _ScreenAndSweepEnd(screen, sweep_end))
@@ -120,11 +120,11 @@ class _ScreenAndSweepEnd:
     def __init__(self, screen: LineScreen, sweep_end: SweepEnd | None) -> None:
         self._screen, self._sweep_end = screen, sweep_end
 
-    def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        self._screen.running(processes, waiting)
+    def show_running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+        self._screen.show_running(processes, waiting)
 
-    def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
-        self._screen.ended(plan, trial, earlier=earlier)
+    def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
+        self._screen.show_ended(plan, trial, earlier=earlier)
         if self._sweep_end is not None:
             self._sweep_end.add(trial)
 
@@ -146,7 +146,7 @@ def _plan_job(composer: Composer, overrides: Sequence[str], number: int, run: Ru
         config.hydra.job.id = config.hydra.job.num = number
     sweep = replace(SweepContext.from_hydra(config.hydra), environment=job_environment(config.hydra))
     try:
-        run = run or _compose_from_trained_run(overrides, sweep) or composer.run(overrides)
+        run = run or _compose_from_trained_run(overrides, sweep) or composer.compose_run(overrides)
     except ValueError as error:
         mode = key_values(overrides).get("mode")
         mode = mode if mode is not None and get_mode(mode) else str(config.mode.name)

@@ -26,7 +26,7 @@ from valkyrie.sweep.end import find_sweep_end
 from valkyrie.sweep.launcher import launch
 from valkyrie.sweep.plan import SweepContext, plan_run
 from valkyrie.sweep.run import settle
-from valkyrie.sweep.space import ALL, ModelVariant, SweepSpace, compose_variants, read_space
+from valkyrie.sweep.space import ALL, RunVariant, SweepSpace, compose_variants, read_space
 from valkyrie.train.screen import make_console
 from valkyrie.units import count_text
 
@@ -62,11 +62,13 @@ def sweep_layouts(
     sweep_space = read_space(space, arguments, composer)
     cells = enumerate_cells(sweep_space, composer)
     selected = sample_evenly(cells.legal, limit)
-    make_console().print(count_line(cells, selected))
+    make_console().print(describe_counts(cells, selected))
     sweep = SweepContext.from_hydra(config.hydra)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_atomic(sweep.folder / "multirun.yaml", OmegaConf.to_yaml(config))
-    refused_plans = [plan_run(c.run, sweep, [*sweep_space.fixed, *c.overrides], c.problems) for c in cells.refused]
+    refused_plans = [
+        plan_run(c.run, sweep, [*sweep_space.fixed_overrides, *c.overrides], c.problems) for c in cells.refused
+    ]
     trials, _ = settle(refused_plans)
     if (sweep_end := find_sweep_end(context)) is not None:
         for trial in trials.values():
@@ -77,13 +79,13 @@ def sweep_layouts(
         raise ValueError("nothing to run: all combinations in the space were skipped, for the reasons above.")
     if not selected:
         return []
-    jobs = [[*sweep_space.fixed, *cell.overrides] for cell in selected]
+    jobs = [[*sweep_space.fixed_overrides, *cell.overrides] for cell in selected]
     if isinstance(launcher, TrialLauncher):
         return [launch(context, config, jobs, 0, launcher.jobs, [cell.run for cell in selected])]
-    returns = launcher.launch(jobs, initial_job_idx=0)
-    for job in returns:
+    job_returns = launcher.launch(jobs, initial_job_idx=0)
+    for job in job_returns:
         _ = job.return_value  # raises the exception of a failed job
-    return [returns]
+    return [job_returns]
 
 
 def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
@@ -92,21 +94,21 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
     Meshes, partitions and remat policies are composed once for all variants that override their keys in the same way,
     for example with `partition.zero1=true`.
     """
-    variants_by_changes: dict[tuple[str, ...], list[ModelVariant]] = defaultdict(list)
+    variants_by_changes: dict[tuple[str, ...], list[RunVariant]] = defaultdict(list)
     for variant in compose_variants(space, composer):
         variants_by_changes[tuple(o for o in variant.overrides if _changes_layouts(key_value(o)[0]))].append(variant)
-    names = (composer.options("partition") if n == ALL else [n] for n in space.config.partitions)
+    names = (composer.group_options("partition") if n == ALL else [n] for n in space.config.partitions)
     partitions = list(dict.fromkeys(itertools.chain.from_iterable(names)))
     cells: list[Cell] = []
     skipped: list[Problem] = []
     for layout_changes, variants in variants_by_changes.items():
-        fixed = [*space.fixed, *layout_changes]
+        fixed_overrides = [*space.fixed_overrides, *layout_changes]
         enumerated = enumerate_space(
             space.config,
             variants,
-            {name: composer.choice("partition", name, fixed) for name in partitions},
-            {name: composer.choice("remat", name, fixed) for name in space.config.remat or []},
-            resolve_mesh=partial(composer.choice, "mesh", fixed=fixed),
+            {name: composer.compose_choice("partition", name, fixed_overrides) for name in partitions},
+            {name: composer.compose_choice("remat", name, fixed_overrides) for name in space.config.remat or []},
+            resolve_mesh=partial(composer.compose_choice, "mesh", fixed_overrides=fixed_overrides),
             has_accelerators=count_accelerators() > 0,
         )
         cells += enumerated.cells
@@ -126,7 +128,7 @@ def sample_evenly(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
     return [cells[i * len(cells) // limit] for i in range(limit)]
 
 
-def count_line(cells: Cells, selected: Sequence[Cell]) -> str:
+def describe_counts(cells: Cells, selected: Sequence[Cell]) -> str:
     """Return the text printed before a sweep starts: the numbers of trials, and the reasons for refusals and skips."""
     legal, refused, total = len(cells.legal), len(cells.refused), len(cells.cells)
     lines = [f"{count_text(total, 'trial')}: {legal} legal, {refused} refused"]

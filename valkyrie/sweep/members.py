@@ -30,7 +30,7 @@ from valkyrie.runs.folder import RUN, key_values
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 
-BESIDE = "beside"
+WORKER_ARGUMENT = "beside"
 """Command-line argument for the processes of a trial other than process 0, which write no outcome."""
 _GRACE_S = 60.0
 """Seconds for a trial to save and exit after another process of the multirun is lost."""
@@ -181,7 +181,7 @@ def _run_requested_trials(team: ConnectedTeam) -> None:
         with tempfile.TemporaryDirectory(prefix="valkyrie-trial-") as folder:
             write_atomic(Path(folder) / RUN, task["run"])
             process_info = ProcessInfo(task["address"], team.count, team.index)
-            command = module_command("valkyrie.sweep.child", folder, BESIDE)
+            command = module_command("valkyrie.sweep.child", folder, WORKER_ARGUMENT)
             # If this process is killed, the trial must not keep using the devices. Process 0 of a trial does the same.
             environment = task["environment"] | process_info.environment
             process = ChildProcess(command, environment, dies_with_parent=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from valkyrie.sweep.trial import Trial
 
-EQUAL_WITHIN = 1e-3
+EQUAL_TOLERANCE = 1e-3
 """Relative difference up to which two speeds count as equal even without noise, as between predictions."""
 
 
@@ -16,7 +16,7 @@ def has_spread(trial: Trial) -> bool:
 
 
 def within_noise(trial: Trial, other: Trial) -> bool:
-    """Return whether two speeds differ by at most `EQUAL_WITHIN`, or the ranges of the step times overlap.
+    """Return whether two speeds differ by at most `EQUAL_TOLERANCE`, or the ranges of the step times overlap.
 
     A range extends from the fastest step, or the median if that is unknown, to the 90th percentile. Returns False if a
     speed is unknown.
@@ -27,7 +27,7 @@ def within_noise(trial: Trial, other: Trial) -> bool:
         return False
     best_of_slow = low * (_speed_range(slow) or (1.0, 1.0))[1]
     worst_of_fast = high * (_speed_range(fast) or (1.0, 1.0))[0]
-    return best_of_slow >= worst_of_fast or high / low - 1 <= EQUAL_WITHIN
+    return best_of_slow >= worst_of_fast or high / low - 1 <= EQUAL_TOLERANCE
 
 
 def _speed_range(trial: Trial) -> tuple[float, float] | None:

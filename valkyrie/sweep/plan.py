@@ -120,7 +120,7 @@ class TrialPlan:
             run = run.changed(tracking=tracking)
         run.save(folder / RUN)
 
-    def ended(
+    def to_trial(
         self, status: Status, reason: str | None, started: str, wall_s: float, results: TrialResult | None = None
     ) -> Trial:
         """Return the record of this trial after it has ended.

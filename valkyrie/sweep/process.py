@@ -31,7 +31,7 @@ class TrialProcess:
         plan.write()
         process_environment = self._members.start_trial(plan) if self._members else {}
         self.started, self._start_time = datetime.now(UTC).isoformat(), time.monotonic()
-        self._stopped_at: float | None = None
+        self._interrupt_time: float | None = None
         (folder / OUTPUT).unlink(missing_ok=True)
         environment, inherited = {**plan.environment, **process_environment}, (lock.process_file.fileno(),)
         # If this process is killed, nobody would stop the trial at its time limit or record its result.
@@ -61,9 +61,9 @@ class TrialProcess:
         status = self._process.status
         plan, limit = self.plan, self.plan.limit_s
         if status is None and limit is not None and self.seconds > limit:
-            if self._stopped_at is None:
+            if self._interrupt_time is None:
                 self.interrupt()
-            elif time.monotonic() - self._stopped_at > self.grace_s:
+            elif time.monotonic() - self._interrupt_time > self.grace_s:
                 self.kill()
             return None
         if status is None:
@@ -73,19 +73,21 @@ class TrialProcess:
         seconds = self.seconds
         if status != 0:
             self.kill()  # also kills its children
-        final_outcome = read_outcome(plan.trial_folder, status) if self._stopped_at is None else timeout_outcome(plan)
-        return plan.ended(final_outcome.status, final_outcome.reason, self.started, seconds, final_outcome.results)
+        final_outcome = (
+            read_outcome(plan.trial_folder, status) if self._interrupt_time is None else timeout_outcome(plan)
+        )
+        return plan.to_trial(final_outcome.status, final_outcome.reason, self.started, seconds, final_outcome.results)
 
     def interrupt(self) -> None:
         """Send SIGINT to the process and its children."""
-        self._stopped_at = self._stopped_at or time.monotonic()
+        self._interrupt_time = self._interrupt_time or time.monotonic()
         self._process.send(signal.SIGINT)
 
     def kill(self) -> None:
         """Kill the process and its children."""
         self._process.kill()
 
-    def ends_within(self, seconds: float) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Wait up to `seconds` for the process to end. Returns whether it has ended."""
         return self._process.wait(max(seconds, _POLL_S))
 
@@ -102,7 +104,7 @@ def stop_trials(running: Iterable[TrialProcess]) -> None:
         for process in running:
             process.interrupt()
         for process in running:
-            process.ends_within(process.grace_s)
+            process.wait(process.grace_s)
     finally:
         for process in running:
             process.kill()

@@ -41,7 +41,7 @@ class Outcome:
 
     def write(self, folder: Path) -> None:
         """Write `outcome.json` into a trial's folder."""
-        json_values = {"status": self.status.value, "reason": self.reason, "results": self.results.plain()}
+        json_values = {"status": self.status.value, "reason": self.reason, "results": self.results.json_values()}
         write_atomic(folder / OUTCOME, json.dumps(json_values) + "\n")
 
 
@@ -54,7 +54,7 @@ def read_outcome(folder: Path, returncode: int) -> Outcome:
         file = folder / OUTCOME
         return decode(Outcome, upgrade_line(load(dict, file.read_bytes(), str(file))), str(file))
     except FileNotFoundError:
-        return _without_outcome(returncode, last_error(folder / OUTPUT))
+        return _infer_outcome(returncode, last_error(folder / OUTPUT))
     except RecordError as error:
         return failed_outcome(f"{OUTCOME} is damaged ({error.reason}). To repeat the trial, add trial.retry=true")
 
@@ -142,9 +142,9 @@ def training_results(metrics: Path) -> TrialResult:
     last = steps[-1] if steps else {}
     finished = bool(summary.get("finished")) and summary.get("steps") == last.get("step", summary.get("steps"))
     known_values = {k: v for k, v in last.items() if v is not None} | (summary if finished or not last else {})
-    picked = {key: known_values.get(key) for key in ("steps", "data_wait")} | {"loss": last.get("loss")}
-    picked |= {key: summary.get(key) for key in ("hbm_gib", "compile_s", "simulated", "eval_loss")}
-    numbers = decode(_TrainingNumbers, picked | {"step": last.get("step")}, str(metrics))
+    selected_values = {key: known_values.get(key) for key in ("steps", "data_wait")} | {"loss": last.get("loss")}
+    selected_values |= {key: summary.get(key) for key in ("hbm_gib", "compile_s", "simulated", "eval_loss")}
+    numbers = decode(_TrainingNumbers, selected_values | {"step": last.get("step")}, str(metrics))
     try:
         traffic = training_traffic(summary)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -196,7 +196,7 @@ def last_error(output: Path) -> str:
     return ((errors or lines or ["no output"])[-1])[:_MAX_REASON_LENGTH]
 
 
-def _without_outcome(returncode: int, last_line: str) -> Outcome:
+def _infer_outcome(returncode: int, last_line: str) -> Outcome:
     if returncode in (INTERRUPTED, PREEMPTED):
         return outcome_from_status(returncode, last_line)
     if returncode == -signal.SIGKILL:

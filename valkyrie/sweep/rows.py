@@ -71,7 +71,7 @@ class Workload(NamedTuple):
         )
 
     @property
-    def step(self) -> tuple[object, ...]:
+    def step_key(self) -> tuple[object, ...]:
         """Key that pairs predictions with measurements of the same step, in any precision."""
         return self.model, self.batch, self.seq, self.varied
 
@@ -92,15 +92,15 @@ class Row:
         parts: Step time by part. A measured step has two parts: collectives, and everything else.
         exposed_s: Seconds of a predicted step spent waiting for communication.
         price: On-demand price of a chip in dollars per hour.
-        per_million: Dollars per million tokens.
+        dollars_per_million_tokens: Dollars per million tokens.
         goodput: Wall time of a training run by kind.
         reason: Why the trial has no speed.
         folder: The run folder, or None if it does not exist.
         rank: Rank in a table. Rows within noise of each other share a rank.
         label: Name that distinguishes the row from others in a table.
-        alike: A simpler partition that shards every array in the same way, or empty.
+        equivalent_partition: A simpler partition that shards every array in the same way, or empty.
         settings: Settings other than the layout in which the rows of a table differ, such as `batch=16 seed=1`.
-        front: Whether the row is on the Pareto front of speed and memory among rows of the same workload.
+        on_pareto_front: Whether the row is on the Pareto front of speed and memory among rows of the same workload.
         prediction: For a measured row, a prediction of the same layout and workload.
     """
 
@@ -115,15 +115,15 @@ class Row:
     parts: tuple[StepPart, ...]
     exposed_s: float | None
     price: float | None
-    per_million: float | None
+    dollars_per_million_tokens: float | None
     goodput: Goodput | None
     reason: str | None
     folder: Path | None
     rank: int | None = None
     label: str = ""
-    alike: str = ""
+    equivalent_partition: str = ""
     settings: str = ""
-    front: bool = False
+    on_pareto_front: bool = False
     prediction: Row | None = None
 
     @property
@@ -178,14 +178,14 @@ class Row:
         return None if traffic is None else sum(self.sent.values()) if self.sent else traffic.bytes
 
     @property
-    def verdict(self) -> str:
+    def result_text(self) -> str:
         """The status and the reason if the trial is not ok, else `predicted` or `simulated`, or empty.
 
         Empty means that the speed was measured on real devices, or that there is no speed.
         """
         if self.trial.status is not Status.ok:
             return f"{self.status}: {self.trial.short_reason}"
-        return self.trial.kind if self.ranked else ""
+        return self.trial.speed_label if self.ranked else ""
 
     @property
     def data_wait(self) -> float | None:
@@ -258,7 +258,9 @@ def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, v
         parts=results.parts or measured_parts(results.trace, step.step_s),
         exposed_s=results.communication.exposed_s if results.parts and results.communication else None,
         price=price,
-        per_million=1e6 * price * about.chips / (3600 * rate) if price and about.chips and rate else None,
+        dollars_per_million_tokens=1e6 * price * about.chips / (3600 * rate)
+        if price and about.chips and rate
+        else None,
         goodput=None if goodput is None else Goodput(goodput.wall_s, goodput.seconds, goodput.restarts),
         reason=_reason(trial),
         folder=run_folder if run_folder is not None and run_folder.is_dir() else None,
@@ -299,9 +301,9 @@ def pair_predictions(rows: Iterable[Row]) -> list[RowPair]:
     rows = [row for row in rows if row.ranked]
     for row in rows:
         if row.group.stage == "compile":
-            predictions[(row.layout, row.work.step)].append(row)
+            predictions[(row.layout, row.work.step_key)].append(row)
     runs = (row for row in rows if row.group.stage != "compile")
-    pairs = [RowPair(prediction, row) for row in runs for prediction in predictions[(row.layout, row.work.step)]]
+    pairs = [RowPair(prediction, row) for row in runs for prediction in predictions[(row.layout, row.work.step_key)]]
     return [p for p in pairs if _is_comparable(p)]
 
 

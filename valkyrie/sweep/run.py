@@ -22,14 +22,14 @@ _LOCKED_POLL_S = 0.5
 class Watcher(Protocol):
     """Shows the progress of a sweep."""
 
-    def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+    def show_running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
         """Called several times a second with the running trials and the number of waiting ones.
 
         If trials are waiting but none is running, another sweep is running them.
         """
         ...
 
-    def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
+    def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
         """Called when a trial has been recorded. `earlier` is True if the record existed before this sweep."""
         ...
 
@@ -58,8 +58,8 @@ def run_in_this_process(
             break
         watch()
         time.sleep(_LOCKED_POLL_S)
-    with ExitStack() as releasing:
-        releasing.callback(lock.release)
+    with ExitStack() as cleanup:
+        cleanup.callback(lock.release)
         trials, _ = settle([plan])  # another sweep may have recorded it before releasing the lock
         if plan.key in trials:
             return trials[plan.key]
@@ -76,7 +76,7 @@ def run_in_this_process(
         except TrialTimeout:
             outcome = timeout_outcome(plan)
         outcome.write(plan.trial_folder)
-        trial = plan.ended(outcome.status, outcome.reason, started, time.monotonic() - start_time, outcome.results)
+        trial = plan.to_trial(outcome.status, outcome.reason, started, time.monotonic() - start_time, outcome.results)
         TrialLog(plan.folder).append([trial])
         return trial
 
@@ -107,7 +107,7 @@ def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = 
                 last_attempt = 0.0
             else:
                 if watcher is not None:
-                    watcher.running([process for process, _ in running.values()], len(waiting))
+                    watcher.show_running([process for process, _ in running.values()], len(waiting))
                 time.sleep(_POLL_S)
     finally:
         stop_trials(process for process, _ in running.values())
@@ -137,7 +137,7 @@ def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[
         elif earlier_trial is not None and earlier_trial.reason == plan.refusal:
             refused.append((plan, earlier_trial))
         else:
-            refused.append((plan, plan.ended(Status.refused, plan.refusal, datetime.now(UTC).isoformat(), 0.0)))
+            refused.append((plan, plan.to_trial(Status.refused, plan.refusal, datetime.now(UTC).isoformat(), 0.0)))
     log.append({t.key: t for _, t in refused if recorded.get(t.key) is not t}.values())
     for plan, trial in refused:
         _add_trial(plan, trial, trials, watcher)
@@ -163,14 +163,14 @@ def _start_next(
         if lock is None:
             continue
         waiting.remove(plan)
-        with ExitStack() as releasing:
-            releasing.callback(lock.release)
+        with ExitStack() as cleanup:
+            cleanup.callback(lock.release)
             earlier_trial = next((trial for trial in TrialLog(plan.folder).read() if trial.key == plan.key), None)
             if earlier_trial is not None and plan.settled_by(earlier_trial):
                 _add_trial(plan, earlier_trial, trials, watcher, earlier=True)
             else:
                 running[plan.key] = TrialProcess(plan, lock), lock
-                releasing.pop_all()
+                cleanup.pop_all()
         return True
     return False
 
@@ -180,4 +180,4 @@ def _add_trial(
 ) -> None:
     trials[plan.key] = trial
     if watcher is not None:
-        watcher.ended(plan, trial, earlier=earlier)
+        watcher.show_ended(plan, trial, earlier=earlier)

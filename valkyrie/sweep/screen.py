@@ -15,8 +15,8 @@ from rich.text import Text
 
 from valkyrie.config.modes import has_results
 from valkyrie.sweep.results import OUTPUT
-from valkyrie.sweep.table import verdict
-from valkyrie.sweep.trial import Status, Trial, title
+from valkyrie.sweep.table import describe_result
+from valkyrie.sweep.trial import Status, Trial, trial_title
 from valkyrie.train.screen import make_console
 from valkyrie.units import long_duration
 
@@ -39,7 +39,7 @@ class LineScreen:
 
     def __init__(self, console: Console | None = None, total: int = 1) -> None:
         self.console, self.total, self.done = console or make_console(), total, 0
-        self._counted: Counter[str] = Counter()
+        self._unprinted: Counter[str] = Counter()
         self._refused = 0
         self._is_waiting_for_sweep = False
 
@@ -49,7 +49,7 @@ class LineScreen:
     def __exit__(self, *_: object) -> None:
         self._print_counts()
 
-    def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+    def show_running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
         """Print the number of trials counted since the last call, and a line if another sweep runs all that remain."""
         self._print_counts()
         if waiting and not processes and not self._is_waiting_for_sweep:
@@ -57,23 +57,23 @@ class LineScreen:
             self.console.print(line, style="dim", markup=False, highlight=False)
         self._is_waiting_for_sweep = bool(waiting and not processes)
 
-    def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
+    def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
         """Print a line for the trial, or only count it. If its mode has no results, prints its process's output too."""
         self.done += 1
         self._refused += trial.status is Status.refused
         if self.total > 1 and earlier:
-            self._counted["recorded earlier"] += 1
+            self._unprinted["recorded earlier"] += 1
         elif self._refused > REFUSED_LINES and trial.status is Status.refused:
-            self._counted["more refused"] += 1
+            self._unprinted["more refused"] += 1
         else:
             self._print(plan, trial, earlier)
 
     def _print_counts(self) -> None:
-        for description, count in self._counted.items():
+        for description, count in self._unprinted.items():
             self.console.print(
                 f"[{self.done}/{self.total}] {count} {description}", style="dim", markup=False, highlight=False
             )
-        self._counted.clear()
+        self._unprinted.clear()
 
     def _print(self, plan: TrialPlan, trial: Trial, earlier: bool) -> None:
         number = f"[{self.done}/{self.total}] " if self.total > 1 else ""
@@ -81,7 +81,7 @@ class LineScreen:
         output = plan.trial_folder / OUTPUT
         if not has_results(plan.stage) and trial.status is Status.ok and output.is_file():
             self.console.print(output.read_text(errors="replace").rstrip(), markup=False, highlight=False)
-        line = f"{number}{trial.title}: {verdict(trial)}{duration}"
+        line = f"{number}{trial.title}: {describe_result(trial)}{duration}"
         self.console.print(line, style=_STYLES.get(trial.status, "red"), markup=False, highlight=False)
 
 
@@ -106,14 +106,14 @@ class LiveScreen(LineScreen):
         self._print_counts()
         self._live.stop()
 
-    def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+    def show_running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
         """Store the running and waiting trials for the next refresh."""
-        super().running(processes, waiting)
+        super().show_running(processes, waiting)
         self._processes, self._waiting = list(processes), waiting
 
-    def ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
+    def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
         """Print a line for the trial above the table, and count it."""
-        super().ended(plan, trial, earlier=earlier)
+        super().show_ended(plan, trial, earlier=earlier)
         self._counts[trial.status] += 1
         if not earlier and trial.wall_s:
             self._seconds.append(trial.wall_s)
@@ -138,13 +138,13 @@ class LiveScreen(LineScreen):
         heading = Text(f"sweep {self._name}: {' · '.join(parts)}", style="bold")
         rows = Table(box=SIMPLE, show_header=False, pad_edge=False)
         if self._best is not None:
-            speed = f"{self._best.results.objective:,.0f} tokens/s/chip {self._best.kind}".rstrip()
+            speed = f"{self._best.results.objective:,.0f} tokens/s/chip {self._best.speed_label}".rstrip()
             rows.add_row("best so far", self._best.title, speed)
         for process in self._processes:
             limit = process.plan.limit_s
             rows.add_row(
                 "running",
-                title(process.plan.about, process.plan.overrides, process.plan.stage),
+                trial_title(process.plan.about, process.plan.overrides, process.plan.stage),
                 f"{process.seconds:.0f} s" + (f" of at most {limit:g} s" if limit else ""),
             )
         return Group(heading, rows)

@@ -33,7 +33,7 @@ LAYOUT_KEYS = {
 """Keys of a run that set its layout. On the command line, each replaces the key of the space that it maps to."""
 
 
-class Same(Enum):
+class MeshEquivalence(Enum):
     """Which meshes count as duplicates of each other under a partition. A sweep tries only the first of them.
 
     - `none`: no mesh is a duplicate.
@@ -75,7 +75,7 @@ class SpaceConfig:
     vary: dict[str, Any] = field(default_factory=dict)
     parameters: list[float | None] | None = None
     flops_per_token: list[float | None] | None = None
-    same: Same = Same.sharding
+    same: MeshEquivalence = MeshEquivalence.sharding
 
     def problems(self) -> list[Problem]:
         """Return the problems of the space, such as an empty list or an invalid range."""
@@ -100,11 +100,11 @@ class SweepSpace:
     """The space of a sweep, and the overrides that all its trials share."""
 
     config: SpaceConfig
-    fixed: list[str]
+    fixed_overrides: list[str]
 
 
 @dataclass(frozen=True)
-class ModelVariant:
+class RunVariant:
     """A combination of the settings outside the layout: its overrides and the composed run."""
 
     overrides: tuple[str, ...]
@@ -129,7 +129,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
     vary: dict[str, object] = {
         str(k): OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in config_node.vary.items()
     }
-    fixed: list[str] = []
+    fixed_overrides: list[str] = []
     for override in composer.parse(arguments):
         key, line = override.key_or_group, override.input_line or ""
         values = _values(override)
@@ -145,7 +145,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
         if override.is_sweep_override():
             vary[override.get_key_element()] = [_OverrideText(value) for value in values]
         else:
-            fixed.append(line)
+            fixed_overrides.append(line)
     if layout_keys := [k for joined in vary for k in joined.split(",") if k in LAYOUT_KEYS]:
         raise ValueError(
             f"{SPACE}.vary.{layout_keys[0]}: a layout key cannot be in vary. Use {SPACE}.{LAYOUT_KEYS[layout_keys[0]]}."
@@ -154,17 +154,17 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
     space = OmegaConf.to_object(config_node)
     assert isinstance(space, SpaceConfig)
     space.vary = vary
-    return SweepSpace(space, fixed)
+    return SweepSpace(space, fixed_overrides)
 
 
-def compose_variants(space: SweepSpace, composer: Composer) -> list[ModelVariant]:
+def compose_variants(space: SweepSpace, composer: Composer) -> list[RunVariant]:
     """Compose a run for every combination of the settings that a space varies in addition to the layout."""
     override_choices = [_overrides_per_value(key, values, composer) for key, values in space.config.vary.items()]
     variants = []
     for combination in itertools.product(*override_choices):
         overrides = tuple(itertools.chain.from_iterable(combination))
         try:
-            variants.append(ModelVariant(overrides, composer.run([*space.fixed, *overrides])))
+            variants.append(RunVariant(overrides, composer.compose_run([*space.fixed_overrides, *overrides])))
         except (ValueError, OmegaConfBaseException) as error:
             if not overrides:
                 raise

@@ -11,22 +11,22 @@ from rich.table import Table
 
 from valkyrie.runs.columns import FORMATS, terminal_table
 from valkyrie.runs.folder import command_name
-from valkyrie.sweep.columns import TERMINAL
+from valkyrie.sweep.columns import TERMINAL_COLUMNS
 from valkyrie.sweep.rows import Row, make_rows, sort_by_speed, with_ranks, with_settings
-from valkyrie.sweep.trial import PAGE, Status, Trial
+from valkyrie.sweep.trial import PAGE_FILE, Status, Trial
 from valkyrie.units import count_text, memory_text
 
-NO_RESULT = (Status.failed, Status.killed, Status.timeout)
+NO_RESULT_STATUSES = (Status.failed, Status.killed, Status.timeout)
 """Statuses of trials that have no result for a reason other than the layout."""
 
 
-def verdict(trial: Trial) -> str:
+def describe_result(trial: Trial) -> str:
     """Summarise a trial in one line: its speed, MFU and memory, or the status and the reason."""
     if trial.status is not Status.ok:
         return f"{trial.status.value}: {trial.short_reason}"
     parts, step, results = [], trial.results.step, trial.results
     if step.tokens_per_second:
-        parts.append(f"{step.tokens_per_second:,.0f} tokens/s {trial.kind}".rstrip())
+        parts.append(f"{step.tokens_per_second:,.0f} tokens/s {trial.speed_label}".rstrip())
     if step.tokens_per_second and step.step_s:
         parts.append(f"{1e3 * step.step_s:,.1f} ms/step")
     if step.mfu:
@@ -38,12 +38,12 @@ def verdict(trial: Trial) -> str:
     return "ok" + (f": {', '.join(parts)}" if parts else "")
 
 
-def table(trials: Sequence[Trial], folder: Path, rows: int = 40) -> Table:
-    """Return the ranked table of at most `rows` trials. Omits refused trials and empty columns."""
+def sweep_table(trials: Sequence[Trial], folder: Path, max_rows: int = 40) -> Table:
+    """Return the ranked table of at most `max_rows` trials. Omits refused trials and empty columns."""
     sorted_rows = sort_by_speed(row for row in make_rows({folder: trials}) if row.trial.status is not Status.refused)
-    top_rows = with_ranks(with_settings(sorted_rows))[:rows]
-    nonempty_columns = [column for column in TERMINAL if any(column.text(row) for row in top_rows)]
-    caption = None if len(sorted_rows) <= rows else f"{len(sorted_rows) - rows} more on the page"
+    top_rows = with_ranks(with_settings(sorted_rows))[:max_rows]
+    nonempty_columns = [column for column in TERMINAL_COLUMNS if any(column.text(row) for row in top_rows)]
+    caption = None if len(sorted_rows) <= max_rows else f"{len(sorted_rows) - max_rows} more on the page"
 
     def style(row: Row) -> str | None:
         return None if row.trial.status is Status.ok else "dim"
@@ -69,8 +69,8 @@ def closing_lines(trials: Sequence[Trial], folder: Path, *, complete: bool = Tru
         lines.append(f"refused: {trial.title}: {trial.short_reason}")
     if len(refused) > 3:
         lines.append(f"refused: {len(refused) - 3} more, explained on the page")
-    if any(trial.status in NO_RESULT for trial in trials):
+    if any(trial.status in NO_RESULT_STATUSES for trial in trials):
         lines.append("to repeat trials without a result, add trial.retry=true")
-    page_exists = complete and (folder / PAGE).is_file()
-    page = folder / PAGE if page_exists else f"{command_name('valkyrie-report')} {shlex.quote(str(folder))}"
+    page_exists = complete and (folder / PAGE_FILE).is_file()
+    page = folder / PAGE_FILE if page_exists else f"{command_name('valkyrie-report')} {shlex.quote(str(folder))}"
     return [*lines, f"folder: {folder}", f"page: {page}"]

@@ -34,7 +34,7 @@ from valkyrie.runs.wandb_writer import (
     group_tag,
     wandb_config,
 )
-from valkyrie.sweep.columns import WANDB_RUN, WANDB_TABLE
+from valkyrie.sweep.columns import WANDB_RUN_COLUMNS, WANDB_TABLE_COLUMNS
 from valkyrie.sweep.rows import Row, make_row, with_predictions
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -102,7 +102,7 @@ class SweepTracker:
     def _log_trial(self, trial: Trial) -> None:
         run_id = wandb_run_id(self._writer.config, self._folder, trial.key)
         if _reported_itself(trial, self._folder):
-            _remove_offline(self._runs(run_id))
+            _remove_offline(self._run_folders(run_id))
             return
         about = {
             **encode(trial.about or {}),
@@ -150,10 +150,10 @@ class SweepTracker:
         )
 
     def _log_run(
-        self, run_id: str, content: str, fill_run: Callable[[Any], None], *, exit_code: int = 0, **about: Any
+        self, run_id: str, content: str, fill_run: Callable[[Any], None], *, exit_code: int = 0, **run_arguments: Any
     ) -> None:
         """Create a W&B run and write to it with `fill_run`, unless the newest run with this id has the same content."""
-        earlier_folders = self._runs(run_id)
+        earlier_folders = self._run_folders(run_id)
         if (
             earlier_folders
             and (earlier_folders[-1] / REPORTED).is_file()
@@ -162,7 +162,9 @@ class SweepTracker:
             return
         _remove_offline(earlier_folders)
         settings = {**_MINIMAL_SETTINGS, "finish_timeout": 6.0 * self._writer.config.init_timeout}
-        run = self._writer.start(run_id=run_id, group=self._sweep, reinit="create_new", settings=settings, **about)
+        run = self._writer.start(
+            run_id=run_id, group=self._sweep, reinit="create_new", settings=settings, **run_arguments
+        )
         if (note := self._writer.note) is not None:
             self._say(note if run is not None else f"{note}; trials.jsonl is still written.")
         if run is None:
@@ -173,11 +175,13 @@ class SweepTracker:
             run.finish(exit_code=exit_code)
         write_atomic(Path(run.dir).parent / REPORTED, content)
 
-    def _runs(self, run_id: str) -> list[Path]:
+    def _run_folders(self, run_id: str) -> list[Path]:
         """Return the W&B folders of a run in the current mode, newest last."""
         offline = "offline-" if self._writer.mode is WandbMode.offline else ""
         return sorted(
-            file for end in ("", OFFLINE_SUFFIX) for file in self._folder.glob(f"wandb/{offline}run-*-{run_id}{end}")
+            file
+            for suffix in ("", OFFLINE_SUFFIX)
+            for file in self._folder.glob(f"wandb/{offline}run-*-{run_id}{suffix}")
         )
 
     @contextmanager
@@ -200,7 +204,7 @@ def trial_summary(row: Row) -> dict[str, object]:
 
     Unknown values are omitted.
     """
-    summary = {column.key: column.scaled(row) for column in WANDB_RUN}
+    summary = {column.key: column.scaled(row) for column in WANDB_RUN_COLUMNS}
     summary |= {f"comm_bytes/{axes}": size for axes, size in row.sent.items()}
     return {key: value for key, value in summary.items() if value is not None}
 
@@ -208,8 +212,8 @@ def trial_summary(row: Row) -> dict[str, object]:
 def table_cells(row: Row) -> list[Any]:
     """Return the cells of a trial in the sweep's table at W&B."""
     prefix = "simulated " * bool(row.trial.results.simulated)
-    labelled = replace(row, label=f"{row.layout} ({prefix}{row.trial.stage})")
-    return [column.scaled(labelled) for column in WANDB_TABLE]
+    labelled_row = replace(row, label=f"{row.layout} ({prefix}{row.trial.stage})")
+    return [column.scaled(labelled_row) for column in WANDB_TABLE_COLUMNS]
 
 
 def _row(trial: Trial, folder: Path) -> Row:
@@ -245,7 +249,7 @@ def _table_and_plots(rows: list[list[Any]]) -> dict[str, object]:
     """Return the records of the parent run: the table of all trials, and plots of speeds and memory."""
     import wandb
 
-    keys = [column.key for column in WANDB_TABLE]
+    keys = [column.key for column in WANDB_TABLE_COLUMNS]
     record: dict[str, object] = {"trials": wandb.Table(columns=[*keys], data=rows, allow_mixed_types=True)}
     rated_rows = [dict(zip(keys, row, strict=True)) for row in rows]
     rated_rows = [row for row in rated_rows if row["tokens_per_second"] is not None]

@@ -37,7 +37,7 @@ SCHEMA = 1
 
 TRIALS = "trials.jsonl"
 """File name of the records in a sweep's folder."""
-PAGE = "report.html"
+PAGE_FILE = "report.html"
 """File name of the HTML report that `valkyrie-report` writes into a sweep's folder."""
 _REASON_LENGTH = 160
 """Maximum number of characters of a reason in tables."""
@@ -130,7 +130,7 @@ class TrialResult:
         """Tokens/s/chip, or 0.0 if unknown. Sweepers maximise it."""
         return self.step.tokens_per_second_per_chip or 0.0
 
-    def plain(self) -> dict[str, Any]:
+    def json_values(self) -> dict[str, Any]:
         """Return JSON values. Omits unknown numbers and empty lists."""
         plain = encode(self)
         for group in (plain.get("memory", {}), plain.get("step", {}), plain):  # a decoded record omits its defaults
@@ -181,7 +181,7 @@ class Trial:
     @property
     def title(self) -> str:
         """The model, layout, target and stage as text."""
-        return title(self.about, self.overrides, self.stage)
+        return trial_title(self.about, self.overrides, self.stage)
 
     @property
     def short_reason(self) -> str:
@@ -190,7 +190,7 @@ class Trial:
         return reason if len(reason) <= _REASON_LENGTH else reason[: _REASON_LENGTH - 3] + "..."
 
     @property
-    def kind(self) -> str:
+    def speed_label(self) -> str:
         """`simulated` or `predicted`, or empty for a speed measured on real devices."""
         if self.results.simulated:
             return "simulated"
@@ -200,7 +200,7 @@ class Trial:
     def to_json(self) -> str:
         """Return the line of the trial without a newline. Omits numbers that are not finite, as in a diverged loss."""
         values = {"schema": SCHEMA} | encode(self)
-        values |= {"about": drop_unknown(values["about"] or {}), "results": self.results.plain()}
+        values |= {"about": drop_unknown(values["about"] or {}), "results": self.results.json_values()}
         return json.dumps(values, allow_nan=False)
 
     @staticmethod
@@ -225,7 +225,7 @@ class Trial:
         return trial if about is None else replace(trial, about=with_hardware(about, key_values(trial.overrides)))
 
 
-def title(about: LayoutRecord | None, overrides: Sequence[str], stage: str) -> str:
+def trial_title(about: LayoutRecord | None, overrides: Sequence[str], stage: str) -> str:
     """Return the model, layout, target and stage of a trial as text, or its overrides if they do not compose."""
     if about is None:
         return " ".join(overrides)

@@ -13,7 +13,7 @@ from valkyrie.sweep.trial import Trial
 
 _TRIAL_GROUPS = {"name", "runs", "resume", "trial", "tracking", "hydra"}
 """Config groups that only name, locate, limit or track trials."""
-_GROUPS_WITHOUT_EFFECT = {"mesh", "partition", "microbatches", "remat", "placement", "mode", "target"} | _TRIAL_GROUPS
+_GROUPS_OUTSIDE_WORKLOAD = {"mesh", "partition", "microbatches", "remat", "placement", "mode", "target"} | _TRIAL_GROUPS
 """Config groups that do not change the workload: those that choose the layout, mode or target, and `_TRIAL_GROUPS`."""
 _DESCRIBED_FIELDS = ("model", "batch", "seq")
 """Fields of `Trial.about` that tables show anyway. A setting that they determine is not listed as varied."""
@@ -39,10 +39,10 @@ def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, 
     keys = _distinguishing_keys(list(settings.values()), _differing_keys(sweeps))
     last_parts = {key: key.rpartition(".")[2] for key in keys}
     counts = Counter(last_parts.values())
-    short = {key: word if counts[word] == 1 else key for key, word in last_parts.items()}
+    short_keys = {key: word if counts[word] == 1 else key for key, word in last_parts.items()}
     return {
-        trial: tuple(f"{short[key]}={values[key]}" for key in keys if key in values)
-        for trial, (_, values) in settings.items()
+        trial_id: tuple(f"{short_keys[key]}={values[key]}" for key in keys if key in values)
+        for trial_id, (_, values) in settings.items()
     }
 
 
@@ -75,7 +75,7 @@ def _settings(trial: Trial) -> dict[str, str]:
 
 def _command_line_settings(trial: Trial) -> dict[str, str]:
     return {
-        key: value for key, value in key_values(trial.overrides).items() if _group(key) not in _GROUPS_WITHOUT_EFFECT
+        key: value for key, value in key_values(trial.overrides).items() if _group(key) not in _GROUPS_OUTSIDE_WORKLOAD
     }
 
 

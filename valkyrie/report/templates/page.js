@@ -347,6 +347,6 @@
   fillTable();
   const first = Math.min(...Object.keys(data.timelines).map(Number));
   choose(Number.isFinite(first) ? first : 0, false);
-  Promise.all([...drawGroup(0), ...Object.entries(data.together).filter(([id]) => figure(id)).map(([id, spec]) => draw(figure(id), spec))])
+  Promise.all([...drawGroup(0), ...Object.entries(data.overall_figures).filter(([id]) => figure(id)).map(([id, spec]) => draw(figure(id), spec))])
     .then(() => { document.body.dataset.ready = "true"; });
 })();

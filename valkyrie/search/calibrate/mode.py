@@ -24,7 +24,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.modes.calibrate import Config as CalibrateMode
 from valkyrie.paths import write_atomic
-from valkyrie.report.records import find_sweeps, read_rows
+from valkyrie.report.records import find_result_folders, read_rows
 from valkyrie.runs.folder import RUN, run_folder, saved_run, write_run_files
 from valkyrie.search.calibrate.replay_fit import ReplayFit, fit_replays, percent_errors, round_digits
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
@@ -139,7 +139,7 @@ def _check_path(path: Path) -> None:
     if not path.exists():
         raise ValueError(f"paths: {path} does not exist. {_PATHS_HINT}")
     try:
-        find_sweeps([path])
+        find_result_folders([path])
     except ValueError:
         if not [*path.glob(ANSWER_FILE), *path.glob(f"*/{ANSWER_FILE}")]:
             raise ValueError(f"paths: {path} has no trials. {_PATHS_HINT}") from None
