@@ -160,8 +160,16 @@ def unfitted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(truth: Efficiency, tmp_path: Path) -> None:
     compiled = trials((32,), truth)
     calibration = fit_calibration(rows_of([*compiled, *measured(compiled, [1.0] * len(compiled))], tmp_path))
-    assert list(calibration.families.values()) == [8] and calibration.left_out is None and not calibration.gains
-    assert calibration.replay is not None and calibration.replay.left_out is None and calibration.unpaired == 0
+    assert (
+        list(calibration.families.values()) == [8]
+        and calibration.held_out_ratios is None
+        and not calibration.is_improvement
+    )
+    assert (
+        calibration.replay is not None
+        and calibration.replay.held_out_ratios is None
+        and calibration.unpaired_count == 0
+    )
 
 
 @pytest.mark.usefixtures("unfitted")
@@ -171,7 +179,7 @@ def test_each_trial_is_estimated_with_its_own_settings(also: str, tmp_path: Path
     assert chip is not None
     now = chip_efficiency(chip)
     calibration = fit_calibration(rows_of([*trials((32,), now), *trials((32,), now, also)], tmp_path))
-    assert calibration.errors.tolist() == pytest.approx([1.0] * len(calibration.errors), rel=1e-6)
+    assert calibration.ratios.tolist() == pytest.approx([1.0] * len(calibration.ratios), rel=1e-6)
 
 
 def test_the_slowdown_of_several_slices_is_applied_once(truth: Efficiency, tmp_path: Path) -> None:
@@ -187,7 +195,7 @@ def test_fewer_than_four_steps_give_no_interval(truth: Efficiency, tmp_path: Pat
     compiled = trials((32, 64), truth)
     pairs = measured([*compiled[:2], compiled[len(LAYOUTS)]], [1.0, 1.02, 0.98])
     replay_fit, _ = fit_replays(rows_of([*compiled, *pairs], tmp_path))
-    assert replay_fit is not None and replay_fit.left_out is not None and len(replay_fit.left_out) == 3
+    assert replay_fit is not None and replay_fit.held_out_ratios is not None and len(replay_fit.held_out_ratios) == 3
     assert (replay_fit.fitted.low, replay_fit.fitted.high) == (None, None)
     assert f" {MIN_RUNS} " in replay_fit.sentences[-1]
 

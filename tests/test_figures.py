@@ -43,7 +43,7 @@ def test_memory_bandwidth_counts_the_moved_bytes(devices: int, bytes_: int, monk
         shapes.append(shape)
         return cost(one, 2, shape, dtype, "bytes accessed") / 5e9
 
-    monkeypatch.setattr(figures, "_repeated_seconds", moves)
+    monkeypatch.setattr(figures, "_seconds_per_iteration", moves)
     assert figures._memory_bandwidth(Counting(), devices) == pytest.approx(5e9, rel=1e-3)
     assert shapes == [(bytes_ // 4,)]
 

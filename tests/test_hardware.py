@@ -158,7 +158,7 @@ def test_cached_compiles_depend_on_the_slice_rules(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "source_digest", lambda *names: sources.append(names) or "")
     run = compose_run("target=v4-8", "partition=dp", "model=s5_tiny")
     cache.package_digest(run)
-    replayed._digest(run.config.target)
+    replayed._replay_key(run.config.target)
     package, of_replay = sources
     assert "." in package and "hardware" in of_replay
 

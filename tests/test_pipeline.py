@@ -22,7 +22,7 @@ from valkyrie.parallel.partition import PipelineSchedule, RoleKind
 from valkyrie.parallel.pipeline import SEND_SCOPE
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.records import encode
-from valkyrie.search.compile.alternatives import fuller_layouts
+from valkyrie.search.compile.alternatives import fuller_remats
 from valkyrie.train.memory import legal_remats, recomputed_activations
 from valkyrie.train.program import serialised_module
 
@@ -159,5 +159,5 @@ def test_the_description_of_a_pipeline():
 def test_hints_of_1f1b_suggest_no_activations_to_save():
     run = small_run("gpt_tiny", "mesh=1x1x2", "partition=pp", "microbatches=2", *ALTERNATING)
     assert list(legal_remats(run)) == ["full"]
-    assert (recomputed_activations(run), fuller_layouts(run)) == ({}, ())
+    assert (recomputed_activations(run), fuller_remats(run)) == ({}, ())
     assert len(legal_remats(run.changed(partition=small_run("gpt_tiny", "partition=pp").config.partition))) > 5

@@ -100,7 +100,7 @@ def test_a_real_trace_has_every_run_of_every_collective():
         expected[",".join(use.mesh_axes), use.kind] += round(use.calls * 8 * STEPS)
     assert seen == expected and len(expected) > 3
     assert {event.device for event in events} == {f"/host:CPU/{i}" for i in range(8)}
-    assert len({event.run for event in events}) == STEPS
+    assert len({event.run_id for event in events}) == STEPS
     assert times.times is not None and times.step_s is not None
     assert sum(time.seconds for time in times.times) <= times.step_s
     assert {(",".join(time.mesh_axes), time.kind) for time in times.times} == set(expected)
@@ -128,7 +128,7 @@ def test_collectives_that_overlap_count_once():
     times = [(reduce, 0.0, 4.0), (reduce, 1.0, 2.0), (gather, 2.0, 4.0)]
     events = [Event(op, "0", 0, start, seconds) for op, start, seconds in times]
     assert seconds_by_axes(events, collectives) == times_of(x=3.0, z=3.0)
-    untold = [event._replace(run=None) for event in events]
+    untold = [event._replace(run_id=None) for event in events]
     assert seconds_by_axes(untold, collectives) == times_of(x=1.0, z=1.0)
 
 

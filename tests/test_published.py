@@ -17,9 +17,9 @@ from valkyrie.models import is_dense_transformer
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.search.compile.correction import (
     PublishedRun,
-    published,
     published_correction,
     published_interval,
+    published_runs,
     step_interval,
 )
 from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, PredictedStep, Prediction
@@ -132,7 +132,7 @@ def test_a_users_table_is_predicted_with_failures_reported_and_results_stored(
 
     monkeypatch.setattr(predict, "compile_and_summarise", compiled)
     monkeypatch.setattr(predict, "program_of", lambda run: "its program")
-    monkeypatch.setattr(predict, "published", tuple)  # nothing to correct a replay by
+    monkeypatch.setattr(predict, "published_runs", tuple)  # nothing to correct a replay by
     table = str(tmp_path / "rows.csv")
     monkeypatch.setattr(sys, "argv", ["predict.py", "--rows", table, "--config-dir", str(tmp_path / "own")])
     predict.main()
@@ -184,7 +184,7 @@ SLOW += [run_of("b", "v4", 1.1, family="b"), run_of("c", "v6e", 0.9, family="c")
 def test_a_replay_is_corrected_by_families_on_its_chip_and_by_slices():
     fit = published_correction(SLOW, "v4", slices=1)
     assert fit.chip_factor == pytest.approx((1.2 * 1.1) ** 0.5), "recipes count alike, however many rows they have"
-    assert (fit.slices_factor, fit.rows, fit.families) == (1.0, 4, 2)
+    assert (fit.slices_factor, fit.run_count, fit.family_count) == (1.0, 4, 2)
     assert published_correction(SLOW, "v4", slices=8).slices_factor == pytest.approx(1.05**3)
     alone = published_correction(SLOW, "v4", slices=2, without="a")
     assert (alone.chip_factor, alone.slices_factor) == (pytest.approx(1.1), 1.0), (
@@ -219,13 +219,13 @@ def test_only_dense_transformers_have_the_error_interval_of_published_runs():
 def test_shipped_error_intervals_equal_those_of_the_script(predict: ModuleType):
     results = {r["row"]: r for r in json.loads(TABLE.with_name("results.json").read_text())}
     measured = {line["row"]: float(line["step_s"]) for line in STATED}
-    for row in published():
+    for row in published_runs():
         assert row.ratio == pytest.approx(measured[row.row] / results[row.row]["replayed_s"])
-    assert {row.family for row in published()} == {line["family"] for line in STATED}
+    assert {row.family for row in published_runs()} == {line["family"] for line in STATED}
 
 
 def test_new_rows_of_a_family_replace_its_shipped_rows(predict: ModuleType, monkeypatch: Any):
-    monkeypatch.setattr(predict, "published", lambda: tuple(SLOW))
+    monkeypatch.setattr(predict, "published_runs", lambda: tuple(SLOW))
     anew = [run_of("d", "v6e", 1.0, family="c")]
     assert predict.known_runs(SimpleNamespace(rows=TABLE), anew) == [*SLOW[:4], *anew]
     assert predict.known_runs(SimpleNamespace(rows=Path("others.csv")), anew) == SLOW

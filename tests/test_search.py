@@ -32,7 +32,7 @@ from valkyrie.search.folder import request_digest, save_answer
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import FASTEST_FSDP, PAPER_RULE, Rival, format_comparison, rivals_on
 from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition, shortlist, without_torus
-from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict
+from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 from valkyrie.train.options import TO_FIT, USER, Option
@@ -657,10 +657,10 @@ def test_the_command_of_the_best_layout_has_its_compiler_options(
     best = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=1).done[0]
     calls = list[Any]()
 
-    def tuned(run: Run, candidates: Any, budget_s: float | None, on_result: Any) -> Tuned:
+    def tuned(run: Run, candidates: Any, budget_s: float | None, on_result: Any) -> TunedRun:
         calls.append((run.layout, budget_s))
         attempt = Attempt({"xla_flag": True}, Verdict.kept, 1, 0.9, 2**30, -0.1)
-        result = Tuned(1.0, 0.9, {"xla_flag": True}, (attempt,), finished=True, run=run)
+        result = TunedRun(1.0, 0.9, {"xla_flag": True}, (attempt,), finished=True, run=run)
         on_result(result)
         return result
 

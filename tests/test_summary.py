@@ -19,8 +19,8 @@ from valkyrie.foreign_errors import Allocation
 from valkyrie.machine.replay import Cost, Replay
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import decode, encode
-from valkyrie.search.compile.alternatives import cheaper_layouts, other_partitions
-from valkyrie.search.compile.correction import held_out_ratio, published
+from valkyrie.search.compile.alternatives import memory_savings, other_partitions
+from valkyrie.search.compile.correction import held_out_ratio, published_runs
 from valkyrie.search.compile.hints import hints
 from valkyrie.search.compile.prediction import (
     Alternatives,
@@ -109,7 +109,7 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     step = predict(run, replay([], step=2.0)).step
     assert step is not None and step.interval is not None
     interval = step.interval
-    on_v4 = [held_out_ratio(published(), row) or 0.0 for row in published() if row.chip == "v4"]
+    on_v4 = [held_out_ratio(published_runs(), row) or 0.0 for row in published_runs() if row.chip == "v4"]
     assert (interval.rows, interval.chip) == (len(on_v4), "v4")
     assert (interval.low_s, interval.high_s) == pytest.approx((2 * min(on_v4), 2 * max(on_v4)))
     known = StepInterval(low_s=0.42, high_s=0.5, low=0.98, high=1.16, rows=6, models=3, chip="v4")
@@ -161,8 +161,11 @@ def test_the_hint_on_waiting_names_a_partition_that_fits_and_sends_less(run: Run
 
 
 def test_the_smallest_sufficient_change_is_listed(run: Run):
-    every_change = cheaper_layouts(run, missing=1, count=99)
-    assert len(every_change) > 2 and cheaper_layouts(run, missing=1, count=2) == (every_change[0], every_change[-1])
+    every_change = memory_savings(run, missing_bytes=1, count=99)
+    assert len(every_change) > 2 and memory_savings(run, missing_bytes=1, count=2) == (
+        every_change[0],
+        every_change[-1],
+    )
 
 
 def test_partitions_that_do_not_send_less_are_not_suggested():

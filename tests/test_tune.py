@@ -28,7 +28,7 @@ from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.tune.compiler_options import CompilerOption, all_options, options_for
 from valkyrie.search.tune.mode import attempt_lines, experiment_yaml, option_gains, training_command
 from valkyrie.search.tune.tune import tune
-from valkyrie.search.tune.tuned import Tuned, Verdict
+from valkyrie.search.tune.tuned import TunedRun, Verdict
 from valkyrie.train.options import KEY, TO_FIT, Option, collect_options
 from valkyrie.units import parse_seconds
 
@@ -102,7 +102,7 @@ def candidate(name: str, *values: Any, **also: Any) -> CompilerOption:
 A, B, N = candidate("xla_a", True, False), candidate("xla_b", True, False), candidate("xla_n", 1, 2, 3)
 
 
-def verdicts(tuned: Tuned) -> list[tuple[int, dict[str, Any], str]]:
+def verdicts(tuned: TunedRun) -> list[tuple[int, dict[str, Any], str]]:
     return [(attempt.round, attempt.options, attempt.verdict.value) for attempt in tuned.attempts]
 
 
@@ -252,7 +252,7 @@ def test_tuning_stops_at_its_budget_and_continues_from_the_cache(
     compiles: Callable[..., OptionCompiler],
 ):
     compiler = compiles(lambda o: 10.0 - 3 * (o.get("xla_a") == "true") - (o.get("xla_n") == "3"))
-    reported: list[Tuned] = []
+    reported: list[TunedRun] = []
     tuned = tune(compose_run(*LAYOUT), [A, B, N], 25.0, reported.append)
     assert not tuned.finished and tuned.options == {"xla_a": True}
     assert compiler.clock == 25.0, "what was compiling then was ended"

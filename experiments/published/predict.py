@@ -42,7 +42,7 @@ from valkyrie.parts import format_category
 from valkyrie.paths import write_atomic
 from valkyrie.problems import refuse
 from valkyrie.search.compile.cache import request_key
-from valkyrie.search.compile.correction import FILE, PublishedRun, as_json, published
+from valkyrie.search.compile.correction import FILE, PublishedRun, as_json, published_runs
 from valkyrie.search.modes import compile_and_summarise
 
 HERE = Path(__file__).resolve().parent
@@ -120,7 +120,7 @@ def known_runs(asked: argparse.Namespace, anew: Sequence[PublishedRun]) -> list[
     """
     anew = anew if asked.rows.resolve() == HERE / "rows.csv" else []
     families = {run.family for run in anew}
-    return [*(run for run in published() if run.family not in families), *anew]
+    return [*(run for run in published_runs() if run.family not in families), *anew]
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:

@@ -10,7 +10,9 @@ from valkyrie.config.modes import METRICS_FILE, NEUTRAL_KEYS, ModeConfig
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
 
-_NOT_FOR_METRICS = frozenset({"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"})
+_IRRELEVANT_TO_METRICS = frozenset(
+    {"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"}
+)
 """Keys that do not change the metrics of a training run."""
 
 
@@ -21,7 +23,7 @@ class Config(ModeConfig):
     description: ClassVar[str] = "train, evaluate and print a sample"
     results: ClassVar[str | None] = METRICS_FILE
     tracked: ClassVar[bool] = True
-    not_decided_by: ClassVar[frozenset[str]] = NEUTRAL_KEYS | _NOT_FOR_METRICS
+    not_decided_by: ClassVar[frozenset[str]] = NEUTRAL_KEYS | _IRRELEVANT_TO_METRICS
     grace_s: ClassVar[float] = 60.0  # a training run saves its state before it stops
     trial_limit_s: ClassVar[float | None] = None
 

@@ -10,7 +10,7 @@ from valkyrie.search.compiling import CompiledLayout, compile_run
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.tune.mode import attempt_lines
 from valkyrie.search.tune.tune import tune
-from valkyrie.search.tune.tuned import Tuned
+from valkyrie.search.tune.tuned import TunedRun
 from valkyrie.units import duration
 
 
@@ -20,9 +20,9 @@ def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, con
     After `budget_s` seconds or Ctrl-C, these are the best overrides found so far.
     """
     run = compile_run(request, best.estimate)
-    results: list[Tuned] = []
+    results: list[TunedRun] = []
 
-    def print_attempt(tuned: Tuned) -> None:
+    def print_attempt(tuned: TunedRun) -> None:
         results.append(tuned)
         console.print("  ".join(attempt_lines(tuned.attempts[-1])), markup=False, soft_wrap=True)
 

@@ -34,7 +34,7 @@ from valkyrie.sweep.rows import Row
 from valkyrie.train.screen import make_console
 
 _PATHS_HINT = "Use folders of searches or sweeps that compiled or measured layouts: paths=[runs/search-a,runs/sweep-b]."
-_LISTED = 3
+_MAX_LISTED = 3
 """Number of skipped trials to name."""
 
 
@@ -45,28 +45,32 @@ class Calibration:
     Args:
         chip: The chip.
         families: Number of trials by family (model, batch and sequence length).
-        before: Constants before the fit.
-        after: Fitted constants.
-        errors: Ratio of known (compiled or measured) to estimated seconds of each trial, with the constants before the
+        initial: Constants before the fit.
+        fitted: Fitted constants.
+        ratios: Ratio of known (compiled or measured) to estimated seconds of each trial, with the constants before the
             fit.
-        left_out: The same ratios with constants fitted to the other families, or None if there is only one family.
+        held_out_ratios: The same ratios with constants fitted to the other families, or None if there is only one
+            family.
         replay: Replay factor, fitted to layouts that were both compiled and measured, or None if there are none.
-        unpaired: Number of measured trials without a compile of the same layout.
+        unpaired_count: Number of measured trials without a compile of the same layout.
     """
 
     chip: ChipConfig
     families: dict[str, int]
-    before: Efficiency
-    after: Efficiency
-    errors: np.ndarray
-    left_out: np.ndarray | None
+    initial: Efficiency
+    fitted: Efficiency
+    ratios: np.ndarray
+    held_out_ratios: np.ndarray | None
     replay: ReplayFit | None
-    unpaired: int
+    unpaired_count: int
 
     @property
-    def gains(self) -> bool:
+    def is_improvement(self) -> bool:
         """Whether fitted constants lower the median error for families that were left out of the fit."""
-        return self.left_out is not None and percent_errors(self.left_out)[0] < percent_errors(self.errors)[0]
+        return (
+            self.held_out_ratios is not None
+            and percent_errors(self.held_out_ratios)[0] < percent_errors(self.ratios)[0]
+        )
 
 
 def calibrate_mode(run: Run) -> int:
@@ -119,9 +123,9 @@ def calibrate_mode(run: Run) -> int:
 
 
 def _list_rows(rows: Sequence[Row]) -> str:
-    """List the ids of the first `_LISTED` rows, and the number of others."""
-    more = f" and {len(rows) - _LISTED} more" if len(rows) > _LISTED else ""
-    return ", ".join(row.id for row in rows[:_LISTED]) + more
+    """List the ids of the first `_MAX_LISTED` rows, and the number of others."""
+    more = f" and {len(rows) - _MAX_LISTED} more" if len(rows) > _MAX_LISTED else ""
+    return ", ".join(row.id for row in rows[:_MAX_LISTED]) + more
 
 
 def _saved_run(row: Row) -> Run | None:
@@ -176,23 +180,23 @@ def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
         timed_layouts([run for _, run in group], [s for s, _ in group], families[key])
         for key, group in step_times.items()
     ]
-    chip, counts = timed[0].chip, dict[str, int]()
+    chip, trial_counts = timed[0].chip, dict[str, int]()
     for layouts in timed:
-        counts[layouts.family] = counts.get(layouts.family, 0) + len(layouts.step_s)
-    before = chip_efficiency(chip)
-    errors = np.concatenate([layouts.step_s / layouts.estimate(before) for layouts in timed])
-    left_out = None
-    if len(counts) > 1:
-        estimates = cross_validate(timed, before, FITTED_CONSTANTS)
-        left_out = np.concatenate([layouts.step_s / estimate for layouts, estimate in estimates])
-    after = fit_constants(timed, before, FITTED_CONSTANTS)
-    return Calibration(chip, counts, before, after, errors, left_out, *fit_replays(pairs))
+        trial_counts[layouts.family] = trial_counts.get(layouts.family, 0) + len(layouts.step_s)
+    initial = chip_efficiency(chip)
+    ratios = np.concatenate([layouts.step_s / layouts.estimate(initial) for layouts in timed])
+    held_out_ratios = None
+    if len(trial_counts) > 1:
+        estimates = cross_validate(timed, initial, FITTED_CONSTANTS)
+        held_out_ratios = np.concatenate([layouts.step_s / estimate for layouts, estimate in estimates])
+    fitted = fit_constants(timed, initial, FITTED_CONSTANTS)
+    return Calibration(chip, trial_counts, initial, fitted, ratios, held_out_ratios, *fit_replays(pairs))
 
 
 def experiment_yaml(result: Calibration) -> str:
     """Return an experiment config that sets the fitted constants. Comments describe the trials and the errors."""
     comments = [f"# {line}" for line in describe(result)]
-    constants = [f"      {name}: {round_digits(getattr(result.after, name)):g}" for name in FITTED_CONSTANTS]
+    constants = [f"      {name}: {round_digits(getattr(result.fitted, name)):g}" for name in FITTED_CONSTANTS]
     name = CALIBRATED_FILE.format(chip=result.chip.name)
     use = f"# Copy this file to FOLDER/experiment/{name} and write --config-dir FOLDER +experiment={Path(name).stem}."
     lines = ["# @package _global_", use, *comments, "target:", "  chip:", f"    calibrated: {result.chip.name}"]
@@ -208,8 +212,8 @@ def experiment_yaml(result: Calibration) -> str:
 def describe(result: Calibration) -> list[str]:
     """Describe the fit and its cross-validated errors, in sentences."""
     lines = [*_describe_estimates(result), *(result.replay.sentences if result.replay else [])]
-    if result.unpaired:
-        trials = f"{result.unpaired} measured trial{'s have' if result.unpaired > 1 else ' has'}"
+    if result.unpaired_count:
+        trials = f"{result.unpaired_count} measured trial{'s have' if result.unpaired_count > 1 else ' has'}"
         lines.append(
             f"{trials} no compile of the same layout in these folders. The factor for replays is fitted only to "
             "layouts that were both measured and compiled."
@@ -218,22 +222,24 @@ def describe(result: Calibration) -> list[str]:
 
 
 def _describe_estimates(result: Calibration) -> list[str]:
-    rows, families, (median, worst) = len(result.errors), len(result.families), percent_errors(result.errors)
+    rows, families, (median, worst) = len(result.ratios), len(result.families), percent_errors(result.ratios)
     names = f"{families} famil{'y' if families == 1 else 'ies'}"
     lines = [
         f"{result.chip.name}: {rows} trials of {names} (model, batch and length). Errors of estimates with the chip's "
         f"own constants: median {median:.1f}%, worst {worst:.1f}%."
     ]
-    if result.left_out is None:
+    if result.held_out_ratios is None:
         return [*lines, "All trials are of one family, so the fitted constants cannot be validated on another one."]
-    median, worst = percent_errors(result.left_out)
-    low, high = np.quantile(result.left_out, [0.05, 0.95])
+    median, worst = percent_errors(result.held_out_ratios)
+    low, high = np.quantile(result.held_out_ratios, [0.05, 0.95])
     lines.append(
         f"Errors with constants fitted to the other families: median {median:.1f}%, worst {worst:.1f}%. Nine of ten "
         f"trials took {low:.2f} to {high:.2f} times their estimate."
     )
     verdict = (
-        "The fit is an improvement." if result.gains else "The fit is no improvement: keep the chip's own constants."
+        "The fit is an improvement."
+        if result.is_improvement
+        else "The fit is no improvement: keep the chip's own constants."
     )
     return [*lines, verdict]
 
@@ -242,11 +248,14 @@ def as_json(result: Calibration) -> dict[str, Any]:
     """Return the content of `calibrate.json` for one chip."""
     record: dict[str, Any] = {"chip": result.chip.name, "families": result.families, "fitted": list(FITTED_CONSTANTS)}
     record |= {
-        "before": asdict(result.before),
-        "after": asdict(result.after),
-        "known_over_estimated": result.errors.tolist(),
+        "before": asdict(result.initial),
+        "after": asdict(result.fitted),
+        "known_over_estimated": result.ratios.tolist(),
     }
-    record |= {"left_out": None if result.left_out is None else result.left_out.tolist(), "gains": result.gains}
+    record |= {
+        "left_out": None if result.held_out_ratios is None else result.held_out_ratios.tolist(),
+        "gains": result.is_improvement,
+    }
     return record | {"replay": result.replay.as_json() if result.replay else None}
 
 
@@ -257,7 +266,7 @@ def show(result: Calibration, file: Path, console: Console) -> None:
         table.add_column(name, justify="left" if name == "constant" else "right")
     for name in FITTED_CONSTANTS:
         table.add_row(
-            name, *(f"{round_digits(getattr(constants, name)):g}" for constants in (result.before, result.after))
+            name, *(f"{round_digits(getattr(constants, name)):g}" for constants in (result.initial, result.fitted))
         )
     console.print(table)
     for sentence in describe(result):

@@ -43,29 +43,29 @@ class ReplayFit:
 
     Args:
         steps: Steps that were both measured and replayed.
-        before: Measured over predicted seconds of each step, with the factor before the fit.
-        left_out: Measured over predicted seconds of each step, with a factor fitted to the other families. None if
-            there is only one family.
+        ratios: Measured over predicted seconds of each step, with the factor before the fit.
+        held_out_ratios: Measured over predicted seconds of each step, with a factor fitted to the other families. None
+            if there is only one family.
         fitted: The factor and its error interval.
     """
 
     steps: list[ReplayedStep]
-    before: np.ndarray
-    left_out: np.ndarray | None
+    ratios: np.ndarray
+    held_out_ratios: np.ndarray | None
     fitted: ReplayConfig
 
     @property
     def sentences(self) -> list[str]:
         """The fit and its errors, in sentences."""
-        families, (median, worst) = self.fitted.models, percent_errors(self.before)
+        families, (median, worst) = self.fitted.models, percent_errors(self.ratios)
         names = f"{families} famil{'y' if families == 1 else 'ies'}"
         lines = [
             f"Replays: {len(self.steps)} measured steps of {names} were also compiled. Errors of predictions: median "
             f"{median:.1f}%, worst {worst:.1f}%. The fitted factor for replays is {self.fitted.factor:g}."
         ]
-        if self.left_out is None:
+        if self.held_out_ratios is None:
             return [*lines, "All steps are of one family, so the factor cannot be validated on another one."]
-        median, worst = percent_errors(self.left_out)
+        median, worst = percent_errors(self.held_out_ratios)
         lines.append(f"Errors with the factor of the other families: median {median:.1f}%, worst {worst:.1f}%.")
         if self.fitted.low is None:
             lines.append(f"Predictions get no error interval: it needs at least {MIN_RUNS} measured steps.")
@@ -74,7 +74,7 @@ class ReplayFit:
     def as_json(self) -> dict[str, Any]:
         """Return the fit as plain values for `calibrate.json`."""
         steps = [asdict(step) for step in self.steps]
-        return {"steps": steps, "measured_over_predicted": self.before.tolist(), "fitted": asdict(self.fitted)}
+        return {"steps": steps, "measured_over_predicted": self.ratios.tolist(), "fitted": asdict(self.fitted)}
 
 
 def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]:
@@ -82,29 +82,32 @@ def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int
 
     Returns the fit, or None if there is no such layout, and the number of measured layouts that were not compiled.
     """
-    replayed_s_by_program, steps, before, uncompiled = dict[str, float](), list[ReplayedStep](), list[float](), 0
+    replayed_s_by_program: dict[str, float] = {}
+    steps: list[ReplayedStep] = []
+    ratios: list[float] = []
+    uncompiled_count = 0
     for row, run in pairs:
         if row.trial.stage == "compile" and (seconds := row.step.replayed_s):
-            replayed_s_by_program[_program(run)] = seconds
+            replayed_s_by_program[_program_key(run)] = seconds
     for row, run in pairs:
         if row.trial.stage != "measure" or row.step_s is None:
             continue
-        seconds, target = replayed_s_by_program.get(_program(run)), run.config.target
+        seconds, target = replayed_s_by_program.get(_program_key(run)), run.config.target
         if seconds is None:
-            uncompiled += 1
+            uncompiled_count += 1
             continue
         correction = target_correction(target)
         ratio = row.step_s / seconds / correction.slices_factor
         steps.append(ReplayedStep(row.layout, row.work.model, row.work.label, target.slices, ratio))
-        before.append(ratio / correction.chip_factor)
-    return _fit_steps(steps, before), uncompiled
+        ratios.append(ratio / correction.chip_factor)
+    return _fit_steps(steps, ratios), uncompiled_count
 
 
-def _fit_steps(steps: list[ReplayedStep], before: list[float]) -> ReplayFit | None:
+def _fit_steps(steps: list[ReplayedStep], ratios: list[float]) -> ReplayFit | None:
     """Fit one replay factor to all steps (`median_by_family` of their ratios). Returns None if there are no steps.
 
-    Each step is also predicted with a factor fitted to the other families only, which gives the errors. `before` has
-    the ratio of measured to predicted seconds of each step before the fit.
+    Each step is also predicted with a factor fitted to the other families only, which gives the errors.
+    `ratios` are measured over predicted seconds of each step before the fit.
     """
     families = {step.family for step in steps}
     factor = median_by_family([(step.family, step.ratio) for step in steps])
@@ -115,13 +118,13 @@ def _fit_steps(steps: list[ReplayedStep], before: list[float]) -> ReplayFit | No
         f: median_by_family([(step.family, step.ratio) for step in steps if step.family != f]) for f in families
     }
     pairs = [(step.ratio, other_families[step.family]) for step in steps]
-    left_out = np.array([ratio / other for ratio, other in pairs if other is not None])
-    if len(left_out) >= MIN_RUNS:
-        fitted.low, fitted.high = round_digits(left_out.min()), round_digits(left_out.max())
-    return ReplayFit(steps, np.array(before), left_out if len(left_out) else None, fitted)
+    held_out_ratios = np.array([ratio / other for ratio, other in pairs if other is not None])
+    if len(held_out_ratios) >= MIN_RUNS:
+        fitted.low, fitted.high = round_digits(held_out_ratios.min()), round_digits(held_out_ratios.max())
+    return ReplayFit(steps, np.array(ratios), held_out_ratios if len(held_out_ratios) else None, fitted)
 
 
-def _program(run: Run) -> str:
+def _program_key(run: Run) -> str:
     """Return a key that is equal for runs with the same compiled program."""
     return json.dumps(program_settings(run), sort_keys=True, default=str)
 

@@ -17,10 +17,10 @@ from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
 
-def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...]:
+def memory_savings(run: Run, missing_bytes: int, count: int = 5) -> tuple[Saving, ...]:
     """Suggest up to `count` legal changes that save memory, sorted by largest saving.
 
-    Each change sets microbatches, partition or remat. A change is sufficient if it saves at least `missing` bytes.
+    Each change sets microbatches, partition or remat. A change is sufficient if it saves at least `missing_bytes`.
 
     - If one is sufficient, the list includes the sufficient change with the smallest saving.
     - Otherwise, the list starts with full remat and the smallest sufficient number of microbatches, if there is one.
@@ -31,27 +31,28 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...
     """
     current_bytes = _estimated_bytes(run)
 
-    def savings(variants: list[tuple[str, Run]]) -> list[Saving]:
-        legal = [(change, other) for change, other in variants if not other.problems()]
-        savings_list = [Saving(change, current_bytes - _estimated_bytes(other)) for change, other in legal]
-        return sorted((entry for entry in savings_list if entry.saves > 0), key=lambda entry: -entry.saves)
+    def positive_savings(variants: list[tuple[str, Run]]) -> list[Saving]:
+        legal = [(change, variant) for change, variant in variants if not variant.problems()]
+        savings = [Saving(change, current_bytes - _estimated_bytes(variant)) for change, variant in legal]
+        return sorted((saving for saving in savings if saving.saves > 0), key=lambda saving: -saving.saves)
 
-    remats = [savings(_other_remats(run, offload)) for offload in (False, True)]
-    changes = savings(_single_changes(run)) + [
-        entry for savings_of_kind in remats for entry in _largest_and_smallest(savings_of_kind, missing)
+    remat_savings = [positive_savings(_other_remats(run, offload)) for offload in (False, True)]
+    changes = positive_savings(_microbatch_and_partition_changes(run)) + [
+        entry for savings_of_kind in remat_savings for entry in _largest_and_smallest(savings_of_kind, missing_bytes)
     ]
     changes.sort(key=lambda entry: -entry.saves)
-    sufficient = [entry for entry in changes if entry.saves >= missing]
+    sufficient = [entry for entry in changes if entry.saves >= missing_bytes]
     if not sufficient:
-        sufficient = [entry for entry in savings(_full_remat_changes(run)) if entry.saves >= missing][-1:]
+        full_remat_savings = positive_savings(_full_remat_changes(run))
+        sufficient = [entry for entry in full_remat_savings if entry.saves >= missing_bytes][-1:]
         changes = sufficient + changes
-    savings_list = changes[:count]
-    if sufficient and sufficient[-1] not in savings_list:
-        savings_list[-1] = sufficient[-1]
-    return tuple(savings_list)
+    suggestions = changes[:count]
+    if sufficient and sufficient[-1] not in suggestions:
+        suggestions[-1] = sufficient[-1]
+    return tuple(suggestions)
 
 
-def fuller_layouts(run: Run) -> tuple[FullerRemat, ...]:
+def fuller_remats(run: Run) -> tuple[FullerRemat, ...]:
     """Return the remat policies that save more activations on the device, in descending order of additional bytes."""
     current_bytes = _estimated_bytes(run)
     changes = []
@@ -86,15 +87,19 @@ def _bytes_sent_for_data(run: Run) -> int | None:
     layout, policy = run.layout, run.config.precision
     if any(layout.degrees[kind] > 1 for kind in ("MP1", "MP2", "SP", "PP")):
         return None
-    gathered, summed = (jnp.dtype(dtype.value).itemsize for dtype in (policy.compute, policy.reduction))
-    shards, total = layout.shards(BATCH), 0.0
+    compute_itemsize, reduction_itemsize = (
+        jnp.dtype(dtype.value).itemsize for dtype in (policy.compute, policy.reduction)
+    )
+    batch_shards, bytes_sent = layout.shards(BATCH), 0.0
     for spec in run.model.parameters().values():
-        split = math.prod(layout.parts(axes) for axes in layout.stored_axes(spec.axes))
-        total += 2 * math.prod(spec.shape) * (gathered * (1 - 1 / split) + summed * (1 - 1 / shards))
-    return int(layout.microbatches * total)
+        stored_shards = math.prod(layout.parts(axes) for axes in layout.stored_axes(spec.axes))
+        gathered = compute_itemsize * (1 - 1 / stored_shards)
+        reduced = reduction_itemsize * (1 - 1 / batch_shards)
+        bytes_sent += 2 * math.prod(spec.shape) * (gathered + reduced)
+    return int(layout.microbatches * bytes_sent)
 
 
-def _single_changes(run: Run) -> list[tuple[str, Run]]:
+def _microbatch_and_partition_changes(run: Run) -> list[tuple[str, Run]]:
     config = run.config
     variants = []
     for factor in (2, 4):
@@ -114,12 +119,12 @@ def _other_remats(run: Run, offload: bool) -> list[tuple[str, Run]]:
     return [(f"remat={r.name}", run.changed(remat=r)) for r in remats if r.name != run.config.remat.label]
 
 
-def _largest_and_smallest(savings: list[Saving], missing: int) -> list[Saving]:
-    """Return the largest saving, and the smallest one of at least `missing` bytes if it is a different one.
+def _largest_and_smallest(savings: list[Saving], missing_bytes: int) -> list[Saving]:
+    """Return the largest saving, and the smallest one of at least `missing_bytes` if it is a different one.
 
     `savings` must be sorted, largest first.
     """
-    sufficient = [entry for entry in savings if entry.saves >= missing]
+    sufficient = [entry for entry in savings if entry.saves >= missing_bytes]
     return savings[:1] + [entry for entry in sufficient[-1:] if entry is not savings[0]]
 
 

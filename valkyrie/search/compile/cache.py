@@ -35,10 +35,10 @@ OUTCOME, PROGRAM = "outcome.json", "program.json"
 
 _UNUSED_CHIP_SETTINGS = ("estimate", "replay", "calibrated", "rented_as", "usd_per_hour", "spot_usd_per_hour")
 """Settings of a chip that affect neither the program nor its replay."""
-_UNUSED_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
+_UNUSED_FLAG_PREFIXES = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 _COMPILERS = ("jax", "jaxlib", "libtpu")
 """Packages with versions that are part of a program's key."""
-_SOURCE_PLACE = re.compile(r'"[^"\n]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
+_SOURCE_LOCATION = re.compile(r'"[^"\n]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def program_key(
     read them from the compiled module. Source locations are not, so reports on cached programs may name old lines.
     """
     compilers = {name: version for name, version in versions().items() if name in _COMPILERS}
-    program = digest(_SOURCE_PLACE.sub("", stablehlo))
+    program = digest(_SOURCE_LOCATION.sub("", stablehlo))
     devices = [device_kind, *map(str, positions)]
     return digest([program, sorted(dict(options).items()), compiler_flags(), compilers, devices])[:32]
 
@@ -129,7 +129,7 @@ def target_settings(target: TargetConfig) -> Mapping[str, object]:
 def compiler_flags() -> list[str]:
     """Return the compiler flags in the environment, without those that do not affect programs."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
-    return sorted(flag for flag in flags if not flag.startswith(_UNUSED_FLAGS))
+    return sorted(flag for flag in flags if not flag.startswith(_UNUSED_FLAG_PREFIXES))
 
 
 def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:

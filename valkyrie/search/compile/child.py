@@ -90,7 +90,7 @@ def _compile_run(folder: Path, ignore_cache: bool) -> CompileOutcome:
 
 def _compile_step(run: Run, devices: list[Any], folder: Path, ignore_cache: bool) -> CompileOutcome:
     from valkyrie.parallel.mesh import build_mesh
-    from valkyrie.search.compile.alternatives import fuller_layouts, other_partitions
+    from valkyrie.search.compile.alternatives import fuller_remats, other_partitions
     from valkyrie.search.compile.executable import device_positions, step_memory
     from valkyrie.train.program import StepProgram
 
@@ -125,7 +125,7 @@ def _compile_step(run: Run, devices: list[Any], folder: Path, ignore_cache: bool
         options=record.options,
         memory=step_memory(program, record.memory),
         parameters=run.model.parameter_count(),
-        alternatives=Alternatives(fuller_layouts(run), other_partitions(run)),
+        alternatives=Alternatives(fuller_remats(run), other_partitions(run)),
         placement=_describe_placement(run, mesh),
         positions=positions,
         axes={str(name): int(size) for name, size in mesh.shape.items()},
@@ -177,18 +177,18 @@ def compile_within_memory(
     except Exception as error:
         shortage = parse_shortage(str(error))
         needed, usable = shortage.needed, shortage.usable
-        saving = add_memory_saving_options(options)
+        saving_options = add_memory_saving_options(options)
         if (
             not platform.memory_limit_option
-            or saving == options
+            or saving_options == options
             or not needed
             or not usable
             or needed > MAX_EXCESS * usable
         ):
             raise
         try:
-            values = {option.name: option.value for option in saving if option.value is not None}
-            return compile(compiler_options=values), saving
+            values = {option.name: option.value for option in saving_options if option.value is not None}
+            return compile(compiler_options=values), saving_options
         except Exception as retry_error:
             if not is_out_of_memory(str(retry_error)):
                 raise
@@ -254,10 +254,10 @@ def parse_shortage(text: str) -> MemoryReport:
 
 def _too_large_outcome(run: Run, shortage: MemoryReport, reason: str | None) -> CompileOutcome:
     """Return the outcome of a program that needs too much memory, with changes that save memory."""
-    from valkyrie.search.compile.alternatives import cheaper_layouts
+    from valkyrie.search.compile.alternatives import memory_savings
 
-    missing = (shortage.needed or 0) - (shortage.usable or 0)
-    report = replace(shortage, largest=_largest_allocations(run, shortage), savings=cheaper_layouts(run, missing))
+    missing_bytes = (shortage.needed or 0) - (shortage.usable or 0)
+    report = replace(shortage, largest=_largest_allocations(run, shortage), savings=memory_savings(run, missing_bytes))
     return CompileOutcome(CompileStatus.does_not_fit, reason, shortage=report)
 
 

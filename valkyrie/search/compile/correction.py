@@ -49,14 +49,15 @@ class Correction:
     Args:
         chip_factor: Median ratio of measured to replayed time on this chip.
         slices_factor: Slowdown from waiting for other slices; 1 for one slice.
-        rows: Number of runs that `chip_factor` is fitted to.
-        families: Number of families among these runs. After `mode=calibrate`, a family is a model, batch and length.
+        run_count: Number of runs that `chip_factor` is fitted to.
+        family_count: Number of families among these runs. After `mode=calibrate`, a family is a model, batch and
+            length.
     """
 
     chip_factor: float
     slices_factor: float
-    rows: int
-    families: int
+    run_count: int
+    family_count: int
 
     @property
     def factor(self) -> float:
@@ -72,7 +73,7 @@ def target_correction(target: TargetConfig) -> Correction:
     """
     chip = target.chip
     assert chip is not None
-    published_factors, user_runs = published_correction(published(), chip.name, target.slices), chip.replay
+    published_factors, user_runs = published_correction(published_runs(), chip.name, target.slices), chip.replay
     return (
         published_factors
         if user_runs.factor is None
@@ -88,12 +89,17 @@ def published_correction(
     Ignores the runs of the family `without`. The chip factor is 1 if no run is on this chip.
     """
     other_runs = [row for row in rows if row.family != without]
-    loss = _slice_loss(other_runs)
-    on_chip = [row for row in other_runs if row.chip == chip]
-    families = {row.family for row in on_chip}
-    chip_factor = median_by_family([(row.family, row.ratio / _loss_factor(loss, row.slices)) for row in on_chip])
+    log_slowdown = _log_slowdown(other_runs)
+    chip_runs = [row for row in other_runs if row.chip == chip]
+    families = {row.family for row in chip_runs}
+    chip_factor = median_by_family(
+        [(row.family, row.ratio / _slowdown_factor(log_slowdown, row.slices)) for row in chip_runs]
+    )
     return Correction(
-        1.0 if chip_factor is None else chip_factor, _loss_factor(loss, slices), len(on_chip), len(families)
+        1.0 if chip_factor is None else chip_factor,
+        _slowdown_factor(log_slowdown, slices),
+        len(chip_runs),
+        len(families),
     )
 
 
@@ -122,12 +128,12 @@ def published_interval(rows: Sequence[PublishedRun], chip: str, step_s: float) -
     Returns None if there are fewer than `MIN_RUNS` such errors.
     """
     if is_new := not any(row.chip == chip for row in rows):
-        loss = _slice_loss(rows)
-        ratios_used = {row: row.ratio / _loss_factor(loss, row.slices) for row in rows}
+        log_slowdown = _log_slowdown(rows)
+        ratios_used = {row: row.ratio / _slowdown_factor(log_slowdown, row.slices) for row in rows}
     else:
         ratios = {row: ratio for row in rows if (ratio := held_out_ratio(rows, row)) is not None}
-        on_chip = {row: ratio for row, ratio in ratios.items() if row.chip == chip}
-        ratios_used = on_chip if len(on_chip) >= MIN_RUNS else ratios
+        chip_ratios = {row: ratio for row, ratio in ratios.items() if row.chip == chip}
+        ratios_used = chip_ratios if len(chip_ratios) >= MIN_RUNS else ratios
     if len(ratios_used) < MIN_RUNS:
         return None
     low, high = min(ratios_used.values()), max(ratios_used.values())
@@ -147,11 +153,11 @@ def held_out_ratio(rows: Sequence[PublishedRun], row: PublishedRun) -> float | N
     Returns None if no other family has runs on the same chip.
     """
     other_families = published_correction(rows, row.chip, row.slices, without=row.family)
-    return row.ratio / other_families.factor if other_families.families else None
+    return row.ratio / other_families.factor if other_families.family_count else None
 
 
 @cache
-def published() -> tuple[PublishedRun, ...]:
+def published_runs() -> tuple[PublishedRun, ...]:
     """Return the published runs that ship with the package."""
     return tuple(PublishedRun(**row) for row in json.loads(FILE.read_text())["rows"])
 
@@ -170,7 +176,7 @@ def step_interval(step_s: float, chip: ChipConfig, *, dense_transformer: bool) -
     """
     user_runs = chip.replay
     if user_runs.factor is None:
-        return published_interval(published(), chip.name, step_s) if dense_transformer else None
+        return published_interval(published_runs(), chip.name, step_s) if dense_transformer else None
     if user_runs.low is None or user_runs.high is None:
         return None
     low_s, high_s = step_s * user_runs.low, step_s * user_runs.high
@@ -179,7 +185,7 @@ def step_interval(step_s: float, chip: ChipConfig, *, dense_transformer: bool) -
     )
 
 
-def _slice_loss(rows: Sequence[PublishedRun]) -> float:
+def _log_slowdown(rows: Sequence[PublishedRun]) -> float:
     """Return how much log(measured / replayed time) increases per doubling of the number of slices.
 
     This is the slope of a linear regression with one intercept per family. It is 0 if no family has runs on different
@@ -195,8 +201,8 @@ def _slice_loss(rows: Sequence[PublishedRun]) -> float:
     return products / squares if squares else 0.0
 
 
-def _loss_factor(loss: float, slices: int) -> float:
-    return math.exp(loss * math.log2(slices))
+def _slowdown_factor(log_slowdown: float, slices: int) -> float:
+    return math.exp(log_slowdown * math.log2(slices))
 
 
 def _log_median(ratios: Iterable[float]) -> float:

@@ -86,8 +86,10 @@ class _Facts:
 
     @property
     def long_waits(self) -> list[StepPart]:
-        least = MIN_HINT_SHARE * self.step.step_s
-        waits = [part for part in self.prediction.parts if part.kind is PartKind.exposed and part.seconds >= least]
+        min_seconds = MIN_HINT_SHARE * self.step.step_s
+        waits = [
+            part for part in self.prediction.parts if part.kind is PartKind.exposed and part.seconds >= min_seconds
+        ]
         return sorted(waits, key=lambda part: -part.seconds)
 
     def fitting_remats(self) -> list[FullerRemat]:
@@ -202,16 +204,18 @@ def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection
     usable, traffic = prediction.memory and prediction.memory.usable, prediction.communication
     if usable is None or traffic is None:
         return {}
-    fitting = [
+    fitting_partitions = [
         entry
         for entry in prediction.alternatives.partitions
         if all(axis in entry.axis_roles and entry.axis_roles[axis].kind.splits_only_data for axis in axes)
         and MARGIN * entry.needs <= usable
     ]
     sent_now = traffic.bytes or 0.0
-    candidates = [entry for entry in fitting if entry.sends is not None and entry.sends <= MAX_SENT_RATIO * sent_now]
-    if fitting and not candidates and (facts.splits_weights or facts.degree("SP") > 1):
-        candidates = [entry for entry in fitting if entry.sends is None][:1]
+    candidates = [
+        entry for entry in fitting_partitions if entry.sends is not None and entry.sends <= MAX_SENT_RATIO * sent_now
+    ]
+    if fitting_partitions and not candidates and (facts.splits_weights or facts.degree("SP") > 1):
+        candidates = [entry for entry in fitting_partitions if entry.sends is None][:1]
 
     def describe(entry: OtherPartition) -> str:
         sends = (
@@ -259,15 +263,15 @@ def _recomputation_hints(facts: _Facts) -> Iterator[Hint]:
     step = facts.step
     if not step.executed_flops or not step.model_flops or facts.headroom is None or facts.offloads:
         return
-    extra, fitting = step.executed_flops / step.model_flops - 1, facts.fitting_remats()
-    if extra >= MIN_HINT_SHARE and facts.prediction.layout.remat != "none" and fitting:
-        change, needs = fitting[0].change, fitting[0].needs
+    excess_ratio, fitting_remats = step.executed_flops / step.model_flops - 1, facts.fitting_remats()
+    if excess_ratio >= MIN_HINT_SHARE and facts.prediction.layout.remat != "none" and fitting_remats:
+        change, needs = fitting_remats[0].change, fitting_remats[0].needs
         text = (
-            f"The chip executes {percent(extra)} more FLOPs than the model has, mostly for recomputation. Try "
+            f"The chip executes {percent(excess_ratio)} more FLOPs than the model has, mostly for recomputation. Try "
             f"{change}, which needs about {needs / GIB:.1f} of the {facts.headroom / GIB:.1f} free GiB. It may "
             "also be slower, because saved activations are written to memory and read again."
         )
-        yield Hint(HintCode.recomputation, text, extra, changes=(change,))
+        yield Hint(HintCode.recomputation, text, excess_ratio, changes=(change,))
 
 
 def _save_activation_hints(facts: _Facts) -> Iterator[Hint]:
@@ -275,15 +279,19 @@ def _save_activation_hints(facts: _Facts) -> Iterator[Hint]:
     report, headroom, step_s = facts.prediction.remat, facts.headroom, facts.step.step_s
     if report is None or headroom is None:
         return
-    expensive = [entry for entry in report.again if entry.seconds >= MIN_RECOMPUTATION_SHARE * step_s]
-    if not expensive:
+    slow_activations = [entry for entry in report.again if entry.seconds >= MIN_RECOMPUTATION_SHARE * step_s]
+    if not slow_activations:
         return
-    fitting = [entry for entry in expensive if MARGIN * entry.bytes <= headroom]
-    best, key, names = (fitting[0], "save", report.save) if fitting else (expensive[0], "offload", report.offload)
+    fitting_activations = [entry for entry in slow_activations if MARGIN * entry.bytes <= headroom]
+    best, key, names = (
+        (fitting_activations[0], "save", report.save)
+        if fitting_activations
+        else (slow_activations[0], "offload", report.offload)
+    )
     share = best.seconds / step_s
     change = f"remat.{key}=[{','.join((*names, best.name))}]"
     benefit = f"avoids {duration(best.seconds)} of recomputation ({percent(share)} of the step)"
-    if fitting:
+    if fitting_activations:
         text = (
             f"Save {best.name} next with {change}. It takes about {memory_text(best.bytes)} of the "
             f"{memory_text(headroom)} that are free and {benefit}"
@@ -312,13 +320,13 @@ def _copy_hints(facts: _Facts) -> Iterator[Hint]:
     if share < MIN_HINT_SHARE:
         return
     text = f"Waiting for copies between memories is {percent(share)} of the step"
-    fitting = [remat for remat in facts.fitting_remats() if remat.change != "remat=full"]
+    fitting_remats = [remat for remat in facts.fitting_remats() if remat.change != "remat=full"]
     if not facts.offloads:
         text += ": products wait for their operands."
     else:
         text += f": remat={facts.prediction.layout.remat} sends saved activations to the host and back"
-        if fitting:
-            change, needs, free = (fitting[0].change,), fitting[0].needs, facts.headroom or 0
+        if fitting_remats:
+            change, needs, free = (fitting_remats[0].change,), fitting_remats[0].needs, facts.headroom or 0
             text += f". {change[0]} saves them on the device: {needs / GIB:.1f} GiB of {free / GIB:.1f} GiB free."
         else:
             text += ". With a larger batch, more compute overlaps with each copy."

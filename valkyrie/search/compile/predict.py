@@ -53,7 +53,7 @@ class ProgramWork:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedProgram:
     """Prediction of a program. `replay` is None if the compiler found that the program does not fit."""
 
     prediction: Prediction
@@ -63,13 +63,13 @@ class Predicted:
 def predict_function(
     function: Any,
     arguments: Sequence[Any],
-    named: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
     target: Slice,
     *,
     mesh: jax.sharding.Mesh | None = None,
     options: Mapping[str, Any] | None = None,
     work: ProgramWork | None = None,
-) -> Predicted:
+) -> PredictedProgram:
     """Predict the step time and memory of a jitted, lowered or compiled function on a slice.
 
     If the program does not fit, the status of the prediction is `does_not_fit`. Raises ValueError if `function` is none
@@ -79,7 +79,7 @@ def predict_function(
     Args:
         function: The function, which does one step.
         arguments: Positional arguments, arrays or `jax.ShapeDtypeStruct`.
-        named: Keyword arguments.
+        kwargs: Keyword arguments.
         target: The slice to compile for.
         mesh: Mesh of the devices, or None to take it from the shardings of the arguments.
         options: Compiler options.
@@ -90,8 +90,8 @@ def predict_function(
     from valkyrie.search.compile.child import compile_within_memory, parse_shortage, peak_without_host
     from valkyrie.search.compile.executable import compiled_program, without_cache
 
-    lowered, compiled = _lower(function, arguments, named, options)
-    mesh = mesh or _find_mesh([arguments, dict(named)])
+    lowered, compiled = _lower(function, arguments, kwargs, options)
+    mesh = mesh or _find_mesh([arguments, dict(kwargs)])
     if mesh is not None:
         _refuse_other_devices(mesh, target)
     texts = {name: text for name, value in (options or {}).items() if (text := option_text(value)) is not None}
@@ -114,7 +114,7 @@ def predict_function(
                 str(error),
             )
             status, memory = CompileStatus.does_not_fit, parse_shortage(text)
-            return Predicted(
+            return PredictedProgram(
                 Prediction(None, status, first_lines(text), versions(), memory=memory, program=program), None
             )
     if mesh is None:
@@ -142,7 +142,7 @@ def predict_file(
     *,
     places: Sequence[Position] | None = None,
     work: ProgramWork | None = None,
-) -> Predicted:
+) -> PredictedProgram:
     """Predict a step of a dumped module on a slice.
 
     Raises ValueError for a module that cannot be replayed, or was compiled for another chip or number of devices, and
@@ -201,7 +201,7 @@ def _predict_module(
     memory: ProgramMemory | int,
     work: ProgramWork,
     options: Sequence[Option] = (),
-) -> Predicted:
+) -> PredictedProgram:
     """Replay and summarise a module. `memory` is an int, the bytes of its arguments, if nothing else is known."""
     assert target.chip is not None
     replay = correct_replay(replay_on(target, module, dict(axes), positions), target)
@@ -221,7 +221,7 @@ def _predict_module(
     prediction = with_parts(
         prediction, replace(replay, costs=merge_layers(replay.costs)), merge_layers(replay.collectives)
     )
-    return Predicted(replace(prediction, hints=program_hints(prediction)), replay)
+    return PredictedProgram(replace(prediction, hints=program_hints(prediction)), replay)
 
 
 def merge_layers(uses: Sequence[U]) -> list[U]:
@@ -258,8 +258,8 @@ def _sum_uses(uses: Sequence[U], name: str) -> U:
 def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
     if isinstance(memory, int):
         usable = usable_hbm(target.chip)
-        deficit = usable - memory if usable is not None and memory > usable else None
-        return MemoryReport(usable=usable, headroom=deficit, split={"arguments": memory}, needed=memory)
+        headroom = usable - memory if usable is not None and memory > usable else None
+        return MemoryReport(usable=usable, headroom=headroom, split={"arguments": memory}, needed=memory)
     report = memory_report(target.chip, memory)
     largest = [Allocation(size, name) for name, size in report.split.items() if size > 0]
     return replace(report, needed=memory.peak, largest=tuple(sorted(largest, key=lambda entry: -entry.bytes)))
@@ -271,7 +271,7 @@ def _foreign_program(name: str, target: Slice, axes: Mapping[str, int]) -> Forei
 
 
 def _lower(
-    function: Any, arguments: Sequence[Any], named: Mapping[str, Any], options: Mapping[str, Any] | None
+    function: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any] | None
 ) -> tuple[Any, Any]:
     """Lower a function. Returns `(lowered, None)`, or `(None, compiled)` if it is already compiled."""
     import jax
@@ -287,7 +287,7 @@ def _lower(
             f"predict needs a jitted function, not {type(function).__name__}. Use jax.jit(step, in_shardings=...), the "
             "result of its .lower(...) or .compile(), or a Run."
         )
-    return function.lower(*arguments, **named), None
+    return function.lower(*arguments, **kwargs), None
 
 
 def _function_name(function: Any) -> str:

@@ -103,7 +103,7 @@ class MemoryReport:
         reported_peak: Peak that the devices report after a measurement.
         needed: Memory that the program needs if it does not fit.
         largest: Largest arrays of a program that does not fit.
-        savings: Overrides that save memory, in the order of `cheaper_layouts`.
+        savings: Overrides that save memory, in the order of `memory_savings`.
     """
 
     peak: int | None = None

@@ -33,7 +33,7 @@ def replay_program(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list
     replay_module = REPLAYS.get(get_platform(target.platform).replay)
     if replay_module is None:
         return None, traffic(parse(compiled.module.read_bytes()), step.axes)
-    file = compiled.program / f"replay-{_digest(target)}.json"
+    file = compiled.program / f"replay-{_replay_key(target)}.json"
     try:
         result = read_record(Replay, file)
     except (OSError, RecordError):  # missing or damaged
@@ -43,18 +43,18 @@ def replay_program(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list
     return result, list(result.collectives)
 
 
-def correct_replay(raw: Replay, target: TargetConfig) -> Replay:
+def correct_replay(uncorrected: Replay, target: TargetConfig) -> Replay:
     """Return a copy of a replay with all times multiplied by the correction for the chip and the number of slices."""
     assert target.chip is not None
     correction = target_correction(target)
-    factor, notes = correction.factor, list(raw.notes)
+    factor, notes = correction.factor, list(uncorrected.notes)
     if target.chip.replay.factor is not None:
         notes.append(f"replayed times are multiplied by target.chip.replay.factor={correction.chip_factor:.3f}")
-    elif correction.families:
-        recipes = f"{correction.families} recipe{'s' * (correction.families > 1)}"
+    elif correction.family_count:
+        recipes = f"{correction.family_count} recipe{'s' * (correction.family_count > 1)}"
         notes.append(
             f"replayed times are multiplied by {correction.chip_factor:.3f}, the median ratio of measured to replayed "
-            f"time of {correction.rows} published runs ({recipes}) on {target.chip.name}"
+            f"time of {correction.run_count} published runs ({recipes}) on {target.chip.name}"
         )
     if target.slices > 1:
         notes.append(
@@ -62,13 +62,15 @@ def correct_replay(raw: Replay, target: TargetConfig) -> Replay:
             "relative to one slice, fitted to published runs"
         )
     return replace(
-        raw,
-        step_s=factor * raw.step_s,
-        parts=[replace(part, seconds=factor * part.seconds) for part in raw.parts],
-        sending_s=factor * raw.sending_s,
-        collectives=[replace(u, busy_s=factor * u.busy_s, exposed_s=factor * u.exposed_s) for u in raw.collectives],
-        costs=[replace(cost, seconds=factor * cost.seconds) for cost in raw.costs],
-        spans=[replace(s, start_s=factor * s.start_s, duration_s=factor * s.duration_s) for s in raw.spans],
+        uncorrected,
+        step_s=factor * uncorrected.step_s,
+        parts=[replace(part, seconds=factor * part.seconds) for part in uncorrected.parts],
+        sending_s=factor * uncorrected.sending_s,
+        collectives=[
+            replace(u, busy_s=factor * u.busy_s, exposed_s=factor * u.exposed_s) for u in uncorrected.collectives
+        ],
+        costs=[replace(cost, seconds=factor * cost.seconds) for cost in uncorrected.costs],
+        spans=[replace(s, start_s=factor * s.start_s, duration_s=factor * s.duration_s) for s in uncorrected.spans],
         notes=notes,
         correction=factor,
     )
@@ -89,8 +91,8 @@ REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequen
 """Functions that replay a compiled module, by `Platform.replay`."""
 
 
-def _digest(target: TargetConfig) -> str:
+def _replay_key(target: TargetConfig) -> str:
     """Return a digest of what a replay depends on besides the module: the source code and the target's settings."""
-    figures = json.dumps(target_settings(target), sort_keys=True, default=str)
+    settings = json.dumps(target_settings(target), sort_keys=True, default=str)
     source = source_digest("compiled", "machine", "hardware")
-    return digest(figures + source)[:16]
+    return digest(settings + source)[:16]

@@ -89,30 +89,30 @@ def compile_layout(
     folder, programs = requests_folder() / request_key(run), programs_folder()
     progress = progress or (lambda line: None)
     target = run.config.target
-    if missing := get_platform(target.platform).missing_compiler(target):
-        return CompiledRun(CompileOutcome(CompileStatus.refused, missing), folder, programs, False, 0.0)
+    if refusal := get_platform(target.platform).missing_compiler(target):
+        return CompiledRun(CompileOutcome(CompileStatus.refused, refusal), folder, programs, False, 0.0)
     outcome = read_outcome(folder, settings_for(CompileMode, run.config.mode).hlo) if use_cache else None
     if outcome is not None:
         return CompiledRun(outcome, folder, programs, True, time.perf_counter() - began)
-    if trouble := cache_problem(programs):
+    if problem := cache_problem(programs):
         scratch = Path(tempfile.mkdtemp(prefix="valkyrie-compile-"))
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
         outcome = _compile_in_child(run, scratch, limit_s, use_cache, progress)
-        note = f"{trouble} The result of this compile is not cached."
+        note = f"{problem} The result of this compile is not cached."
         return CompiledRun(outcome, scratch, scratch, False, time.perf_counter() - began, note)
     scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs))
     try:
         outcome = _compile_in_child(run, scratch, limit_s, use_cache, progress)
         cacheable = outcome.status in (CompileStatus.ok, CompileStatus.does_not_fit)
-        compiled = [path for path in scratch.iterdir() if path.is_dir()]
+        new_programs = [path for path in scratch.iterdir() if path.is_dir()]
         if cacheable:
-            for program in compiled:
+            for program in new_programs:
                 store_program(program, programs / program.name, replace=not use_cache)
             folder.mkdir(parents=True, exist_ok=True)
             write_record(folder / OUTCOME, outcome)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return CompiledRun(outcome, folder, programs, cacheable and not compiled, time.perf_counter() - began)
+    return CompiledRun(outcome, folder, programs, cacheable and not new_programs, time.perf_counter() - began)
 
 
 def _compile_in_child(

@@ -60,11 +60,14 @@ def show(result: Prediction | Measurement, console: Console) -> None:
         _show_costs(result, result.step.step_s, console)
 
 
-def make_table(title: str, columns: Sequence[str], right: Iterable[str] = _FORMATS) -> Table:
-    """Return an empty table. Columns in `right` contain numbers, so they are right-aligned and not wrapped."""
-    table, right = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE), set(right)
+def make_table(title: str, columns: Sequence[str], number_columns: Iterable[str] = _FORMATS) -> Table:
+    """Return an empty table. Columns in `number_columns` contain numbers, so they are right-aligned and not wrapped."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE)
+    number_columns = set(number_columns)
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=column in right)
+        table.add_column(
+            column, justify="right" if column in number_columns else "left", no_wrap=column in number_columns
+        )
     return table
 
 
@@ -198,8 +201,12 @@ def _show_communication(result: Prediction | Measurement, traffic: Communication
     if not traffic.collectives:
         console.print("no communication between devices")
         return
-    over_mesh = {axes_text(axes): size for axes, size in traffic.by_mesh_axes.items()}
-    sizes_by = {"mesh axes": over_mesh, "torus axis": traffic.bytes_by_torus_axis, "kind": traffic.bytes_by_kind}
+    bytes_by_mesh_axes = {axes_text(axes): size for axes, size in traffic.by_mesh_axes.items()}
+    sizes_by = {
+        "mesh axes": bytes_by_mesh_axes,
+        "torus axis": traffic.bytes_by_torus_axis,
+        "kind": traffic.bytes_by_kind,
+    }
     for what, sizes in sizes_by.items():
         if parts := [
             f"{name} {decimal_bytes_text(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])
@@ -228,10 +235,10 @@ def _show_trace(trace: CollectiveTrace, simulated: bool, console: Console) -> No
         console.print(f"time in collectives: {trace.note}", markup=False)
     if not trace.times or trace.step_s is None:
         return
-    word, total = " simulated" if simulated else "", sum(time.seconds for time in trace.times)
+    suffix, total = " simulated" if simulated else "", sum(time.seconds for time in trace.times)
     text = " · ".join(f"{axes_text(t.mesh_axes)} {t.kind} {duration(t.seconds)}" for t in trace.times)
     console.print(
-        f"time in collectives{word}, including waiting, mean over devices: {duration(total)} "
+        f"time in collectives{suffix}, including waiting, mean over devices: {duration(total)} "
         f"of a traced step of {duration(trace.step_s)} ({text})",
         markup=False,
     )

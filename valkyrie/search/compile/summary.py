@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import Cost, Replay
     from valkyrie.train.memory import ExpectedMemory
 
-_LISTED = 10
+_MAX_LISTED = 10
 """Number of operations and of source lines to list, the slowest first."""
 _LINE_LENGTH = 60
 """Maximum number of characters of a source line."""
-_RECOMPUTED = "rematted_computation"
+_RECOMPUTED_SCOPE = "rematted_computation"
 """Scope in the names of operations that `jax.checkpoint` recomputes."""
 _IMPLEMENTATION_KEYS = frozenset({"model.s5.scan_block", "model.loss_chunk"})
 """Settings that do not change the function of a model, in addition to those of `implementation_settings`."""
@@ -91,7 +91,7 @@ def with_parts(prediction: Prediction, replay: Replay | None, uses: Iterable[Col
     """Add communication to a prediction and, with a replay, the time by part, operation and source line."""
     if replay is None:
         return replace(prediction, communication=sum_communication(uses))
-    costs = sorted(replay.costs, key=lambda cost: -cost.seconds)[:_LISTED]
+    costs = sorted(replay.costs, key=lambda cost: -cost.seconds)[:_MAX_LISTED]
     return replace(
         prediction,
         communication=sum_communication(uses, replay.sending_s),
@@ -109,12 +109,12 @@ def source_lines(costs: Iterable[Cost]) -> tuple[SourceLine, ...]:
     for cost in costs:
         seconds[cost.source] += cost.seconds
         waiting[cost.source] += cost.seconds if cost.kind is PartKind.exposed else 0.0
-    slowest = sorted((line for line in seconds if line), key=lambda line: -seconds[line])[:_LISTED]
+    slowest = sorted((line for line in seconds if line), key=lambda line: -seconds[line])[:_MAX_LISTED]
     return tuple(SourceLine(line, seconds[line], waiting[line], _read_line(line)) for line in slowest)
 
 
-def _read_line(line: str) -> str | None:
-    file, _, number = line.rpartition(":")
+def _read_line(location: str) -> str | None:
+    file, _, number = location.rpartition(":")
     return linecache.getline(file, int(number)).strip()[:_LINE_LENGTH] or None if number.isdecimal() else None
 
 
@@ -145,7 +145,9 @@ def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
     scope. Operations with the name of an activation that is recomputed only to obtain it are counted too.
     """
     saved, remat = saved_bytes(run), run.config.remat
-    recomputed_costs = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED in cost.op_name]
+    recomputed_costs = [
+        (set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED_SCOPE in cost.op_name
+    ]
     recomputed = [
         Recomputed(
             name, size, sum((s for scopes, s in recomputed_costs if not scopes.isdisjoint((name, *helper_names))), 0.0)
@@ -226,22 +228,24 @@ def program_step(
     the step of a dense transformer has an interval, unless `mode=calibrate` has fitted the chip to the user's own runs.
     """
     chips = devices / chip.devices
-    per_second = tokens / replay.step_s if tokens else None
+    tokens_per_second = tokens / replay.step_s if tokens else None
     # Use the bfloat16 peak for every precision: on a TPU, a float32 product consists of several bfloat16 products.
     peak = max(chip.peak_tflops.get(dtype, 0.0) for dtype in ("bfloat16", compute))
-    products = sum_seconds(replay.parts, PartKind.matmul, PartKind.kernel)
-    hourly = {"on_demand": chip.usd_per_hour, "spot": chip.spot_usd_per_hour}
+    product_s = sum_seconds(replay.parts, PartKind.matmul, PartKind.kernel)
+    hourly_usd = {"on_demand": chip.usd_per_hour, "spot": chip.spot_usd_per_hour}
     return PredictedStep(
         step_s=replay.step_s,
-        tokens_per_second=per_second,
-        tokens_per_second_per_chip=per_second / chips if per_second else None,
+        tokens_per_second=tokens_per_second,
+        tokens_per_second_per_chip=tokens_per_second / chips if tokens_per_second else None,
         mfu=model_flops / (replay.step_s * chips * peak * 1e12) if peak and model_flops else None,
         mfu_denominator=f"{peak:g} TFLOP/s of a {chip.name} chip (bfloat16)" if peak else None,
         model_flops=model_flops / devices if model_flops else None,
         executed_flops=replay.flops,
         hardware_utilisation=replay.flops * chip.devices / (replay.step_s * peak * 1e12) if peak else None,
-        product_rate=replay.flops * chip.devices / (products * peak * 1e12) if products and peak else None,
+        product_rate=replay.flops * chip.devices / (product_s * peak * 1e12) if product_s and peak else None,
         replayed_s=replay.step_s / replay.correction,
         interval=step_interval(replay.step_s, chip, dense_transformer=dense_transformer),
-        tokens_per_dollar={k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd and per_second},
+        tokens_per_dollar={
+            k: tokens_per_second * 3600 / (chips * usd) for k, usd in hourly_usd.items() if usd and tokens_per_second
+        },
     )

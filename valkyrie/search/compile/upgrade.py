@@ -17,23 +17,23 @@ def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
     Values of a later version are returned unchanged. Raises KeyError, TypeError, AttributeError or ValueError for
     malformed values.
     """
-    new = dict(plain)
-    if new.get("schema") == 1:
-        new["schema"] = 2
-    if (seconds := new.pop("seconds", None)) is not None:
-        new["parts"] = [upgrade_part(name) | {"seconds": value} for name, value in seconds.items()]
-    if isinstance(record := new.get("about"), dict) and "program" in record:
-        new |= {"about": None, "program": record | {"name": record["program"]}}
-    for key, convert in _CONVERT.items():
-        if key in new:
-            new[key] = [convert(value) for value in new[key]]
-    if "larger" in new or "partitions" in new:
-        partitions = [{"axis_roles": {}} | partition for partition in new.pop("partitions", [])]
-        new["alternatives"] = {"remats": new.pop("larger", []), "partitions": partitions}
-    return upgrade_communication(new)
+    upgraded = dict(plain)
+    if upgraded.get("schema") == 1:
+        upgraded["schema"] = 2
+    if (seconds := upgraded.pop("seconds", None)) is not None:
+        upgraded["parts"] = [upgrade_part(name) | {"seconds": value} for name, value in seconds.items()]
+    if isinstance(record := upgraded.get("about"), dict) and "program" in record:
+        upgraded |= {"about": None, "program": record | {"name": record["program"]}}
+    for key, convert in _ENTRY_UPGRADES.items():
+        if key in upgraded:
+            upgraded[key] = [convert(value) for value in upgraded[key]]
+    if "larger" in upgraded or "partitions" in upgraded:
+        partitions = [{"axis_roles": {}} | partition for partition in upgraded.pop("partitions", [])]
+        upgraded["alternatives"] = {"remats": upgraded.pop("larger", []), "partitions": partitions}
+    return upgrade_communication(upgraded)
 
 
-_CONVERT: dict[str, Callable[[Any], Any]] = {
+_ENTRY_UPGRADES: dict[str, Callable[[Any], Any]] = {
     "costs": lambda cost: upgrade_part(cost["category"]) | cost if "category" in cost else cost,
     "positions": lambda place: encode(Position.parse(place)) if isinstance(place, str) else place,
     "hints": lambda hint: {"code": None, "text": hint} if isinstance(hint, str) else hint,

@@ -21,9 +21,9 @@ _MIN_SHARE = 0.1
 """The explanation mentions parts of a step that make up at least this share of the difference in step time."""
 _MAIN_SHARE = 0.5
 """The explanation names the memory content that differs most if it is at least this share of the peaks' difference."""
-_MORE_FLOPS = 0.03
+_MIN_FLOPS_DIFFERENCE = 0.03
 """Smallest relative difference in executed FLOPs that the explanation mentions."""
-_LISTED = 5
+_MAX_LISTED = 5
 """Maximum length of lists of collectives, recomputed activations and settings."""
 _PRODUCTS = (PartKind.matmul, PartKind.kernel)
 _COMMUNICATION = {
@@ -123,7 +123,7 @@ class _Side:
     label: str
     prediction: Prediction
     step: PredictedStep
-    parts: ComparedQuantities
+    quantities: ComparedQuantities
     scale: float = 1.0
 
     @property
@@ -164,15 +164,15 @@ def compare_layouts(
         _Side(side_labels[0], first, first.step, compared_quantities(first)),
         _Side(side_labels[1], second, second.step, compared_quantities(second)),
     )
-    b = replace(b, scale=a.parts.tokens / b.parts.tokens)
+    b = replace(b, scale=a.quantities.tokens / b.quantities.tokens)
     return Difference(
         names=labels or _distinct_names(first, second, requests),
         step_s=(a.step_s, b.step_s),
-        seconds=_quantities(a.parts.seconds, b.parts.seconds, b.scale),
-        bytes_sent=_quantities(a.parts.sent, b.parts.sent, b.scale),
-        bytes_at_peak=_quantities(a.parts.memory, b.parts.memory, 1.0),
+        seconds=_pair_quantities(a.quantities.seconds, b.quantities.seconds, b.scale),
+        bytes_sent=_pair_quantities(a.quantities.sent, b.quantities.sent, b.scale),
+        bytes_at_peak=_pair_quantities(a.quantities.memory, b.quantities.memory, 1.0),
         collectives=(_longest_waits(a), _longest_waits(b)),
-        sentences=tuple(_sentences(a, b)),
+        sentences=tuple(_explain_difference(a, b)),
     )
 
 
@@ -202,7 +202,9 @@ def model_mismatch(first: Prediction, second: Prediction) -> list[str]:
         if not changed:
             return []
         values = [first.model, second.model]
-        names = [" ".join([names[0], *(f"{key}={settings[key]}" for key in changed[:_LISTED])]) for settings in values]
+        names = [
+            " ".join([names[0], *(f"{key}={settings[key]}" for key in changed[:_MAX_LISTED])]) for settings in values
+        ]
     return [f"A is a layout of {names[0]} and B of {names[1]}. Choose two layouts of the same model."]
 
 
@@ -248,7 +250,7 @@ def _distinct_names(first: Prediction, second: Prediction, requests: tuple[str, 
     return f"{names[0]} {details[0]}", f"{names[1]} {details[1]}"
 
 
-def _quantities(
+def _pair_quantities(
     first: Mapping[str, float | int], second: Mapping[str, float | int], scale: float
 ) -> tuple[Quantity, ...]:
     """Pair the values of both layouts by name, the largest difference first. Multiplies `second` by `scale`."""
@@ -285,18 +287,18 @@ def _longest_waits(side: _Side) -> tuple[WaitedCollective, ...]:
         calls, size, waited = merged.get(key, (0.0, 0.0, 0.0))
         merged[key] = (calls + use.calls, size + side.scale * use.bytes, waited + side.scale * use.exposed_s)
     uses = [WaitedCollective(*key, *numbers) for key, numbers in merged.items()]
-    return tuple(sorted(uses, key=lambda use: -use.waited_s)[:_LISTED])
+    return tuple(sorted(uses, key=lambda use: -use.waited_s)[:_MAX_LISTED])
 
 
-def _sentences(a: _Side, b: _Side) -> list[str]:
+def _explain_difference(a: _Side, b: _Side) -> list[str]:
     """Explain which of two layouts is faster, and why."""
     fast, slow = (a, b) if a.step_s <= b.step_s else (b, a)
     text = f"{fast.label} is {slow.step_s / fast.step_s:.2f} times as fast as {slow.label}: "
     text += f"{duration(fast.step_s)} a step, not {duration(slow.step_s)}."
-    if a.parts.tokens != b.parts.tokens:
+    if a.quantities.tokens != b.quantities.tokens:
         text += (
             f" {b.label} has another number of tokens per step, so its times and bytes are scaled to the "
-            f"{a.parts.tokens:,} tokens of {a.label}."
+            f"{a.quantities.tokens:,} tokens of {a.label}."
         )
     lines = [text]
     slow_range, fast_range = slow.step.interval, fast.step.interval
@@ -307,7 +309,7 @@ def _sentences(a: _Side, b: _Side) -> list[str]:
     if slow.step_s <= fast.step_s:
         return lines
     topics = [_explain_communication, _explain_products, _explain_other_parts, _explain_memory]
-    parts = _quantities(a.parts.seconds, b.parts.seconds, b.scale)
+    parts = _pair_quantities(a.quantities.seconds, b.quantities.seconds, b.scale)
     if parts and parts[0].name in [kind.value for kind in _PRODUCTS]:  # products differ most
         topics[:2] = _explain_products, _explain_communication
     return lines + [line for topic in topics for line in topic(fast, slow)]
@@ -320,9 +322,11 @@ def _share_of_difference(fast: _Side, slow: _Side, *kinds: PartKind) -> float:
 
 def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
     """Compare seconds and bytes of communication, or only the bytes if neither step is split into parts."""
-    fast_bytes, slow_bytes = (decimal_bytes_text(side.scale * sum(side.parts.sent.values())) for side in (fast, slow))
-    if not (fast.parts.seconds or slow.parts.seconds):
-        sends_anything = fast.parts.sent or slow.parts.sent
+    fast_bytes, slow_bytes = (
+        decimal_bytes_text(side.scale * sum(side.quantities.sent.values())) for side in (fast, slow)
+    )
+    if not (fast.quantities.seconds or slow.quantities.seconds):
+        sends_anything = fast.quantities.sent or slow.quantities.sent
         return (
             [f"A device sends {fast_bytes} under {fast.label} and {slow_bytes} under {slow.label}."]
             if sends_anything
@@ -356,7 +360,7 @@ def _explain_products(fast: _Side, slow: _Side) -> list[str]:
         lines.append(f"Matrix products and kernels take {times[0]} and {times[1]}{rate_text}.")
     steps = [side.step for side in pair]
     flops = [s.executed_flops / s.model_flops for s in steps if s.executed_flops is not None and s.model_flops]
-    if len(flops) == 2 and abs(flops[1] / flops[0] - 1) >= _MORE_FLOPS:
+    if len(flops) == 2 and abs(flops[1] / flops[0] - 1) >= _MIN_FLOPS_DIFFERENCE:
         lines.append(
             f"Each device executes {flops[0]:.2f} times the FLOPs of the model under {fast.label} and {flops[1]:.2f} "
             f"under {slow.label}. The excess is recomputation, or work that several devices repeat."
@@ -364,7 +368,7 @@ def _explain_products(fast: _Side, slow: _Side) -> list[str]:
     remats = [side.prediction.remat for side in pair]
     recomputed_s = [{} if remat is None else {entry.name: entry.seconds for entry in remat.again} for remat in remats]
     if slow_only := [name for name in recomputed_s[1] if name not in recomputed_s[0]]:
-        listed = ", ".join(sorted(slow_only, key=lambda name: -recomputed_s[1][name])[:_LISTED])
+        listed = ", ".join(sorted(slow_only, key=lambda name: -recomputed_s[1][name])[:_MAX_LISTED])
         lines.append(f"For the backward pass, {slow.label} recomputes activations that {fast.label} saves: {listed}.")
     return lines
 
@@ -392,8 +396,8 @@ def _explain_memory(fast: _Side, slow: _Side) -> list[str]:
     )
     text += slow.label
     peak_difference = peaks[1] - peaks[0]
-    main = next(iter(_quantities(fast.parts.memory, slow.parts.memory, 1.0)), Quantity("", 0.0, 0.0))
-    if peak_difference and main.excess / peak_difference >= _MAIN_SHARE:
-        sizes = f"{memory_text(int(main.first))} and {memory_text(int(main.second))}"
-        text += f". Most of the difference is {main.name}: {sizes}"
+    largest = next(iter(_pair_quantities(fast.quantities.memory, slow.quantities.memory, 1.0)), Quantity("", 0.0, 0.0))
+    if peak_difference and largest.excess / peak_difference >= _MAIN_SHARE:
+        sizes = f"{memory_text(int(largest.first))} and {memory_text(int(largest.second))}"
+        text += f". Most of the difference is {largest.name}: {sizes}"
     return [f"{text}."]

@@ -165,7 +165,7 @@ def show(comparison: Difference, console: Console) -> None:
     kinds = _drop_small(comparison.bytes_at_peak, _MIN_MEMORY_SHARE * largest)
     _print_quantities("memory per device at the peak", kinds, lambda size: memory_text(int(size)), console)
     columns = ("", "kind", "over", "waited", "sent", "calls", "cause", "source")
-    table = make_table("collectives with the longest waits", columns, right=("waited", "sent", "calls"))
+    table = make_table("collectives with the longest waits", columns, number_columns=("waited", "sent", "calls"))
     for letter, uses in zip(LETTERS, comparison.collectives, strict=True):
         for use in uses:
             numbers = duration(use.waited_s), decimal_bytes_text(use.bytes), f"{use.calls:,.0f}"
@@ -176,14 +176,14 @@ def show(comparison: Difference, console: Console) -> None:
         console.print(sentence, markup=False)
 
 
-def _drop_small(pairs: Sequence[Quantity], least: float) -> list[Quantity]:
-    return [pair for pair in pairs if max(pair.first, pair.second) >= least]
+def _drop_small(pairs: Sequence[Quantity], minimum: float) -> list[Quantity]:
+    return [pair for pair in pairs if max(pair.first, pair.second) >= minimum]
 
 
 def _print_quantities(
     title: str, pairs: Sequence[Quantity], describe: Callable[[float], str], console: Console
 ) -> None:
-    table = make_table(title, ("what", *LETTERS, "B - A"), right=(*LETTERS, "B - A"))
+    table = make_table(title, ("what", *LETTERS, "B - A"), number_columns=(*LETTERS, "B - A"))
     for pair in pairs:
         sign = "-" if pair.excess < 0 else "+"
         values = [describe(value) if value else "" for value in (pair.first, pair.second)]

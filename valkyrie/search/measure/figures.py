@@ -36,7 +36,7 @@ from valkyrie.train.processes import join_processes
 from valkyrie.train.screen import make_console
 
 REPEATS = 5
-LARGE, SMALL = 512, 64
+LARGE_SIZE, SMALL_SIZE = 512, 64
 """Sizes n of the timed n x n matmuls. The large one gives the peak rate, the small one the rate at small sizes."""
 PROCESS_BYTES, MIN_DEVICE_BYTES = 2**28, 2**24
 """Bytes of the arrays that time memory: the total of a process (more than most caches), and the minimum per device."""
@@ -49,17 +49,17 @@ MAX_COLLECTIVE_BYTES = 2**25
 """Maximum bytes per device of the result of a timed collective."""
 MAX_CALLS = 2**14
 """Maximum number of repetitions of a function in one call."""
-POSITIONS, WIDTH, HEADS = 256, 32, 4
+SEQ_LENGTH, HEAD_DIM, HEADS = 256, 32, 4
 """Sequence length, head dimension and number of heads of the timed attention."""
 
 
 @dataclass(frozen=True)
-class Link:
+class CollectiveSpeed:
     """Speed of collectives: GB/s that a device sends in all-gathers and in all-reduces, and the latency in seconds."""
 
-    gather: float
-    sum: float
-    start_s: float
+    gather_gbs: float
+    sum_gbs: float
+    latency_s: float
 
 
 def figures_mode(run: Run) -> int:
@@ -68,7 +68,7 @@ def figures_mode(run: Run) -> int:
         console = make_console()
         devices = prepare_devices(run, console.print, team).devices
         folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
-        chip = figures(devices, run.config.precision.compute, team)
+        chip = measure_chip(devices, run.config.precision.compute, team)
         machines = sorted(set(team.exchange("machine", socket.gethostname())))
         if team.is_leader:
             write_run_files(run, folder)
@@ -79,7 +79,7 @@ def figures_mode(run: Run) -> int:
     return 0
 
 
-def figures(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
+def measure_chip(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
     """Measure the FLOP/s, memory bandwidth and collective speeds of the devices, and return them as a chip.
 
     Each process counts as a host. All processes of the team must call this.
@@ -87,13 +87,13 @@ def figures(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
     dtype, mesh = jnp.dtype(compute.value), Mesh(np.array(devices), ("all",))
     timer = _Timer(team, mesh)
     devices_per_process = len(devices) // team.count
-    peak, half = _product_speed(timer, dtype)
+    peak, half_rate_flops = _product_speed(timer, dtype)
     estimate = {"products": 1.0, "hbm": 1.0, "tile": 1.0, "float32_passes": 1.0, "gathers": 1.0, "outside": 1.0}
     estimate |= {f"hidden_{what}": 0.0 for what in ("weights", "updates", "gradients", "activations", "stages", "host")}
     compiler_constants = {"loop_sums": 1.0, "apart": 1.0, "windowed": 0.0, "whole_batches": 0.0}
     estimate |= compiler_constants  # how XLA's CPU compiler schedules collectives
     estimate |= {
-        "half_rate_flops": half,
+        "half_rate_flops": half_rate_flops,
         "mixing": _attention_speed(timer, dtype) / peak,
         "launch_s": _launch_seconds(timer, dtype),
     }
@@ -106,17 +106,17 @@ def figures(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
         device_kinds=[devices[0].device_kind],
         estimate=estimate,
     )
-    inside = _measure_collectives(timer, dtype, devices_per_process) if devices_per_process > 1 else None
-    if inside is not None:
-        chip.switch_gbs = inside.gather
-        estimate["sums"] = inside.sum / inside.gather
-    estimate["start_s"] = 0.0 if inside is None else inside.start_s
+    within_process = _measure_collectives(timer, dtype, devices_per_process) if devices_per_process > 1 else None
+    if within_process is not None:
+        chip.switch_gbs = within_process.gather_gbs
+        estimate["sums"] = within_process.sum_gbs / within_process.gather_gbs
+    estimate["start_s"] = 0.0 if within_process is None else within_process.latency_s
     if team.count > 1:
-        between = _measure_collectives(timer, dtype, len(devices))
-        chip.dcn_gbs_per_host = statistics.geometric_mean([between.gather, between.sum])
-        estimate["outer_start_s"] = max(between.start_s - estimate["start_s"], 0.0) / math.log2(team.count)
+        between_processes = _measure_collectives(timer, dtype, len(devices))
+        chip.dcn_gbs_per_host = statistics.geometric_mean([between_processes.gather_gbs, between_processes.sum_gbs])
+        estimate["outer_start_s"] = max(between_processes.latency_s - estimate["start_s"], 0.0) / math.log2(team.count)
     # XLA's CPU compiler implements a reduce-scatter as an all-reduce and a slice.
-    estimate["scatters"] = 2.0 if inside is None else 2 * inside.gather / inside.sum
+    estimate["scatters"] = 2.0 if within_process is None else 2 * within_process.gather_gbs / within_process.sum_gbs
     return chip
 
 
@@ -162,20 +162,20 @@ def _product_speed(timer: _Timer, dtype: Any) -> tuple[float, float]:
         def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
             return (x @ y).astype(x.dtype)
 
-        return _repeated_seconds(timer, matmul, (side, side), dtype)
+        return _seconds_per_iteration(timer, matmul, (side, side), dtype)
 
-    large, small = seconds(LARGE), seconds(SMALL)
-    peak, flops = 2.0 * LARGE**3 / large, 2.0 * SMALL**3
+    large, small = seconds(LARGE_SIZE), seconds(SMALL_SIZE)
+    peak, flops = 2.0 * LARGE_SIZE**3 / large, 2.0 * SMALL_SIZE**3
     return peak, min(max(flops * (peak * small / flops - 1), 1e4), 1e9)
 
 
 def _memory_bandwidth(timer: _Timer, devices: int) -> float:
     """Return the memory bandwidth of each device of a process, in bytes per second."""
     bytes_ = max(PROCESS_BYTES // devices, MIN_DEVICE_BYTES)
-    return 2 * bytes_ / _repeated_seconds(timer, lambda _, y: 1.01 * y, (bytes_ // 4,), jnp.float32)
+    return 2 * bytes_ / _seconds_per_iteration(timer, lambda _, y: 1.01 * y, (bytes_ // 4,), jnp.float32)
 
 
-def _repeated_seconds(
+def _seconds_per_iteration(
     timer: _Timer, function: Callable[[jax.Array, jax.Array], jax.Array], shape: Sequence[int], dtype: Any
 ) -> float:
     """Return the seconds of one iteration of `y = function(x, y)`, averaged over many iterations in one call."""
@@ -191,8 +191,8 @@ def _repeated_seconds(
 
 def _attention_speed(timer: _Timer, dtype: Any) -> float:
     """Return the FLOP/s of a device in attention, counting its two matmuls forward and four backward."""
-    flops = 3 * 4.0 * HEADS * POSITIONS**2 * WIDTH
-    return flops / timer(_forward_and_backward, (HEADS, POSITIONS, WIDTH), dtype)
+    flops = 3 * 4.0 * HEADS * SEQ_LENGTH**2 * HEAD_DIM
+    return flops / timer(_forward_and_backward, (HEADS, SEQ_LENGTH, HEAD_DIM), dtype)
 
 
 def _forward_and_backward(x: jax.Array) -> jax.Array:
@@ -208,25 +208,27 @@ def _attend(x: jax.Array) -> jax.Array:
 
 def _launch_seconds(timer: _Timer, dtype: Any) -> float:
     """Return the fixed cost of an operation in seconds: the time of a tiny matmul with the loop and ops around it."""
-    return _repeated_seconds(timer, lambda x, y: jnp.tanh(y @ x) + 1, (8, 8), dtype)
+    return _seconds_per_iteration(timer, lambda x, y: jnp.tanh(y @ x) + 1, (8, 8), dtype)
 
 
-def _measure_collectives(timer: _Timer, dtype: Any, members: int) -> Link:
-    """Measure collectives in all groups of `members` neighbouring devices at once."""
-    mesh = Mesh(timer.mesh.devices.reshape(-1, members), ("others", "group"))
-    start = timer(lambda x: jax.lax.psum(x, "group"), (8,), dtype, mesh)
+def _measure_collectives(timer: _Timer, dtype: Any, group_size: int) -> CollectiveSpeed:
+    """Measure collectives in all groups of `group_size` neighbouring devices at once."""
+    mesh = Mesh(timer.mesh.devices.reshape(-1, group_size), ("others", "group"))
+    latency_s = timer(lambda x: jax.lax.psum(x, "group"), (8,), dtype, mesh)
 
-    def rate(function: Callable[[jax.Array], jax.Array], sent: float, growth: int = 1) -> float:
+    def rate(function: Callable[[jax.Array], jax.Array], sent_per_byte: float, growth: int = 1) -> float:
         """Return the GB/s that a device sends in `function`, without the latency.
 
-        For each byte of input, a device sends `sent` bytes and `function` returns `growth` bytes.
+        For each byte of input, a device sends `sent_per_byte` bytes and `function` returns `growth` bytes.
         """
         bytes_ = 2**16
         while True:
             seconds = timer(function, (bytes_ // jnp.dtype(dtype).itemsize,), dtype, mesh)
             if seconds > MAX_CALL_S or 4 * bytes_ * growth > MAX_COLLECTIVE_BYTES:
-                return sent * bytes_ / max(seconds - start, 0.1 * seconds) / 1e9
+                return sent_per_byte * bytes_ / max(seconds - latency_s, 0.1 * seconds) / 1e9
             bytes_ *= 4
 
-    gather = rate(lambda x: jax.lax.all_gather(x, "group", tiled=True), members - 1, members)
-    return Link(gather, rate(lambda x: jax.lax.psum(x, "group"), 2 * (members - 1) / members), start)
+    gather_gbs = rate(lambda x: jax.lax.all_gather(x, "group", tiled=True), group_size - 1, group_size)
+    return CollectiveSpeed(
+        gather_gbs, rate(lambda x: jax.lax.psum(x, "group"), 2 * (group_size - 1) / group_size), latency_s
+    )

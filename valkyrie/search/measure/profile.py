@@ -22,7 +22,7 @@ from valkyrie.train.profile import tracing
 STEPS = 3
 """Number of traced steps. The result is their median."""
 
-MEANING = (
+TRACE_NOTE = (
     "seconds of a traced step that a device spends in collectives, including waiting for other devices; median traced "
     "step, mean over devices; overlapping collectives share the time equally"
 )
@@ -34,14 +34,14 @@ class Event(NamedTuple):
     Args:
         op: Name of the operation in the module.
         device: Name of the device.
-        run: Id of the execution of the program, or None if unknown.
+        run_id: Id of the execution of the program, or None if unknown.
         start: Start in seconds, on the clock of the trace.
         seconds: Duration in seconds.
     """
 
     op: str
     device: str
-    run: int | None
+    run_id: int | None
     start: float
     seconds: float
 
@@ -72,7 +72,7 @@ def collective_times(
     if collectives and not any(event.op in collectives for event in events):
         return _no_trace("the profiler recorded the step without the names of its collectives")
     times = seconds_by_axes(events, collectives)
-    return CollectiveTrace(tuple(times), MEANING, step_s)
+    return CollectiveTrace(tuple(times), TRACE_NOTE, step_s)
 
 
 def read_events(file: Path, module: Module) -> Iterator[Event]:
@@ -104,9 +104,9 @@ def collectives_by_operation(module: Module, mesh_axes: dict[str, int]) -> dict[
     reader = CollectiveReader(module, mesh_axes)
     collectives: dict[str, Collective] = {}
     for name, instruction in module.instructions.items():
-        started = _find_collective(instruction)
-        if started is not None:
-            collectives[name] = reader.read(started)
+        collective = _find_collective(instruction)
+        if collective is not None:
+            collectives[name] = reader.read(collective)
         elif instruction.opcode in ("fusion", "async-start"):
             inner = [i for computation in instruction.called for i in inner_collectives(computation)]
             if inner:
@@ -124,7 +124,7 @@ def seconds_by_axes(events: list[Event], collectives: dict[str, Collective]) -> 
     runs: dict[str, dict[int | None, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         if event.op in collectives:
-            runs[event.device][event.run].append(event)
+            runs[event.device][event.run_id].append(event)
     seconds_by_kind: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for device_runs in runs.values():
         unassigned = _device_seconds(device_runs.pop(None, []), collectives)

@@ -19,7 +19,7 @@ from valkyrie.runs.columns import Column, terminal_line
 from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_run_files
 from valkyrie.search.tune.compiler_options import Options
 from valkyrie.search.tune.tune import tune
-from valkyrie.search.tune.tuned import Attempt, Tuned, TuneRecord, Verdict, assignments
+from valkyrie.search.tune.tuned import Attempt, TunedRun, TuneRecord, Verdict, assignments
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
 from valkyrie.units import count_text, duration, parse_seconds
@@ -41,13 +41,13 @@ def tune_mode(run: Run) -> int:
     """
     console, folder = make_console(), run_folder(run)
     budget = settings_for(TuneMode, run.config.mode).budget
-    results: list[Tuned] = []
+    results: list[TunedRun] = []
     interrupted = False
     console.print(_describe_baseline(run), soft_wrap=True, markup=False)
     with console.status("compiling") as status:
         screen = _Screen(console, status)
 
-        def show_progress(tuned: Tuned) -> None:
+        def show_progress(tuned: TunedRun) -> None:
             results.append(tuned)
             screen.show(tuned)
 
@@ -83,7 +83,7 @@ class _Screen:
     def __init__(self, console: Console, status: Status) -> None:
         self._console, self._status, self._best = console, status, ""
 
-    def show(self, tuned: Tuned) -> None:
+    def show(self, tuned: TunedRun) -> None:
         attempt = tuned.attempts[-1]
         if attempt.verdict is Verdict.start:
             record = tuned.run.layout_record()
@@ -93,8 +93,8 @@ class _Screen:
             self._print(terminal_line(_COLUMNS))
         for line in attempt_lines(attempt):
             self._print(line, "green" if attempt.verdict is Verdict.kept else None)
-        gained = f" ({-100 * tuned.gain:+.1f}%)" if tuned.options else ""
-        self._best = f"best {duration(tuned.step_s)}{gained} after {count_text(len(tuned.attempts), 'attempt')} · "
+        gain_text = f" ({-100 * tuned.gain:+.1f}%)" if tuned.options else ""
+        self._best = f"best {duration(tuned.step_s)}{gain_text} after {count_text(len(tuned.attempts), 'attempt')} · "
 
     def progress(self, line: str) -> None:
         self._status.update(self._best + line)
@@ -114,7 +114,7 @@ def _describe_options(options: Options) -> str:
     return ", ".join(assignments(options)) or "baseline"
 
 
-def _print_results(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -> None:
+def _print_results(tuned: TunedRun, folder: Path, interrupted: bool, console: Console) -> None:
     """Print the gain of the options, the YAML that sets them, and the command that trains with them."""
 
     def print_line(line: str, style: str | None = None) -> None:
@@ -144,7 +144,7 @@ def _print_results(tuned: Tuned, folder: Path, interrupted: bool, console: Conso
     print_line(f"all attempts: {folder / ATTEMPTS_FILE}")
 
 
-def option_gains(tuned: Tuned) -> list[str]:
+def option_gains(tuned: TunedRun) -> list[str]:
     """Return a line for each kept option: the step time before and after it was added."""
     lines = []
     for attempt in tuned.attempts:
@@ -163,7 +163,7 @@ def option_gains(tuned: Tuned) -> list[str]:
     return lines
 
 
-def experiment_yaml(tuned: Tuned) -> str:
+def experiment_yaml(tuned: TunedRun) -> str:
     """Return an experiment config that sets the best options. Comments describe its use and the gain of each option."""
     record, steps = tuned.run.layout_record(), [duration(seconds) for seconds in (tuned.start_s, tuned.step_s)]
     lines = [
@@ -185,7 +185,7 @@ def experiment_yaml(tuned: Tuned) -> str:
     return "\n".join([*lines, "target:", "  chip:", "    xla_options:", *(f"      {value}" for value in values), ""])
 
 
-def training_command(tuned: Tuned) -> str:
+def training_command(tuned: TunedRun) -> str:
     """Return the command that trains with the best settings in a new run folder.
 
     It has the arguments of the tuning command, without `mode`, `mode.*` and `name`.

@@ -22,16 +22,16 @@ from valkyrie.search.compile.replayed import replay_program
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import implementation_settings
 from valkyrie.search.tune.compiler_options import CompilerOption, Options, options_for
-from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict, assignments
+from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict, assignments
 from valkyrie.train.options import CHIP, TO_FIT, USER, option_text
 from valkyrie.trees import with_value
 from valkyrie.units import gib
 
-LEAST_GAIN = 0.002
+MIN_GAIN = 0.002
 """Smallest relative gain for which an option is kept. Every option is a risk: a later compiler may refuse it."""
 ROUNDS = 2
 
-_WITHOUT_STEP = {CompileStatus[v.name]: v for v in (Verdict.refused, Verdict.does_not_fit, Verdict.timeout)}
+_VERDICTS_WITHOUT_STEP = {CompileStatus[v.name]: v for v in (Verdict.refused, Verdict.does_not_fit, Verdict.timeout)}
 _OptionsKey = frozenset[tuple[str, str | None]]
 
 
@@ -65,9 +65,9 @@ def tune(
     run: Run,
     candidates: Sequence[CompilerOption] | None = None,
     budget_s: float | None = None,
-    on_result: Callable[[Tuned], None] | None = None,
+    on_result: Callable[[TunedRun], None] | None = None,
     progress: Callable[[str], None] | None = None,
-) -> Tuned:
+) -> TunedRun:
     """Find the compiler options and implementations with the shortest step.
 
     Tries each value of each option in addition to the best options so far. If any was kept, a second round also tries
@@ -108,15 +108,15 @@ def tuning_refusal(target: TargetConfig) -> str | None:
     )
 
 
-def implementations(run: Run, fixed: Collection[str] = ()) -> list[tuple[str, Enum]]:
+def implementations(run: Run, fixed_keys: Collection[str] = ()) -> list[tuple[str, Enum]]:
     """Return the settings that choose another implementation of a block, such as `("model.s5.scan", blocked)`.
 
-    Leaves out the keys in `fixed`.
+    Leaves out the keys in `fixed_keys`.
     """
     return [
         (f"model.{block}.{name}", value)
         for block, name, current in implementation_settings(run)
-        if f"model.{block}.{name}" not in fixed
+        if f"model.{block}.{name}" not in fixed_keys
         for value in type(current)
         if value is not current and value.value != "auto"
     ]
@@ -138,13 +138,13 @@ def with_settings(run: Run, options: Mapping[str, Any], model: Mapping[str, Enum
 class _Move:
     """Compiler options and model settings to try in addition to the best so far.
 
-    `combines` has the options of each candidate if the move combines several. Such a move is never kept. It is tried
-    only to find out whether any of the candidates changes the program.
+    If the move combines several candidates, `parts` has the options of each. Such a move is tried only to find out
+    whether any of the candidates changes the program.
     """
 
     options: Options
     model: dict[str, Enum] = field(default_factory=dict)
-    combines: tuple[Options, ...] = ()
+    parts: tuple[Options, ...] = ()
 
     @property
     def settings(self) -> Options:
@@ -154,10 +154,10 @@ class _Move:
 class _Tuner:
     """State of the coordinate search: the best settings so far, the programs seen, and the deadline."""
 
-    tuned: Tuned
+    tuned: TunedRun
 
     def __init__(
-        self, run: Run, budget_s: float | None, report: Callable[[Tuned], None], progress: Callable[[str], None]
+        self, run: Run, budget_s: float | None, report: Callable[[TunedRun], None], progress: Callable[[str], None]
     ) -> None:
         self._run, self._report, self._progress = run, report, progress
         self._mode = settings_for(CompileMode, run.config.mode)
@@ -169,11 +169,11 @@ class _Tuner:
         self._tried: set[_OptionsKey] = {frozenset()}
         self._effects: dict[_OptionsKey, Verdict] = {}
         """Last verdict on each setting."""
-        self._steps: dict[str, float] = {}
+        self._step_seconds: dict[str, float] = {}
         """Step time in seconds, by digest of the module."""
-        self._model: dict[str, Enum] = {}
+        self._best_model: dict[str, Enum] = {}
         """Model settings of the best so far."""
-        self._digest = ""
+        self._best_digest = ""
         """Digest of the best module so far."""
 
     def start(self) -> None:
@@ -193,7 +193,7 @@ class _Tuner:
         self._baseline_options, self._defaults = program.options(), program.options(CHIP)
         first = self._judge(_Move({}), program, 1)
         step_s, user_options = program.step_s, program.options(USER)
-        self.tuned = Tuned(step_s, step_s, {}, (first,), set_by_user=user_options, run=self._run)
+        self.tuned = TunedRun(step_s, step_s, {}, (first,), set_by_user=user_options, run=self._run)
         self._set_best({}, {}, program)
         self._report(self.tuned)
 
@@ -205,10 +205,10 @@ class _Tuner:
         user_options = self.tuned.set_by_user.keys()
         candidates = [candidate for candidate in candidates if user_options.isdisjoint(candidate.names)]
         candidates.sort(key=lambda candidate: candidate.name in self._defaults)
-        for number in range(1, ROUNDS + 1):
+        for round_number in range(1, ROUNDS + 1):
             before = self.tuned.options
-            for move in self._first_round(candidates) if number == 1 else self._second_round(candidates):
-                self._attempt(move, number)
+            for move in self._first_round(candidates) if round_number == 1 else self._second_round(candidates):
+                self._attempt(move, round_number)
             if self.tuned.options == before:
                 break
 
@@ -267,20 +267,20 @@ class _Tuner:
         combined: Options = {}
         for options in settings:
             combined |= options
-        yield _Move(combined, combines=tuple(settings))
+        yield _Move(combined, parts=tuple(settings))
         if self._effects.get(_options_key(combined)) is not Verdict.same:
             half = len(settings) // 2
             yield from self._combinations(settings[:half])
             yield from self._combinations(settings[half:])
 
-    def _attempt(self, move: _Move, number: int) -> None:
-        """Compile the best settings so far with `move` applied, and record the verdict for round `number`.
+    def _attempt(self, move: _Move, round_number: int) -> None:
+        """Compile the best settings so far with `move` applied, and record the verdict for round `round_number`.
 
-        Adopts the new settings if the step is at least `LEAST_GAIN` shorter or, when the move removes an option, not
+        Adopts the new settings if the step is at least `MIN_GAIN` shorter or, when the move removes an option, not
         longer. Does not adopt a combination for a shorter step, because its parts are tried next. Skips settings that
         were already tried.
         """
-        best, model = self.tuned, self._model | move.model
+        best, model = self.tuned, self._best_model | move.model
         options = best.options | move.options
         options = {
             name: value for name, value in options.items() if option_text(value) != self._baseline_options.get(name)
@@ -289,12 +289,12 @@ class _Tuner:
         run = with_settings(self._run, options, model)
         if key in self._tried or (move.model and run.problems(advise=False)):
             return
-        together = f"{len(move.combines)} options together"
-        program = self._compile(run, together if move.combines else ", ".join(assignments(move.settings)))
+        combination_title = f"{len(move.parts)} options together"
+        program = self._compile(run, combination_title if move.parts else ", ".join(assignments(move.settings)))
         self._tried.add(key)
-        attempt = self._judge(move, program, number, removes_option=len(options) < len(best.options))
+        attempt = self._judge(move, program, round_number, removes_option=len(options) < len(best.options))
         self.tuned = replace(best, attempts=(*best.attempts, attempt))
-        for setting in (move.settings, *(move.combines if attempt.verdict is Verdict.same else ())):
+        for setting in (move.settings, *(move.parts if attempt.verdict is Verdict.same else ())):
             self._effects[_options_key(setting)] = attempt.verdict
         if attempt.verdict in (Verdict.kept, Verdict.not_needed):
             self._set_best(options, model, program)
@@ -303,7 +303,7 @@ class _Tuner:
     def _set_best(self, options: Options, model: dict[str, Enum], program: _Program) -> None:
         """Make these settings the best so far, including the options that the program needs to fit."""
         assert program.step_s is not None
-        self._model, self._digest, to_fit = model, program.step.module_sha256, program.options(TO_FIT)
+        self._best_model, self._best_digest, to_fit = model, program.step.module_sha256, program.options(TO_FIT)
         self.tuned = replace(
             self.tuned,
             run=with_settings(self._run, options | to_fit, model),
@@ -313,25 +313,25 @@ class _Tuner:
             model={key: str(value.value) for key, value in model.items()},
         )
 
-    def _judge(self, move: _Move, program: _Program, number: int, removes_option: bool = False) -> Attempt:
+    def _judge(self, move: _Move, program: _Program, round_number: int, removes_option: bool = False) -> Attempt:
         """Return the attempt with its verdict. `removes_option` is True if the move removes a kept option."""
         compiled, change = program.compiled, None
-        attempt = Attempt(move.settings, Verdict.start, number, seconds=program.seconds, cached=compiled.cached)
+        attempt = Attempt(move.settings, Verdict.start, round_number, seconds=program.seconds, cached=compiled.cached)
         if program.step_s is None:
-            verdict = _WITHOUT_STEP.get(compiled.status, Verdict.failed)
+            verdict = _VERDICTS_WITHOUT_STEP.get(compiled.status, Verdict.failed)
             return replace(attempt, verdict=verdict, reason=_reason(compiled))
         attempt = replace(attempt, step_s=program.step_s, peak=program.step.memory.peak)
-        if not self._digest:
+        if not self._best_digest:
             return attempt
         change = program.step_s / self.tuned.step_s - 1
         if removes_option and change <= 0:
             verdict = Verdict.not_needed
-        elif program.step.module_sha256 == self._digest:
+        elif program.step.module_sha256 == self._best_digest:
             verdict = Verdict.same
-        elif move.combines:
+        elif move.parts:
             verdict = Verdict.changed
         else:
-            verdict = Verdict.kept if change <= -LEAST_GAIN else Verdict.no_gain
+            verdict = Verdict.kept if change <= -MIN_GAIN else Verdict.no_gain
         return replace(attempt, verdict=verdict, change=change)
 
     def _compile(self, run: Run, title: str, budgeted: bool = True) -> _Program:
@@ -347,11 +347,11 @@ class _Tuner:
             raise _BudgetSpent
         step, step_s = compiled.outcome.step, None
         if step is not None:
-            if step.module_sha256 not in self._steps:
+            if step.module_sha256 not in self._step_seconds:
                 replay, _ = replay_program(run, compiled)
                 assert replay is not None, "modules for TPUs are scheduled, so they can be replayed"
-                self._steps[step.module_sha256] = replay.step_s
-            step_s = self._steps[step.module_sha256]
+                self._step_seconds[step.module_sha256] = replay.step_s
+            step_s = self._step_seconds[step.module_sha256]
         return _Program(compiled, step_s, time.perf_counter() - began)
 
 

@@ -96,7 +96,7 @@ class TuneResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned(TuneResult):
+class TunedRun(TuneResult):
     """Results so far. `run` is the run with the best settings."""
 
     run: Run
@@ -111,7 +111,7 @@ class TuneRecord(TuneResult):
     schema: int = 1
 
     @staticmethod
-    def from_results(tuned: Tuned, versions: dict[str, str]) -> TuneRecord:
+    def from_results(tuned: TunedRun, versions: dict[str, str]) -> TuneRecord:
         """Build the record of `tuned`, with the versions of installed packages."""
         results = {field.name: getattr(tuned, field.name) for field in fields(TuneResult)}
         return TuneRecord(about=tuned.run.layout_record(), versions=versions, **results)
