@@ -22,7 +22,7 @@ from valkyrie.hardware.target import usable_hbm
 from valkyrie.paths import DiskError
 from valkyrie.problems import ProblemCode
 from valkyrie.records import decode, encode, read_record, write_record
-from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
+from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, rank_layout, rank_layouts, show, train_command
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
 from valkyrie.search.compile.prediction import MemoryReport, read_prediction
@@ -593,7 +593,7 @@ def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
     doubtful = Shortlist([], listed.fitting[:3], listed.smallest)
     monkeypatch.setattr(mode, "shortlist", lambda ranked: doubtful)
     status, answer, _, printed = search("mode.compiles=0")
-    assert status == NOT_COMPILED and not answer and "3 uncompiled" in printed
+    assert status == NO_STEP_TIME and not answer and "3 uncompiled" in printed
 
 
 def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., Finished]) -> None:

@@ -123,6 +123,15 @@ class Candidates:
         """Return the mesh axes over which a parameter's logical axis is gathered for use."""
         return find_gathered_axes(logical, self.parameters, self.activations, self.arrays.dispatched)
 
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """Mesh axes that shard the positions of the logits in addition to those of `seq`.
+
+        These shard `embed` elsewhere. If one of them also shards `vocab`, positions are not sharded over them.
+        """
+        embed, vocab = self.activations["embed"], self.activations["vocab"]
+        return () if set(embed) & set(vocab) else tuple(embed)
+
     def zero1_axes(self, axes: Sequence[str | None]) -> tuple[str, ...]:
         """Return the mesh axes over which ZeRO-1 splits the moments of a parameter: data axes that do not split it.
 

@@ -3,23 +3,25 @@
 The function `mode.search` runs `mode=search` in these steps:
 
 1. `request.parse_request` parses the slices, the settings that may vary, and the budget.
-2. `estimate.space.enumerate_layouts` lists all legal layouts, and `estimate.rank` estimates their step time and memory.
+2. `estimate.space.enumerate_layouts` lists all distinct legal layouts. `estimate.rank` estimates their step time and
+   memory.
 3. `shortlist.shortlist` selects the fastest layouts that fit, or may fit given the errors of memory estimates.
 4. `compiling.compile_best` compiles them in the order of their corrected estimates, until no other is likely to be
    faster. Each compile is a trial in this process (`modes.compile_into_folder`); the compiler runs in a child process
-   (`compile.runner`, `compile.child`). `valkyrie.machine.replay` replays the schedule of the compiled program, and
-   `compile.correction` multiplies the result by factors from published runs.
+   (`compile.runner`, `compile.child`). `compile.replayed` replays the schedule of the compiled program
+   (`valkyrie.machine.replay`) and multiplies its times by the factors of `compile.correction`, fitted to published runs
+   or by `mode=calibrate`.
 5. With `mode.tune`, `tuning.tune_best` tries compiler options and implementations on the best layout.
-6. `measuring` times the best few layouts if this machine has the devices, unless the search was interrupted or no
-   compiled layout fits.
+6. `measuring` times the best few layouts if there is one target and this machine has its devices. It is skipped after
+   Ctrl-C, or if layouts were compiled but none fits.
 7. `answer.rank_layouts` ranks the layouts and corrects estimates by compiled times. `measuring.rank_measured` corrects
    both by measured times. README.md has a table of what is corrected by what. `answer_record` defines the answer that
    is stored in `search.json`.
 
-Similar names: `mode.py` is `mode=search`, and `modes.py` the modes `compile`, `measure` and `figures`. `compile/` is
+Similar names: `mode.py` is `mode=search`, and `modes.py` the modes `compile` and `measure`. `compile/` is
 one compile with its prediction, and `compiling.py` the compile stage of a search; likewise `measure/` and
 `measuring.py`, `tune/` and `tuning.py`.
 """
 
-NOT_COMPILED = 3
-"""Exit status if no layout fits, or if `mode=compile` or `mode=measure` has no step time. A result, not an error."""
+NO_STEP_TIME = 3
+"""Exit status if no layout fits, or if no compile or measurement gave a step time. A result, not an error."""

@@ -18,7 +18,7 @@ from valkyrie.search.answer_record import Bottleneck, RankedLayout, SearchAnswer
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.request import SearchRequest, affordable_seconds, dollars, step_tokens
-from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, mesh_partition, without_torus
+from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, without_torus
 
 NEAR_LIMIT = 0.95
 """A layout is also marked as bound by memory if its peak exceeds this share of the usable memory."""
@@ -90,21 +90,17 @@ def _best_on_chips(
     estimated = [layout for layout in estimated if layout.step_s < compiled_s.get(without_torus(layout), math.inf)]
     rows = [(layout.estimate, rank_layout(request, layout.estimate, layout)) for layout in compiled[:count]]
     return rows + [
-        (layout, rank_layout(request, layout, ratio=compiles.ratio(mesh_partition(layout))))
+        (layout, rank_layout(request, layout).with_step_time(compiles.corrected_s(layout)))
         for layout in estimated[: count - len(rows)]
     ]
 
 
 def rank_layout(
-    request: SearchRequest, layout: EstimatedLayout, compiled: CompiledLayout | None = None, ratio: float | None = None
+    request: SearchRequest, layout: EstimatedLayout, compiled: CompiledLayout | None = None
 ) -> RankedLayout:
-    """Return the row of a layout in the table of results.
-
-    Its step time is the compiled one or, without `compiled`, the estimate times `ratio`. `ratio` is the compiled over
-    estimated step time of another layout with the same mesh and partition. None leaves the estimate unchanged.
-    """
+    """Return the row of a layout in the table of results, with its compiled step time or, without one, its estimate."""
     target, tokens = layout.group.target, step_tokens(request.run)
-    step_s = layout.step_s * (ratio or 1.0) if compiled is None else compiled.step_s or layout.step_s
+    step_s = layout.step_s if compiled is None else compiled.step_s or layout.step_s
     low, high = estimate_errors().low * step_s, estimate_errors().high * step_s
     interval = None if compiled is None else compiled.trial.results.step.interval
     if compiled is not None:

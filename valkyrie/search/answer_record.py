@@ -42,7 +42,9 @@ class RankedLayout:
         candidate: The layout.
         overrides: Command-line overrides that select it.
         stage: Source of the step time.
-        step_s, low_s, high_s: Seconds per step, and the ends of its interval.
+        step_s: Seconds per step.
+        low_s, high_s: Range of the step time: the error range of a prediction, or the minimum and 90% quantile of a
+            measurement. Both equal `step_s` if the range is unknown.
         memory, usable: Peak and usable memory per device, in bytes.
         bottleneck: The resource that takes most of the step.
         parts_s: Seconds of the estimated step by part.
@@ -132,7 +134,7 @@ class SearchAnswer:
         layouts: Number of layouts that were estimated.
         refused: Number of illegal layouts by reason.
         duplicates: Number of meshes that were skipped because they shard like another one.
-        compiled: Number of compiled layouts.
+        compiled: Number of compiled layouts, including those that do not fit or failed.
         why: Reason why no more layouts were compiled.
         measured: The measured layouts.
         best: The best layouts, in order.

@@ -22,6 +22,7 @@ from valkyrie.records import RecordError
 from valkyrie.runs.folder import split_flags
 from valkyrie.search.compile.prediction import read_prediction
 from valkyrie.search.estimate.rank import EstimatedLayout
+from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.modes import compile_into_folder
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import (
@@ -40,7 +41,7 @@ from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.options import settings_to_fit
 
 DISTINCT_FIRST = 4
-"""Number of first compiles that must all differ in mesh or partition."""
+"""Number of different meshes and partitions to compile before repeating one. Baselines do not follow this order."""
 MIN_VARIANT_RATIO = 0.97
 """Assumed lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`.
 
@@ -101,8 +102,16 @@ class CompiledLayouts:
         matching = [c for c in self.done if mesh_partition(c.estimate) == key and c.step_s is not None]
         return (matching[-1].step_s or 0.0) / matching[-1].estimate.step_s if matching else None
 
-    def on_other_slices(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
-        """Return those of `layouts` that are on slices for which nothing was compiled."""
+    def get(self, candidate: Candidate) -> CompiledLayout | None:
+        """Return the record of a layout, or None if it was not compiled."""
+        return next((layout for layout in self.done if layout.estimate.candidate == candidate), None)
+
+    def corrected_s(self, layout: EstimatedLayout) -> float:
+        """Return the estimated step time of a layout in seconds, times `ratio` if it is known."""
+        return layout.step_s * (self.ratio(mesh_partition(layout)) or 1.0)
+
+    def on_uncompiled_chips(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
+        """Return those of `layouts` on a kind and number of chips for which nothing was compiled."""
         compiled = {describe_chips(layout.target) for layout in self.done}
         return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
 
@@ -127,7 +136,7 @@ class BudgetOver(BaseException):
 def compile_best(
     request: SearchRequest,
     shortlisted: Shortlist,
-    rivals: Sequence[EstimatedLayout],
+    rivals: Callable[[TargetConfig], Sequence[EstimatedLayout]],
     folder: Path,
     limit: int,
     compiles: CompiledLayouts,
@@ -136,8 +145,8 @@ def compile_best(
 ) -> None:
     """Compile layouts until no other is likely to be better, the budget is spent, or `limit` are compiled.
 
-    The next layout is the one with the lowest corrected estimate. Each slice gets one before any gets a second, and the
-    first `DISTINCT_FIRST` differ in mesh or partition.
+    The next layout is the one with the lowest corrected estimate. Each kind and number of chips gets a compile before
+    any gets a second, and `DISTINCT_FIRST` different meshes and partitions are compiled before one is repeated.
 
     Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
     running when the budget ends is stopped and not recorded. Ctrl-C raises KeyboardInterrupt, and `compiles` then holds
@@ -146,8 +155,8 @@ def compile_best(
     Args:
         request: The search.
         shortlisted: Layouts that may be the best.
-        rivals: Layouts to compare with, compiled right after each slice has a layout and one fits, however slow their
-            estimates.
+        rivals: Returns the layouts to compare with on a slice. Those on the slice of the best layout are compiled next,
+            however slow their estimates, once all kinds and numbers of chips have a compile and a layout fits.
         folder: Folder of the search. Layouts in its records are not compiled again.
         limit: Largest number of compiles.
         compiles: Receives the results.
@@ -156,7 +165,6 @@ def compile_best(
             the seconds that the longest compile so far took.
     """
     began, longest, waiting = time.monotonic(), 0.0, [*shortlisted.fitting, *shortlisted.doubtful]
-    required = list(rivals)
 
     def watch(layout: EstimatedLayout, start: float) -> None:
         if request.budget_s is not None and time.monotonic() - began > request.budget_s:
@@ -165,17 +173,16 @@ def compile_best(
 
     while True:
         possible = [layout for layout in waiting if compiles.may_fit(layout)]
-        all_slices = not compiles.on_other_slices(possible)
-        # Rivals wait until each slice has a layout and one fits: with a short budget, these matter more.
-        is_required = bool(required) and all_slices and compiles.best(request) is not None
-        layout = required.pop(0) if is_required else _pick_next(request, possible, compiles)
+        best = None if compiles.on_uncompiled_chips(possible) else compiles.best(request)
+        # Rivals wait until each kind of chip has a layout and one fits: with a short budget, these matter more.
+        required = [] if best is None else [r for r in rivals(best.target) if compiles.get(r.candidate) is None]
+        layout = required[0] if required else _pick_next(request, possible, compiles)
         lower_bound = min(
             (request.cost(other.group.target, _lower_bound_s(other, compiles)) for other in possible), default=0.0
         )
-        best = compiles.best(request) if all_slices and not is_required else None
         if layout is None:
             compiles.why = "every layout that may fit was compiled"
-        elif best is not None and lower_bound > request.cost(best.target, best.step_s or 0.0):
+        elif not required and best is not None and lower_bound > request.cost(best.target, best.step_s or 0.0):
             compiles.why = "no other layout is likely to be faster, judging by the errors of estimates"
         elif request.budget_s is not None and time.monotonic() - began + longest > request.budget_s:
             compiles.why = f"another compile would exceed mode.budget={request.mode.budget}"
@@ -183,9 +190,7 @@ def compile_best(
             compiles.why = f"mode.compiles={limit} is reached"
         if layout is None or compiles.why:
             return
-        waiting = [other for other in waiting if other is not layout]
-        if any(layout.candidate == other.estimate.candidate for other in compiles.done):
-            continue
+        waiting = [other for other in waiting if other.candidate != layout.candidate]
         start = time.monotonic()
         plan = plan_compile(request, layout, folder)
         try:
@@ -250,18 +255,18 @@ def _pick_next(
 ) -> EstimatedLayout | None:
     """Return the layout with the lowest expected cost, or None if none is left.
 
-    Slices for which no layout has been compiled come first. The first `DISTINCT_FIRST` layouts differ in mesh or
-    partition.
+    Kinds and numbers of chips without a compile come first. Until `DISTINCT_FIRST` meshes and partitions are compiled,
+    none is repeated.
     """
     compiled = {mesh_partition(layout.estimate) for layout in compiles.done}
-    untried = compiles.on_other_slices(waiting)
+    untried = compiles.on_uncompiled_chips(waiting)
     if not untried and len(compiled) < DISTINCT_FIRST:
         untried = [layout for layout in waiting if mesh_partition(layout) not in compiled]
 
-    def expected(layout: EstimatedLayout) -> float:
-        return request.cost(layout.group.target, layout.step_s * (compiles.ratio(mesh_partition(layout)) or 1.0))
+    def expected_cost(layout: EstimatedLayout) -> float:
+        return request.cost(layout.group.target, compiles.corrected_s(layout))
 
-    return min(untried or waiting, key=expected, default=None)
+    return min(untried or waiting, key=expected_cost, default=None)
 
 
 def _lower_bound_s(layout: EstimatedLayout, compiles: CompiledLayouts) -> float:

@@ -125,11 +125,10 @@ def expected_step_times(shortlisted: Shortlist, compiles: CompiledLayouts) -> li
 
     Compiled times replace estimates, and scale the estimates of layouts with the same mesh and partition.
     """
-    compiled = {layout.estimate.candidate for layout in compiles.done}
     pairs = [(layout.estimate, layout.step_s) for layout in compiles.done if layout.step_s is not None]
     for layout in shortlisted.fitting:
-        if layout.candidate not in compiled:
-            pairs.append((layout, layout.step_s * (compiles.ratio(mesh_partition(layout)) or 1.0)))
+        if compiles.get(layout.candidate) is None:
+            pairs.append((layout, compiles.corrected_s(layout)))
     return sorted(pairs, key=lambda pair: pair[1])
 
 
@@ -142,7 +141,9 @@ def run_measurement(request: SearchRequest, layout: EstimatedLayout, folder: Pat
     return run_trials([plan], 1)[plan.key]
 
 
-def rank_measured(request: SearchRequest, rows: Sequence[RankedLayout], measured: MeasuredTrials) -> list[RankedLayout]:
+def rank_measured(
+    request: SearchRequest, rows: Sequence[RankedLayout], measured: MeasuredTrials, compiles: CompiledLayouts
+) -> list[RankedLayout]:
     """Return the rows of an answer with all measured layouts first, the fastest first.
 
     The step times of the other rows, compiled or estimated, are scaled by the median of measured over predicted time.
@@ -151,7 +152,10 @@ def rank_measured(request: SearchRequest, rows: Sequence[RankedLayout], measured
     unmeasured = {row.candidate: row for row in rows}
     measured_rows = []
     for trial in measured.timed:
-        row = unmeasured.pop(trial.estimate.candidate, None) or rank_layout(request, trial.estimate)
+        row = unmeasured.pop(trial.estimate.candidate, None)
+        if row is None:
+            compiled = compiles.get(trial.estimate.candidate)
+            row = rank_layout(request, trial.estimate, compiled if compiled and compiled.step_s else None)
         step = trial.trial.results.step
         measured_row = row.with_step_time(trial.step_s or row.step_s)
         bounds = {"low_s": step.min_s, "high_s": step.p90_s}

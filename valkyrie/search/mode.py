@@ -16,7 +16,7 @@ from valkyrie.problems import INDIVISIBLE
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
-from valkyrie.search import NOT_COMPILED
+from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best, compile_run
@@ -71,7 +71,7 @@ def _search(run: Run) -> int:
     if not shortlisted.fitting and not shortlisted.doubtful:
         console.print(_describe_no_fit(shortlisted, request, compiles, space), style="bold red", markup=False)
         remove_if_empty(folder)
-        return NOT_COMPILED
+        return NO_STEP_TIME
     will_measure = request.mode.measure > 0 and can_measure(request)
     missing_compilers = _missing_compilers(request)
     if not will_measure:
@@ -80,11 +80,9 @@ def _search(run: Run) -> int:
         [target.name for target in request.targets if target.name not in missing_compilers]
     )
     if compilable.fitting or compilable.doubtful:
-        expected = _expected_best(request, compilable)
-        rivals = rival_layouts(rivals_on(request, ranked, expected.group.target))
         try:
             with signals_as_exceptions():
-                status = _compile(request, compilable, rivals, folder, compiles, console)
+                status = _compile(request, ranked, compilable, folder, compiles, console)
         except KeyboardInterrupt:
             console.print("interrupted; the best so far:", style="yellow")
             status = INTERRUPTED
@@ -95,11 +93,11 @@ def _search(run: Run) -> int:
         status, options = tune_best(request, best, tune_s, console)
     if status == 0 and will_measure:
         status = _measure(request, shortlisted, compiles, folder, measured, console)
-    rows = rank_measured(request, rank_layouts(request, shortlisted, compiles, SHOWN), measured)
+    rows = rank_measured(request, rank_layouts(request, shortlisted, compiles, SHOWN), measured, compiles)
     if not rows:
         console.print(_describe_no_fit(shortlisted, request, compiles, space), style="bold red", markup=False)
         remove_if_empty(folder)
-        return status or NOT_COMPILED
+        return status or NO_STEP_TIME
     if options and (best is None or rows[0].candidate != best.estimate.candidate):
         message = (
             f"The tuned options ({' '.join(options)}) were dropped, because another layout is faster. To tune that "
@@ -107,7 +105,7 @@ def _search(run: Run) -> int:
         )
         console.print(message, style="yellow", markup=False, soft_wrap=True)
         options = []
-    winner = next((layout for layout in compiles.done if layout.estimate.candidate == rows[0].candidate), None)
+    winner = compiles.get(rows[0].candidate)
     if not options and winner is not None:
         options = list(winner.to_fit)
     on_this_machine = has_devices(_target_slice(rows[0], request))
@@ -161,13 +159,6 @@ def _print_commands(
         console.print(f"launch it: {answer.launch}", markup=False, soft_wrap=True)
 
 
-def _expected_best(request: SearchRequest, shortlisted: Shortlist) -> EstimatedLayout:
-    """Return the best layout by estimate: one that fits, or if there is none, one that may fit."""
-    return min(
-        shortlisted.fitting or shortlisted.doubtful, key=lambda layout: request.cost(layout.group.target, layout.step_s)
-    )
-
-
 def _wider_heads(request: SearchRequest, best: RankedLayout, shortlisted: Shortlist) -> WiderHeads | None:
     layouts = [*shortlisted.fitting, *shortlisted.doubtful]
     layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
@@ -182,12 +173,15 @@ def _target_slice(row: RankedLayout, request: SearchRequest) -> TargetConfig:
 
 def _compile(
     request: SearchRequest,
+    ranked: Ranking,
     shortlisted: Shortlist,
-    rivals: list[EstimatedLayout],
     folder: Path,
     compiles: CompiledLayouts,
     console: Console,
 ) -> int:
+    def rivals(target: TargetConfig) -> list[EstimatedLayout]:
+        return rival_layouts(rivals_on(request, ranked, target))
+
     limit = request.mode.compiles
     if limit == 0:
         return 0
@@ -220,7 +214,7 @@ def _compile(
         compile_best(request, shortlisted, rivals, folder, limit, compiles, print_result, show_progress)
     console.print(f"{len(compiles.done)} compiled: {compiles.why}", markup=False, soft_wrap=True)
     if compiles.done:
-        return 0 if compiles.best(request) is not None else NOT_COMPILED
+        return 0 if compiles.best(request) is not None else NO_STEP_TIME
     advice = (
         "Nothing was compiled, so these are estimates only. To compile the best layouts, use a longer budget: "
         "mode.budget=30min."

@@ -27,7 +27,7 @@ from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.paths import DiskError
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import claim_run_folder, run_folder, write_run_files
-from valkyrie.search import NOT_COMPILED
+from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.compile.cache import package_digest, requests_folder
 from valkyrie.search.compile.hints import hints
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
@@ -81,7 +81,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
         shutil.copy(compiled.program / HLO_TEXT_FILE, folder / HLO_TEXT_FILE)
         console.print(f"optimised HLO: {folder / HLO_TEXT_FILE}")
     console.print(f"report: {folder / COMPILE_FILE}")
-    return 0 if fits else NOT_COMPILED
+    return 0 if fits else NO_STEP_TIME
 
 
 def measure_mode(run: Run) -> int:
@@ -108,7 +108,7 @@ def _measure(run: Run, team: Team) -> int:
             console.print("compiling and timing the step")
         with console.status("compiling and timing the step"):
             measurement = measure(run, devices, trace, lambda line: console.print(line, style="yellow"))
-    status = 0 if measurement.status is CompileStatus.ok else NOT_COMPILED
+    status = 0 if measurement.status is CompileStatus.ok else NO_STEP_TIME
     if not team.is_leader:
         return status
     try:

@@ -87,10 +87,11 @@ def format_comparison(
             f"{name}: {duration(measured_s)} (measured), {measured_s / best.step_s:.2f} times as long as the best; "
             f"{description}"
         )
-    compiled = next((c for c in compiles.done if c.estimate.candidate == layout.candidate), None)
+    compiled = compiles.get(layout.candidate)
     if compiled is not None and compiled.step_s is None:
         return f"{name}: {description}: {compiled.trial.status.value.replace('_', ' ')}"
-    best_s = next((c.step_s for c in compiles.done if c.estimate.candidate == best.candidate), None)
+    compiled_best = compiles.get(best.candidate)
+    best_s = None if compiled_best is None else compiled_best.step_s
     if compiled is not None and compiled.step_s is not None and best_s is not None:
         times = compiled.step_s / best_s
         return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times as long as the best; {description}"

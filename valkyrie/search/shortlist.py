@@ -18,7 +18,7 @@ from valkyrie.search.estimate.space import Candidate
 FILE = Path(ranking.__file__).with_name("errors.json")
 """File with the errors of estimates relative to compiled steps, written by experiments/search/table.py."""
 MAX_CANDIDATES = 500
-"""Maximum number of layouts per slice in a shortlist: of those that fit, and of those that might."""
+"""Maximum number of fitting layouts per slice in a shortlist, and separately of doubtful ones."""
 MAX_EXAMINED = 10_000
 """Number of layouts per slice that are examined, fastest estimate first. A slower one is not found, even if it fits."""
 MAX_VARIANTS = 3
@@ -38,8 +38,9 @@ class MeshPartition(NamedTuple):
 def mesh_partition(layout: EstimatedLayout) -> MeshPartition:
     """Return the chips, mesh and partition of a layout.
 
-    The compiled step time of a layout corrects the estimates of layouts with the same ones. Its measured step time only
-    changes which layout is measured next.
+    The ratio of compiled to estimated step time of a layout corrects the estimates of layouts with the same ones. Its
+    ratio of measured to predicted step time only changes which layout is measured next; the answer uses the median
+    ratio of all measured layouts.
     """
     candidate, chips_text = layout.candidate, describe_chips(layout.group.target)
     return MeshPartition(chips_text, candidate.mesh, f"{candidate.partition} {candidate.schedule.value}")

@@ -21,7 +21,7 @@ from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.processes.ending import record_ending
 from valkyrie.processes.interrupt import exit_on_ctrl_c
 from valkyrie.runs.folder import saved_config
-from valkyrie.search import NOT_COMPILED
+from valkyrie.search import NO_STEP_TIME
 from valkyrie.sweep.members import WORKER_ARGUMENT
 from valkyrie.sweep.results import Outcome, failed_outcome, outcome_from_status, read_results
 from valkyrie.sweep.trial import Status
@@ -60,7 +60,7 @@ def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> O
 def _run_mode(folder: Path) -> Outcome:
     run = Run.from_config(saved_config(folder))
     status = run.config.mode.run(run)
-    if status not in (0, NOT_COMPILED):
+    if status not in (0, NO_STEP_TIME):
         return outcome_from_status(status, f"the process exited with status {status}")
     return Outcome(Status.ok) if sys.argv[2:] == [WORKER_ARGUMENT] else read_results(folder, run.config.mode)
 

@@ -19,6 +19,7 @@ import numpy as np
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import get_platform
+from valkyrie.models import Layered
 from valkyrie.models.block import BLOCK_INPUT, SavedActivation, padding
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import Memory, resolve_rules
@@ -167,9 +168,43 @@ class MemoryEstimator:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved = saved + bytes_
                 unnamed = unnamed + (bytes_ if activation.name is None else 0.0)
+        fetched, of_group = self._fetched
+        for activation, bytes_ in fetched:
+            if saved_location(activation, remat) is ActivationLocation.device:
+                saved = saved + bytes_
         logits, group = self._working_sets
+        gathered = self.gathered_bytes + 2 * of_group + 4 * self._gathered_stream  # with their gradients
         platform = get_platform(self.run.config.target.platform)
-        return platform.activation_bytes(saved, unnamed, logits, group, gradients, self.gathered_bytes)
+        return platform.activation_bytes(saved, unnamed, logits, group, gradients, gathered)
+
+    @cached_property
+    def _fetched(self) -> tuple[list[tuple[SavedActivation, np.ndarray]], np.ndarray]:
+        """Keys and values that a device fetches from other shards of the sequence.
+
+        Returns these of all layers with their bytes per device, as `activations`, and the bytes of one group of layers.
+        """
+        layouts, model, fetched, of_group = self.layouts, self.run.model, [], np.zeros(len(self.layouts))
+        local = self.run.config.seq / layouts.parts(layouts.activations[SEQ])
+        for number, (group, repeats) in enumerate(model.segments() if isinstance(model, Layered) else ()):
+            for layer in group:
+                for activation, positions in layer.mixer.neighbours(layer.context):
+                    others = self.run.config.seq - local
+                    others = others if positions is None else np.minimum(others, positions)
+                    bytes_ = self._bytes(activation) * others / local
+                    unnamed = replace(activation, name=None, product=False)
+                    fetched.append((unnamed, repeats * bytes_ * layouts.in_flight / layouts.stages))
+                    of_group = of_group + bytes_ * (number == 0)
+        return fetched, of_group
+
+    @property
+    def _gathered_stream(self) -> np.ndarray:
+        """Bytes per device of the residual stream of a layer, if products gather it, and 0 otherwise."""
+        layouts = self.layouts
+        axes = [axis for axis in layouts.activations["embed"] if axis not in layouts.used_axes("embed")]
+        stream = next((a for a in self.run.model.saved_activations() if a.name == BLOCK_INPUT), None)
+        if stream is None or not axes:
+            return np.zeros(len(layouts))
+        return self._bytes(replace(stream, count=1)) * np.where(layouts.parts(axes) > 1, layouts.parts(axes), 0)
 
     @cached_property
     def _working_sets(self) -> tuple[np.ndarray, np.ndarray]:
@@ -189,7 +224,9 @@ class MemoryEstimator:
         config, layouts, axes = self.run.config, self.layouts, activation.tensor.axes
         assert axes[:2] == (BATCH, SEQ), axes
         positions = config.seq / layouts.parts(layouts.activations[SEQ])
-        if activation.positions is not None:
+        if activation.positions is not None:  # the logits of a chunk of positions
+            shards = layouts.parts(layouts.loss_axes)
+            positions = np.where(positions % shards == 0, positions / shards, positions)
             positions = np.minimum(positions, activation.positions)
         elements = config.batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH]) * positions
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):

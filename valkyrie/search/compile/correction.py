@@ -1,4 +1,4 @@
-"""Corrects replayed step times by published runs, and derives the interval of a prediction.
+"""Correction factors for replayed step times, and the interval of a prediction.
 
 `published.json` has the ratio of measured to replayed seconds of every published run. It is written by
 experiments/published/predict.py. A family is a group of published runs with the same recipe on the same chip. Replayed

@@ -142,19 +142,15 @@ class StepEstimator:
         The stages of a pipeline share this work if `Candidates.shares_loss` is set.
         """
         model = self.work.run.model
-        rows = self.rows / self._loss_shards() / (self.layouts.stages if self.layouts.shares_loss else 1)
+        rows = (
+            self.rows
+            / self.layouts.parts(self.layouts.loss_axes)
+            / (self.layouts.stages if self.layouts.shares_loss else 1)
+        )
         n = model.vocab_rows / self.layouts.count_parts("vocab", "used", model.vocab_rows)
         k = np.full(len(self.layouts), float(self.work.embed))
         logits = 4.0 * 2 * rows * n / self.hbm
         return (1 + BACKWARD) * self._matmul_seconds(rows, k, np.asarray(n)) + self.efficiency.logits_passes * logits
-
-    def _loss_shards(self) -> np.ndarray:
-        """Return the number of additional shards into which the loss splits the tokens.
-
-        Mesh axes that shard `embed`, but not `vocab`, shard the tokens of the logits instead.
-        """
-        free = [a for a in self.layouts.activations["embed"] if a not in self.layouts.activations["vocab"]]
-        return self.layouts.parts(free)
 
     def _mixing_seconds(self, remat: RematConfig) -> np.ndarray:
         """Return the seconds of attention scores and scans in a microbatch: forward, recomputation and backward."""
@@ -312,8 +308,7 @@ class StepEstimator:
         """
         layouts, vocab = self.layouts, self.layouts.used_axes("vocab")
         stream = self.rows * self.work.embed * self.work.itemsize
-        free = [a for a in layouts.activations["embed"] if a not in layouts.activations["vocab"]]
-        rows = stream / layouts.parts(free)
+        rows = stream / layouts.parts(layouts.loss_axes)
         return 2 * self.network.sum(layouts, vocab, rows)
 
     @cached_property
