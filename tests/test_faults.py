@@ -34,7 +34,7 @@ from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.runs.folder import claim_run_folder, key_value, run_folder
 from valkyrie.sweep.rows import make_rows
 from valkyrie.tasks.puzzles import puzzle_losses
-from valkyrie.units import printable
+from valkyrie.units import escape_control_characters
 
 MISTAKES = {
     "prompt=\udcff\udcfe": "prompt= has bytes that are not UTF-8 (ff fe)",
@@ -109,7 +109,7 @@ def test_control_characters_in_files_are_not_printed():
     rows = make_rows({Path("x"): [hostile]})
     assert "\x1b" not in as_markdown(rows) and "\x1b" not in as_csv(rows)
     assert "'=cmd" in as_csv(rows) and ",=cmd" not in as_csv(rows) and "'\t=1" in as_csv(rows)
-    assert printable("a\x1b[0m\n\tb\x07") == "a\\x1b[0m\n\tb\\x07"
+    assert escape_control_characters("a\x1b[0m\n\tb\x07") == "a\\x1b[0m\n\tb\\x07"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from runs import TINY, start_training
 from valkyrie.config.compose import register
 from valkyrie.config.run import Run
 from valkyrie.paths import conf_dir
-from valkyrie.problems import INDIVISIBLE, ProblemCode
+from valkyrie.problems import DIVISIBILITY_CODES, ProblemCode
 from valkyrie.sweep.cells import Cells
 from valkyrie.sweep.composer import Composer, _JobKind, _with_numbers
 from valkyrie.sweep.layouts import count_kinds, describe_counts, enumerate_cells, sample_evenly, sweep_layouts
@@ -217,7 +217,7 @@ def test_the_laptop_sweep_has_the_same_layouts_on_eight_chips():
 
 def test_refusals_are_grouped_and_counted():
     enumerated = enumerated_cells("hydra/sweeper=layouts", "target=cpu8", "batch=4")
-    assert enumerated.refused[0].problems[0].code in INDIVISIBLE
+    assert enumerated.refused[0].problems[0].code in DIVISIBILITY_CODES
     kinds = count_kinds(cell.problems[0] for cell in enumerated.refused)
     assert sum(count for _, count in kinds) == len(enumerated.refused)
     line = describe_counts(enumerated, enumerated.legal[:3])

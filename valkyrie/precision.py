@@ -25,7 +25,7 @@ class ProductDType(Enum):
     float8_e4m3fn = "float8_e4m3fn"
 
 
-ACCUMULATOR = DType.float32
+ACCUMULATOR_DTYPE = DType.float32
 """Dtype of accumulators under every policy: moments, moving averages, gradients of microbatches.
 
 A bfloat16 value cannot change by less than 0.4% of itself, so an average that moves by a thousandth per step would
@@ -38,7 +38,7 @@ class PolicyConfig:
     """A precision policy.
 
     S5 parameters and every softmax, norm and loss are float32 under all policies. So are optimizer moments, the moving
-    average of the parameters, and sums over microbatches (`ACCUMULATOR`).
+    average of the parameters, and sums over microbatches (`ACCUMULATOR_DTYPE`).
 
     Args:
         parameter: dtype of stored parameters.

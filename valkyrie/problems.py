@@ -64,7 +64,7 @@ class ProblemCode(Enum):
     rounds_not_divisible = "rounds_not_divisible"
 
 
-INDIVISIBLE = frozenset(
+DIVISIBILITY_CODES = frozenset(
     {
         ProblemCode.not_divisible,
         ProblemCode.batch_not_divisible,

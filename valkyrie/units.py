@@ -8,7 +8,7 @@ GIB = 2**30
 """Bytes per GiB."""
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Replace control characters, which terminals interpret, with hexadecimal escapes. Keeps newlines and tabs."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: f"\\x{ord(control[0]):02x}", text)
 

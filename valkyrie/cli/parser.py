@@ -14,7 +14,7 @@ from typing import NoReturn
 from valkyrie.paths import error_reason
 from valkyrie.processes.ending import INTERRUPTED, REFUSED, limit_failed_exit
 from valkyrie.processes.interrupt import repair_std_streams
-from valkyrie.units import printable
+from valkyrie.units import escape_control_characters
 
 BROKEN_PIPE_STATUS = 141
 """Exit status after the reader of our output closed the pipe. Shells report the same status for SIGPIPE."""
@@ -100,7 +100,7 @@ def output_error(error: Exception) -> str | None:
 
 def fail(command: str, message: str, status: int = REFUSED) -> NoReturn:
     """Print a message with one problem per line to stderr, and exit."""
-    lines = printable(message).splitlines() or ["unknown error"]
+    lines = escape_control_characters(message).splitlines() or ["unknown error"]
     head = f"{command}: " if len(lines) == 1 else f"{command}: {len(lines)} problems\n  - "
     print(head + "\n  - ".join(lines), file=sys.stderr)
     sys.exit(status)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valkyrie.cli.parser import OneLineParser, run_command
-from valkyrie.units import printable
+from valkyrie.units import escape_control_characters
 
 if TYPE_CHECKING:
     from valkyrie.hardware.position import Position
@@ -71,7 +71,7 @@ def _predict(words: list[str]) -> int:
         tokens=options.tokens,
         flops=options.flops,
     )
-    sys.stdout.write(printable(str(result)))
+    sys.stdout.write(escape_control_characters(str(result)))
     if options.json is not None:
         write_atomic(options.json, dump(result.record), "--json FILE")
     if options.timeline is not None:

@@ -22,7 +22,7 @@ from valkyrie.config.explain import explain
 from valkyrie.config.files import find_inclusion_cycle
 from valkyrie.config.modes import get_mode
 from valkyrie.config.run import Run
-from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, find_primary_config
+from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH_FLAGS, config_dirs, find_primary_config
 from valkyrie.extensions import add_import_path
 from valkyrie.foreign_errors import is_key_of_null
 from valkyrie.hardware.chips import known_chips
@@ -50,9 +50,9 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
     hydra_arguments: list[str] = []
     for argument in expand_shorthand(arguments):
         key, sign, value = argument.partition("=")
-        if hydra_arguments and hydra_arguments[-1] in CONFIG_PATH:
+        if hydra_arguments and hydra_arguments[-1] in CONFIG_PATH_FLAGS:
             argument = os.path.abspath(argument)
-        elif key in CONFIG_PATH and sign:
+        elif key in CONFIG_PATH_FLAGS and sign:
             argument = f"{key}={os.path.abspath(value)}"
         elif key in ("+experiment", "+sweep") and sign:
             argument = argument[1:]

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from valkyrie.config.compose import GROUPS
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import RunConfig
-from valkyrie.config.saved import CONFIG_DIR
+from valkyrie.config.saved import CONFIG_DIR_FLAGS
 from valkyrie.paths import config_names
 from valkyrie.runs.folder import key_value, key_values, split_flags
 
@@ -32,7 +32,7 @@ def bytes_not_utf8(text: str) -> str:
 
 def refuse_typos(arguments: Sequence[str], multirun: bool) -> None:
     """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b`, ..., with the correct form."""
-    if sum(argument.partition("=")[0] in CONFIG_DIR for argument in arguments) > 1:
+    if sum(argument.partition("=")[0] in CONFIG_DIR_FLAGS for argument in arguments) > 1:
         raise ValueError("--config-dir can be given once. Put the files of both folders into one.")
     for argument in arguments:
         if bad_bytes := bytes_not_utf8(argument):

@@ -36,12 +36,12 @@ from valkyrie.runs.folder import (
     split_flags,
 )
 
-CONFIG_PATH = ("--config-path", "-cp")
+CONFIG_PATH_FLAGS = ("--config-path", "-cp")
 """Flags for the folder of the primary config."""
-CONFIG_DIR = ("--config-dir", "-cd")
+CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
 """Flags for the folder of the user's configs and modules."""
-_CONFIG_NAME = ("--config-name", "-cn")
-CONFIG_FLAGS = (*CONFIG_PATH, *_CONFIG_NAME, *CONFIG_DIR)
+_CONFIG_NAME_FLAGS = ("--config-name", "-cn")
+CONFIG_FLAGS = (*CONFIG_PATH_FLAGS, *_CONFIG_NAME_FLAGS, *CONFIG_DIR_FLAGS)
 """Flags that select config files and folders."""
 SETTINGS_VARIABLE = "VALKYRIE_SETTINGS"
 """Environment variable that passes the settings file to the jobs of a multirun."""
@@ -73,7 +73,7 @@ def find_primary_config(
     if file is not None:
         values = _read_settings_file(file, arguments)
         _register_settings(values, file)
-        return PrimaryConfig(SAVED_RUN, None, _remove_flags(arguments, (*CONFIG_PATH, *_CONFIG_NAME)))
+        return PrimaryConfig(SAVED_RUN, None, _remove_flags(arguments, (*CONFIG_PATH_FLAGS, *_CONFIG_NAME_FLAGS)))
     folder = folder or (run_to_read(arguments) if read_run else None)
     if folder is None:
         return PrimaryConfig(config_name(arguments), config_path(arguments), list(arguments))
@@ -135,18 +135,18 @@ def complete_config_file(arguments: Sequence[str]) -> Path | None:
 
 def config_path(arguments: Sequence[str]) -> str | None:
     """Return the absolute path of the primary config's folder, or None if the arguments name none."""
-    folder = _last_flag_value(arguments, CONFIG_PATH)
+    folder = _last_flag_value(arguments, CONFIG_PATH_FLAGS)
     return None if folder is None else os.path.abspath(folder)
 
 
 def config_name(arguments: Sequence[str]) -> str:
     """Return the name of the primary config, by default `train`."""
-    return (_last_flag_value(arguments, _CONFIG_NAME) or "train").removesuffix(".yaml")
+    return (_last_flag_value(arguments, _CONFIG_NAME_FLAGS) or "train").removesuffix(".yaml")
 
 
 def config_dirs(arguments: Sequence[str]) -> list[str]:
     """Return the absolute path of the `--config-dir` folder in a list, or an empty list without that flag."""
-    folder = _last_flag_value(arguments, CONFIG_DIR)
+    folder = _last_flag_value(arguments, CONFIG_DIR_FLAGS)
     return [] if folder is None else [str(Path(folder).resolve())]
 
 

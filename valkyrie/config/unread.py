@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from valkyrie.config.modes import NEUTRAL_KEYS, ModeConfig
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.runs.folder import key_value, split_flags
-from valkyrie.units import printable
+from valkyrie.units import escape_control_characters
 
 _ALWAYS_READ = NEUTRAL_KEYS | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
 """Keys that every mode reads, or that decide how others are read."""
@@ -62,7 +62,7 @@ def _setting_text(argument: str) -> str:
     key, value = key_value(argument)
     if argument.startswith("~"):
         return f"~{key}"
-    return key if len(value) > _LONGEST_VALUE or "\n" in value else printable(f"{key}={value}")
+    return key if len(value) > _LONGEST_VALUE or "\n" in value else escape_control_characters(f"{key}={value}")
 
 
 def _join_settings(settings: list[str]) -> str:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import Axes, Shard
 from valkyrie.ops.narrow import narrow_einsum
-from valkyrie.precision import ACCUMULATOR, DType, PolicyConfig
+from valkyrie.precision import ACCUMULATOR_DTYPE, DType, PolicyConfig
 
 
 class Numerics(NamedTuple):
@@ -109,7 +109,7 @@ def lookup(
         return rows(table, tokens), (table, tokens)
 
     def table_gradient(tokens: Array, g: Array) -> Array:
-        return jnp.zeros(table.shape, ACCUMULATOR.value).at[tokens].add(g.astype(ACCUMULATOR.value))
+        return jnp.zeros(table.shape, ACCUMULATOR_DTYPE.value).at[tokens].add(g.astype(ACCUMULATOR_DTYPE.value))
 
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
         table, tokens = saved

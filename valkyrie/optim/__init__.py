@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Parameter
 from valkyrie.extensions import Families
-from valkyrie.precision import ACCUMULATOR
+from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.problems import Problem, check_range
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Training:
     """
 
     steps: int
-    compute: str = ACCUMULATOR.value
+    compute: str = ACCUMULATOR_DTYPE.value
     stack_sharding: StackSharding | None = None
 
 
@@ -299,7 +299,7 @@ def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> o
     inner = optax.chain(*clip, config.transformation(specs, training))
 
     def to_accumulated(tree: Any) -> Any:
-        return optax.tree.cast(tree, ACCUMULATOR.value)
+        return optax.tree.cast(tree, ACCUMULATOR_DTYPE.value)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return inner.update(to_accumulated(updates), state, to_accumulated(params))

@@ -26,7 +26,7 @@ from valkyrie.parallel.pipeline import (
     where_tree,
 )
 from valkyrie.parallel.schedule import Pipeline
-from valkyrie.precision import ACCUMULATOR
+from valkyrie.precision import ACCUMULATOR_DTYPE
 
 
 def run_1f1b(
@@ -320,7 +320,7 @@ def _zeros_like(tree: Any) -> Any:
 
 def _zero_sums(tree: Any) -> Any:
     """Return zeros in the dtype of sums over microbatches."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, ACCUMULATOR.value), tree)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, ACCUMULATOR_DTYPE.value), tree)
 
 
 def _add_trees(total: Any, more: Any, valid: jax.Array | bool = True) -> Any:

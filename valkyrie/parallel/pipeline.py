@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.axes import BATCH, LayerFunction, Shard, scan_layers
 from valkyrie.parallel.schedule import Pipeline
-from valkyrie.precision import ACCUMULATOR
+from valkyrie.precision import ACCUMULATOR_DTYPE
 
 SEND_SCOPE = "sent_on"
 """Named scope of the permutes that send microbatches between stages."""
@@ -217,7 +217,7 @@ def fold_in_keys(layers: Any, microbatch: jax.Array) -> Any:
 
 def _widen(x: jax.Array) -> jax.Array:
     """Cast a floating-point parameter to the dtype in which gradients of microbatches are added."""
-    return x.astype(jnp.promote_types(x.dtype, ACCUMULATOR.value)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(jnp.promote_types(x.dtype, ACCUMULATOR_DTYPE.value)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _cast_float(x: jax.Array, dtype: Any) -> jax.Array:

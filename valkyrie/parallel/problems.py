@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays
 from valkyrie.parallel.partition import PipelineSchedule, RoleKind
-from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode
+from valkyrie.problems import DIVISIBILITY_CODES, Problem, ProblemCode
 
 if TYPE_CHECKING:
     from valkyrie.parallel.candidates import Candidates
@@ -42,7 +42,7 @@ def add_advice(problem: Problem, nearest: FindNearest | None, find_sizes: Callab
         find_sizes: Searches sizes of the problem's mesh axis. Used only if there is exactly one such axis, and the key
             is neither the batch nor the sequence length.
     """
-    if problem.code not in INDIVISIBLE:
+    if problem.code not in DIVISIBILITY_CODES:
         return problem
     if nearest is not None and problem.key is not None:
         values = nearest(problem)

@@ -10,7 +10,7 @@ from valkyrie.report import tables, words
 from valkyrie.report.rank import Comparison, best_per_workload, group_unsuccessful
 from valkyrie.sweep.columns import CSV_COLUMNS
 from valkyrie.sweep.rows import Row, group_by_kind
-from valkyrie.units import printable
+from valkyrie.units import escape_control_characters
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -34,7 +34,7 @@ def _cell(value: object) -> object:
     """Escape a text so that no spreadsheet evaluates it as a formula. Trials may come from someone else."""
     if not isinstance(value, str):
         return value
-    return printable(f"'{value}" if value.startswith(("=", "+", "-", "@", "\t")) else value)
+    return escape_control_characters(f"'{value}" if value.startswith(("=", "+", "-", "@", "\t")) else value)
 
 
 def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
@@ -63,4 +63,4 @@ def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> st
             layouts = ", ".join(dict.fromkeys(row.layout for row in members))
             lines.append(f"- **{members[0].status}** ({len(members)}): {' '.join(reason.split())} — {layouts}")
         lines.append("")
-    return printable("\n".join(lines))
+    return escape_control_characters("\n".join(lines))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from valkyrie.units import decimal_bytes_text, duration, memory_text, number_text, percent, printable
+from valkyrie.units import decimal_bytes_text, duration, escape_control_characters, memory_text, number_text, percent
 
 if TYPE_CHECKING:
     from rich.console import OverflowMethod
@@ -106,7 +106,7 @@ def terminal_table(
             min_width=column.min_width,
         )
     for row in rows:
-        table.add_row(*(Text(printable(column.text(row))) for column in columns), style=style(row))
+        table.add_row(*(Text(escape_control_characters(column.text(row))) for column in columns), style=style(row))
     return table
 
 

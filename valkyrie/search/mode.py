@@ -12,7 +12,7 @@ from rich.markup import escape
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, usable_hbm
-from valkyrie.problems import INDIVISIBLE
+from valkyrie.problems import DIVISIBILITY_CODES
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
@@ -310,7 +310,7 @@ def _describe_untried(shortlisted: Shortlist, compiles: CompiledLayouts) -> str:
 def _no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
     """Explain that no layout is legal, and what to change."""
     config, model = request.run.config, request.run.model.name
-    if not INDIVISIBLE.issuperset(problem.code for problem in space.refused):
+    if not DIVISIBILITY_CODES.issuperset(problem.code for problem in space.refused):
         return (
             "no layout is legal, for the reasons listed above. Change the settings they mention, or remove those "
             "settings from the command to search all their values."

@@ -24,7 +24,7 @@ from valkyrie.models.block import BLOCK_INPUT, SavedActivation, padding
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import Memory, resolve_rules
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remats
-from valkyrie.precision import ACCUMULATOR
+from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
 
 ERRORS = Path(__file__).with_name("memory.json")
@@ -155,9 +155,9 @@ class MemoryEstimator:
             elements = layouts.shard_elements(spec, "stored")
             parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
             reduced_gradients += elements * config.precision.reduction.itemsize
-            accumulated += elements * ACCUMULATOR.itemsize
+            accumulated += elements * ACCUMULATOR_DTYPE.itemsize
             moments += config.optimizer.state_bytes(spec) * layouts.state_shard_elements(spec)
-            average += elements * ACCUMULATOR.itemsize * (config.optimizer.ema_decay is not None)
+            average += elements * ACCUMULATOR_DTYPE.itemsize * (config.optimizer.ema_decay is not None)
         gradients = np.minimum(parameters, reduced_gradients) + np.where(layouts.microbatches > 1, accumulated, 0)
         return parameters, gradients, moments, average
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from valkyrie.models.assembly import Assembly
 from valkyrie.parallel.partition import Memory
 from valkyrie.parallel.sharding import MeshShard
-from valkyrie.precision import ACCUMULATOR
+from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.tasks import Array
 from valkyrie.trees import leaf_name
 
@@ -22,7 +22,7 @@ class TrainState(NamedTuple):
     """The arrays that a step changes, or the same tree of shapes or of shardings.
 
     Parameters have the dtypes of the precision policy; `optimizer` and `ema` are always float32
-    (`valkyrie.precision.ACCUMULATOR`).
+    (`valkyrie.precision.ACCUMULATOR_DTYPE`).
 
     Args:
         step: Number of finished optimizer steps.
@@ -65,7 +65,7 @@ def state_from_parameters(
 ) -> TrainState:
     """Return the state before the first step with these parameters."""
     _, key = jax.random.split(jax.random.key(seed))
-    ema = jax.tree.map(lambda p: jnp.array(p, ACCUMULATOR.value), parameters) if keep_ema else None
+    ema = jax.tree.map(lambda p: jnp.array(p, ACCUMULATOR_DTYPE.value), parameters) if keep_ema else None
     step = jnp.zeros((), jnp.int32)
     carried = {name: jnp.zeros(array.shape, array.dtype) for name, array in (carry or {}).items()}
     return TrainState(step, parameters, optimizer.init(parameters), ema, jax.random.key_data(key), carried or None)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from valkyrie.optim import NOT_AVERAGED
-from valkyrie.precision import ACCUMULATOR
+from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.train.state import TrainState, copy_to_device
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[T
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     gradients, sums, carry = _gradients(program, parameters, batch, state.carry, key)
     weight = jnp.maximum(sums["weight"], 1.0)
-    gradients = jax.tree.map(lambda g: g.astype(ACCUMULATOR.value) / weight, gradients)
+    gradients = jax.tree.map(lambda g: g.astype(ACCUMULATOR_DTYPE.value) / weight, gradients)
     leaf_norms = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)])
     updates, moments = program.optimizer.update(gradients, moments, parameters)
     parameters = optax.apply_updates(parameters, updates)
@@ -97,7 +97,7 @@ def _gradients(
 
     axes = {name: array.axes for name, array in program.task.batch(1, 1).items()}
     start = jax.tree.map(
-        lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, ACCUMULATOR.value), s),
+        lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, ACCUMULATOR_DTYPE.value), s),
         parameters,
         jax.tree.map(_in_device_memory, program.shardings.parameters),
     )

@@ -25,7 +25,7 @@ from valkyrie.parallel.mesh import MeshConfig, parse_mesh, resize_axis
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, RoleKind, Rules, resolve_rules, roles
 from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode, ProblemError, alternatives
+from valkyrie.problems import DIVISIBILITY_CODES, Problem, ProblemCode, ProblemError, alternatives
 from valkyrie.search.estimate.links import axis_links, slice_axis_links
 from valkyrie.train.memory import saved_location
 
@@ -226,7 +226,7 @@ def _mesh_independent_problems(
         mesh = resize_axis(mesh, axis, 2)  # the problems of a schedule appear with two stages
     batch, seq = run.config.batch, run.config.seq
     _, problems = layout_with_problems(mesh, partition, run.arrays, mesh.size, remat, batch, seq, known_axes())
-    return [problem for problem in problems if problem.code not in INDIVISIBLE]
+    return [problem for problem in problems if problem.code not in DIVISIBILITY_CODES]
 
 
 @dataclass(frozen=True)
