@@ -49,7 +49,7 @@ def save(folder: Path, *steps: int, **config: int) -> None:
 def test_a_state_is_restored_with_its_data_position(tmp_path: Path) -> None:
     save(tmp_path, 5)
     with closing(checkpoints(tmp_path)) as tier:
-        assert tier.last_saved == 5
+        assert tier.last_durable_step == 5
         step, state, data, _ = tier.restore(abstract(make_state(0)))
     assert (step, data) == (5, DATA)
     assert_equal(state, make_state(5))
@@ -139,7 +139,7 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
 def test_an_empty_folder_does_not_count_as_a_checkpoint(tmp_path: Path) -> None:
     assert latest_step(tmp_path) is None
     with closing(checkpoints(tmp_path)) as tier:
-        assert tier.last_saved is None
+        assert tier.last_durable_step is None
         with pytest.raises(ValueError, match="no finished checkpoint"):
             tier.restore(abstract(make_state(0)))
 

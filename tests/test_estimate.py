@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -344,6 +345,22 @@ def test_estimates_rank_compiled_layouts_correctly() -> None:
     assert len(rows) > 50
     assert spearmanr(compiled, estimates).statistic > 0.95
     assert compiled[int(np.argmin(estimates))] == min(compiled)
+
+
+def test_memory_estimates_are_close_to_compiled_peaks() -> None:
+    """Mesh axes of MP2 shard the positions of the logits, and sequence parallelism gathers keys and values."""
+    groups: dict[tuple[str, str], list[tuple[Run, int]]] = defaultdict(list)
+    for row in json.loads(COMPILED.read_text()):
+        if row["space"] == "gpt" and row["peak"]:
+            run = run_of_row(row["overrides"])
+            groups[run.config.partition.name, run.config.remat.name].append((run, row["peak"]))
+    ratios = {}
+    for names, pairs in groups.items():
+        runs, peaks = [run for run, _ in pairs], np.array([peak for _, peak in pairs])
+        ratios[names] = MemoryEstimator(runs[0], stack_runs(runs)).estimate(runs[0].config.remat).total / peaks
+    assert np.median(np.abs(np.concatenate([*ratios.values()]) - 1)) < 0.1
+    assert all(ratio.max() < 1.2 and ratio.min() > 0.6 for ratio in ratios.values())
+    assert ratios["sp", "none"].min() > 0.85
 
 
 @pytest.mark.parametrize("pair", ["LLM", "GPT-3"])

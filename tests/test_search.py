@@ -116,7 +116,9 @@ def compiled_by(
     every = [*listed.fitting, *listed.doubtful]
     compiler.steps = {tuple(entry.candidate.overrides): entry.step_s for entry in every}
     compiles = CompiledLayouts()
-    compile_best(request, listed, [], folder, most, compiles, lambda entry, so_far: None, lambda *waited: None)
+    compile_best(
+        request, listed, lambda target: [], folder, most, compiles, lambda entry, so_far: None, lambda *waited: None
+    )
     return compiles
 
 
@@ -200,7 +202,9 @@ def test_baselines_are_compiled_even_if_none_can_be_faster(compiler: ScaledCompi
     listed, every = shortlist(ranked), list(ranked)
     slow = [entry for entry in every if entry.fits and entry.step_s > 3 * every[0].step_s][:2]
     compiler.steps, compiles = {tuple(entry.candidate.overrides): entry.step_s for entry in every}, CompiledLayouts()
-    compile_best(request, listed, slow, tmp_path, 500, compiles, lambda entry, so_far: None, lambda *waited: None)
+    compile_best(
+        request, listed, lambda target: slow, tmp_path, 500, compiles, lambda entry, so_far: None, lambda *waited: None
+    )
     done = [entry.estimate.candidate.overrides for entry in compiles.done]
     assert done[0] == listed.fitting[0].candidate.overrides and done[1:3] == [
         entry.candidate.overrides for entry in slow

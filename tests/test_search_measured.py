@@ -133,7 +133,7 @@ def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypat
     request, listed = make_request("mode.measure=3"), make_shortlist(make_request())
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
     plain = [replace(row, stage=stage) for row in rank_layouts(request, listed, CompiledLayouts(), 10)]
-    rows = rank_measured(request, plain, measures)
+    rows = rank_measured(request, plain, measures, CompiledLayouts())
     assert [row.stage for row in rows[:4]] == [Stage.measure] * 3 + [stage]
     first = next(row for row in plain if row.overrides == rows[0].overrides)
     assert rows[0].step_s == pytest.approx(2 * first.step_s)
@@ -146,7 +146,9 @@ def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypat
 def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=3")
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
-    rows = rank_measured(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures)
+    rows = rank_measured(
+        request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
+    )
     rival = measures.timed[1].estimate
     assert measures.step_s(rival) == pytest.approx(2 * rival.step_s)
     line = format_comparison(Rival(FASTEST_FSDP, rival), CompiledLayouts(), rows[0], measures.step_s(rival))
@@ -183,13 +185,17 @@ def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pyte
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
     best, rival = measures.timed[0].estimate, make_shortlist(request).fitting[-1]
     compiles = CompiledLayouts([compiled(request, rival, 5.0, tmp_path)])
-    (row, *_) = rank_measured(request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures)
+    (row, *_) = rank_measured(
+        request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
+    )
     line = format_comparison(Rival(FASTEST_FSDP, rival), compiles, row)
     times = rival.step_s / sum(row.parts_s.values())
     assert f"(by estimate), {times:.2f} times" in line
     compiles.done.append(compiled(request, best, 4.0, tmp_path))
     line = format_comparison(Rival(FASTEST_FSDP, rival), compiles, row)
     assert f"(by compile), {5 * rival.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
+    (row,) = rank_measured(request, [], measures, compiles)
+    assert (row.stage, row.memory) == (Stage.measure, 2**30), "a measured layout without a row keeps its compiled peak"
 
 
 @pytest.mark.parametrize(
