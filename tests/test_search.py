@@ -638,7 +638,7 @@ def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     first = search("mode.tune=5min", "mode.compiles=2")
     assert first.answer["options"] == ["xla_flag=300"] and "tuned options" not in first.printed
-    monkeypatch.setattr(mode, "rank_measured", lambda question, rows, measures: rows[::-1])
+    monkeypatch.setattr(mode, "rank_measured", lambda question, rows, measures, compiles: rows[::-1])
     second = search("mode.tune=5min", "mode.compiles=2")
     assert second.answer["options"] == []
     assert "The tuned options (xla_flag=300) were dropped" in second.printed
