@@ -155,13 +155,13 @@ def has_key(config: object, key: str) -> bool:
 
 
 def refuse_earlier_names(cls: type, names: Mapping[str, str]) -> None:
-    """Raise ValueError if a class overrides a member by an earlier name, because nothing would use it.
+    """Raise ValueError if a class defines a member under its old name, because nothing would call it.
 
-    Fields with such a name are allowed.
+    Members are methods, properties and class variables. Dataclass fields may use old names.
 
     Args:
         cls: The class, before it becomes a dataclass.
-        names: Name of each renamed member, by its earlier name.
+        names: Maps the old name of each renamed member to its current name.
     """
     annotations = vars(cls).get("__annotations__", {})
     for earlier_name, name in names.items():

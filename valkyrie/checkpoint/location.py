@@ -93,7 +93,11 @@ def checkpoint_root(run_folder: Path) -> Any:
 
 
 def configured_root(run_folder: Path, folder: str | None) -> Any:
-    """Return the path of a run's durable checkpoints if `checkpoint.folder` is `folder`: in the run folder if None."""
+    """Return the path of a run's durable checkpoints.
+
+    `folder` is the setting `checkpoint.folder`: the checkpoints are in its subfolder with the run's name, or in the run
+    folder if it is None.
+    """
     return run_folder / FOLDER if folder is None else parse_path(folder) / run_folder.name
 
 

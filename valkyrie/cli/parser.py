@@ -67,7 +67,11 @@ def _run_command(command: str, body: Callable[[list[str]], int | None], argv: Se
 
 
 def strip_comment(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments before a lone `#`. After a pasted command, zsh passes the words of a comment too."""
+    """Drop a lone `#` and the arguments after it.
+
+    Interactive zsh does not strip comments, so a command pasted with a trailing comment receives its words as
+    arguments.
+    """
     return list(takewhile(lambda argument: argument != "#", arguments))
 
 

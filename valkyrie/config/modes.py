@@ -48,7 +48,7 @@ SAMPLE_KEYS = frozenset({"prompt", "sample_tokens", "temperature", "top_k"})
 LOOP_KEYS = frozenset({"log_every", "eval_every", "eval_batches", "sample_every", "code_eval_every", "profile"})
 """Keys of a run that only training reads."""
 TRAINING_KEYS = LOOP_KEYS | SAMPLE_KEYS | {"code_eval", "checkpoint", "seed"}
-"""Keys of a run that only modes with initialised or trained weights read."""
+"""Settings that are read only by modes that initialise or load weights, such as train, eval and generate."""
 NEUTRAL_KEYS = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
 """Keys of a run that never change a result."""
 
@@ -198,16 +198,16 @@ def reads_run(name: str | None) -> bool:
 
 
 def has_results(name: str) -> bool:
-    """Return whether a mode writes a results file. Trials of modes without one run each time they are requested."""
+    """Return whether a mode writes a results file. If not, its trials are rerun each time they are requested."""
     mode = get_mode(name)
     return mode is not None and mode.results is not None
 
 
 def settings_for(schema: type[Schema], mode: ModeConfig) -> Schema:
-    """Convert the settings of a mode to another mode: copies shared keys and uses the defaults of the others.
+    """Return the settings of `mode` as an instance of `schema`.
 
-    For example, a search derives settings for its compiles and measurements, and `valkyrie.predict` compiles a run of
-    any mode.
+    Keys that both modes have are copied, and the other keys get their defaults. Returns `mode` itself if it is already
+    a `schema`. For example, a search derives the settings of its compiles and measurements this way.
     """
     if isinstance(mode, schema):
         return mode

@@ -418,10 +418,15 @@ class Topology:
         return tuple(long_shift if length == shortest else no_shift for length in self.shape)
 
     def closes(self, axis: int, cover: Mapping[int, tuple[int, int]]) -> bool:
-        """Return whether a mesh axis that spans torus axis `axis` closes into a ring there.
+        """Return whether the twist lets a mesh axis form a ring along torus axis `axis`.
 
-        `cover`: (number of positions, stride) of the mesh axis by torus axis. On a twisted torus, a step past the end
-        of `axis` also shifts the coordinates on the longer axes, so the mesh axis must cover these too.
+        Always True if a step past the end of `axis` shifts no other axis; the caller checks that `axis` wraps and that
+        the mesh axis spans it. On a twisted torus, that step also shifts the coordinates on the longer axes. The ring
+        closes only if the mesh axis spans those axes too, with strides that divide the shift.
+
+        Args:
+            axis: Index of the torus axis.
+            cover: Maps the index of each torus axis that the mesh axis uses to (number of positions, stride).
         """
         shifts = enumerate(self.shifts[axis])
         return all(

@@ -61,7 +61,11 @@ class FeedForward(Block):
         return 2.0 * context.embed * self.mlp * (3 if self.kind.gated else 2)
 
     def saves(self, context: BlockContext) -> list[Saved]:
-        """Return the results of the products, the factors of the gate, and the inputs of the norm."""
+        """Return the activations that the backward pass needs.
+
+        These are the outputs of the matrix products, two hidden arrays for the nonlinearity (for gated kinds, the
+        factors of the gate), the input of the first product, and the float32 inputs of the norm.
+        """
         return [
             saved("mlp", name="up", product=True),
             *([saved("mlp", name="gate", product=True)] if self.kind.gated else []),

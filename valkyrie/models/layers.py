@@ -50,7 +50,10 @@ class FeedForwardModule(Protocol):
 
 @runtime_checkable
 class BlockModule(FeedForwardModule, Protocol):
-    """Interface of the module of a block that mixes positions."""
+    """Interface of modules that mix positions, such as attention or S5.
+
+    Adds step-by-step generation to `FeedForwardModule`.
+    """
 
     def init_state(self, batch: int, max_len: int) -> Any:
         """Return the generation state before the first token, for sequences of at most `max_len` tokens."""

@@ -233,7 +233,11 @@ def _broadcast_factor(table: Any, step: int, column: Any) -> Complex:
 
 
 def _doubling_step(stage: Any, value: Complex, factor: Complex, base: Any, distance: int, reverse: bool) -> Complex:
-    """Apply a doubling step to the tile `value`. Stores `value` in `stage` first, because later tiles read it there."""
+    """Add to each position of the tile `value` the input of this step `distance` positions back, times `factor`.
+
+    `base` is the tile's first position in the block. Stores `value` in `stage` first: the shifted read covers this tile
+    and the one visited before it.
+    """
     write_row, read_row = (base, base + distance) if reverse else (base + TILE, base + TILE - distance)
     stage[0, pl.ds(write_row, TILE), :], stage[1, pl.ds(write_row, TILE), :] = value
     return add(value, mul(factor, (stage[0, pl.ds(read_row, TILE), :], stage[1, pl.ds(read_row, TILE), :])))

@@ -61,7 +61,7 @@ class RematConfig:
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether nothing is recomputed."""
+        """Whether all activations stay on the device: none is recomputed or offloaded."""
         return ALL in self.save and not self.offload
 
     def location(self, name: str | None, *, product: bool = False) -> ActivationLocation:

@@ -95,9 +95,9 @@ class CompiledLayouts:
         return min(fitting, key=lambda layout: request.cost(layout.target, layout.step_s or 0.0), default=None)
 
     def ratio(self, key: MeshPartition) -> float | None:
-        """Return compiled over estimated step time of the layout that was compiled last with this mesh and partition.
+        """Return the ratio of compiled to estimated step time for a mesh and partition, or None if unknown.
 
-        None if no such layout was compiled and fits.
+        The ratio is that of the most recently compiled layout that fits and has this mesh and partition.
         """
         matching = [c for c in self.done if mesh_partition(c.estimate) == key and c.step_s is not None]
         return (matching[-1].step_s or 0.0) / matching[-1].estimate.step_s if matching else None

@@ -63,9 +63,10 @@ def without_torus(layout: EstimatedLayout) -> Candidate:
 
 @dataclass(frozen=True)
 class EstimateErrors:
-    """Quantiles of compiled over estimated values of our own compiled TPU layouts (experiments/search/table.py).
+    """Quantiles of the ratio of compiled to estimated values, over layouts compiled for TPUs.
 
-    Estimates for GPUs and CPUs use the same quantiles, for want of compiled layouts.
+    `experiments/search/table.py` computes them. They also apply to GPUs and CPUs, because no layouts were compiled for
+    those.
 
     Args:
         low: 5% quantile for step times.

@@ -81,7 +81,10 @@ class SweepTracker:
             self._worker.submit(self._report_safely, self._log_trial, trial)
 
     def close(self) -> None:
-        """Write the parent run with all trials in `trials.jsonl` unless it is up to date, and wait for W&B."""
+        """Report the sweep's parent run, a summary of all trials in `trials.jsonl`, unless it is up to date.
+
+        Waits until all reports are sent to W&B.
+        """
         if self._writer.mode is not WandbMode.off:
             self._worker.submit(self._report_safely, self._log_sweep)
         self._worker.shutdown()

@@ -60,7 +60,7 @@ class Config(Task):
         return problems
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
-        """Return the arrays of a global batch, each (batch, seq)."""
+        """Describe the arrays of a global batch: the shape (batch, seq), dtype and logical axes of each, by name."""
         return {name: Array((batch, seq), dtype, ("batch", "seq")) for name, dtype in _DTYPES.items()}
 
     def random_batch(

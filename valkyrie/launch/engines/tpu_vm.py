@@ -190,9 +190,9 @@ class Config(RentedConfig):
         )
 
     def _ensure_installed(self, has_code: bool) -> None:
-        """Wait until the slices are ready and have the code. Raises ValueError on failure.
+        """Wait until the slices are ready, and copy the code to them if needed. Raises ValueError on failure.
 
-        Preempted slices are requested again. `has_code` is whether slices that are ready already have the code.
+        Requests preempted slices again. If `has_code`, the code is copied only to newly requested slices.
         """
         attempts = 0
         while (requested := self._ensure_ready()) or not has_code:

@@ -27,16 +27,18 @@ class Efficiency:
         hidden_*: Largest share of each kind of communication that overlaps with compute: gathering weights, gathering
             ZeRO-1 updates, summing gradients, collectives on activations, sends between pipeline stages, and transfers
             to the host.
-        gathers, sums, outside: Share of the link rates that collectives achieve (`CollectiveModel`).
+        gathers, sums: Share of the fast links' rate (within a torus or host) that all-gathers and all-reduces achieve.
+        outside: Share of the slow links' rate (between slices or hosts) that collectives achieve.
         scatters: Time of a reduce-scatter relative to an all-gather. 2 if the compiler implements it as an all-reduce
             and a slice.
         start_s, outer_start_s: Latency of starting a collective, and a message between slices or hosts, in seconds.
         loop_sums: 1 if the compiler sums gradients in every iteration of a pipeline's loop.
         whole_sums: 1 if the compiler sums whole arrays where ZeRO-1 needs only a part.
-        whole_batches: Exposed share of the time to gather whole batches. XLA gathers them to compute gradients of
-            parameters with an axis that is split over both data axes and other mesh axes.
+        whole_batches: Share of the time of batch all-gathers that is exposed. If an axis of a parameter is sharded over
+            both data axes and other mesh axes, XLA all-gathers the batch to compute the gradient.
         windowed: 1 if each matmul gathers its own operand (windowed einsums), 0 if matmuls share gathered operands.
-        apart: 1 if an array that several matmuls read has its gradient reduced separately for each of them, 0 if once.
+        apart: 1 if matmuls that share an input each reduce their part of its gradient, 0 if the parts are added first
+            and reduced once.
     """
 
     products: float = 0.85

@@ -53,7 +53,10 @@ FITTED_CONSTANTS = (
     "gathers",
     "sums",
 )
-"""Constants to fit: those that affect steps compiled for a TPU."""
+"""Constants that `mode=calibrate` fits, because they affect steps compiled for a TPU.
+
+The others keep the chip's values.
+"""
 _LOGARITHMIC = ("half_rate_flops", "launch_s")
 PENALTY_WEIGHT = 0.2
 """Weight of the penalty on a constant's distance from its default, relative to its range.
