@@ -199,6 +199,16 @@ def test_a_damaged_text_is_refused(tmp_path: Path) -> None:
         load_text(path, [np.zeros(3), np.zeros(3)])
 
 
+def test_a_bfloat16_state_is_saved_as_integers_and_loaded_as_it_was(tmp_path: Path) -> None:
+    state, path = [jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3), np.ones(2, np.float32)], tmp_path / "a.npz"
+    save_text(Text([BYTES.bos_id, 97], read=1, state=state), path)
+    with np.load(path) as file:
+        assert [file[name].dtype for name in ("0", "1")] == [np.uint16, np.float32]
+    loaded = load_text(path, state).state
+    assert [array.dtype for array in loaded] == [array.dtype for array in state]
+    assert all(np.array_equal(array, expected) for array, expected in zip(loaded, state, strict=True))
+
+
 def test_a_text_saved_before_the_model_reads_it_is_loaded(tmp_path: Path) -> None:
     save_text(begin_text(BYTES, "ab", step=3), tmp_path / "a.npz")
     loaded = load_text(tmp_path / "a.npz", [np.zeros(3)])

@@ -122,5 +122,8 @@ def pad_state(state: Any, template: Any) -> Any:
 
 
 def _as_builtin_dtype(array: np.ndarray) -> np.ndarray:
-    """View an array of an extension dtype, such as bfloat16, as unsigned integers, which `np.savez` can store."""
-    return array if array.dtype.isbuiltin else array.view(f"u{array.dtype.itemsize}")
+    """View an array of an extension dtype, such as bfloat16, as unsigned integers. Returns other arrays unchanged.
+
+    `np.savez` does not keep extension dtypes.
+    """
+    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")  # 2: an extension dtype
