@@ -95,8 +95,8 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OptionCompiler]:
     return replace_compiler
 
 
-def candidate(name: str, *values: Any, **also: Any) -> CompilerOption:
-    return CompilerOption(name, values, "what it does", "where that is known from", also=also)
+def candidate(name: str, *values: Any, **companions: Any) -> CompilerOption:
+    return CompilerOption(name, values, "what it does", "where that is known from", companion_options=companions)
 
 
 A, B, N = candidate("xla_a", True, False), candidate("xla_b", True, False), candidate("xla_n", 1, 2, 3)

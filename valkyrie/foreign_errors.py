@@ -97,7 +97,7 @@ def group_chosen_twice(message: str) -> str | None:
     return match[1] if match else None
 
 
-def swept_hydra_key(message: str) -> str | None:
+def hydra_sweep_argument(message: str) -> str | None:
     """Return the argument that sweeps over a key of Hydra itself, or None."""
     match = re.match(r"Sweeping over Hydra's configuration is not supported : '(.*)'", message)
     return match[1] if match else None
@@ -145,7 +145,10 @@ def allocated_bytes(message: str) -> int | None:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A large array of a program. `shape` is XLA's text for the shape or the purpose, or None if unknown."""
+    """A large array of a program, or the total of a category such as the optimizer state.
+
+    `shape` is the array's shape as XLA prints it, or the name of the category. It is None if unknown.
+    """
 
     bytes: int
     shape: str | None

@@ -129,8 +129,8 @@ class Python(JudgeLanguage):
         self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, add_failing_test: bool = False
     ) -> Program:
         """Return a program with the files `function.py` and `program.py`. The compile step only parses the function."""
-        sandbox_paths = sandbox_python()
-        executable = sys.executable if not isolated or sandbox_paths is None else sandbox_paths[1]
+        mounted = sandbox_python()
+        executable = sys.executable if not isolated or mounted is None else mounted.interpreter
         python = (executable, "-I", "-S", "-B", "-W", "ignore", "-c")
         function = f"{prompt}{completion}\n"
         left, right = _xor_halves(secret)

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from valkyrie.code_eval.sandbox_script import Isolation, SandboxStep, build_script
 from valkyrie.processes.child import signal_group
@@ -84,7 +85,7 @@ def run_steps(
                 file.write(text)
         isolation = choose_isolation() if isolated else None
         python = sandbox_python()
-        python_folder = None if python is None or python[0].startswith("/usr") else python[0]
+        python_folder = None if python is None or python.folder.startswith("/usr") else python.folder
         text = build_script(steps, inputs, root, isolation, visible_folders(), python_folder)
         return _watch([*_namespace_command(isolation), "sh", "-c", text], steps, "/" if isolated else str(inputs))
 
@@ -141,9 +142,16 @@ def visible_folders() -> tuple[str, ...]:
     return tuple(folder for folder in folders if os.path.exists(folder))
 
 
+class SandboxPython(NamedTuple):
+    """The installation folder of a Python, and the path of its interpreter in the sandbox."""
+
+    folder: str
+    interpreter: str
+
+
 @cache
-def sandbox_python() -> tuple[str, str] | None:
-    """Return the installation folder of this Python and the path of its interpreter in the sandbox.
+def sandbox_python() -> SandboxPython | None:
+    """Return the folder of this Python and the path of its interpreter in the sandbox.
 
     A Python under /usr keeps its path; any other is mounted at /python. Returns None if the folder has no interpreter,
     or contains the home folder, which must stay hidden.
@@ -151,7 +159,8 @@ def sandbox_python() -> tuple[str, str] | None:
     prefix, name = Path(sys.base_prefix).resolve(), f"python{sys.version_info.major}.{sys.version_info.minor}"
     if not os.access(prefix / "bin" / name, os.X_OK) or Path.home().resolve().is_relative_to(prefix):
         return None
-    return str(prefix), f"{prefix if prefix.is_relative_to('/usr') else '/python'}/bin/{name}"
+    mount = prefix if prefix.is_relative_to("/usr") else "/python"
+    return SandboxPython(str(prefix), f"{mount}/bin/{name}")
 
 
 @cache

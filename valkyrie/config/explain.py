@@ -26,10 +26,10 @@ from valkyrie.foreign_errors import (
     abstract_class,
     ambiguous_argument,
     group_chosen_twice,
+    hydra_sweep_argument,
     missing_group,
     needs_quotes,
     scalar_for_group,
-    swept_hydra_key,
     unexpected_key,
     unmergeable_config,
 )
@@ -174,7 +174,7 @@ def _wrong_user_file(message: str) -> str | None:
             f"{group} is chosen twice. In the defaults list of an experiment or sweep, write 'override /{group}: NAME' "
             f"instead of '/{group}: NAME'."
         )
-    if argument := swept_hydra_key(message):
+    if argument := hydra_sweep_argument(message):
         return f"{argument}: a sweep cannot vary Hydra's own settings. Vary keys of a run, such as seed=1,2."
     if unexpected := unexpected_key(message):
         return f"{unexpected} is not a key of this choice of {unexpected.rpartition('.')[0]}. Leave it out."

@@ -62,7 +62,11 @@ class Wrap:
 _SHAPES_BELOW_CUBE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 """Slices smaller than a 4x4x4 cube, the only cube size in use."""
 _LONGEST_AXIS = 256
-"""Maximum chips along an axis. AXLearn lists exactly the v5p slices of up to 96 cubes that do not exceed it."""
+"""Maximum chips along an axis.
+
+Inferred from AXLearn's list of v5p slices: up to 96 cubes, it omits only the sizes for which every shape has a longer
+axis.
+"""
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ class Slices:
         largest = self.largest or self.wrap.largest or math.ceil(chips) + math.prod(self.host_bounds)
         below = (self.default_shape(n) for n in range(min(math.ceil(chips) - 1, largest), 0, -1))
         above = (self.default_shape(n) for n in range(math.floor(chips) + 1, largest + 1))
-        return [shape for sizes in (below, above) if (shape := next(filter(None, sizes), None))]
+        return [shape for shapes in (below, above) if (shape := next(filter(None, shapes), None))]
 
     def nearest_to(self, shape: SliceShape) -> list[SliceShape]:
         """Return up to three existing shapes that are similar to `shape`, not counting `shape` in any order.

@@ -104,7 +104,7 @@ def _time_steps(
         compile=CompileTimes(compile_s=compile_s),
         options=tuple(program.options),
         memory=replace(memory, reported_peak=_reported_peak(devices)),
-        step=_step_times(run, devices, seconds, mode.warmup),
+        step=_summarise_steps(run, devices, seconds, mode.warmup),
         communication=sum_communication(traffic(module, axes)),
         trace=times,
         loss=loss,
@@ -126,7 +126,7 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
         yield map(program.place, loader)
 
 
-def _step_times(run: Run, devices: Devices, seconds: list[float], warmup: int) -> MeasuredStep:
+def _summarise_steps(run: Run, devices: Devices, seconds: list[float], warmup: int) -> MeasuredStep:
     """Return the median, 90th percentile and minimum of the timed steps, and the rates of the median step."""
     config, chip, timed = run.config, devices.chip, seconds[warmup:]
     tokens, median = config.batch * config.seq, statistics.median(timed)

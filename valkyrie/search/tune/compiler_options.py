@@ -24,7 +24,7 @@ class CompilerOption:
         does: Effect of the option.
         source: Source of that information.
         chips: Chips that have the option, or None for all TPUs.
-        also: Options to set together with each value.
+        companion_options: Options to set together with each value.
         idle_on: Chips on which the option has not changed any program so far.
         idle: Whether the chip passed to `options_for` is in `idle_on`.
     """
@@ -34,14 +34,14 @@ class CompilerOption:
     does: str
     source: str
     chips: tuple[str, ...] | None = None
-    also: Options = field(default_factory=dict)
+    companion_options: Options = field(default_factory=dict)
     idle_on: tuple[str, ...] = ()
     idle: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of this option and of those set together with it."""
-        return (self.name, *self.also)
+        return (self.name, *self.companion_options)
 
     @property
     def is_switch(self) -> bool:
@@ -50,7 +50,7 @@ class CompilerOption:
 
     def settings(self) -> list[Options]:
         """Return the options to set, by name, for each value to try."""
-        return [{self.name: value, **self.also} for value in self.values]
+        return [{self.name: value, **self.companion_options} for value in self.values]
 
 
 @cache

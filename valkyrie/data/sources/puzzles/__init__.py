@@ -27,7 +27,7 @@ class PuzzleShape(NamedTuple):
 
     cells: int
     vocab_size: int
-    identifiers: int
+    identifier_count: int
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Config(PuzzleConfig):
         if tables := find_tables(self.folder):
             return PuzzleShape(tables["train"].cells, tables["train"].alphabet.vocab_size, 1)
         train = open_puzzles(self.folder, self.name).train
-        return PuzzleShape(train.cells, train.vocab_size, train.identifiers)
+        return PuzzleShape(train.cells, train.vocab_size, train.identifier_count)
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
         """Open the folder, or the cached arrays of a CSV, converting it first if necessary."""

@@ -48,7 +48,7 @@ class PuzzleSplit:
         puzzle_indices: the first example of each puzzle, then the number of examples, [puzzles + 1].
         group_indices: the first puzzle of each group, then the number of puzzles, [groups + 1].
         vocab_size: cell values are below this.
-        identifiers: identifiers are below this.
+        identifier_count: identifiers are below this.
         ignored_label: the label of cells that do not count in the loss, or None.
         blank_identifier: the identifier of padding.
     """
@@ -59,7 +59,7 @@ class PuzzleSplit:
     puzzle_indices: np.ndarray
     group_indices: np.ndarray
     vocab_size: int
-    identifiers: int
+    identifier_count: int
     ignored_label: int | None
     blank_identifier: int
 
@@ -134,7 +134,7 @@ def _open_split(path: Path) -> PuzzleSplit:
     split = PuzzleSplit(
         **arrays,
         vocab_size=metadata.vocab_size,
-        identifiers=metadata.num_puzzle_identifiers,
+        identifier_count=metadata.num_puzzle_identifiers,
         ignored_label=metadata.ignore_label_id,
         blank_identifier=metadata.blank_identifier_id,
     )
@@ -176,10 +176,11 @@ def _check_indices(split: PuzzleSplit, path: Path) -> None:
         )
     if not examples:
         raise ValueError(f"{path} has no puzzles.")
-    if puzzles and split.puzzle_identifiers.max() >= split.identifiers:
+    if puzzles and split.puzzle_identifiers.max() >= split.identifier_count:
         largest = split.puzzle_identifiers.max()
         raise ValueError(
-            f"{path} has puzzle identifier {largest}, but {METADATA} has num_puzzle_identifiers={split.identifiers}."
+            f"{path} has puzzle identifier {largest}, but {METADATA} has "
+            f"num_puzzle_identifiers={split.identifier_count}."
         )
 
 
