@@ -230,10 +230,19 @@ def test_the_error_for_a_row_without_text_names_its_line(tmp_path: Path, workers
     assert "0.jsonl:2: text is a number" in refusal(lambda: take(streamed(tmp_path, workers=workers), 1))
 
 
-def test_files_without_text_are_refused(tmp_path: Path) -> None:
-    for number in range(2):
+@pytest.mark.parametrize(
+    ("files", "fault", "remedy"),
+    [
+        (2, "0.jsonl, the only file or row group, has no text", "Add a file with text"),
+        (3, ".jsonl, the only file or row group of lane 1 of 2, has no text", "set data.lanes below 2"),
+        (5, "none of the 2 files or row groups of lane 1 of 2 (", "set data.lanes below 2"),
+    ],
+)
+def test_files_without_text_are_refused(tmp_path: Path, files: int, fault: str, remedy: str) -> None:
+    for number in range(files):
         (tmp_path / f"{number}.jsonl").write_text('{"text": ""}\n')
-    assert "has no text" in refusal(lambda: take(streamed(tmp_path), 1))
+    message = refusal(lambda: take(streamed(tmp_path, lanes=min(2, files - 1)), 1))
+    assert fault in message and remedy in message
 
 
 def test_a_worker_that_returns_to_a_position_reads_the_same_rows(shards: Path) -> None:

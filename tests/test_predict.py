@@ -234,7 +234,9 @@ def test_objects_that_are_not_programs_are_refused():
         valkyrie.predict(valkyrie.compose("model=gpt_tiny", "mesh=2x2x2"), slice=slice)
     for shape, names, words in (
         ((4, 4), ("a", "b"), "has 16 devices, but v5e-4 .* or v5e-16"),
-        ((4,), ("a", "b"), "a different name for each axis"),
+        ((4,), ("a", "b"), r"a mesh of 4 needs 1 axis name, not \(a, b\)"),
+        ((2, 2), ("a", "a"), r"a mesh of 2 x 2 needs 2 different axis names, not \(a, a\)"),
+        ((), (), "at least one axis"),
         ((2, 0), ("a", "b"), "at least 1"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -316,7 +316,7 @@ _TEMPLATES = {
         "seq={self.size} is not divisible by {self.parts}: partition={self.partition} splits it over {over}."
     ),
     ProblemCode.batch_tokens_not_divisible: "batch_tokens={value} is not a multiple of seq={seq}.",
-    ProblemCode.device_batch_not_divisible: ("{batch} is not a multiple of device_batch={value} sequences{at_a_time}."),
+    ProblemCode.device_batch_not_divisible: "{batch} is not divisible by {sequences}.",
     ProblemCode.several_stage_axes: (
         "partition={self.partition} puts layers on {over} and on {also}, but a pipeline uses one mesh axis. Put layers "
         "on one of them."
@@ -360,12 +360,12 @@ def _microbatches_clause(problem: Problem) -> str:
 
 def _batch_clause(problem: Problem) -> str:
     tokens = problem.details["batch_tokens"]
-    return f"batch={problem.size}" if tokens is None else f"batch_tokens={tokens} ({problem.size} sequences)"
+    return f"batch={problem.size}" if tokens is None else f"batch={problem.size} (batch_tokens={tokens})"
 
 
-def _device_count_clause(problem: Problem) -> str:
-    devices = problem.parts
-    return f" on {devices} devices ({devices * problem.value} at a time)" if devices > 1 else ""
+def _device_batch_clause(problem: Problem) -> str:
+    device_batch, shards = f"device_batch={problem.value}", problem.parts
+    return f"{problem.value * shards}: {device_batch} on each of {shards} batch shards" if shards > 1 else device_batch
 
 
 def _suggestion_clause(problem: Problem) -> str:
@@ -398,7 +398,7 @@ _CLAUSES: dict[ProblemCode, dict[str, Callable[[Problem], str]]] = {
         "shards": lambda p: p.mesh_axes_text or "one shard",
         "microbatches": _microbatches_clause,
     },
-    ProblemCode.device_batch_not_divisible: {"batch": _batch_clause, "at_a_time": _device_count_clause},
+    ProblemCode.device_batch_not_divisible: {"batch": _batch_clause, "sequences": _device_batch_clause},
     ProblemCode.stage_axis_shared: {"pronoun": lambda p: "them" if len(p.axes) > 1 else "it"},
     ProblemCode.wrong_rounds: {"requirement": _rounds_requirement_clause, "use": _rounds_advice_clause},
 }

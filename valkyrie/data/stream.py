@@ -238,11 +238,21 @@ class Lane:
             if self.seed is None:
                 return
             if not has_text:
-                first_file = self.units[self._order(epoch)[0]].file.id
-                raise ValueError(
-                    f"data={self.config.name} has no text in {first_file} and the other files that are read with it."
-                )
+                raise ValueError(self._no_text_message(epoch))
             epoch, first = epoch + 1, 0
+
+    def _no_text_message(self, epoch: int) -> str:
+        order = self._order(epoch)
+        first_file = self.units[order[0]].file.id
+        lane, remedy = "", "Add a file with text"
+        if self.lanes > 1:
+            lane = f" of lane {self.number + 1} of {self.lanes}"
+            remedy = f"Remove the empty files, or set data.lanes below {self.lanes}"
+        if len(order) == 1:
+            fault = f"{first_file}, the only file or row group{lane}, has no text"
+        else:
+            fault = f"none of the {len(order)} files or row groups{lane} ({first_file}, ...) has text"
+        return f"data={self.config.name}: {fault}. {remedy}."
 
     def _encode(self, texts: Iterator[tuple[DocumentPosition, str]]) -> Iterator[LaneDocument]:
         """Encode texts. One thread reads ahead and `threads` threads encode."""

@@ -58,7 +58,7 @@ def resolve_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
     default = get_platform(backend).scan
     if default is None:
         names = ", ".join(form.value for form in FORMS)
-        raise ValueError(f"scan=auto has no default for backend {backend!r}. Use one of {names}.")
+        raise ValueError(f"model.s5.scan=auto: backend {backend!r} has no default. Set it to one of {names}.")
     return ScanImpl(default)
 
 

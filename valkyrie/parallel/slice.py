@@ -58,13 +58,14 @@ class Slice(TargetConfig):
 
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
         """Return the sizes of a mesh's axes by name. Raises ValueError if the mesh does not fit this slice."""
-        mesh_text = f"a mesh of {' x '.join(str(n) for n in shape) or 'no axes'}"
+        mesh_text = f"a mesh of {' x '.join(str(n) for n in shape)}"
         if not get_platform(self.platform).compiles_without_devices or self.devices is None:
             raise ValueError(f"{self.describe()} is not a TPU slice. Only TPU programs compile without a device.")
-        if len(shape) != len(names) or len(set(names)) != len(names) or not shape:
-            raise ValueError(
-                f"{mesh_text} has the names {', '.join(names) or '(none)'}. Pass a different name for each axis."
-            )
+        if not shape:
+            raise ValueError('a mesh needs at least one axis, such as mesh((4, 2), ("data", "model")).')
+        if len(shape) != len(names) or len(set(names)) != len(names):
+            needed = "1 axis name" if len(shape) == 1 else f"{len(shape)} different axis names"
+            raise ValueError(f"{mesh_text} needs {needed}, not ({', '.join(names)}).")
         if any(n < 1 for n in shape):
             raise ValueError(f"{mesh_text} has a size below 1. Use sizes of at least 1.")
         if math.prod(shape) != self.devices:

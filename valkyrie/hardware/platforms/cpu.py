@@ -17,7 +17,8 @@ class Cpu(Platform):
     name = jax_name = lowering_name = "cpu"
     runs_on_host = True
     compile_note = (
-        "COMPILED FOR CPU: memory and bytes per axis only; choose a TPU slice for step time, such as target=v4-64"
+        "Compiled for CPU: reports memory and the bytes sent over each mesh axis, but no step time. To predict the "
+        "step time, use a TPU slice, such as target=v4-64."
     )
     scan = "sequential"
 

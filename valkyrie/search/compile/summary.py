@@ -169,7 +169,7 @@ def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: Expecte
     if state is None:
         split = {
             "arguments": memory.arguments,
-            "outputs that take no argument's place": memory.outputs - memory.aliased,
+            "outputs not aliased to arguments": memory.outputs - memory.aliased,
             "temporaries": memory.temporary,
             "program": peak - memory.at_rest - memory.temporary,
         }

@@ -79,10 +79,15 @@ class PuzzleTable:
         texts: tuple[list[str], list[str]] = [], []
         for number, question, answer, rating in self._rows():
             for name, text, selected in zip(("question", "answer"), (question, answer), texts, strict=True):
-                if len(text) != self.cells or not text.isascii():
+                if len(text) != self.cells:
                     raise ValueError(
                         f"{self.path} line {number}: the {name} has {len(text)} cells, but the first puzzle has "
                         f"{self.cells}."
+                    )
+                if not text.isascii():
+                    raise ValueError(
+                        f"{self.path} line {number}: the {name} has characters that are not ASCII. Use only "
+                        f"{self.alphabet.value!r}."
                     )
                 if int(rating) >= min_rating:
                     selected.append(text)
