@@ -1,4 +1,4 @@
-"""Prints the promised rate of each experiment, the rate at its chips' peak, and the rate of its predicted step.
+"""Prints the claimed rate of each experiment, the rate at its chips' peak, and the rate of its predicted step.
 
     python experiments/promised.py            # compiles layouts that are not cached: some minutes each the first time
     python experiments/promised.py --kept     # the table of stored results (promised.json), without compiling
@@ -28,13 +28,13 @@ RESULTS = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True)
 class Promise:
-    """The promised rate and the requested layout of an experiment.
+    """The claimed rate and layout of an experiment.
 
     Args:
         experiment: Name of the experiment.
-        rate: Promised rate as text, or None if no rate was promised.
-        requested: Overrides of the experiment for the requested layout, or empty if no layout was requested.
-        layout: Description of the requested layout, or None.
+        rate: Claimed rate as text, or None.
+        requested: Overrides of the experiment for the claimed layout, or empty if there is none.
+        layout: Description of the claimed layout, or None.
     """
 
     experiment: str
@@ -73,14 +73,16 @@ PROMISES = [
         "data x model = 8x16",
     ),
 ]
-"""Rates are published or promised by the operators of these systems. The rate of gpt_16b is from google/paxml."""
+"""Rates are claimed by the people who run these systems. That of gpt_16b is from google/paxml."""
 LARGER_SLICES = {"multihost_v5p_128": ("target=v5p-256",)}
-"""Overrides for requested layouts that need more chips than the experiment's slice has."""
+"""Overrides for claimed layouts that need more chips than the experiment's slice has."""
 
 
 def main() -> None:
     """Predict the step of each experiment and store the results, unless `--kept`, then print the table."""
-    parser = argparse.ArgumentParser(description="Print promised, possible and predicted rates of the experiments.")
+    parser = argparse.ArgumentParser(
+        description="Print the claimed rates of the experiments, the rates at the chips' peak, and the predicted rates."
+    )
     parser.add_argument("--kept", action="store_true", help="compile nothing: print the table of stored results")
     parser.add_argument("--only", nargs="*", default=[], help="only experiments with one of these words in their name")
     args = parser.parse_args()
@@ -146,7 +148,7 @@ def compose_run(promise: Promise, overrides: Sequence[str]) -> Run:
 
 def table(stored: dict[str, dict[str, Any]]) -> str:
     """Return the table in Markdown."""
-    titles = ("promised", "possible by the chips' peak", "requested layout, predicted", "best layout, predicted")
+    titles = ("claimed", "at the chips' peak", "claimed layout, predicted", "fastest layout found, predicted")
     lines = [f"| `+experiment=` | {' | '.join(titles)} |", "|---|---|---:|---|---|"]
     for promise in PROMISES:
         results = stored.get(promise.experiment)
