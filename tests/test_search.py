@@ -507,7 +507,7 @@ def test_shorthand_of_a_chip_needs_a_number_of_chips() -> None:
 
 
 def test_a_search_can_use_only_estimates(search: Callable[..., Finished]) -> None:
-    status, answer, run, printed = search("mode.compiles=0", "mode.tokens=1e9")
+    status, answer, run, printed = search("mode.compiles=0", "mode.tokens=1e9", "target.chip.spot_usd_per_hour=0.5")
     assert status == 0
     assert answer["compiled"] == 0 and len(answer["best"]) == mode.SHOWN
     assert answer["layouts"] > 1000
@@ -515,6 +515,7 @@ def test_a_search_can_use_only_estimates(search: Callable[..., Finished]) -> Non
     best = answer["best"][0]
     assert best["low_s"] < best["step_s"] == min(steps) < best["high_s"]
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
+    assert best["spot_dollars"] == pytest.approx(8 * 0.5 * best["hours"], rel=1e-6)
     train = train_command(parse_request(run), decode(RankedLayout, best, ANSWER_FILE))
     assert f"train it: {train}" in printed
     assert f" steps={math.ceil(1e9 / (run.config.batch * run.config.seq))} " in train

@@ -123,6 +123,7 @@ def rank_layout(
         parts_s=layout.parts,
         hours=None if request.tokens is None else request.tokens / rate / 3600,
         dollars=None if request.tokens is None else dollars(target, request.tokens / rate),
+        spot_dollars=None if request.tokens is None else dollars(target, request.tokens / rate, spot=True),
         tokens_for_budget=None if budget_s is None else rate * budget_s,
     )
 

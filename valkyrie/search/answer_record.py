@@ -48,7 +48,8 @@ class RankedLayout:
         memory, usable: Peak and usable memory per device, in bytes.
         bottleneck: The resource that takes most of the step.
         parts_s: Seconds of the estimated step by part.
-        hours, dollars: Time and cost of training on the requested tokens.
+        hours, dollars: Time and cost of training on the requested tokens, on demand.
+        spot_dollars: The same cost on interruptible chips.
         tokens_for_budget: Number of tokens that can be trained on for the requested dollars.
         expected_s: Predicted step time of a measured layout.
         as_fast_on: Names of other slices with as many chips, on which the layout is equally fast by estimate.
@@ -69,6 +70,7 @@ class RankedLayout:
     parts_s: dict[str, float]
     hours: float | None = None
     dollars: float | None = None
+    spot_dollars: float | None = None
     tokens_for_budget: float | None = None
     expected_s: float | None = None
     as_fast_on: list[str] = field(default_factory=list)
@@ -96,6 +98,7 @@ class RankedLayout:
             usd_per_million_tokens=scaled(self.usd_per_million_tokens, ratio),
             hours=scaled(self.hours, ratio),
             dollars=scaled(self.dollars, ratio),
+            spot_dollars=scaled(self.spot_dollars, ratio),
             tokens_for_budget=scaled(self.tokens_for_budget, 1 / ratio),
         )
 
@@ -169,13 +172,18 @@ class SearchAnswer:
 
 
 def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
-    """Return the columns of an answer's table. Slices, costs and budgets appear only if they were requested."""
+    """Return the columns of an answer's table.
+
+    Slices, costs and budgets appear only if they were requested, and spot prices only if one is known.
+    """
     column, rows = Column[RankedLayout], answer.best
     slices = column("slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), min_width=8)
     cost = [
         column("hours", "hours", "amount", lambda r: r.hours, unknown="?"),
         column("dollars", "dollars", "amount", lambda r: r.dollars, unknown="?"),
     ]
+    if any(row.spot_dollars is not None for row in rows):
+        cost.append(column("spot_dollars", "dollars,\nspot", "amount", lambda r: r.spot_dollars, unknown="?"))
     head = f"billion\ntokens for\n${number_text(answer.budget_usd or 0.0)}"
     budget = column("tokens", head, "amount", lambda r: r.tokens_for_budget and r.tokens_for_budget / 1e9, unknown="?")
     return [

@@ -189,9 +189,12 @@ def step_tokens(run: Run) -> int:
     return run.config.batch * run.config.seq
 
 
-def dollars(target: TargetConfig, seconds: float) -> float | None:
-    """Return the on-demand price in dollars of using all slices of a target for `seconds`, or None if unknown."""
-    usd = None if target.chip is None else target.chip.usd_per_hour
+def dollars(target: TargetConfig, seconds: float, *, spot: bool = False) -> float | None:
+    """Return the price in dollars of using all slices of a target for `seconds`, or None if unknown.
+
+    The price is that of chips on demand or, with `spot`, of interruptible chips.
+    """
+    usd = None if target.chip is None else target.chip.spot_usd_per_hour if spot else target.chip.usd_per_hour
     return None if usd is None or target.chips is None else usd * target.chips * target.slices * seconds / 3600
 
 
