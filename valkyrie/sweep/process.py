@@ -103,8 +103,9 @@ def stop_trials(running: Iterable[TrialProcess]) -> None:
     try:
         for process in running:
             process.interrupt()
+        began = time.monotonic()
         for process in running:
-            process.wait(process.grace_s)
+            process.wait(max(process.grace_s - (time.monotonic() - began), 0.0))
     finally:
         for process in running:
             process.kill()

@@ -322,7 +322,7 @@ def _copy_hints(facts: _Facts) -> Iterator[Hint]:
     text = f"Waiting for copies between memories is {percent(share)} of the step"
     fitting_remats = [remat for remat in facts.fitting_remats() if remat.change != "remat=full"]
     if not facts.offloads:
-        text += ": products wait for their operands."
+        text += ": matrix products wait for their operands."
     else:
         text += f": remat={facts.prediction.layout.remat} sends saved activations to the host and back"
         if fitting_remats:

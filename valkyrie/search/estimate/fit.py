@@ -128,14 +128,13 @@ def cross_validate(
 ) -> list[tuple[TimedLayouts, np.ndarray]]:
     """Return each entry of `timed` with its estimated seconds, using constants fitted to the other families.
 
-    With only one family, uses the constants `start`. Entries are ordered by family.
+    With only one family, uses the constants `start`.
     """
-    estimates = []
-    for family in dict.fromkeys(rows.family for rows in timed):
+    efficiencies = {}
+    for family in {rows.family for rows in timed}:
         other_families = [rows for rows in timed if rows.family != family]
-        efficiency = fit_constants(other_families, start, names) if other_families else start
-        estimates += [(rows, rows.estimate(efficiency)) for rows in timed if rows.family == family]
-    return estimates
+        efficiencies[family] = fit_constants(other_families, start, names) if other_families else start
+    return [(rows, rows.estimate(efficiencies[rows.family])) for rows in timed]
 
 
 def _scaled(name: str, value: float) -> float:
