@@ -139,10 +139,10 @@ def test_fast_checkpoints_are_kept_if_the_last_durable_save_fails(
 
     write = tier.write_checksums
 
-    def full(folder: Path, without: Any = ()) -> None:
+    def full(folder: Path, excluded: Any = ()) -> None:
         if "process-0" not in str(folder):
             raise OSError(28, "No space left on device")
-        write(folder, without)
+        write(folder, excluded)
 
     fast = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
     with monkeypatch.context() as patch:
@@ -157,7 +157,7 @@ def test_fast_checkpoints_are_kept_if_the_last_durable_save_fails(
 def test_a_save_that_fails_on_one_of_several_processes_aborts_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from valkyrie.checkpoint import tier
 
-    def full(folder: Path, without: Any = ()) -> None:
+    def full(folder: Path, excluded: Any = ()) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tier, "write_checksums", full)
@@ -280,10 +280,10 @@ def test_a_full_disk_of_the_fast_tier_only_prints_a_note(
 
     write = tier.write_checksums
 
-    def full(folder: Path, without: Any = ()) -> None:
+    def full(folder: Path, excluded: Any = ()) -> None:
         if "process-0" in str(folder):
             raise OSError(28, "No space left on device")
-        write(folder, without)
+        write(folder, excluded)
 
     monkeypatch.setattr(tier, "write_checksums", full)
     fast = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")

@@ -58,7 +58,7 @@ def test_a_process_is_ended_if_its_id_cannot_be_recorded(tmp_path: Path, monkeyp
         noted.append(pid)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(lock, "started", full)
+    monkeypatch.setattr(lock, "hand_over", full)
     with pytest.raises(OSError, match="No space left"):
         TrialProcess(plan, lock)
     lock.release()

@@ -251,7 +251,7 @@ def predict(
     tokens: float | int | None = None,
     flops: float | int | None = None,
     quiet: bool = False,
-    **keyword_arguments: Any,
+    **keywords: Any,
 ) -> Result:
     """Predict a step on a slice without the hardware: whether it fits, its time, and the time spent waiting.
 
@@ -279,20 +279,11 @@ def predict(
         tokens: Tokens in one step on all devices, for tokens per second.
         flops: Model FLOPs in one step on all devices, for MFU.
         quiet: Whether to hide the progress. Only for a `Run`.
-        keyword_arguments: Keyword arguments of the function.
+        keywords: Keyword arguments of the function.
     """
     if isinstance(program, Run):
-        _refuse_run_arguments(
-            arguments,
-            keyword_arguments,
-            slice=slice,
-            mesh=mesh,
-            places=places,
-            options=options,
-            name=name,
-            tokens=tokens,
-            flops=flops,
-        )
+        settings = {"slice": slice, "mesh": mesh, "places": places, "options": options, "name": name}
+        _refuse_run_arguments(arguments, keywords, **settings, tokens=tokens, flops=flops)
         return _predict_run(program, quiet)
     from valkyrie.search.compile.predict import ProgramWork, predict_file, predict_function
 
@@ -318,9 +309,7 @@ def predict(
     else:
         if isinstance(mesh, Mapping):
             mesh = target.mesh(list(mesh.values()), list(mesh))
-        predicted = predict_function(
-            program, arguments, keyword_arguments, target, mesh=mesh, options=options, work=work
-        )
+        predicted = predict_function(program, arguments, keywords, target, mesh=mesh, options=options, work=work)
     return Result(predicted.prediction, predicted.replay)
 
 
@@ -333,9 +322,9 @@ def _predict_run(run: Run, quiet: bool) -> Result:
     return Result(prediction, replay)
 
 
-def _refuse_run_arguments(arguments: Sequence[Any], keyword_arguments: Mapping[str, Any], **options: Any) -> None:
+def _refuse_run_arguments(arguments: Sequence[Any], keywords: Mapping[str, Any], **options: Any) -> None:
     """Raise ValueError for arguments of `predict` that a run already sets."""
-    redundant = [*keyword_arguments, *(key for key, value in options.items() if value is not None)]
+    redundant = [*keywords, *(key for key, value in options.items() if value is not None)]
     if arguments or redundant:
         raise ValueError(
             f"A run already sets its slice, mesh and shapes. Leave out "
