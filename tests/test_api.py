@@ -140,7 +140,7 @@ def test_a_mistake_is_a_value_error_with_the_message_of_the_command(overrides: l
 def test_a_folder_without_a_run_is_named(here: Path):
     with pytest.raises(ValueError) as error:
         valkyrie.load(here / "nothing")
-    assert "nothing" in str(error.value) and "run.yaml" in str(error.value)
+    assert str(error.value).startswith(f"{here / 'nothing'} does not exist")
 
 
 def test_the_error_for_the_name_of_a_run_has_its_path(here: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import fields
 from itertools import chain
@@ -464,12 +465,13 @@ def test_the_error_for_an_unreadable_config_file_names_it(
     [
         ("partition/m", "defaults: [fsdp, _self_]\nzero1: true\n", "partition=m", "has no name"),
         ("partition/m", "defaults: [partition_schema, _self_]\nname: fsdp\n", "partition=m", "has name: fsdp"),
+        ("partition/m", "defaults: [partition_schema, _self_]\nname: other\n", "partition=m", "has name: other."),
         ("model/m", "defaults: [s5_tiny, _self_]\nlayers: 2\n", "model=m", "has no name"),
         ("target/chip/m", "defaults: [v5e, _self_]\nhbm_gib: 1\n", "target=m-8", "has no name"),
         ("mesh/m", "defaults: [mesh_schema, _self_]\nshape: [2, 1, 1]\n", "mesh=m", "has no name"),
     ],
 )
-def test_a_users_file_without_a_name_or_with_that_of_a_shipped_choice_is_refused(
+def test_a_users_file_needs_its_own_name(
     command: Any, tmp_path: Path, file: str, text: str, argument: str, phrase: str
 ):
     path = write_own(tmp_path, f"{file}.yaml", text.encode())
@@ -477,7 +479,7 @@ def test_a_users_file_without_a_name_or_with_that_of_a_shipped_choice_is_refused
     assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}") and phrase in refused.err
     assert refused.err.endswith("Write name: m.\n")
     assert command("--config-dir", "own", "mode=show").run is not None, "the file is not chosen"
-    path.write_text(f"{text.replace('name: fsdp', '')}name: m\n")
+    path.write_text(f"{re.sub('name: .*', '', text)}name: m\n")
     assert "Write name" not in command("--config-dir", "own", argument, "mode=show").err
 
 

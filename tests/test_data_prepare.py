@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from valkyrie.data import prepare as preparing
+from valkyrie.data import writer
 from valkyrie.data.loader import open_split
 from valkyrie.data.manifest import MANIFEST, CorruptShardsError, PreparedText, open_prepared, verify
 from valkyrie.data.prepare import prepare
@@ -226,6 +227,16 @@ def test_an_interrupted_preparation_cleans_up(config: text_source.Config) -> Non
 
     with pytest.raises(KeyboardInterrupt):
         prepare(config, "bytes", interrupt)
+    assert [entry for entry in Path(config.cache_dir).iterdir() if entry.is_dir()] == []
+
+
+def test_a_shard_size_that_needs_too_many_files_is_refused(
+    config: text_source.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MAX_SHARDS", 3)
+    config.shard_tokens = 1
+    with pytest.raises(ValueError, match="data.shard_tokens=1: this data needs more than 3 files"):
+        prepare(config, "bytes")
     assert [entry for entry in Path(config.cache_dir).iterdir() if entry.is_dir()] == []
 
 

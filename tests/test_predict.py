@@ -245,6 +245,24 @@ def test_objects_that_are_not_programs_are_refused():
         valkyrie.slice("cpu8").mesh((8,), ("a",))
 
 
+def test_values_mistaken_for_programs_are_refused():
+    target, step = valkyrie.slice("v5e-8"), jax.jit(lambda x: x @ x)
+    lowered = step.lower(jnp.zeros((8, 8)))
+    text = lowered.compile().as_text()
+    for program, kind, reason in (
+        (text, ValueError, "text of a module"),
+        (text.encode(), TypeError, "not a bytes"),
+        ([step], TypeError, "not a list"),
+        ("model=gpt_tiny", ValueError, "Compose a run first"),
+    ):
+        with pytest.raises(kind, match=reason):
+            valkyrie.predict(program, slice=target, mesh={"data": 8})
+    with pytest.raises(ValueError, match="already has its shapes"):
+        valkyrie.predict(lowered, jnp.zeros((16, 16)), slice=target)
+    with pytest.raises(ValueError, match="is not a TPU slice"):
+        valkyrie.predict(step, jnp.zeros((8, 8)), slice=valkyrie.slice("cpu4"))
+
+
 def test_a_function_on_this_machines_devices_is_refused():
     sharding = NamedSharding(jax.make_mesh((8,), ("a",)), PartitionSpec("a"))
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)

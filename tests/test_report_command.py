@@ -45,6 +45,21 @@ def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys
     capsys.readouterr()
     main(["--compare", str(folder), str(other), "--format", "md"])
     assert "| 1.00x |" in capsys.readouterr().out
+    main([str(folder), "--output", str(tmp_path / "by_suffix.csv")])
+    assert (tmp_path / "by_suffix.csv").read_text().startswith("sweep,")
+
+
+def test_the_output_is_no_record_of_the_sweep(tmp_path: Path, capsys):
+    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    records = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert records
+    for path in records:
+        assert "must end in .html, .md or .csv" in fails(capsys, folder, "--output", path)
+    with pytest.raises(ValueError, match="must end in .html"):
+        valkyrie.write_report(folder, output=folder / "trials.jsonl")
+    assert {path: path.read_bytes() for path in records} == records
+    assert "but the format is md" in fails(capsys, folder, "--format", "md", "--output", "all.csv")
+    assert "Is a shell variable not set?" in fails(capsys, "")
 
 
 def test_the_output_folder_is_created(tmp_path: Path, capsys):

@@ -554,7 +554,7 @@ def test_a_folder_with_other_files_is_refused_before_estimating(
     search(*FEW, "mode.tokens=1e9")
     monkeypatch.setattr(mode, "rank", lambda *_: pytest.fail("estimated"))
     for arguments, message in (
-        (("name=file",), "^name=file: runs/file "),
+        (("name=file",), "^runs/file is a file"),
         (("name=other",), "^name=other: runs/other "),
         (("batch=64",), "^name=found: runs/found/search.json .*batch=32"),
         (("runs=/proc/nope", "name=x"), "/proc/nope/x .*runs=DIR"),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from valkyrie.config.run import Run, RunConfig
+from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
@@ -287,6 +288,7 @@ def predict(
         return _predict_run(program, quiet)
     from valkyrie.search.compile.predict import ProgramWork, predict_file, predict_function
 
+    _refuse_other_programs(program)
     if slice is None:
         raise ValueError('Name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
     require_type(slice, TargetConfig, 'slice= takes a slice, such as valkyrie.slice("v5p-128")')
@@ -301,6 +303,8 @@ def predict(
             require_type(value, kind, f"{key}= takes {takes}")
     refuse([*check_range("tokens", tokens, above=0), *check_range("flops", flops, above=0)])
     target, work = Slice.from_target(slice), ProgramWork(name, tokens, flops)
+    if not get_platform(target.platform).compiles_without_devices:
+        raise ValueError(f"slice={target.name} is not a TPU slice. Only TPU programs compile without a device.")
     if isinstance(program, str | Path):
         axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
         if not axes:
@@ -320,6 +324,17 @@ def _predict_run(run: Run, quiet: bool) -> Result:
     if prediction.status is CompileStatus.refused:
         raise ValueError(prediction.reason)
     return Result(prediction, replay)
+
+
+def _refuse_other_programs(program: object) -> None:
+    """Raise TypeError or ValueError if `predict` gets something that is easily mistaken for a program."""
+    takes = "predict takes a Run, a jitted, lowered or compiled function, or the path of a dumped module"
+    if isinstance(program, bytes | bytearray | list | tuple | dict):
+        raise TypeError(f"{takes}, not a {type(program).__name__}.")
+    if isinstance(program, str) and program.lstrip().startswith("HloModule"):
+        raise ValueError(f"{takes}. This is the text of a module: save it to a file, or pass the compiled function.")
+    if isinstance(program, str) and "=" in program and not Path(program).exists():
+        raise ValueError(f'{takes}. Compose a run first: valkyrie.predict(valkyrie.compose("{program}", ...)).')
 
 
 def _refuse_run_arguments(arguments: Sequence[Any], keywords: Mapping[str, Any], **options: Any) -> None:
@@ -391,6 +406,10 @@ def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0
     """
     _require_run("generate", run)
     require_type(prompt, str, "prompt= takes a string")
+    require_type(tokens, int, "tokens= takes a whole number")
+    require_type(temperature, Real, "temperature= takes a number")
+    require_type(top_k, int | None, "top_k= takes a whole number or None")
+    refuse(check_range("tokens", tokens, least=0))
     from valkyrie.train.devices import prepare_devices
     from valkyrie.train.prepare import load_run_tokenizer, restore, trained_folder
 
@@ -423,6 +442,8 @@ def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
     for path in paths:
         require_type(path, str | Path, "write_report takes paths of sweep folders")
     require_type(output, str | Path | None, "output= takes the path of a file")
+    if output is not None and Path(output).suffix.lower() not in ("", ".html", ".htm"):
+        raise ValueError(f"output={output}: the name must end in .html.")
     text = render_page(trials(*paths))
     file = page_file([Path(path) for path in paths], None if output is None else Path(output))
     return write_atomic(file, text, "output=FILE")

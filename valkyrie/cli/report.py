@@ -30,13 +30,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Rank the layouts of sweeps. Writes a standalone HTML page, Markdown or CSV.",
         epilog="Example: valkyrie-report runs/laptop_8 --format md",
     )
-    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="a sweep's folder, or a folder of sweeps")
+    parser.add_argument("paths", nargs="*", type=_path, metavar="PATH", help="a sweep's folder, or a folder of sweeps")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=_path,
         help="output file; default: report.html in the first PATH, or stdout (-) for md and csv",
     )
-    parser.add_argument("--format", choices=("html", "md", "csv"), help="output format; default: html")
+    parser.add_argument(
+        "--format", choices=("html", "md", "csv"), help="output format; default: that of --output, or html"
+    )
     add_arguments(parser)
     compare_help = "compare two sweeps, given by name or folder"
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=compare_help)
@@ -54,6 +56,26 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--wandb builds a dashboard from the data in W&B. Leave out {', '.join(ignored)}.")
     if arguments.compare and arguments.format == "csv":
         raise ValueError("--compare is not supported with --format csv. Use --format html or --format md.")
+
+
+def _output_format(format: str | None, output: Path | None) -> str:
+    """Return the format of the report: `--format`, or that of the file's suffix.
+
+    Raises ValueError if they differ, or for other suffixes, because such a file may be a record of the sweep.
+    """
+    suffix = "" if output is None or str(output) == "-" else output.suffix.lower()
+    by_suffix = {"": None, ".html": "html", ".htm": "html", ".md": "md", ".csv": "csv"}
+    if suffix not in by_suffix:
+        raise ValueError(f"--output {output}: the name must end in .html, .md or .csv.")
+    if format is not None and by_suffix[suffix] not in (None, format):
+        raise ValueError(f"--output {output} ends in {suffix}, but the format is {format}. Leave out --format.")
+    return format or by_suffix[suffix] or "html"
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty. Is a shell variable not set?")
+    return Path(text)
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -75,7 +97,7 @@ def _report(arguments: argparse.Namespace) -> None:
         raise ValueError("PATH is missing. Pass a sweep folder, or a folder with sweeps. Example: valkyrie-report runs")
     rows = read_rows(paths)
     comparison = compare(rows, *compared_sweeps) if compared_sweeps else None
-    kind = arguments.format or "html"
+    kind = _output_format(arguments.format, arguments.output)
     if kind == "html":
         text = render_page(rows, comparison)
     else:

@@ -73,20 +73,20 @@ def yaml_error_text(path: Path, error: yaml.YAMLError) -> str:
 
 
 def check_name(path: Path, group: str, name: object) -> None:
-    """Raise ValueError if a user's config in `NAMED_GROUPS` has no `name`, or the `name` of a different shipped config.
+    """Raise ValueError if a user's config in `NAMED_GROUPS` has no `name`, or another one than its file.
 
-    Records identify configs by this name. Identical copies of shipped files are allowed. `CheckedFiles` does not check
-    files that only other files of their group include.
+    Records and messages identify configs by this name. Identical copies of shipped files are allowed. `CheckedFiles`
+    does not check files that only other files of their group include.
     """
     if group not in NAMED_GROUPS or name == path.stem:
         return
     if name is None:
         raise ValueError(f"{path} has no name. Write name: {path.stem}.")
     shipped = conf_dir() / group / f"{name}.yaml"
-    if name in config_names(group) and not (shipped.is_file() and shipped.read_bytes() == path.read_bytes()):
-        raise ValueError(
-            f"{path} has name: {name}, but Valkyrie ships another {group} of that name. Write name: {path.stem}."
-        )
+    if shipped.is_file() and shipped.read_bytes() == path.read_bytes():
+        return
+    reason = f", but Valkyrie ships another {group} of that name" if name in config_names(group) else ""
+    raise ValueError(f"{path} has name: {name}{reason}. Write name: {path.stem}.")
 
 
 def check_file(path: Path) -> None:

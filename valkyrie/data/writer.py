@@ -78,6 +78,10 @@ def _groups(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
         yield group
 
 
+MAX_SHARDS = 10_000
+"""Maximum number of files of a split. With the default of 64 Mi tokens each, they have 670 billion tokens."""
+
+
 class ShardWriter:
     """Writes the tokens of one split to shards. Every shard except the last has `shard_tokens` tokens."""
 
@@ -102,6 +106,11 @@ class ShardWriter:
         rest = tokens.ids
         while rest.size:
             if self._file is None:
+                if len(self._shards) == MAX_SHARDS:
+                    raise ValueError(
+                        f"data.shard_tokens={self._shard_tokens}: this data needs more than {MAX_SHARDS:,} files. "
+                        "Use a larger value."
+                    )
                 self._file = (self._path / self._name()).open("wb")
             part, rest = np.split(rest, [self._shard_tokens - self._tokens_in_shard])
             data = part.astype(self._dtype).tobytes()

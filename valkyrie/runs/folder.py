@@ -177,6 +177,8 @@ def saved_config(folder: Path) -> DictConfig:
     file = folder / RUN
     if file.is_file():
         return read_settings(file)
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist. Pass the path of a run folder.")
     if latest_step(folder) is None:
         raise ValueError(f"{folder} is not a run folder: it has no {RUN}.")
     raise ValueError(

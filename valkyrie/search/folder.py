@@ -47,7 +47,7 @@ def create_folder(folder: Path, request: SearchRequest) -> None:
     """
     name = request.run.config.name
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"name={name}: {folder} is a file. Use another name=.")
+        raise ValueError(f"{folder} is a file, but the search needs this folder. Use another name=.")
     if (folder / RUN).exists():
         raise ValueError(f"name={name}: {folder} is the run folder of another command ({RUN}). Use another name=.")
     earlier = _read_earlier(folder)

@@ -95,6 +95,11 @@ def parse_request(run: Run) -> SearchRequest:
     """Parse the request of a run with `mode=search`. Raises ValueError for settings that a search cannot use."""
     config, mode = run.config, settings_for(SearchMode, run.config.mode)
     keys = {key_value(o)[0] for o in split_flags(run.arguments)[1]}
+    if "resume" in keys:
+        raise ValueError(
+            "resume: mode=search has nothing to resume. Repeat the command of a search to continue it. To search for "
+            "the model of a run, give its settings, such as model=gpt_1b."
+        )
     if wrong := sorted(key for key in keys if key.startswith("mesh.")):
         raise ValueError(
             f"{wrong[0]}: mode=search chooses the placement of a mesh. Name a mesh by its sizes (mesh=4x2x1), or "

@@ -276,6 +276,11 @@ def _lower(
     """Lower a function. Returns `(lowered, None)`, or `(None, compiled)` if it is already compiled."""
     import jax
 
+    if isinstance(function, jax.stages.Compiled | jax.stages.Lowered) and (arguments or kwargs):
+        raise ValueError(
+            "A lowered or compiled program already has its shapes. Leave out the other arguments, and pass the mesh of "
+            "its shardings as mesh=."
+        )
     if isinstance(function, jax.stages.Compiled):
         if options:
             raise ValueError("options= cannot change a compiled program. Pass a jitted or lowered function instead.")
