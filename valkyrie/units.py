@@ -44,10 +44,10 @@ def long_duration(seconds: float) -> str:
     """Format a long time in its two largest units: `3 d 2 h`, `5 min 12 s`, `8.1 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    size, unit, smaller, part = next(
+    size, unit, smaller_size, smaller_unit = next(
         units for units in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")) if seconds >= units[0]
     )
-    return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {part}"
+    return f"{int(seconds // size)} {unit} {int(seconds % size // smaller_size)} {smaller_unit}"
 
 
 def number_text(number: float) -> str:

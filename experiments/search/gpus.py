@@ -244,7 +244,12 @@ def timed_layouts(rows: Sequence[Row]) -> TimedLayouts:
     remat = FULL if line["remat"] == "full" else SELECTIVE[chip.name]
     run = rows[0].run.changed(target=replace(rows[0].run.config.target, chip=chip))
     return TimedLayouts(
-        step_work(run, whole_blocks=True), layouts, remat, chip, np.array([row.step_s for row in rows]), line["group"]
+        step_work(run, recompute_last_matmul=True),
+        layouts,
+        remat,
+        chip,
+        np.array([row.step_s for row in rows]),
+        line["group"],
     )
 
 

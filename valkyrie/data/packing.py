@@ -23,7 +23,7 @@ class StreamRows:
     Every token except the first is a target once.
     """
 
-    def __init__(self, lane: Lane, seq: int, pool: int, start: LanePosition) -> None:
+    def __init__(self, lane: Lane, seq: int, pool_size: int, start: LanePosition) -> None:
         self._seq = seq
         self._next, self._offset = start.next, start.offset
         self._documents = lane.documents(self._next)
@@ -58,14 +58,14 @@ class StreamRows:
 
 
 class BestFitRows:
-    """Rows that begin with a document and are packed best-fit from `pool` documents read ahead.
+    """Rows that begin with a document and are packed best-fit from `pool_size` documents read ahead.
 
     The next document of a row is the longest one that fits. If none fits, the shortest one is truncated to the space
     left in the row, as in nanochat. Documents longer than a row are always truncated.
     """
 
-    def __init__(self, lane: Lane, seq: int, pool: int, start: LanePosition) -> None:
-        self._capacity, self._pool_size, self._number = seq + 1, pool, 0
+    def __init__(self, lane: Lane, seq: int, pool_size: int, start: LanePosition) -> None:
+        self._capacity, self._pool_size, self._number = seq + 1, pool_size, 0
         self._next = start.next
         self._documents = lane.documents(self._next)
         self._pool: list[tuple[int, int, LaneDocument]] = []

@@ -191,7 +191,7 @@ class _Replayer:
         if opcode == "while":
             self._loop(instruction)
         elif opcode == "conditional":
-            self._longest_branch(instruction)
+            self._replay_conditional(instruction)
         elif opcode == "call":
             self._run(instruction.called[0])
         elif opcode in ("send", "recv", "send-done", "recv-done"):
@@ -361,7 +361,7 @@ class _Replayer:
             self._totals, self._links = totals, links
         return self._isolated_totals[body]
 
-    def _longest_branch(self, instruction: Instruction) -> None:
+    def _replay_conditional(self, instruction: Instruction) -> None:
         """Replay all branches of a conditional, and add the longest to the step."""
         branches = [self._replay_alone(branch) for branch in instruction.called]
         longest = max(branches, key=lambda f: f.duration)

@@ -184,8 +184,8 @@ class Stack:
                 if any(kind in layer.blocks for layer in stack):
                     problems += block.problems("model" if kind == DENSE else f"model.{kind}")
         if not problems:
-            known, contexts = self._axes(), {k: b for layer in stack for k, b in layer.blocks.items()}
-            problems += [p for block, context in contexts.values() for p in block.axis_problems(context, known)]
+            known_axes, blocks = self._axes(), {kind: pair for layer in stack for kind, pair in layer.blocks.items()}
+            problems += [p for block, context in blocks.values() for p in block.axis_problems(context, known_axes)]
         return problems
 
     def make_layers(self) -> list[Layer]:

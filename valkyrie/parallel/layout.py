@@ -173,10 +173,10 @@ class Layout:
         return "·".join(f"{axis}={self.mesh.axes[axis]}" for axis in mesh_axes)
 
 
-def find_zero1_axes(data: Iterable[str], stored: Iterable[Sequence[str]]) -> tuple[str, ...]:
+def find_zero1_axes(data_axes: Iterable[str], stored_axes: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """Return the mesh axes over which ZeRO-1 splits the moments of a parameter: data axes that do not split it."""
-    used = {axis for entry in stored for axis in entry}
-    return tuple(axis for axis in data if axis not in used)
+    used = {axis for axes in stored_axes for axis in axes}
+    return tuple(axis for axis in data_axes if axis not in used)
 
 
 def find_gathered_axes(

@@ -126,12 +126,12 @@ def dashboard_json(workspace: Workspace, report: Report) -> dict[str, object]:
     for block in report.blocks:
         if isinstance(block, PanelGrid):
             runsets = [{"name": r.name, "filters": str(r.filters), "project": r.project} for r in block.runsets]
-            blocks.append({"type": "panel-grid", "runSets": runsets, "panels": [_model_json(p) for p in block.panels]})
+            blocks.append({"type": "panel-grid", "runSets": runsets, "panels": [_to_json(p) for p in block.panels]})
         else:
-            blocks.append(_model_json(block))
+            blocks.append(_to_json(block))
     report_fields = {"entity": report.entity, "project": report.project, "title": report.title}
     return {
-        "workspace": _model_json(workspace),
+        "workspace": _to_json(workspace),
         "report": {**report_fields, "description": report.description, "blocks": blocks},
     }
 
@@ -161,5 +161,5 @@ def _parse_metric(name: str) -> Any:
     return wr.Config(key) if section == "config" else wr.SummaryMetric(key)
 
 
-def _model_json(model: Any) -> Any:
-    return json.loads(model._to_model().model_dump_json(by_alias=True, exclude_none=True))
+def _to_json(wandb_object: Any) -> Any:
+    return json.loads(wandb_object._to_model().model_dump_json(by_alias=True, exclude_none=True))

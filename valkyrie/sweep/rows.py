@@ -349,8 +349,8 @@ def _is_simulated(trial: Trial, others_simulated: bool | None) -> bool:
     """
     if trial.stage == "compile":
         return False
-    recorded = others_simulated if trial.results.simulated is None else trial.results.simulated
-    return (trial.about or _UNKNOWN_LAYOUT).chip is None if recorded is None else recorded
+    simulated = others_simulated if trial.results.simulated is None else trial.results.simulated
+    return (trial.about or _UNKNOWN_LAYOUT).chip is None if simulated is None else simulated
 
 
 def _reason(trial: Trial) -> str | None:

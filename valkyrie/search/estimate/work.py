@@ -116,10 +116,10 @@ class StepWork:
         return self.run.config.precision.compute.itemsize
 
 
-def step_work(run: Run, *, whole_blocks: bool = False) -> StepWork:
+def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
     """Return the work of a step of a run. Raises ValueError for a model that does not declare its layers.
 
-    With `whole_blocks`, recomputation includes the last matmul of each group of layers (`Layered.segments`), as in
+    With `recompute_last_matmul`, recomputation includes the last matmul of each group of layers (`Layered.segments`), as in
     PyTorch. XLA skips it, because nothing in the backward pass reads its result.
     """
     model = run.model
@@ -136,7 +136,7 @@ def step_work(run: Run, *, whole_blocks: bool = False) -> StepWork:
             total += repeats * layer.flops(run.config.seq)
             blocks = list(layer.blocks.values())
             for j, (block, context) in enumerate(blocks):
-                last = i == len(group) - 1 and j == len(blocks) - 1 and not whole_blocks
+                last = i == len(group) - 1 and j == len(blocks) - 1 and not recompute_last_matmul
                 block_products = _products(block, context, repeats, (i, context.number, j), last)
                 products += block_products
                 product_flops = sum(2.0 * p.k * p.n * p.components for p in block_products)
