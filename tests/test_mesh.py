@@ -170,5 +170,5 @@ def test_each_of_several_slices_has_the_mesh_of_a_single_slice(inner: str, monke
 def test_a_mesh_with_another_number_of_slices_than_the_devices_is_refused(name: str, slices: str):
     with pytest.raises(ValueError) as refused:
         build_mesh(parse_mesh(name), tpu_slices((4, 4, 4), 2))
-    for part in (f"mesh={name} needs {slices},", "begins with 2s", "64 devices"):
+    for part in (f"mesh={name} is for {slices},", "such as mesh=2s64x1x1", "in 2 slices"):
         assert part in str(refused.value)

@@ -196,6 +196,8 @@ def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pyte
     assert f"(by compile), {5 * rival.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
     (row,) = rank_measured(request, [], measures, compiles)
     assert (row.stage, row.memory) == (Stage.measure, 2**30), "a measured layout without a row keeps its compiled peak"
+    failed = MeasuredTrials([replace(measures.done[0], trial=replace(measures.done[0].trial, status=Status.failed))])
+    assert rank_measured(request, [row], failed, compiles) == [], "a layout that does not run is no answer"
 
 
 @pytest.mark.parametrize(

@@ -169,8 +169,9 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
         """
         if saved.get("version") != self.start.current_version:
             raise ValueError(
-                f"the data position has version {saved.get('version')}, but this program reads only version "
-                f"{self.start.current_version}."
+                f"the data position in the checkpoint has format version {saved.get('version')}, but this Valkyrie "
+                f"reads only version {self.start.current_version}. Resume with the Valkyrie that saved it, or start a "
+                "new run."
             )
         position = decode(type(self.start), dict(saved), "the data position in the checkpoint")
         for field in dataclasses.fields(self.start):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.placement import SLICE_AXIS, arrange, placement_problems
 from valkyrie.problems import Problem, ProblemCode
+from valkyrie.units import count_text
 
 if TYPE_CHECKING:
     import jax
@@ -143,9 +144,9 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     if slices_present > 1 and (config.slices > 1 or get_platform(mesh_devices[0].platform).has_torus):
         if config.slices != slices_present:
             raise ValueError(
-                f"mesh={config.name} needs {config.slices} slice{'s' * (config.slices > 1)}, but its {config.size} "
-                f"devices are in {slices_present}. Use a mesh that begins with {slices_present}s, with "
-                f"{config.size // slices_present} devices in each slice, or set mesh.placement."
+                f"mesh={config.name} is for {count_text(config.slices, 'slice')}, but its {config.size} devices are in "
+                f"{slices_present} slices. Write the number of slices first, such as "
+                f"mesh={slices_present}s{config.size // slices_present}x1x1, or set mesh.placement."
             )
         return placed_mesh(axes, mesh_devices, slices=config.slices)
     return placed_mesh(axes, mesh_devices)

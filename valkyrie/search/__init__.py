@@ -3,17 +3,18 @@
 The function `mode.search` runs `mode=search` in these steps:
 
 1. `request.parse_request` parses the slices, the settings that may vary, and the budget.
+   `local_devices.add_measured_figures` times CPU devices of unknown speed.
 2. `estimate.space.enumerate_layouts` lists all distinct legal layouts. `estimate.rank` estimates their step time and
    memory.
 3. `shortlist.shortlist` selects the fastest layouts that fit, or may fit given the errors of memory estimates.
 4. `compiling.compile_best` compiles them in the order of their corrected estimates, until no other is likely to be
    faster. Each compile is a trial in this process (`modes.compile_into_folder`); the compiler runs in a child process
    (`compile.runner`, `compile.child`). `compile.replayed` replays the schedule of the compiled program
-   (`valkyrie.machine.replay`) and multiplies its times by the factors of `compile.correction`, fitted to published runs
-   or by `mode=calibrate`.
+   (`valkyrie.machine.replay`) and multiplies its times by a factor for the chip (published runs, or `mode=calibrate`)
+   and one for the number of slices (published runs), which `compile.correction` computes.
 5. With `mode.tune`, `tuning.tune_best` tries compiler options and implementations on the best layout.
 6. `measuring` times the best few layouts if there is one target and this machine has its devices. It is skipped after
-   Ctrl-C, or if layouts were compiled but none fits.
+   Ctrl-C, or if layouts were compiled but none has a step time.
 7. `answer.rank_layouts` ranks the layouts and corrects estimates by compiled times. `measuring.rank_measured` corrects
    both by measured times. README.md has a table of what is corrected by what. `answer_record` defines the answer that
    is stored in `search.json`.

@@ -88,6 +88,7 @@ def _best_on_chips(
     ]
     compiled_s = {without_torus(layout.estimate): layout.estimate.step_s for layout in compiled}
     estimated = [layout for layout in estimated if layout.step_s < compiled_s.get(without_torus(layout), math.inf)]
+    estimated.sort(key=compiles.corrected_s)
     rows = [(layout.estimate, rank_layout(request, layout.estimate, layout)) for layout in compiled[:count]]
     return rows + [
         (layout, rank_layout(request, layout).with_step_time(compiles.corrected_s(layout)))

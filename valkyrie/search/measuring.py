@@ -147,9 +147,11 @@ def rank_measured(
     """Return the rows of an answer with all measured layouts first, the fastest first.
 
     The step times of the other rows, compiled or estimated, are scaled by the median of measured over predicted time.
-    Measured layouts without a row get one, and may displace the last rows.
+    Measured layouts without a row get one, and may displace the last rows. Layouts whose measurement failed lose
+    theirs.
     """
-    unmeasured = {row.candidate: row for row in rows}
+    failed = {trial.estimate.candidate for trial in measured.done if trial.step_s is None}
+    unmeasured = {row.candidate: row for row in rows if row.candidate not in failed}
     measured_rows = []
     for trial in measured.timed:
         row = unmeasured.pop(trial.estimate.candidate, None)

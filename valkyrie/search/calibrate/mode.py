@@ -157,7 +157,7 @@ def _too_few_message(chip: str, count: int) -> str:
     trials = f"{count} trial{'s are' if count > 1 else ' is'}"
     return (
         f"{chip}: {trials} too few to fit {len(FITTED_CONSTANTS)} constants. Use at least {len(FITTED_CONSTANTS)} "
-        "trials, best of several models and batches: add folders to paths=, "
+        "trials, preferably of several models and batch sizes: add folders to paths=, "
         "or let mode=search compile more layouts (mode.compiles=12)."
     )
 

@@ -235,11 +235,11 @@ def _show_trace(trace: CollectiveTrace, simulated: bool, console: Console) -> No
         console.print(f"time in collectives: {trace.note}", markup=False)
     if not trace.times or trace.step_s is None:
         return
-    suffix, total = " simulated" if simulated else "", sum(time.seconds for time in trace.times)
+    suffix, total = ", simulated" if simulated else "", sum(time.seconds for time in trace.times)
     text = " · ".join(f"{axes_text(t.mesh_axes)} {t.kind} {duration(t.seconds)}" for t in trace.times)
     console.print(
-        f"time in collectives{suffix}, including waiting, mean over devices: {duration(total)} "
-        f"of a traced step of {duration(trace.step_s)} ({text})",
+        f"traced step: {duration(trace.step_s)}, of which {duration(total)} in collectives, including waiting "
+        f"(mean over devices{suffix}): {text}",
         markup=False,
     )
 

@@ -119,8 +119,8 @@ class StepWork:
 def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
     """Return the work of a step of a run. Raises ValueError for a model that does not declare its layers.
 
-    With `recompute_last_matmul`, recomputation includes the last matmul of each group of layers (`Layered.segments`), as in
-    PyTorch. XLA skips it, because nothing in the backward pass reads its result.
+    With `recompute_last_matmul`, recomputation includes the last matmul of each group of layers (`Layered.segments`),
+    as in PyTorch. XLA skips it, because nothing in the backward pass reads its result.
     """
     model = run.model
     if not isinstance(model, Layered):

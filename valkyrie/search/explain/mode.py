@@ -107,9 +107,10 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
             return _read_folder(folder)
     try:
         changes = shlex.split(request)
-    except ValueError:
+    except ValueError as error:
         raise ValueError(
-            f"{request}: the closing quotation mark is missing. Write it as 'mesh=4x4x2 partition=2d_tp'."
+            f"{request}: cannot be split into overrides ({error}). Quote all of them once, such as "
+            "first='mesh=4x4x2 partition=2d_tp'."
         ) from None
     if not_overrides := [change for change in changes if "=" not in change]:
         raise ValueError(
