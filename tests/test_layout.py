@@ -87,7 +87,9 @@ def test_a_layout_without_problems_divides_every_array(
     if problems:
         return
     assert layout is not None
-    assert batch % (layout.shards("batch") * microbatches) == 0
+    stages = 1 if layout.pipeline is None else layout.pipeline.stages
+    assert batch % layout.shards("batch") == 0, "a pipeline's stages split the batch outside of it"
+    assert batch % (layout.shards("batch") // stages * microbatches) == 0
     assert seq % layout.shards("seq") == 0
     for tensor in ARRAYS[model].parameters:
         for split in (
