@@ -125,6 +125,15 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path)
         tiers.restore(abstract(make_state(0)))
 
 
+def test_the_last_step_counts_both_tiers(tmp_path: Path):
+    save(tmp_path, fast=(4,))
+    with closing(open_both_tiers(tmp_path)) as tiers:
+        assert (tiers.last_durable_step, tiers.last_step) == (None, 4)
+    save(tmp_path, durable=(5,))
+    with closing(open_both_tiers(tmp_path)) as tiers:
+        assert (tiers.last_durable_step, tiers.last_step) == (5, 5)
+
+
 def test_a_start_without_the_fast_tier_makes_its_old_checkpoints_obsolete(tmp_path: Path):
     save(tmp_path, durable=(3,), fast=(4,))
     Checkpoints(tmp_path / "run", CheckpointConfig()).close()

@@ -57,6 +57,14 @@ def test_the_loss_falls_towards_the_entropy_of_the_data(tmp_path: Path) -> None:
     assert evaluations[-1] < evaluations[0] < steps[1]["loss"]
 
 
+def test_a_signal_in_the_last_step_does_not_stop_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainer.Interrupt, "should_stop", lambda self, step, *, force=False: step == 2)
+    assert command(*tiny_arguments(tmp_path, "steps=2")) == 0
+    assert "stopped at step" not in capfd.readouterr().out
+
+
 def test_the_files_of_a_run_folder() -> None:
     folder = trained_run()
     assert {"run.yaml", "versions.json", "metrics.jsonl", "checkpoints"} <= set(os.listdir(folder))

@@ -13,7 +13,7 @@ import io
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -406,9 +406,9 @@ def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0
     """
     _require_run("generate", run)
     require_type(prompt, str, "prompt= takes a string")
-    require_type(tokens, int, "tokens= takes a whole number")
+    require_type(tokens, Integral, "tokens= takes a whole number")
     require_type(temperature, Real, "temperature= takes a number")
-    require_type(top_k, int | None, "top_k= takes a whole number or None")
+    require_type(top_k, Integral | None, "top_k= takes a whole number or None")
     refuse(check_range("tokens", tokens, least=0))
     from valkyrie.train.devices import prepare_devices
     from valkyrie.train.prepare import load_run_tokenizer, restore, trained_folder

@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class PartKind(Enum):
-    """What a device does during a part of a step."""
+    """Activity of a device during a part of a step."""
 
     matmul = "matmul"
     kernel = "kernel"

@@ -113,7 +113,7 @@ class DocumentConfig(TextConfig):
         return None
 
     def is_single_text(self, listing: Listing) -> bool:
-        """Return whether the source is a single text, whose end becomes the validation split."""
+        """Return whether the source is a single text. Its end then becomes the validation split."""
         return False
 
     def problems(self) -> list[Problem]:

@@ -37,7 +37,7 @@ DEFAULT_BLOCK = 128
 """Block length of the blocked form. With 4096 positions it takes 128 + 32 sequential steps."""
 
 
-class _Settings(NamedTuple):
+class _ScanSettings(NamedTuple):
     """Settings of a recurrence that are known at compile time."""
 
     impl: ScanImpl
@@ -94,7 +94,7 @@ def linear_recurrence(
     needs only the states. All implementations agree to float32 rounding. Raises ValueError for a block below 1.
     """
     backend = jax.default_backend() if backend is None else backend
-    settings = _Settings(resolve_impl(impl, backend), backend, block, reverse, ())
+    settings = _ScanSettings(resolve_impl(impl, backend), backend, block, reverse, ())
     return _run_checked(settings, lam_bar, bu, h0, keep)
 
 
@@ -123,7 +123,7 @@ def sharded_linear_recurrence(
     if not axis_names:
         raise ValueError("axis_names is empty. List the mesh axes that shard the sequence.")
     backend = jax.default_backend() if backend is None else backend
-    settings = _Settings(resolve_impl(impl, backend), backend, block, reverse, tuple(axis_names))
+    settings = _ScanSettings(resolve_impl(impl, backend), backend, block, reverse, tuple(axis_names))
     return _run_checked(settings, lam_bar, bu, h0, keep)
 
 
@@ -133,7 +133,7 @@ def recurrence_step(lam_bar: Eigenvalues, h: Carry, bu_t: Carry) -> Carry:
 
 
 def _run_checked(
-    settings: _Settings,
+    settings: _ScanSettings,
     lam_bar: Eigenvalues,
     bu: States,
     h0: Carry | None,
@@ -155,7 +155,7 @@ def _run_checked(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(settings: _Settings, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> States:
+def _recurrence(settings: _ScanSettings, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> States:
     return _evaluate(settings, lam_bar, bu, h0, keep)[0]
 
 
@@ -164,7 +164,7 @@ _Residuals = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
 
 
 def _forward(
-    settings: _Settings, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
+    settings: _ScanSettings, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, _Residuals]:
     h, entering = _evaluate(settings, lam_bar, bu, h0, keep)
     h = checkpoint_name(h[0], STATES), checkpoint_name(h[1], STATES)
@@ -175,7 +175,7 @@ def _forward(
 
 
 def _backward(
-    settings: _Settings, residuals: _Residuals, g: States
+    settings: _ScanSettings, residuals: _Residuals, g: States
 ) -> tuple[Eigenvalues, States, Carry | None, Float32[Array, "batch seq"] | None]:
     """Return the gradients. The gradient of bu is a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}."""
     lam_bar, h, h0, entering, keep = residuals
@@ -203,7 +203,7 @@ _recurrence.defvjp(_forward, _backward)
 
 
 def _evaluate(
-    settings: _Settings, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
+    settings: _ScanSettings, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, Carry | None]:
     """Compute the recurrence over the positions on this device.
 
@@ -221,7 +221,9 @@ def _evaluate(
     return add(local_states, carried_in), entering
 
 
-def _entering_state(settings: _Settings, lam_bar: Eigenvalues, local: States, h0: Carry | None, keep: Keep) -> Carry:
+def _entering_state(
+    settings: _ScanSettings, lam_bar: Eigenvalues, local: States, h0: Carry | None, keep: Keep
+) -> Carry:
     """Return the state before this device's positions, from the last states of the shards before it."""
     last_states = index_parts(local, (slice(None), 0 if settings.reverse else -1))
     shard_decay = power(lam_bar, local[0].shape[1])
@@ -244,7 +246,7 @@ def _entering_state(settings: _Settings, lam_bar: Eigenvalues, local: States, h0
     return entering
 
 
-def _next_visited_keep(settings: _Settings, keep: Keep) -> Keep:
+def _next_visited_keep(settings: _ScanSettings, keep: Keep) -> Keep:
     """Shift `keep` by one position against the scan, across shards: position t gets keep_{t+1} (`reverse`: keep_{t-1}).
 
     The value past the end is arbitrary, because it only multiplies a zero state.
@@ -275,11 +277,11 @@ def _visit_slices(reverse: bool) -> tuple[tuple[slice, int], tuple[slice, slice]
     return (whole_batch, 0), (whole_batch, all_but_last), (whole_batch, all_but_first)
 
 
-def _shard_count(settings: _Settings) -> int:
+def _shard_count(settings: _ScanSettings) -> int:
     return jax.lax.axis_size(settings.axis_names)
 
 
-def _visit_rank(settings: _Settings) -> Array:
+def _visit_rank(settings: _ScanSettings) -> Array:
     """Return the number of shards that the recurrence visits before this device's shard."""
     index = jax.lax.axis_index(settings.axis_names)
     return _shard_count(settings) - 1 - index if settings.reverse else index

@@ -32,7 +32,7 @@ STEP_WIDTH, TRACK_HEIGHT, LABEL_WIDTH = 1000, 26, 190
 TICKS = 5
 """Number of labels on the time axis of the drawing."""
 _WRAPPED_COLUMNS = ("cause", "source", "operation", "code", "what")
-"""Columns whose texts may wrap."""
+"""Columns with texts that may wrap."""
 
 
 class Rectangle(NamedTuple):

@@ -70,7 +70,7 @@ class Column(Generic[R]):
 
     @property
     def key(self) -> str:
-        """Key under which W&B gets the values."""
+        """Key of the values in W&B."""
         return self.wandb or self.name
 
     def text(self, row: R) -> str:

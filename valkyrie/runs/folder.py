@@ -55,7 +55,7 @@ _FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
 """Flags of Hydra that take their value from the next argument."""
 
 _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-"""Packages whose versions affect a run's numbers."""
+"""Packages with an effect on the results of a run. `versions` records their versions."""
 
 
 def find_run(runs: Path, resume: str) -> Path:
@@ -140,7 +140,7 @@ def claim_run_folder(run: Run, folder: Path) -> Path:
 
 
 def _has_other_files(folder: Path) -> bool:
-    """Return whether a folder has files but is not a run folder."""
+    """Check for a folder with files of something other than a run."""
     if not folder.is_dir() or any((folder / name).exists() for name in (RUN, WRITER)) or is_resumable(folder):
         return False
     return any(not entry.name.startswith(".") for entry in folder.iterdir())

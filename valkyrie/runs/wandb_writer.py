@@ -22,7 +22,7 @@ OFFLINE_SUFFIX = "-offline"
 """Appended to the id of a run that falls back to offline mode, because W&B may have reserved the id when it started
 online."""
 TAG_GROUPS = ("mesh", "partition", "model", "target")
-"""Config groups whose choices become tags of a run."""
+"""Config groups. The choice in each of them becomes a tag of the run in W&B."""
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
 """Config groups whose choices are recorded as `GROUP.name` in a run's config."""
 

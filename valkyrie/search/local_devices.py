@@ -30,7 +30,7 @@ _POLL_S = 0.1
 
 
 def process_count() -> int:
-    """Return the number of processes in which a trial runs."""
+    """Return the number of processes of a trial."""
     members = current_members()
     return 1 if members is None else members.count
 

@@ -168,12 +168,14 @@ class MemoryEstimator:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved = saved + bytes_
                 unnamed = unnamed + (bytes_ if activation.name is None else 0.0)
-        fetched, of_group = self._fetched
-        for activation, bytes_ in fetched:
+        fetched_activations, fetched_group = self._fetched
+        for activation, bytes_ in fetched_activations:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved = saved + bytes_
         logits, group = self._working_sets
-        gathered = self.gathered_bytes + 2 * of_group + 4 * self._gathered_stream  # with their gradients
+        # In the backward pass of a group: fetched keys and values with their gradients, and the gathered inputs of a
+        # mixer and a feed-forward with theirs.
+        gathered = self.gathered_bytes + 2 * fetched_group + 4 * self._gathered_stream
         platform = get_platform(self.run.config.target.platform)
         return platform.activation_bytes(saved, unnamed, logits, group, gradients, gathered)
 
@@ -181,24 +183,25 @@ class MemoryEstimator:
     def _fetched(self) -> tuple[list[tuple[SavedActivation, np.ndarray]], np.ndarray]:
         """Keys and values that a device fetches from other shards of the sequence.
 
-        Returns these of all layers with their bytes per device, as `activations`, and the bytes of one group of layers.
+        Returns those of all layers with their bytes per device for all microbatches in flight, and the bytes per device
+        of one group of layers for one microbatch.
         """
-        layouts, model, fetched, of_group = self.layouts, self.run.model, [], np.zeros(len(self.layouts))
-        local = self.run.config.seq / layouts.parts(layouts.activations[SEQ])
+        layouts, model, activations, group_bytes = self.layouts, self.run.model, [], np.zeros(len(self.layouts))
+        local_positions = self.run.config.seq / layouts.parts(layouts.activations[SEQ])
         for number, (group, repeats) in enumerate(model.segments() if isinstance(model, Layered) else ()):
             for layer in group:
-                for activation, positions in layer.mixer.neighbours(layer.context):
-                    others = self.run.config.seq - local
-                    others = others if positions is None else np.minimum(others, positions)
-                    bytes_ = self._bytes(activation) * others / local
+                for activation, window in layer.mixer.neighbours(layer.context):
+                    positions = self.run.config.seq - local_positions
+                    positions = positions if window is None else np.minimum(positions, window)
+                    bytes_ = self._bytes(activation) * positions / local_positions
                     unnamed = replace(activation, name=None, product=False)
-                    fetched.append((unnamed, repeats * bytes_ * layouts.in_flight / layouts.stages))
-                    of_group = of_group + bytes_ * (number == 0)
-        return fetched, of_group
+                    activations.append((unnamed, repeats * bytes_ * layouts.in_flight / layouts.stages))
+                    group_bytes = group_bytes + bytes_ * (number == 0)
+        return activations, group_bytes
 
-    @property
+    @cached_property
     def _gathered_stream(self) -> np.ndarray:
-        """Bytes per device of the residual stream of a layer, if products gather it, and 0 otherwise."""
+        """Bytes per device of a layer's residual stream if matrix products gather it, otherwise 0."""
         layouts = self.layouts
         axes = [axis for axis in layouts.activations["embed"] if axis not in layouts.used_axes("embed")]
         stream = next((a for a in self.run.model.saved_activations() if a.name == BLOCK_INPUT), None)

@@ -26,7 +26,7 @@ _POLL_S = 30.0
 _COPY_ATTEMPTS = 3
 """Attempts to copy the code to a slice. The first may fail because ssh is not ready yet."""
 _UNUSABLE_STATES = ("SUSPENDING", "SUSPENDED", "FAILED", "PREEMPTED", "TERMINATED", "STOPPED", "DELETING")
-"""States from which a slice does not become ready again (REST references of QueuedResource and Node)."""
+"""Final states: a slice in one of them never becomes ready again (REST references of QueuedResource and Node)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ WIDE_BLOCK = 1024
 """Block length without a window, if the limits below allow it."""
 
 MIN_WIDE_LENGTH = 4096
-"""Sequence length from which wide blocks are faster."""
+"""Shortest sequence for which wide blocks are faster."""
 
 MIN_LONG_LENGTH = 16384
 """Minimum sequence length at which the blocks of keys in the backward pass are twice as wide."""

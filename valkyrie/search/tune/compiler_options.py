@@ -55,7 +55,7 @@ class CompilerOption:
 
 @cache
 def all_options() -> tuple[CompilerOption, ...]:
-    """Return all options, in the order in which they are tried."""
+    """Return all options in the order of `mode=tune`, which tries one after another."""
     from omegaconf import OmegaConf
 
     rows = OmegaConf.to_container(OmegaConf.load(FILE))
