@@ -39,7 +39,7 @@ from valkyrie.search.measuring import (
 )
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import FASTEST_FSDP, Rival, format_comparison
-from valkyrie.search.shortlist import Shortlist, mesh_partition, shortlist
+from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition, shortlist
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
 
@@ -310,3 +310,15 @@ def test_figures_are_measured_once(tmp_path: Path) -> None:
     (first,) = add_measured_figures(request, tmp_path, Console(quiet=True)).targets
     (again,) = add_measured_figures(request, tmp_path, Console(quiet=True)).targets
     assert first == again and first.chip is not None and first.chip.peak_tflops["float32"] > 0
+
+
+def test_estimated_rows_are_chosen_by_their_corrected_estimates(tmp_path: Path) -> None:
+    request = make_request()
+    listed = make_shortlist(request)
+    best = listed.best(describe_chips(request.targets[0]), 18)
+    compiles = CompiledLayouts([compiled(request, best[0], 50.0, tmp_path)])
+    rows = [row for row in rank_layouts(request, listed, compiles, 9) if row.stage is Stage.estimate]
+    candidates = [layout for layout in best if compiles.get(layout.candidate) is None]
+    corrected = sorted(candidates, key=compiles.corrected_s)[: len(rows)]
+    assert [row.candidate for row in rows] == [layout.candidate for layout in corrected]
+    assert corrected != candidates[: len(rows)], "the correction changes the choice"
