@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from valkyrie.cli.data import main
+from valkyrie.processes.ending import INTERRUPTED
 
 
 @pytest.fixture
@@ -58,20 +60,34 @@ def test_synthetic_data_needs_no_files(corpus: Path, capsys: pytest.CaptureFixtu
     ("arguments", "values"),
     [
         ([], ["{prepare,tokenizer,verify,show}"]),
-        (["prepare", "wiki"], ["valkyrie-data prepare: ", "'wiki'"]),
-        (["prepare", "text"], ["data=text", "data.paths=["]),
-        (["prepare", "text", "none.txt"], ["data.paths", " none.txt "]),
+        (["prepare", "docs/", "x y"], ["data: docs/ is", "valkyrie-data prepare text docs/ 'x y'"]),
+        (["prepare", "txt", "docs/"], ["data: txt is", "mean text?"]),
+        (["prepare", "--paths", "docs/"], ["prepare: --paths is", "without --paths"]),
+        (["prepare", "text", "a.txt", "--wokers", "2"], ["prepare: --wokers is", "mean --workers?"]),
+        (["prepare", "text"], ["data: text needs files, such as corpus.txt 'notes/"]),
+        (["prepare", "text", "none.txt"], ["data: there is no file or directory none.txt "]),
         (["prepare", "stdlib", "a.txt"], ["stdlib ", "prepare text a.txt"]),
-        (["prepare", "--tokenizer", "gtp2"], ["tokenizer=gtp2 ", " bytes, "]),
+        (["prepare", "--tokenizer", "gtp2"], ["--tokenizer gtp2 ", " bytes, "]),
+        (["prepare", "--workers", "0"], ["data: --workers 0: ", "1, or left out for one per"]),
+        (["prepare", "--validation-fraction", "2"], ["data: --validation-fraction 2: "]),
+        (["prepare", "--cache-dir", "gs://a/b"], ["data: --cache-dir gs://a/b: "]),
+        (["prepare", "text", "corpus", "--field", "body"], ["--field body ", ".jsonl", "Leave it out"]),
+        (["tokenizer", "corpus", "--column", "body"], ["--column body ", ".parquet files"]),
         (["prepare", "--workers", "many"], ["--workers", "'many'"]),
-        (["verify", "nowhere"], ["nowhere", "manifest.json"]),
-        (["show", "nowhere"], ["nowhere", "manifest.json"]),
+        (["verify", "nowhere"], ["nowhere ", "no such folder"]),
+        (["show", "nowhere"], ["nowhere ", "no such folder"]),
+        (["verify", "corpus"], ["corpus ", "no manifest.json", "`valkyrie-data prepare` printed"]),
         (["show", "nowhere", "--tokens", "0"], ["--tokens 0: "]),
     ],
 )
 def test_a_mistake_gives_one_line_and_status_2(
-    corpus: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], values: list[str]
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    values: list[str],
 ) -> None:
+    monkeypatch.chdir(corpus.parent)
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     out, errors = capsys.readouterr()
@@ -87,6 +103,34 @@ def test_an_invalid_tokenizer_name_is_refused(
         main(["tokenizer", str(corpus), "--vocab", "300", "--save", name])
     assert "--save" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_manifest_or_the_cache_folder_names_the_dataset_to_pass(
+    corpus: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    path = prepared(corpus, capsys)
+    for wrong in (Path(path).parent, Path(path, "manifest.json")):
+        with pytest.raises(SystemExit, match="2"):
+            main([command, str(wrong)])
+        assert path in capsys.readouterr().err.removeprefix(f"valkyrie-data: {wrong} ")
+
+
+def test_a_share_of_validation_far_from_the_option_is_noted(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["prepare", "text", str(corpus), "--validation-fraction", "0.0001"])
+    assert "instead of the 0.01% of --validation-fraction 0.0001" in capsys.readouterr().err
+    prepared(corpus, capsys)
+    assert capsys.readouterr().err == ""
+
+
+def test_sigterm_deletes_the_unfinished_shards(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("valkyrie.data.manifest.write_manifest", lambda _: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit, match=str(INTERRUPTED)):
+        main(["prepare", "text", str(corpus)])
+    assert not [path for path in (tmp_path / "cache" / "data").iterdir() if path.is_dir()]
+    assert capsys.readouterr().err == "valkyrie-data: stopped\n"
 
 
 def test_characters_that_are_not_utf8_are_reported_by_file(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -12,8 +14,11 @@ from pathlib import Path
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.data.config import SOURCES
 from valkyrie.data.documents import DocumentConfig
+from valkyrie.data.readers import COLUMN_SUFFIXES, FIELD_SUFFIXES
 from valkyrie.data.sources import text
 from valkyrie.paths import cache_root
+from valkyrie.problems import alternatives, suggest
+from valkyrie.processes.interrupt import signals_as_exceptions
 
 _SOURCES = [name for name in SOURCES.names() if issubclass(SOURCES.config_class(name), DocumentConfig)]
 """Sources that can be tokenised before a run. A run prepares puzzles itself, and streams need no preparation."""
@@ -26,7 +31,28 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(words: list[str]) -> None:
     arguments = _parser().parse_args(words)
-    arguments.run(arguments)
+    try:
+        with signals_as_exceptions():  # SIGTERM, too, deletes the shards written so far
+            arguments.run(arguments)
+    except ValueError as error:
+        raise ValueError(_name_options(str(error))) from error
+
+
+def _name_options(message: str) -> str:
+    """Replace keys of a run in a message by the options of this command: `data.workers=0` by `--workers 0`."""
+
+    def option(match: re.Match[str]) -> str:
+        key, value = match["key"], match["value"]
+        if key == "paths":
+            return "the paths" if value is None else " ".join(re.findall(r"[^\[\],]+", value))
+        return f"--{key.replace('_', '-')}" + ("" if value is None else f" {value}")
+
+    keys = "|".join(field.name for field in fields(text.Config) if field.name not in ("name", "source"))
+    message = re.sub(r"(?m)^data\.paths: ", "", message)
+    name = rf"(?<![\w./])(?:data\.(?={keys})|(?=tokenizer=))(?P<key>\w+)"
+    message = re.sub(rf"{name}(?:=(?P<value>\[.*?\]|[^\s,;]*[^\s,;:.]))?", option, message)
+    message = re.sub(r"(?<![\w./])data=(?=\w)", "", message)
+    return message.replace(", or null for ", ", or left out for ")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
     prepare = commands.add_parser("prepare", help="tokenise a source into shards, unless the cache has them")
     prepare.set_defaults(run=_prepare)
-    prepare.add_argument("source", nargs="?", default="stdlib", choices=_SOURCES)
+    prepare.add_argument("source", nargs="?", default="stdlib", metavar=f"{{{','.join(_SOURCES)}}}")
     prepare.add_argument("paths", nargs="*", help="files, directories or globs, for text; gs://, s3:// too")
     tokenizer_help = (
         "bytes, gpt2, a tiktoken encoding, FILE.tiktoken, tokenizer.json, or the name of a tokenizer you trained"
@@ -79,10 +105,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
+    if arguments.source not in _SOURCES:
+        nearest = None if Path(arguments.source).exists() else suggest(arguments.source, _SOURCES)
+        hint = f"Did you mean {nearest}?" if nearest else _text_command([arguments.source, *arguments.paths])
+        raise ValueError(f"{arguments.source} is not a source ({', '.join(_SOURCES)}). {hint}")
     if arguments.paths and arguments.source != "text":
-        raise ValueError(
-            f"{arguments.source} does not take paths. To prepare files: valkyrie-data prepare text {arguments.paths[0]}"
-        )
+        raise ValueError(f"{arguments.source} does not take paths. {_text_command(arguments.paths)}")
     source = SOURCES.config_class(arguments.source)
     keys, defaults = {field.name for field in fields(source)}, text.Config()
     values = {key: value for key, value in vars(arguments).items() if hasattr(defaults, key) and key != "tokenizer"}
@@ -93,6 +121,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
             del values[key]
     config = source(name=arguments.source, **values)
     assert isinstance(config, DocumentConfig), "one of the choices"
+    if isinstance(config, text.Config):
+        _refuse_unread_options(config)
     from rich.console import Console
     from rich.progress import Progress
 
@@ -110,9 +140,24 @@ def _prepare(arguments: argparse.Namespace) -> None:
         f"{prepared.train.tokens:,} training and {prepared.validation.tokens:,} validation tokens "
         f"in {time.perf_counter() - start:.1f} s"
     )
-    if note := prepared.undecodable_note():
-        print(note, file=sys.stderr)
+    if note := config.note(prepared):
+        print(_name_options(note), file=sys.stderr)
     print(prepared.path)
+
+
+def _text_command(paths: Sequence[str]) -> str:
+    return f"To prepare files: valkyrie-data prepare text {shlex.join(paths)}"
+
+
+def _refuse_unread_options(config: text.Config) -> None:
+    """Raise ValueError if `--field` or `--column` is set, but no file has a format that reads it."""
+    if config.prepared_folder() is not None or config.problems():
+        return
+    for key, suffixes in (("field", FIELD_SUFFIXES), ("column", COLUMN_SUFFIXES)):
+        value = getattr(config, key)
+        if value == getattr(text.Config(), key) or any(file.suffix in suffixes for file in config.list_files().files):
+            continue
+        raise ValueError(f"--{key} {value} applies only to {alternatives(None, suffixes)} files. Leave it out.")
 
 
 def _train_tokenizer(arguments: argparse.Namespace) -> None:
@@ -132,6 +177,7 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
         max_bytes=arguments.max_bytes,
     )
     config.raise_problems()
+    _refuse_unread_options(config)
     start, counts = time.perf_counter(), TextCounts()
     ids = train_tokenizer(training_texts(config, counts), arguments.vocab, arguments.pattern, path)
     fewer_note = (

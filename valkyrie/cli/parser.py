@@ -7,11 +7,12 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from valkyrie.paths import error_reason
+from valkyrie.problems import suggest
 from valkyrie.processes.ending import INTERRUPTED, REFUSED, limit_failed_exit
 from valkyrie.processes.interrupt import repair_std_streams
 from valkyrie.units import escape_control_characters
@@ -29,9 +30,35 @@ _MAX_PATH_LENGTH = 160
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser that prints errors in one line, without the usage."""
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> Any:
+        """Parse the arguments. An unknown one is an error that says what to write instead."""
+        words = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            command: argparse.ArgumentParser = self
+            for word in words:
+                command = _subcommands(command).get(word, command)
+            command.error(f"{unknown[0]} is not an argument{_advice(command, unknown[0])}")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
         self.exit(REFUSED, f"{self.prog}: {message}\n")
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next((group.choices for group in groups), {})
+
+
+def _advice(parser: argparse.ArgumentParser, word: str) -> str:
+    """Return the end of the message for an unknown argument: its place, the nearest flag, or the help."""
+    flag = word.partition("=")[0]
+    for action in parser._actions:
+        if not action.option_strings and flag.startswith("-") and flag.lstrip("-") == action.dest:
+            return f": write the {action.dest} without {flag}."
+    nearest = suggest(flag, (name for action in parser._actions for name in action.option_strings))
+    return f". Did you mean {nearest}?" if nearest else f". See {parser.prog} --help."
 
 
 def run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:

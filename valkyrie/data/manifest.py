@@ -197,7 +197,7 @@ def read_manifest(path: Path) -> PreparedText:
     """Read `manifest.json`. Raises ValueError if it is missing, damaged or of another version."""
     file = path / MANIFEST
     if not file.is_file():
-        raise ValueError(f"{path} has no {MANIFEST}: it is not a dataset written by valkyrie-data prepare.")
+        raise ValueError(f"{path} is not a dataset written by valkyrie-data prepare: {_describe_other(path)}")
     try:
         values = json.loads(file.read_bytes())
         if not isinstance(values, dict):
@@ -215,6 +215,18 @@ def read_manifest(path: Path) -> PreparedText:
     raise ValueError(
         f"{file} has version {version}, but this program reads only version {VERSION}. Prepare the data again."
     )
+
+
+def _describe_other(path: Path) -> str:
+    """Return what a path without a manifest is, and what to pass instead, as the end of a message."""
+    if not path.exists():
+        return f"there is no such folder (looked from {Path.cwd()})."
+    if not path.is_dir():
+        return f"it is a file. Pass its folder: {path.parent}." if path.name == MANIFEST else "it is a file."
+    if datasets := sorted(file.parent for file in path.glob(f"*/{MANIFEST}")):
+        more = f" ({len(datasets) - 1} more)" if len(datasets) > 1 else ""
+        return f"it contains {count_text(len(datasets), 'dataset')}. Pass one of them: {datasets[-1]}{more}."
+    return f"it has no {MANIFEST}. Pass the path that `valkyrie-data prepare` printed."
 
 
 def _check_shards(prepared: PreparedText, trusted: Sequence[str] = ()) -> None:

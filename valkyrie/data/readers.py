@@ -292,3 +292,7 @@ READERS: dict[str, Reader] = {
     ".arrayrecord": _read_array_record,
 }
 SUFFIXES = tuple(READERS)
+FIELD_SUFFIXES = (".jsonl", ".jsonl.zst", ".tfrecord", ".array_record", ".arrayrecord")
+"""Suffixes of files that are read with `ReadOptions.field`."""
+COLUMN_SUFFIXES = (".parquet",)
+"""Suffixes of files that are read with `ReadOptions.column`."""
