@@ -131,9 +131,9 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
         with pytest.raises(ValueError) as named:
             tier.restore(abstract(averaged), changed=changed)
     assert "ema.block.w is only" in str(unnamed.value) and " more differ" not in str(unnamed.value)
-    assert "Use optimizer.ema_decay=null" in str(named.value) and "0.9" in str(named.value)
+    assert "use optimizer.ema_decay=null" in str(named.value) and "0.9" in str(named.value)
     for error in (unnamed, named):
-        assert "another optimizer" in str(error.value) and f"resume={tmp_path.name}" in str(error.value)
+        assert "a different optimizer" in str(error.value) and f"resume={tmp_path.name}" in str(error.value)
 
 
 def test_an_empty_folder_does_not_count_as_a_checkpoint(tmp_path: Path) -> None:

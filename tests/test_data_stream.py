@@ -88,7 +88,10 @@ def test_several_processes_read_the_rows_of_one(shards: Path, packing: Packing, 
 
 
 class Gathering(Team):
-    """One of two processes, used one after the other. Its exchange returns what both have sent so far."""
+    """Fake team of two processes that run one after the other in one process.
+
+    `exchange` returns all values sent so far.
+    """
 
     said: list[Any] = []
 

@@ -197,9 +197,9 @@ def test_links_are_counted_per_chip():
     [
         (["x:2", "y", "z"], "the factors of x multiply to 2, not 4"),
         (["x:2", "y", "x:4", "z"], "the factors of x multiply to 8, not 4"),
-        (["x:0", "x", "y", "z"], "x:0 is neither an axis nor a factor of one"),
-        (["x", "y", "z", "q"], "q is neither an axis nor a factor of one"),
-        (["x:-2", "y", "z"], "x:-2 is neither an axis nor a factor of one; x is missing"),
+        (["x:0", "x", "y", "z"], "x:0 is neither an axis (x) nor part of an axis (x:2)"),
+        (["x", "y", "z", "q"], "q is neither an axis (x) nor part of an axis (x:2)"),
+        (["x:-2", "y", "z"], "x:-2 is neither an axis (x) nor part of an axis (x:2); x is missing"),
         (["y"], "x is missing; z is missing"),
     ],
 )

@@ -96,7 +96,8 @@ PARAMETER_GROUPS: dict[str, str] = {
     "value_embedding": "tables of attention values by token; decayed",
     "vector": "scales of norms; not decayed",
     "residual_scale": "scales of the residual stream, one per layer; not decayed",
-    "input_scale": "scales of the stream before the first layer, one per layer; not decayed",
+    "input_scale": "scales of the initial residual stream that is added to the input of each layer, one per layer; "
+    "not decayed",
     "scalar": "other scales and small gates; not decayed",
     "ssm": "state space parameters; not decayed, with a separate learning rate",
     "puzzle": "puzzle embeddings; a step updates only the rows in its batch, by the signs of their gradients",

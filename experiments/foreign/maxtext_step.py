@@ -1,9 +1,9 @@
-"""Compiles MaxText's training step with MaxText's functions, without having the slice, and predicts its step time.
+"""Compiles MaxText's training step for a TPU slice, using MaxText's code, and predicts its step time.
 
     python experiments/foreign/maxtext_step.py model_name=llama3.1-8b compile_topology=v6e-32 per_device_batch_size=3
 
-It runs in a separate environment with MaxText 0.2.5 (see experiments/README.md). The arguments are those of `python -m
-maxtext.trainers.pre_train.train_compile`.
+No TPU is needed. The script runs in a separate environment with MaxText 0.2.5 (see experiments/README.md). The
+arguments are those of `python -m maxtext.trainers.pre_train.train_compile`.
 """
 
 from __future__ import annotations

@@ -58,7 +58,10 @@ START = Efficiency(
     sums=0.65,
     outside=0.9,
 )
-"""Initial constants of a fit. Fractions of NVLink, InfiniBand and peak are those of Calculon's A100 (arXiv 2305.11375).
+"""Initial constants of a fit.
+
+`products`, `sums` and `outside` (achieved shares of peak FLOP/s, NVLink bandwidth and InfiniBand bandwidth) are
+Calculon's values for the A100 (arXiv 2305.11375).
 """
 FITTED = ("products", "scores_passes", "half_rate_flops", "passes", "launch_s", "sums", "outside")
 FIRST = "a100"

@@ -139,10 +139,9 @@ def refuse_other_model(
     ]
     if problems:
         raise ValueError(
-            f"The durable checkpoint at step {path.name} in {path.parent} is of another model: {problems[0]}"
-            f"{_more_differ(len(problems) - 1)}. "
-            f"Use the model that it was trained with (resume={_run_name(path)} uses its settings), or another "
-            "name=."
+            f"The durable checkpoint at step {path.name} in {path.parent} is of a different model: {problems[0]}"
+            f"{_more_differ(len(problems) - 1)}. To continue it, use its model settings (resume={_run_name(path)} "
+            "does), or start a new run under another name=."
         )
 
 
@@ -175,10 +174,10 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
         name, more = min(saved ^ wanted_names), len(saved ^ wanted_names) - 1
         differs = f"{name} is only in the {'checkpoint' if name in saved else 'run'}"
         differs += _more_differ(more)
-        remedy = "the optimizer settings that it was saved with"
+        remedy = "its optimizer settings"
     raise ValueError(
-        f"The durable checkpoint at step {path.name} in {path.parent} is intact, but of another optimizer: {differs}. "
-        f"Use {remedy} (resume={_run_name(path)} uses its settings), or another name=."
+        f"The durable checkpoint at step {path.name} in {path.parent} was saved with a different optimizer: {differs}. "
+        f"To continue it, use {remedy} (resume={_run_name(path)} does), or start a new run under another name=."
     )
 
 

@@ -26,8 +26,9 @@ def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), fil
 
     The returned target has the shortest name of its slice: `v4-4x4x4` becomes `v4-128`.
 
-    `CHIP-N` is the cloud's name of a slice: N counts `units_in_name` per chip, and the shape is the default for this
-    size. `CHIP-AxBxC`, or libtpu's form `CHIP:AxBxC`, lists the chips along each axis.
+    `CHIP-N` is the cloud's name of a slice. N is the number of chips, or of cores for chips with `units_in_name` > 1,
+    and the slice has the default shape for this size. `CHIP-AxBxC`, or libtpu's form `CHIP:AxBxC`, lists the chips
+    along each axis. `cpuN` is N simulated CPU devices.
 
     Args:
         name: The name.

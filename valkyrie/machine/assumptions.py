@@ -9,10 +9,12 @@ COLLECTIVE_START_S = 5e-6
 8 us, including 3 us for hops (a worked problem in the sharding chapter of the scaling book)."""
 
 ICI_EFFICIENCY = {"all-reduce": 0.65}
+"""Share of `ici_link_gbs` that large transfers of a collective reach. All-reduces are slower than all-gathers because
+they also add: 235.8 of 360 GB/s (4 links of 90) for 0.6 GB on a 16x16 v6e (tpu-recipes, psum)."""
+
 DEFAULT_ICI_EFFICIENCY = 0.9
-"""Share of `ici_link_gbs` that large transfers reach, by collective, and for all others. All-gathers: 0.82 for 34 MB
-over 4 v5e chips (scaling-book), 0.99 on tpu7x (tpu-recipes). All-reduce, which also adds: 235.8 GB/s of 4 x 90 for
-0.6 GB on 16x16 v6e (tpu-recipes, psum)."""
+"""The same for collectives that are not in `ICI_EFFICIENCY`. Measured for all-gathers: 0.82 for 34 MB over 4 v5e chips
+(scaling-book), 0.99 on tpu7x (tpu-recipes)."""
 
 DCN_EFFICIENCY = 1.0
 """Share of `dcn_gbs_per_host` that transfers between slices reach: network cards at their nominal rate."""

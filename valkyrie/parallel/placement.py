@@ -42,7 +42,7 @@ def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: 
     for entry in placement:
         match = re.fullmatch(r"([a-z]+)(?::([1-9][0-9]*))?", entry)
         if match is None or match[1] not in axes:
-            mistakes.append(f"{entry} is neither an axis nor a factor of one")
+            mistakes.append(f"{entry} is neither an axis (x) nor part of an axis (x:2)")
         else:
             factors_by_axis[match[1]].append(int(match[2] or axes[match[1]]))
     for axis, factors in factors_by_axis.items():

@@ -381,7 +381,7 @@ def _date(started: str) -> date | None:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return a sentence with the number of trials, by status and by kind of speed."""
+    """Return the numbers of trials by status, and of step times by kind, as two sentences."""
     parts = [f"{count} {word}" for word, count in Counter(row.status for row in rows).items()]
     kinds = [f"{sum(r.ranked for r in members)} {group.label}" for group, members in group_by_kind(rows).items()]
-    return f"{count_text(len(rows), 'trial')} ({', '.join(parts)}); with a speed: {', '.join(kinds)}."
+    return f"{count_text(len(rows), 'trial')} ({', '.join(parts)}). Step times: {', '.join(kinds)}."

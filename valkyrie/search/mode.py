@@ -279,7 +279,11 @@ def _refusal_counts(space: LayoutSpace) -> dict[str, int]:
 def _describe_no_fit(
     shortlisted: Shortlist, request: SearchRequest, compiles: CompiledLayouts, space: LayoutSpace
 ) -> str:
-    """Describe the memory that the smallest layout needs on each chip, and how many chips would be enough."""
+    """Explain that no layout fits.
+
+    For each kind of chip, the message has the memory per device of the smallest layout, and a number of chips that
+    would be enough.
+    """
     if not shortlisted.smallest:
         return _no_legal_layout(request, space)
     several, lines = len(shortlisted.smallest) > 1, []

@@ -249,7 +249,10 @@ def _config_flags(hydra: Any) -> tuple[str, ...]:
 
 
 def _missing_requirements(run: Run) -> list[str]:
-    """Return messages about a compiler or devices that a legal run needs and this machine lacks. Starts no JAX."""
+    """Return an error message for each requirement of the run's mode (compiler or devices) that this machine lacks.
+
+    Does not initialize JAX.
+    """
     needs = run.config.mode.needs
     if needs is Needs.compiler:
         missing = get_platform(run.config.target.platform).missing_compiler(run.config.target)

@@ -41,7 +41,7 @@ class TrialTimeout(BaseException):
 def run_in_this_process(
     plan: TrialPlan, work: Callable[[Callable[[], None]], Outcome], watch: Callable[[], None] = lambda: None
 ) -> Trial:
-    """Run a trial that needs no devices in this process, and return its record.
+    """Run a trial in this process, and return its record. For trials that need no devices.
 
     Waits if another sweep is running the trial. Raises OSError if the record cannot be written.
 

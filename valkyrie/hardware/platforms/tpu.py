@@ -115,11 +115,13 @@ class Tpu(Platform):
     def step_options(self, largest_gradient: int) -> dict[str, str]:
         """Return the XLA option that keeps gradients of gathered weights out of windowed einsums.
 
-        A windowed einsum is a loop of small matmuls, into which XLA splits a matmul with a reduce-scattered result if
-        that result is large and the ring short. The loop is faster for activations over a tensor-parallel axis, but
-        two to three times slower for gradients of gathered weights (compiler estimates for v5p 4x4x4 and v6e 4x4,
-        experiments/LOG.md). The option is the size in MiB above which XLA splits, set above `largest_gradient`, the
-        bytes of the largest gradient.
+        If a matmul's result is reduce-scattered and large, and the ring is short, XLA splits the matmul into a loop of
+        small ones (a windowed einsum). This is faster for activations over a tensor-parallel axis, but two to three
+        times slower for gradients of gathered weights (compiler estimates for v5p 4x4x4 and v6e 4x4,
+        experiments/LOG.md). The option is XLA's size threshold in MiB. It is set just above the largest gradient.
+
+        Args:
+            largest_gradient: Size of the largest gradient, in bytes.
         """
         return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest_gradient // 2**20 + 1)}
 

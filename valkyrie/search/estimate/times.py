@@ -267,12 +267,12 @@ class StepEstimator:
         return forward, backward, regather
 
     def _batch_gathers(self, logical: str, other_bytes: np.ndarray) -> np.ndarray:
-        """Return the seconds of gathering whole batches to compute a parameter's gradient.
+        """Return the exposed seconds, for each layout, of all-gathering a batch to compute a parameter's gradient.
 
-        The gradient is the matmul of two factors: the operand and the gradient of the result. If an axis of the
-        parameter is sharded over both data axes and other mesh axes, XLA cannot reduce-scatter the gradient within a
-        shard. Instead, it gathers the batch of the factor without this axis over the data axes. The result is the time
-        of that gather times `Efficiency.whole_batches`, or 0 where the axis is not sharded in this way.
+        The gradient is the matmul of the layer's input with the gradient of its output. If both data axes and other
+        mesh axes shard `logical`, XLA cannot reduce-scatter the result. Instead, it all-gathers one of the two factors,
+        the one that does not have this axis, over the data axes. `Efficiency.whole_batches` is the share of this time
+        that is exposed. Layouts that do not shard the axis in this way get 0.
 
         Args:
             logical: A logical axis of the parameter.
