@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import valkyrie
-import valkyrie.train.options as train_options
 from machines import needs_libtpu
 from valkyrie.cli.predict import main, parse_mesh_axes
 from valkyrie.compiled.collectives import CollectiveUse
@@ -317,20 +316,6 @@ def test_a_jitted_function_is_predicted_unchanged(tmp_path: Path):
     large = jax.ShapeDtypeStruct((2**21, 16384), jnp.bfloat16, sharding=x.sharding)
     refused = valkyrie.predict(jax.jit(lambda x: x * 2), large, slice=slice)
     assert refused.fits is False and str(refused).count("fit: needs") == 1
-
-
-@needs_libtpu
-@pytest.mark.slow  # compiles for a TPU
-@pytest.mark.timeout(300)
-def test_a_function_slightly_over_the_memory_is_compiled_again(monkeypatch: pytest.MonkeyPatch):
-    limit = "xla_tpu_max_hbm_size_mib"
-    more = train_options.Option(limit, "12000", train_options.TO_FIT)
-    monkeypatch.setattr(train_options, "add_memory_saving_options", lambda options: [more])
-    slice = valkyrie.slice("v5e-8")
-    rows = NamedSharding(slice.mesh((8,), ("data",)), PartitionSpec("data"))
-    x = jax.ShapeDtypeStruct((8 * 2**17, 16384), jnp.bfloat16, sharding=rows)  # 4 GiB, and as much of the result
-    done = valkyrie.predict(jax.jit(lambda x: x * 2), x, slice=slice, options={limit: 8000})
-    assert done.fits and f"{limit}=12000 ({train_options.TO_FIT})" in str(done)
 
 
 def test_operations_of_unrolled_layers_share_a_row():

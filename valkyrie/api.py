@@ -251,6 +251,7 @@ def predict(
     name: str | None = None,
     tokens: float | int | None = None,
     flops: float | int | None = None,
+    time_limit_s: float | int | None = None,
     quiet: bool = False,
     **keywords: Any,
 ) -> Result:
@@ -259,10 +260,12 @@ def predict(
     `program` is one of:
 
     - A `Run`. Its step is compiled for its target in a child process, and identical compiles come from the cache. It
-      takes no other arguments except `quiet`. For a CPU target, only memory and communicated bytes are predicted.
+      takes no other arguments except `quiet`, and its time limit is `mode.time_limit_s`. For a CPU target, only memory
+      and communicated bytes are predicted.
     - A jitted function with the positional and keyword arguments of a call (or `jax.ShapeDtypeStruct`s), or the result
       of its `lower` or `compile`. Requires `slice`. Shardings must use a mesh from `slice.mesh(...)`. If no argument
-      has a sharding, pass that mesh as `mesh`. The function is compiled in this process.
+      has a sharding, pass that mesh as `mesh`. The function is lowered here and compiled in a child process, and
+      identical compiles come from the cache. One with Python callbacks is compiled in this process.
     - The path of a dumped compiled module, as for `valkyrie-predict`. Requires `slice` and the mesh of the module,
       such as `mesh={"data": 8, "model": 4}`.
 
@@ -279,11 +282,14 @@ def predict(
         name: Title of the report.
         tokens: Tokens in one step on all devices, for tokens per second.
         flops: Model FLOPs in one step on all devices, for MFU.
-        quiet: Whether to hide the progress. Only for a `Run`.
+        time_limit_s: Time limit of the compile in seconds; None for no limit. Ctrl-C ends the compile at once. Only for
+            a function.
+        quiet: Whether to hide the progress, a line on stderr.
         keywords: Keyword arguments of the function.
     """
     if isinstance(program, Run):
         settings = {"slice": slice, "mesh": mesh, "places": places, "options": options, "name": name}
+        settings |= {"time_limit_s": time_limit_s}
         _refuse_run_arguments(arguments, keywords, **settings, tokens=tokens, flops=flops)
         return _predict_run(program, quiet)
     from valkyrie.search.compile.predict import ProgramWork, predict_file, predict_function
@@ -298,10 +304,12 @@ def predict(
         ("options", options, Mapping, "a dictionary of compiler options"),
         ("places", places, Sequence, "a list of positions, such as record.positions"),
         ("name", name, str, "a string"),
+        ("time_limit_s", time_limit_s, Real, "a number of seconds"),
     ):
         if value is not None:
             require_type(value, kind, f"{key}= takes {takes}")
     refuse([*check_range("tokens", tokens, above=0), *check_range("flops", flops, above=0)])
+    refuse(check_range("time_limit_s", time_limit_s, above=0))
     target, work = Slice.from_target(slice), ProgramWork(name, tokens, flops)
     if not get_platform(target.platform).compiles_without_devices:
         raise ValueError(f"slice={target.name} is not a TPU slice. Only TPU programs compile without a device.")
@@ -313,7 +321,15 @@ def predict(
     else:
         if isinstance(mesh, Mapping):
             mesh = target.mesh(list(mesh.values()), list(mesh))
-        predicted = predict_function(program, arguments, keywords, target, mesh=mesh, options=options, work=work)
+        with Console(stderr=True, quiet=quiet).status("lowering") as status:
+            predicted = predict_function(
+                *(program, arguments, keywords, target),
+                mesh=mesh,
+                options=options,
+                work=work,
+                time_limit_s=time_limit_s,
+                progress=status.update,
+            )
     return Result(predicted.prediction, predicted.replay)
 
 

@@ -57,11 +57,11 @@ MAX_EXCESS = 1.1
 def main() -> None:
     """Compile the run in the folder given by the first argument. The second is the id of the parent process."""
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=_exit_with_parent, args=(parent, folder), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(parent, folder), daemon=True).start()
     write_record(folder / OUTCOME, _compile_run(folder, ignore_cache="--ignore-cache" in sys.argv[3:]))
 
 
-def _exit_with_parent(parent: int, folder: Path) -> None:
+def exit_with_parent(parent: int, folder: Path) -> None:
     """Remove the folder and end this process when its parent has ended. A killed parent could not do this itself."""
     while os.getppid() == parent:
         time.sleep(1)

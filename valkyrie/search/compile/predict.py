@@ -6,6 +6,7 @@ Uses the same replay and summary as `mode=compile`.
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,8 +25,17 @@ from valkyrie.machine.replay import Cost
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.hints import program_hints
-from valkyrie.search.compile.prediction import CompileStatus, ForeignProgram, MemoryReport, Prediction
+from valkyrie.search.compile.lowered import LoweredProgram, capture_program, compile_program, has_slice_devices
+from valkyrie.search.compile.prediction import (
+    CompileOutcome,
+    CompileStatus,
+    CompileTimes,
+    ForeignProgram,
+    MemoryReport,
+    Prediction,
+)
 from valkyrie.search.compile.replayed import correct_replay, replay_on
+from valkyrie.search.compile.runner import Progress
 from valkyrie.search.compile.summary import memory_report, program_step, with_parts
 from valkyrie.train.options import USER, Option, explain_option_errors, option_text
 
@@ -69,12 +79,16 @@ def predict_function(
     mesh: jax.sharding.Mesh | None = None,
     options: Mapping[str, Any] | None = None,
     work: ProgramWork | None = None,
+    time_limit_s: float | int | None = None,
+    progress: Progress | None = None,
 ) -> PredictedProgram:
     """Predict the step time and memory of a jitted, lowered or compiled function on a slice.
 
-    If the program does not fit, the status of the prediction is `does_not_fit`. Raises ValueError if `function` is none
-    of these, if the mesh has devices that are not in the slice, if the program has no mesh, or if the compiler refuses
-    an option. Other errors of tracing and compiling are not caught.
+    A program is compiled in a child process, or comes from the compile cache. One with Python callbacks, or for devices
+    that are not those of `Slice.mesh`, is compiled in this process, without a time limit. The status of the prediction
+    is `does_not_fit` if the program does not fit, `timeout` after the time limit, and `failed` if the compiler fails.
+    Raises ValueError if `function` is none of these, if the mesh has devices that are not in the slice, if the program
+    has no mesh, or if the compiler refuses an option. Errors of tracing are not caught.
 
     Args:
         function: The function, which does one step.
@@ -84,55 +98,113 @@ def predict_function(
         mesh: Mesh of the devices, or None to take it from the shardings of the arguments.
         options: Compiler options.
         work: Name, tokens and FLOPs of the program.
+        time_limit_s: Time limit of the compile in seconds, or None for no limit.
+        progress: Called about five times a second with a status line while the program is compiled.
     """
+    from valkyrie.search.compile.executable import device_positions
+
+    began = time.perf_counter()
+    lowered, compiled = _lower(function, arguments, kwargs, options)
+    lower_s = time.perf_counter() - began
+    mesh = mesh or _find_mesh([arguments, dict(kwargs)]) or _find_mesh(_program_shardings(compiled or lowered))
+    if mesh is None:
+        raise ValueError(
+            "no argument of this program is sharded over a mesh of the slice. Use a NamedSharding of "
+            "slice.mesh(...) for its arguments or in_shardings, or pass the mesh to predict: mesh=slice.mesh(...)."
+        )
+    _refuse_other_devices(mesh, target)
+    work, texts = (
+        work or ProgramWork(),
+        {k: text for k, v in (options or {}).items() if (text := option_text(v)) is not None},
+    )
+    name, axes = work.name or _function_name(function), {str(axis): int(size) for axis, size in mesh.shape.items()}
+    user_options = tuple(Option(key, text, USER) for key, text in texts.items())
+    if compiled is not None:
+        result = _read_compiled(compiled, mesh, user_options)
+    elif (captured := capture_program(lowered, texts)) is None or not has_slice_devices(mesh, target):
+        result = _compile_here(lowered, mesh, user_options)
+    else:
+        result = _compile_in_child(captured, mesh, target, user_options, name or "a program", time_limit_s, progress)
+    if isinstance(result, CompileOutcome):
+        if result.status is CompileStatus.refused:
+            raise ValueError(result.reason)
+        program = _foreign_program(name or "program", target, axes)
+        prediction = Prediction(None, result.status, result.reason, versions(), CompileTimes(lower_s), program=program)
+        return PredictedProgram(replace(prediction, memory=result.shortage), None)
+    program = _foreign_program(name or result.module.name.removeprefix("jit_"), target, axes)
+    positions = device_positions(mesh)
+    predicted = _predict_module(program, result.module, target, axes, positions, result.memory, work, result.options)
+    times = CompileTimes(lower_s, result.compile_s, result.cached)
+    return replace(predicted, prediction=replace(predicted.prediction, compile=times))
+
+
+@dataclass(frozen=True)
+class _CompiledModule:
+    """A compiled program: its parsed module, its memory, the compiler options used, and where the time went."""
+
+    module: Module
+    memory: ProgramMemory
+    options: Sequence[Option]
+    compile_s: float | None = None
+    cached: bool | None = None
+
+
+def _compile_in_child(
+    program: LoweredProgram,
+    mesh: jax.sharding.Mesh,
+    target: Slice,
+    options: Sequence[Option],
+    name: str,
+    time_limit_s: float | int | None,
+    progress: Progress | None,
+) -> _CompiledModule | CompileOutcome:
+    progress = progress or (lambda line: None)
+    stored = compile_program(program, mesh, target, options, name=name, time_limit_s=time_limit_s, progress=progress)
+    if isinstance(stored, CompileOutcome):
+        return stored
+    record = stored.record
+    if record.memory is None:
+        return CompileOutcome(CompileStatus.does_not_fit, record.reason, shortage=record.shortage)
+    module = parse(stored.module)
+    stored.update_sources(module)
+    return _CompiledModule(module, record.memory, record.options, record.compile_s, stored.cached)
+
+
+def _compile_here(
+    lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, options: Sequence[Option]
+) -> _CompiledModule | CompileOutcome:
+    """Compile a program in this process."""
     import jax
 
     from valkyrie.search.compile.child import compile_within_memory, parse_shortage, peak_without_host
-    from valkyrie.search.compile.executable import compiled_program, without_cache
+    from valkyrie.search.compile.executable import without_cache
 
-    lowered, compiled = _lower(function, arguments, kwargs, options)
-    mesh = mesh or _find_mesh([arguments, dict(kwargs)])
-    if mesh is not None:
-        _refuse_other_devices(mesh, target)
-    texts = {name: text for name, value in (options or {}).items() if (text := option_text(value)) is not None}
-    used_options = [Option(name, text, USER) for name, text in texts.items()]
-    work, peak, platform = work or ProgramWork(), None, get_platform(target.platform)
-    if compiled is None:
+    texts = {option.name: option.value for option in options}
+    platform, began = get_platform(mesh.devices.flat[0].platform), time.perf_counter()
 
-        def compile(compiler_options: dict[str, str] | None = None) -> Any:
-            return lowered.compile(compiler_options=compiler_options or texts or None)
+    def compile(compiler_options: dict[str, str] | None = None) -> Any:
+        return lowered.compile(compiler_options=compiler_options or texts or None)
 
-        try:
-            with explain_option_errors(), without_cache():
-                compiled, used_options = compile_within_memory(used_options, compile, platform)
-                peak = peak_without_host(compiled, compile, used_options, platform)
-        except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(str(error)) or mesh is None:
-                raise
-            program, text = (
-                _foreign_program(work.name or _function_name(function), target, dict(mesh.shape)),
-                str(error),
-            )
-            status, memory = CompileStatus.does_not_fit, parse_shortage(text)
-            return PredictedProgram(
-                Prediction(None, status, first_lines(text), versions(), memory=memory, program=program), None
-            )
-    if mesh is None:
-        mesh = _find_mesh([compiled.input_shardings, compiled.output_shardings])
-        if mesh is None:
-            raise ValueError(
-                "no argument of this program is sharded over a mesh of the slice. Use a NamedSharding of "
-                "slice.mesh(...) for its arguments or in_shardings, or pass the mesh to predict: mesh=slice.mesh(...)."
-            )
-        _refuse_other_devices(mesh, target)
-    executable = compiled_program(compiled, mesh, peak)
-    module = parse(executable.module)
-    program = _foreign_program(
-        work.name or _function_name(function) or module.name.removeprefix("jit_"), target, executable.axes
-    )
-    return _predict_module(
-        program, module, target, executable.axes, executable.positions, executable.memory, work, used_options
-    )
+    try:
+        with explain_option_errors(), without_cache():
+            compiled, used_options = compile_within_memory(list(options), compile, platform)
+            peak = peak_without_host(compiled, compile, used_options, platform)
+    except jax.errors.JaxRuntimeError as error:
+        text, kind = first_lines(str(error)), type(error).__name__
+        if is_out_of_memory(str(error)):
+            return CompileOutcome(CompileStatus.does_not_fit, text, shortage=parse_shortage(str(error)))
+        return CompileOutcome(CompileStatus.failed, f"{kind}: {text}")
+    result = _read_compiled(compiled, mesh, used_options, peak)
+    return replace(result, compile_s=time.perf_counter() - began, cached=False)
+
+
+def _read_compiled(
+    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, options: Sequence[Option], peak: int | None = None
+) -> _CompiledModule:
+    from valkyrie.search.compile.executable import compiled_program
+
+    program = compiled_program(compiled, mesh, peak)
+    return _CompiledModule(parse(program.module), program.memory, options)
 
 
 def predict_file(
@@ -308,10 +380,20 @@ def _find_mesh(tree: Any) -> jax.sharding.Mesh | None:
 
     for leaf in jax.tree.leaves(tree, is_leaf=is_sharding):
         sharding = leaf if is_sharding(leaf) else getattr(leaf, "sharding", None)
-        mesh = getattr(sharding, "mesh", None)
-        if isinstance(mesh, jax.sharding.Mesh):
+        mesh = leaf if isinstance(leaf, jax.sharding.Mesh) else getattr(sharding, "mesh", None)
+        if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty:
             return mesh
     return None
+
+
+def _program_shardings(program: jax.stages.Lowered | jax.stages.Compiled) -> list[Any]:
+    """Return the shardings of a program's arguments and results and, of a lowered one, of its values and context."""
+    import jax
+
+    if isinstance(program, jax.stages.Compiled):
+        return [program.input_shardings, program.output_shardings]
+    arguments = getattr(getattr(program, "_lowering", None), "compile_args", {})  # JAX has no public way to read these
+    return [arguments.get(key) for key in ("in_shardings", "out_shardings", "intermediate_shardings", "context_mesh")]
 
 
 def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:

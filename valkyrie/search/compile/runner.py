@@ -121,21 +121,48 @@ def _compile_in_child(
     run.save(folder / "run.yaml")
     command = [*module_command("valkyrie.search.compile.child", str(folder), str(os.getpid()))]
     command += ["--ignore-cache"] * (not use_cache)
-    environment = get_platform(run.config.target.platform).compile_environment()
+    described = run.config.target.describe()
+    failure = run_compiler(
+        ChildProcess(command, get_platform(run.config.target.platform).compile_environment(), folder / "compiler.log"),
+        limit_s,
+        "mode.time_limit_s",
+        lambda elapsed: progress(f"compiling for {described}: {elapsed:.0f} s"),
+        lambda: (folder / OUTCOME).is_file(),
+    )
+    return failure or read_record(CompileOutcome, folder / OUTCOME)
+
+
+def run_compiler(
+    child: ChildProcess,
+    limit_s: float | int | None,
+    limit_key: str,
+    progress: Callable[[float], None],
+    is_finished: Callable[[], bool],
+) -> CompileOutcome | None:
+    """Wait for a child process that compiles. Returns None if it has written its results, else why it has not.
+
+    Kills the child if waiting is interrupted.
+
+    Args:
+        child: The process.
+        limit_s: Time limit in seconds, or None for no limit.
+        limit_key: Name of the setting with the time limit.
+        progress: Called about five times a second with the seconds since the start.
+        is_finished: Returns whether the results are complete, after the process has ended.
+    """
     began = time.perf_counter()
-    child = ChildProcess(command, environment, folder / "compiler.log")
     try:
         while (status := child.status) is None:
             elapsed = time.perf_counter() - began
-            if elapsed > limit_s:
-                reason = f"the compile exceeded mode.time_limit_s={limit_s:g} seconds and was stopped"
+            if limit_s is not None and elapsed > limit_s:
+                reason = f"the compile exceeded {limit_key}={limit_s:g} seconds and was stopped"
                 return CompileOutcome(CompileStatus.timeout, reason)
-            progress(f"compiling for {run.config.target.describe()}: {elapsed:.0f} s")
+            progress(elapsed)
             time.sleep(0.2)
     finally:
         child.kill()
-    if (folder / OUTCOME).is_file():
-        return read_record(CompileOutcome, folder / OUTCOME)
+    if is_finished():
+        return None
     lines = [line.strip() for line in child.last_lines() if line.strip()]
     last_line = lines[-1][:400] if lines else "no output"
     reason = f"the compiler process ended {describe_status(status)}: {last_line}"

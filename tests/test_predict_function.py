@@ -1,0 +1,219 @@
+"""Tests of compiling any JAX function in a child process: the same module, failures, interrupts and the cache."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import valkyrie
+import valkyrie.train.options as train_options
+from machines import needs_libtpu
+from valkyrie.search.compile import lowered as lowered_programs
+from valkyrie.search.compile.executable import without_cache
+from valkyrie.search.compile.lowered import StoredProgram, capture_program, compile_program, has_slice_devices
+from valkyrie.search.compile.predict import predict_function
+from valkyrie.search.compile.program_child import compile_requested
+from valkyrie.train.program import serialised_module
+
+pytestmark = needs_libtpu
+Programs = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
+
+
+def struct(mesh: Mesh, shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def products(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ w) @ w.T
+
+    return jax.jit(step), (struct(mesh, (512, 1024), "data", "model"), struct(mesh, (256, 512), "data"))
+
+
+def donating(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """Donates an argument, has compiler options of `jit`, and leaves the shardings of its results to XLA."""
+    options = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
+
+    @partial(jax.jit, donate_argnums=0, compiler_options=options)
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda w: jnp.square(x @ w).mean())(w)
+        return w - gradient, loss
+
+    return step, (struct(mesh, (512, 1024), "model"), struct(mesh, (256, 512), "data"))
+
+
+def manual(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    specs = PartitionSpec("data", "model")
+
+    def gather(x: jax.Array) -> jax.Array:
+        def body(total: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jax.lax.psum(total, "data") / 2, None
+
+        return jax.lax.scan(body, x, None, length=3)[0]
+
+    mapped = jax.shard_map(gather, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    shardings = NamedSharding(mesh, specs)
+    return jax.jit(mapped, in_shardings=shardings), (jax.ShapeDtypeStruct((256, 512), jnp.float32),)
+
+
+@pytest.fixture(scope="module")
+def target() -> valkyrie.Slice:
+    return valkyrie.slice("v5e-8")
+
+
+@pytest.fixture(scope="module")
+def mesh(target: valkyrie.Slice) -> Mesh:
+    return target.mesh((2, 4), ("data", "model"))
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "compile" / "programs"
+
+
+def module_text(proto: bytes) -> str:
+    """Return a module as text with its operations, schedule and source lines. Protos also have ids of the process."""
+    hlo: Any = importlib.import_module("jaxlib._hlo")
+    return hlo.XlaComputation(proto).as_hlo_module().to_string()
+
+
+@pytest.mark.slow  # two compiles for a TPU
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("program", [products, donating, manual])
+def test_a_child_compiles_the_same_module(program: Programs, target: valkyrie.Slice, mesh: Mesh):
+    function, arguments = program(mesh)
+    lowered = function.lower(*arguments)
+    captured = capture_program(lowered, {})
+    assert captured is not None and has_slice_devices(mesh, target)
+    stored = compile_program(captured, mesh, target, [], name="step", time_limit_s=None, progress=lambda line: None)
+    assert isinstance(stored, StoredProgram), stored
+    with without_cache():
+        compiled = lowered.compile()
+    assert module_text(stored.module) == module_text(serialised_module(compiled))
+
+
+def callback(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    def step(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda x: None, x.mean())
+        return x * 2
+
+    return jax.jit(step), (struct(mesh, (256, 512), "data"),)
+
+
+def test_programs_with_python_callbacks_stay_in_this_process(mesh: Mesh):
+    function, arguments = callback(mesh)
+    assert capture_program(function.lower(*arguments), {}) is None
+
+
+def test_devices_of_another_topology_are_recognised(mesh: Mesh, target: valkyrie.Slice):
+    other = valkyrie.slice("v5p-16")
+    assert has_slice_devices(mesh, target)
+    assert not has_slice_devices(other.mesh((2, 4), ("data", "model")), target)
+
+
+@pytest.mark.slow  # compiles for a TPU
+@pytest.mark.timeout(300)
+def test_a_second_prediction_comes_from_the_cache_with_the_lines_of_now(
+    target: valkyrie.Slice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    mesh = target.mesh((2, 4), ("data", "model"))
+    file, source = tmp_path / "step.py", "def step(w, x):\n    return x @ w @ w.T\n"
+
+    def predict(text: str) -> valkyrie.Result:
+        file.write_text(text)
+        names: dict[str, Any] = {}
+        exec(compile(text, file, "exec"), names)
+        arguments = struct(mesh, (512, 1024), "data", "model"), struct(mesh, (256, 512), "data")
+        return valkyrie.predict(jax.jit(names["step"]), *arguments, slice=target)
+
+    first, second = predict(source), predict("# moved\n\n" + source)
+    assert first.record.compile.cached is False and second.record.compile.cached
+    assert second.step_s == first.step_s
+    lines = [
+        next(r.source for r in result.record.lines if r.source.startswith(str(file))) for result in (first, second)
+    ]
+    assert lines == [f"{file}:2", f"{file}:4"]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow  # compiles for a TPU
+@pytest.mark.timeout(300)
+def test_a_function_slightly_over_the_memory_is_compiled_again(monkeypatch: pytest.MonkeyPatch):
+    limit = "xla_tpu_max_hbm_size_mib"
+    more = train_options.Option(limit, "12000", train_options.TO_FIT)
+    monkeypatch.setattr(train_options, "add_memory_saving_options", lambda options: [more])
+    # in this process, where `add_memory_saving_options` is replaced
+    monkeypatch.setattr(lowered_programs, "ChildProcess", lambda command, *_: compile_requested(Path(command[-2])))
+    monkeypatch.setattr(lowered_programs, "run_compiler", lambda *_: None)
+    slice = valkyrie.slice("v5e-8")
+    rows = NamedSharding(slice.mesh((8,), ("data",)), PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((8 * 2**17, 16384), jnp.bfloat16, sharding=rows)  # 4 GiB, and as much of the result
+    done = valkyrie.predict(jax.jit(lambda x: x * 2), x, slice=slice, options={limit: 8000})
+    assert done.fits and f"{limit}=12000 ({train_options.TO_FIT})" in str(done)
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Replace the compiler process by a Python program. `folder` is its folder."""
+    prefix = "import os, sys, time; folder = sys.argv[1]; open('{pid}', 'w').write(str(os.getpid()));"
+    monkeypatch.setattr(
+        lowered_programs,
+        "module_command",
+        lambda name, folder, parent: (sys.executable, "-c", prefix.format(pid=os.environ["PID"]) + code, folder),
+    )
+
+
+@pytest.fixture
+def pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PID", str(tmp_path / "pid"))
+    return tmp_path / "pid"
+
+
+def test_a_crash_of_the_compiler_is_a_status(
+    pid: Path, mesh: Mesh, target: valkyrie.Slice, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
+):
+    fail_with(monkeypatch, "print('F1126 check failed', flush=True); os.abort()")
+    function, arguments = products(mesh)
+    result = valkyrie.predict(function, *arguments, slice=target)
+    assert (result.status, result.fits, result.step_s) == ("failed", None, None)
+    assert result.reason == "the compiler process ended by SIGABRT: F1126 check failed"
+    assert "failed: the compiler process ended" in str(result) and not [*empty_cache.iterdir()]
+
+
+def test_a_compile_that_exceeds_its_time_limit_is_stopped(
+    pid: Path, mesh: Mesh, target: valkyrie.Slice, monkeypatch: pytest.MonkeyPatch
+):
+    fail_with(monkeypatch, "time.sleep(600)")
+    function, arguments = products(mesh)
+    result = valkyrie.predict(function, *arguments, slice=target, time_limit_s=0.5)
+    assert result.status == "timeout" and "exceeded time_limit_s=0.5 seconds" in (result.reason or "")
+
+
+def test_an_interrupt_ends_the_compiler_at_once(
+    pid: Path, mesh: Mesh, target: valkyrie.Slice, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
+):
+    fail_with(monkeypatch, "time.sleep(600)")
+    function, arguments = products(mesh)
+    lines: list[str] = []
+
+    def interrupt(line: str) -> None:
+        lines.append(line)
+        if pid.is_file() and pid.read_text():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        predict_function(function, arguments, {}, target, progress=interrupt)
+    assert lines[0].startswith("compiling step for v5e-8 (")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert not [*empty_cache.iterdir()]

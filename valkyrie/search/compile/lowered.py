@@ -1,0 +1,251 @@
+"""Compiles lowered programs in a child process, with the compile cache. The result is that of `lowered.compile()`.
+
+The compiler gets the same StableHLO and the same serialised options from the child as JAX would pass to it here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.checksums import digest
+from valkyrie.compiled.hlo import Module
+from valkyrie.config.modes import MODULE_FILE
+from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.target import TargetConfig
+from valkyrie.parallel.slice import Slice
+from valkyrie.paths import cache_problem, write_atomic
+from valkyrie.processes.child import ChildProcess, module_command
+from valkyrie.records import read_record, write_record
+from valkyrie.search.compile.cache import (
+    OUTCOME,
+    PROGRAM,
+    ProgramRecord,
+    program_key,
+    programs_folder,
+    read_program,
+    store_program,
+)
+from valkyrie.search.compile.prediction import CompileOutcome
+from valkyrie.search.compile.runner import Progress, run_compiler
+from valkyrie.train.options import Option
+
+if TYPE_CHECKING:
+    import jax
+
+STABLEHLO_FILE, OPTIONS_FILE, REQUEST_FILE = "program.mlirbc", "options.pb", "request.json"
+"""Files that the child process reads."""
+LOCATIONS_FILE = "locations.txt"
+"""File of a cached program with the source locations of its StableHLO, one per line."""
+_LOCATION = re.compile(r'"([^"\n]*)":(\d+):\d+')
+
+
+@dataclass(frozen=True)
+class LoweredProgram:
+    """The input of XLA's compiler.
+
+    Args:
+        stablehlo: Lowered module as MLIR bytecode.
+        text: The same module as text, with debug information.
+        options: `CompileOptions` as a serialised proto, without `overrides`.
+        overrides: Compiler options by name.
+        devices: Ids of the devices, in the order of the device assignment.
+    """
+
+    stablehlo: bytes
+    text: str
+    options: bytes
+    overrides: dict[str, str | int | float | bool]
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ProgramRequest:
+    """Request to the child process, in addition to its other files.
+
+    Args:
+        key: Key of the program in the cache.
+        target: The slice.
+        options: Compiler options of the user.
+        overrides, devices: As in `LoweredProgram`.
+    """
+
+    key: str
+    target: TargetConfig
+    options: tuple[Option, ...]
+    overrides: dict[str, str | int | float | bool]
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredProgram:
+    """A compiled program in the cache, or in a temporary folder if the cache cannot be written.
+
+    `moved` maps source lines in the stored module (`file:line`) to those of the program now.
+    """
+
+    record: ProgramRecord
+    folder: Path
+    cached: bool
+    moved: Mapping[str, str]
+
+    @property
+    def module(self) -> bytes:
+        """The optimised module, serialised."""
+        return (self.folder / MODULE_FILE).read_bytes()
+
+    def update_sources(self, module: Module) -> None:
+        """Replace the source lines in a parsed module by those of the program now."""
+        for instruction in module.instructions.values() if self.moved else ():
+            instruction.source = self.moved.get(instruction.source, instruction.source)
+
+
+def capture_program(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> LoweredProgram | None:
+    """Return what JAX would pass to XLA's compiler, or None if the program must be compiled in this process.
+
+    This is so for programs with Python callbacks, and for a JAX version with other internals.
+    """
+    from jax._src.interpreters import mlir  # JAX has no public function that returns the options of a compile
+
+    lowering: Any = getattr(lowered, "_lowering", None)
+    arguments = getattr(lowering, "compile_args", {})
+    if "backend" not in arguments or arguments.get("host_callbacks") or arguments.get("keepalive"):
+        return None
+    lowering = copy.copy(lowering)
+    lowering.compile_args = {**arguments, "backend": _Recorder(arguments["backend"])}
+    try:
+        lowering.compile(compiler_options=dict(options) or None)
+    except _Recorded as recorded:
+        compile_options = recorded.options
+        overrides = dict(compile_options.env_option_overrides)
+        compile_options.env_option_overrides = []  # serialised maps have no fixed order
+        return LoweredProgram(
+            mlir.module_to_bytecode(recorded.module),
+            recorded.module.operation.get_asm(enable_debug_info=True),
+            compile_options.SerializeAsString(),
+            overrides,
+            tuple(device.id for device in recorded.devices),
+        )
+    return None
+
+
+class _Recorded(Exception):
+    """Raised instead of compiling."""
+
+    def __init__(self, module: Any, options: Any, devices: Sequence[Any]) -> None:
+        super().__init__()
+        self.module, self.options, self.devices = module, options, devices
+
+
+class _Recorder:
+    """A backend that records the arguments of a compile."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def compile_and_load(self, module: Any, executable_devices: Any, compile_options: Any) -> None:
+        raise _Recorded(module, compile_options, list(executable_devices))
+
+
+def has_slice_devices(mesh: jax.sharding.Mesh, target: Slice) -> bool:
+    """Return whether a mesh has the devices that `Slice.mesh` would use, with the same rings, ids and hosts."""
+    from jax._src.lib import xla_client  # JAX has no public function that returns a topology's fingerprint
+
+    def describe(devices: Sequence[Any]) -> object:
+        attributes = ("id", "process_index", "coords", "core_on_chip", "slice_index")
+        each = sorted([str([getattr(device, name, None) for name in attributes]) for device in devices])
+        return each, xla_client.get_topology_for_devices(list(devices)).fingerprint()
+
+    devices = get_platform(target.platform).devices_to_compile_for(target, mesh.size)
+    return describe(list(mesh.devices.flat)) == describe(devices)
+
+
+def compile_program(
+    program: LoweredProgram,
+    mesh: jax.sharding.Mesh,
+    target: TargetConfig,
+    options: Sequence[Option],
+    *,
+    name: str,
+    time_limit_s: float | int | None,
+    progress: Progress,
+) -> StoredProgram | CompileOutcome:
+    """Compile a program in a child process, unless the cache has it. If this fails, returns an outcome with the reason.
+
+    Args:
+        program: The program.
+        mesh: Mesh of the program's devices, which are those of the slice.
+        target: The slice.
+        options: Compiler options of the user.
+        name: Name of the program, for the status line.
+        time_limit_s: Time limit of the child process in seconds, or None for no limit.
+        progress: Called about five times a second with a status line.
+    """
+    from valkyrie.search.compile.executable import device_positions
+
+    settings = {name: repr(value) for name, value in program.overrides.items()}
+    settings |= {"options": digest(program.options.hex()), "torus": f"{target.topology} {target.slices}"}
+    key = program_key(program.text, settings, mesh.devices.flat[0].device_kind, device_positions(mesh))
+    folder, locations = programs_folder() / key, [f"{m[1]}:{m[2]}" for m in _LOCATION.finditer(program.text)]
+    if (record := read_program(folder)) is not None:
+        return StoredProgram(record, folder, True, _moved_lines(folder, locations))
+    is_writable = cache_problem(programs_folder()) is None
+    scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs_folder() if is_writable else None))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    request = ProgramRequest(key, _plain_target(target), tuple(options), program.overrides, program.devices)
+    try:
+        write_record(scratch / REQUEST_FILE, request)
+        write_atomic(scratch / STABLEHLO_FILE, program.stablehlo)
+        write_atomic(scratch / OPTIONS_FILE, program.options)
+        (scratch / key).mkdir()
+        write_atomic(scratch / key / LOCATIONS_FILE, "\n".join(locations))
+        command = module_command("valkyrie.search.compile.program_child", str(scratch), str(os.getpid()))
+        environment, log = get_platform(target.platform).compile_environment(), scratch / "compiler.log"
+        results = (scratch / OUTCOME, scratch / key / PROGRAM)
+        failure = run_compiler(
+            ChildProcess(command, environment, log),
+            time_limit_s,
+            "time_limit_s",
+            lambda elapsed: progress(f"compiling {name} for {target.describe()}: {elapsed:.0f} s"),
+            lambda: any(file.is_file() for file in results),
+        )
+        if failure is None and results[0].is_file():
+            failure = read_record(CompileOutcome, results[0])
+        if failure is not None:
+            return failure
+        record = read_record(ProgramRecord, scratch / key / PROGRAM)
+        if not is_writable:
+            return StoredProgram(record, scratch / key, False, {})
+        store_program(scratch / key, folder, replace=False)
+        return StoredProgram(record, folder, False, {})
+    finally:
+        if is_writable:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _plain_target(target: TargetConfig) -> TargetConfig:
+    """Return a target without the methods of `Slice`, which cannot be written to a file."""
+    return TargetConfig(**{field.name: getattr(target, field.name) for field in fields(TargetConfig)})
+
+
+def _moved_lines(folder: Path, locations: Sequence[str]) -> Mapping[str, str]:
+    """Return the source lines (`file:line`) of a cached program that have moved since, with their new lines.
+
+    Programs with the same key have the same locations in the same order, apart from files and lines.
+    """
+    try:
+        stored = (folder / LOCATIONS_FILE).read_text().split("\n")
+    except OSError:  # stored for the step of a run
+        return {}
+    return {old: new for old, new in zip(stored, locations, strict=False) if old != new}

@@ -1,0 +1,125 @@
+"""Child process that compiles a lowered program for a slice.
+
+`python -m valkyrie.search.compile.program_child FOLDER PARENT` reads the files that `compile_program` writes to FOLDER.
+It writes the compiled program to FOLDER/KEY, or FOLDER/outcome.json if the compile fails. It removes its folder and
+exits when the process PARENT has ended.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from valkyrie.checksums import digest
+from valkyrie.config.modes import MODULE_FILE
+from valkyrie.foreign_errors import first_lines, is_out_of_memory, parse_scratch_memory
+from valkyrie.hardware.platforms import get_platform
+from valkyrie.paths import write_atomic
+from valkyrie.records import read_record, write_record
+from valkyrie.search.compile.cache import OUTCOME, PROGRAM, ProgramRecord
+from valkyrie.search.compile.child import (
+    compile_within_memory,
+    exit_with_parent,
+    parse_shortage,
+    peak_without_host,
+)
+from valkyrie.search.compile.lowered import OPTIONS_FILE, REQUEST_FILE, STABLEHLO_FILE, ProgramRequest
+from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus
+from valkyrie.train.options import OptionRefused, explain_option_errors
+
+
+def main() -> None:
+    """Compile the program in the folder given by the first argument. The second is the id of the parent process."""
+    folder, parent = Path(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=exit_with_parent, args=(parent, folder), daemon=True).start()
+    compile_requested(folder)
+
+
+def compile_requested(folder: Path) -> None:
+    """Compile the program in a folder, and write the result there."""
+    request = read_record(ProgramRequest, folder / REQUEST_FILE)
+    try:
+        record = _compile(request, folder)
+    except OptionRefused as error:
+        write_record(folder / OUTCOME, CompileOutcome(CompileStatus.refused, str(error)))
+    except Exception as error:  # compilers raise errors of many types
+        text = str(error)
+        reason = _explain_scratch_memory(text) or f"{type(error).__name__}: {first_lines(text)}"
+        write_record(folder / OUTCOME, CompileOutcome(CompileStatus.failed, reason))
+    else:
+        write_record(folder / request.key / PROGRAM, record)
+
+
+def _compile(request: ProgramRequest, folder: Path) -> ProgramRecord:
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    from valkyrie.search.compile.executable import program_memory
+    from valkyrie.train.program import serialised_module
+
+    platform = get_platform(request.target.platform)
+    by_id = {device.id: device for device in platform.devices_to_compile_for(request.target, len(request.devices))}
+    devices = tuple(by_id[number] for number in request.devices)
+    stablehlo, options = (folder / STABLEHLO_FILE).read_bytes(), (folder / OPTIONS_FILE).read_bytes()
+    # JAX sets the other options, such as the optimization level, on `CompileOptions` itself.
+    not_overrides = {option.name for option in request.options} - set(request.overrides)
+
+    def compile(compiler_options: dict[str, str] | None = None) -> Any:
+        compile_options = xla_client.CompileOptions.ParseFromString(options)
+        overrides = {k: v for k, v in (compiler_options or {}).items() if k not in not_overrides}
+        compile_options.env_option_overrides = list((request.overrides | overrides).items())
+        with mlir.make_ir_context():
+            module, device_list = ir.Module.parse(stablehlo), xla_client.DeviceList(devices)
+            client = devices[0].client
+            return _Compiled(client.compile(module, executable_devices=device_list, compile_options=compile_options))
+
+    began = time.perf_counter()
+    try:
+        with explain_option_errors():
+            compiled, used_options = compile_within_memory(list(request.options), compile, platform)
+    except Exception as error:
+        if not is_out_of_memory(str(error)):
+            raise
+        shortage, reason = parse_shortage(str(error)), first_lines(str(error))
+        return ProgramRecord(time.perf_counter() - began, request.options, shortage=shortage, reason=reason)
+    seconds = time.perf_counter() - began
+    peak = peak_without_host(compiled, compile, used_options, platform)
+    module = serialised_module(compiled)
+    write_atomic(folder / request.key / MODULE_FILE, module)
+    memory = program_memory(compiled, request.target.platform, peak)
+    return ProgramRecord(seconds, tuple(used_options), memory, digest(module))
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """An executable of XLA with the methods of `jax.stages.Compiled` that read it."""
+
+    executable: Any
+
+    def runtime_executable(self) -> Any:
+        """Return the executable."""
+        return self.executable
+
+    def memory_analysis(self) -> Any:
+        """Return the sizes of the program in memory."""
+        return self.executable.get_compiled_memory_stats()
+
+
+def _explain_scratch_memory(text: str) -> str | None:
+    usage = parse_scratch_memory(text)
+    if usage is None:
+        return None
+    return (
+        f"kernel {usage.kernel or '(not named by XLA)'} needs {usage.needed_mib:g} MiB of scratch memory (VMEM), and "
+        f"a core has {usage.limit_mib:g} MiB. Use smaller blocks in the kernel, or a larger "
+        'options={"xla_tpu_scoped_vmem_limit_kib": ...}.'
+    )
+
+
+if __name__ == "__main__":
+    main()
