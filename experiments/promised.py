@@ -73,7 +73,7 @@ PROMISES = [
         "data x model = 8x16",
     ),
 ]
-"""Rates are claimed by the people who run these systems. That of gpt_16b is from google/paxml."""
+"""Rates claimed by the people who run these systems, except that of gpt_16b, which google/paxml reports as measured."""
 LARGER_SLICES = {"multihost_v5p_128": ("target=v5p-256",)}
 """Overrides for claimed layouts that need more chips than the experiment's slice has."""
 

@@ -1,4 +1,4 @@
-"""An emulator of a Google Cloud Storage bucket on the loopback interface, as a fixture."""
+"""Fixture with an emulator of Google Cloud Storage on the loopback interface."""
 
 from __future__ import annotations
 

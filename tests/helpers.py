@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
     "model.attention.kv_heads": 2,
     "model.attention.head_dim": 8,
 }
-"""Settings that shrink a tiny model, so that running it takes no time next to compiling it.
+"""Settings that shrink a tiny model, so that running it takes little time compared with compiling it.
 
 Settings that a model family lacks are skipped. The number of layers stays, to keep every scan over repeated blocks.
 """
@@ -52,7 +52,8 @@ Settings that a model family lacks are skipped. The number of layers stays, to k
 CALM = ("optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
 """Settings with a small learning rate.
 
-Adam scales even rounding errors to steps of that size, so second steps would differ.
+Adam's first update has the size of the learning rate even if a gradient is only a rounding error. With a large rate,
+second steps would differ between layouts.
 """
 
 

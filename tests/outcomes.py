@@ -1,4 +1,4 @@
-"""Results of compiles with given numbers."""
+"""Fake results of compiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's gated feed-forward that returns an auxiliary loss and a metric, with its model family, in a folder."""
+"""Writes a user's folder with a gated feed-forward that returns an auxiliary loss and a metric, and a model with it."""
 
 from __future__ import annotations
 

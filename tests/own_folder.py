@@ -1,4 +1,4 @@
-"""A user's folder, written from the listings of documentation pages, and `valkyrie-train` with that folder."""
+"""Writes a user's folder from the listings of documentation pages, and runs `valkyrie-train` with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes of one run: as teams in threads of this process, or as training runs in subprocesses."""
+"""Starts the processes of one run, as threads of this process or as subprocesses that train."""
 
 from __future__ import annotations
 

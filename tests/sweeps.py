@@ -1,6 +1,7 @@
-"""Multiruns with trials that are real processes but act out a given part: measure, fail, hang, or die.
+"""Multiruns with fake trials: processes that measure, fail, hang or die as a test prescribes.
 
-Python imports `sitecustomize.py` at start. In a trial's process, it looks up the part of the trial's partition.
+Python imports `sitecustomize.py` when it starts. In the process of a trial, this file looks up what to do by the
+trial's partition.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ if "valkyrie.sweep.child" in sys.orig_argv:
         step = {"step_s": 1 / speed, "tokens_per_second": 8 * speed, "tokens_per_second_per_chip": speed}
         leave("ok", None, {"simulated": True, "step": step, "memory": {"peak": 2**20}})
 """
-"""The `sitecustomize.py` that acts in a trial's process. With the part `real`, the trial runs normally."""
+"""Content of `sitecustomize.py`. A trial whose partition has the part `real` runs normally."""
 
 
 class Stage:
     """A folder for multiruns with fake trials.
 
-    The trials of each partition play a part: `measure`, `fail`, `hang`, ...
+    `parts` maps each partition to the behaviour of its trials: `measure`, `fail`, `hang`, ...
     """
 
     def __init__(self, folder: Path, **parts: str) -> None:
@@ -77,7 +78,7 @@ class Stage:
         self.play(**parts)
 
     def play(self, **parts: str) -> None:
-        """Set parts by partition. Write a partition that begins with a digit with a leading underscore."""
+        """Set the behaviour of trials by partition. `_1d_tp` means `1d_tp`: a keyword cannot begin with a digit."""
         self.environment["PARTS"] = json.dumps({name.removeprefix("_"): part for name, part in parts.items()})
 
     def enter(self, monkeypatch: pytest.MonkeyPatch, **parts: str) -> None:
@@ -146,7 +147,7 @@ def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: st
 
 
 def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> None:
-    """Set the status of multirun trials by partition, or an exception to raise. Starts no processes."""
+    """Set the status of multirun trials by partition, or an exception to raise. No processes are started."""
 
     def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
         trials = {}

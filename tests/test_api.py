@@ -1,4 +1,4 @@
-"""Tests of the Python API: the examples of the pages run, mistakes are ValueErrors, and nothing is imported early."""
+"""Tests of the Python API: documented examples run, mistakes raise ValueError, and imports are deferred."""
 
 from __future__ import annotations
 

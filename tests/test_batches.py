@@ -1,4 +1,4 @@
-"""Tests of batch sizes in tokens, and of microbatches by sequences per device."""
+"""Tests of `batch_tokens` and `device_batch`, which determine the batch and the number of microbatches."""
 
 from __future__ import annotations
 

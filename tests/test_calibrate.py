@@ -1,4 +1,4 @@
-"""Tests of `mode=calibrate`: recovers known constants, validates on held-out families, writes an experiment."""
+"""Tests of `mode=calibrate`: it recovers known constants, validates on held-out families, and writes an experiment."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_pa
 
 
 class OneOfTwo(Team):
-    """Process 0 of two. `other` are the steps of the fast checkpoints that process 1 reports."""
+    """Fake team with process 0 of two. Process 1 reports fast checkpoints at the steps `other`."""
 
     def __init__(self, other: list[int]) -> None:
         super().__init__(2, 0)
@@ -253,7 +253,7 @@ def test_invalid_checkpoint_policies_are_refused(tmp_path: Path, capfd: pytest.C
 
 
 class Killed(BaseException):
-    """Simulates a process killed before it saves."""
+    """Raised to simulate that the process is killed before it saves."""
 
 
 def test_a_killed_training_resumes_bit_for_bit_from_its_fast_checkpoint(

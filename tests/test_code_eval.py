@@ -1,4 +1,4 @@
-"""Tests of evaluation on coding problems: reading problems, where functions end, judging, pass@k, the mode."""
+"""Tests of evaluation on coding problems: reading them, cutting and judging completions, pass@k, and the mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of compiling a layout in a child process: results instead of tracebacks, a time limit, the cache."""
+"""Tests of compiling in a child process: misfits, crashes and timeouts are results, and programs are cached."""
 
 from __future__ import annotations
 

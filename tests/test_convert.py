@@ -1,4 +1,4 @@
-"""Tests of `valkyrie-convert`: logits equal to transformers', conversion both ways, meshes, and refusals."""
+"""Tests of `valkyrie-convert`: logits equal those of transformers, and converting back restores the weights exactly."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_the_order_for_seed_0_never_changes(counted: PreparedText) -> None:
 
 
 def stretch(batch: int, index: int, count: int) -> range:
-    """Return the row indices of process `index` of `count`: equal, consecutive parts of the batch."""
+    """Return the rows of a batch for process `index`. The `count` processes have equal, consecutive parts."""
     return range(index * batch // count, (index + 1) * batch // count)
 
 

@@ -99,7 +99,7 @@ def test_urls_without_text_are_refused(shelf: str, path: str, values: list[str])
 
 def test_refusals_of_the_service_are_reported_with_a_remedy(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forbidden(Exception):
-        """Stands for an exception of the storage service's package."""
+        """Fake exception of the storage service's package."""
 
     def refuse(*asked: Any, **more: Any) -> Any:
         raise Forbidden("caller does not have storage.objects.list\nmore")

@@ -1,4 +1,4 @@
-"""Tests of the data stream: equal batches for any number of processes, exact positions, packing, and splits."""
+"""Tests of the data stream: batches do not depend on the number of processes, and positions are restored exactly."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_records_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path):
     disk, takes = tracker._file, [0, 5]
 
     class FullFile:
-        """A file on a disk that fills up in the middle of a line."""
+        """Fake file on a disk that fills up in the middle of a line."""
 
         def write(self, body: bytes) -> int:
             if takes and (room := takes.pop()):

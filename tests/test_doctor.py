@@ -97,7 +97,7 @@ def test_chips_and_processes_are_compared_with_the_hosts_of_the_target(monkeypat
 
 
 def process_with(proc: Path, pid: int, device: str) -> None:
-    """Add a process that has a device file open to a fake /proc."""
+    """Add a process to a fake /proc. The process has a device file open."""
     (proc / str(pid) / "fd").mkdir(parents=True)
     (proc / str(pid) / "fd" / "7").symlink_to(device)
     (proc / str(pid) / "cmdline").write_bytes(b"python\0other.py\0")
@@ -105,7 +105,7 @@ def process_with(proc: Path, pid: int, device: str) -> None:
 
 @pytest.fixture
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty `/proc` with libtpu's lock file `lockfile` in it, on a host with four chips."""
+    """An empty fake /proc, in which libtpu's lock file would be `lockfile`, on a host with four TPU chips."""
     on_tpu(monkeypatch)
     monkeypatch.setattr(host, "PROC", tmp_path)
     monkeypatch.setattr(host, "LOCKFILE", tmp_path / "lockfile")

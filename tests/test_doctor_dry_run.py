@@ -1,4 +1,4 @@
-"""Tests of `valkyrie-doctor`'s dry run: a healthy run, a NaN, unequal replicas, a wrong sum."""
+"""Tests of `valkyrie-doctor`'s dry run: it finds NaNs, unequal replicas, and wrong or slow sums."""
 
 from __future__ import annotations
 

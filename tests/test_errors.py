@@ -1,4 +1,4 @@
-"""Tests of users' mistakes: one message in terms of the command line, exit status 2, and no traceback."""
+"""Tests of users' mistakes: each gives one message in terms of the command line, exit status 2, and no traceback."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ for _ in range(5):
     seconds.append(time.process_time() - began)
 print(len(space) / min(seconds))
 """
-"""Prints the number of layouts estimated per second of processor time."""
+"""Program that prints the number of layouts estimated per second of processor time."""
 
 
 def test_estimates_100000_layouts_per_second() -> None:

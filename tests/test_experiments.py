@@ -1,4 +1,4 @@
-"""Tests of every experiment file: legal as written, and trained here with `size=tiny`."""
+"""Tests of every experiment file: each is legal as written, and trains with `size=tiny`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `mode=explain`: its numbers add up, its sentences agree with them, bad comparisons are refused."""
+"""Tests of `mode=explain`: its numbers add up, its sentences agree with them, and incomparable layouts are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the examples that predict other programs: a plain Flax step, and MaxText's next to ours."""
+"""Tests of the examples that predict other programs: a plain Flax step, and MaxText's step compared with ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of goodput: wall time by kind, by hand and for training runs that are stopped, killed and resumed."""
+"""Tests of goodput: it equals a calculation by hand, also for training runs that are stopped, killed and resumed."""
 
 from __future__ import annotations
 

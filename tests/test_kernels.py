@@ -17,7 +17,8 @@ from valkyrie.machine.operations import OpCosts
 def bundles_of(chip, kind):
     """Return a splash kernel's VLIW bundle counts on a chip (see `SplashBundles`).
 
-    They are per grid step, per block, and for the ends of a row, each a list over three block and head sizes.
+    The result is (per grid step, per block, per row of blocks). Each is a list of counts for three block and head
+    sizes.
     """
     bundles = known_chips()[chip].splash_bundles[kind]
     return bundles.step, bundles.block, bundles.ends

@@ -353,7 +353,7 @@ def test_actions_print_one_command(capsys: pytest.CaptureFixture[str]):
 
 
 def program(folder: Path, name: str, code: str, flags: str = " -S") -> None:
-    """Put a program on the PATH that records its arguments and then runs some Python code."""
+    """Write a fake program, which records its arguments and then runs some Python code, into a folder on the PATH."""
     file = folder / name
     head = f"#!{sys.executable}{flags}\nimport os, pathlib, subprocess, sys, time\n"
     note = f"with open({str(folder / 'calls')!r}, 'a') as file: print({name!r}, *sys.argv[1:], file=file)\n"
@@ -480,7 +480,7 @@ SSH = """
 host, command = sys.argv[-2:]
 sys.exit(subprocess.run(["sh", "-c", command], cwd=os.environ["HOMES"] + "/" + host, start_new_session=True).returncode)
 """
-"""A replacement for ssh. Its command runs outside the launcher's process group, as if on another machine."""
+"""Fake ssh, which runs the command outside of the launcher's process group, as if on another machine."""
 TRAINING = """
 index, folder = os.environ["JAX_PROCESS_INDEX"], pathlib.Path(os.environ["HOMES"])
 starts = int(os.environ.get("VALKYRIE_LAUNCH_RESTARTS") or 0)

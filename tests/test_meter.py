@@ -11,7 +11,7 @@ from valkyrie.train.meter import Meter
 
 
 class Clock:
-    """A clock that only moves when a test sets it."""
+    """A fake clock, which tests set."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""Tests of every tiny model: causal, differentiable, streaming equals parallel, packed documents are separate."""
+"""Tests of every tiny model: causality, gradients, streaming, packed documents, dropout, and FLOPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of nanochat models: logits equal to both public implementations', sizes, windows, and refusals."""
+"""Tests of nanochat models: logits equal those of both public implementations, and the depth determines the sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMS = {
 }
 """Both versions of nanochat, with the settings of the public code.
 
-transformers' norms have another epsilon than nanochat's. With a context of 200, short windows are 129.
+The norms of transformers and nanochat have different epsilons. With a context of 200, short windows have 129 tokens.
 """
 
 

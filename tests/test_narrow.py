@@ -1,4 +1,4 @@
-"""Tests of int8 and float8 products: close to exact products, equal on a mesh, and able to train."""
+"""Tests of int8 and float8 products: they are close to exact products, equal on a mesh, and train like bfloat16."""
 
 from __future__ import annotations
 

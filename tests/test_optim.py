@@ -1,4 +1,4 @@
-"""Tests of optimizers: learning-rate schedules, parameter groups, clipping, AdamW by hand, and refusals."""
+"""Tests of optimizers: learning-rate schedules, parameter groups, clipping, the betas of AdamW, and refusals."""
 
 from __future__ import annotations
 

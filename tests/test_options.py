@@ -1,4 +1,4 @@
-"""Tests of compiler options: the chip's defaults, the user's changes, who set each, and refusals."""
+"""Tests of compiler options: defaults of the chip, changes by the user, the origin of each option, and refusals."""
 
 from __future__ import annotations
 

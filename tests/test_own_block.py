@@ -1,4 +1,4 @@
-"""Tests of the block in valkyrie/models/README.md, in a user's folder: it trains, streams, compiles and sweeps."""
+"""Tests of the block in valkyrie/models/README.md, in a user's folder: training, streaming, compiling and sweeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the example optimizer of valkyrie/optim/README.md in a user's folder: training, estimates, errors."""
+"""Tests of the optimizer in valkyrie/optim/README.md, in a user's folder: training, memory estimates, and errors."""
 
 from __future__ import annotations
 

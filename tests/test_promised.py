@@ -1,4 +1,4 @@
-"""Tests of the accuracy table of earlier predictions: the page shows what the script prints."""
+"""Tests of the table of claimed and predicted rates: the page shows what experiments/promised.py prints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests of which layouts reports compare: those of the same work on the same hardware.
+"""Tests that reports compare only layouts of the same workload on the same hardware.
 
-Work is labelled with the settings that a sweep varies.
+Workloads are labelled with the settings that a sweep varies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of checks before arrays are allocated: the machine's memory and cores suffice for the run."""
+"""Tests of the check that memory and cores suffice for a run, before arrays are allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of every numeric setting at 0, negative, huge and not finite: it works, or is refused by its key."""
+"""Tests of numeric settings with zero, negative, huge and non-finite values: they work, or a message names the key."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ slow_network = import_module("slow_network")  # a script, found by the line abov
 def networks_possible() -> None:
     """Skip the test on machines that cannot create network namespaces, which needs Linux, root, `ip` and `tc`.
 
-    The tests of the stored measurements above need none and run everywhere.
+    Tests of stored measurements do not use this fixture and run everywhere.
     """
     if reason := slow_network.why_unavailable():
         pytest.skip(f"cannot create a slow network: {reason}")

@@ -230,7 +230,7 @@ def test_refusals_are_grouped_and_counted():
 
 
 class Recording(Launcher):
-    """A launcher that records jobs without starting them."""
+    """Fake launcher that records jobs without starting them."""
 
     def __init__(self) -> None:
         self.jobs: list[Sequence[str]] = []

@@ -1,4 +1,4 @@
-"""Tests of planning a multirun's trials before any starts: each one's run, or the reason to refuse it."""
+"""Tests of planning a multirun's trials before any starts: each trial gets a run, or the reason that it is refused."""
 
 from __future__ import annotations
 

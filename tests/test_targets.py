@@ -37,7 +37,10 @@ SLICES = {
     "tpu7x": "2 1x1x1 1, 8 2x2x1 1, 16 2x2x2 2, 128 4x4x4 16, 384 4x4x12 48, 768 4x8x12 96, 4096 8x16x16 512, "
     "8192 16x16x16 1024, 16384 16x16x32 2048, 18432 16x24x24 2304",
 }
-"""Devices in the name, topology, and hosts. From Cloud TPU's documentation and AXLearn's aot_compilation.py."""
+"""By chip: the number in a slice's name, its topology, and its number of hosts.
+
+Sources: Cloud TPU's documentation, and AXLearn's aot_compilation.py.
+"""
 NAMED = [(f"{chip}-{size}", *rest) for chip, text in SLICES.items() for size, *rest in map(str.split, text.split(","))]
 
 

@@ -1,4 +1,4 @@
-"""Tests of the timeline file: valid Chrome trace events, with all that a viewer needs."""
+"""Tests of the timeline file: it follows the Chrome trace-event format, and events of a track never overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of locks on trials and run folders: whoever holds a trial knows its process and ends no other."""
+"""Tests of locks on trials and run folders: one process holds a lock, and no unrelated process is killed."""
 
 from __future__ import annotations
 

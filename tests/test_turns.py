@@ -1,4 +1,4 @@
-"""Tests of the time limit of slow tests: tests of changed files come first, and a few runs reach all of them."""
+"""Tests of the time limit of slow tests: tests of changed files come first, and a few runs reach all files."""
 
 from __future__ import annotations
 

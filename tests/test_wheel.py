@@ -1,4 +1,4 @@
-"""Tests of the wheel, built from the tree and from the sdist: complete, and usable without a checkout."""
+"""Tests of the wheel, built from the tree and from the sdist: it is complete, and works without a checkout."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_wheel_has_configuration_vocabulary_and_licences(wheels: dict[str, P
 
 @pytest.fixture(scope="module")
 def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scripts of a fresh environment that has the wheel. Other packages are this environment's."""
+    """Folder of scripts in a new environment with the wheel. Other packages are taken from this environment."""
     folder = tmp_path_factory.mktemp("environment")
     run(UV, "venv", "--quiet", "--python", sys.executable, str(folder / "venv"), cwd=folder)
     python = folder / "venv" / "bin" / "python"

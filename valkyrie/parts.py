@@ -1,4 +1,4 @@
-"""The parts of a step's time. Imports neither JAX nor NumPy, because reports use this module."""
+"""The parts of a step's time. Does not import JAX or NumPy, because reports use this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems of a run as data, and their messages. Imports no JAX."""
+"""Problems of a run as data, and their messages. Does not import JAX."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise a second compiling process is killed
     "JAX_PLATFORMS": "cpu",
 }
-"""Environment variables that libtpu and JAX need before they are loaded on a machine without TPU."""
+"""Environment variables to set before libtpu and JAX are loaded on a machine without a TPU."""
 
 QUIET = ("dataset_type=synthetic", "enable_checkpointing=False", "base_output_directory=/tmp/maxtext", "run_name=step")
-"""Settings that keep MaxText from looking for data, a bucket or a name. They do not change the program."""
+"""Settings with which MaxText requires no dataset, bucket or run name. They do not change the program."""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from valkyrie.search.compile.correction import PublishedRun, published_correctio
 Result = dict[str, Any]
 KINDS = ("predicted", "replayed", "mfu", "roofline")
 _APART = 0.02
-"""Relative difference of two published rates below which it is within the noise of repeated runs."""
+"""Published rates that differ by less than this fraction may differ only by the noise of repeated runs."""
 TITLES = {"predicted": "prediction", "replayed": "replay alone", "mfu": "constant MFU", "roofline": "roofline"}
 
 
@@ -109,7 +109,7 @@ def order(results: Iterable[Result], rows: Iterable[Row]) -> str:
     """Return a table of how many pairs of rows, of the same model and chip, are predicted in the measured order.
 
     The order is by tokens/s/chip. Equal predictions count as missed. Missed pairs are listed below the table. The
-    constant MFU is left out, because it ranks two layouts of a model with the measured time of the other.
+    constant MFU is left out, because it predicts each layout of a pair from the measured time of the other.
     """
     by_name = {row.row: row for row in rows}
     made = {r["row"]: r.get("seconds_by", {}).get("predicted") for r in results if r["row"] in by_name}

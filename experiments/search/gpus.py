@@ -73,7 +73,7 @@ WITH_KERNEL = ("products", "mixing")
 """
 FULL = RematConfig("full", [])
 ATTENTION_ALONE = RematConfig("selective", ["products"])
-"""Megatron-LM's selective recomputation: recomputes attention from the scores on (arXiv 2205.05198)."""
+"""Megatron-LM's selective recomputation (arXiv 2205.05198): only attention is recomputed, from its scores onwards."""
 NOTHING = RematConfig("none", ["all"])
 SELECTIVE = {"a100": ATTENTION_ALONE, "h100": NOTHING}
 
@@ -214,7 +214,7 @@ def model_of(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab
 
 
 def timed_layouts(rows: Sequence[Row]) -> TimedLayouts:
-    """Return the rows of one model as layouts of pipeline x data x tensor parallelism, the latter within a host."""
+    """Stack rows of one model as layouts with pipeline, data and tensor parallelism, the last within a host."""
     line, chip = rows[0].line, known_chips()[rows[0].line["chip_kind"].lower()]
     for column, figure in (("host_gbs", "dcn_gbs_per_host"), ("hbm_gbs", "hbm_gbs")):
         if line.get(column):

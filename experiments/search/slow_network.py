@@ -1,7 +1,7 @@
 """Measures every layout of four CPU processes over a slow network and compares the times with their estimates.
 
-python experiments/search/slow_network.py            # the table, of measured_slow_network.csv
-sudo python experiments/search/slow_network.py --measure [--rate 100]     # measures first: Linux, as root
+    python experiments/search/slow_network.py            # the table, of measured_slow_network.csv
+    sudo python experiments/search/slow_network.py --measure [--rate 100]     # measures first: Linux, as root
 
 Each process has a separate network namespace, connected to the others by a bridge. Its sending rate is limited to
 `--rate` Mbit/s (token bucket filter). The namespaces have no names on the machine and end with this process. The
@@ -98,7 +98,7 @@ def kept(batch: int) -> list[tuple[str, float, float]]:
 
 
 def layouts(figures: ChipConfig, batch: int) -> list[EstimatedLayout]:
-    """Return all layouts of four such devices without a pipeline, with the shortest estimate first."""
+    """Return all layouts without a pipeline of `HOSTS` devices with these figures, with the shortest estimate first."""
     run = parse_run(["mode=show", *WORK, f"batch={batch}"])
     target = TargetConfig(f"cpu{HOSTS}", "cpu", figures, chips=HOSTS, hosts=HOSTS)
     partitions = [p for p in read_group("partition", PartitionConfig) if not p.name.startswith("pp")]
@@ -234,7 +234,7 @@ def _together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
 
 
 def show(batch: int, rows: Sequence[tuple[str, float, float]], console: Console) -> None:
-    """Print all layouts, and how much slower than the fastest the search's choice and the median layout are."""
+    """Print all layouts, and by how much the search's choice and the median layout are slower than the fastest one."""
     table = Table("layout", "estimated", "measured", "slower than the best")
     names, estimated, known = [row[0] for row in rows], *np.array([row[1:] for row in rows]).T
     for i in np.argsort(known):

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def compiled_of(pairs: list[tuple[dict[str, Any], Run]]) -> TimedLayouts:
-    """Return layouts of one partition and remat with their compiled times. Their space is their family in the fit."""
+    """Stack layouts of one partition and remat with their compiled times. In the fit, their space is their family."""
     compiled = [(row, run) for row, run in pairs if row["step_s"]]
     return timed_layouts([run for _, run in compiled], [row["step_s"] for row, _ in compiled], compiled[0][0]["space"])
 
@@ -95,9 +95,9 @@ def table_of(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> Table:
 
 
 def funnel_of(pairs: list[tuple[dict[str, Any], float]], every: list[dict[str, Any]]) -> list[str]:
-    """Return the cost of compiling by shortest estimate until no other layout can be faster, as table cells.
+    """Simulate a search that compiles the shortest estimates first, until no other layout can be faster.
 
-    The cells are the regret, the number of compiles, and their share of the time of compiling all layouts.
+    Returns table cells: the regret, the number of compiles, and their share of the time of compiling all layouts.
     """
     best, spent, count = float("inf"), 0.0, 0
     for row, estimate in sorted(pairs, key=lambda pair: pair[1]):

@@ -2,9 +2,9 @@
 
     pip install transformers==5.23.0 torch==2.13.0 && python tests/goldens/make_longformer.py
 
-Stores the projections instead of the hidden states, so that the golden tests attention alone. It has a window of WINDOW
-keys on either side (Valkyrie's `window` also counts the token itself), two global tokens in each sequence, and padding
-at the end of the second sequence.
+Stores the projections instead of the hidden states, so that the golden file covers attention alone. The window has
+WINDOW keys on either side (Valkyrie's `window` also counts the token itself). Each sequence has two global tokens, and
+the second one ends with padding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds a run's durable checkpoints: their folder or bucket, and the saved steps. Imports neither JAX nor Orbax.
+"""Finds a run's durable checkpoints: their folder or bucket, and the saved steps. Does not import JAX or Orbax.
 
 They are in the run folder, or in a folder or bucket that all hosts reach. Like Orbax, this module accesses buckets
 through `etils.epath`. `gs://` and `s3://` each need an extra package.

@@ -1,4 +1,4 @@
-"""Evaluates generated code: problems, the model's completions, and a sandbox to compile and run them. Imports no JAX.
+"""Evaluates generated code: problems, the model's completions, and a sandbox to compile and run them.
 
-Nothing is imported here: `valkyrie.code_eval.config` must load in milliseconds.
+Does not import JAX. Nothing is imported here, because `valkyrie.code_eval.config` must load in milliseconds.
 """

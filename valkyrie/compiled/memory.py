@@ -1,4 +1,4 @@
-"""Memory of a compiled program. Imports neither JAX nor NumPy."""
+"""Memory of a compiled program. Does not import JAX or NumPy."""
 
 from __future__ import annotations
 

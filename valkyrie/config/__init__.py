@@ -1,1 +1,1 @@
-"""Configuration: composes the command line with Hydra into a typed, checked run. Imports no JAX."""
+"""Configuration: composes the command line with Hydra into a typed, checked run. Does not import JAX."""

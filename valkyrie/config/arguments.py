@@ -1,4 +1,4 @@
-"""Parses the arguments of a command or of the Python API and composes them into a run. Imports no JAX."""
+"""Parses the arguments of a command or of the Python API and composes them into a run. Does not import JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Run`: the composed and typed configuration behind every command, with its checks. Imports no JAX."""
+"""`Run`: the composed and typed configuration behind every command, with its checks. Does not import JAX."""
 
 from __future__ import annotations
 

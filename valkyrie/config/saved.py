@@ -1,4 +1,4 @@
-"""Loads saved settings from a run folder or from a file given by `--config-path`. Imports no JAX.
+"""Loads saved settings from a run folder or from a file given by `--config-path`. Does not import JAX.
 
 Hydra composes the saved settings again. Each group comes from the file unless the command line chooses another config
 of that group. Therefore every argument that works for a new run also works for a saved one.

@@ -1,4 +1,4 @@
-"""Finds the settings on the command line that a run does not read. Imports no JAX."""
+"""Finds the settings on the command line that a run does not read. Does not import JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The position of a device in a slice. Imports neither JAX nor NumPy: reports read it."""
+"""The position of a device in a slice. Does not import JAX or NumPy, because reports use this module."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ _SHAPES_BELOW_CUBE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _LONGEST_AXIS = 256
 """Maximum chips along an axis.
 
-Inferred from AXLearn's list of v5p slices: up to 96 cubes, it omits only the sizes for which every shape has a longer
-axis.
+Inferred from AXLearn's list of v5p slices. Of the sizes up to 96 cubes, the list omits only those for which every shape
+has a longer axis.
 """
 
 
@@ -162,7 +162,7 @@ class Slices:
     def nearest_to(self, shape: SliceShape) -> list[SliceShape]:
         """Return up to three existing shapes that are similar to `shape`, not counting `shape` in any order.
 
-        These are the most similar shapes with the same number of chips, with the next smaller and the next larger one.
+        One has the same number of chips as `shape`, one the next smaller number, and one the next larger number.
         """
         chips, sides = math.prod(shape), [math.log(side) for side in sorted(shape)]
 

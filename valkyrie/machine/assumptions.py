@@ -20,11 +20,13 @@ DCN_EFFICIENCY = 1.0
 """Share of `dcn_gbs_per_host` that transfers between slices reach: network cards at their nominal rate."""
 
 DCN_LATENCY_S = 50e-6
-"""Latency of a message between hosts of two slices, through the memory of both. Assumed; no published figure."""
+"""Latency in seconds of a message between hosts of two slices, through the memory of both hosts. Assumed, because no
+figure is published."""
 
 CORE_LINKS = 6.0
-"""Bandwidth between two devices of one chip, in ICI links. tpu7x's die-to-die link has six times the bandwidth of a
-torus link (cloud.google.com/tpu/docs/tpu7x). Assumed for v3 too."""
+"""Bandwidth between two devices of one chip, as a multiple of the bandwidth of an ICI link. The link between the two
+dies of a tpu7x chip has six times the bandwidth of a torus link (cloud.google.com/tpu/docs/tpu7x). Assumed for
+v3 too."""
 
 HBM_EFFICIENCY = 0.8
 """Share of `hbm_gbs` for operations without a compiler estimate. The compiler's estimate of a 2.1 GB stream on v4 is
@@ -33,16 +35,18 @@ HBM_EFFICIENCY = 0.8
 ELEMENTWISE_FLOOR = 0.25
 """Minimum time of elementwise operations and sums, as a share of the compiler's estimate.
 
-The time is that of moving their bytes at `HBM_EFFICIENCY`, but at least this minimum and at most the estimate. The
-estimate is too long: it counts every element as 4 bytes, and adds the time to compute to the time to move. For x*2+1 on
-2.1 GB of bfloat16, it has the cycles of 4.3 GB (0.40 of the HBM bandwidth on v4, v5e, v5p and v6e; for float32 0.79,
-0.81, 0.72 and 0.81). For a sum of float32, it implies 0.32 to 0.17 of the bandwidth."""
+Their time is that of moving their bytes at `HBM_EFFICIENCY`, but at least this minimum and at most the estimate. The
+estimate is too long, because it counts every element as 4 bytes, and adds the time to compute to the time to move. The
+HBM bandwidth that it implies for x*2+1 in float32 is 0.79, 0.81, 0.72 and 0.81 of the published one (v4, v5e, v5p and
+v6e). In bfloat16 it is only 0.40 on all of them, because 2.1 GB count as 4.3 GB. For a sum of float32, it is 0.32 to
+0.17."""
 
 DMA_START_S = 1e-6
-"""Start of an asynchronous copy between memories. Assumed: HBM latency (a few hundred nanoseconds) and a descriptor."""
+"""Seconds to start an asynchronous copy between memories. Assumed: HBM latency (a few hundred nanoseconds), and reading
+a descriptor."""
 
 LOOP_ITERATION_S = 0.3e-6
-"""Branch and scalar work of one iteration of a loop. Assumed."""
+"""Seconds of branching and scalar work in one iteration of a loop. Assumed."""
 
 KERNEL_EFFICIENCY = 0.6
 """Share of peak FLOP/s that a Pallas kernel is assumed to reach if only its FLOPs are known. Splash attention, whose

@@ -82,9 +82,9 @@ def _splash_cost(instruction: Instruction, blocks: _SplashBlocks, hbm_traffic: f
     FLOPs count the blocks that the mask does not skip. Cycles also include a fixed cost per grid step (skipped blocks
     too) and per row of blocks.
 
-    Matrix products of block_q x block_kv x head size per visited block: 2 in the forward kernel, 3 in dq, 4 in dkv, 5
-    in a dkv that also computes dq. The dkv kernels iterate over columns instead of rows, and the cost per column is
-    paid once per key/value head, not per query head.
+    A visited block takes 2 matrix products of block_q x block_kv x head size in the forward kernel, 3 in dq, 4 in dkv,
+    and 5 in a dkv that also computes dq. The dkv kernels iterate over columns instead of rows, and the cost per column
+    is paid once per key/value head, not per query head.
     """
     part, block_q, block_kv = blocks
     arrays = [o.shape.dims for o in instruction.operands if len(o.shape.dims) >= 3 and o.shape.dtype in ("bf16", "f32")]

@@ -1,4 +1,4 @@
-"""Implementations and variants that a config can select. Imports no JAX."""
+"""Implementations and variants that a config can select. Does not import JAX."""
 
 from __future__ import annotations
 

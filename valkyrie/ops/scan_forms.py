@@ -30,7 +30,7 @@ from valkyrie.ops.scan_complex import (
 )
 
 Keep = Float32[Array, "batch seq"] | None
-"""1 where a state continues from the previous position, 0 at the start of a document; None: it always continues."""
+"""1 where a state continues from the previous position, 0 where a document starts. None if states always continue."""
 
 Form = Callable[[Eigenvalues, States, Carry | None, Keep, bool, int], States]
 """Takes lam_bar, bu, h0, keep, reverse and block, and returns the states."""

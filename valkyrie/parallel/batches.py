@@ -1,4 +1,4 @@
-"""Converts `batch_tokens` and `device_batch` to sequences and microbatches. Imports no JAX."""
+"""Converts `batch_tokens` and `device_batch` to sequences and microbatches. Does not import JAX."""
 
 from __future__ import annotations
 

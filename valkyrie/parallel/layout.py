@@ -1,4 +1,4 @@
-"""Layouts: the sharding of every array of a model, derived from a mesh and a partition. Imports no JAX."""
+"""Layouts: the sharding of every array of a model, derived from a mesh and a partition. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -219,7 +219,8 @@ def make_layout(
         batch: Sequences of the global batch.
         seq: Tokens of a sequence.
         known_axes: Logical axes of all models, for which a partition may have rules.
-        nearest: Searches legal values of a problem's config key (`FindNearest`). None: suggest the nearest multiples.
+        nearest: Searches legal values of a problem's config key (`FindNearest`), or None to suggest the nearest
+            multiples.
         advise: Whether to search for legal values, which takes longer than finding the problems.
     """
     if problems := mesh.problems() + check_range("microbatches", microbatches, least=1):

@@ -1,4 +1,4 @@
-"""Checks that a mesh has as many devices and slices as the target, and suggests alternatives. Imports no JAX."""
+"""Checks that a mesh has as many devices and slices as the target, and suggests alternatives. Does not import JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitions: rules that assign logical axes to mesh axes, and the role of each mesh axis. Imports no JAX."""
+"""Partitions: rules that assign logical axes to mesh axes, and the role of each mesh axis. Does not import JAX."""
 
 from __future__ import annotations
 

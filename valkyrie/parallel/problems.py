@@ -1,4 +1,4 @@
-"""Finds problems of layouts, and values of settings that remove them. Imports no JAX.
+"""Finds problems of layouts, and values of settings that remove them. Does not import JAX.
 
 `size_checks` works on one layout, or on all candidates of a search at once.
 """

@@ -1,4 +1,4 @@
-"""Rematerialisation: which named activations are saved on the device or in host memory. Imports no JAX.
+"""Rematerialisation: which named activations are saved on the device or in host memory. Does not import JAX.
 
 All others are recomputed. Each kind of block names its activations (`valkyrie.models.block`).
 """

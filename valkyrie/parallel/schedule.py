@@ -1,4 +1,4 @@
-"""Pipelines: the schedule of microbatches over stages, and its costs. Imports no JAX."""
+"""Pipelines: the schedule of microbatches over stages, and its costs. Does not import JAX."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class MeshShard:
             f: The function.
             in_axes: Logical axes of each argument, or None for a replicated one.
             out_axes: Logical axes of the result, or a list with those of each result.
-            checked: `check_vma` of `jax.shard_map`. None: True, except on TPUs.
+            checked: `check_vma` of `jax.shard_map`, or None for True on all platforms except TPUs.
         """
         activation = self.layout.activation_axes
         in_specs = tuple(PartitionSpec() if axes is None else to_spec(activation(axes)) for axes in in_axes)

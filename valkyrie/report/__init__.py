@@ -1,1 +1,1 @@
-"""Reports of sweeps: ranks, explains and draws `trials.jsonl` and run folders. Imports no JAX."""
+"""Reports of sweeps: ranks, explains and draws `trials.jsonl` and run folders. Does not import JAX."""

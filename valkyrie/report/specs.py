@@ -42,9 +42,9 @@ CONFIG: Spec = {
 """Style of all figures. Text and lines use the colour of the page's text, which is light or dark."""
 
 _WHITE_TEXT_SHARE = 0.74
-"""Share of the highest rate above which the text in a cell is white, else black.
+"""The text in a cell is white if the rate exceeds this share of the highest rate, else black.
 
-At this share, both have a contrast of 4.5 against the cell.
+At this share, both colours have a contrast of 4.5 against the cell.
 """
 _RED = "#e05a5a"
 

@@ -1,4 +1,4 @@
-"""Run folders: finds them, and reads and writes the files that describe a run. Imports no JAX."""
+"""Run folders: finds them, and reads and writes the files that describe a run. Does not import JAX."""
 
 from __future__ import annotations
 

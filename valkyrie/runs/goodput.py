@@ -1,4 +1,4 @@
-"""Records in `goodput.jsonl` how a run spends its wall time, across restarts. Imports no JAX.
+"""Records in `goodput.jsonl` how a run spends its wall time, across restarts. Does not import JAX.
 
 Each start of a run appends a line with its time, and then lines with the seconds spent so far by kind. If a process is
 killed, the time after its last line counts as downtime.

@@ -1,4 +1,4 @@
-"""The record of a layout and of the run that requested it, in run folders and `trials.jsonl`. Imports no JAX."""
+"""The record of a layout and of the run that requested it, in run folders and `trials.jsonl`. Does not import JAX."""
 
 from __future__ import annotations
 

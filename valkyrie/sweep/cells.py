@@ -1,4 +1,4 @@
-"""Enumerates the cells of a sweep's space: every combination of its values, legal or refused. Imports no JAX.
+"""Enumerates the cells of a sweep's space: every combination of its values, legal or refused. Does not import JAX.
 
 Some combinations are skipped and counted instead of refused, because the user did not list them one by one: enumerated
 meshes that a partition cannot use, meshes with the same sharding as another, and models outside the requested range.

@@ -1,4 +1,4 @@
-"""All columns for tables of trials, and the columns of each table. Imports no JAX."""
+"""All columns for tables of trials, and the columns of each table. Does not import JAX."""
 
 from __future__ import annotations
 

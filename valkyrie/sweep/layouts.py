@@ -1,6 +1,6 @@
 """The sweeper `hydra/sweeper=layouts`: enumerates all combinations of settings in a space and runs the legal ones.
 
-Illegal combinations are recorded as refused. Imports no JAX.
+Illegal combinations are recorded as refused. Does not import JAX.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of sweeps and trials, and the keys that identify equal trials. Imports no JAX.
+"""Names of sweeps and trials, and the keys that identify equal trials. Does not import JAX.
 
 A sweep is a multirun. Its folder is `<runs>/<sweep name>`, and contains one run folder per trial.
 """

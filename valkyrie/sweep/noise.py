@@ -1,4 +1,4 @@
-"""Decides which speeds are equal within noise, judging by the spread of step times. Imports no JAX."""
+"""Decides which speeds are equal within noise, judging by the spread of step times. Does not import JAX."""
 
 from __future__ import annotations
 

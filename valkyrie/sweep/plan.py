@@ -1,4 +1,4 @@
-"""Plans trials before any process starts: key, name, run and time limit, or the refusal. Imports no JAX."""
+"""Plans trials before any process starts: key, name, run and time limit, or the refusal. Does not import JAX."""
 
 from __future__ import annotations
 

@@ -57,7 +57,10 @@ class TrialProcess:
         return self.plan.mode.grace_s
 
     def poll(self) -> Trial | None:
-        """Return the trial if it has ended, else None. At its time limit, interrupts it; `grace_s` later, kills it."""
+        """Return the trial if it has ended, else None.
+
+        Interrupts the trial at its time limit, and kills it `grace_s` later.
+        """
         status = self._process.status
         plan, limit = self.plan, self.plan.limit_s
         if status is None and limit is not None and self.seconds > limit:

@@ -1,4 +1,4 @@
-"""Converts trials to rows for tables, figures and W&B. Imports no JAX."""
+"""Converts trials to rows for tables, figures and W&B. Does not import JAX."""
 
 from __future__ import annotations
 

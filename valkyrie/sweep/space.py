@@ -1,4 +1,4 @@
-"""Reads the space of a sweep (the layouts and models to try) from configuration and arguments. Imports no JAX."""
+"""Reads the space of a sweep (the layouts and models to try) from configuration and arguments. Does not import JAX."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Reports sweeps to W&B: a group with a run for each trial, and a parent run with the table and plots.
 
 The id of a run is derived from the sweep's folder and the trial's key, so that a repeated trial updates its run. The
-reported content is stored in the run's W&B folder, so that unchanged trials are not reported again. Imports no JAX.
+reported content is stored in the run's W&B folder, so that unchanged trials are not reported again. Does not
+import JAX.
 """
 
 from __future__ import annotations

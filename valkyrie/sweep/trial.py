@@ -1,4 +1,4 @@
-"""Trials and their records in `trials.jsonl`. A trial is one layout with its status and results. Imports no JAX.
+"""Trials and their records in `trials.jsonl`. A trial is one layout with its status and results. Does not import JAX.
 
 The file has one line per trial and is append-only: a later line replaces an earlier one with the same key. Writers lock
 the file, so that two sweeps can share it. If a crash or a full disk leaves an incomplete last line, readers skip it and

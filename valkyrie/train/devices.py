@@ -69,7 +69,7 @@ def machine_problems(run: Run) -> list[Problem]:
 
 
 def environment_problems() -> list[Problem]:
-    """Check `XLA_FLAGS` and `JAX_DISABLE_JIT`. Returns at most one problem. Imports no JAX."""
+    """Check `XLA_FLAGS` and `JAX_DISABLE_JIT`. Returns at most one problem. Does not import JAX."""
     if message := unknown_flags_message(flags := os.environ.get("XLA_FLAGS", "")):
         return [Problem(ProblemCode.unknown_name, "XLA_FLAGS", flags, message)]
     disable_jit = os.environ.get("JAX_DISABLE_JIT", "")
@@ -83,7 +83,7 @@ def environment_problems() -> list[Problem]:
 
 
 def device_problems(run: Run) -> list[Problem]:
-    """Check that this machine has or can simulate the run's devices. Returns at most one problem. Imports no JAX.
+    """Check that this machine has or can simulate the run's devices. Returns at most one problem. Does not import JAX.
 
     Checks `JAX_PLATFORMS`, the number of simulated devices, and whether the machine has accelerators, judging by device
     files.

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 DEVICES_PER_CORE = 128
-"""Maximum number of simulated devices per core. On two cores, a step takes 12 s with 256, over 3 minutes with 512."""
+"""Maximum number of simulated devices per core. On two cores, a step takes 12 s with 256 devices, over
+3 minutes with 512."""
 
 
 def simulation_refusal(mesh: str, devices: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Memory of a training step on one device, for one layout or for thousands at once. Imports no JAX.
+"""Memory of a training step on one device, for one layout or for thousands at once. Does not import JAX.
 
 The sizes of parameters, gradients, optimizer state and the average of parameters (EMA) follow from shapes. Sizes of
 activations are estimated from the `SavedActivation`s that the model's blocks declare.

@@ -1,4 +1,4 @@
-"""`mode=show`: parameters and their shardings, roles of mesh axes, and estimated memory. Allocates nothing."""
+"""`mode=show`: parameters and their shardings, roles of mesh axes, and estimated memory. No arrays are allocated."""
 
 from __future__ import annotations
 

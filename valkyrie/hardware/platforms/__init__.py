@@ -1,7 +1,7 @@
 """Platforms: the differences between TPUs, GPUs and CPUs. Each is a module with an object `PLATFORM`.
 
-To add a platform, add a module here. These modules import JAX only inside methods. If a platform needs code of a higher
-layer, it names a strategy that the layer looks up: `attention`, `scan`, `replay`.
+To add a platform, add a module here. These modules import JAX only inside methods. The attributes
+`attention`, `scan` and `replay` are names of implementations, because these are in higher layers.
 """
 
 from __future__ import annotations

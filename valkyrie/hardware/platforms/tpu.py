@@ -88,7 +88,7 @@ class Tpu(Platform):
         return devices
 
     def peak_bytes(self, sizes: Any) -> int:
-        """Return the peak memory in bytes per device, as the TPU compiler compares it with its limit.
+        """Return the peak memory that the TPU compiler compares with its limit, in bytes per device.
 
         The sum of temporaries counts some arrays twice (20 GiB for a program that fits into 15.75, see
         experiments/LOG.md), so the peak that the compiler reports is used. It consists of the arguments and the larger

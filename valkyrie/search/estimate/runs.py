@@ -69,7 +69,7 @@ class WiderHeads(NamedTuple):
 
 
 def wider_heads(run: Run) -> WiderHeads | None:
-    """Suggest fewer attention heads of `Platform.lanes` dimensions, instead of narrower heads that are padded to it.
+    """Suggest fewer attention heads of `Platform.lanes` dimensions instead of narrower ones padded to that width.
 
     The projections keep their sizes. Returns None if the heads are not padded, if no legal run has heads of that width,
     if the model is not `Layered`, if the chip is unknown, or if the estimated speedup is below `MIN_SPEEDUP`.
