@@ -40,7 +40,15 @@ PARTITIONS = ("dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")
 
 @dataclass(frozen=True)
 class Judged:
-    """A space of layouts: shared overrides, dimensions in addition to mesh and partition, and the number sampled."""
+    """A space of layouts.
+
+    Args:
+        name: Name of the space.
+        shared: Overrides of all layouts.
+        remats: Remat policies to combine with each mesh and partition.
+        microbatches: Numbers of microbatches to combine with each mesh and partition.
+        count: Number of layouts to sample, or None for all.
+    """
 
     name: str
     shared: tuple[str, ...]
@@ -49,7 +57,7 @@ class Judged:
     count: int | None = None
 
     def cells(self) -> list[Cell]:
-        """Return its legal layouts, evenly sampled to `count`."""
+        """Return the legal layouts of the space, or `count` of them, evenly spaced."""
         shape = RunVariant(self.shared, parse_run(list(self.shared)))
         config = SpaceConfig(same=MeshEquivalence.roles, remat=list(self.remats), microbatches=list(self.microbatches))
         partitions = {p.name: p for p in read_group("partition", PartitionConfig)}

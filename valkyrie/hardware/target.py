@@ -91,7 +91,8 @@ class ChipConfig:
         splash_bundles: Costs of the kernels `forward`, `dkv_dq`, `dkv` and `dq`; without any, those of v5p are used.
         rented_as: Names of the chip in clouds: `tpu_vm_type` and `tpu_vm_runtime` (Google's TPU VMs), `gke`,
             `skypilot`.
-        usd_per_hour: Price on demand; `spot_usd_per_hour` for interruptible chips. Users set both.
+        usd_per_hour: On-demand price. Shipped files have published prices, which users can override.
+        spot_usd_per_hour: Price of interruptible chips, which only users set.
         compiler_name: libtpu's name of the chip, with the `compiler_options` that select it.
         xla_options: Compiler options of a step; null removes an option.
         xla_options_until: Last libtpu version that accepts an option.

@@ -261,9 +261,9 @@ def iterate_fillings(
 ) -> Iterator[Filling]:
     """Yield all ways to fill physical axes of these lengths with factors of mesh axes of these sizes.
 
-    With `max_axes`, at most that many mesh axes share a physical axis, each with one factor, largest first, except on
-    the last physical axis, which takes all remaining axes. Without it, any number of mesh axes share a physical axis,
-    and a mesh axis may have several factors on it, smallest first.
+    With `max_axes`, at most that many mesh axes share a physical axis, each with one factor, largest first. The last
+    physical axis takes all remaining mesh axes. Without it, any number of mesh axes share a physical axis, and a mesh
+    axis may have several factors on it, smallest first.
     """
     if not lengths:
         if math.prod(sizes) == 1:

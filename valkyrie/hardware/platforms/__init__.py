@@ -1,7 +1,7 @@
 """Platforms: the differences between TPUs, GPUs and CPUs. Each is a module with an object `PLATFORM`.
 
-To add a platform, add a module here. These modules import JAX only inside methods. The attributes
-`attention`, `scan` and `replay` are names of implementations, because these are in higher layers.
+To add a platform, add a module here. These modules import JAX only inside methods. `Platform.attention`, `scan` and
+`replay` are names of implementations in higher layers, which look them up.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Platform(ABC):
     def usable_memory(self, chip: ChipConfig) -> int | None:
         """Return the memory of one device that a program may use, in bytes, or None if unknown.
 
-        This is `usable_hbm_gib`, unless it is unknown or exceeds `hbm_gib`, the whole memory.
+        This is `usable_hbm_gib`, or the whole memory `hbm_gib` if `usable_hbm_gib` is unknown or larger.
         """
         usable, total = chip.usable_hbm_gib, chip.hbm_gib
         if usable is None or (total is not None and usable > ROUNDING_TOLERANCE * total):
