@@ -697,6 +697,13 @@ def test_the_refusal_of_a_key_of_another_choice_lists_the_choices_that_have_it(g
             assert text in message and all(f"{group}={other}" in message for other in having)
 
 
+@pytest.mark.parametrize("key", ["tokens", "mode.tokens"])
+def test_the_refusal_of_a_key_suggests_a_longer_one_that_the_mode_reads(key: str):
+    keys = {"batch_tokens": None, "sample_tokens": 1, "code_eval": {"tokens": 1}, "mode": {"name": "generate"}}
+    root = OmegaConf.create(keys)
+    assert "mean sample_tokens? " in str(unknown_key(key, root.mode if "." in key else root))
+
+
 def test_a_search_cannot_be_a_trial(command: Any):
     refused = command("-m", "mode=search", "target=v4-8,v5e-8")
     assert refused.status == 2 and "target=[v4-8,v5e-8]" in refused.err

@@ -52,7 +52,18 @@ MISTAKES: dict[str, list[str]] = {
     "an argument that is no pair": ["steps"],
     "a family that is none": ["model.family=x"],
     "a variable that is not set": ["runs=${oc.env:NOT_SET}"],
+    "a choice from a variable that is not set": ["mesh=${oc.env:NOT_SET}"],
+    "a resolver that is none": ["steps=${nope:batch}"],
+    "a resolved value of a wrong type": ["steps=${oc.decode:abc}"],
+    "a list for a text": ["name=[a,b]"],
+    "a mapping for a text": ["runs={a:1}"],
+    "a list for a choice of an enum": ["debug=[nans]"],
+    "a mapping for a list": ["modules={a:1}"],
+    "a list in a list": ["remat.save=[[mlp]]"],
+    "a list in a list of a partition": ["partition.parameters.embed=[[x]]"],
     "a run that is not there": ["resume=nothing"],
+    "a key of the run in a group": ["mode=show", "mode.batch=8"],
+    "a foreign key of the run in a group": ["model.batch_size=8"],
     "a newest run where there is none": ["resume=latest"],
 }
 MISTAKES |= {

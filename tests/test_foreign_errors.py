@@ -51,7 +51,9 @@ def test_python_errors_about_abstract_classes_are_parsed():
         ("force", "maybe", WrongValue.not_a_bool, ["maybe"]),
         ("seq", None, WrongValue.null, []),
         ("debug", "some", WrongValue.not_a_choice, ["some", ", ".join(debug.name for debug in Debug)]),
+        ("debug", [1], WrongValue.not_a_choice, ["[1]"]),
         ("modules", "a", WrongValue.not_a_list, []),
+        ("name", ["a"], WrongValue.not_a_text, ["['a']"]),
         ("optimizer", 3, WrongValue.not_a_group, ["3"]),
     ],
 )

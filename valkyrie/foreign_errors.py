@@ -31,15 +31,21 @@ class WrongValue(Enum):
     not_a_choice = "not_a_choice"
     not_a_list = "not_a_list"
     not_a_group = "not_a_group"
+    not_an_item = "not_an_item"
+    not_a_text = "not_a_text"
 
 
 _WRONG_VALUES = {
     WrongValue.not_a_number: r"Value '(.*)' of type '\w+' could not be converted to (\w+)",
     WrongValue.not_a_bool: r"Value '(.*)' is not a valid bool",
     WrongValue.null: r".*is not Optional|Incompatible value 'None' for field of type",
-    WrongValue.not_a_choice: r"Invalid value '(.*)', expected one of \[(.*)\]",
-    WrongValue.not_a_list: r".*is not a ListConfig, list or tuple",
+    WrongValue.not_a_choice: (
+        r"Invalid value '(.*)', expected one of \[(.*)\]|Value (.*) \(\w+\) is not a valid input for <enum"
+    ),
+    WrongValue.not_a_list: r".*is not a ListConfig, list or tuple|Cannot merge DictConfig with ListConfig",
+    WrongValue.not_an_item: r"'\w+' is incompatible with type hint",
     WrongValue.not_a_group: r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)",
+    WrongValue.not_a_text: r"Cannot convert '\w+' to string: '(.*)'",
 }
 
 
@@ -50,7 +56,7 @@ def wrong_value(message: str) -> tuple[WrongValue, list[str]] | None:
     """
     for kind, pattern in _WRONG_VALUES.items():
         if match := re.match(pattern, message):
-            return kind, list(match.groups())
+            return kind, [group for group in match.groups() if group is not None]
     return None
 
 
@@ -63,6 +69,18 @@ def missing_key(message: str) -> str | None:
     """Return the nonexistent key that an interpolation refers to, or None for other messages."""
     match = re.match(r"Interpolation key '(.*?)' not found", message)
     return match[1] if match else None
+
+
+def missing_variable(message: str) -> str | None:
+    """Return the environment variable of `${oc.env:NAME}` that is not set, or None for other messages."""
+    match = re.search(r"Environment variable '(.*?)' not found", message)
+    return match[1] if match else None
+
+
+def interpolation_reason(message: str) -> str:
+    """Return the reason why an interpolation cannot be resolved, from the first line of the message."""
+    reason = re.sub(r"^\w+ raised while resolving interpolation: |^While dereferencing [^']*'.*?': ", "", message)
+    return re.sub(r"^Unsupported interpolation type (\S+)$", r"there is no resolver \1", reason).strip('"')
 
 
 def is_recursive_interpolation(message: str) -> bool:

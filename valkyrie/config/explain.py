@@ -20,7 +20,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from valkyrie.config.compose import GROUPS
-from valkyrie.config.refusals import problem_from_error
+from valkyrie.config.refusals import problem_from_error, unset_variable
 from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.foreign_errors import (
     abstract_class,
@@ -28,6 +28,7 @@ from valkyrie.foreign_errors import (
     group_chosen_twice,
     hydra_sweep_argument,
     missing_group,
+    missing_variable,
     needs_quotes,
     scalar_for_group,
     unexpected_key,
@@ -76,6 +77,8 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> Problem | str:
     if resolver_error is not None:
         return str(resolver_error)
     cause = error.__cause__ or error.__context__
+    if variable := missing_variable(f"{error} {cause}"):  # of a choice such as mesh=${oc.env:MESH}
+        return f"${{oc.env:{variable}}}: {unset_variable(variable)}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return _missing_package_line(cause.full_key) if cause.full_key in _OVERLAYS else problem_from_error(cause)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -15,14 +17,21 @@ from omegaconf.errors import (
 )
 
 from valkyrie import optim
-from valkyrie.config.modes import MODES
+from valkyrie.config.modes import MODES, get_mode
 from valkyrie.data.config import SOURCES
-from valkyrie.foreign_errors import WrongValue, is_recursive_interpolation, missing_key, wrong_value
+from valkyrie.foreign_errors import (
+    WrongValue,
+    interpolation_reason,
+    is_recursive_interpolation,
+    missing_key,
+    missing_variable,
+    wrong_value,
+)
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shorten
 from valkyrie.paths import config_names
 from valkyrie.problems import Problem, ProblemCode, first_line, suggest
-from valkyrie.trees import flatten
+from valkyrie.trees import flatten, get_value
 
 _SYNONYMS = {
     "lr": "optimizer.learning_rate",
@@ -70,6 +79,7 @@ LARGEST_INT = 2**31 - 1
 """Largest integer setting. JAX uses 32-bit integers."""
 _INT64_KEYS = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
 """64-bit settings, which are not passed to JAX."""
+_NESTED_LIST = "{key}: each value of the list must be a single one, not a list or mapping: {key}=[A,B]."
 _COMPILER_PREFIXES = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
@@ -83,8 +93,14 @@ def problem_from_error(error: OmegaConfBaseException, file: str | None = None) -
     cause = error.__cause__ or error.__context__
     if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
         return Problem(ProblemCode.malformed, error.full_key, text=str(cause))  # a resolver's message
-    text = _wrong_value_text(error.full_key, first_line(error).rstrip("."), file)
+    text = _wrong_value_text(error, file)
     return Problem(ProblemCode.malformed, error.full_key, text=text)
+
+
+def _choices(error: OmegaConfBaseException) -> str:
+    """Return the allowed values of a key that takes one of an enum."""
+    current = error.parent_node[error.key] if isinstance(error.parent_node, DictConfig) else None
+    return ", ".join(member.name for member in type(current)) if isinstance(current, Enum) else ""
 
 
 def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Problem | None:
@@ -115,25 +131,51 @@ def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Pr
                 text = f"{listed} {verb}. Write a value for {'one of them' if len(cycle) > 1 else 'it'}."
                 return Problem(ProblemCode.malformed, cycle[0], texts[cycle[0]], text)
             chain.append(following)
+    if not isinstance(error, InterpolationResolutionError) or type(error.__cause__ or error.__context__) is ValueError:
+        return None
+    variable, reason = missing_variable(str(error)), interpolation_reason(first_line(error))
+    for key, text in texts.items():
+        if (f"oc.env:{variable}" in text) if variable else _fails(config, key, first_line(error)):
+            message = unset_variable(variable) if variable else f"{reason}. Write a value, or refer to a key: ${{KEY}}."
+            return Problem(ProblemCode.malformed, key, text, f"{key}={text}: {message}")
     return None
+
+
+def unset_variable(name: str) -> str:
+    """Return the message for `${oc.env:NAME}` with a variable that is not set."""
+    return (
+        f"the environment variable {name} is not set. Set it, or write a value for this case: ${{oc.env:{name},VALUE}}."
+    )
+
+
+def _fails(config: DictConfig, key: str, message: str) -> bool:
+    try:
+        OmegaConf.select(config, key)
+    except OmegaConfBaseException as error:
+        return first_line(error) == message
+    return False
 
 
 def unknown_key(full_key: str, parent: Any) -> Problem:
     """Return a problem for an unknown key. Its message lists the valid keys and suggests the most similar one."""
     prefix, _, last = full_key.rpartition(".")
     dotted_prefix = f"{prefix}." if prefix else ""
-    valid_keys = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
+    valid_keys = sorted(_names(parent))
     candidates = [key for key in valid_keys if sorted(key) == sorted(last)]
     candidates = candidates or [key for key in valid_keys if key.lower() == last.lower()]
     candidates = [f"{dotted_prefix}{key}" for key in candidates] or _likely_keys(last, parent, prefix)
-    nearest = suggest(last, valid_keys)
-    candidates = candidates or ([f"{dotted_prefix}{nearest}"] if nearest else [])
+    root, nearest = parent._get_root() if isinstance(parent, DictConfig) else None, suggest(last, valid_keys)
+    if prefix:
+        candidates = candidates or _top_level_keys(last, root)
+    elif not candidates:
+        candidates = _longer_keys(last, root)
+    candidates = candidates or ([f"{dotted_prefix}{nearest}"] if nearest else _longer_keys(last, root))
     hint = f" Did you mean {candidates[0]}?" if candidates else ""
     group, description = prefix.partition(".")[0], "a key"
     families = {families.key.partition(".")[0]: families for families in (MODES, SOURCES, optim.FAMILIES)}.get(group)
     if families is not None:
         if names := families.names_with_key(full_key.removeprefix(f"{group}.")):
-            hint = f" It is a key of {', '.join(f'{group}={name}' for name in names)}."
+            hint += f" It is a key of {', '.join(f'{group}={name}' for name in names)}."
         if prefix == group:
             family = parent.get(families.key.removeprefix(f"{group}."))
             description = f"a key of {group if group == 'mode' else families.key}={family}"
@@ -165,8 +207,40 @@ def _likely_keys(name: str, parent: Any, prefix: str) -> list[str]:
         return [synonym]
     if prefix or not isinstance(parent, DictConfig):
         return []
-    matches = [key for key in _keys(parent) if key.rpartition(".")[2] == name]
+    unread_keys = _unread_keys(parent)
+    matches = [key for key in _keys(parent) if key.rpartition(".")[2] == name and key.split(".")[0] not in unread_keys]
     return matches if len(matches) == 1 else []
+
+
+def _top_level_keys(name: str, root: Any) -> list[str]:
+    """Return the top-level key that the user probably meant by a key of a group, in a list, or an empty list.
+
+    It is the key of this name, or our key for a name in another framework.
+    """
+    return [key for key in (name, _SYNONYMS.get(name.lower())) if key in _names(root)][:1]
+
+
+def _longer_keys(name: str, root: Any) -> list[str]:
+    """Return the only top-level key with this name as a part, such as `sample_tokens` for `tokens`, in a list.
+
+    Considers the keys that the mode reads and others do not, or else all that it reads. Returns an empty list if there
+    is not exactly one.
+    """
+    unread_keys = _unread_keys(root)
+    longer = [key for key in _names(root) if name in key.split("_") and key not in unread_keys]
+    specific = [key for key in longer if any(key in MODES.config_class(mode).unread for mode in MODES.names())]
+    matches = specific or longer
+    return matches if len(matches) == 1 else []
+
+
+def _names(root: Any) -> list[str]:
+    return [str(key) for key in root if key != "hydra"] if isinstance(root, DictConfig) else []
+
+
+def _unread_keys(root: Any) -> frozenset[str]:
+    """Return the top-level keys and groups that the mode of a config does not read."""
+    mode = get_mode(OmegaConf.select(root, "mode.name")) if isinstance(root, DictConfig) else None
+    return frozenset() if mode is None else mode.unread
 
 
 def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -177,8 +251,9 @@ def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _keys(inner, f"{prefix}{key}.")
 
 
-def _wrong_value_text(key: str | None, message: str, file: str | None) -> str:
+def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
     """Return the message for an illegal value, from OmegaConf's message about it."""
+    key, message = error.full_key, interpolation_reason(first_line(error)).rstrip(".")
     kind, parts = wrong_value(message) or (None, [])
     value, needed, *_ = [*parts, "", ""]
     match kind:
@@ -195,7 +270,11 @@ def _wrong_value_text(key: str | None, message: str, file: str | None) -> str:
         case WrongValue.null:
             return f"{key}=null: must have a value."
         case WrongValue.not_a_choice:
-            return f"{key}={value}: must be one of {needed}."
+            return f"{key}={value}: must be one of {needed or _choices(error)}."
+        case WrongValue.not_an_item:
+            return _NESTED_LIST.format(key=key)
+        case WrongValue.not_a_text:
+            return f"{key}={value}: must be text, not a list or mapping: {key}=TEXT."
         case WrongValue.not_a_list:
             return f"{key}: must be a list: {key}=[...]."
         case WrongValue.not_a_group if key == "target.chip":
@@ -206,6 +285,21 @@ def _wrong_value_text(key: str | None, message: str, file: str | None) -> str:
         case WrongValue.not_a_group:
             return f"{key}={value}: {key} is a group of settings. Set one of its keys: {key}.KEY=VALUE."
     return f"{key}: {message}." if key else f"{message}."
+
+
+def nested_value_problems(config: Any) -> list[Problem]:
+    """Return a problem for each list of words or numbers that contains a list or mapping, which OmegaConf accepts."""
+    problems = []
+    for key, value in flatten(asdict(config)).items():
+        if not isinstance(value, list) or not any(isinstance(item, list | dict) for item in value):
+            continue
+        parent, _, name = key.rpartition(".")
+        owner = get_value(config, parent) if parent else config
+        hint = get_type_hints(type(owner)).get(name) if is_dataclass(owner) else None
+        if set(get_args(hint)) & {str, int, float, bool}:
+            text = _NESTED_LIST.format(key=key)
+            problems.append(Problem(ProblemCode.malformed, key, value, text))
+    return problems
 
 
 def integer_size_problems(values: Mapping[str, object]) -> list[Problem]:

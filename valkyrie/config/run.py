@@ -22,7 +22,13 @@ from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.config import modes
 from valkyrie.config.modes import MODES, ModeConfig, Needs
-from valkyrie.config.refusals import advise_choice, integer_size_problems, problem_from_error, wrong_interpolation
+from valkyrie.config.refusals import (
+    advise_choice,
+    integer_size_problems,
+    nested_value_problems,
+    problem_from_error,
+    wrong_interpolation,
+)
 from valkyrie.data import config as data
 from valkyrie.data.config import MAX_SEED, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path, remember_modules
@@ -38,7 +44,7 @@ from valkyrie.parallel.problems import is_removed_by, nearest_legal
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import read_group, write_atomic
 from valkyrie.precision import PolicyConfig
-from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range
+from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range, refuse
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.tracking import profile_problems
@@ -273,6 +279,7 @@ class Run:
         except OmegaConfBaseException as error:
             raise ProblemError([wrong_interpolation(composed, error) or problem_from_error(error)]) from error
         assert isinstance(typed, RunConfig)
+        refuse(nested_value_problems(typed))
         if typed.task is None:
             folders.append(TASKS.user_folder(typed.model.task))
         user_folders = dict.fromkeys(str(folder) for folder in folders if folder is not None)
