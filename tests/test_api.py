@@ -16,16 +16,19 @@ import pytest
 import valkyrie
 from helpers import MODELS
 from runs import TINY
+from test_explain_mode import prediction
+from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.search import compiling
 from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, Prediction
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "valkyrie" / "README.md").read_text()
 
 
-def example_in(folder: str) -> str:
-    """Return the first Python listing in a folder's README that does not name its file."""
-    return re.findall(r"```python\n(import .*?)```", (ROOT / folder / "README.md").read_text(), re.DOTALL)[0]
+def example_in(folder: str, number: int = 0) -> str:
+    """Return a Python listing in a folder's README. Counts only those that do not name their file."""
+    return re.findall(r"```python\n(import .*?)```", (ROOT / folder / "README.md").read_text(), re.DOTALL)[number]
 
 
 QUICK = ("model.layers=1", "batch=8", "seq=32", "data=synthetic", "data.documents=60", "tracking=off", "eval_batches=1")
@@ -77,6 +80,17 @@ def test_the_example_of_the_readme_runs_as_written(here: Path, capsys: pytest.Ca
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(" ")[:2] for line in printed if " True " in line] == [["fsdp", "True"], ["dp", "True"]]
     assert (here / printed[-1].split(" ")[0] / "run.yaml").is_file()
+
+
+@pytest.mark.slow  # three compiles for a TPU
+def test_the_search_example_runs_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
+    example = smaller(example_in("valkyrie", 1)).replace("mode.compiles=4", "mode.compiles=1")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    answer, printed = names["answer"], capsys.readouterr().out
+    assert f"train it: {answer.command}" in printed and "where the step time goes" in printed
+    assert (answer.folder / "search.json").is_file() and "compiled" in [row.status for row in answer.rows]
+    assert names["best"].config.partition.name in answer.best.layout
 
 
 @pytest.mark.slow
@@ -171,6 +185,8 @@ untyped: Any = valkyrie
         (lambda: untyped.measure(None), "measure takes a Run, .*, not None"),
         (lambda: untyped.evaluate(None), "evaluate takes a Run"),
         (lambda: untyped.generate("def ", "def "), "generate takes a Run"),
+        (lambda: untyped.search_layouts("model=gpt_tiny"), "search_layouts takes a Run"),
+        (lambda: untyped.explain(3, "runs"), "first= takes a Run, a Result of predict, or the path .*, not 3"),
         (lambda: untyped.trials(None), "trials takes paths of sweep folders, not None"),
         (lambda: untyped.write_report(None), "write_report takes paths of sweep folders, not None"),
         (lambda: predict(tokens="8192"), "tokens= takes a number, not '8192'"),
@@ -200,3 +216,51 @@ def test_a_result_that_does_not_fit_has_the_needed_memory():
     result = valkyrie.Result(Prediction(record, CompileStatus.does_not_fit, "too big", memory=memory))
     assert result.fits is False and result.peak_gib == 3 and result.step_s is None
     assert "needs 3.0 GiB" in str(result) and "1.0 GiB usable" in str(result)
+
+
+SEARCHED = ("model=gpt_tiny", "target=v5e-8", "batch=32")
+
+
+def test_a_search_of_a_training_run_fixes_what_it_sets(here: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: "no compiler")
+    run = valkyrie.compose(*SEARCHED, "mesh=2x4x1", "partition=fsdp", "name=mine")
+    answer = valkyrie.search_layouts(run, quiet=True)
+    assert {row.status for row in answer.rows} == {"estimated"}
+    assert all(row.layout.startswith("mesh=2x4x1 partition=fsdp") for row in answer.rows)
+    assert answer.folder.name.startswith("search-gpt_tiny-v5e-8") and answer.folder.is_dir()
+    assert valkyrie.compose(*answer.overrides).config.partition.name == "fsdp"
+    assert repr(answer).startswith("<Answer mesh=2x4x1 partition=fsdp") and "<td" in answer._repr_html_()
+    for row in answer.rows:
+        assert all(isinstance(value, str | int | float | None) for value in vars(row).values())
+
+
+def test_an_interrupted_search_keeps_its_answer(here: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
+
+    def press_ctrl_c(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "compile_trial", press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        valkyrie.search_layouts(valkyrie.compose(*SEARCHED, "mode=search", "name=stopped"), quiet=True)
+    assert (here / "runs" / "stopped" / "search.json").is_file()
+
+
+def test_a_search_in_which_nothing_fits_is_a_value_error(here: Path):
+    run = valkyrie.compose("model=llama_7b", "target=v5e-4", "batch=4", "seq=8192", "mode=search")
+    with pytest.raises(ValueError, match=r"nothing fits: .* chips are enough"):
+        valkyrie.search_layouts(run, quiet=True)
+
+
+def test_layouts_that_cannot_be_explained_are_named(here: Path):
+    run = valkyrie.compose(*SEARCHED, "mesh=2x4x1")
+    with pytest.raises(ValueError, match=r"^second: nothing has no compile.json"):
+        valkyrie.explain(run, "nothing")
+    with pytest.raises(ValueError, match=r"^first: target=auto has no predicted step time"):
+        valkyrie.explain(valkyrie.compose("model=gpt_tiny", "mesh=2x2x2"), run)
+
+
+def test_an_explanation_prints_the_report_of_the_command():
+    explanation = valkyrie.explain(valkyrie.Result(prediction()), valkyrie.Result(prediction("2d_tp", exposed_y=1.2)))
+    assert explanation.sentences[0].startswith("A is 4.00") and explanation.sentences[0] in repr(explanation)
+    assert "where the step time goes" in str(explanation) and "<pre>" in explanation._repr_html_()

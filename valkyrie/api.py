@@ -1,4 +1,4 @@
-"""The Python API, which offers `valkyrie-train` and `valkyrie-report` as functions with return values.
+"""The Python API, which offers the commands as functions with return values.
 
 Import the functions from `valkyrie`: `valkyrie.fit`, and `valkyrie.slice` for `named_slice`. They do not exit the
 process, do not install signal handlers, and print nothing with `quiet=True`. Wrong values raise ValueError with the
@@ -9,10 +9,8 @@ it, so composing runs and reading trials work without a device.
 from __future__ import annotations
 
 import dataclasses
-import io
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,156 +24,37 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_atomic
 from valkyrie.problems import check_range, refuse, require_type
-from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
+from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained
+from valkyrie.runs.folder import key_value, split_flags
+from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.sweep.rows import Row
-from valkyrie.units import GIB, duration
 
 if TYPE_CHECKING:
     import jax
 
-    from valkyrie.machine.replay import Replay
-    from valkyrie.train.trainer import FitResult
-
-
-@dataclass(frozen=True)
-class Result:
-    """The prediction or measurement of a training step.
-
-    `print(result)` prints the report of `mode=compile` or `mode=measure`. `record` has the same content as their JSON
-    files. `replay` is the simulated timeline of a predicted step, or None. Properties are None if unknown, such as the
-    step time of a layout that does not fit.
-    """
-
-    record: Prediction | Measurement
-    replay: Replay | None = dataclasses.field(default=None, repr=False)
-
-    @property
-    def status(self) -> str:
-        """`ok`, `does_not_fit`, `failed` or `timeout`."""
-        return self.record.status.value
-
-    @property
-    def reason(self) -> str | None:
-        """Reason why the status is not `ok`, or None."""
-        return self.record.reason
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether a step fits into the memory of one device, or None if unknown."""
-        memory, status = self.record.memory, self.record.status
-        if status is CompileStatus.ok and memory is not None and memory.peak is None:
-            return None
-        return {CompileStatus.ok: True, CompileStatus.does_not_fit: False}.get(status)
-
-    @property
-    def step_s(self) -> float | None:
-        """Step time in seconds: predicted for a compile, the median for a measurement."""
-        return None if self.record.step is None else self.record.step.step_s
-
-    @property
-    def interval_s(self) -> tuple[float, float] | None:
-        """Interval of a predicted step time in seconds, from comparable published runs (see `record.step.interval`).
-
-        None for a measured step, or if no published run is comparable.
-        """
-        interval = getattr(self.record.step, "interval", None)
-        return None if interval is None else (interval.low_s, interval.high_s)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens per second on all devices."""
-        return None if self.record.step is None else self.record.step.tokens_per_second
-
-    @property
-    def tokens_per_second_per_chip(self) -> float | None:
-        """Throughput in tokens per second per chip, predicted or measured like `step_s`, or None if unknown."""
-        return None if self.record.step is None else self.record.step.tokens_per_second_per_chip
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilisation: FLOPs of the model over the peak of the chips, from 0 to 1."""
-        return None if self.record.step is None else self.record.step.mfu
-
-    @property
-    def peak_gib(self) -> float | None:
-        """Peak memory of one device in GiB. For a layout that does not fit, the memory that it would need."""
-        memory = self.record.memory
-        if memory is None:
-            return None
-        fits = self.record.status is CompileStatus.ok
-        size = memory.peak if fits or memory.peak is not None else memory.needed
-        return None if size is None else size / GIB
-
-    def __repr__(self) -> str:
-        step = "no step time" if self.step_s is None else duration(self.step_s)
-        peak = "" if self.peak_gib is None else f", {self.peak_gib:.1f} GiB"
-        return f"<Result {self._title}: {self.status}, {step}{peak}>"
-
-    def __str__(self) -> str:
-        from valkyrie.search.compile.show import show as print_record
-
-        text = io.StringIO()
-        print_record(self.record, Console(file=text, width=140, soft_wrap=True, highlight=False))
-        return text.getvalue()
-
-    def timeline(self, path: str | Path) -> Path:
-        """Write the predicted step as a timeline for https://ui.perfetto.dev, and return its path.
-
-        Raises ValueError if there is no predicted step: for a measurement, a CPU target or a failed compile.
-        """
-        from valkyrie.machine.timeline import write_timeline
-
-        write_timeline(Path(path), self._require_replay().spans, self._title, "another path")
-        return Path(path)
-
-    def html(self, path: str | Path) -> Path:
-        """Write a standalone HTML page with the report and a drawing of the step's timeline. Returns its path."""
-        from valkyrie.report.program import program_page
-
-        spans = self.replay.spans if self.replay else []
-        return write_atomic(Path(path), program_page(self.record, self._title, spans), "another path")
-
-    def _repr_html_(self) -> str:
-        """Return the page of `html` in an iframe, for notebooks."""
-        from html import escape
-
-        from valkyrie.report.program import program_page
-
-        page = program_page(self.record, self._title, self.replay.spans if self.replay else [])
-        return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'
-
-    @property
-    def _title(self) -> str:
-        if isinstance(self.record, Prediction) and self.record.program is not None:
-            return self.record.program.name
-        return f"{self.record.layout.model} {self.record.layout.name}"
-
-    def _require_replay(self) -> Replay:
-        if self.replay is None:
-            raise ValueError(f"This result has no timeline: {self.reason or 'no step was predicted'}.")
-        return self.replay
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A finished training: its run folder, its summary (losses, rates, memory) and the trained model."""
-
-    run: Run
-    folder: Path
-    summary: dict[str, Any]
-    fitted: FitResult = dataclasses.field(repr=False)
-
-    @property
-    def parameters(self) -> Any:
-        """The trained parameters on their devices, as a tree of arrays. With `ema_decay`, their moving average."""
-        return self.fitted.parameters
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """Entries of `metrics.jsonl`: logged steps (`step`, `loss`, `learning_rate`, ...) and evaluations."""
-        from valkyrie.runs.tracking import read_metrics
-
-        return [line for line in read_metrics(self.folder / "metrics.jsonl") if "step" in line]
+__all__ = [
+    "Answer",
+    "Explanation",
+    "FoundLayout",
+    "Result",
+    "Run",
+    "Slice",
+    "Trained",
+    "compose",
+    "evaluate",
+    "explain",
+    "fit",
+    "generate",
+    "load",
+    "measure",
+    "named_slice",
+    "predict",
+    "search_layouts",
+    "show",
+    "trials",
+    "write_report",
+]
 
 
 def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
@@ -379,6 +258,58 @@ def measure(run: Run, *, quiet: bool = False) -> Result:
         return Result(time_step(run, devices))
 
 
+def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
+    """Find the fastest layout of a run's model on its target: estimate all, compile the best, measure them if possible.
+
+    The settings of the search are those of the run, as on the command line: `compose("model=gpt_1b", "target=v4-64",
+    "mode=search", "budget=2min", "mode.compiles=4")`. A run of another mode is searched with default settings, and its
+    `name` is not used. Settings of the layout that the run sets (`partition=fsdp`) are fixed, the others vary.
+
+    The folder of the search keeps every compile and measurement, so that a later search with the same model and target
+    continues there. Interrupting it raises KeyboardInterrupt and keeps the answer so far in `search.json`. Compiles and
+    measurements run in child processes, which need the devices: on a TPU or GPU, search before this process uses JAX.
+    Raises ValueError if no layout fits, with the slice that is large enough.
+    """
+    from valkyrie.modes.search import Config as SearchMode
+
+    _require_run("search_layouts", run)
+    if run.config.resume is not None:
+        raise ValueError(
+            "search_layouts has nothing to resume. Compose the model of the run: valkyrie.compose('model=gpt_1b', ...)."
+        )
+    if not isinstance(run.config.mode, SearchMode):
+        flags, overrides = split_flags(run.arguments)
+        kept = [
+            o for o in overrides if (key := key_value(o)[0]) not in ("mode", "name") and not key.startswith("mode.")
+        ]
+        run = compose(*flags, *kept, "mode=search")
+    from valkyrie.search.mode import find_layouts
+
+    found = find_layouts(run, _console(quiet))
+    if found.status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if found.answer is None:
+        raise ValueError(found.reason)
+    return Answer(found.answer, found.folder)
+
+
+def explain(first: Run | Result | str | Path, second: Run | Result | str | Path, *, quiet: bool = False) -> Explanation:
+    """Explain why one of two layouts of a model is faster: what each waits for, recomputes and saves.
+
+    Each layout is a `Run`, which is compiled for its target, a `Result` of `predict`, or the run folder of a
+    `mode=compile`. Raises ValueError if they cannot be compared, before compiling anything.
+    """
+    from valkyrie.search.explain.mode import explain as explain_layouts
+
+    takes = "takes a Run, a Result of predict, or the path of a folder with a compile.json"
+    layouts: list[Run | Path | Prediction] = []
+    for key, layout in (("first", first), ("second", second)):
+        layout = layout.record if isinstance(layout, Result) else Path(layout) if isinstance(layout, str) else layout
+        require_type(layout, Run | Path | Prediction, f"{key}= {takes}")
+        layouts.append(layout)  # pyright: ignore[reportArgumentType]
+    return Explanation(explain_layouts(layouts[0], layouts[1], _console(quiet)))
+
+
 def fit(run: Run, *, quiet: bool = False) -> Trained:
     """Train a run in its run folder, like `mode=train`, but without printing a sample.
 
@@ -452,7 +383,6 @@ def trials(*paths: str | Path) -> list[Row]:
 
 def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
     """Write the HTML report of sweeps to `output`, or to `report.html` in the first folder. Returns its path."""
-    from valkyrie.paths import write_atomic
     from valkyrie.report.page import page_file, render_page
 
     for path in paths:

@@ -110,6 +110,22 @@ def terminal_table(
     return table
 
 
+def html_table(columns: Iterable[Column[R]], rows: Sequence[R]) -> str:
+    """Return a table in HTML for notebooks."""
+    from html import escape
+
+    columns = list(columns)
+    aligned = [f' style="text-align: {"right" if column.is_number else "left"}"' for column in columns]
+    head = "".join(
+        f"<th{style}>{escape(' '.join(c.label.split()))}</th>" for c, style in zip(columns, aligned, strict=True)
+    )
+    body = "".join(
+        f"<tr>{''.join(f'<td{s}>{escape(c.text(row))}</td>' for c, s in zip(columns, aligned, strict=True))}</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
 def terminal_line(columns: Sequence[Column[R]], row: R | None = None) -> str:
     """Return a row, or the headings if `row` is None, as a line of a table that is printed line by line.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -48,17 +48,38 @@ REASONS = 5
 """Maximum number of reasons for refusals to print."""
 
 
+@dataclass(frozen=True)
+class SearchResult:
+    """Result of a search.
+
+    Args:
+        status: Exit status of the command.
+        folder: Folder of the search.
+        answer: The answer, or None if no layout fits.
+        reason: Reason why there is no answer, or None.
+    """
+
+    status: int
+    folder: Path
+    answer: SearchAnswer | None
+    reason: str | None = None
+
+
 def search(run: Run) -> int:
     """Find the fastest layouts of a run's model on its targets, print and store them, and return the exit status.
 
     With several processes, the leader searches and the others take part in measurements.
     """
     with join_multirun(run.arguments) as leads:
-        return _search(run) if leads else 0
+        return find_layouts(run, make_console()).status if leads else 0
 
 
-def _search(run: Run) -> int:
-    console, request = make_console(), parse_request(run)
+def find_layouts(run: Run, console: Console) -> SearchResult:
+    """Find the fastest layouts of a run's model on its targets in this process, print them and store the answer.
+
+    Raises ValueError for settings that a search cannot use.
+    """
+    request = parse_request(run)
     folder = search_folder(request)
     create_folder(folder, request)
     request = add_measured_figures(request, folder, console)
@@ -69,9 +90,7 @@ def _search(run: Run) -> int:
     shortlisted = shortlist(ranked)
     compiles, measured, status = CompiledLayouts(), MeasuredTrials(), 0
     if not shortlisted.fitting and not shortlisted.doubtful:
-        console.print(_describe_no_fit(shortlisted, request, compiles, space), style="bold red", markup=False)
-        remove_if_empty(folder)
-        return NO_STEP_TIME
+        return _nothing_fits(NO_STEP_TIME, folder, _describe_no_fit(shortlisted, request, compiles, space), console)
     will_measure = request.mode.measure > 0 and can_measure(request)
     missing_compilers = _missing_compilers(request)
     if not will_measure:
@@ -95,9 +114,8 @@ def _search(run: Run) -> int:
         status = _measure(request, shortlisted, compiles, folder, measured, console)
     rows = rank_measured(request, rank_layouts(request, shortlisted, compiles, SHOWN), measured, compiles)
     if not rows:
-        console.print(_describe_no_fit(shortlisted, request, compiles, space), style="bold red", markup=False)
-        remove_if_empty(folder)
-        return status or NO_STEP_TIME
+        reason = _describe_no_fit(shortlisted, request, compiles, space)
+        return _nothing_fits(status or NO_STEP_TIME, folder, reason, console)
     if options and (best is None or rows[0].candidate != best.estimate.candidate):
         message = (
             f"The tuned options ({' '.join(options)}) were dropped, because another layout is faster. To tune that "
@@ -135,7 +153,13 @@ def _search(run: Run) -> int:
     if compiles.done or measured.done:
         console.print(f"page: {write_report(folder)}", soft_wrap=True)
     console.print(stored, markup=False, soft_wrap=True)
-    return status
+    return SearchResult(status, folder, answer)
+
+
+def _nothing_fits(status: int, folder: Path, reason: str, console: Console) -> SearchResult:
+    console.print(reason, style="bold red", markup=False)
+    remove_if_empty(folder)
+    return SearchResult(status, folder, None, reason)
 
 
 def _print_commands(

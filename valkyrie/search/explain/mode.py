@@ -52,7 +52,8 @@ def explain_mode(run: Run) -> int:
         )
     if first == second:
         raise ValueError(f"first= and second= are the same: {first!r}. Choose two different layouts.")
-    predictions = _predictions(run, (first, second), console)
+    texts = f"first={first!r}", f"second={second!r}"
+    predictions = _predict_both(*_parse_layouts(run, (first, second)), console, texts)
     comparison = compare_layouts(*predictions, requests=(first, second))
     folder = _explain_folder(run, predictions)
     write_run_files(run, folder)
@@ -70,26 +71,55 @@ def _explain_folder(run: Run, predictions: Sequence[Prediction]) -> Path:
     return unused_path(Path(run.config.runs) / f"explain-{a.model}-{a.name}-{b.name}")
 
 
-def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple[Prediction, Prediction]:
-    """Return the predictions of both layouts. Reads each from a folder, or compiles the run with the overrides.
+def explain(first: Run | Path | Prediction, second: Run | Path | Prediction, console: Console) -> Difference:
+    """Compare two layouts: runs, which are compiled, folders of `mode=compile`, or predictions.
 
     Raises ValueError with all problems before compiling anything.
     """
     layouts, problems = [], []
-    for letter, request in zip(LETTERS, requests, strict=True):
+    for key, layout in (("first", first), ("second", second)):
         try:
-            layouts.append(layout := _parse_layout(run, request))
-            if isinstance(layout, Prediction) and (reason := missing_step_reason(layout, letter)):
-                problems.append(reason)
+            layouts.append(_read_folder(layout) if isinstance(layout, Path) else layout)
+            if isinstance(layout, Run):
+                _refuse_uncompilable(layout)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    a, b = layouts
+    texts = tuple(shlex.join(layout.arguments) if isinstance(layout, Run) else "" for layout in layouts)
+    return compare_layouts(*_predict_both(a, b, console), requests=(texts[0], texts[1]))
+
+
+def _parse_layouts(run: Run, requests: tuple[str, str]) -> tuple[Run | Prediction, Run | Prediction]:
+    """Return both layouts as predictions or runs. Raises ValueError with all problems of the requests."""
+    layouts, problems = [], []
+    for request in requests:
+        try:
+            layouts.append(_parse_layout(run, request))
         except ValueError as error:
             problems.append(str(error))
-    if not problems:
-        a, b = layouts
-        problems = model_mismatch(_as_prediction(a), _as_prediction(b))
-        if isinstance(a, Run) and isinstance(b, Run) and program_settings(a) == program_settings(b):
-            problems.append(
-                f"first={requests[0]!r} and second={requests[1]!r} are the same layout. Choose two different layouts."
-            )
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
+    return layouts[0], layouts[1]
+
+
+def _predict_both(
+    first: Run | Prediction, second: Run | Prediction, console: Console, texts: tuple[str, str] = ("first", "second")
+) -> tuple[Prediction, Prediction]:
+    """Return the predictions of both layouts. Compiles those that are runs. Messages name them by `texts`.
+
+    Raises ValueError with all problems before compiling anything.
+    """
+    layouts = (first, second)
+    reasons = [
+        missing_step_reason(layout, letter)
+        for letter, layout in zip(LETTERS, layouts, strict=True)
+        if isinstance(layout, Prediction)
+    ]
+    problems = [reason for reason in reasons if reason] or model_mismatch(*map(_as_prediction, layouts))
+    if isinstance(first, Run) and isinstance(second, Run) and program_settings(first) == program_settings(second):
+        problems.append(f"{texts[0]} and {texts[1]} are the same layout. Choose two different layouts.")
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     a, b = (compile_and_summarise(layout, console)[1] if isinstance(layout, Run) else layout for layout in layouts)
@@ -124,15 +154,23 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
     shared = [override for override, key in keys if key not in _MODE_KEYS and not key.startswith("mode.")]
     mode_overrides = [override for override, key in keys if key in ("mode.time_limit_s", "mode.cache")]
     layout_run = parse_run([*flags, *shared, "mode=compile", *mode_overrides, *changes])
-    target, problems = layout_run.config.target, [str(problem) for problem in layout_run.problems()]
+    try:
+        _refuse_uncompilable(layout_run)
+    except ValueError as error:
+        raise ValueError("\n".join(f"{request}: {line}" for line in str(error).splitlines())) from error
+    return layout_run
+
+
+def _refuse_uncompilable(run: Run) -> None:
+    """Raise ValueError with all problems if a run is illegal, or cannot be compiled or timed for its target here."""
+    target, problems = run.config.target, [str(problem) for problem in run.problems()]
     platform = get_platform(target.platform)
     if platform.replay is None:
         problems.append(f"target={target.name} has no predicted step time. Use a TPU slice, such as target=v4-64.")
     elif missing := platform.missing_compiler(target):
         problems.append(missing)
     if problems:
-        raise ValueError("\n".join(f"{request}: {problem}" for problem in problems))
-    return layout_run
+        raise ValueError("\n".join(problems))
 
 
 def _as_prediction(layout: Run | Prediction) -> Prediction:

@@ -1,0 +1,317 @@
+"""Types that the Python API returns: predictions, trainings, searches and comparisons, with reprs for notebooks.
+
+Import them from `valkyrie`: `valkyrie.Result`. `str(result)` is the text that the command prints, and the last
+expression of a notebook's cell is shown as a table or a page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from valkyrie.config.run import Run
+from valkyrie.paths import write_atomic
+from valkyrie.runs.columns import html_table
+from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
+from valkyrie.units import GIB, duration
+
+if TYPE_CHECKING:
+    from valkyrie.machine.replay import Replay
+    from valkyrie.search.answer_record import SearchAnswer
+    from valkyrie.search.explain.difference import Difference
+    from valkyrie.train.trainer import FitResult
+
+
+@dataclass(frozen=True)
+class Result:
+    """The prediction or measurement of a training step.
+
+    `print(result)` prints the report of `mode=compile` or `mode=measure`. `record` has the same content as their JSON
+    files. `replay` is the simulated timeline of a predicted step, or None. Properties are None if unknown, such as the
+    step time of a layout that does not fit.
+    """
+
+    record: Prediction | Measurement
+    replay: Replay | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def status(self) -> str:
+        """`ok`, `does_not_fit`, `failed` or `timeout`."""
+        return self.record.status.value
+
+    @property
+    def reason(self) -> str | None:
+        """Reason why the status is not `ok`, or None."""
+        return self.record.reason
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a step fits into the memory of one device, or None if unknown."""
+        memory, status = self.record.memory, self.record.status
+        if status is CompileStatus.ok and memory is not None and memory.peak is None:
+            return None
+        return {CompileStatus.ok: True, CompileStatus.does_not_fit: False}.get(status)
+
+    @property
+    def step_s(self) -> float | None:
+        """Step time in seconds: predicted for a compile, the median for a measurement."""
+        return None if self.record.step is None else self.record.step.step_s
+
+    @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """Interval of a predicted step time in seconds, from comparable published runs (see `record.step.interval`).
+
+        None for a measured step, or if no published run is comparable.
+        """
+        interval = getattr(self.record.step, "interval", None)
+        return None if interval is None else (interval.low_s, interval.high_s)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second on all devices."""
+        return None if self.record.step is None else self.record.step.tokens_per_second
+
+    @property
+    def tokens_per_second_per_chip(self) -> float | None:
+        """Throughput in tokens per second per chip, predicted or measured like `step_s`, or None if unknown."""
+        return None if self.record.step is None else self.record.step.tokens_per_second_per_chip
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: FLOPs of the model over the peak of the chips, from 0 to 1."""
+        return None if self.record.step is None else self.record.step.mfu
+
+    @property
+    def peak_gib(self) -> float | None:
+        """Peak memory of one device in GiB. For a layout that does not fit, the memory that it would need."""
+        memory = self.record.memory
+        if memory is None:
+            return None
+        fits = self.record.status is CompileStatus.ok
+        size = memory.peak if fits or memory.peak is not None else memory.needed
+        return None if size is None else size / GIB
+
+    def __repr__(self) -> str:
+        step = "no step time" if self.step_s is None else duration(self.step_s)
+        peak = "" if self.peak_gib is None else f", {self.peak_gib:.1f} GiB"
+        return f"<Result {self._title}: {self.status}, {step}{peak}>"
+
+    def __str__(self) -> str:
+        from valkyrie.search.compile.show import show as print_record
+
+        return _printed(lambda console: print_record(self.record, console))
+
+    def timeline(self, path: str | Path) -> Path:
+        """Write the predicted step as a timeline for https://ui.perfetto.dev, and return its path.
+
+        Raises ValueError if there is no predicted step: for a measurement, a CPU target or a failed compile.
+        """
+        from valkyrie.machine.timeline import write_timeline
+
+        write_timeline(Path(path), self._require_replay().spans, self._title, "another path")
+        return Path(path)
+
+    def html(self, path: str | Path) -> Path:
+        """Write a standalone HTML page with the report and a drawing of the step's timeline. Returns its path."""
+        from valkyrie.report.program import program_page
+
+        spans = self.replay.spans if self.replay else []
+        return write_atomic(Path(path), program_page(self.record, self._title, spans), "another path")
+
+    def _repr_html_(self) -> str:
+        """Return the page of `html` in an iframe, for notebooks."""
+        from valkyrie.report.program import program_page
+
+        page = program_page(self.record, self._title, self.replay.spans if self.replay else [])
+        return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'
+
+    @property
+    def _title(self) -> str:
+        if isinstance(self.record, Prediction) and self.record.program is not None:
+            return self.record.program.name
+        return f"{self.record.layout.model} {self.record.layout.name}"
+
+    def _require_replay(self) -> Replay:
+        if self.replay is None:
+            raise ValueError(f"This result has no timeline: {self.reason or 'no step was predicted'}.")
+        return self.replay
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training: its run folder, its summary (losses, rates, memory) and the trained model."""
+
+    run: Run
+    folder: Path
+    summary: dict[str, Any]
+    fitted: FitResult = dataclasses.field(repr=False)
+
+    @property
+    def parameters(self) -> Any:
+        """The trained parameters on their devices, as a tree of arrays. With `ema_decay`, their moving average."""
+        return self.fitted.parameters
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Entries of `metrics.jsonl`: logged steps (`step`, `loss`, `learning_rate`, ...) and evaluations."""
+        from valkyrie.runs.tracking import read_metrics
+
+        return [line for line in read_metrics(self.folder / "metrics.jsonl") if "step" in line]
+
+
+@dataclass(frozen=True)
+class FoundLayout:
+    """A layout of a search. The fields are named as in the CSV file of a sweep. None means unknown or not requested.
+
+    Args:
+        rank: Position in the answer, from 1.
+        target: Name of the slice.
+        layout: Overrides that select the layout, such as `mesh=2x4x1 partition=fsdp`.
+        status: Source of the step time: `estimated`, `compiled` or `measured`.
+        step_s: Seconds per step.
+        low_s, high_s: Range of the step time: the error range of a prediction, or the minimum and 90% quantile of a
+            measurement.
+        tokens_per_second_per_chip: Throughput of a chip.
+        mfu: Model FLOPs utilisation, from 0 to 1.
+        peak_bytes, usable_bytes: Peak and usable memory per device.
+        bound_by: The resource that takes most of the step, with its share.
+        dollars_per_million_tokens: Dollars per million tokens, on demand.
+        hours, dollars, spot_dollars: Time and cost of training on the requested tokens.
+        tokens_for_budget: Tokens that the requested dollars pay for.
+        predicted_step_s: Predicted step time of a measured layout.
+    """
+
+    rank: int
+    target: str
+    layout: str
+    status: str
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_second_per_chip: float
+    mfu: float | None
+    peak_bytes: int | None
+    usable_bytes: int | None
+    bound_by: str
+    dollars_per_million_tokens: float | None
+    hours: float | None
+    dollars: float | None
+    spot_dollars: float | None
+    tokens_for_budget: float | None
+    predicted_step_s: float | None
+
+    def __repr__(self) -> str:
+        return f"<FoundLayout {self.rank}: {self.layout} on {self.target}, {duration(self.step_s)} {self.status}>"
+
+
+_STATUSES = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
+
+
+@dataclass(frozen=True, repr=False)
+class Answer:
+    """The answer of a search. `print(answer)` prints the table of `mode=search`.
+
+    `record` has the same content as `search.json`, and `folder` is the folder of the search.
+    """
+
+    record: SearchAnswer
+    folder: Path
+
+    @property
+    def rows(self) -> list[FoundLayout]:
+        """The best layouts, the best first. `pandas.DataFrame(answer.rows)` makes a table."""
+        return [
+            FoundLayout(
+                rank=rank,
+                target=row.candidate.target,
+                layout=" ".join(row.overrides[1:]),
+                status=_STATUSES[row.stage.value],
+                step_s=row.step_s,
+                low_s=row.low_s,
+                high_s=row.high_s,
+                tokens_per_second_per_chip=row.tokens_per_second_per_chip,
+                mfu=row.mfu,
+                peak_bytes=row.memory,
+                usable_bytes=row.usable,
+                bound_by=str(row.bottleneck),
+                dollars_per_million_tokens=row.usd_per_million_tokens,
+                hours=row.hours,
+                dollars=row.dollars,
+                spot_dollars=row.spot_dollars,
+                tokens_for_budget=row.tokens_for_budget,
+                predicted_step_s=row.expected_s,
+            )
+            for rank, row in enumerate(self.record.best, 1)
+        ]
+
+    @property
+    def best(self) -> FoundLayout:
+        """The best layout."""
+        return self.rows[0]
+
+    @property
+    def command(self) -> str:
+        """The command that trains the best layout."""
+        return self.record.train or ""
+
+    @property
+    def overrides(self) -> list[str]:
+        """The arguments of `command`: `valkyrie.compose(*answer.overrides)` is the run of the best layout."""
+        return shlex.split(self.command)[1:]
+
+    def __repr__(self) -> str:
+        best = self.best
+        return f"<Answer {best.layout} on {best.target}: {duration(best.step_s)} {best.status}, {self.folder}>"
+
+    def __str__(self) -> str:
+        from valkyrie.search.answer import show as print_answer
+
+        text = _printed(lambda console: print_answer(self.record, console))
+        return f"{text}train it: {self.command}"
+
+    def _repr_html_(self) -> str:
+        from valkyrie.search.answer_record import answer_columns
+
+        table = html_table(answer_columns(self.record), self.record.best)
+        return f"<p>{escape(self.record.title)}</p>{table}<p>train it: <code>{escape(self.command)}</code></p>"
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """Why one of two layouts is faster. `print(explanation)` prints the report of `mode=explain`.
+
+    `record` has the same content as `explain.json`: the difference of every part of the step, and the sentences.
+    """
+
+    record: Difference
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """A headline that names the faster layout, then the reasons."""
+        return self.record.sentences
+
+    def __repr__(self) -> str:
+        a, b = self.record.names
+        return f"<Explanation A: {a}, B: {b}. {self.sentences[0]}>"
+
+    def __str__(self) -> str:
+        from valkyrie.search.explain.mode import show as print_difference
+
+        return _printed(lambda console: print_difference(self.record, console))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def _printed(show: Callable[[Console], None]) -> str:
+    """Return what a function prints on a console."""
+    show(Console(file=(text := io.StringIO()), width=140, soft_wrap=True, highlight=False))
+    return text.getvalue()
