@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def compile_layouts(promise: Promise) -> dict[str, Any]:
-    """Return the predictions of the experiment's layout and, if a different one was requested, of that layout."""
+    """Return the prediction of the experiment's layout, and that of the requested layout if there is one."""
     results = {"best": predict_layout(promise, ())}
     if promise.requested:
         results["asked"] = predict_layout(promise, promise.requested)

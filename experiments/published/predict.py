@@ -116,7 +116,7 @@ def arguments() -> argparse.Namespace:
 def known_runs(asked: argparse.Namespace, anew: Sequence[PublishedRun]) -> list[PublishedRun]:
     """Return the published runs that correct replays: the shipped ones, with the families in `anew` replaced.
 
-    `anew` is only used for our rows.csv.
+    Other tables than our rows.csv do not replace any families.
     """
     anew = anew if asked.rows.resolve() == HERE / "rows.csv" else []
     families = {run.family for run in anew}

@@ -106,10 +106,11 @@ def coverage(published: Sequence[PublishedRun]) -> str:
 
 
 def order(results: Iterable[Result], rows: Iterable[Row]) -> str:
-    """Return a table of how many pairs of rows, of the same model and chip, are predicted in the measured order.
+    """Return a table of the number of pairs that are predicted in the measured order, by model and chip.
 
-    The order is by tokens/s/chip. Equal predictions count as missed. Missed pairs are listed below the table. The
-    constant MFU is left out, because it predicts each layout of a pair from the measured time of the other.
+    A pair is two rows of the same model and chip, ordered by tokens/s/chip. Equal predictions count as missed. Missed
+    pairs are listed below the table. The constant MFU is left out, because it predicts each layout of a pair from the
+    measured time of the other.
     """
     by_name = {row.row: row for row in rows}
     made = {r["row"]: r.get("seconds_by", {}).get("predicted") for r in results if r["row"] in by_name}

@@ -182,7 +182,7 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
 
 
 def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, wanted: Mapping[str, str] | None) -> None:
-    """Raise ValueError if a checkpoint was saved with another tokenizer than `wanted`, unless one is None (unknown)."""
+    """Raise ValueError if a checkpoint's tokenizer differs from `wanted`. Does nothing if either is None (unknown)."""
     if wanted is None or saved is None or saved["fingerprint"] == wanted["fingerprint"]:
         return
     if saved["name"] == wanted["name"]:

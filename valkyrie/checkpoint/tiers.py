@@ -135,7 +135,7 @@ class Checkpoints:
     def _read_durable(
         self, step: int, abstract_state: Any, changed: Mapping[str, tuple[str, str]], reason: str
     ) -> Restored:
-        """Read a durable checkpoint. Raises ValueError if it was saved with another model, tokenizer or optimizer.
+        """Read a durable checkpoint. Raises ValueError if its model, tokenizer or optimizer differs from the run's.
 
         `reason` is appended to `Restored.source`.
         """
