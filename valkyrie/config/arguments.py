@@ -76,6 +76,8 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
     - `target.chip=v4 target.chips=512` becomes `target=v4-1024` (v4 names count two cores per chip). With
       `mode=search`, also sets `mode.shapes=true` to search every shape of that size. Unknown chips stay unchanged.
     - `target=[v4-64,v5e-64]` becomes `target=v4-64 mode.targets=[v4-64,v5e-64]` with `mode=search`.
+    - `batch=auto` becomes `mode.search_batch=true`, and `device_batch=[2,4]` becomes `mode.device_batches=[2,4]`, with
+      `mode=search`. Other modes refuse `batch=auto`.
     - Keys in the mode's `ModeConfig.short_keys` get the prefix `mode.`, such as `tokens=` with `mode=search`.
     """
     values = key_values(arguments)
@@ -95,6 +97,15 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
             if not names:
                 raise ValueError(f"{argument} names no slice. Write target=[v4-64,v5e-64].")
             expanded += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
+        elif key == "batch" and value == "auto":
+            if not is_search:
+                raise ValueError(
+                    "batch=auto: only mode=search finds a batch. Search with mode=search batch=auto, whose answer names "
+                    "one, or set a number, such as batch=32."
+                )
+            expanded.append("mode.search_batch=true")
+        elif is_search and key == "device_batch" and value.startswith("["):
+            expanded.append(f"mode.device_batches={value}")
         elif key in short_keys:
             needs_brackets = key == "paths" and not value.startswith("[")
             expanded.append(f"mode.{key}={f'[{value}]' if needs_brackets else value}")

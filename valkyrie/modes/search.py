@@ -21,6 +21,8 @@ class Config(CompilingMode, MeasuringMode):
             its end, a running compile is stopped, and no further measurement starts.
         targets: slices to compare. If empty, searches only the slice of `target`.
         shapes: whether to search every shape of a slice.
+        search_batch: whether to search the global batch as well (`batch=auto` for short).
+        device_batches: sequences that a device processes at a time, to search (`device_batch=[2,4]` for short).
         compiles: maximum number of layouts to compile.
         measure: maximum number of layouts to measure, if the devices are available. They are measured without the
             options that `tune` found. If the tuned layout is not the fastest, the answer leaves these options out.
@@ -43,6 +45,8 @@ class Config(CompilingMode, MeasuringMode):
     budget: str | None = "8min"
     targets: list[str] = field(default_factory=list)
     shapes: bool = False
+    search_batch: bool = False
+    device_batches: list[int] = field(default_factory=list)
     compiles: int = 12
     measure: int = 4
     tune: str | None = None
@@ -56,6 +60,8 @@ class Config(CompilingMode, MeasuringMode):
             problems += check_range(f"mode.{key}", getattr(self, key), above=0)
         for key in ("compiles", "measure"):
             problems += check_range(f"mode.{key}", getattr(self, key), least=0)
+        for count in self.device_batches:
+            problems += check_range("mode.device_batches", count, least=1)
         return [*problems, *check_time("mode.budget", self.budget), *check_time("mode.tune", self.tune)]
 
     def run(self, run: Run) -> int:

@@ -17,7 +17,8 @@ from valkyrie.runs.columns import terminal_table
 from valkyrie.search.answer_record import Bottleneck, RankedLayout, SearchAnswer, Stage, answer_columns
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts
 from valkyrie.search.estimate.rank import EstimatedLayout
-from valkyrie.search.request import SearchRequest, affordable_seconds, dollars, step_tokens
+from valkyrie.search.estimate.space import Candidate
+from valkyrie.search.request import SearchRequest, affordable_seconds, dollars
 from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, without_torus
 
 NEAR_LIMIT = 0.95
@@ -57,15 +58,13 @@ def rank_layouts(
     share = max(-(-count // len(chip_kinds)), 2)
     by_chips = [_best_on_chips(request, chips, shortlisted, compiles, share) for chips in chip_kinds]
 
-    def cost(estimate: EstimatedLayout, seconds: float) -> float:
-        return request.cost(estimate.group.target, seconds)
-
     pairs = [pair for group in by_chips for pair in group]
-    best = min((cost(layout, row.step_s) for layout, row in pairs if row.stage is Stage.compile), default=0.0)
+    best = min((request.cost(layout, row.step_s) for layout, row in pairs if row.stage is Stage.compile), default=0.0)
 
     def sort_key(pair: tuple[EstimatedLayout, RankedLayout]) -> tuple[bool, float]:
         layout, row = pair
-        return row.stage is Stage.estimate and cost(layout, row.high_s) >= best, cost(layout, row.step_s)
+        is_uncertain = row.stage is Stage.estimate and request.cost(layout, row.high_s) >= best
+        return is_uncertain, request.cost(layout, row.step_s)
 
     best_per_kind = [min(group, key=sort_key) for group in by_chips if group]
     remaining = sorted((pair for pair in pairs if not any(pair is first for first in best_per_kind)), key=sort_key)
@@ -81,14 +80,18 @@ def _best_on_chips(
     Leaves out estimated layouts that were compiled on another torus and are no faster on this one, by estimate.
     """
     compiled = [c for c in compiles.done if c.step_s is not None and describe_chips(c.target) == chips_text]
-    compiled.sort(key=lambda layout: layout.step_s or 0.0)
+    compiled.sort(key=lambda layout: layout.estimate.per_sequence(layout.step_s or 0.0))
+    compiled_by_layout: dict[Candidate, CompiledLayout] = {}
+    for layout in compiled:  # of several searched batches, only the fastest
+        compiled_by_layout.setdefault(replace(layout.estimate.candidate, batch=None), layout)
+    compiled = list(compiled_by_layout.values())
     compiled_candidates = {layout.estimate.candidate for layout in compiles.done}
     estimated = [
         layout for layout in shortlisted.best(chips_text, 2 * count) if layout.candidate not in compiled_candidates
     ]
-    compiled_s = {without_torus(layout.estimate): layout.estimate.step_s for layout in compiled}
-    estimated = [layout for layout in estimated if layout.step_s < compiled_s.get(without_torus(layout), math.inf)]
-    estimated.sort(key=compiles.corrected_s)
+    compiled_s = {without_torus(layout.estimate): layout.estimate.ranked_s for layout in compiled}
+    estimated = [layout for layout in estimated if layout.ranked_s < compiled_s.get(without_torus(layout), math.inf)]
+    estimated.sort(key=lambda layout: layout.per_sequence(compiles.corrected_s(layout)))
     rows = [(layout.estimate, rank_layout(request, layout.estimate, layout)) for layout in compiled[:count]]
     return rows + [
         (layout, rank_layout(request, layout).with_step_time(compiles.corrected_s(layout)))
@@ -100,7 +103,7 @@ def rank_layout(
     request: SearchRequest, layout: EstimatedLayout, compiled: CompiledLayout | None = None
 ) -> RankedLayout:
     """Return the row of a layout in the table of results, with its compiled step time or, without one, its estimate."""
-    target, tokens = layout.group.target, step_tokens(request.run)
+    target, tokens = layout.group.target, request.step_tokens(layout.group.batch)
     step_s = layout.step_s if compiled is None else compiled.step_s or layout.step_s
     low, high = estimate_errors().low * step_s, estimate_errors().high * step_s
     interval = None if compiled is None else compiled.trial.results.step.interval
@@ -133,7 +136,8 @@ def _mfu(request: SearchRequest, layout: EstimatedLayout, step_s: float) -> floa
     """Return the model FLOPs utilisation, or None if the chip's peak is unknown."""
     target, run = layout.group.target, request.run
     peak = None if target.chip is None else target.chip.peak_flops(run.config.precision.compute)
-    return run.step_flops / (step_s * peak * (target.chips or 1) * target.slices) if peak else None
+    flops = run.changed(batch=layout.group.batch or run.config.batch).step_flops
+    return flops / (step_s * peak * (target.chips or 1) * target.slices) if peak else None
 
 
 def _bottleneck(layout: EstimatedLayout, compiled: CompiledLayout | None) -> Bottleneck:
@@ -170,13 +174,14 @@ def show(answer: SearchAnswer, console: Console) -> None:
 def describe_work(request: SearchRequest) -> str:
     """Describe the model, the batch and the precision of a search."""
     config = request.run.config
-    return f"{request.run.model.name}, batch {config.batch} x {config.seq:,} tokens, {config.precision.name}"
+    batch = "searched batch of sequences of" if request.search_batch else f"batch {config.batch} x"
+    return f"{request.run.model.name}, {batch} {config.seq:,} tokens, {config.precision.name}"
 
 
 def train_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str:
     """Return the command that trains a layout. `options` are additional overrides (`SearchAnswer.options`)."""
     overrides = [f"target={row.candidate.target}", *row.overrides[1:], *options]
-    return "valkyrie-train " + shlex.join([*request.train_command, *overrides])
+    return "valkyrie-train " + shlex.join([*request.train_command(row.candidate.batch), *overrides])
 
 
 def launch_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -92,7 +92,7 @@ class CompiledLayouts:
     def best(self, request: SearchRequest) -> CompiledLayout | None:
         """Return the fastest layout that fits (the cheapest if the search is by price), or None if none fits."""
         fitting = [layout for layout in self.done if layout.step_s is not None]
-        return min(fitting, key=lambda layout: request.cost(layout.target, layout.step_s or 0.0), default=None)
+        return min(fitting, key=lambda layout: request.cost(layout.estimate, layout.step_s or 0.0), default=None)
 
     def ratio(self, key: MeshPartition) -> float | None:
         """Return the ratio of compiled to estimated step time for a mesh and partition, or None if unknown.
@@ -114,6 +114,14 @@ class CompiledLayouts:
         """Return those of `layouts` on a kind and number of chips for which nothing was compiled."""
         compiled = {describe_chips(layout.target) for layout in self.done}
         return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
+
+    def beats(self, layout: EstimatedLayout) -> bool:
+        """Return whether the same layout was compiled with a batch that fits and has a shorter estimate per sequence."""
+        if layout.group.batch is None:
+            return False
+        candidate = replace(layout.candidate, batch=None)
+        same = (c for c in self.done if replace(c.estimate.candidate, batch=None) == candidate)
+        return any(c.step_s is not None and c.estimate.ranked_s <= layout.ranked_s for c in same)
 
     def may_fit(self, layout: EstimatedLayout) -> bool:
         """Return whether a layout may fit, judging by compiled layouts on this chip that save the same activations.
@@ -172,17 +180,15 @@ def compile_best(
         on_wait(layout, time.monotonic() - start, longest)
 
     while True:
-        possible = [layout for layout in waiting if compiles.may_fit(layout)]
+        possible = [layout for layout in waiting if compiles.may_fit(layout) and not compiles.beats(layout)]
         best = None if compiles.on_uncompiled_chips(possible) else compiles.best(request)
         # Rivals wait until each kind of chip has a layout and one fits: with a short budget, these matter more.
         required = [] if best is None else [r for r in rivals(best.target) if compiles.get(r.candidate) is None]
         layout = required[0] if required else _pick_next(request, possible, compiles)
-        lower_bound = min(
-            (request.cost(other.group.target, _lower_bound_s(other, compiles)) for other in possible), default=0.0
-        )
+        lower_bound = min((request.cost(other, _lower_bound_s(other, compiles)) for other in possible), default=0.0)
         if layout is None:
             compiles.why = "every layout that may fit was compiled"
-        elif not required and best is not None and lower_bound > request.cost(best.target, best.step_s or 0.0):
+        elif not required and best is not None and lower_bound > request.cost(best.estimate, best.step_s or 0.0):
             compiles.why = "no other layout is likely to be faster, judging by the errors of estimates"
         elif request.budget_s is not None and time.monotonic() - began + longest > request.budget_s:
             compiles.why = f"another compile would exceed mode.budget={request.mode.budget}"
@@ -264,7 +270,7 @@ def _pick_next(
         untried = [layout for layout in waiting if mesh_partition(layout) not in compiled]
 
     def expected_cost(layout: EstimatedLayout) -> float:
-        return request.cost(layout.group.target, compiles.corrected_s(layout))
+        return request.cost(layout, compiles.corrected_s(layout))
 
     return min(untried or waiting, key=expected_cost, default=None)
 

@@ -36,6 +36,16 @@ class MeasuredTrial:
         """Median step time in seconds, or None if the measurement failed."""
         return self.trial.results.step.step_s if self.trial.status is Status.ok else None
 
+    @property
+    def ranked_s(self) -> float:
+        """Measured seconds per step, or per sequence if the search varies the batch. 0 if the measurement failed."""
+        return self.estimate.per_sequence(self.step_s or 0.0)
+
+    @property
+    def expected_ranked_s(self) -> float:
+        """Predicted seconds per step, or per sequence if the search varies the batch."""
+        return self.estimate.per_sequence(self.expected_s)
+
 
 @dataclass
 class MeasuredTrials:
@@ -48,7 +58,7 @@ class MeasuredTrials:
     @property
     def timed(self) -> list[MeasuredTrial]:
         """Trials with a step time, the fastest first."""
-        return sorted((trial for trial in self.done if trial.step_s is not None), key=lambda trial: trial.step_s or 0.0)
+        return sorted((trial for trial in self.done if trial.step_s is not None), key=lambda trial: trial.ranked_s)
 
     @property
     def agreement(self) -> float | None:
@@ -56,7 +66,7 @@ class MeasuredTrials:
 
         None for fewer than three layouts, or if all predictions or all measurements are equal.
         """
-        expected_s, step_s = [m.expected_s for m in self.timed], [m.step_s or 0.0 for m in self.timed]
+        expected_s, step_s = [m.expected_ranked_s for m in self.timed], [m.ranked_s for m in self.timed]
         if len(step_s) < 3 or 1 in (len(set(expected_s)), len(set(step_s))):
             return None
         from scipy.stats import spearmanr  # takes a second
@@ -73,7 +83,7 @@ class MeasuredTrials:
         timed = self.timed
         if not timed:
             return None
-        return (min(timed, key=lambda m: m.expected_s).step_s or 0.0) / (timed[0].step_s or 1.0) - 1
+        return min(timed, key=lambda m: m.expected_ranked_s).ranked_s / (timed[0].ranked_s or 1.0) - 1
 
     @property
     def median_ratio(self) -> float:
@@ -129,7 +139,7 @@ def expected_step_times(shortlisted: Shortlist, compiles: CompiledLayouts) -> li
     for layout in shortlisted.fitting:
         if compiles.get(layout.candidate) is None:
             pairs.append((layout, compiles.corrected_s(layout)))
-    return sorted(pairs, key=lambda pair: pair[1])
+    return sorted(pairs, key=lambda pair: pair[0].per_sequence(pair[1]))
 
 
 def run_measurement(request: SearchRequest, layout: EstimatedLayout, folder: Path) -> Trial:
@@ -205,5 +215,5 @@ def _pick_next(
     )
     return min(
         untried or waiting,
-        key=lambda pair: pair[1] * (measured.ratio(mesh_partition(pair[0])) or measured.median_ratio),
+        key=lambda pair: pair[0].per_sequence(pair[1]) * (measured.ratio(mesh_partition(pair[0])) or measured.median_ratio),
     )

@@ -20,9 +20,9 @@ from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best, compile_run
-from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
+from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
 from valkyrie.search.estimate.runs import WiderHeads, wider_heads
-from valkyrie.search.estimate.space import LayoutSpace
+from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, LayoutSpace
 from valkyrie.search.folder import create_folder, remove_if_empty, request_digest, save_answer, search_folder
 from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
 from valkyrie.search.measuring import (
@@ -84,8 +84,8 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     create_folder(folder, request)
     request = add_measured_figures(request, folder, console)
     began = time.perf_counter()
-    space = request.space()
-    ranked = rank(run, space)
+    ranked = request.rank()
+    space = ranked.space
     _print_space(space, time.perf_counter() - began, request, console)
     shortlisted = shortlist(ranked)
     compiles, measured, status = CompiledLayouts(), MeasuredTrials(), 0
@@ -215,14 +215,24 @@ def _compile(
         f"Compiling the best candidates into {folder}. Stops {stop_condition}. Rerun the same command to resume."
     )
 
+    def speed_text(layout: EstimatedLayout, step_s: float) -> str:
+        if layout.group.batch is None:
+            return duration(step_s)
+        chips = (layout.group.target.chips or 1) * layout.group.target.slices
+        return f"{duration(step_s)} ({request.step_tokens(layout.group.batch) / step_s / chips:,.0f} tokens/s/chip)"
+
     def print_result(compiled: CompiledLayout, so_far: CompiledLayouts) -> None:
         step, best = compiled.step_s, so_far.best(request)
-        result = duration(step) if step is not None else f"{compiled.trial.status.value.replace('_', ' ')}"
+        result = (
+            speed_text(compiled.estimate, step)
+            if step is not None
+            else f"{compiled.trial.status.value.replace('_', ' ')}"
+        )
         usable = usable_hbm(compiled.target.chip)
         if step is None and compiled.peak and usable:
             result += f": needs {memory_text(compiled.peak)} of {memory_text(usable)} usable"
         estimate = f"estimated {duration(compiled.estimate.step_s)}"
-        best_so_far = "" if best is None else f"; best {duration(best.step_s or 0.0)}"
+        best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
         layout = " ".join(compiled.estimate.candidate.overrides)
         line = f"[{len(so_far.done)}] {layout}: {result} ({estimate}; compiled in {compiled.trial.wall_s:.0f} s)"
         console.print(line + best_so_far, markup=False, soft_wrap=True)
@@ -233,7 +243,8 @@ def _compile(
             done = f", the longest so far took {duration(longest)}" if longest else ""
             text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{done}"
             best = compiles.best(request)
-            status.update(escape(text + ("" if best is None else f"; best {duration(best.step_s or 0.0)}")))
+            best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
+            status.update(escape(text + best_so_far))
 
         compile_best(request, shortlisted, rivals, folder, limit, compiles, print_result, show_progress)
     console.print(f"{len(compiles.done)} compiled: {compiles.why}", markup=False, soft_wrap=True)
@@ -276,9 +287,10 @@ def _measure(
 def _print_space(space: LayoutSpace, seconds: float, request: SearchRequest, console: Console) -> None:
     """Print the number of estimated layouts, and the most frequent reasons for refusals."""
     slices = ", ".join(target.describe() for target in request.targets)
-    refused = sum(space.refused.values())
+    refused, batches = sum(space.refused.values()), len({group.batch for group in space.groups})
+    with_batches = f", each with up to {batches} batches," if request.search_batch else ""
     console.print(
-        f"{len(space):,} layouts of {request.run.model.name} on {slices} estimated in {seconds:.1f} s; {refused:,} "
+        f"{len(space):,} layouts of {request.run.model.name} on {slices}{with_batches} estimated in {seconds:.1f} s; {refused:,} "
         f"refused, {space.duplicates:,} equivalent meshes skipped",
         soft_wrap=True,
     )
@@ -338,12 +350,17 @@ def _describe_untried(shortlisted: Shortlist, compiles: CompiledLayouts) -> str:
 def _no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
     """Explain that no layout is legal, and what to change."""
     config, model = request.run.config, request.run.model.name
+    if request.search_batch and not space.refused:
+        return (
+            f"no layout is legal: no batch of up to {MAX_DEVICE_TOKENS:,} tokens per device divides the axes of {model} "
+            "and the meshes. Remove mesh=, microbatches= or device_batch= from the command."
+        )
     if not DIVISIBILITY_CODES.issuperset(problem.code for problem in space.refused):
         return (
             "no layout is legal, for the reasons listed above. Change the settings they mention, or remove those "
             "settings from the command to search all their values."
         )
-    parts = {"microbatches": request.microbatches, "device_batch": config.device_batch}
+    parts = {"microbatches": request.microbatches, "device_batch": ", ".join(map(str, request.device_batches)) or None}
     settings = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)
     return (
         f"no layout is legal: no mesh divides both batch={config.batch}{settings} and the axes of {model}. The reasons "
@@ -359,7 +376,7 @@ def _suggest_chips(request: SearchRequest, chip: str) -> str:
         larger = target.resized((target.devices or 1) * factor)
         if larger is not None:
             larger_request = replace(request, targets=(larger,))
-            if shortlist(rank(request.run, larger_request.space())).fitting:
+            if shortlist(larger_request.rank()).fitting:
                 return f"{larger.chips} chips are enough: target={larger.name}."
     return f"No slice up to {32 * (target.chips or 1)} chips is enough. Use a smaller model or batch."
 

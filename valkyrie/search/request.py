@@ -20,7 +20,14 @@ from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
 from valkyrie.problems import refuse
 from valkyrie.runs.folder import key_value, split_flags
-from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts, partition_variants
+from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
+from valkyrie.search.estimate.space import (
+    LayoutSpace,
+    enumerate_layouts,
+    join_spaces,
+    partition_variants,
+    searched_batches,
+)
 from valkyrie.units import parse_seconds
 
 SEARCH_KEYS = ("mode", "target", "mesh", "partition", "remat", "microbatches", "device_batch", "name")
@@ -39,6 +46,9 @@ class SearchRequest:
         partitions: Partitions to try. A setting such as `partition.zero1=true` applies to each of them.
         remats: Remat policies to try in addition to the run's.
         microbatches: The only count to try, or None to try several.
+        device_batches: Numbers of sequences that a device processes at a time, which decide the microbatches of each
+            layout. Empty if they may vary.
+        search_batch: Whether to search the global batch too, instead of using that of the run.
         mesh: The only mesh to try, or None to try all.
         budget_s: Time limit in seconds for all compiles, and separately for all measurements. None for no limit.
         tokens: Tokens to train on, to compute hours and dollars, or None.
@@ -50,14 +60,43 @@ class SearchRequest:
     partitions: tuple[PartitionConfig, ...]
     remats: tuple[RematConfig, ...]
     microbatches: int | None
+    device_batches: tuple[int, ...]
+    search_batch: bool
     mesh: MeshConfig | None
     budget_s: float | None
     tokens: float | None
     budget_usd: float | None
 
-    def space(self) -> LayoutSpace:
-        """Enumerate all layouts to search."""
-        return enumerate_layouts(self.run, self.targets, self.partitions, self.remats, self.microbatches, self.mesh)
+    def space(self, target: TargetConfig | None = None, batch: int | None = None) -> LayoutSpace:
+        """Enumerate the layouts to search: all with the batch of the run, or those on a target with a batch."""
+        return enumerate_layouts(
+            self.run,
+            self.targets if target is None else [target],
+            self.partitions,
+            self.remats,
+            self.microbatches,
+            self.mesh,
+            self.device_batches,
+            batch,
+        )
+
+    def rank(self) -> Ranking:
+        """Estimate all layouts to search.
+
+        With `search_batch`, increases the batch on each target until no layout fits.
+        """
+        if not self.search_batch:
+            return rank(self.run, self.space())
+        rankings = []
+        for target in self.targets:
+            for batch in searched_batches(target, self.run.config.seq):
+                rankings.append(ranking := rank(self.run, self.space(target, batch)))
+                smallest = ranking.smallest()
+                # A batch below the number of devices excludes layouts such as fsdp, so it may not fit although larger do.
+                if batch >= (target.devices or 1) and smallest is not None and not smallest.fits:
+                    break
+        space = join_spaces([ranking.space for ranking in rankings])
+        return Ranking(space, [estimates for ranking in rankings for estimates in ranking.estimates])
 
     @property
     def by_price(self) -> bool:
@@ -65,10 +104,19 @@ class SearchRequest:
         planned = self.tokens is not None or self.budget_usd is not None
         return planned and all(dollars(target, 1.0) for target in self.targets)
 
-    def cost(self, target: TargetConfig, step_s: float) -> float:
-        """Return the cost to rank layouts by: dollars per step if `by_price` and the price is known, else seconds."""
+    def cost(self, layout: EstimatedLayout, step_s: float) -> float:
+        """Return the cost to rank layouts by: dollars per step if `by_price` and the price is known, else seconds.
+
+        With `search_batch`, it is per sequence: dollars, or seconds times the number of chips.
+        """
+        target = layout.group.target
         usd = dollars(target, step_s) if self.by_price else None
-        return step_s if usd is None else usd
+        chips = (target.chips or 1) * target.slices if self.search_batch else 1
+        return layout.per_sequence(step_s * chips if usd is None else usd)
+
+    def step_tokens(self, batch: int | None) -> int:
+        """Return the tokens of a step of a layout. `batch` is its batch, or None if the search does not vary it."""
+        return (batch or self.run.config.batch) * self.run.config.seq
 
     @property
     def mode(self) -> SearchMode:
@@ -83,12 +131,14 @@ class SearchRequest:
         keys = [(override, key_value(override)[0]) for override in overrides]
         return [*flags, *(override for override, key in keys if key not in search_keys and not key.startswith("mode."))]
 
-    @property
-    def train_command(self) -> list[str]:
-        """`command` with the steps that train on `tokens`, unless the user set `steps`."""
+    def train_command(self, batch: int | None) -> list[str]:
+        """Return `command` with the steps that train on `tokens`, unless the user set `steps`.
+
+        `batch` is the batch of the layout, or None if the search does not vary it.
+        """
         if self.tokens is None or any(key_value(override)[0] == "steps" for override in self.command):
             return self.command
-        return [*self.command, f"steps={math.ceil(self.tokens / step_tokens(self.run))}"]
+        return [*self.command, f"steps={math.ceil(self.tokens / self.step_tokens(batch))}"]
 
 
 def parse_request(run: Run) -> SearchRequest:
@@ -99,6 +149,13 @@ def parse_request(run: Run) -> SearchRequest:
         raise ValueError(
             "resume: mode=search has nothing to resume. Repeat the command of a search to continue it. To search for "
             "the model of a run, give its settings, such as model=gpt_1b."
+        )
+    if mode.search_batch and (wrong := sorted(keys & {"batch", "batch_tokens"})):
+        raise ValueError(f"{wrong[0]}: batch=auto searches the batch. Remove one of the two.")
+    if mode.device_batches and (wrong := sorted(keys & {"device_batch", "microbatches"})):
+        raise ValueError(
+            f"{wrong[0]}: device_batch=[{','.join(map(str, mode.device_batches))}] already sets the microbatches of each "
+            "layout. Remove one of the two."
         )
     if wrong := sorted(key for key in keys if key.startswith("mesh.")):
         raise ValueError(
@@ -120,6 +177,8 @@ def parse_request(run: Run) -> SearchRequest:
         partitions=tuple(_requested_partitions(config.partition, keys)),
         remats=() if names_remat else tuple(read_group("remat", RematConfig)),
         microbatches=config.microbatches if "microbatches" in keys else None,
+        device_batches=tuple(mode.device_batches) or (() if config.device_batch is None else (config.device_batch,)),
+        search_batch=mode.search_batch,
         mesh=mesh,
         budget_s=None if mode.budget is None else parse_seconds(mode.budget),
         tokens=mode.tokens,
@@ -187,11 +246,6 @@ def _available_shapes(target: TargetConfig) -> list[TargetConfig]:
     slices = [make_slice(chip, shape) for shape in shapes]
     slices += [make_slice(chip, shape, twisted=True) for shape in shapes if chip.slices.has_twist(shape)]
     return [replace(shape, slices=target.slices) for shape in slices] or [target]
-
-
-def step_tokens(run: Run) -> int:
-    """Return the number of tokens in the global batch of a step."""
-    return run.config.batch * run.config.seq
 
 
 def dollars(target: TargetConfig, seconds: float, *, spot: bool = False) -> float | None:

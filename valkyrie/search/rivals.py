@@ -81,10 +81,14 @@ def format_comparison(
     name, layout = rival.name, rival.layout
     if layout is None:
         return f"{name}: {rival.why}"
+    # With a searched batch, times are compared per sequence.
+    scale = (best.candidate.batch or 1) / (layout.group.batch or 1)
+    per_token = "" if layout.group.batch is None else " per token"
     description = " ".join(layout.candidate.overrides[1:])
     if measured_s is not None and best.stage is Stage.measure:
         return (
-            f"{name}: {duration(measured_s)} (measured), {measured_s / best.step_s:.2f} times as long as the best; "
+            f"{name}: {duration(measured_s)} (measured), {scale * measured_s / best.step_s:.2f} times as long{per_token} "
+            "as the best; "
             f"{description}"
         )
     compiled = compiles.get(layout.candidate)
@@ -93,10 +97,13 @@ def format_comparison(
     compiled_best = compiles.get(best.candidate)
     best_s = None if compiled_best is None else compiled_best.step_s
     if compiled is not None and compiled.step_s is not None and best_s is not None:
-        times = compiled.step_s / best_s
-        return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times as long as the best; {description}"
-    times = layout.step_s / sum(best.parts_s.values())
+        times = scale * compiled.step_s / best_s
+        return (
+            f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times as long{per_token} as the best; "
+            f"{description}"
+        )
+    times = scale * layout.step_s / sum(best.parts_s.values())
     return (
-        f"{name}: {duration(layout.step_s)} (by estimate), {times:.2f} times as long as the best by estimate; "
+        f"{name}: {duration(layout.step_s)} (by estimate), {times:.2f} times as long{per_token} as the best by estimate; "
         f"{description}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,6 +22,8 @@ MAX_CANDIDATES = 500
 """Maximum number of fitting layouts per slice in a shortlist, and separately of doubtful ones."""
 MAX_EXAMINED = 10_000
 """Number of layouts per slice that are examined, fastest estimate first. A slower one is not found, even if it fits."""
+MAX_BATCHES = 3
+"""Maximum number of searched batches of a layout in a shortlist, the fastest per sequence. Some may not fit."""
 MAX_VARIANTS = 3
 """Maximum number of estimated layouts in an answer with the same chips, mesh and partition."""
 EQUALLY_FAST = 1.01
@@ -57,8 +60,11 @@ def chip_name(layout: EstimatedLayout) -> str:
 
 
 def without_torus(layout: EstimatedLayout) -> Candidate:
-    """Return a layout without its torus and placement, so that it compares equal on all tori with as many chips."""
-    return replace(layout.candidate, target=describe_chips(layout.group.target), placement=None)
+    """Return a layout without its torus and placement, so that it compares equal on all tori with as many chips.
+
+    It is also without its batch if the search varies it.
+    """
+    return replace(layout.candidate, target=describe_chips(layout.group.target), placement=None, batch=None)
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class Shortlist:
         """Return the fastest fitting layouts, at most `MAX_VARIANTS` with the same mesh and partition.
 
         `chips_text` has the slices and chips, as formatted by `describe_chips` (`1 x 64 v4`). A layout is listed
-        only on the torus where it is fastest.
+        only on the torus, and with the searched batch, where it is fastest.
         """
         variant_counts: dict[MeshPartition, int] = {}
         best: dict[Candidate, EstimatedLayout] = {}
@@ -133,7 +139,8 @@ class Shortlist:
     def equally_fast_slices(self, layout: EstimatedLayout) -> list[str]:
         """Return the other slices with the same number of chips on which a layout is estimated to be equally fast."""
         candidate, longest = without_torus(layout), EQUALLY_FAST * layout.step_s
-        same_candidates = (e for e in self.fitting if e.step_s <= longest and without_torus(e) == candidate)
+        same_batch = (e for e in self.fitting if e.group.batch == layout.group.batch and e.step_s <= longest)
+        same_candidates = (e for e in same_batch if without_torus(e) == candidate)
         return [
             target
             for target in dict.fromkeys(e.group.target.name for e in same_candidates)
@@ -149,9 +156,13 @@ def shortlist(ranked: ranking.Ranking) -> Shortlist:
         if (layout := ranked.for_target(target).smallest()) is not None:
             smallest_so_far = smallest.setdefault(chip_name(layout), layout)
             smallest[chip_name(layout)] = min(smallest_so_far, layout, key=lambda e: e.bytes)
-        fitting, doubtful = [], []
+        fitting, doubtful, batch_counts = [], [], Counter[Candidate]()
         for layout in itertools.islice(ranked.for_target(target), MAX_EXAMINED):
             usable = usable_hbm(layout.group.target.chip)
+            if layout.group.batch is not None:
+                batch_counts[replace(layout.candidate, batch=None)] += 1
+                if batch_counts[replace(layout.candidate, batch=None)] > MAX_BATCHES:
+                    continue
             if layout.fits:
                 fitting.append(layout)
             elif usable is not None and layout.bytes * memory_low <= usable and len(doubtful) < MAX_CANDIDATES:
@@ -160,6 +171,6 @@ def shortlist(ranked: ranking.Ranking) -> Shortlist:
                 break
         result.fitting += fitting
         result.doubtful += doubtful
-    result.fitting.sort(key=lambda layout: layout.step_s)
+    result.fitting.sort(key=lambda layout: layout.ranked_s)
     result.smallest = list(smallest.values())
     return result

@@ -33,6 +33,8 @@ MAX_MICROBATCHES = 128
 """Largest number of microbatches to try in a pipeline. More would shorten its bubble by less than one percent."""
 MAX_ACCUMULATION_STEPS = 32
 """Largest number of microbatches to try without a pipeline, where microbatches only save memory."""
+MAX_DEVICE_TOKENS = 2**20
+"""Largest number of tokens per device of a searched batch. More would shorten a step per token by far less than 1%."""
 ROUNDS = (2, 4)
 """Numbers of rounds to try under the circular schedule, in which each stage has this many blocks of layers."""
 
@@ -51,6 +53,8 @@ class Candidate:
     zero1: bool
     remat: str
     microbatches: int
+    batch: int | None = None
+    """Sequences of the global batch if the search varies it, else None."""
 
     @property
     def overrides(self) -> list[str]:
@@ -66,6 +70,8 @@ class Candidate:
         if self.placement is not None:
             overrides.append(f"mesh.placement=[{','.join(self.placement)}]")
         overrides.append(f"remat={self.remat}")
+        if self.batch is not None:
+            overrides.append(f"batch={self.batch}")
         if self.microbatches > 1:
             overrides.append(f"microbatches={self.microbatches}")
         return overrides
@@ -82,6 +88,7 @@ class LayoutGroup:
         classes: Number of groups of interchangeable mesh axes (axes that appear in the same rules of the partition).
             Breaks ties in the ranking; fewer is simpler.
         meshes: Mesh of each layout, with its placement.
+        batch: Sequences of the global batch if the search varies it, or None for that of the run.
     """
 
     target: TargetConfig
@@ -89,6 +96,7 @@ class LayoutGroup:
     remats: Sequence[RematConfig]
     classes: int
     meshes: list[MeshConfig]
+    batch: int | None = None
 
     def candidate(self, index: int, remat: RematConfig) -> Candidate:
         """Return layout `index` of the group with a remat policy."""
@@ -104,12 +112,14 @@ class LayoutGroup:
             zero1=partition.zero1,
             remat=remat.name,
             microbatches=int(self.candidates.microbatches[index]),
+            batch=self.batch,
         )
 
     def run(self, index: int, remat: RematConfig, run: Run) -> Run:
         """Return a run with layout `index` of the group, and all other settings of `run`."""
         return run.changed(
             target=self.target,
+            batch=self.batch or run.config.batch,
             device_batch=None,
             mesh=self.meshes[index],
             partition=self.candidates.partition,
@@ -141,6 +151,8 @@ def enumerate_layouts(
     remats: Sequence[RematConfig],
     microbatches: int | None = None,
     mesh: MeshConfig | None = None,
+    device_batches: Sequence[int] = (),
+    batch: int | None = None,
 ) -> LayoutSpace:
     """Return every legal layout of a run's model.
 
@@ -151,24 +163,37 @@ def enumerate_layouts(
         targets: Slices to use.
         partitions: Partitions to try, each with its schedule.
         remats: Remat policies to try in addition to the run's.
-        microbatches: The only count to try, or None to try several. If the run has a `device_batch`, that decides.
+        microbatches: The only count to try, or None to try several.
         mesh: The only mesh to try, with as many devices and slices as each target, or None to try all. Its placement
             varies.
+        device_batches: Numbers of sequences that a device processes at a time, which decide the microbatches. If empty,
+            `microbatches` does.
+        batch: Global batch to try in place of the run's. Layouts that do not divide it are skipped and not counted as
+            refused. Without a pipeline, they have one microbatch unless `microbatches` is set, because a larger batch
+            of more microbatches always takes slightly less time per token.
     """
-    if microbatches is not None and run.config.batch % microbatches:
+    if batch is not None:
+        run = run.changed(batch=batch)
+    elif microbatches is not None and run.config.batch % microbatches:
         raise ProblemError([_indivisible_problem(run.config.batch, microbatches, targets)])
     policies = _distinct_policies(run, remats)
     spaces: list[LayoutSpace] = []
     partition_problems: list[list[Problem]] = []
+    counts = _MicrobatchCounts(run.config.batch, microbatches, tuple(device_batches), batch is not None)
     for target, partition in itertools.product(targets, partitions):
         problems_by_policy = [(remat, _mesh_independent_problems(run, target, partition, remat)) for remat in policies]
         if legal_policies := [remat for remat, problems in problems_by_policy if not problems]:
-            spaces.append(_partition_space(run, target, partition, legal_policies, microbatches, mesh))
+            spaces.append(_partition_space(run, target, partition, legal_policies, counts, mesh))
         else:
             partition_problems.append([problem for _, problems in problems_by_policy for problem in problems])
             spaces.append(LayoutSpace([], Counter(partition_problems[-1][:1]), 0))
     if spaces and len(partition_problems) == len(spaces):
         raise ProblemError(itertools.chain.from_iterable(partition_problems))
+    return join_spaces(spaces)
+
+
+def join_spaces(spaces: Sequence[LayoutSpace]) -> LayoutSpace:
+    """Return the layouts of several spaces as one space."""
     groups = [group for space in spaces for group in space.groups]
     refused = sum((space.refused for space in spaces), Counter[Problem]())
     return LayoutSpace(groups, refused, sum(space.duplicates for space in spaces))
@@ -241,11 +266,11 @@ def _partition_space(
     target: TargetConfig,
     partition: PartitionConfig,
     remats: Sequence[RematConfig],
-    microbatches: int | None,
+    counts: _MicrobatchCounts,
     mesh: MeshConfig | None,
 ) -> LayoutSpace:
     """Enumerate the layouts of one partition on one target."""
-    slices, batch, device_batch = target.slices, run.config.batch, run.config.device_batch
+    slices, batch = target.slices, run.config.batch
     largest = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
     parameters, activations, _ = resolve_rules(partition, largest, run.arrays.axes, known_axes())
     batch_axes, layer_axes = activations[BATCH], parameters.get(LAYERS, ())
@@ -266,25 +291,21 @@ def _partition_space(
     if partition.zero1:
         free = [a for a in batch_axes if not any(a in axes for axes in parameters.values())]
         meshes = [m for m in meshes if any(m[axis] > 1 for axis in free)]
-    if device_batch is not None:
-        divisible = [
-            m for m in meshes if batch % (device_batch * math.prod(m[axis] for axis in {*batch_axes, *layer_axes})) == 0
-        ]
+    for device_batch in counts.device_batches if not counts.searches_batch else ():
+        parts = [device_batch * math.prod(m[axis] for axis in {*batch_axes, *layer_axes}) for m in meshes]
         code = ProblemCode.device_batch_not_divisible
         problem = Problem(code, "device_batch", device_batch, partition=partition.name, size=batch)
-        refused += Counter({problem: (len(meshes) - len(divisible)) * len(remats)})
-        meshes = divisible
+        refused += Counter({problem: sum(batch % n > 0 for n in parts) * len(remats)})
     topology, torus = replace(build_topology(target), slices=1), get_platform(target.platform).has_torus
     rows = []
     for sizes in meshes:
         shards, stages = (math.prod(sizes[axis] for axis in rule) for rule in (batch_axes, layer_axes))
-        if device_batch is not None:
-            counts = [batch // (device_batch * shards * stages)]
-        else:
-            counts = _microbatch_counts(batch, shards, stages) if microbatches is None else [microbatches]
+        microbatch_counts = counts.on_mesh(shards, stages)
+        if not microbatch_counts:
+            continue
         inner_sizes = tuple(n for axis, n in sizes.items() if axis != SLICE_AXIS)
         placements = undominated_placements(inner_sizes, topology, torus)
-        rows += [_Row(sizes, placement, count) for placement in placements for count in counts]
+        rows += [_Row(sizes, placement, count) for placement in placements for count in microbatch_counts]
     if not rows:
         return LayoutSpace([], refused, duplicates)
     candidates = _stack_candidates(run, target, partition, (parameters, activations), rows)
@@ -293,10 +314,11 @@ def _partition_space(
         refused += Counter({problem: int((mask & legal).sum()) * len(remats)})
         legal &= ~mask
     meshes_of_legal = [_row_mesh(row, partition, target) for row, is_legal in zip(rows, legal, strict=True) if is_legal]
-    groups = (
-        [LayoutGroup(target, candidates.take(legal), remats, len(classes), meshes_of_legal)] if meshes_of_legal else []
-    )
-    return LayoutSpace(groups, refused, duplicates)
+    if not meshes_of_legal:
+        return LayoutSpace([], refused, duplicates)
+    searched_batch = batch if counts.searches_batch else None
+    group = LayoutGroup(target, candidates.take(legal), remats, len(classes), meshes_of_legal, searched_batch)
+    return LayoutSpace([group], refused, duplicates)
 
 
 def _distinct_meshes(
@@ -359,11 +381,57 @@ def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (factor, *tail)
 
 
-def _microbatch_counts(batch: int, shards: int, stages: int) -> list[int]:
-    """Return the counts of microbatches to try: powers of two, at least one per stage in a pipeline."""
-    largest = min(batch // shards, MAX_MICROBATCHES if stages > 1 else MAX_ACCUMULATION_STEPS)
-    counts = [2**i for i in range(largest.bit_length())]
-    return [n for n in counts if n >= stages] if stages > 1 else counts
+def searched_batches(target: TargetConfig, seq: int) -> list[int]:
+    """Return the global batches to search on a target, the smallest first.
+
+    With at least one sequence per device, these are 1, 2, 3, 4, 6, 8, 12, ... (2^i and 3 * 2^i) sequences per device, up
+    to `MAX_DEVICE_TOKENS`. Smaller ones halve the number of devices as often as possible.
+    """
+    devices = target.devices or 1
+    smaller = [devices >> i for i in range(1, devices.bit_length()) if devices % 2**i == 0]
+    largest = max(MAX_DEVICE_TOKENS // seq, 1)
+    per_device = sorted({n << i for n in (1, 3) for i in range(largest.bit_length()) if n << i <= largest})
+    return [*reversed(smaller), *(n * devices for n in per_device)]
+
+
+@dataclass(frozen=True)
+class _MicrobatchCounts:
+    """Which numbers of microbatches to try.
+
+    Args:
+        batch: Sequences of the global batch.
+        microbatches: The only count, or None for several.
+        device_batches: Sequences that a device processes at a time, which decide the count. If empty, all counts.
+        searches_batch: Whether the search varies the batch.
+    """
+
+    batch: int
+    microbatches: int | None
+    device_batches: tuple[int, ...]
+    searches_batch: bool
+
+    def on_mesh(self, shards: int, stages: int) -> list[int]:
+        """Return the counts to try if the batch is split into `shards` and the model into `stages`.
+
+        These are powers of two, at least one per stage in a pipeline, unless the request decides.
+        """
+        if self.device_batches and not self.searches_batch:
+            return [count for count in self._of_device_batches(shards, stages) if count]
+        counts = [self.microbatches]
+        if self.microbatches is None:
+            accumulates = not self.searches_batch
+            most = MAX_MICROBATCHES if stages > 1 else MAX_ACCUMULATION_STEPS if accumulates else 1
+            largest = min(self.batch // shards, most)
+            counts = [2**i for i in range(largest.bit_length()) if 2**i >= (stages if stages > 1 else 1)]
+        if not self.searches_batch:
+            return [count for count in counts if count]
+        wanted = self._of_device_batches(shards, stages) if self.device_batches else counts
+        divides = self.batch % (shards * stages) == 0
+        return [n for n in counts if n and n in wanted and divides and self.batch % (shards * n) == 0]
+
+    def _of_device_batches(self, shards: int, stages: int) -> list[int]:
+        parts = (n * shards * stages for n in dict.fromkeys(self.device_batches))
+        return [self.batch // n for n in parts if self.batch % n == 0]
 
 
 def _row_mesh(row: _Row, partition: PartitionConfig, target: TargetConfig) -> MeshConfig:
