@@ -271,7 +271,7 @@ def test_the_cheapest_slice_is_compiled_first_if_prices_are_known(compiler: Scal
     listed = make_shortlist(request)
     compiles = compiled_by(compiler, request, listed, tmp_path, most=1)
     (entry,) = compiles.done
-    cheapest = min(listed.fitting, key=lambda e: request.cost(e.group.target, e.step_s))
+    cheapest = min(listed.fitting, key=lambda e: request.cost(e, e.step_s))
     assert entry.target.name == cheapest.group.target.name
 
 
@@ -296,7 +296,7 @@ def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_la
 ) -> None:
     request = make_request("mode.targets=[v5e-8,v6e-8]", *tokens)
     listed = make_shortlist(request)
-    cheapest = min(listed.fitting, key=lambda entry: request.cost(entry.group.target, entry.step_s))
+    cheapest = min(listed.fitting, key=lambda entry: request.cost(entry, entry.step_s))
     compiler.steps, compiler.factor = {tuple(cheapest.candidate.overrides): cheapest.step_s}, factor
     trial = compiler(compiling.plan_compile(request, cheapest, tmp_path), lambda: None)
     rows = rank_layouts(request, listed, CompiledLayouts([CompiledLayout(cheapest, trial)]), 10)
@@ -306,8 +306,9 @@ def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_la
 @pytest.mark.parametrize("price", ["0", "null"])
 def test_layouts_are_ranked_by_step_time_if_prices_are_unknown(price: str) -> None:
     request = make_request("mode.tokens=1e9", "mode.budget_usd=5", f"target.chip.usd_per_hour={price}")
-    assert not request.by_price and request.cost(request.targets[0], 2.0) == 2.0
-    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    listed = make_shortlist(request)
+    assert not request.by_price and request.cost(listed.fitting[0], 2.0) == 2.0
+    rows = rank_layouts(request, listed, CompiledLayouts(), 10)
     assert [row.step_s for row in rows] == sorted(row.step_s for row in rows)
     assert json.loads(json.dumps(encode(rows), allow_nan=False)), "a number of tokens is finite or none"
 
@@ -389,6 +390,97 @@ def test_explicit_settings_are_not_varied() -> None:
     assert {int(entry.group.candidates.microbatches[entry.index]) for entry in layouts} == {2}
 
 
+AUTO = ("mode.search_batch=true", "partition=fsdp")
+
+
+@cache
+def make_batch_request(*arguments: str) -> SearchRequest:
+    """Return a search for the batch of a GPT that fits a v5e-8 with some batches only."""
+    return parse_request(parse_run(["mode=search", "target=v5e-8", "model=gpt_125m", *AUTO, *arguments]))
+
+
+def test_a_searched_batch_gives_the_most_tokens_per_second_that_fit() -> None:
+    request = make_batch_request()
+    layouts = list(rank(request.run, request.space()))
+    usable = usable_hbm(request.targets[0].chip) or 0
+    assert all(entry.bytes <= usable for entry in layouts)
+    batches = {entry.batch for entry in layouts if (entry.candidate.mesh, entry.remat.name) == ("8x1x1", "full")}
+    assert {8, 16, 24, 32} < batches and all(batch and batch % 8 == 0 for batch in batches)
+    larger = parse_run(["mode=search", "target=v5e-8", "model=gpt_125m", "partition=fsdp", f"batch={2 * max(batches)}"])
+    ranked = rank(larger, parse_request(larger).space())
+    same = [e for e in ranked if (e.candidate.mesh, e.remat.name, e.candidate.microbatches) == ("8x1x1", "full", 1)]
+    assert same and all(entry.bytes > usable for entry in same), "twice the largest batch does not fit"
+
+    rows = rank_layouts(request, shortlist(rank(request.run, request.space())), CompiledLayouts(), 10)
+    rates = [row.tokens_per_second_per_chip for row in rows]
+    assert rates == sorted(rates, reverse=True), "rows are not ordered by step time"
+    assert [row.step_s for row in rows] != sorted(row.step_s for row in rows)
+    without_batch = [replace(row.candidate, batch=None) for row in rows]
+    assert len(set(without_batch)) == len(rows), "each layout is listed with its best batch"
+    for row in rows:
+        candidate = replace(row.candidate, batch=None)
+        best = min(entry.ranked_s for entry in layouts if replace(entry.candidate, batch=None) == candidate)
+        assert row.step_s / (row.candidate.batch or 0) == best
+
+
+def test_the_estimate_of_a_searched_batch_is_that_of_the_batch() -> None:
+    request = make_batch_request()
+    entry = next(iter(rank(request.run, request.space())))
+    assert entry.batch is not None and entry.run(request.run).config.batch == entry.batch
+    fixed = parse_run(["mode=search", "target=v5e-8", "model=gpt_125m", "partition=fsdp", f"batch={entry.batch}"])
+    same = [e for e in rank(fixed, parse_request(fixed).space()) if e.candidate == replace(entry.candidate, batch=None)]
+    assert [(e.step_s, e.bytes) for e in same] == [(entry.step_s, entry.bytes)]
+    row = rank_layout(request, entry)
+    assert row.mfu == rank_layout(parse_request(fixed), same[0]).mfu
+    assert row.tokens_per_second_per_chip == entry.batch * fixed.config.seq / entry.step_s / 8
+
+
+def test_the_command_of_a_searched_batch_names_it() -> None:
+    request = make_batch_request("mode.tokens=1e9")
+    row = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)[0]
+    command = train_command(request, row).split()
+    steps = math.ceil(1e9 / ((row.candidate.batch or 0) * request.run.config.seq))
+    assert {f"batch={row.candidate.batch}", f"steps={steps}"} < set(command)
+    assert not [word for word in command if word.startswith("mode.")]
+
+
+def test_a_searched_batch_has_one_microbatch_without_a_pipeline() -> None:
+    tiny = ("mode=search", "target=v5e-8", "model=gpt_tiny", "mode.search_batch=true")
+    request = parse_request(parse_run([*tiny, "remat=full"]))
+    group_counts = {
+        (bool(stages > 1), int(count))
+        for group in request.space().groups
+        for stages, count in zip(group.candidates.stages, group.candidates.microbatches, strict=True)
+    }
+    assert {count for has_pipeline, count in group_counts if not has_pipeline} == {1}
+    assert len({count for has_pipeline, count in group_counts if has_pipeline}) > 3
+    named = parse_request(parse_run([*tiny, "microbatches=4", "partition=fsdp"]))
+    assert {int(count) for group in named.space().groups for count in group.candidates.microbatches} == {4}
+
+
+def test_a_list_of_device_batches_is_searched() -> None:
+    fixed = make_request("mode.device_batches=[1,2]", "partition=fsdp")
+    counts = {(entry.candidate.mesh, entry.candidate.microbatches) for entry in rank(fixed.run, fixed.space())}
+    assert counts == {("8x1x1", 4), ("8x1x1", 2)}, "the batch of 32 is fixed"
+    tiny = ("mode=search", "target=v5e-8", "model=gpt_tiny", "partition=fsdp", "mode.search_batch=true")
+    searched = parse_request(parse_run([*tiny, "mode.device_batches=[1,2]"]))
+    pairs = {(entry.candidate.batch, entry.candidate.microbatches) for entry in rank(searched.run, searched.space())}
+    assert pairs == {(8, 1), (16, 1)}
+
+
+def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: ScaledCompiler, tmp_path: Path) -> None:
+    request = make_batch_request("mode.compiles=12")
+    compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=12)
+    layouts = [replace(entry.estimate.candidate, batch=None) for entry in compiles.done]
+    assert len(set(layouts)) == len(layouts)
+    best = compiles.best(request)
+    assert best is not None and best.estimate.ranked_s == min(entry.estimate.ranked_s for entry in compiles.done)
+    rows = rank_layouts(request, make_shortlist(request), compiles, 10)
+    slower = next(entry for entry in compiles.done if entry is not best)
+    compared = format_comparison(Rival(FASTEST_FSDP, slower.estimate), compiles, rows[0])
+    assert f"{slower.estimate.ranked_s / best.estimate.ranked_s:.2f} times as long per token" in compared
+
+
 def test_a_mesh_in_the_command_is_the_only_one() -> None:
     named, every = make_request("mesh=1x4x2"), make_request()
     assert request_digest(named) != request_digest(every) and "mesh=1x4x2" not in named.command
@@ -459,6 +551,8 @@ def test_devices_without_a_torus_have_one_topology() -> None:
         ),
         (("target=cpu",), "target=cpu is not a chip with known speed"),
         (("target=auto", "target.chips=64"), "target.chips=64 needs a kind of chip"),
+        (("mode.search_batch=true",), "batch: batch=auto searches the batch."),
+        (("mode.device_batches=[2,4]", "microbatches=2"), "microbatches: device_batch=[2,4] sets the microbatches"),
         (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 is unknown"),
     ],
 )
@@ -494,11 +588,20 @@ def test_a_recursive_model_is_refused() -> None:
             ["mode=search", "mode.tokens=20e9", "mode.budget_usd=5000"],
         ),
         (["target.chip.hbm_gib=9", "tokens=1"], ["target.chip.hbm_gib=9", "tokens=1"]),
+        (["mode=search", "batch=auto"], ["mode=search", "mode.search_batch=true"]),
+        (["mode=search", "device_batch=[2,4]"], ["mode=search", "mode.device_batches=[2,4]"]),
+        (["device_batch=2,4"], ["device_batch=2,4"]),
     ],
 )
 def test_shorthand_arguments_are_expanded(typed: list[str], written: list[str]) -> None:
     assert expand_shorthand(typed) == written
     assert expand_shorthand(written) == written
+
+
+def test_only_a_search_finds_a_batch() -> None:
+    for arguments in (["batch=auto"], ["mode=compile", "batch=auto"]):
+        with pytest.raises(ValueError, match=r"^batch=auto: only mode=search .* mode=search batch=auto"):
+            expand_shorthand(arguments)
 
 
 def test_shorthand_of_a_chip_needs_a_number_of_chips() -> None:

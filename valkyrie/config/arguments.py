@@ -100,8 +100,8 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
         elif key == "batch" and value == "auto":
             if not is_search:
                 raise ValueError(
-                    "batch=auto: only mode=search finds a batch. Search with mode=search batch=auto, whose answer names "
-                    "one, or set a number, such as batch=32."
+                    "batch=auto: only mode=search finds a batch. Use mode=search batch=auto, whose answer names one, "
+                    "or a number, such as batch=32."
                 )
             expanded.append("mode.search_batch=true")
         elif is_search and key == "device_batch" and value.startswith("["):

@@ -44,6 +44,7 @@ class Candidates:
         sizes: Devices along each mesh axis.
         links: Links of each mesh axis.
         rounds: Groups of layers per pipeline stage under the circular schedule, else 1.
+        batches: Sequences of the global batch of each layout, or None if all have the batch of the run.
         sums_once: Gradients are summed over devices once, after the last microbatch (PyTorch), instead of after each.
         shares_loss: Stages share the computation of the logits. Otherwise the last stage does all of it.
         sends_parts: Devices with the same activations each send a part of them to the next stage, which gathers them
@@ -58,6 +59,7 @@ class Candidates:
     links: Mapping[str, AxisLinks]
     microbatches: np.ndarray
     rounds: np.ndarray
+    batches: np.ndarray | None = None
     sums_once: bool = False
     shares_loss: bool = True
     sends_parts: bool = False
@@ -74,7 +76,10 @@ class Candidates:
             )
         sizes = {axis: size[selection] for axis, size in self.sizes.items()}
         microbatches, rounds = self.microbatches[selection], self.rounds[selection]
-        return replace(self, sizes=sizes, links=selected_links, microbatches=microbatches, rounds=rounds)
+        batches = None if self.batches is None else self.batches[selection]
+        return replace(
+            self, sizes=sizes, links=selected_links, microbatches=microbatches, rounds=rounds, batches=batches
+        )
 
     def parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
         """Return the number of parts into which these mesh axes split an array."""

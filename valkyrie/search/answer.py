@@ -103,7 +103,7 @@ def rank_layout(
     request: SearchRequest, layout: EstimatedLayout, compiled: CompiledLayout | None = None
 ) -> RankedLayout:
     """Return the row of a layout in the table of results, with its compiled step time or, without one, its estimate."""
-    target, tokens = layout.group.target, request.step_tokens(layout.group.batch)
+    target, tokens = layout.group.target, request.step_tokens(layout.batch)
     step_s = layout.step_s if compiled is None else compiled.step_s or layout.step_s
     low, high = estimate_errors().low * step_s, estimate_errors().high * step_s
     interval = None if compiled is None else compiled.trial.results.step.interval
@@ -136,7 +136,7 @@ def _mfu(request: SearchRequest, layout: EstimatedLayout, step_s: float) -> floa
     """Return the model FLOPs utilisation, or None if the chip's peak is unknown."""
     target, run = layout.group.target, request.run
     peak = None if target.chip is None else target.chip.peak_flops(run.config.precision.compute)
-    flops = run.changed(batch=layout.group.batch or run.config.batch).step_flops
+    flops = run.changed(batch=layout.batch or run.config.batch).step_flops
     return flops / (step_s * peak * (target.chips or 1) * target.slices) if peak else None
 
 

@@ -116,8 +116,8 @@ class CompiledLayouts:
         return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
 
     def beats(self, layout: EstimatedLayout) -> bool:
-        """Return whether the same layout was compiled with a batch that fits and has a shorter estimate per sequence."""
-        if layout.group.batch is None:
+        """Return whether the same layout was compiled with a batch that fits and is faster by estimate."""
+        if layout.batch is None:
             return False
         candidate = replace(layout.candidate, batch=None)
         same = (c for c in self.done if replace(c.estimate.candidate, batch=None) == candidate)

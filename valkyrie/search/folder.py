@@ -31,7 +31,11 @@ def request_digest(request: SearchRequest) -> str:
         config.batch,
         config.seq,
         request.microbatches,
-        *([request.device_batches, request.search_batch] if request.search_batch or request.mode.device_batches else []),
+        *(
+            [request.device_batches, request.search_batch]
+            if request.search_batch or request.mode.device_batches
+            else []
+        ),
         request.mesh,
         request.partitions,
         request.remats,

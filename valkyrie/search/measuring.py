@@ -215,5 +215,7 @@ def _pick_next(
     )
     return min(
         untried or waiting,
-        key=lambda pair: pair[0].per_sequence(pair[1]) * (measured.ratio(mesh_partition(pair[0])) or measured.median_ratio),
+        key=lambda pair: (
+            pair[0].per_sequence(pair[1]) * (measured.ratio(mesh_partition(pair[0])) or measured.median_ratio)
+        ),
     )

@@ -20,7 +20,7 @@ from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best, compile_run
-from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
+from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.runs import WiderHeads, wider_heads
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, LayoutSpace
 from valkyrie.search.folder import create_folder, remove_if_empty, request_digest, save_answer, search_folder
@@ -84,8 +84,8 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     create_folder(folder, request)
     request = add_measured_figures(request, folder, console)
     began = time.perf_counter()
-    ranked = request.rank()
-    space = ranked.space
+    space = request.space()
+    ranked = rank(run, space)
     _print_space(space, time.perf_counter() - began, request, console)
     shortlisted = shortlist(ranked)
     compiles, measured, status = CompiledLayouts(), MeasuredTrials(), 0
@@ -216,10 +216,10 @@ def _compile(
     )
 
     def speed_text(layout: EstimatedLayout, step_s: float) -> str:
-        if layout.group.batch is None:
+        if layout.batch is None:
             return duration(step_s)
         chips = (layout.group.target.chips or 1) * layout.group.target.slices
-        return f"{duration(step_s)} ({request.step_tokens(layout.group.batch) / step_s / chips:,.0f} tokens/s/chip)"
+        return f"{duration(step_s)} ({request.step_tokens(layout.batch) / step_s / chips:,.0f} tokens/s/chip)"
 
     def print_result(compiled: CompiledLayout, so_far: CompiledLayouts) -> None:
         step, best = compiled.step_s, so_far.best(request)
@@ -287,11 +287,11 @@ def _measure(
 def _print_space(space: LayoutSpace, seconds: float, request: SearchRequest, console: Console) -> None:
     """Print the number of estimated layouts, and the most frequent reasons for refusals."""
     slices = ", ".join(target.describe() for target in request.targets)
-    refused, batches = sum(space.refused.values()), len({group.batch for group in space.groups})
-    with_batches = f", each with up to {batches} batches," if request.search_batch else ""
+    refused = sum(space.refused.values())
+    with_batches = ", with several batches each," if request.search_batch else ""
     console.print(
-        f"{len(space):,} layouts of {request.run.model.name} on {slices}{with_batches} estimated in {seconds:.1f} s; {refused:,} "
-        f"refused, {space.duplicates:,} equivalent meshes skipped",
+        f"{len(space):,} layouts of {request.run.model.name} on {slices}{with_batches} estimated in {seconds:.1f} s; "
+        f"{refused:,} refused, {space.duplicates:,} equivalent meshes skipped",
         soft_wrap=True,
     )
     precision = request.run.config.precision
@@ -352,8 +352,8 @@ def _no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
     config, model = request.run.config, request.run.model.name
     if request.search_batch and not space.refused:
         return (
-            f"no layout is legal: no batch of up to {MAX_DEVICE_TOKENS:,} tokens per device divides the axes of {model} "
-            "and the meshes. Remove mesh=, microbatches= or device_batch= from the command."
+            f"no layout is legal: no batch of up to {MAX_DEVICE_TOKENS:,} tokens per device divides the mesh. Remove "
+            "mesh=, microbatches= or device_batch= from the command."
         )
     if not DIVISIBILITY_CODES.issuperset(problem.code for problem in space.refused):
         return (
@@ -376,7 +376,7 @@ def _suggest_chips(request: SearchRequest, chip: str) -> str:
         larger = target.resized((target.devices or 1) * factor)
         if larger is not None:
             larger_request = replace(request, targets=(larger,))
-            if shortlist(larger_request.rank()).fitting:
+            if shortlist(rank(request.run, larger_request.space())).fitting:
                 return f"{larger.chips} chips are enough: target={larger.name}."
     return f"No slice up to {32 * (target.chips or 1)} chips is enough. Use a smaller model or batch."
 

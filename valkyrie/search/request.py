@@ -20,14 +20,8 @@ from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
 from valkyrie.problems import refuse
 from valkyrie.runs.folder import key_value, split_flags
-from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
-from valkyrie.search.estimate.space import (
-    LayoutSpace,
-    enumerate_layouts,
-    join_spaces,
-    partition_variants,
-    searched_batches,
-)
+from valkyrie.search.estimate.rank import EstimatedLayout
+from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts, partition_variants
 from valkyrie.units import parse_seconds
 
 SEARCH_KEYS = ("mode", "target", "mesh", "partition", "remat", "microbatches", "device_batch", "name")
@@ -67,36 +61,18 @@ class SearchRequest:
     tokens: float | None
     budget_usd: float | None
 
-    def space(self, target: TargetConfig | None = None, batch: int | None = None) -> LayoutSpace:
-        """Enumerate the layouts to search: all with the batch of the run, or those on a target with a batch."""
+    def space(self) -> LayoutSpace:
+        """Enumerate all layouts to search."""
         return enumerate_layouts(
             self.run,
-            self.targets if target is None else [target],
+            self.targets,
             self.partitions,
             self.remats,
             self.microbatches,
             self.mesh,
             self.device_batches,
-            batch,
+            self.search_batch,
         )
-
-    def rank(self) -> Ranking:
-        """Estimate all layouts to search.
-
-        With `search_batch`, increases the batch on each target until no layout fits.
-        """
-        if not self.search_batch:
-            return rank(self.run, self.space())
-        rankings = []
-        for target in self.targets:
-            for batch in searched_batches(target, self.run.config.seq):
-                rankings.append(ranking := rank(self.run, self.space(target, batch)))
-                smallest = ranking.smallest()
-                # A batch below the number of devices excludes layouts such as fsdp, so it may not fit although larger do.
-                if batch >= (target.devices or 1) and smallest is not None and not smallest.fits:
-                    break
-        space = join_spaces([ranking.space for ranking in rankings])
-        return Ranking(space, [estimates for ranking in rankings for estimates in ranking.estimates])
 
     @property
     def by_price(self) -> bool:
@@ -153,9 +129,9 @@ def parse_request(run: Run) -> SearchRequest:
     if mode.search_batch and (wrong := sorted(keys & {"batch", "batch_tokens"})):
         raise ValueError(f"{wrong[0]}: batch=auto searches the batch. Remove one of the two.")
     if mode.device_batches and (wrong := sorted(keys & {"device_batch", "microbatches"})):
+        values = ",".join(map(str, mode.device_batches))
         raise ValueError(
-            f"{wrong[0]}: device_batch=[{','.join(map(str, mode.device_batches))}] already sets the microbatches of each "
-            "layout. Remove one of the two."
+            f"{wrong[0]}: device_batch=[{values}] sets the microbatches of each layout. Remove one of the two."
         )
     if wrong := sorted(key for key in keys if key.startswith("mesh.")):
         raise ValueError(

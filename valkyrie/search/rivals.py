@@ -81,15 +81,14 @@ def format_comparison(
     name, layout = rival.name, rival.layout
     if layout is None:
         return f"{name}: {rival.why}"
-    # With a searched batch, times are compared per sequence.
-    scale = (best.candidate.batch or 1) / (layout.group.batch or 1)
-    per_token = "" if layout.group.batch is None else " per token"
+    # With a searched batch, times are compared per token.
+    scale = (best.candidate.batch or 1) / (layout.batch or 1)
+    as_long = "as long" if layout.batch is None else "as long per token"
     description = " ".join(layout.candidate.overrides[1:])
     if measured_s is not None and best.stage is Stage.measure:
         return (
-            f"{name}: {duration(measured_s)} (measured), {scale * measured_s / best.step_s:.2f} times as long{per_token} "
-            "as the best; "
-            f"{description}"
+            f"{name}: {duration(measured_s)} (measured), {scale * measured_s / best.step_s:.2f} times {as_long} as the "
+            f"best; {description}"
         )
     compiled = compiles.get(layout.candidate)
     if compiled is not None and compiled.step_s is None:
@@ -99,11 +98,10 @@ def format_comparison(
     if compiled is not None and compiled.step_s is not None and best_s is not None:
         times = scale * compiled.step_s / best_s
         return (
-            f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times as long{per_token} as the best; "
-            f"{description}"
+            f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times {as_long} as the best; {description}"
         )
     times = scale * layout.step_s / sum(best.parts_s.values())
     return (
-        f"{name}: {duration(layout.step_s)} (by estimate), {times:.2f} times as long{per_token} as the best by estimate; "
+        f"{name}: {duration(layout.step_s)} (by estimate), {times:.2f} times {as_long} as the best by estimate; "
         f"{description}"
     )

@@ -139,7 +139,7 @@ class Shortlist:
     def equally_fast_slices(self, layout: EstimatedLayout) -> list[str]:
         """Return the other slices with the same number of chips on which a layout is estimated to be equally fast."""
         candidate, longest = without_torus(layout), EQUALLY_FAST * layout.step_s
-        same_batch = (e for e in self.fitting if e.group.batch == layout.group.batch and e.step_s <= longest)
+        same_batch = (e for e in self.fitting if e.batch == layout.batch and e.step_s <= longest)
         same_candidates = (e for e in same_batch if without_torus(e) == candidate)
         return [
             target
@@ -159,7 +159,7 @@ def shortlist(ranked: ranking.Ranking) -> Shortlist:
         fitting, doubtful, batch_counts = [], [], Counter[Candidate]()
         for layout in itertools.islice(ranked.for_target(target), MAX_EXAMINED):
             usable = usable_hbm(layout.group.target.chip)
-            if layout.group.batch is not None:
+            if layout.batch is not None:
                 batch_counts[replace(layout.candidate, batch=None)] += 1
                 if batch_counts[replace(layout.candidate, batch=None)] > MAX_BATCHES:
                     continue

@@ -231,7 +231,8 @@ class MemoryEstimator:
             shards = layouts.parts(layouts.loss_axes)
             positions = np.where(positions % shards == 0, positions / shards, positions)
             positions = np.minimum(positions, activation.positions)
-        elements = config.batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH]) * positions
+        batch = config.batch if layouts.batches is None else layouts.batches
+        elements = batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH]) * positions
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
             elements = elements * length / layouts.count_parts(axis, "active", length)
         if activation.name is not None:

@@ -13,7 +13,7 @@ from valkyrie.hardware.target import usable_hbm
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.search.estimate.efficiency import chip_efficiency
 from valkyrie.search.estimate.network import collective_model
-from valkyrie.search.estimate.space import Candidate, LayoutGroup, LayoutSpace
+from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutGroup, LayoutSpace
 from valkyrie.search.estimate.times import EstimatedTimes, StepEstimator
 from valkyrie.search.estimate.work import step_work
 from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
@@ -43,9 +43,14 @@ class EstimatedLayout:
         """Seconds per step."""
         return float(self.times.step_s[self.index])
 
+    @property
+    def batch(self) -> int | None:
+        """Sequences of the global batch if the search varies it, else None."""
+        return self.group.batch(self.index)
+
     def per_sequence(self, step_s: float) -> float:
         """Return seconds per sequence if the search varies the batch, otherwise `step_s` itself."""
-        return step_s / (self.group.batch or 1)
+        return step_s / (self.batch or 1)
 
     @property
     def ranked_s(self) -> float:
@@ -65,7 +70,7 @@ class EstimatedLayout:
     @property
     def fits(self) -> bool:
         """Whether the peak fits the usable memory, of which searched batches leave some free. True if it is unknown."""
-        usable, share = usable_hbm(self.group.target.chip), 1.0 if self.group.batch is None else SEARCHED_BATCH_MEMORY
+        usable, share = usable_hbm(self.group.target.chip), 1.0 if self.batch is None else SEARCHED_BATCH_MEMORY
         return usable is None or self.bytes <= share * usable
 
     @cached_property
@@ -87,15 +92,17 @@ class GroupEstimates:
     times: EstimatedTimes
     memory: ExpectedMemory[np.ndarray]
 
-    def batch_scale(self, batch: int) -> float:
-        """Return the factor that converts a step to a batch of `batch` sequences, or 1 if the batch does not vary."""
-        return 1.0 if self.group.batch is None else batch / self.group.batch
+    @property
+    def ranked_s(self) -> np.ndarray:
+        """Seconds per step or, if the search varies the batch, for as many sequences as the largest batch has."""
+        batches = self.group.candidates.batches
+        return self.times.step_s if batches is None else self.times.step_s * (MAX_DEVICE_TOKENS / batches)
 
     @property
     def possible(self) -> np.ndarray:
         """Mask of the layouts to rank: all, or those of a searched batch that fit."""
         usable = usable_hbm(self.group.target.chip)
-        if self.group.batch is None or usable is None:
+        if self.group.candidates.batches is None or usable is None:
             return np.ones(len(self.times.step_s), bool)
         return self.memory.total <= SEARCHED_BATCH_MEMORY * usable
 
@@ -111,12 +118,12 @@ class Ranking:
     def order(self) -> list[tuple[int, int]]:
         """All layouts, fastest first, as pairs of an index into `estimates` and the index of a layout in that estimate.
 
-        Searched batches are ordered by the step time per sequence, and without layouts whose estimate exceeds the
-        memory. Layouts with the same step time (to 0.1 microseconds) are ordered by `LayoutGroup.classes`, then by the number
-        of activations that the remat policy offloads, the smallest first.
+        If the search varies the batch, the order is that of the step time per sequence, and layouts that do not fit
+        are left out. Layouts with the same step time (to 0.1 microseconds) are ordered by `LayoutGroup.classes`, then
+        by the number of activations that the remat policy offloads, the smallest first.
         """
         sizes = [len(e.times.step_s) for e in self.estimates]
-        step_s = np.concatenate([e.times.step_s * e.batch_scale(self.largest_batch) for e in self.estimates] or [[]])
+        step_s = np.concatenate([e.ranked_s for e in self.estimates] or [np.zeros(0)])
         group_index, layout_index = (
             np.repeat(np.arange(len(sizes)), sizes),
             np.concatenate([np.arange(n) for n in sizes] or [[]]),
@@ -127,11 +134,6 @@ class Ranking:
         possible = np.concatenate([e.possible for e in self.estimates] or [np.zeros(0, bool)])
         order = order[possible[order]]
         return list(zip(group_index[order].tolist(), layout_index[order].astype(int).tolist(), strict=True))
-
-    @property
-    def largest_batch(self) -> int:
-        """The largest searched batch, or 1 if the search does not vary it."""
-        return max((e.group.batch or 1 for e in self.estimates), default=1)
 
     def for_partition(self, partition: str) -> Ranking:
         """Return the ranking of the layouts with one partition."""
@@ -159,7 +161,7 @@ class Ranking:
             e = self.estimates[group_index]
             layout = EstimatedLayout(e.group, layout_index, e.remat, e.times, e.memory)
             microbatches = int(e.group.candidates.microbatches[layout_index])
-            key = (e.group.target.name, round(layout.step_s, 7), layout.bytes, microbatches, e.group.batch)
+            key = (e.group.target.name, round(layout.step_s, 7), layout.bytes, microbatches, layout.batch)
             if key not in seen:
                 seen.add(key)
                 yield layout
@@ -167,15 +169,13 @@ class Ranking:
 
 def rank(run: Run, space: LayoutSpace) -> Ranking:
     """Rank every layout of a space by its estimate for the model, batch and precision of a run."""
-    estimates, runs = [], {group.batch: run.changed(batch=group.batch or run.config.batch) for group in space.groups}
-    work_by_batch = {batch: step_work(run_of_batch) for batch, run_of_batch in runs.items()}
+    work, estimates = step_work(run), []
     for group in space.groups:
-        work, run_of_batch = work_by_batch[group.batch], runs[group.batch]
         chip = group.target.chip
         assert chip is not None
         efficiency = chip_efficiency(chip)
         step_estimator = StepEstimator(work, group.candidates, chip, efficiency, collective_model(chip, efficiency))
-        memory_estimator = MemoryEstimator(run_of_batch, group.candidates)
+        memory_estimator = MemoryEstimator(run, group.candidates)
         estimates += [
             GroupEstimates(group, remat, step_estimator.estimate(remat), memory_estimator.estimate(remat))
             for remat in group.remats

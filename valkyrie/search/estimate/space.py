@@ -88,7 +88,6 @@ class LayoutGroup:
         classes: Number of groups of interchangeable mesh axes (axes that appear in the same rules of the partition).
             Breaks ties in the ranking; fewer is simpler.
         meshes: Mesh of each layout, with its placement.
-        batch: Sequences of the global batch if the search varies it, or None for that of the run.
     """
 
     target: TargetConfig
@@ -96,7 +95,11 @@ class LayoutGroup:
     remats: Sequence[RematConfig]
     classes: int
     meshes: list[MeshConfig]
-    batch: int | None = None
+
+    def batch(self, index: int) -> int | None:
+        """Return the sequences of the global batch of layout `index`, or None if the search does not vary it."""
+        batches = self.candidates.batches
+        return None if batches is None else int(batches[index])
 
     def candidate(self, index: int, remat: RematConfig) -> Candidate:
         """Return layout `index` of the group with a remat policy."""
@@ -112,14 +115,14 @@ class LayoutGroup:
             zero1=partition.zero1,
             remat=remat.name,
             microbatches=int(self.candidates.microbatches[index]),
-            batch=self.batch,
+            batch=self.batch(index),
         )
 
     def run(self, index: int, remat: RematConfig, run: Run) -> Run:
         """Return a run with layout `index` of the group, and all other settings of `run`."""
         return run.changed(
             target=self.target,
-            batch=self.batch or run.config.batch,
+            batch=self.batch(index) or run.config.batch,
             device_batch=None,
             mesh=self.meshes[index],
             partition=self.candidates.partition,
@@ -152,7 +155,7 @@ def enumerate_layouts(
     microbatches: int | None = None,
     mesh: MeshConfig | None = None,
     device_batches: Sequence[int] = (),
-    batch: int | None = None,
+    search_batch: bool = False,
 ) -> LayoutSpace:
     """Return every legal layout of a run's model.
 
@@ -168,18 +171,16 @@ def enumerate_layouts(
             varies.
         device_batches: Numbers of sequences that a device processes at a time, which decide the microbatches. If empty,
             `microbatches` does.
-        batch: Global batch to try in place of the run's. Layouts that do not divide it are skipped and not counted as
-            refused. Without a pipeline, they have one microbatch unless `microbatches` is set, because a larger batch
-            of more microbatches always takes slightly less time per token.
+        search_batch: Whether to combine each layout with all of `searched_batches` that it divides, instead of with the
+            batch of the run. Without a pipeline, layouts then have one microbatch unless `microbatches` is set, because
+            accumulating gradients over a larger batch always takes slightly less time per token.
     """
-    if batch is not None:
-        run = run.changed(batch=batch)
-    elif microbatches is not None and run.config.batch % microbatches:
+    if not search_batch and microbatches is not None and run.config.batch % microbatches:
         raise ProblemError([_indivisible_problem(run.config.batch, microbatches, targets)])
     policies = _distinct_policies(run, remats)
     spaces: list[LayoutSpace] = []
     partition_problems: list[list[Problem]] = []
-    counts = _MicrobatchCounts(run.config.batch, microbatches, tuple(device_batches), batch is not None)
+    counts = _MicrobatchCounts(microbatches, tuple(device_batches), search_batch)
     for target, partition in itertools.product(targets, partitions):
         problems_by_policy = [(remat, _mesh_independent_problems(run, target, partition, remat)) for remat in policies]
         if legal_policies := [remat for remat, problems in problems_by_policy if not problems]:
@@ -189,11 +190,6 @@ def enumerate_layouts(
             spaces.append(LayoutSpace([], Counter(partition_problems[-1][:1]), 0))
     if spaces and len(partition_problems) == len(spaces):
         raise ProblemError(itertools.chain.from_iterable(partition_problems))
-    return join_spaces(spaces)
-
-
-def join_spaces(spaces: Sequence[LayoutSpace]) -> LayoutSpace:
-    """Return the layouts of several spaces as one space."""
     groups = [group for space in spaces for group in space.groups]
     refused = sum((space.refused for space in spaces), Counter[Problem]())
     return LayoutSpace(groups, refused, sum(space.duplicates for space in spaces))
@@ -258,7 +254,6 @@ def _mesh_independent_problems(
 class _Row:
     sizes: dict[str, int]
     placement: Placement
-    microbatches: int
 
 
 def _partition_space(
@@ -291,34 +286,48 @@ def _partition_space(
     if partition.zero1:
         free = [a for a in batch_axes if not any(a in axes for axes in parameters.values())]
         meshes = [m for m in meshes if any(m[axis] > 1 for axis in free)]
-    for device_batch in counts.device_batches if not counts.searches_batch else ():
+    for device_batch in counts.device_batches if not counts.search_batch else ():
         parts = [device_batch * math.prod(m[axis] for axis in {*batch_axes, *layer_axes}) for m in meshes]
         code = ProblemCode.device_batch_not_divisible
         problem = Problem(code, "device_batch", device_batch, partition=partition.name, size=batch)
         refused += Counter({problem: sum(batch % n > 0 for n in parts) * len(remats)})
     topology, torus = replace(build_topology(target), slices=1), get_platform(target.platform).has_torus
-    rows = []
+    rows: list[_Row] = []
+    indices: list[int] = []
+    shapes: list[tuple[int, int]] = []
     for sizes in meshes:
         shards, stages = (math.prod(sizes[axis] for axis in rule) for rule in (batch_axes, layer_axes))
-        microbatch_counts = counts.on_mesh(shards, stages)
-        if not microbatch_counts:
+        pairs = [
+            (size, count)
+            for size in (searched_batches(target, run.config.seq) if counts.search_batch else [batch])
+            for count in counts.on_mesh(size, shards, stages, partition.schedule)
+        ]
+        if not pairs:
             continue
         inner_sizes = tuple(n for axis, n in sizes.items() if axis != SLICE_AXIS)
         placements = undominated_placements(inner_sizes, topology, torus)
-        rows += [_Row(sizes, placement, count) for placement in placements for count in microbatch_counts]
+        for placement in placements:
+            indices += [len(rows)] * len(pairs)
+            shapes += pairs
+            rows.append(_Row(sizes, placement))
     if not rows:
         return LayoutSpace([], refused, duplicates)
-    candidates = _stack_candidates(run, target, partition, (parameters, activations), rows)
-    legal = np.ones(len(rows), bool)
-    for problem, mask in candidates.problems(batch, run.config.seq).items():
+    candidates = _stack_candidates(run, target, partition, (parameters, activations), rows).take(np.array(indices))
+    batches, microbatches = np.array(shapes).T
+    candidates = replace(candidates, microbatches=microbatches, batches=batches if counts.search_batch else None)
+    legal = np.ones(len(candidates), bool)
+    # Searched batches are divisible by construction. A batch of 0 passes that check.
+    for problem, mask in candidates.problems(0 if counts.search_batch else batch, run.config.seq).items():
         refused += Counter({problem: int((mask & legal).sum()) * len(remats)})
         legal &= ~mask
-    meshes_of_legal = [_row_mesh(row, partition, target) for row, is_legal in zip(rows, legal, strict=True) if is_legal]
-    if not meshes_of_legal:
+    if not legal.any():
         return LayoutSpace([], refused, duplicates)
-    searched_batch = batch if counts.searches_batch else None
-    group = LayoutGroup(target, candidates.take(legal), remats, len(classes), meshes_of_legal, searched_batch)
-    return LayoutSpace([group], refused, duplicates)
+    legal_indices = np.array(indices)[legal].tolist()
+    row_meshes = {i: _row_mesh(rows[i], partition, target) for i in dict.fromkeys(legal_indices)}
+    meshes_of_legal = [row_meshes[i] for i in legal_indices]
+    return LayoutSpace(
+        [LayoutGroup(target, candidates.take(legal), remats, len(classes), meshes_of_legal)], refused, duplicates
+    )
 
 
 def _distinct_meshes(
@@ -352,7 +361,7 @@ def _stack_candidates(
         run.arrays,
         {axis: np.array([row.sizes[axis] for row in rows]) for axis in axes},
         links,
-        np.array([row.microbatches for row in rows]),
+        np.ones(len(rows), np.int64),
         np.full(len(rows), float(partition.rounds)),
     )
 
@@ -384,8 +393,8 @@ def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 def searched_batches(target: TargetConfig, seq: int) -> list[int]:
     """Return the global batches to search on a target, the smallest first.
 
-    With at least one sequence per device, these are 1, 2, 3, 4, 6, 8, 12, ... (2^i and 3 * 2^i) sequences per device, up
-    to `MAX_DEVICE_TOKENS`. Smaller ones halve the number of devices as often as possible.
+    They have 1, 2, 3, 4, 6, 8, 12, ... (2^i and 3 * 2^i) sequences per device, up to `MAX_DEVICE_TOKENS`. Smaller ones
+    halve the number of devices as often as possible.
     """
     devices = target.devices or 1
     smaller = [devices >> i for i in range(1, devices.bit_length()) if devices % 2**i == 0]
@@ -399,39 +408,36 @@ class _MicrobatchCounts:
     """Which numbers of microbatches to try.
 
     Args:
-        batch: Sequences of the global batch.
         microbatches: The only count, or None for several.
         device_batches: Sequences that a device processes at a time, which decide the count. If empty, all counts.
-        searches_batch: Whether the search varies the batch.
+        search_batch: Whether the search varies the batch.
     """
 
-    batch: int
     microbatches: int | None
     device_batches: tuple[int, ...]
-    searches_batch: bool
+    search_batch: bool
 
-    def on_mesh(self, shards: int, stages: int) -> list[int]:
-        """Return the counts to try if the batch is split into `shards` and the model into `stages`.
+    def on_mesh(self, batch: int, shards: int, stages: int, schedule: PipelineSchedule) -> list[int]:
+        """Return the counts to try for a batch that is split into `shards`, and a model that is split into `stages`.
 
-        These are powers of two, at least one per stage in a pipeline, unless the request decides.
+        If nothing fixes the counts, they are powers of two, in a pipeline at least one per stage.
         """
-        if self.device_batches and not self.searches_batch:
-            return [count for count in self._of_device_batches(shards, stages) if count]
-        counts = [self.microbatches]
-        if self.microbatches is None:
-            accumulates = not self.searches_batch
-            most = MAX_MICROBATCHES if stages > 1 else MAX_ACCUMULATION_STEPS if accumulates else 1
-            largest = min(self.batch // shards, most)
-            counts = [2**i for i in range(largest.bit_length()) if 2**i >= (stages if stages > 1 else 1)]
-        if not self.searches_batch:
-            return [count for count in counts if count]
-        wanted = self._of_device_batches(shards, stages) if self.device_batches else counts
-        divides = self.batch % (shards * stages) == 0
-        return [n for n in counts if n and n in wanted and divides and self.batch % (shards * n) == 0]
-
-    def _of_device_batches(self, shards: int, stages: int) -> list[int]:
-        parts = (n * shards * stages for n in dict.fromkeys(self.device_batches))
-        return [self.batch // n for n in parts if self.batch % n == 0]
+        parts = [n * shards * stages for n in dict.fromkeys(self.device_batches)]
+        by_device_batch = [batch // n for n in parts if batch % n == 0]
+        if self.device_batches and not self.search_batch:
+            return by_device_batch
+        if self.microbatches is not None:
+            counts = [self.microbatches]
+        else:
+            unsplit = 1 if self.search_batch else MAX_ACCUMULATION_STEPS
+            largest = min(batch // shards, MAX_MICROBATCHES if stages > 1 else unsplit)
+            counts = [2**i for i in range(largest.bit_length())]
+            counts = [n for n in counts if n >= stages] if stages > 1 else counts
+        if not self.search_batch:
+            return counts
+        is_1f1b = schedule is PipelineSchedule["1f1b"]
+        divisible = [n for n in counts if batch % (shards * (stages * n if is_1f1b else math.lcm(stages, n))) == 0]
+        return [n for n in divisible if n in by_device_batch] if self.device_batches else divisible
 
 
 def _row_mesh(row: _Row, partition: PartitionConfig, target: TargetConfig) -> MeshConfig:

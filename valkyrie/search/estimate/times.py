@@ -72,7 +72,8 @@ class StepEstimator:
         self.peak = peak * 1e12 / chip.devices
         self.hbm = (chip.hbm_gbs or 1.0) * 1e9 / chip.devices * efficiency.hbm
         self.host = chip.host_gbs * 1e9
-        self.rows = work.tokens / (layouts.parts(layouts.activations[BATCH]) * layouts.parts(layouts.activations[SEQ]))
+        tokens = work.tokens if layouts.batches is None else layouts.batches * work.run.config.seq
+        self.rows = tokens / (layouts.parts(layouts.activations[BATCH]) * layouts.parts(layouts.activations[SEQ]))
         self.rows = self.rows / layouts.microbatches
         """Tokens per device and microbatch."""
         self.layer_share = work.passes / layouts.stages
