@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -18,9 +19,11 @@ from helpers import MODELS
 from runs import TINY
 from test_explain_mode import prediction
 from valkyrie.hardware.platforms.tpu import Tpu
+from valkyrie.processes.child import run_streamed
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search import compiling
 from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, Prediction
+from valkyrie.sweep.columns import CSV_COLUMNS
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "valkyrie" / "README.md").read_text()
@@ -98,7 +101,8 @@ def test_the_example_of_reading_trials_runs_as_written(here: Path):
     command = [sys.executable, "-m", "valkyrie.cli.train", "-m", *TINY, "partition=dp,fsdp", "mode=compile"]
     done = subprocess.run([*command, "mesh=2x2x1", "name=laptop_8"], cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    example = example_in("sweeps").replace("if row.rate", "").replace("row.rate", "row.layout")
+    example = example_in("sweeps").replace("if row.tokens_per_second", "")
+    example = example.replace("row.tokens_per_second", "row.layout")
     exec(example, {"valkyrie": valkyrie})
     assert "dp" in (here / "runs" / "laptop_8" / "report.html").read_text()
 
@@ -187,6 +191,7 @@ untyped: Any = valkyrie
         (lambda: untyped.generate("def ", "def "), "generate takes a Run"),
         (lambda: untyped.search_layouts("model=gpt_tiny"), "search_layouts takes a Run"),
         (lambda: untyped.explain(3, "runs"), "first= takes a Run, a Result of predict, or the path .*, not 3"),
+        (lambda: untyped.run_sweep(["mesh=2x2x2"]), "run_sweep takes strings, such as .*, not \\['mesh=2x2x2'\\]"),
         (lambda: untyped.trials(None), "trials takes paths of sweep folders, not None"),
         (lambda: untyped.write_report(None), "write_report takes paths of sweep folders, not None"),
         (lambda: predict(tokens="8192"), "tokens= takes a number, not '8192'"),
@@ -264,3 +269,46 @@ def test_an_explanation_prints_the_report_of_the_command():
     explanation = valkyrie.explain(valkyrie.Result(prediction()), valkyrie.Result(prediction("2d_tp", exposed_y=1.2)))
     assert explanation.sentences[0].startswith("A is 4.00") and explanation.sentences[0] in repr(explanation)
     assert "where the step time goes" in str(explanation) and "<pre>" in explanation._repr_html_()
+
+
+REFUSED = ("model=gpt_tiny", "mesh=3x3x1,3x3x2", "target=v5e-8", "mode=compile", "tracking=off", "name=refused")
+
+
+def test_a_sweep_returns_plain_rows_and_refuses_wrong_settings(here: Path, capsys: pytest.CaptureFixture[str]):
+    rows = valkyrie.run_sweep(*REFUSED)
+    assert "2 trials: 2 refused" in capsys.readouterr().out and repr(rows) == "<Trials 2: 2 refused>"
+    assert rows == valkyrie.trials("runs") and "<td" in rows._repr_html_()
+    assert [(row.mesh, row.status, row.model) for row in rows] == [
+        ("3x3x1", "refused", "gpt_tiny"),
+        ("3x3x2", "refused", "gpt_tiny"),
+    ]
+    for row in rows:
+        assert all(isinstance(value, str | int | float | None) for value in vars(row).values())
+    with pytest.raises(ValueError, match=r"^bach is not a key\. Did you mean batch\?"):
+        valkyrie.run_sweep("bach=3,4", quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_rows_have_the_columns_of_csv_files():
+    assert [field.name for field in dataclasses.fields(valkyrie.TrialRow)] == [c.name for c in CSV_COLUMNS]
+
+
+def test_a_streamed_command_ends_on_ctrl_c_with_its_last_lines():
+    script = """
+import time
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("saved")
+"""
+    lines: list[str] = []
+
+    def press_ctrl_c(line: str) -> None:
+        lines.append(line)
+        if line == "ready":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_streamed([sys.executable, "-c", script], press_ctrl_c)
+    assert lines == ["ready", "saved"]

@@ -178,7 +178,7 @@ def test_trials_that_a_comparison_leaves_out_are_counted(tmp_path: Path):
     before, after = sweep_folder(tmp_path / "a", [again, FSDP]), sweep_folder(tmp_path / "b", [FSDP])
     comparison = compare(read_rows([tmp_path]), str(before), str(after))
     assert [p.ratio for p in comparison.pairs] == [0.5] and [
-        row.rate_per_chip for row in comparison.slower_duplicates
+        row.tokens_per_second_per_chip for row in comparison.slower_duplicates
     ] == [1000]
     assert comparison.summary.endswith(": 1.")
     assert comparison.summary in as_markdown(read_rows([tmp_path]), comparison)

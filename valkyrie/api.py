@@ -9,8 +9,9 @@ it, so composing runs and reading trials work without a device.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,11 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_atomic
 from valkyrie.problems import check_range, refuse, require_type
+from valkyrie.processes.child import module_command, run_streamed
 from valkyrie.processes.ending import INTERRUPTED
-from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained
+from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained, TrialRow, Trials
 from valkyrie.runs.folder import key_value, split_flags
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
-from valkyrie.sweep.rows import Row
 
 if TYPE_CHECKING:
     import jax
@@ -41,6 +42,8 @@ __all__ = [
     "Run",
     "Slice",
     "Trained",
+    "TrialRow",
+    "Trials",
     "compose",
     "evaluate",
     "explain",
@@ -50,6 +53,7 @@ __all__ = [
     "measure",
     "named_slice",
     "predict",
+    "run_sweep",
     "search_layouts",
     "show",
     "trials",
@@ -68,13 +72,7 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
     usage = 'compose takes strings, such as compose("model=gpt_tiny", "mesh=2x2x2")'
     for override in overrides:
         require_type(override, str, usage)
-    folder = []
-    if config_dir is not None:
-        require_type(config_dir, str | Path, "config_dir= takes the path of a folder")
-        if not Path(config_dir).is_dir():
-            raise ValueError(f"config_dir={config_dir} is not a folder.")
-        folder = ["--config-dir", str(Path(config_dir).resolve())]
-    return _refuse_illegal(parse_run([*folder, *overrides]))
+    return _refuse_illegal(parse_run([*_config_flags(config_dir), *overrides]))
 
 
 def load(folder: str | Path, *overrides: str) -> Run:
@@ -369,28 +367,100 @@ def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0
     return "".join(generate_pieces(program.assembly, parameters, tokenizer, prompt, **sampling))
 
 
-def trials(*paths: str | Path) -> list[Row]:
+def trials(*paths: str | Path) -> Trials:
     """Return the trials of sweeps, one row per trial. `paths` are sweep folders or folders that contain them.
 
     `pandas.DataFrame(valkyrie.trials("runs"))` makes a table.
     """
-    from valkyrie.report.records import read_rows
-
     for path in paths:
         require_type(path, str | Path, "trials takes paths of sweep folders")
-    return read_rows([Path(path) for path in paths])
+    from valkyrie.report.records import read_rows
+    from valkyrie.sweep.columns import CSV_COLUMNS
+
+    rows = read_rows([Path(path) for path in paths])
+    return Trials(TrialRow(**{column.name: column.value(row) for column in CSV_COLUMNS}) for row in rows)
+
+
+def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool = False) -> Trials:
+    """Run a sweep, like `valkyrie-train -m`, and return the trials of its folder.
+
+    `run_sweep("+sweep=laptop_8", "steps=3")` runs a sweep of `conf/sweep`, and `run_sweep("mesh=2x2x2,4x2x1",
+    "partition=fsdp,dp", "mode=measure")` every combination. Trials that the folder already has are not repeated.
+    Trials that fail are rows with a `status` and `reason`.
+
+    The sweep runs in a child process, and each trial in a process of its own, which needs the devices: on a TPU or
+    GPU, sweep before this process uses JAX. Interrupting it raises KeyboardInterrupt and keeps the finished trials.
+    Raises ValueError for settings that `valkyrie-train` refuses. `config_dir` is a folder with your configs and
+    modules.
+    """
+    folders: list[str] = []
+
+    def find_folder(line: str) -> None:
+        if line.startswith(_FOLDER_LINE):
+            folders.append(line.removeprefix(_FOLDER_LINE))
+
+    for override in overrides:
+        require_type(override, str, 'run_sweep takes strings, such as run_sweep("+sweep=laptop_8", "steps=3")')
+    arguments = [*_config_flags(config_dir), *(o for o in overrides if o not in ("-m", "--multirun"))]
+    _run_command("train", ["-m", *arguments], quiet, find_folder, lambda: bool(folders))
+    return trials(folders[-1])
+
+
+def _config_flags(config_dir: str | Path | None) -> list[str]:
+    """Return the flag for a folder with the user's configs. Raises ValueError if it does not exist."""
+    if config_dir is None:
+        return []
+    require_type(config_dir, str | Path, "config_dir= takes the path of a folder")
+    if not Path(config_dir).is_dir():
+        raise ValueError(f"config_dir={config_dir} is not a folder.")
+    return ["--config-dir", str(Path(config_dir).resolve())]
+
+
+_FOLDER_LINE = "folder: "
+"""Start of the line that a sweep prints with its folder."""
+
+
+def _run_command(
+    name: str, arguments: Sequence[str], quiet: bool, on_line: Callable[[str], None], has_result: Callable[[], bool]
+) -> None:
+    """Run a command such as `valkyrie-train` in a child process, and print its output.
+
+    Args:
+        name: The command, without `valkyrie-`.
+        arguments: Its arguments.
+        quiet: Whether to print nothing.
+        on_line: Called with each line that it prints.
+        has_result: Returns whether it has printed its result. If not, raises ValueError with its error message.
+    """
+
+    def print_line(line: str) -> None:
+        on_line(line)
+        if not quiet:
+            print(line, flush=True)
+
+    status, errors = run_streamed(module_command(f"valkyrie.cli.{name}", *arguments), print_line)
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if has_result():
+        if not quiet:
+            print(errors, end="", file=sys.stderr)
+        return
+    message = errors.partition(f"valkyrie-{name}: ")[2].strip() or errors.strip() or f"exit status {status}"
+    first, *problems = message.splitlines()
+    raise ValueError("\n".join(problem.removeprefix("  - ") for problem in problems) if problems else first)
 
 
 def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
     """Write the HTML report of sweeps to `output`, or to `report.html` in the first folder. Returns its path."""
     from valkyrie.report.page import page_file, render_page
+    from valkyrie.report.records import read_rows
 
     for path in paths:
         require_type(path, str | Path, "write_report takes paths of sweep folders")
     require_type(output, str | Path | None, "output= takes the path of a file")
     if output is not None and Path(output).suffix.lower() not in ("", ".html", ".htm"):
         raise ValueError(f"output={output}: the name must end in .html.")
-    text = render_page(trials(*paths))
+    text = render_page(read_rows([Path(path) for path in paths]))
     file = page_file([Path(path) for path in paths], None if output is None else Path(output))
     return write_atomic(file, text, "output=FILE")
 

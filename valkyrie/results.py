@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from rich.console import Console
 
 from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
-from valkyrie.runs.columns import html_table
+from valkyrie.runs.columns import Column, html_table
 from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
 from valkyrie.units import GIB, duration
 
@@ -309,6 +311,97 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """A trial with its results: numbers and texts, named as in CSV files and at W&B. None means unknown.
+
+    Args:
+        sweep, name, key: Name of the sweep, name of the trial and digest of everything that determines its result.
+        stage: Mode of the trial, such as `measure`.
+        status: `ok`, `refused`, `does_not_fit`, `failed`, `killed` or `timeout`.
+        simulated: Whether the devices are simulated, so that speeds mean nothing.
+        target, chips: Slice or devices, and their number of chips.
+        model, batch, seq, precision: The computation of a step.
+        varied: Other settings that the sweep varies, such as `model.layers=12`.
+        parameters: Number of parameters of the model.
+        layout, mesh, partition, microbatches, remat: The layout.
+        step_s, p90_s, min_s: Step time (the median if measured), its 90% quantile and its minimum.
+        tokens_per_second, tokens_per_second_per_chip: Throughput.
+        mfu: Model FLOPs utilisation, from 0 to 1.
+        peak_bytes, usable_bytes: Peak memory of a device, or the memory needed if it does not fit, and usable memory.
+        sent_bytes: Bytes that a device sends per step.
+        exposed_s: Seconds of a predicted step spent waiting for communication.
+        loss, eval_loss: Last training loss and evaluation loss.
+        goodput, restarts, data_wait: Share of a training's wall time spent on steps, its restarts, and the share of
+            step time spent waiting for data.
+        dollars_per_million_tokens: Dollars per million tokens, at the on-demand price.
+        wall_s: Seconds that the trial ran.
+        reason: Why the trial has no speed.
+        folder: Run folder of the trial.
+    """
+
+    sweep: str
+    name: str
+    key: str
+    stage: str
+    status: str
+    simulated: bool
+    target: str
+    chips: float | None
+    model: str
+    batch: int | None
+    seq: int | None
+    precision: str
+    varied: str
+    parameters: int | None
+    layout: str
+    mesh: str
+    partition: str
+    microbatches: int | None
+    remat: str | None
+    step_s: float | None
+    p90_s: float | None
+    min_s: float | None
+    tokens_per_second: float | None
+    tokens_per_second_per_chip: float | None
+    mfu: float | None
+    peak_bytes: int | None
+    usable_bytes: int | None
+    sent_bytes: float | None
+    exposed_s: float | None
+    loss: float | None
+    eval_loss: float | None
+    goodput: float | None
+    restarts: int | None
+    data_wait: float | None
+    dollars_per_million_tokens: float | None
+    wall_s: float
+    reason: str | None
+    folder: str | None
+
+    def __repr__(self) -> str:
+        speed = "" if self.step_s is None else f", {duration(self.step_s)} a step"
+        return f"<TrialRow {self.model} {self.layout} {self.stage} on {self.target}: {self.status}{speed}>"
+
+
+class Trials(list[TrialRow]):
+    """The trials of sweeps: a list of `TrialRow`, shown as a table in notebooks."""
+
+    def __repr__(self) -> str:
+        counts = Counter(row.status for row in self)
+        return f"<Trials {len(self)}: {', '.join(f'{count} {status}' for status, count in counts.items())}>"
+
+    def _repr_html_(self) -> str:
+        from valkyrie.sweep.columns import COLUMNS
+
+        names = ("layout", "target", "model", "varied", "tokens_per_second_per_chip", "tokens_per_second", "step_s")
+        columns = [
+            Column[TrialRow](name, COLUMNS[name].label, COLUMNS[name].unit, attrgetter(name))
+            for name in (*names, "mfu", "peak_bytes", "loss", "stage", "status")
+        ]
+        return html_table([c for c in columns if any(c.text(row) for row in self)], self)
 
 
 def _printed(show: Callable[[Console], None]) -> str:

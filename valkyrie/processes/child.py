@@ -8,8 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from valkyrie.paths import open_to_append
@@ -98,6 +99,40 @@ class ChildProcess:
             file.seek(max(self._log_starts_at, self.log.stat().st_size - _MAX_LOG_BYTES))
             return file.read().decode(errors="replace").splitlines()[-MAX_LOG_LINES:]
         return []
+
+
+def run_streamed(command: Sequence[str], on_line: Callable[[str], object]) -> tuple[int, str]:
+    """Run a command, pass every line of its stdout to `on_line`, and return its exit status and its stderr.
+
+    On Ctrl-C, interrupts the command, waits until it has ended and raises KeyboardInterrupt. Another Ctrl-C kills it.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            _kill_with_parent(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        try:
+            try:
+                for line in process.stdout:
+                    on_line(line.rstrip("\n"))
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
+                for line in process.stdout:
+                    on_line(line.rstrip("\n"))
+                raise
+            status = process.wait()
+        finally:
+            process.stdout.close()
+            signal_group(process.pid, signal.SIGKILL)
+            process.wait()
+        errors.seek(0)
+        return status, errors.read()
 
 
 def module_command(name: str, *arguments: str) -> tuple[str, ...]:

@@ -33,10 +33,12 @@ def best_per_workload(rows: Iterable[Row]) -> list[Row]:
 def pareto_front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> list[Row]:
     """Return the rows on the Pareto front of speed per chip and `cost`, cheapest first."""
     costs = [(cost(row), row) for row in rows if row.ranked]
-    ordered = sorted(((c, row) for c, row in costs if c is not None), key=lambda p: (p[0], -(p[1].rate_per_chip or 0)))
+    ordered = sorted(
+        ((c, row) for c, row in costs if c is not None), key=lambda p: (p[0], -(p[1].tokens_per_second_per_chip or 0))
+    )
     best: list[Row] = []
     for _, row in ordered:
-        if not best or (row.rate_per_chip or 0) > (best[-1].rate_per_chip or 0):
+        if not best or (row.tokens_per_second_per_chip or 0) > (best[-1].tokens_per_second_per_chip or 0):
             best.append(row)
     return best
 
@@ -51,7 +53,7 @@ def pareto_ids(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -
 
 def peak_memory(row: Row) -> int | None:
     """Return the peak memory per device, in bytes, or None if unknown."""
-    return row.peak
+    return row.peak_bytes
 
 
 def chip_price(row: Row) -> float | None:
@@ -225,4 +227,4 @@ def _comparison_key(pair: RowPair) -> tuple[object, ...]:
 
 
 def _rate(row: Row) -> float:
-    return row.rate_per_chip or 0.0
+    return row.tokens_per_second_per_chip or 0.0

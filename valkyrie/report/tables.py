@@ -95,7 +95,7 @@ def training_table(rows: Sequence[Row]) -> TextTable:
 
 def has_results(row: Row) -> bool:
     """Return whether the trial of a row is ok and has a speed, peak memory or bytes sent."""
-    return row.ranked or (row.trial.status is Status.ok and bool(row.peak or row.sent))
+    return row.ranked or (row.trial.status is Status.ok and bool(row.peak_bytes or row.sent))
 
 
 def comparison_table(comparison: Comparison) -> TextTable:

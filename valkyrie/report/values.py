@@ -59,19 +59,23 @@ def bars(rows: Sequence[Row]) -> Values:
     row_labels = labels(rows)
     values: Values = []
     for row in [row for row in rows if row.ranked][:MAX_BARS]:
-        assert row.rate is not None and row.step_s is not None
+        assert row.tokens_per_second is not None and row.step_s is not None
         spread = row.step.p90_s is not None and row.step.min_s is not None
-        tokens = row.rate * row.step_s
-        low, high = (tokens / (row.step.p90_s or 1), tokens / (row.step.min_s or 1)) if spread else (row.rate, row.rate)
+        tokens = row.tokens_per_second * row.step_s
+        low, high = (
+            (tokens / (row.step.p90_s or 1), tokens / (row.step.min_s or 1))
+            if spread
+            else (row.tokens_per_second, row.tokens_per_second)
+        )
         values.append(
             {
                 "label": row_labels[row.id],
                 "partition": row.about.partition,
-                "rate": round_digits(row.rate),
-                "per_chip": round_digits(row.rate_per_chip),
+                "rate": round_digits(row.tokens_per_second),
+                "per_chip": round_digits(row.tokens_per_second_per_chip),
                 "low": round_digits(low),
                 "high": round_digits(high),
-                "end": round_digits(max(high, row.rate)),
+                "end": round_digits(max(high, row.tokens_per_second)),
                 "step": duration(row.step_s),
                 "spread": f"{duration(row.step.min_s or 0.0)} to {duration(row.step.p90_s or 0.0)}"
                 if spread
@@ -96,7 +100,7 @@ def cells(rows: Sequence[Row]) -> Values:
     values: Values = []
     for (dp, mp1, mp2), members in sorted(by_cell.items()):
         best = members[0]
-        rate = best.rate_per_chip if best.ranked else None
+        rate = best.tokens_per_second_per_chip if best.ranked else None
         reason = "" if best.ranked else best.reason or best.status
         text = _si_text(rate) if rate is not None else best.status.replace("does not fit", "no fit")
         values.append(
@@ -123,15 +127,17 @@ def memory(rows: Sequence[Row]) -> Values:
     `FAR_FACTOR` times the largest peak, `usable` is None too, and `far` is a sentence that explains why.
     """
     row_labels, pareto_front = labels(rows), pareto_ids(rows, peak_memory)
-    has_speeds = any(row.ranked and row.peak for row in rows)
-    fitting_rows = [row for row in rows if row.peak and (row.ranked if has_speeds else row.trial.status is Status.ok)]
-    shown_rows = fitting_rows + [row for row in rows if row.peak and row.trial.status is Status.does_not_fit]
+    has_speeds = any(row.ranked and row.peak_bytes for row in rows)
+    fitting_rows = [
+        row for row in rows if row.peak_bytes and (row.ranked if has_speeds else row.trial.status is Status.ok)
+    ]
+    shown_rows = fitting_rows + [row for row in rows if row.peak_bytes and row.trial.status is Status.does_not_fit]
     if not fitting_rows:
         return []
     if not has_speeds:
-        shown_rows = sorted(shown_rows, key=lambda row: row.peak or 0)[:MAX_BARS]
+        shown_rows = sorted(shown_rows, key=lambda row: row.peak_bytes or 0)[:MAX_BARS]
     largest, usable = (
-        max(row.peak or 0 for row in shown_rows),
+        max(row.peak_bytes or 0 for row in shown_rows),
         min((row.trial.results.memory.usable for row in shown_rows if row.trial.results.memory.usable), default=None),
     )
     far = ""
@@ -145,8 +151,8 @@ def memory(rows: Sequence[Row]) -> Values:
             "label": row_labels[row.id],
             "partition": row.about.partition,
             "work": row.work.label,
-            "peak": round_digits((row.peak or 0) / scale),
-            "rate": (round_digits(row.rate_per_chip) if row.ranked else 0.0) if has_speeds else None,
+            "peak": round_digits((row.peak_bytes or 0) / scale),
+            "rate": (round_digits(row.tokens_per_second_per_chip) if row.ranked else 0.0) if has_speeds else None,
             "status": "does not fit" if row.trial.status is Status.does_not_fit else "fits",
             "front": row.id in pareto_front,
             "unit": unit,
@@ -163,10 +169,10 @@ def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: flo
 
     Returns an empty set if more than `MAX_NAMES` names fit. `widest` is the largest memory in the chart, in bytes.
     """
-    highest = max(row.rate_per_chip or 0.0 for row in rows)
+    highest = max(row.tokens_per_second_per_chip or 0.0 for row in rows)
     name_positions: dict[str, tuple[float, float]] = {}
     for row in rows:
-        x, y = (row.peak or 0) / widest, (row.rate_per_chip or 0.0) / highest
+        x, y = (row.peak_bytes or 0) / widest, (row.tokens_per_second_per_chip or 0.0) / highest
         length = LETTER_WIDTH * max(map(len, row_labels.values()))
         if all(
             abs(x - other_x) > length or abs(y - other_y) > LINE_HEIGHT for other_x, other_y in name_positions.values()
@@ -258,7 +264,7 @@ def prices(rows: Sequence[Row]) -> Values:
             "work": row.work.label,
             "price": round_digits(row.price),
             "per_million": round_digits(row.dollars_per_million_tokens),
-            "rate": round_digits(row.rate_per_chip),
+            "rate": round_digits(row.tokens_per_second_per_chip),
             "front": row.id in pareto_front,
         }
         for row in priced

@@ -137,10 +137,10 @@ def _describe_missing_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
         return f"No layout {group.label} has a speed. The reasons are below."
     text = f"No layout {group.label} has a speed: {(ok_rows[0].reason or 'the step time is unknown').rstrip('.')}."
     several_workloads = len({row.work for row in ok_rows}) > 1
-    least_memory = min((row for row in ok_rows if row.peak), key=lambda row: row.peak or 0, default=None)
+    least_memory = min((row for row in ok_rows if row.peak_bytes), key=lambda row: row.peak_bytes or 0, default=None)
     if least_memory is not None:
         layout = _layout_text(least_memory, several_workloads)
-        text += f" Least memory: {layout}, {memory_text(least_memory.peak)} per device."
+        text += f" Least memory: {layout}, {memory_text(least_memory.peak_bytes)} per device."
     fewest_sent = min((row for row in ok_rows if row.sent), key=lambda row: sum(row.sent.values()), default=None)
     if fewest_sent is not None:
         size = decimal_bytes_text(sum(fewest_sent.sent.values()))
@@ -184,8 +184,8 @@ def _describe_equivalents(partition: str, rows: Sequence[Row], simplest: dict[st
 
 def explain_ratio(fast: Row, slow: Row) -> str:
     """Return a sentence with the ratio of two speeds, followed by sentences that explain the difference."""
-    assert fast.rate_per_chip and slow.rate_per_chip
-    ratio, (a, b) = fast.rate_per_chip / slow.rate_per_chip, distinguishing_names(fast, slow)
+    assert fast.tokens_per_second_per_chip and slow.tokens_per_second_per_chip
+    ratio, (a, b) = fast.tokens_per_second_per_chip / slow.tokens_per_second_per_chip, distinguishing_names(fast, slow)
     if within_noise(fast.trial, slow.trial) and (noise := _describe_noise(fast, slow)):
         return f"No difference beyond noise between {a} and {b}: {noise}."
     if ratio < EQUAL_RATIO:
@@ -276,7 +276,7 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
         by_work.setdefault(row.work, []).append(row)
     lines = []
     for members in by_work.values():
-        cheapest, fastest = members[0], max(members, key=lambda row: row.rate_per_chip or 0.0)
+        cheapest, fastest = members[0], max(members, key=lambda row: row.tokens_per_second_per_chip or 0.0)
         if cheapest.price != fastest.price:
             lines.append(
                 f"Cheapest: {_layout_text(cheapest, len(by_work) > 1)} on {cheapest.group.target}, "
@@ -299,16 +299,21 @@ def agreement_line(rows: Sequence[Row]) -> str | None:
 
 def _winner_numbers(row: Row, several_workloads: bool) -> tuple[BigNumber, ...]:
     """Return the main numbers of the fastest layout, and its workload if there are several."""
-    assert row.rate_per_chip is not None and row.rate is not None and row.step_s is not None
+    assert row.tokens_per_second_per_chip is not None and row.tokens_per_second is not None and row.step_s is not None
     usable, dollars = row.trial.results.memory.usable, row.dollars_per_million_tokens
     numbers = [
         BigNumber("layout", row.layout, row.work.label if several_workloads else ""),
-        BigNumber("tokens/s/chip", f"{row.rate_per_chip:,.0f}", f"{row.rate:,.0f} tokens/s on all chips", True),
+        BigNumber(
+            "tokens/s/chip",
+            f"{row.tokens_per_second_per_chip:,.0f}",
+            f"{row.tokens_per_second:,.0f} tokens/s on all chips",
+            True,
+        ),
         BigNumber("step", duration(row.step_s), "" if row.step.mfu is None else f"MFU {share_text(row.step.mfu)}"),
     ]
-    if row.peak is not None:
+    if row.peak_bytes is not None:
         of_usable = "" if usable is None else f"of {memory_text(usable)} usable"
-        numbers.append(BigNumber("peak memory per device", memory_text(row.peak), of_usable))
+        numbers.append(BigNumber("peak memory per device", memory_text(row.peak_bytes), of_usable))
     if row.group.stage == "train" and row.trial.results.loss is not None:
         numbers.append(
             BigNumber("loss", f"{row.trial.results.loss:.4f}", f"after {row.trial.results.steps or 0:,} steps")
@@ -330,7 +335,11 @@ def _describe_ties(row: Row, rows: Sequence[Row]) -> str:
     if has_spread(row.trial):
         others, tolerance = [r for r in others if within_noise(row.trial, r.trial)], "the spread of the step times"
     else:
-        others = [r for r in others if (r.rate_per_chip or 0.0) >= (row.rate_per_chip or 0.0) / EQUAL_RATIO]
+        others = [
+            r
+            for r in others
+            if (r.tokens_per_second_per_chip or 0.0) >= (row.tokens_per_second_per_chip or 0.0) / EQUAL_RATIO
+        ]
     if not others:
         return ""
     suffix = f" and {len(others) - 3} more" if len(others) > 3 else ""

@@ -76,12 +76,12 @@ _ALL = (
     _Column("predicted_mfu", "predicted MFU", "share", lambda r: r.prediction and r.prediction.step.mfu),
     _Column("p90_s", "p90", "seconds", lambda r: r.step.p90_s, "90th percentile of the step time"),
     _Column("min_s", "fastest step", "seconds", lambda r: r.step.min_s),
-    _Column("tokens_per_second", "tokens/s", "speed", lambda r: r.rate, "tokens per second on all chips"),
+    _Column("tokens_per_second", "tokens/s", "speed", lambda r: r.tokens_per_second, "tokens per second on all chips"),
     _Column(
         "tokens_per_second_per_chip",
         "tokens/s/chip",
         "speed",
-        lambda r: r.rate_per_chip,
+        lambda r: r.tokens_per_second_per_chip,
         "tokens per second, divided by the number of chips",
     ),
     _Column(
@@ -91,7 +91,7 @@ _ALL = (
         "peak_bytes",
         "peak memory",
         "bytes",
-        lambda r: r.peak,
+        lambda r: r.peak_bytes,
         "peak memory per device, or the memory needed if it does not fit",
         "hbm_gib",
         1 / GIB,
@@ -101,7 +101,7 @@ _ALL = (
         "full",
         "of usable",
         "share",
-        lambda r: _ratio(r.peak, r.trial.results.memory.usable),
+        lambda r: _ratio(r.peak_bytes, r.trial.results.memory.usable),
         "peak memory as a share of the usable memory of a device",
     ),
     _Column(
@@ -142,6 +142,7 @@ _ALL = (
         "share of the training's step time spent waiting for data",
     ),
     _Column("loss", "loss", "loss", lambda r: r.trial.results.loss),
+    _Column("eval_loss", "evaluation loss", "loss", lambda r: r.trial.results.eval_loss),
     _Column("trained_loss", "loss", "loss", lambda r: r.trial.results.loss if r.trial.stage == "train" else None),
     _Column(
         "dollars_per_million_tokens",
@@ -159,6 +160,7 @@ _ALL = (
     ),
     _Column("wall_s", "wall time", "seconds", lambda r: r.trial.wall_s),
     _Column("reason", "reason", "text", lambda r: r.reason, "why the trial has no speed"),
+    _Column("folder", "folder", "text", lambda r: None if r.folder is None else str(r.folder)),
 )
 COLUMNS = {column.name: column for column in _ALL}
 
@@ -188,10 +190,11 @@ BEST_COLUMNS = select_columns(
 )
 CSV_COLUMNS = select_columns(
     *("sweep", "name", "key", "stage", "status", "simulated", "target", "chips", "model", "batch", "seq", "precision"),
-    *("varied", "parameters", "layout", "mesh", "partition", "step_s", "p90_s", "min_s", *_RATES, "peak_bytes"),
-    *("usable_bytes", "sent_bytes", "exposed_s", "goodput", "restarts", "data_wait", "dollars_per_million_tokens"),
-    "reason",
+    *("varied", "parameters", "layout", "mesh", "partition", "microbatches", "remat", "step_s", "p90_s", "min_s"),
+    *(*_RATES, "peak_bytes", "usable_bytes", "sent_bytes", "exposed_s", "loss", "eval_loss", "goodput", "restarts"),
+    *("data_wait", "dollars_per_million_tokens", "wall_s", "reason", "folder"),
 )
+"""Columns of CSV files, and the fields of `valkyrie.TrialRow`."""
 WANDB_RUN_COLUMNS = select_columns(
     *("status", "reason", "stage", "wall_s", "simulated", *_RATES, "step_s", "peak_bytes", "loss", "sent_bytes"),
     *("goodput", "restarts", "data_wait", "dollars_per_million_tokens", "predicted_step_s", "predicted_mfu"),

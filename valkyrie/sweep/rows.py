@@ -88,7 +88,7 @@ class Row:
         about: The layout, with question marks if the configuration does not compose.
         layout: Name of the layout, or of the trial if the configuration does not compose.
         step_s: Step time.
-        peak: Peak memory per device, or the memory needed if it does not fit.
+        peak_bytes: Peak memory per device, or the memory needed if it does not fit.
         parts: Step time by part. A measured step has two parts: collectives, and everything else.
         exposed_s: Seconds of a predicted step spent waiting for communication.
         price: On-demand price of a chip in dollars per hour.
@@ -111,7 +111,7 @@ class Row:
     about: LayoutRecord
     layout: str
     step_s: float | None
-    peak: int | None
+    peak_bytes: int | None
     parts: tuple[StepPart, ...]
     exposed_s: float | None
     price: float | None
@@ -144,7 +144,11 @@ class Row:
     @property
     def ranked(self) -> bool:
         """Whether the trial is ok and has a speed, so that it can be ranked."""
-        return self.trial.status is Status.ok and None not in (self.rate_per_chip, self.rate, self.step_s)
+        return self.trial.status is Status.ok and None not in (
+            self.tokens_per_second_per_chip,
+            self.tokens_per_second,
+            self.step_s,
+        )
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -157,12 +161,12 @@ class Row:
         return self.trial.results.step
 
     @property
-    def rate(self) -> float | None:
+    def tokens_per_second(self) -> float | None:
         """Tokens per second on all chips."""
         return self.step.tokens_per_second
 
     @property
-    def rate_per_chip(self) -> float | None:
+    def tokens_per_second_per_chip(self) -> float | None:
         """Tokens per second per chip."""
         return self.step.tokens_per_second_per_chip
 
@@ -204,7 +208,11 @@ class RowPair:
     @property
     def ratio(self) -> float | None:
         """Speed of `b` divided by that of `a`, or None if either is unknown."""
-        return self.b.rate_per_chip / self.a.rate_per_chip if self.a.rate_per_chip and self.b.rate_per_chip else None
+        return (
+            self.b.tokens_per_second_per_chip / self.a.tokens_per_second_per_chip
+            if self.a.tokens_per_second_per_chip and self.b.tokens_per_second_per_chip
+            else None
+        )
 
 
 def make_rows(
@@ -254,7 +262,7 @@ def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, v
         about=about,
         layout=trial.name if trial.about is None else about.name,
         step_s=step_s,
-        peak=memory.required or None,
+        peak_bytes=memory.required or None,
         parts=results.parts or measured_parts(results.trace, step.step_s),
         exposed_s=results.communication.exposed_s if results.parts and results.communication else None,
         price=price,
@@ -270,7 +278,10 @@ def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, v
 def sort_by_speed(rows: Iterable[Row]) -> list[Row]:
     """Sort rows by tokens/s/chip, fastest first. Rows without a speed come last, sorted by status and name."""
     order = list(Status)
-    return sorted(rows, key=lambda r: (not r.ranked, -(r.rate_per_chip or 0.0), order.index(r.trial.status), r.layout))
+    return sorted(
+        rows,
+        key=lambda r: (not r.ranked, -(r.tokens_per_second_per_chip or 0.0), order.index(r.trial.status), r.layout),
+    )
 
 
 def group_by_kind(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:

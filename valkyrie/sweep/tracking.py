@@ -283,11 +283,11 @@ def _totals(rows: Sequence[Row]) -> dict[str, object]:
     """Return the summary of the parent run: trials by status, and the name and speed of each stage's fastest trial."""
     totals: dict[str, object] = {f"trials/{s.value}": sum(row.trial.status is s for row in rows) for s in Status}
     for stage in sorted({row.trial.stage for row in rows}):
-        rated_rows = [row for row in rows if row.trial.stage == stage and row.rate_per_chip is not None]
+        rated_rows = [row for row in rows if row.trial.stage == stage and row.tokens_per_second_per_chip is not None]
         if rated_rows:
             best = max(rated_rows, key=lambda row: row.trial.results.objective)
             totals |= {f"best/{stage}": best.trial.name}
-            totals |= {f"best/{stage}/tokens_per_second_per_chip": best.rate_per_chip}
+            totals |= {f"best/{stage}/tokens_per_second_per_chip": best.tokens_per_second_per_chip}
     return totals
 
 
