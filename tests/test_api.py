@@ -147,6 +147,9 @@ print(jax.device_count())
         (["batch=0"], "batch=0:"),
         (["bach=8"], "mean batch?"),
         (["target=v4-63"], "v4-64"),
+        (["target=[v5e-8,v5e-16]"], "Use target=v5e-8 or target=v5e-16, or make a run for each."),
+        (["batch=8,16"], "takes one. Make a run for each."),
+        (["model.name=gpt2"], "Write model=gpt2."),
     ],
 )
 def test_a_mistake_is_a_value_error_with_the_message_of_the_command(overrides: list[str], message: str):
@@ -161,10 +164,19 @@ def test_a_folder_without_a_run_is_named(here: Path):
     assert str(error.value).startswith(f"{here / 'nothing'} does not exist")
 
 
-def test_the_error_for_the_name_of_a_run_has_its_path(here: Path):
-    (here / "runs" / "mine").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"^mine does not exist. Did you mean runs/mine\?$"):
-        valkyrie.load("mine")
+def test_a_run_is_loaded_by_name_or_as_the_latest(here: Path):
+    with pytest.raises(ValueError, match=r"^latest: there is no run with a checkpoint"):
+        valkyrie.load("latest")
+    folder = here / "runs" / "mine"
+    folder.mkdir(parents=True)
+    valkyrie.compose("model=gpt_tiny", "mesh=1x1x1", "seed=5").save(folder / "run.yaml")
+    assert valkyrie.load("mine").config.seed == 5
+    checkpoint = folder / "checkpoints" / "5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
+    assert valkyrie.load("latest").config.seed == 5
+    with pytest.raises(ValueError, match=r"^min: there is no such run .* Did you mean mine\?"):
+        valkyrie.load("min")
 
 
 untyped: Any = valkyrie

@@ -45,6 +45,8 @@ MISTAKES: dict[str, list[str]] = {
     "a letter in the place of x": ["mesh=2×2×2"],
     "a comma at the end": ["model=gpt_tiny,"],
     "a blank after the sign": ["steps=", "5"],
+    "a number for a name": ["partition=3"],
+    "a range outside of a sweep": ["seed=range(1,3)"],
     "an empty choice": ["seed=choice()"],
     "another search path": ["hydra.searchpath=[file://own]"],
     "keys that refer to each other": ["steps=${batch}", "batch=${steps}"],

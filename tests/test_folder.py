@@ -14,6 +14,7 @@ from helpers import assert_golden_message, compose_run
 from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.tiers import Checkpoints
 from valkyrie.config.modes import MODES
+from valkyrie.config.unread import replacement_notes
 from valkyrie.processes.locks import WRITER, write_lock
 from valkyrie.runs.folder import (
     RUN,
@@ -53,6 +54,15 @@ def test_a_run_is_found_by_name_and_by_path(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "one")
     assert find_run(tmp_path, "one") == folder
     assert find_run(Path("runs"), str(folder)) == folder
+
+
+def test_another_model_than_that_of_the_run_is_noted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "one")
+    same, other = compose_run("model=s5_tiny", "mode=show"), compose_run("model=gpt_tiny", "mode=show", "seed=3")
+    resumed = [run.changed(resume=str(folder)) for run in (same, other)]
+    first, *_ = replacement_notes(resumed[1])
+    assert replacement_notes(same) == replacement_notes(resumed[0]) == []
+    assert "model=gpt_tiny replaces model=s5_tiny" in first and first.endswith(" of one") and "seed" not in first
 
 
 def test_a_folder_without_a_finished_checkpoint_is_not_a_run(tmp_path: Path) -> None:

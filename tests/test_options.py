@@ -101,6 +101,8 @@ def test_compiler_errors_about_options_are_explained():
     assert unreadable is not None
     assert unreadable.startswith(f"{KEY}.{GATHERS}=maybe: the compiler")
     assert unreadable.endswith("Options are: auto.")
+    message = "INVALID_ARGUMENT: No such compile option: 'xla_nothing'"
+    assert str(explain_refusal(message, in_python=True)).startswith('options={"xla_nothing": ...}: the compiler')
     out_of_memory = "RESOURCE_EXHAUSTED: out of memory"
     assert explain_refusal(out_of_memory) is None
 

@@ -72,25 +72,29 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
     usage = 'compose takes strings, such as compose("model=gpt_tiny", "mesh=2x2x2")'
     for override in overrides:
         require_type(override, str, usage)
-    return _refuse_illegal(parse_run([*_config_flags(config_dir), *overrides]))
+    return _refuse_illegal(parse_run([*_config_flags(config_dir), *overrides], in_python=True))
 
 
 def load(folder: str | Path, *overrides: str) -> Run:
     """Load a run from the `run.yaml` of a run folder, with some keys overridden: `load(folder, "steps=400")`.
+
+    `folder` is a path, the name of a run under `runs`, or `latest`, as for `resume=`.
 
     `fit` resumes it from its newest checkpoint. Another choice of a group (`mesh=4x2x1`) replaces that group, and all
     other settings keep their saved values, as with `resume=`. Raises ValueError if the file is missing or damaged, and
     for the same reasons as `compose`.
     """
     from valkyrie.config.arguments import load_run
+    from valkyrie.runs.folder import find_run, key_values
 
     require_type(folder, str | Path, "load takes the path of a run folder")
     for override in overrides:
         require_type(override, str, 'load takes overrides as strings, such as load(folder, "steps=400")')
-    folder = Path(folder)
-    if not folder.exists() and not folder.is_absolute() and (in_runs := Path(RunConfig.runs) / folder).is_dir():
-        raise ValueError(f"{folder} does not exist. Did you mean {in_runs}?")
-    return _refuse_illegal(load_run(folder, overrides))
+    path = Path(folder)
+    if not path.exists() and len(path.parts) == 1:
+        runs = Path(key_values(overrides).get("runs", RunConfig.runs))
+        path = runs / path if (runs / path).is_dir() else find_run(runs, str(folder), key="")
+    return _refuse_illegal(load_run(path, overrides))
 
 
 def named_slice(name: str, *, slices: int = 1) -> Slice:

@@ -24,7 +24,7 @@ from valkyrie.config.files import check_folder
 from valkyrie.config.mistakes import bytes_not_utf8, refuse_typos, version_text
 from valkyrie.config.run import Run
 from valkyrie.config.saved import PrimaryConfig, config_dirs, find_primary_config
-from valkyrie.config.unread import unread_notes
+from valkyrie.config.unread import replacement_notes, unread_notes
 from valkyrie.extensions import add_import_path
 from valkyrie.problems import Problem
 from valkyrie.processes.ending import INTERRUPTED
@@ -78,7 +78,7 @@ def dispatch() -> None:
             run = replace(Run.from_config(config), arguments=tuple(arguments))
             if problems := run.problems():
                 raise ValueError(_describe_problems(run, problems))
-            for note in unread_notes(run):
+            for note in (*unread_notes(run), *replacement_notes(run)):
                 print(f"note: {note}", file=sys.stderr)
             sys.exit(_dispatch(run))
     except BrokenPipeError:

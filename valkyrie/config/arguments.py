@@ -20,6 +20,7 @@ from valkyrie.config.choices import Chips
 from valkyrie.config.compose import composing
 from valkyrie.config.explain import explain
 from valkyrie.config.files import find_inclusion_cycle
+from valkyrie.config.mistakes import refuse_typos
 from valkyrie.config.modes import get_mode
 from valkyrie.config.run import Run
 from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH_FLAGS, config_dirs, find_primary_config
@@ -141,11 +142,15 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
         raise ValueError(f"{argument}: {parent} is null, so it has no keys.{hint}") from error
 
 
-def parse_run(arguments: Sequence[str]) -> Run:
+def parse_run(arguments: Sequence[str], *, in_python: bool = False) -> Run:
     """Compose arguments of `valkyrie-train` into a run. Does not check the run for problems.
+
+    `in_python` is whether a Python program passes them, for messages about several values.
 
     If the arguments cannot be composed, raises ValueError with the message that `valkyrie-train` would print.
     """
+    arguments = expand_shorthand(arguments)
+    refuse_typos(arguments, multirun=False, in_python=in_python)
     try:
         return _compose(read_arguments(arguments))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -157,6 +162,7 @@ def load_run(folder: Path, overrides: Sequence[str]) -> Run:
 
     If the settings or overrides are invalid, raises ValueError with the message that `valkyrie-train` would print.
     """
+    refuse_typos(overrides, multirun=False, in_python=True)
     hydra_arguments = read_arguments(overrides)
     if refused := {"name", "resume"} & {key_value(override)[0] for override in hydra_arguments}:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import version
@@ -30,8 +31,11 @@ def bytes_not_utf8(text: str) -> str:
     return " ".join(f"{ord(letter) - 0xDC00:02x}" for letter in text if "\udc80" <= letter <= "\udcff")
 
 
-def refuse_typos(arguments: Sequence[str], multirun: bool) -> None:
-    """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b`, ..., with the correct form."""
+def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = False) -> None:
+    """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b`, ..., with the correct form.
+
+    With `in_python`, messages about several values suggest several runs, because only commands run sweeps.
+    """
     if sum(argument.partition("=")[0] in CONFIG_DIR_FLAGS for argument in arguments) > 1:
         raise ValueError("--config-dir can be given once. Put the files of both folders into one.")
     for argument in arguments:
@@ -51,10 +55,10 @@ def refuse_typos(arguments: Sequence[str], multirun: bool) -> None:
         _refuse_missing_value(argument, next_argument)
     for argument in overrides:
         key, _, value = argument.partition("=")
-        _refuse_wrong_choice(argument, key.lstrip("+"), value)
+        _refuse_wrong_choice(argument, key.lstrip("+"), value, in_python)
         _refuse_hydra_syntax(argument, key, value)
         if not multirun:
-            _refuse_several_values(argument, key.lstrip("+"), value)
+            _refuse_several_values(argument, key.lstrip("+"), value, in_python)
 
 
 def _refuse_dashes(flag: str, next_argument: str) -> None:
@@ -109,7 +113,7 @@ def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
         )
 
 
-def _refuse_wrong_choice(argument: str, key: str, value: str) -> None:
+def _refuse_wrong_choice(argument: str, key: str, value: str, in_python: bool) -> None:
     """Raise ValueError for a group set to a list or null, and for `model.name=x`.
 
     The latter would change the name in records but not the settings.
@@ -119,26 +123,32 @@ def _refuse_wrong_choice(argument: str, key: str, value: str) -> None:
     if is_name_key and (group in ("mesh", "target") or value in config_names(group)):
         raise ValueError(f"{argument} changes only the name, not the settings. Write {group}={value}.")
     if key in _GROUPS and value.startswith("["):
-        raise ValueError(f"{argument}: {key}= takes one choice, not a list{_choice_hint(key, value)}")
+        raise ValueError(f"{argument}: {key}= takes one choice, not a list{_choice_hint(key, value, in_python)}")
+    if key != "mesh" and re.fullmatch(r"[+-]?[\d.]+(e\d+)?|true|false", value) and (names := config_names(key)):
+        listed = "target=v5e-8" if key == "target" else f"{key}={names[0]}. Names: {', '.join(names)}"
+        raise ValueError(f"{argument}: {key}= takes a name, such as {listed}.")
     if key in _GROUPS and key != "task" and value == "null":
         raise ValueError(f"{argument}: {key} cannot be null. Leave it out for the default, or choose one.")
 
 
-def _choice_hint(key: str, value: str) -> str:
-    """Return the end of the message for a list: how to choose one of its values, or run a sweep over all."""
+def _choice_hint(key: str, value: str, in_python: bool) -> str:
+    """Return the end of the message for a list: how to choose one of its values, or to run all of them."""
     choices = [choice for choice in value.strip("[]").replace(" ", "").split(",") if choice]
     if key == "mesh" or len(choices) < 2:
         return f": {key}={'x'.join(choices) or 'NAME'}."
     alternatives = " or ".join(f"{key}={choice}" for choice in choices)
+    if in_python:
+        return f". Use {alternatives}, or make a run for each."
     return f". Use {alternatives}, or run a sweep over them: valkyrie-train -m {key}={','.join(choices)}"
 
 
-def _refuse_several_values(argument: str, key: str, value: str) -> None:
+def _refuse_several_values(argument: str, key: str, value: str, in_python: bool) -> None:
     if re.fullmatch(r"\d+(s?,\d+)+", value) and key == "mesh":
         raise ValueError(f"{argument}: join the sizes of a mesh with the letter x: mesh={value.replace(',', 'x')}.")
     is_text = key in ("prompt", "data.paths")  # a comma is part of it
-    if key.partition(".")[0] in _KEYS and not is_text and re.fullmatch(r"[\w.+-]+(,[\w.+-]+)+", value):
-        raise ValueError(
-            f"{argument} has several values, but a run takes one. Add -m for a sweep over them: "
-            f"valkyrie-train -m {argument}"
-        )
+    several = r"[\w.+-]+(,[\w.+-]+)+|(choice|range|glob|interval)\(.*\)"
+    if key.partition(".")[0] in _KEYS and not is_text and re.fullmatch(several, value):
+        remedy = f"Add -m for a sweep over them: valkyrie-train -m {shlex.quote(argument)}"
+        if in_python:
+            remedy = "Make a run for each."
+        raise ValueError(f"{argument} has several values, but a run takes one. {remedy}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from valkyrie.config.modes import NEUTRAL_KEYS, ModeConfig
 from valkyrie.config.run import Run, RunConfig
-from valkyrie.runs.folder import key_value, split_flags
+from valkyrie.runs.folder import changed_settings, find_run, key_value, split_flags
 from valkyrie.units import escape_control_characters
 
 _ALWAYS_READ = NEUTRAL_KEYS | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
@@ -32,6 +33,21 @@ def unread_notes(run: Run) -> list[str]:
         if unread and not set(unread) & set(unread_by_mode):
             notes.append(f"{_join_settings(unread)} {'has' if len(unread) == 1 else 'have'} no effect: {reason}")
     return notes
+
+
+def replacement_notes(run: Run) -> list[str]:
+    """Return a note if another model replaces that of the run in `resume`, in a mode that does not load its weights."""
+    config = run.config
+    if config.resume is None or config.mode.reads_run or config.mode.name == "train":
+        return []
+    folder = find_run(Path(config.runs), config.resume)
+    changed = {key: texts for key, texts in changed_settings(run, folder).items() if key.startswith("model.")}
+    replaced = [
+        f"{name}={now} replaces {name}={saved}"
+        for key, (now, saved) in changed.items()
+        for name in (key.removesuffix(".name"),)
+    ]
+    return [f"{_join_settings(replaced)} of {folder.name}"] if replaced else []
 
 
 def mode_reads(mode: ModeConfig, key: str) -> bool:

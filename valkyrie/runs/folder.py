@@ -58,14 +58,17 @@ _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-
 """Packages with an effect on the results of a run. `versions` records their versions."""
 
 
-def find_run(runs: Path, resume: str) -> Path:
-    """Find the run folder of `resume`: `latest`, a name under `runs`, or a path. Raises ValueError if there is none."""
+def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
+    """Find the run folder of `resume`: `latest`, a name under `runs`, or a path. Raises ValueError if there is none.
+
+    `key` precedes `resume` in messages.
+    """
     candidates = sorted((f for f in runs.glob("*") if is_resumable(f)), key=_last_save_time)
     if resume == "latest":
         if not candidates:
             raise ValueError(
-                f"resume=latest: there is no run with a checkpoint under runs={runs}. Train one first, or name one: "
-                "resume=NAME or resume=FOLDER."
+                f"{key}latest: there is no run with a checkpoint under runs={runs}. Train one first, or name one: "
+                f"{key}NAME or {key}FOLDER."
             )
         return candidates[-1]
     for folder in (runs / resume, Path(resume)):
@@ -73,13 +76,13 @@ def find_run(runs: Path, resume: str) -> Path:
             return folder
     for folder in Path(resume).absolute().parents:
         if Path(resume).exists() and is_resumable(folder):
-            raise ValueError(f"resume={resume} is inside a run folder. Use resume={folder}.")
+            raise ValueError(f"{key}{resume} is inside a run folder. Use {key}{folder}.")
     known = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
     names = {f.name.lower(): f.name for f in candidates}
     nearest = suggest(resume.lower(), names, cutoff=0.75)
-    hint = f" Did you mean resume={names[nearest]}?" if nearest else ""
+    hint = f" Did you mean {key}{names[nearest]}?" if nearest else ""
     raise ValueError(
-        f"resume={resume}: there is no such run with a checkpoint under runs={runs}.{hint} Newest runs: {known}."
+        f"{key}{resume}: there is no such run with a checkpoint under runs={runs}.{hint} Newest runs: {known}."
     )
 
 

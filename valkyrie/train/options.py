@@ -81,30 +81,36 @@ def option_text(value: object) -> str | None:
 
 
 @contextlib.contextmanager
-def explain_option_errors() -> Iterator[None]:
-    """Turn XLA's errors about options into OptionRefused."""
+def explain_option_errors(*, in_python: bool = False) -> Iterator[None]:
+    """Turn XLA's errors about options into OptionRefused. `in_python`: the options are `options=` of `predict`."""
     import jax  # not at the top: reports print options without JAX
 
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if reason := explain_refusal(str(error)):
+        if reason := explain_refusal(str(error), in_python=in_python):
             raise OptionRefused(reason) from None
         raise
 
 
-def explain_refusal(message: str) -> str | None:
-    """Explain a compiler error about an option. Returns None for other errors."""
+def explain_refusal(message: str, *, in_python: bool = False) -> str | None:
+    """Explain a compiler error about an option. Returns None for other errors.
+
+    The message names the key of a run or, with `in_python`, the argument `options=`.
+    """
     if name := unknown_option(message):
         names = {option for chip in known_chips().values() for option in chip.xla_options}
         suggestion = suggest(name, sorted(names))
         hint = f" Did you mean {suggestion}? Otherwise," if suggestion else ""
-        remedy = f"{'remove' if hint else 'Remove'} it, or set {KEY}.{name}=null if it is a default of the chip."
-        return f"{KEY}.{name}: {_compiler()} has no such option.{hint} {remedy}"
+        default = "" if in_python else f", or set {KEY}.{name}=null if it is a default of the chip"
+        setting = f'options={{"{name}": ...}}' if in_python else f"{KEY}.{name}"
+        remedy = f"{'remove' if hint else 'Remove'} it{default}."
+        return f"{setting}: {_compiler()} has no such option.{hint} {remedy}"
     if details := unreadable_option(message):
         name, value, reason = details
         cause = f" {reason}." if reason else ""
-        return f"{KEY}.{name}={value}: {_compiler()} cannot parse this value.{cause}"
+        setting = f'options={{"{name}": "{value}"}}' if in_python else f"{KEY}.{name}={value}"
+        return f"{setting}: {_compiler()} cannot parse this value.{cause}"
     return None
 
 

@@ -113,10 +113,7 @@ def predict_function(
             "slice.mesh(...) for its arguments or in_shardings, or pass the mesh to predict: mesh=slice.mesh(...)."
         )
     _refuse_other_devices(mesh, target)
-    work, texts = (
-        work or ProgramWork(),
-        {k: text for k, v in (options or {}).items() if (text := option_text(v)) is not None},
-    )
+    work, texts = work or ProgramWork(), _option_texts(options or {})
     name, axes = work.name or _function_name(function), {str(axis): int(size) for axis, size in mesh.shape.items()}
     user_options = tuple(Option(key, text, USER) for key, text in texts.items())
     if compiled is not None:
@@ -186,7 +183,7 @@ def _compile_here(
         return lowered.compile(compiler_options=compiler_options or texts or None)
 
     try:
-        with explain_option_errors(), without_cache():
+        with explain_option_errors(in_python=True), without_cache():
             compiled, used_options = compile_within_memory(list(options), compile, platform)
             peak = peak_without_host(compiled, compile, used_options, platform)
     except jax.errors.JaxRuntimeError as error:
@@ -365,6 +362,15 @@ def _lower(
             "result of its .lower(...) or .compile(), or a Run."
         )
     return function.lower(*arguments, **kwargs), None
+
+
+def _option_texts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Format compiler options for the compiler, without those that are None. Raises TypeError for other types."""
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, str | bool | int | float | None):
+            usage = 'options= takes names of compiler options and words or numbers, such as {"xla_foo": True}'
+            raise TypeError(f"{usage}, not {{{name!r}: {value!r}}}.")
+    return {name: text for name, value in options.items() if (text := option_text(value)) is not None}
 
 
 def _function_name(function: Any) -> str:
