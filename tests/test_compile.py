@@ -29,6 +29,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine.replay import Replay
 from valkyrie.paths import source_digest
+from valkyrie.processes.child import ChildProcess
 from valkyrie.records import RecordError, decode, encode, read_record, write_record
 from valkyrie.search.compile import cache
 from valkyrie.search.compile import runner as compiling
@@ -422,3 +423,12 @@ def test_a_killed_command_ends_its_compiler(tmp_path: Path, lived_s: int):
         time.sleep(0.2)
     assert not child.exists()
     assert not scratch.exists()
+
+
+def test_a_flag_that_libtpu_refuses_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_foo=1")
+    command = [sys.executable, "-c", "print(\"ERROR: Unknown command line flag 'xla_foo'\\nmore\")"]
+    child = ChildProcess(command, {}, tmp_path / "compiler.log")
+    outcome = compiling.run_compiler(child, 60, "mode.time_limit_s", lambda _: None, lambda: False)
+    assert outcome is not None and outcome.status is CompileStatus.refused
+    assert outcome.reason.startswith("LIBTPU_INIT_ARGS=--xla_foo=1: libtpu has no flag xla_foo.")

@@ -33,6 +33,9 @@ def test_simulated_devices_are_announced() -> None:
     assert devices.note.startswith("SIMULATED: 2 CPU ")
 
 
+COUNT = "--xla_force_host_platform_device_count=8"
+
+
 def test_a_mesh_uses_only_as_many_devices_as_its_size() -> None:
     devices = acquire_devices(some_run("mesh=1x2x1"))
     assert len(devices.devices) == 2
@@ -43,6 +46,16 @@ def test_too_few_devices_are_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError) as caught:
         acquire_devices(some_run("mesh=4x4x2", "partition=fsdp", "batch=32"))
     assert all(part in str(caught.value) for part in ("needs 32 devices", "8 x cpu", "mesh=1x1x8"))
+
+
+def test_a_mesh_larger_than_the_first_of_a_process_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, reason in (
+        ("", "fixed when this process first used JAX. Start a new process"),
+        (COUNT, "Remove that flag"),
+    ):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        with pytest.raises(ValueError, match=f"^mesh=4x4x2 needs 32 devices, but this process has 8 x cpu: .*{reason}"):
+            acquire_devices(some_run("mesh=4x4x2", "partition=fsdp", "batch=32"))
 
 
 def test_other_chips_than_the_target_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

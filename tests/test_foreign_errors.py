@@ -28,6 +28,7 @@ from valkyrie.foreign_errors import (
     topology_reason,
     unknown_option,
     unreadable_option,
+    wrong_flag,
     wrong_value,
 )
 
@@ -80,6 +81,14 @@ def test_hydra_errors_are_explained():
     with pytest.raises(OverrideParseException) as raised:
         OverridesParser.create().parse_overrides(["modules=[é.txt]"])
     assert needs_quotes(str(raised.value)) and not needs_quotes("no viable alternative at input '[3'")
+
+
+def test_wrong_flags_of_libtpu_are_explained():
+    assert wrong_flag("ERROR: Unknown command line flag 'xla_foo'") == "has no flag xla_foo"
+    assert (
+        wrong_flag("ERROR: Illegal value 'abc' specified for flag 'xla_b'") == "cannot read abc as the value of xla_b"
+    )
+    assert wrong_flag("ERROR: another") is None
 
 
 @pytest.mark.parametrize(

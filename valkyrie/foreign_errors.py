@@ -233,6 +233,15 @@ def unreadable_option(message: str) -> tuple[str, str, str] | None:
     return (match[2], match[1], match[3].strip().rstrip(".")) if match else None
 
 
+def wrong_flag(line: str) -> str | None:
+    """Return what libtpu reports about a wrong flag in `LIBTPU_INIT_ARGS` before it ends the process, or None."""
+    if match := re.match(r"ERROR: Unknown command line flag '(.*)'", line):
+        return f"has no flag {match[1]}"
+    if match := re.match(r"ERROR: Illegal value '(.*)' specified for flag '(.*)'", line):
+        return f"cannot read {match[1]} as the value of {match[2]}"
+    return None
+
+
 def first_lines(text: str) -> str:
     """Return the first two lines that are not empty, joined by a space and cut to 600 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -129,9 +128,12 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
             f"mesh={mesh.name} has {mesh.size} devices, which do not divide evenly among {team.count} processes. Use a "
             f"mesh with a multiple of {team.count} devices, or another number of processes."
         )
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # the backend is already initialised; the check below decides
+    count_from_flags, is_fixed = _DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", ""), False
+    if not count_from_flags:
+        try:
             jax.config.update("jax_num_cpu_devices", mesh.size // team.count)
+        except RuntimeError:  # the backend is already initialised; the check below decides
+            is_fixed = True
     platform = get_platform(target.platform).jax_name
     try:
         devices = jax.devices(platform)
@@ -146,6 +148,18 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
         raise ValueError(
             f"target={target.describe()} needs {target.chip.name} chips, but this machine has {len(devices)} x {kind}. "
             "Use target=auto to train on those."
+        )
+    if len(devices) < mesh.size and actual_platform.runs_on_host and (is_fixed or count_from_flags):
+        reason, remedy = (
+            "their number was fixed when this process first used JAX",
+            "Start a new process with the largest mesh first",
+        )
+        if count_from_flags:
+            reason, remedy = f"XLA_FLAGS has {_DEVICE_COUNT_FLAG}", "Remove that flag"
+        raise ValueError(
+            f"mesh={mesh.name} needs {mesh.size} devices, but this process has {len(devices)} x {kind}: {reason}. "
+            f"{remedy}, or use a mesh of at most {len(devices)} devices, such as "
+            f"mesh=1x1x{len(devices)}."
         )
     if len(devices) < mesh.size or (actual_platform.uses_every_device and len(devices) != mesh.size):
         surplus = ", and a program must use all of them" if len(devices) > mesh.size else ""
@@ -198,6 +212,7 @@ def only_libtpu_without_a_tpu() -> bool:
     return find_spec("libtpu") is not None and not has_other_plugins
 
 
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _THREADS_PER_DEVICE = 4
 """Threads of a simulated device: it computes while it waits in up to three collectives, each on a separate thread."""
 

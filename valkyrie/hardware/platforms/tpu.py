@@ -19,6 +19,8 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise libtpu aborts when a second process loads it
 }
 """Environment variables to set before libtpu is loaded on a machine without a TPU."""
+LIBTPU_FLAGS = "LIBTPU_INIT_ARGS"
+"""Environment variable with flags that libtpu reads when it is loaded."""
 
 UNNAMED_FACTOR, LOSS_FACTOR, GROUP_FACTOR = 0.4, 0.65, 0.5
 """Factors on three parts of the memory estimate, chosen for the least error over the layouts of experiments/memory.py.
@@ -150,8 +152,14 @@ def _refusal_message(target: TargetConfig, topology: Topology, error: Exception)
 
 @contextlib.contextmanager
 def _captured_stderr() -> Iterator[list[str]]:
-    """Capture what libtpu writes to stderr. The yielded list receives the lines on exit."""
+    """Capture what libtpu writes to stderr. The yielded list receives the lines on exit.
+
+    With LIBTPU_INIT_ARGS, captures nothing: libtpu ends the process after its message about a wrong flag.
+    """
     lines: list[str] = []
+    if LIBTPU_FLAGS in os.environ:
+        yield lines
+        return
     with tempfile.TemporaryFile(mode="w+", errors="replace") as file:
         saved_stderr = os.dup(2)
         try:
