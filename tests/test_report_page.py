@@ -187,14 +187,50 @@ def test_the_page_of_a_search_shows_its_answer(tmp_path: Path):
     )
     commands = {"train": "valkyrie-train a", "launch": "valkyrie-launch b"}
     description = {"title": "m, batch 16", "targets": ["v5e-8", "v6e-8"], "budget_usd": 500.0, **commands}
-    answer = SearchAnswer(["mode=search"], "abc", 99, {}, 0, 1, "done", MeasureReport(), [layout], [], **description)
+    description |= {"model": "m_1b", "parameters": 1_300_000_000, "batch": 16, "seq": 64, "date": "2026-05-04"}
+    description |= {"too_large": 40, "compile_outcomes": {"ok": 2, "does_not_fit": 3}, "remarks": ["fsdp is slower"]}
+    refused = {"layers do not divide": 11}
+    answer = SearchAnswer(
+        ["mode=search"], "abc", 99, refused, 0, 5, "done", MeasureReport(), [layout], [], **description
+    )
     folder = sweep_folder(tmp_path, [FSDP])
     write_record(folder / ANSWER_FILE, answer)
     text = write_report(folder).read_text()
     shown = text.partition("<main>")[2].partition("</main>")[0]
     (heading,) = re.findall(r"<h1>(.*?)</h1>", text)
-    assert all(name in heading for name in ("valkyrie_tiny", "v5e-8", "v6e-8"))
+    assert all(name in heading for name in ("m_1b", "v5e-8", "v6e-8"))
+    assert "1.3 billion parameters" in text and "a batch of 16 sequences of 64 tokens" in text and "4 May 2026" in text
+    counts = re.findall(r'<td class="number">([0-9]+)</td>\s*<td class="work">(.*?)</td>', shown)
+    assert [count for count, _ in counts] == ["110", "11", "40", "54", "2", "3"], "considered, then by outcome"
+    assert (
+        "11: layers do not divide" in shown
+        and "fsdp is slower" in shown
+        and '<td data-label="step is">compiled</td>' in shown
+    )
+    assert 'id="costs"' not in text and 'id="limits"' not in text, "no chart of one point or one bar"
     assert all(f"<code>{command}</code>" in text for command in ("valkyrie-train mode=search", *commands.values()))
     assert re.findall(r"<b>(.*?)</b>", shown) == ["8x1x1 fsdp", "1,000", "500.0 ms", "1.0 GiB", "5 billion"]
     settings = ("mesh=8x1x1", "partition=fsdp", "remat=full", "microbatches=2")
     assert "$500" in shown and " ".join(settings) in shown
+
+
+def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):
+    rows = []
+    for target, step_s, price, share in (("v5e-8", 0.5, 0.01, 0.9), ("v6e-8", 0.25, 0.02, 0.3)):
+        candidate = Candidate(target, 1, "8x1x1", None, "fsdp", PipelineSchedule.gpipe, 1, False, "full", 1)
+        memory = int(share * 2**34)
+        numbers = (step_s, 0.9 * step_s, 1.2 * step_s, memory, 2**34, 1000.0, 0.4, price)
+        bottleneck = Bottleneck("compute", 0.9, False)
+        rows.append(RankedLayout(candidate, candidate.overrides, Stage.estimate, *numbers, bottleneck, {}))
+    description: dict[str, Any] = {"targets": ["v5e-8", "v6e-8"], "model": "m", "batch": 16, "seq": 64, "tokens": 1e9}
+    answer = SearchAnswer([], "abc", 99, {}, 0, 0, "", MeasureReport(), rows, [], ranked_by="dollars", **description)
+    write_record(tmp_path / ANSWER_FILE, answer)
+    text = write_report(tmp_path).read_text()
+    assert "<h1>Cheapest layout of m on v5e-8 or v6e-8</h1>" in text and "1 billion tokens" in text
+    assert "estimated, none compiled" in text and text.count('<td data-label="step is">estimated</td>') == 2
+    assert re.search(r'<section id="ranked"[^>]* hidden>', text), "there are no trials"
+    figures = data_of(text)["overall_figures"]
+    points = [(value["time"], value["price"]) for value in figures["costs"]["data"]["values"]]
+    assert points == [(500.0, 0.01), (250.0, 0.02)]
+    shares = {value["label"]: value["share"] for value in figures["limits"]["data"]["values"]}
+    assert shares == pytest.approx({"#1": 0.9, "#2": 0.3})

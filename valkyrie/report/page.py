@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -22,12 +23,16 @@ from valkyrie.report.colours import axes_colour, part_colour
 from valkyrie.report.figures import GROUP_FIGURES, OVERALL_FIGURES, WALL_TIME, figure_spec
 from valkyrie.report.rank import Comparison, best_per_workload, group_unsuccessful
 from valkyrie.report.records import read_answer, read_command, read_rows
+from valkyrie.report.search import SearchPage, search_page
 from valkyrie.report.specs import Spec, timeline_spec
 from valkyrie.report.trace import Timeline, TorusDrawing, read_timeline, read_torus
 from valkyrie.report.values import labels
 from valkyrie.sweep.columns import PAGE_COLUMNS
 from valkyrie.sweep.rows import Row, group_by_kind
-from valkyrie.sweep.trial import PAGE_FILE
+from valkyrie.sweep.trial import PAGE_FILE, TRIALS
+
+if TYPE_CHECKING:
+    from valkyrie.search.answer_record import SearchAnswer
 
 MAX_PAGE_BYTES = 2_000_000
 """Maximum size of a page in bytes. Hints and timelines are omitted until it fits."""
@@ -54,18 +59,31 @@ def page_file(paths: Sequence[Path], output: Path | None) -> Path:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the HTML report of a sweep's folder, or of a folder of sweeps, into that folder and return its path."""
-    return write_atomic(folder / PAGE_FILE, render_page(read_rows([folder])))
+    """Write the HTML report of a sweep or search, or of a folder of sweeps, into that folder and return its path."""
+    answer = read_answer(folder)
+    rows = [] if answer is not None and not (folder / TRIALS).is_file() else read_rows([folder])
+    return write_atomic(folder / PAGE_FILE, render_page(rows, answer=answer))
 
 
-def render_page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
+def render_page(rows: Sequence[Row], comparison: Comparison | None = None, answer: SearchAnswer | None = None) -> str:
     """Return the HTML report. With `comparison`, it has a section that compares two sweeps.
+
+    Without `answer`, shows the answer of the search in whose folder all rows are, if there is one. `rows` may be empty
+    only with an answer.
 
     A page larger than `MAX_PAGE_BYTES` is shrunk: it drops the hints of all but the best layouts, then drops timelines
     until only one is left.
     """
-    template, page_data, text = template_environment().get_template("page.html"), _page_data(rows), ""
-    parts = _template_values(rows, comparison, page_data)
+    folders = list(dict.fromkeys(row.folder or row.source if row.is_training else row.source for row in rows))
+    if answer is None and len(folders) == 1:
+        answer = read_answer(folders[0])
+    command = read_command(folders[0]) if len(folders) == 1 else None
+    if answer is not None:
+        command = f"valkyrie-train {shlex.join(answer.command)}"
+    page = None if answer is None else search_page(answer)
+    page_data = _page_data(rows, page)
+    template, text = template_environment().get_template("page.html"), ""
+    parts = _template_values(rows, comparison, page_data) | {"command": command, "search": answer, "found": page}
     for data in _shrink(page_data):
         text = template.render(parts, data=_script_json(data))
         if len(text.encode()) <= MAX_PAGE_BYTES:
@@ -138,28 +156,22 @@ def _script_json(data: PageData) -> Markup:
 
 def _template_values(rows: Sequence[Row], comparison: Comparison | None, data: PageData) -> dict[str, object]:
     """Return the values for the page's template, except the data for its script."""
-    folders = list(dict.fromkeys(row.folder or row.source if row.is_training else row.source for row in rows))
-    command, answer = (read_command(folders[0]), read_answer(folders[0])) if len(folders) == 1 else (None, None)
     rows_by_kind = group_by_kind(rows)
     best, trained = tables.best_table(best_per_workload(rows)), tables.training_table(rows)
-    trainings_only = all(row.is_training for row in rows)
+    trainings_only = bool(rows) and all(row.is_training for row in rows)
     return {
         "question": "how did it train?" if trainings_only else "which layout?",
         "trainings_only": trainings_only,
-        "title": words.title(rows, answer),
+        "rows": rows,
+        "title": words.title(rows),
         "facts": words.facts(rows),
-        "command": command,
         "summary": words.summary(rows),
         "simulated": words.SIMULATED_NOTE if any(row.group.simulated and row.ranked for row in rows) else None,
         "answers": [words.answer(group, members) for group, members in rows_by_kind.items()],
         "prices": words.price_lines(rows),
-        "search": answer,
-        "search_result": None
-        if answer is None
-        else {"best": words.search_answer(answer), "table": tables.answer_table(answer)},
         "best": best if len(best.rows) > 1 else None,
         "figures": [figure for figure in GROUP_FIGURES if any(data.figures[figure.id])],
-        "wide": max(map(len, labels(rows).values())) > LONG_LABEL,
+        "wide": max(map(len, labels(rows).values()), default=0) > LONG_LABEL,
         "overall_figures": [figure for figure in OVERALL_FIGURES if data.overall_figures[figure.id]],
         "trained": trained if trained.rows else None,
         "times": [WALL_TIME] if data.overall_figures[WALL_TIME.id] else [],
@@ -183,7 +195,7 @@ def template_environment() -> Environment:
     return environment
 
 
-def _page_data(rows: Sequence[Row]) -> PageData:
+def _page_data(rows: Sequence[Row], found: SearchPage | None) -> PageData:
     """Return the data for the page's script. Only the best rows have timelines and drawings of the torus."""
     rows_by_kind = group_by_kind(rows)
     ordered = [row for members in rows_by_kind.values() for row in members]
@@ -201,7 +213,8 @@ def _page_data(rows: Sequence[Row]) -> PageData:
         figures={
             figure.id: [figure_spec(figure, members) for members in rows_by_kind.values()] for figure in GROUP_FIGURES
         },
-        overall_figures={figure.id: figure_spec(figure, ordered) for figure in [*OVERALL_FIGURES, WALL_TIME]},
+        overall_figures={figure.id: figure_spec(figure, ordered) for figure in [*OVERALL_FIGURES, WALL_TIME]}
+        | ({} if found is None else {figure.id: figure.spec for figure in found.figures}),
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
         rows=tables.cells(rows_by_kind),
         details=[tables.details(row) for row in ordered],

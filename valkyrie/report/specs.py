@@ -73,6 +73,12 @@ def _point_layer(encoding: Spec) -> Spec:
     return {"mark": {"type": "point", "filled": True, "size": 90, "opacity": 0.9}, "encoding": encoding}
 
 
+def _point_name(is_left: str) -> Spec:
+    """Return a mark for the name of a point, to its right or, where the expression `is_left` is true, to its left."""
+    align, dx = {"expr": f"{is_left} ? 'right' : 'left'"}, {"expr": f"{is_left} ? -9 : 9"}
+    return {"type": "text", "align": align, "dx": dx, "dy": -7, "fontSize": 11}
+
+
 def _pareto_line(x: Spec, y: Spec) -> Spec:
     """Return a layer with the Pareto front of each workload."""
     mark = {"type": "line", "interpolate": "step-after", "strokeDash": [4, 3], "stroke": "currentColor"}
@@ -214,8 +220,8 @@ def memory(data: Values) -> Spec:
     if end is not None:
         points["transform"] = [{"calculate": f"min(datum.peak, {end})", "as": "drawn"}]
         points["encoding"]["x"] = {**x, "field": "drawn"}
-    name: Spec = {"type": "text", "align": "left", "dx": 9, "dy": -7, "fontSize": 11}
-    names = {"mark": name, "encoding": {"x": x, "y": y, "text": _nominal("name")}}
+    middle = 0.6 * (end or max(v["peak"] for v in data))
+    names = {"mark": _point_name(f"datum.peak > {middle}"), "encoding": {"x": x, "y": y, "text": _nominal("name")}}
     return _chart(300, *limit, _pareto_line(x, y), points, names, title=chart_title)
 
 
@@ -286,6 +292,39 @@ def price(_: Values) -> Spec:
     y = _quantitative("rate", title="tokens/s/chip", axis={"format": "~s"})
     target = {"shape": _nominal("target", title=None, legend={"orient": "top"}), "color": {"value": "currentColor"}}
     return _chart(260, _pareto_line(x, y), _point_layer({"x": x, "y": y, "tooltip": tooltip} | target))
+
+
+def costs(time: str) -> Spec:
+    """Return a scatter plot of price and step time. `time` is the title of the time axis."""
+    tooltip = _tooltip(
+        ("layout", "layout"),
+        ("target", "slice"),
+        ("time", time, ",.3~g"),
+        ("price", "dollars per million tokens", ".3g"),
+    )
+    scale: Spec = {"zero": False, "padding": 24}
+    x = _quantitative("time", title=time, scale=scale, axis={"tickCount": 6, "format": "~r"})
+    y = _quantitative("price", title="dollars per million tokens", scale=scale, axis={"tickCount": 6, "format": "~r"})
+    color = _nominal("target", title=None, legend={"orient": "top"})
+    names = {"mark": _point_name("false"), "encoding": {"x": x, "y": y, "text": _nominal("name")}}
+    return _chart(280, _point_layer({"x": x, "y": y, "color": color, "tooltip": tooltip}), names)
+
+
+def memory_shares(data: Values) -> Spec:
+    """Return a bar chart of the shares of usable memory, with a line at the limit."""
+    end = max(1.1, *(1.05 * v["share"] for v in data))
+    axis = {"format": ".0%", "tickCount": 6}
+    x = _quantitative("share", title="peak memory, share of the usable memory", scale={"domain": [0, end]}, axis=axis)
+    tooltip = _tooltip(("layout", "layout"), ("share", "share of usable memory", ".0%"), ("stage", "step time is"))
+    limit = _single_mark(
+        {"type": "rule", "color": _RED, "strokeWidth": 1.5}, {"x": {"datum": 1, "type": "quantitative"}}
+    )
+    bar = {"mark": {**_BAR, "color": "#3f7fc9"}, "encoding": {"y": _BAR_LABELS, "x": x, "tooltip": tooltip}}
+    text = {
+        "mark": {"type": "text", "align": "left", "dx": 5},
+        "encoding": {"y": _BAR_LABELS, "x": x, "text": _quantitative("share", format=".0%")},
+    }
+    return _chart(_height(data), bar, text, limit)
 
 
 def timeline_spec() -> Spec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from valkyrie.report.rank import Comparison, pareto_ids, peak_memory, simplest_partitions
 from valkyrie.report.values import labels, part_name, round_digits
@@ -15,9 +15,6 @@ from valkyrie.sweep.names import without_run_folder
 from valkyrie.sweep.rows import Row, SpeedKind, with_ranks
 from valkyrie.sweep.trial import Status
 from valkyrie.units import decimal_bytes_text, duration, long_duration, memory_text, share_text
-
-if TYPE_CHECKING:
-    from valkyrie.search.answer_record import SearchAnswer
 
 Facts = dict[str, str | Sequence[str]]
 _DIGITS = 6
@@ -138,17 +135,6 @@ def cells(rows_by_kind: Mapping[SpeedKind, Sequence[Row]]) -> list[list[Any]]:
 
 def _rounded(value: Any) -> Any:
     return round_digits(value, _DIGITS) if isinstance(value, float) else value
-
-
-def answer_table(answer: SearchAnswer) -> TextTable:
-    """Return a table of the best layouts of a search, with the same columns as on a terminal."""
-    # Imported here, because it needs NumPy, which other reports do not.
-    from valkyrie.search.answer_record import answer_columns
-
-    columns = answer_columns(answer)
-    classes = {column.name: "number" if column.is_number else "" for column in columns} | {"layout": "work"}
-    heads = [ColumnHead(" ".join(column.label.split("\n")), classes[column.name]) for column in columns]
-    return TextTable(answer.title, heads, [[column.text(layout) for column in columns] for layout in answer.best])
 
 
 def details(row: Row) -> Facts:

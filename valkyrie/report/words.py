@@ -107,9 +107,10 @@ def search_answer(search: SearchAnswer) -> Answer:
     best = search.best[0]
     low, high = (duration(seconds) for seconds in (best.low_s, best.high_s))
     layout = f"{best.candidate.mesh} {best.candidate.partition}"
+    settings = [o for o in best.overrides if not o.startswith(("mesh=", "partition="))]
     step_label = f"step, {_STAGE_ADJECTIVES[best.stage.value]}"
     numbers = [
-        BigNumber("layout", layout, " ".join([best.candidate.target, *best.overrides[3:]])),
+        BigNumber("layout", layout, " ".join([best.candidate.target, *settings[1:]])),
         BigNumber("tokens/s/chip", f"{best.tokens_per_second_per_chip:,.0f}", f"MFU {percent(best.mfu or 0)}", True),
         BigNumber(step_label, duration(best.step_s), f"{low} to {high}" if best.interval else ""),
         BigNumber(
@@ -126,8 +127,8 @@ def search_answer(search: SearchAnswer) -> Answer:
         numbers.append(
             BigNumber("price", f"${number_text(best.dollars)}", f"{number_text(best.hours)} hours for {tokens}")
         )
-    layouts = f"The best of {search.layouts:,} layouts: {search.compiled} compiled, the others estimated"
-    return Answer(layouts, tuple(numbers), tuple(filter(None, [search.why and f"Stopped: {search.why}."])))
+    counted = f"{search.compiled} compiled, the others estimated" if search.compiled else "estimated, none compiled"
+    return Answer(f"The best of {search.layouts:,} layouts: {counted}", tuple(numbers), tuple(search.remarks))
 
 
 def _describe_missing_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
@@ -352,10 +353,8 @@ def _describe_failed_partition(partition: str, rows: Sequence[Row]) -> str:
     return f"No layout with {partition} has a step time ({status}). Reason of the first: {reason}."
 
 
-def title(rows: Sequence[Row], search: SearchAnswer | None) -> str:
-    """Return the title of a report: the model and slices of a search, or the names of sweeps."""
-    if search is not None and search.targets:
-        return f"{rows[0].work.model} on {' or '.join(search.targets)}"
+def title(rows: Sequence[Row]) -> str:
+    """Return the title of a report: the names of its sweeps."""
     sweeps = list(dict.fromkeys(row.trial.sweep for row in rows))
     return ", ".join(sweeps[:3]) + (f" and {len(sweeps) - 3} more" if len(sweeps) > 3 else "")
 

@@ -144,6 +144,17 @@ class SearchAnswer:
         options: Overrides of the first layout in `best` that tuning found, or without which it does not fit.
         title: Model, batch and precision, for display.
         targets: Names of the requested slices.
+        model, parameters: Name of the model, and the number of its parameters.
+        batch: Sequences of the global batch, or None if the search varied it.
+        seq: Tokens of a sequence.
+        precision: Name of the precision.
+        hardware: Descriptions of the requested slices.
+        ranked_by: What the layouts are ordered by: `dollars`, `tokens/s/chip` or `step time`.
+        date: Day on which the search ended, as `YYYY-MM-DD`.
+        too_large: Number of layouts that need more memory than a device has, by estimate, and were not compiled.
+        compile_outcomes: Number of compiled layouts by status.
+        remarks: Sentences that compare the best layout with the baselines, or suggest another model.
+        explain: Command that explains the difference between the first two layouts, or None if there is only one.
         tokens: Tokens to train on, if requested.
         budget_usd: Dollars to spend, if requested.
         train: Command that trains the first layout in `best`.
@@ -163,6 +174,18 @@ class SearchAnswer:
     options: list[str]
     title: str = ""
     targets: list[str] = field(default_factory=list)
+    model: str = ""
+    parameters: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+    precision: str = ""
+    hardware: list[str] = field(default_factory=list)
+    ranked_by: str = "step time"
+    date: str = ""
+    too_large: int | None = None
+    compile_outcomes: dict[str, int] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    explain: str | None = None
     tokens: float | None = None
     budget_usd: float | None = None
     train: str | None = None

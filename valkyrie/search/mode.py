@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from valkyrie.problems import DIVISIBILITY_CODES
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
+from valkyrie.report.search import explain_command
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
@@ -126,6 +129,7 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     winner = compiles.get(rows[0].candidate)
     if not options and winner is not None:
         options = list(winner.to_fit)
+    remarks = _remarks(request, rows[0], ranked, shortlisted, compiles, measured)
     on_this_machine = has_devices(_target_slice(rows[0], request))
     answer = SearchAnswer(
         command=list(run.arguments),
@@ -140,18 +144,28 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
         options=options,
         title=describe_work(request),
         targets=[target.name for target in request.targets],
+        model=run.model.name,
+        parameters=run.model.parameter_count(),
+        batch=None if request.search_batch else run.config.batch,
+        seq=run.config.seq,
+        precision=run.config.precision.name,
+        hardware=[target.describe() for target in request.targets],
+        ranked_by="dollars" if request.by_price else "tokens/s/chip" if request.search_batch else "step time",
+        date=date.today().isoformat(),
+        too_large=_count_too_large(ranked, compiles),
+        compile_outcomes=dict(Counter(layout.trial.status.value for layout in compiles.done)),
+        remarks=remarks,
+        explain=explain_command(request.command, rows[0].overrides, rows[1].overrides) if len(rows) > 1 else None,
         tokens=request.tokens,
         budget_usd=request.budget_usd,
         train=train_command(request, rows[0], options),
         launch=None if on_this_machine else launch_command(request, rows[0], options),
     )
-    if rows[0].candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
-        console.print("Plain FSDP is the best layout found.", style="bold")
     show(answer, console)
-    _print_commands(request, answer, ranked, shortlisted, compiles, measured, console)
+    for line in [*remarks, f"train it: {answer.train}", *([f"launch it: {answer.launch}"] if answer.launch else [])]:
+        console.print(line, markup=False, soft_wrap=True)
     stored = save_answer(folder, answer)
-    if compiles.done or measured.done:
-        console.print(f"page: {write_report(folder)}", soft_wrap=True)
+    console.print(f"page: {write_report(folder)}", soft_wrap=True)
     console.print(stored, markup=False, soft_wrap=True)
     return SearchResult(status, folder, answer)
 
@@ -162,25 +176,32 @@ def _nothing_fits(status: int, folder: Path, reason: str, console: Console) -> S
     return SearchResult(status, folder, None, reason)
 
 
-def _print_commands(
+def _remarks(
     request: SearchRequest,
-    answer: SearchAnswer,
+    best: RankedLayout,
     ranked: Ranking,
     shortlisted: Shortlist,
     compiles: CompiledLayouts,
     measured: MeasuredTrials,
-    console: Console,
-) -> None:
-    """Print how the best layout compares with the baselines, and the commands that train it."""
-    rows = answer.best
-    for rival in rivals_on(request, ranked, _target_slice(rows[0], request)):
+) -> list[str]:
+    """Return sentences that compare the best layout with the baselines, and suggest wider attention heads."""
+    lines = []
+    if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
+        lines.append("Plain FSDP is the best layout found.")
+    for rival in rivals_on(request, ranked, _target_slice(best, request)):
+        if rival.layout is not None and rival.layout.candidate == best.candidate:
+            continue
         measured_s = None if rival.layout is None else measured.step_s(rival.layout)
-        console.print(format_comparison(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
-    if (wider := _wider_heads(request, rows[0], shortlisted)) is not None:
-        console.print(str(wider), markup=False, soft_wrap=True)
-    console.print(f"train it: {answer.train}", markup=False, soft_wrap=True)
-    if answer.launch is not None:
-        console.print(f"launch it: {answer.launch}", markup=False, soft_wrap=True)
+        lines.append(format_comparison(rival, compiles, best, measured_s))
+    if (wider := _wider_heads(request, best, shortlisted)) is not None:
+        lines.append(str(wider))
+    return lines
+
+
+def _count_too_large(ranked: Ranking, compiles: CompiledLayouts) -> int:
+    """Return the number of layouts that do not fit by estimate and were not compiled."""
+    too_large = sum(len(estimates.fits) - int(estimates.fits.sum()) for estimates in ranked.estimates)
+    return too_large - sum(not layout.estimate.fits for layout in compiles.done)
 
 
 def _wider_heads(request: SearchRequest, best: RankedLayout, shortlisted: Shortlist) -> WiderHeads | None:

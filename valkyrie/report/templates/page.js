@@ -127,6 +127,10 @@
     actions: { export: true, source: false, compiled: false, editor: false },
     downloadFileName: "valkyrie-report",
   };
+  const lines = (text, length) => text.split(" ").reduce((all, word) => {
+    const last = all.at(-1);
+    return last && last.length + word.length < length ? [...all.slice(0, -1), `${last} ${word}`] : [...all, word];
+  }, []);
   const views = new Map();
   const draw = async (node, spec) => {
     views.get(node)?.finalize();
@@ -138,7 +142,11 @@
     if (!spec) return node.replaceChildren();
     const shown = structuredClone(spec);
     shown.config.axis.labelLimit = Math.min(720, Math.max(160, 0.62 * node.clientWidth));
-    shown.config.legend.columns = Math.max(1, Math.floor(node.clientWidth / 170));
+    // A legend starts where the plot does, to the right of the labels of its rows.
+    const longest = Math.max(0, ...(shown.data?.values ?? []).map((value) => (value.label ?? "").length));
+    const room = node.clientWidth - Math.min(shown.config.axis.labelLimit, 6.6 * longest);
+    shown.config.legend.columns = Math.max(1, Math.floor(room / 160));
+    if (typeof shown.title?.text === "string") shown.title.text = lines(shown.title.text, node.clientWidth / 7);
     views.set(node, await window.vegaEmbed(node, shown, OPTIONS));
   };
   const figure = (id) => document.querySelector(`[data-figure="${id}"]`);
@@ -343,10 +351,26 @@
   });
   window.addEventListener("beforeprint", () => document.querySelectorAll("details.reason").forEach((one) => { one.open = true; }));
 
+  // ---- commands
+  for (const button of document.querySelectorAll("button.copy")) {
+    button.addEventListener("click", async () => {
+      const code = button.previousElementSibling;
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+        button.textContent = "Copied";
+        setTimeout(() => { button.textContent = "Copy"; }, 1500);
+      } catch { // pages opened from disk may have no clipboard
+        window.getSelection().selectAllChildren(code);
+      }
+    });
+  }
+
   paint();
-  fillTable();
-  const first = Math.min(...Object.keys(data.timelines).map(Number));
-  choose(Number.isFinite(first) ? first : 0, false);
+  if (data.rows.length) {
+    fillTable();
+    const first = Math.min(...Object.keys(data.timelines).map(Number));
+    choose(Number.isFinite(first) ? first : 0, false);
+  }
   Promise.all([...drawGroup(0), ...Object.entries(data.overall_figures).filter(([id]) => figure(id)).map(([id, spec]) => draw(figure(id), spec))])
     .then(() => { document.body.dataset.ready = "true"; });
 })();

@@ -99,12 +99,13 @@ class GroupEstimates:
         return self.times.step_s if batches is None else self.times.step_s * (MAX_DEVICE_TOKENS / batches)
 
     @property
-    def possible(self) -> np.ndarray:
-        """Mask of the layouts to rank: all, or those of a searched batch that fit."""
+    def fits(self) -> np.ndarray:
+        """Mask of the layouts that fit, as `EstimatedLayout.fits`."""
         usable = usable_hbm(self.group.target.chip)
-        if self.group.candidates.batches is None or usable is None:
+        if usable is None:
             return np.ones(len(self.times.step_s), bool)
-        return self.memory.total <= SEARCHED_BATCH_MEMORY * usable
+        share = 1.0 if self.group.candidates.batches is None else SEARCHED_BATCH_MEMORY
+        return self.memory.total.astype(np.int64) <= share * usable
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class Ranking:
         classes = np.repeat([e.group.classes for e in self.estimates], sizes)
         offloads = np.repeat([len(e.remat.offload) for e in self.estimates], sizes)
         order = np.lexsort((layout_index, offloads, classes, np.round(step_s, 7)))
-        possible = np.concatenate([e.possible for e in self.estimates] or [np.zeros(0, bool)])
-        order = order[possible[order]]
+        if any(e.group.candidates.batches is not None for e in self.estimates):
+            order = order[np.concatenate([e.fits for e in self.estimates])[order]]
         return list(zip(group_index[order].tolist(), layout_index[order].astype(int).tolist(), strict=True))
 
     def for_partition(self, partition: str) -> Ranking:

@@ -1,0 +1,230 @@
+"""The sections of the HTML report that show the answer of a search: question, best layouts, figures and exclusions."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import TYPE_CHECKING, NamedTuple
+
+from valkyrie.report import specs
+from valkyrie.report.specs import CONFIG, SCHEMA, Spec
+from valkyrie.report.tables import ColumnHead, TextTable
+from valkyrie.report.words import Answer, search_answer
+from valkyrie.sweep.trial import Status
+from valkyrie.units import number_text, share_text
+
+if TYPE_CHECKING:
+    from valkyrie.search.answer_record import RankedLayout, SearchAnswer
+
+STAGE_WORDS = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
+"""Adjective for a step time, by the stage of a search that it comes from."""
+MIN_DRAWN_SHARE = 0.05
+"""Memory is drawn only if a layout needs at least this share of the usable memory."""
+_HEADS = {"place": "#", "interval": "range", "rate": "tokens/s/chip", "bottleneck": "limited by"}
+"""Headings of columns that differ from those on a terminal."""
+_OUTCOMES = {
+    Status.ok.value: "compiled, and fit",
+    Status.does_not_fit.value: "compiled, but need more memory than a device has",
+    Status.timeout.value: "not compiled within the time limit",
+    Status.failed.value: "not compiled, because the compiler failed",
+    Status.killed.value: "not compiled, because the compiler was killed",
+}
+
+
+class AnswerFigure(NamedTuple):
+    """A figure of a search's best layouts."""
+
+    id: str
+    title: str
+    caption: str
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class SearchPage:
+    """What the page of a search shows of its answer.
+
+    Args:
+        title: The page's title.
+        question: The request as a sentence.
+        facts: Precision, hardware and date, by name.
+        best: The numbers of the best layout.
+        table: The best layouts.
+        figures: Figures of the best layouts.
+        counts: The number of layouts by what excluded them.
+        refused: The number of illegal layouts by reason, the most frequent first.
+        stopped: Why no more layouts were compiled. Empty if unknown.
+    """
+
+    title: str
+    question: str
+    facts: dict[str, str]
+    best: Answer
+    table: TextTable
+    figures: list[AnswerFigure]
+    counts: TextTable
+    refused: dict[str, int]
+    stopped: str
+
+
+def search_page(answer: SearchAnswer) -> SearchPage:
+    """Return what the page of a search shows of its answer."""
+    facts = {"hardware": " · ".join(answer.hardware), "precision": answer.precision, "date": _date_text(answer.date)}
+    return SearchPage(
+        title=f"{_superlative(answer).capitalize()} layout of {answer.model or 'a model'} on {_targets_text(answer)}",
+        question=_question(answer),
+        facts={name: text for name, text in facts.items() if text},
+        best=search_answer(answer),
+        table=_best_table(answer),
+        figures=[figure for figure in (_price_figure(answer), _memory_figure(answer)) if figure is not None],
+        counts=_counts_table(answer),
+        refused=answer.refused,
+        stopped=answer.why,
+    )
+
+
+def _superlative(answer: SearchAnswer) -> str:
+    return "cheapest" if answer.ranked_by == "dollars" else "fastest"
+
+
+def _targets_text(answer: SearchAnswer) -> str:
+    *others, last = answer.targets or ["a slice"]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _question(answer: SearchAnswer) -> str:
+    text = f"Which layout trains {answer.model or 'the model'}{_parameters_text(answer)} "
+    text += "at the lowest price" if answer.ranked_by == "dollars" else "fastest"
+    text += f" on {_targets_text(answer)}"
+    if answer.seq is not None and answer.batch is not None:
+        text += f", with a batch of {answer.batch:,} sequences of {answer.seq:,} tokens"
+    elif answer.seq is not None:
+        text += f", and with which batch of sequences of {answer.seq:,} tokens"
+    text += "?"
+    if answer.tokens is not None:
+        text += f" The training is on {number_text(answer.tokens / 1e9)} billion tokens."
+    if answer.budget_usd is not None:
+        text += f" The budget is ${number_text(answer.budget_usd)}."
+    return text
+
+
+def _parameters_text(answer: SearchAnswer) -> str:
+    count = answer.parameters
+    if count is None:
+        return ""
+    if count < 1e6:
+        return f" ({count:,} parameters)"
+    unit, scale = ("billion", 1e9) if count >= 1e9 else ("million", 1e6)
+    return f" ({number_text(count / scale)} {unit} parameters)"
+
+
+def _date_text(text: str) -> str:
+    if not text:
+        return ""
+    day = date.fromisoformat(text)
+    return f"{day.day} {day:%B %Y}"
+
+
+def _best_table(answer: SearchAnswer) -> TextTable:
+    # Imported here, because it needs NumPy, which other reports do not.
+    from valkyrie.search.answer_record import answer_columns
+
+    columns = [column for column in answer_columns(answer) if column.name != "stage"]
+    classes = {column.name: "number" if column.is_number else "" for column in columns} | {"layout": "work"}
+    heads = [
+        ColumnHead(_HEADS.get(column.name, " ".join(column.label.split("\n"))), classes[column.name])
+        for column in columns
+    ]
+    rows = [[*(column.text(row) for column in columns), STAGE_WORDS[row.stage.value]] for row in answer.best]
+    share = next((i + 1 for i, column in enumerate(columns) if column.name == "memory"), None)
+    if share is not None and any(_memory_share(row) is not None for row in answer.best):
+        heads.insert(share, ColumnHead("of usable", "number"))
+        for cells, row in zip(rows, answer.best, strict=True):
+            used = _memory_share(row)
+            cells.insert(share, "" if used is None else share_text(used))
+    return TextTable("The best layouts", [*heads, ColumnHead("step is")], rows)
+
+
+def _memory_share(row: RankedLayout) -> float | None:
+    return None if row.memory is None or not row.usable else row.memory / row.usable
+
+
+def _figure(id: str, title: str, caption: str, spec: Spec, values: Sequence[dict[str, object]]) -> AnswerFigure:
+    common = {"$schema": SCHEMA, "config": CONFIG, "description": title}
+    return AnswerFigure(id, title, caption, {**common, **spec, "data": {"values": [*values]}})
+
+
+def _price_figure(answer: SearchAnswer) -> AnswerFigure | None:
+    """Return the figure of price against time for several slices with prices, otherwise None."""
+    if len({row.candidate.target for row in answer.best}) < 2:
+        return None
+    values, named = list[dict[str, object]](), set[str]()
+    for place, row in enumerate(answer.best, start=1):
+        batch = row.candidate.batch or answer.batch
+        if row.usd_per_million_tokens is None or batch is None or answer.seq is None:
+            return None
+        target = row.candidate.target
+        values.append(
+            {
+                "name": "" if target in named else target,
+                "target": target,
+                "layout": f"#{place} {' '.join(row.overrides[1:])}",
+                "time": 1e3 * row.step_s if answer.batch is not None else row.step_s / (batch * answer.seq) * 1e6,
+                "price": row.usd_per_million_tokens,
+            }
+        )
+        named.add(target)
+    time = "step time, ms" if answer.batch is not None else "seconds per million tokens"
+    caption = "Further left is faster, lower is cheaper. Each point is one of the best layouts. Prices are on demand."
+    return _figure("costs", "Price against step time", caption, specs.costs(time), values)
+
+
+def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:
+    """Return the figure of memory against the limit, or None if it is unknown or all layouts need little."""
+    shares = [_memory_share(row) for row in answer.best]
+    if (
+        len(shares) < 2
+        or any(share is None for share in shares)
+        or max(share or 0 for share in shares) < MIN_DRAWN_SHARE
+    ):
+        return None
+    values: list[dict[str, object]] = [
+        {
+            "label": f"#{place}",
+            "share": share,
+            "layout": " ".join(row.overrides),
+            "stage": STAGE_WORDS[row.stage.value],
+        }
+        for place, (row, share) in enumerate(zip(answer.best, shares, strict=True), start=1)
+    ]
+    caption = (
+        "Peak memory per device as a share of the usable memory, by place in the table. Beyond the red line, a layout "
+        "does not fit. Estimates are typically off by 7 to 10%."
+    )
+    return _figure("limits", "Memory against the limit", caption, specs.memory_shares(values), values)
+
+
+def _counts_table(answer: SearchAnswer) -> TextTable:
+    """Return the number of layouts by what excluded them from the answer."""
+    compiled = sum(answer.compile_outcomes.values())
+    counts = {"cannot be built, for the reasons below": sum(answer.refused.values())}
+    if answer.too_large is not None:
+        counts["need more memory than a device has, by estimate"] = answer.too_large
+        rest = "slower by estimate, so not compiled" if compiled else "estimated, not compiled"
+        counts[rest] = answer.layouts - answer.too_large - compiled
+    for outcome, count in answer.compile_outcomes.items():
+        counts[_OUTCOMES.get(outcome, f"compiled, but {outcome.replace('_', ' ')}")] = count
+    measured = sum(layout.step_s is not None for layout in answer.measured.layouts)
+    counts["measured on the devices"] = measured
+    rows = [[f"{count:,}", text] for text, count in counts.items() if count > 0]
+    total = f"{answer.layouts + sum(answer.refused.values()):,}"
+    heads = [ColumnHead("layouts", "number"), ColumnHead("outcome", "work")]
+    return TextTable("How many layouts were excluded, and why", heads, [[total, "considered"], *rows])
+
+
+def explain_command(arguments: Sequence[str], first: Sequence[str], second: Sequence[str]) -> str:
+    """Return the command that explains the difference of two layouts, given by their overrides."""
+    sides = [f"{side}={' '.join(overrides)}" for side, overrides in (("first", first), ("second", second))]
+    return f"valkyrie-train {shlex.join(['mode=explain', *arguments, *sides])}"
