@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from valkyrie.api import (
         Answer,
+        Comparison,
         Explanation,
         FoundLayout,
         Result,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         predict,
         run_sweep,
         search_layouts,
+        search_program,
         show,
         trials,
         write_report,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Answer",
+    "Comparison",
     "Explanation",
     "FoundLayout",
     "Result",
@@ -53,6 +56,7 @@ __all__ = [
     "predict",
     "run_sweep",
     "search_layouts",
+    "search_program",
     "show",
     "slice",
     "trials",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -94,6 +94,39 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
     )
 
 
+def comparison_page(
+    title: str, table: Table, lines: Sequence[str], records: Mapping[str, Prediction], best: str | None
+) -> str:
+    """Return a self-contained HTML page with the table of several predictions and the report of the best one.
+
+    Args:
+        title: Title of the page.
+        table: The table.
+        lines: Lines below the table.
+        records: Predictions by name.
+        best: Name of the best prediction, or None if none fits.
+    """
+    blocks, numbers, hints = [_text_table(table), *lines], [BigNumber("best", best or "none fits")], ()
+    if best is not None:
+        show(replace(records[best], hints=()), console := _Recorder())
+        blocks += [f"{best}: {console.printed[0]}", *console.printed[1:]]
+        numbers, hints = [*numbers, *big_numbers(records[best])], records[best].hints
+    return (
+        template_environment()
+        .get_template("program.html")
+        .render(
+            title=title,
+            subject=f"best: {best}" if best else "no layout fits",
+            step_numbers=numbers,
+            hints=[hint.text for hint in hints],
+            blocks=blocks,
+            drawing=None,
+            version=version("valkyrie-jax"),
+            css=Markup(read_asset("page.css")),
+        )
+    )
+
+
 def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
     """Return the numbers shown in large print: step time, speed, waiting and memory. Omits unknown ones."""
     numbers, step, memory_report = [], record.step, record.memory
@@ -103,7 +136,7 @@ def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
         numbers.append(BigNumber("step", duration(step.step_s), interval_text))
         if step.tokens_per_second is not None:
             utilisation = "" if step.mfu is None else f"MFU {percent(step.mfu)}"
-            numbers.append(BigNumber("tokens/s", f"{step.tokens_per_second:,.0f}", utilisation))
+            numbers.append(BigNumber(f"{record.unit}/s", f"{step.tokens_per_second:,.0f}", utilisation))
         if isinstance(record, Prediction) and record.parts:
             share = sum_seconds(record.parts, PartKind.exposed) / step.step_s
             numbers.append(BigNumber("waiting for communication", percent(share), "of the step"))

@@ -55,11 +55,15 @@ LOW_RATE = 0.35
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """Name of a program, and its model's tokens and FLOPs per step on all devices. None means unknown."""
+    """Name of a program, and its model's tokens and FLOPs per step on all devices. None means unknown.
+
+    `unit` is what `tokens` counts, such as `images`.
+    """
 
     name: str | None = None
     tokens: float | int | None = None
     flops: float | int | None = None
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def predict_function(
         arguments: Positional arguments, arrays or `jax.ShapeDtypeStruct`.
         kwargs: Keyword arguments.
         target: The slice to compile for.
-        mesh: Mesh of the devices, or None to take it from the shardings of the arguments.
+        mesh: Mesh of the devices, for a program without shardings that name it.
         options: Compiler options.
         work: Name, tokens and FLOPs of the program.
         time_limit_s: Time limit of the compile in seconds, or None for no limit.
@@ -106,7 +110,7 @@ def predict_function(
     began = time.perf_counter()
     lowered, compiled = _lower(function, arguments, kwargs, options)
     lower_s = time.perf_counter() - began
-    mesh = mesh or _find_mesh([arguments, dict(kwargs)]) or _find_mesh(_program_shardings(compiled or lowered))
+    mesh = _find_mesh([arguments, dict(kwargs)]) or _find_mesh(_program_shardings(compiled or lowered)) or mesh
     if mesh is None:
         raise ValueError(
             "no argument of this program is sharded over a mesh of the slice. Use a NamedSharding of "
@@ -119,16 +123,18 @@ def predict_function(
     if compiled is not None:
         result = _read_compiled(compiled, mesh, user_options)
     elif (captured := capture_program(lowered, texts)) is None or not has_slice_devices(mesh, target):
+        if progress is not None:
+            progress(f"compiling {name or 'a program'} in this process")
         result = _compile_here(lowered, mesh, user_options)
     else:
         result = _compile_in_child(captured, mesh, target, user_options, name or "a program", time_limit_s, progress)
     if isinstance(result, CompileOutcome):
         if result.status is CompileStatus.refused:
             raise ValueError(result.reason)
-        program = _foreign_program(name or "program", target, axes)
+        program = foreign_program(work, name or "program", target, axes)
         prediction = Prediction(None, result.status, result.reason, versions(), CompileTimes(lower_s), program=program)
         return PredictedProgram(replace(prediction, memory=result.shortage), None)
-    program = _foreign_program(name or result.module.name.removeprefix("jit_"), target, axes)
+    program = foreign_program(work, name or result.module.name.removeprefix("jit_"), target, axes)
     positions = device_positions(mesh)
     predicted = _predict_module(program, result.module, target, axes, positions, result.memory, work, result.options)
     times = CompileTimes(lower_s, result.compile_s, result.cached)
@@ -248,7 +254,7 @@ def predict_file(
     flops_per_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
     refuse_other_chip(dumped.module, chip.name, chip.cores > 1, flops_per_cycle, str(path))
     memory = dumped.memory or dumped.argument_bytes
-    program = _foreign_program(work.name or dumped.module.name.removeprefix("jit_"), target, axes)
+    program = foreign_program(work, work.name or dumped.module.name.removeprefix("jit_"), target, axes)
     predicted = _predict_module(program, dumped.module, target, axes, positions, memory, work)
     rate = fastest_product_rate(dumped.module, flops_per_cycle)
     note = f"the module does not record its chip: this prediction is only valid if it was compiled for {chip.name}"
@@ -334,9 +340,10 @@ def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
     return replace(report, needed=memory.peak, largest=tuple(sorted(largest, key=lambda entry: -entry.bytes)))
 
 
-def _foreign_program(name: str, target: Slice, axes: Mapping[str, int]) -> ForeignProgram:
+def foreign_program(work: ProgramWork, name: str, target: Slice, axes: Mapping[str, int]) -> ForeignProgram:
+    """Return the record of a program on a slice."""
     chip, sizes = target.chip.name if target.chip else None, {str(axis): int(size) for axis, size in axes.items()}
-    return ForeignProgram(name, target.name, target.describe(), chip, sizes)
+    return ForeignProgram(name, target.name, target.describe(), chip, sizes, work.unit)
 
 
 def _lower(

@@ -312,6 +312,11 @@ class LayoutResult:
     unknown: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def unit(self) -> str:
+        """What the rates of the step count: `tokens`, or the unit of a program that is not a run's step."""
+        return "tokens"
+
+    @property
     def layout(self) -> LayoutRecord:
         """The layout. Only available for the step of a run."""
         assert self.about is not None, "only a run's step has a layout"
@@ -327,6 +332,7 @@ class ForeignProgram:
         target, described: Name and description of the slice that it was compiled for.
         chip: Name of the chip, or None if unknown.
         axes: Names and sizes of the mesh axes.
+        unit: What the rates of its step count, such as `images`.
     """
 
     name: str
@@ -334,6 +340,7 @@ class ForeignProgram:
     described: str
     chip: str | None
     axes: dict[str, int]
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)
@@ -375,6 +382,11 @@ class Prediction(LayoutResult):
     notes: tuple[str, ...] = ()
     hints: tuple[Hint, ...] = ()
     work: str | None = None
+
+    @property
+    def unit(self) -> str:
+        """What the rates of the step count: `tokens`, or the unit of a program that is not a run's step."""
+        return "tokens" if self.program is None else self.program.unit
 
 
 @dataclass(frozen=True)

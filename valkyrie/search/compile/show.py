@@ -153,8 +153,8 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
     assert step is not None
     facts = []
     if step.tokens_per_second is not None:
-        facts.append(f"{step.tokens_per_second:,.0f} tokens/s{simulated}")
-        facts.append(f"{step.tokens_per_second_per_chip:,.0f} tokens/s/chip{simulated}")
+        facts.append(f"{step.tokens_per_second:,.0f} {result.unit}/s{simulated}")
+        facts.append(f"{step.tokens_per_second_per_chip:,.0f} {result.unit}/s/chip{simulated}")
     if step.mfu is not None:
         facts.append(f"MFU {100 * step.mfu:.1f}% of {step.mfu_denominator}")
     elif isinstance(step, PredictedStep) and step.hardware_utilisation is not None and step.executed_flops is not None:
@@ -170,7 +170,7 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
     if isinstance(step, PredictedStep):
         console.print(f"error range: {describe_range(step.interval)}", markup=False)
         for price, tokens in step.tokens_per_dollar.items():
-            console.print(f"{tokens / 1e6:,.2f} million tokens per dollar ({price.replace('_', ' ')})")
+            console.print(f"{tokens / 1e6:,.2f} million {result.unit} per dollar ({price.replace('_', ' ')})")
     if isinstance(result, Prediction) and result.parts:
         rows = [
             (describe_part(part.kind, axes_text(part.mesh_axes)), part.seconds, part.seconds / step.step_s)

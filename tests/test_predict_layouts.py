@@ -1,0 +1,209 @@
+"""Tests of predicting several layouts of a program and of searching them: ranking, correction, failures and budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import valkyrie
+from valkyrie.parts import PartKind, StepPart
+from valkyrie.records import read_record
+from valkyrie.search import programs
+from valkyrie.search.comparison import SEARCH_FILE, ComparisonRecord
+from valkyrie.search.compile.predict import PredictedProgram, ProgramWork, foreign_program
+from valkyrie.search.compile.prediction import (
+    CompileStatus,
+    CompileTimes,
+    MemoryReport,
+    PredictedStep,
+    Prediction,
+)
+from valkyrie.search.programs import divide_devices
+
+GIB = 2**30
+SLICE = valkyrie.slice("v5e-8")
+
+
+def fake_predict(
+    function: Any,
+    arguments: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: valkyrie.Slice,
+    *,
+    work: ProgramWork,
+    **settings: Any,
+) -> PredictedProgram:
+    """Predict a step of `arguments[0]` seconds. 0 does not fit, and text is an error."""
+    (seconds,) = arguments
+    if isinstance(seconds, str):
+        raise KeyError(seconds)
+    program = foreign_program(work, work.name or "step", target, {"data": 8})
+    if not seconds:
+        memory = MemoryReport(needed=20 * GIB, usable=16 * GIB)
+        return PredictedProgram(
+            Prediction(None, CompileStatus.does_not_fit, "too large", program=program, memory=memory), None
+        )
+    rate = work.tokens and work.tokens / seconds
+    prediction = Prediction(
+        None,
+        CompileStatus.ok,
+        compile=CompileTimes(cached=False),
+        program=program,
+        memory=MemoryReport(peak=2 * GIB, usable=16 * GIB, headroom=14 * GIB, split={"arguments": 2 * GIB}),
+        step=PredictedStep(seconds, rate, rate and rate / 8),
+        parts=(StepPart(PartKind.exposed, ("data",), seconds / 4),),
+    )
+    return PredictedProgram(prediction, None)
+
+
+@pytest.fixture(autouse=True)
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "predict_function", fake_predict)
+    mesh = SimpleNamespace(shape={"data": 8})
+    monkeypatch.setattr(valkyrie.Slice, "mesh", lambda self, shape, names: mesh)
+
+
+def step() -> None:
+    """Stand for a jitted function."""
+
+
+LAYOUTS = {"slow": (0.4,), "large": (0,), "fast": {"args": (0.1,)}, "broken": ("x",)}
+
+
+def test_layouts_are_ranked_and_printed():
+    compared = valkyrie.predict(step, layouts=LAYOUTS, slice=SLICE, tokens=512, unit="images")
+    assert [*compared.results] == ["fast", "slow", "large", "broken"]
+    assert compared.best == "fast" and compared["fast"].step_s == 0.1 and compared.ratio is None
+    lines = str(compared).splitlines()
+    assert lines[1].split() == ["layout", "fits", "step", "images/s", "peak", "waiting"]
+    assert [line.split()[:3] for line in lines[3:7]] == [
+        ["fast", "yes", "100.0"],
+        ["slow", "yes", "400.0"],
+        ["large", "no", "20.0"],
+        ["broken", "failed"],
+    ]
+    assert "25%" in lines[3] and "5,120" in lines[3]
+    assert lines[-1].startswith("broken: failed: KeyError: 'x' (test_predict_layouts.py:")
+    assert compared._repr_html_().startswith("<iframe") and "best: fast" in repr(compared)
+    assert "5,120 images/s" in str(compared["fast"]) and "step (fast) on v5e-8" in str(compared["fast"])
+
+
+def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
+    compared = valkyrie.predict(step, layouts=LAYOUTS, slice=SLICE, tokens=512, measured_s={"fast": 0.6, "slow": 0.48})
+    assert compared.ratio == pytest.approx((6 + 1.2) / 2)
+    assert compared.best == "slow" and compared.step_s("slow") == 0.48
+    three = valkyrie.predict(step, layouts=LAYOUTS | {"other": (0.2,)}, slice=SLICE, measured_s={"fast": 0.12})
+    assert three.step_s("other") == pytest.approx(0.24) and three["other"].step_s == 0.2
+    assert "multiplied by 1.200, the ratio of measured to predicted time of fast" in str(three)
+    page = three.html(tmp_path / "r.html").read_text()
+    assert "240.0 ms" in page and "predicted step: 100.0 ms" in page
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "message"),
+    [
+        ({"layouts": {}}, ValueError, "layouts= is empty"),
+        ({"layouts": [1]}, TypeError, "layouts= takes {name: arguments}"),
+        ({"layouts": {"dp": 0.1}}, TypeError, r'layouts\["dp"\] takes the positional arguments as a tuple, not float'),
+        ({"layouts": {"dp": {"w": 1}}}, ValueError, r'layouts\["dp"\] has the unknown key .w.'),
+        ({"layouts": LAYOUTS, "measured_s": {"dp": 1}}, ValueError, "no such layout. Use slow, large, fast, broken"),
+        ({"layouts": LAYOUTS, "measured_s": {"fast": 0}}, ValueError, r'measured_s\["fast"\]'),
+        ({"measured_s": {"dp": 1}}, ValueError, "Pass them too, as layouts="),
+        ({"unit": "images"}, ValueError, "names what tokens= counts"),
+        ({"time_limit_s": 0}, ValueError, "time_limit_s=0"),
+    ],
+)
+def test_illegal_arguments_are_refused(more: dict[str, Any], kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        valkyrie.predict(step, slice=SLICE, **more)
+
+
+def test_arguments_belong_into_the_layouts():
+    with pytest.raises(ValueError, match="pass the arguments there"):
+        valkyrie.predict(step, 0.1, layouts=LAYOUTS, slice=SLICE)
+    with pytest.raises(ValueError, match="Leave out layouts"):
+        valkyrie.predict(valkyrie.compose("model=gpt_tiny", "mesh=2x2x2"), layouts=LAYOUTS)
+
+
+def test_a_search_covers_meshes_and_rules(tmp_path: Path):
+    def build(mesh: Any, rule: float | str) -> tuple[Any, tuple[Any, ...]]:
+        if rule == "raise":
+            raise RuntimeError("no such partition")
+        return step, (rule,)
+
+    rules = {"a": 0.2, "b": 0.1, "c": "raise"}
+    found = valkyrie.search_program(
+        build, slice=SLICE, meshes=[(2, 4), {"data": 8}], rules=rules, folder=tmp_path / "out", quiet=True
+    )
+    assert len(found.results) == 6 and found.best == "data=2,model=4 b"
+    assert "RuntimeError: no such partition (test_predict_layouts.py:" in str(found)
+    record = read_record(ComparisonRecord, tmp_path / "out" / SEARCH_FILE)
+    assert record.best == found.best and [row.name for row in record.rows] == [*found.results]
+    assert "data=8 b" in (tmp_path / "out" / "report.html").read_text()
+    alone = valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, axes=("data",), quiet=True)
+    assert [*alone.results] == ["data=8"]
+    wrong = valkyrie.search_program(lambda mesh: step, slice=SLICE, axes=("data",), quiet=True)
+    assert "build must return (jitted, arguments) or" in str(wrong)
+
+
+def test_all_divisions_of_the_devices():
+    assert len(divide_devices(8, ("data", "model"), 1)) == 4
+    assert [mesh["data"] for mesh in divide_devices(8, ("data", "model"), 4)] == [4, 8]
+
+
+def test_a_search_ends_before_it_would_exceed_its_budget(monkeypatch: pytest.MonkeyPatch):
+    clock = iter_seconds(4.0)
+    monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    found = valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, budget="20s", quiet=True)
+    assert 0 < len(found.results) < 4
+    assert "another compile would likely exceed the budget" in str(found) and "of 4 layouts are not compiled" in str(
+        found
+    )
+
+
+def iter_seconds(stride: float) -> Iterator[float]:
+    seconds = 0.0
+    while True:
+        yield seconds
+        seconds += stride
+
+
+def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.MonkeyPatch):
+    limits: list[float] = []
+
+    def time_out(*arguments: Any, time_limit_s: float, **settings: Any) -> PredictedProgram:
+        limits.append(time_limit_s)
+        predicted = fake_predict(*arguments, **settings)
+        return replace(predicted, prediction=replace(predicted.prediction, status=CompileStatus.timeout))
+
+    monkeypatch.setattr(programs, "predict_function", time_out)
+    search: Callable[..., valkyrie.Comparison] = valkyrie.search_program
+    found = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
+    assert not found.results and "the budget ended during the compile of data=1,model=8; 4 of 4" in str(found)
+    assert 59 < limits[0] <= 60
+    found = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, time_limit_s=5, quiet=True)
+    assert len(found.results) == 4 and limits[1] == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "message"),
+    [
+        ({"meshes": [(2, 2)]}, ValueError, "has 4 devices, but v5e-8"),
+        ({"meshes": [(8,)]}, ValueError, "Name the axes of this mesh in axes="),
+        ({"meshes": []}, ValueError, "meshes= is empty"),
+        ({"meshes": "2x4"}, TypeError, "meshes= takes a list of meshes"),
+        ({"rules": ["dp"]}, TypeError, "rules= takes"),
+        ({"rules": {}}, ValueError, "rules= is empty"),
+        ({"budget": "5 minutes"}, ValueError, "budget=5 minutes is not a time"),
+        ({"budget": -1}, ValueError, "budget=-1"),
+        ({"axes": "data"}, TypeError, "axes= takes names"),
+    ],
+)
+def test_illegal_searches_are_refused(more: dict[str, Any], kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, **more)

@@ -1,0 +1,238 @@
+"""Compares predictions of several layouts of a program: a ranked table, a record and a page."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from valkyrie.parts import PartKind, sum_seconds
+from valkyrie.paths import disk_errors, write_atomic
+from valkyrie.records import write_record
+from valkyrie.runs.columns import Column, terminal_table
+from valkyrie.runs.folder import versions
+from valkyrie.search.compile.prediction import CompileStatus, Prediction
+from valkyrie.units import count_text, duration, memory_text
+
+if TYPE_CHECKING:
+    from valkyrie.results import Result
+
+SEARCH_FILE, PAGE_FILE = "search.json", "report.html"
+"""Files of a search in its folder."""
+
+
+@dataclass(frozen=True)
+class ComparedProgram:
+    """A row of a comparison.
+
+    Args:
+        name: Name of the layout.
+        axes: Sizes of the mesh axes by name.
+        status: Status of the prediction.
+        reason: Why the status is not `ok`.
+        step_s: Step time in seconds: measured, or else predicted and multiplied by the comparison's ratio.
+        predicted_s: Predicted step time in seconds.
+        measured_s: Measured step time in seconds.
+        tokens_per_second: Tokens (or other units) per second on all devices at `step_s`.
+        peak: Peak memory of one device in bytes, or the bytes that it needs if it does not fit.
+        waiting: Share of the step that waits for communication, from 0 to 1.
+    """
+
+    name: str
+    axes: dict[str, int]
+    status: CompileStatus
+    reason: str | None = None
+    step_s: float | None = None
+    predicted_s: float | None = None
+    measured_s: float | None = None
+    tokens_per_second: float | None = None
+    peak: int | None = None
+    waiting: float | None = None
+
+    @property
+    def fits(self) -> str:
+        """`yes`, `no`, or the status if it is unknown whether the program fits."""
+        return {CompileStatus.ok: "yes", CompileStatus.does_not_fit: "no"}.get(self.status, self.status.value)
+
+
+@dataclass(frozen=True)
+class ComparisonRecord:
+    """Content of `search.json`: the rows in order, the fastest that fits, and the correction of predicted steps."""
+
+    target: str
+    best: str | None
+    rows: tuple[ComparedProgram, ...]
+    ratio: float | None
+    unit: str
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    schema: int = 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predictions of several layouts of a program. `print` shows them as a table, and so does a notebook.
+
+    Args:
+        results: Results by name, the fastest layout that fits first. Layouts that do not fit or fail are last.
+        measured_s: Measured step times in seconds by name.
+        notes: Lines to print below the table, such as why a search ended.
+    """
+
+    results: Mapping[str, Result]
+    measured_s: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        order = sorted(self.results, key=self._rank)
+        object.__setattr__(self, "results", {name: self.results[name] for name in order})
+
+    def __getitem__(self, name: str) -> Result:
+        return self.results[name]
+
+    @property
+    def best(self) -> str | None:
+        """Name of the fastest layout that fits, or None if none fits."""
+        return next((name for name, result in self.results.items() if result.fits and result.step_s), None)
+
+    @property
+    def ratio(self) -> float | None:
+        """Median ratio of measured to predicted step time, by which all predictions are multiplied. None if unknown."""
+        predicted = {name: result.step_s for name, result in self.results.items() if result.step_s}
+        ratios = [seconds / predicted[name] for name, seconds in self.measured_s.items() if name in predicted]
+        return statistics.median(ratios) if ratios else None
+
+    def step_s(self, name: str) -> float | None:
+        """Return the measured step time of a layout, or else its predicted one times `ratio`. None if unknown."""
+        predicted = self.results[name].step_s
+        return self.measured_s.get(name, None if predicted is None else predicted * (self.ratio or 1.0))
+
+    def describe(self, name: str) -> str:
+        """Return the result of a layout in one line."""
+        row = self._row(name)
+        facts = [f"fits: {row.fits}" if row.reason is None else f"{row.status.value}: {row.reason}"]
+        facts += [duration(row.step_s)] * (row.step_s is not None) + [memory_text(row.peak)] * (row.peak is not None)
+        return ", ".join(facts)
+
+    @property
+    def record(self) -> ComparisonRecord:
+        """The comparison as plain values."""
+        programs = [_prediction(result).program for result in self.results.values()]
+        described = next((program.described for program in programs if program), "")
+        unit = next((program.unit for program in programs if program), "tokens")
+        rows = tuple(self._row(name) for name in self.results)
+        return ComparisonRecord(
+            described, self.best, rows, self.ratio, unit, (*self._reasons(), *self.notes), versions()
+        )
+
+    def __str__(self) -> str:
+        record, text = self.record, io.StringIO()
+        console = Console(file=text, width=140, soft_wrap=True, highlight=False)
+        console.print(terminal_table(comparison_columns(record), record.rows))
+        for line in self._lines(record):
+            console.print(line, markup=False)
+        return text.getvalue()
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {count_text(len(self.results), 'layout')}, best: {self.best or 'none fits'}>"
+
+    def html(self, path: str | Path) -> Path:
+        """Write a standalone HTML page with the table and the report of each layout. Returns its path."""
+        return write_atomic(Path(path), self._page(), "another path")
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `search.json` and the page `report.html` into a folder, creating it if missing. Returns the folder."""
+        folder = Path(folder)
+        with disk_errors(folder, "another folder="):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_record(folder / SEARCH_FILE, self.record)
+        self.html(folder / PAGE_FILE)
+        return folder
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f'<iframe srcdoc="{escape(self._page())}" style="width: 100%; height: 480px; border: 0"></iframe>'
+
+    def _page(self) -> str:
+        from valkyrie.report.program import comparison_page
+
+        record = self.record
+        table = terminal_table(comparison_columns(record), record.rows)
+        records = {name: _prediction(result) for name, result in self.results.items()}
+        title = f"{count_text(len(self.results), 'layout')} on {record.target}"
+        return comparison_page(title, table, self._lines(record), records, self.best)
+
+    def _rank(self, name: str) -> tuple[int, float]:
+        result, step_s = self.results[name], self.step_s(name)
+        if result.fits is not False and step_s:
+            return 0, step_s
+        return (1, result.peak_gib or 0.0) if result.fits is False else (2, 0.0)
+
+    def _row(self, name: str) -> ComparedProgram:
+        result, step_s = self.results[name], self.step_s(name)
+        prediction = _prediction(result)
+        rate, program = result.tokens_per_second, prediction.program
+        return ComparedProgram(
+            name=name,
+            axes=program.axes if program else {},
+            status=prediction.status,
+            reason=result.reason,
+            step_s=step_s,
+            predicted_s=result.step_s,
+            measured_s=self.measured_s.get(name),
+            tokens_per_second=rate and step_s and result.step_s and rate * result.step_s / step_s,
+            peak=None if prediction.memory is None else prediction.memory.required,
+            waiting=sum_seconds(prediction.parts, PartKind.exposed) / result.step_s if result.step_s else None,
+        )
+
+    def _reasons(self) -> list[str]:
+        """Return a line for each reason why layouts have no step time, with their names."""
+        names: dict[str, list[str]] = {}
+        for name, result in self.results.items():
+            if result.status in ("failed", "timeout", "refused"):
+                names.setdefault(f"{result.status}: {result.reason}", []).append(name)
+        return [f"{', '.join(layouts)}: {reason}" for reason, layouts in names.items()]
+
+    def _lines(self, record: ComparisonRecord) -> list[str]:
+        lines = [*record.notes]
+        if record.ratio is not None:
+            measured = ", ".join(name for name in self.measured_s if name in self.results)
+            lines.append(
+                f"predicted steps are multiplied by {record.ratio:.3f}, the ratio of measured to predicted time "
+                f"of {measured}"
+            )
+        return lines
+
+
+def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]]:
+    """Return the columns of a comparison's table. Rates appear only if one is known."""
+    column, rows = Column[ComparedProgram], record.rows
+    rates = [column("rate", f"{record.unit}/s", "speed", lambda row: row.tokens_per_second)]
+    return [
+        column("name", "layout", "text", lambda row: row.name, min_width=12),
+        column("fits", "fits", "text", lambda row: row.fits),
+        column("step_s", "step", "seconds", lambda row: row.step_s),
+        *(rates if any(row.tokens_per_second for row in rows) else []),
+        column("peak", "peak", "bytes", lambda row: row.peak),
+        column("waiting", "waiting", "percent", lambda row: row.waiting),
+        *(
+            [
+                column(
+                    "by", "by", "text", lambda row: "measured" if row.measured_s else "predicted" if row.step_s else ""
+                )
+            ]
+            if record.ratio is not None
+            else []
+        ),
+    ]
+
+
+def _prediction(result: Result) -> Prediction:
+    assert isinstance(result.record, Prediction)
+    return result.record

@@ -1,0 +1,249 @@
+"""Predicts several layouts of any JAX program, and searches its meshes and rules."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.foreign_errors import first_lines
+from valkyrie.parallel.slice import Slice
+from valkyrie.problems import require_type
+from valkyrie.runs.folder import versions
+from valkyrie.search.compile.predict import PredictedProgram, ProgramWork, foreign_program, predict_function
+from valkyrie.search.compile.prediction import CompileStatus, Prediction
+from valkyrie.search.compile.runner import Progress
+
+if TYPE_CHECKING:
+    import jax
+
+_CALL_KEYS = ("args", "kwargs", "mesh", "options", "function")
+_RETURNS = "(jitted, arguments) or (jitted, arguments, keywords)"
+
+
+@dataclass(frozen=True)
+class ProgramCall:
+    """A call of a function to predict, with the mesh and compiler options of `valkyrie.predict`."""
+
+    function: Any
+    arguments: Sequence[Any] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    mesh: jax.sharding.Mesh | Mapping[str, int] | None = None
+    options: Mapping[str, Any] | None = None
+
+
+def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCall) -> dict[str, ProgramCall]:
+    """Return the calls of `layouts=` of `valkyrie.predict`. Raises ValueError or TypeError for other values.
+
+    A value is the positional arguments, or a dict with `args`, `kwargs`, `mesh`, `options` and `function`.
+    """
+    usage = 'layouts= takes {name: arguments}, such as {"dp": (w, x), "fsdp": (w, x)}'
+    require_type(layouts, Mapping, usage)
+    if not layouts:
+        raise ValueError(f"layouts= is empty. {usage.partition(' ')[2].capitalize()}.")
+    calls = {}
+    for name, value in layouts.items():
+        require_type(name, str, "the names in layouts= are strings")
+        key = f'layouts["{name}"]'
+        if isinstance(value, Mapping):
+            if unknown := [str(entry) for entry in value if entry not in _CALL_KEYS]:
+                raise ValueError(
+                    f"{key} has the unknown key {unknown[0]!r}. Use the keys {', '.join(_CALL_KEYS)}, or pass the "
+                    "positional arguments as a tuple: (arguments,)."
+                )
+            require_type(
+                value.get("args", ()), list | tuple, f'{key}["args"] takes the positional arguments as a tuple'
+            )
+            calls[name] = replace(
+                defaults,
+                function=value.get("function", function),
+                arguments=tuple(value.get("args", ())),
+                keywords={**defaults.keywords, **value.get("kwargs", {})},
+                mesh=value.get("mesh", defaults.mesh),
+                options=value.get("options", defaults.options),
+            )
+        elif isinstance(value, list | tuple):
+            calls[name] = replace(defaults, function=function, arguments=tuple(value))
+        else:
+            raise TypeError(
+                f"{key} takes the positional arguments as a tuple, not {type(value).__name__}. Use (arguments,)."
+            )
+    return calls
+
+
+def parse_built(value: Any, source: str) -> ProgramCall:
+    """Return the call in the result of a function that builds a step. Raises ValueError for other values."""
+    if isinstance(value, list | tuple) and len(value) in (2, 3):
+        function, arguments, keywords = (*value, {})[:3]
+        if isinstance(arguments, list | tuple) and isinstance(keywords, Mapping):
+            return ProgramCall(function, tuple(arguments), keywords)
+    shown = type(value).__name__ + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
+    raise ValueError(f"{source} must return {_RETURNS}, with the positional arguments as a tuple, not {shown}.")
+
+
+def predict_call(
+    build: Callable[[], ProgramCall],
+    target: Slice,
+    work: ProgramWork,
+    axes: Mapping[str, int],
+    time_limit_s: float | int | None,
+    progress: Progress,
+) -> PredictedProgram:
+    """Predict a call of a function. If building, tracing or compiling it raises, the status is `failed`.
+
+    `axes` are the axes of the mesh as far as they are known before the call is built.
+    """
+    try:
+        call = build()
+        mesh = call.mesh
+        if isinstance(mesh, Mapping):
+            mesh = target.mesh(list(mesh.values()), list(mesh))
+        return predict_function(
+            *(call.function, call.arguments, call.keywords, target),
+            mesh=mesh,
+            options=call.options,
+            work=work,
+            time_limit_s=time_limit_s,
+            progress=progress,
+        )
+    except Exception as error:  # of the user's code, of JAX or of XLA
+        program = foreign_program(work, work.name or "program", target, axes)
+        reason = describe_error(error)
+        return PredictedProgram(Prediction(None, CompileStatus.failed, reason, versions(), program=program), None)
+
+
+def describe_error(error: Exception) -> str:
+    """Return the type and first lines of an error, and the line of the user's code that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    text = first_lines(str(error))
+    return (
+        f"{text or type(error).__name__}{place}"
+        if type(error) is ValueError
+        else f"{type(error).__name__}: {text}{place}"
+    )
+
+
+def _is_users(file: str) -> bool:
+    package = str(Path(__file__).parents[1])
+    return not file.startswith((package, "<frozen")) and "site-packages" not in file and "/lib/python" not in file
+
+
+def divide_devices(devices: int, axes: Sequence[str], slices: int) -> list[dict[str, int]]:
+    """Return all meshes of a number of devices with these axes. The first axis is divisible by the slices."""
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    shapes = itertools.product(sizes, repeat=len(axes))
+    return [
+        dict(zip(axes, shape, strict=True)) for shape in shapes if math.prod(shape) == devices and not shape[0] % slices
+    ]
+
+
+def parse_meshes(
+    meshes: Sequence[Sequence[int] | Mapping[str, int]] | None, axes: Sequence[str], target: Slice
+) -> list[dict[str, int]]:
+    """Return the meshes of a search as sizes by axis name. Raises ValueError if one does not divide the slice."""
+    usage = 'axes= takes names of mesh axes, such as ("data", "model")'
+    require_type(axes, list | tuple, usage)
+    for axis in axes:
+        require_type(axis, str, usage)
+    if meshes is None:
+        assert target.devices is not None
+        return divide_devices(target.devices, axes, target.slices)
+    usage = 'meshes= takes a list of meshes, such as [(2, 4), {"data": 8}], or None for all divisions over axes='
+    require_type(meshes, list | tuple, usage)
+    if not meshes:
+        raise ValueError(f"meshes= is empty: {usage}.")
+    parsed = []
+    for mesh in meshes:
+        require_type(mesh, list | tuple | Mapping, usage)
+        if not isinstance(mesh, Mapping):
+            if len(mesh) != len(axes):
+                raise ValueError(
+                    f"meshes= has {tuple(mesh)}, but axes={tuple(axes)}. Name the axes of this mesh in axes=."
+                )
+            mesh = dict(zip(axes, mesh, strict=True))
+        target.axes(list(mesh.values()), list(mesh), None)
+        parsed.append(dict(mesh))
+    return parsed
+
+
+def layout_name(axes: Mapping[str, int], rule: str | None) -> str:
+    """Return the name of a layout in a search, such as `data=2,model=4 fsdp`."""
+    mesh = ",".join(f"{name}={size}" for name, size in axes.items())
+    return mesh if rule is None else f"{mesh} {rule}"
+
+
+@dataclass
+class ProgramSearch:
+    """A search over meshes and rules of a program.
+
+    Args:
+        build: Called with a mesh, and with one of the rules if there are any. Returns the function and its arguments.
+        target: The slice.
+        meshes: Meshes as sizes by axis name.
+        rules: Second arguments of `build` by name, or None.
+        work: Name, tokens, FLOPs and unit of the program.
+        options: Compiler options.
+        time_limit_s: Time limit of each compile in seconds.
+        budget_s: Time limit of the search in seconds. Does not start a compile that would likely exceed it, judging by
+            the longest so far, and stops a compile at its end.
+        note: Why the search ended before all programs were compiled. Empty if it did not.
+    """
+
+    build: Callable[..., Any]
+    target: Slice
+    meshes: Sequence[Mapping[str, int]]
+    rules: Mapping[str, Any] | None
+    work: ProgramWork
+    options: Mapping[str, Any] | None = None
+    time_limit_s: float | int | None = None
+    budget_s: float | None = None
+    note: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all layouts."""
+        return [layout_name(axes, rule) for axes, rule in self._pairs()]
+
+    def predictions(self, progress: Progress) -> Iterator[tuple[str, PredictedProgram]]:
+        """Compile the programs one by one, and yield their names and predictions."""
+        pairs = self._pairs()
+        began, longest = time.monotonic(), 0.0
+        for index, (axes, rule) in enumerate(pairs):
+            name = layout_name(axes, rule)
+            left_s = math.inf if self.budget_s is None else self.budget_s - (time.monotonic() - began)
+            if left_s < longest:
+                self.note = f"another compile would likely exceed the budget; {self._missing(pairs, index)}"
+                return
+            limit_s = min(left_s, self.time_limit_s or math.inf)
+            start = time.monotonic()
+            work = replace(self.work, name=f"{self.work.name or getattr(self.build, '__name__', 'program')} ({name})")
+            count = f"{index + 1} of {len(pairs)}: "
+            predicted = predict_call(
+                lambda axes=axes, rule=rule: self._build(axes, rule),
+                *(self.target, work, axes, None if math.isinf(limit_s) else limit_s),
+                lambda line, count=count: progress(count + line),
+            )
+            status, times = predicted.prediction.status, predicted.prediction.compile
+            if status is CompileStatus.timeout and limit_s == left_s:
+                self.note = f"the budget ended during the compile of {name}; {self._missing(pairs, index)}"
+                return
+            if not times.cached:
+                longest = max(longest, time.monotonic() - start)
+            yield name, predicted
+
+    def _pairs(self) -> list[tuple[Mapping[str, int], str | None]]:
+        return [(axes, rule) for axes in self.meshes for rule in (self.rules or [None])]
+
+    def _build(self, axes: Mapping[str, int], rule: str | None) -> ProgramCall:
+        mesh = self.target.mesh(list(axes.values()), list(axes))
+        built = self.build(mesh) if self.rules is None else self.build(mesh, self.rules[rule or ""])
+        return replace(parse_built(built, "build"), mesh=mesh, options=self.options)
+
+    def _missing(self, pairs: Sequence[object], index: int) -> str:
+        return f"{len(pairs) - index} of {len(pairs)} layouts are not compiled. The same call continues"
