@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,12 +21,20 @@ import valkyrie.train.options as train_options
 from machines import needs_libtpu
 from valkyrie.search.compile import lowered as lowered_programs
 from valkyrie.search.compile.executable import without_cache
-from valkyrie.search.compile.lowered import StoredProgram, capture_program, compile_program, has_slice_devices
+from valkyrie.search.compile.lowered import (
+    StoredProgram,
+    capture_program,
+    compile_program,
+    has_slice_devices,
+    split_locations,
+)
 from valkyrie.search.compile.predict import predict_function
 from valkyrie.search.compile.program_child import compile_requested
 from valkyrie.train.program import serialised_module
 
 pytestmark = needs_libtpu
+PAGE = (Path(__file__).parents[1] / "valkyrie" / "search" / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.split("## Predict any JAX program")[1], re.DOTALL)
 Programs = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
 
 
@@ -122,6 +131,28 @@ def test_devices_of_another_topology_are_recognised(mesh: Mesh, target: valkyrie
     assert not has_slice_devices(other.mesh((2, 4), ("data", "model")), target)
 
 
+def test_locations_depend_neither_on_lines_nor_on_callers():
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        layers = jax.lax.scan(lambda x, _: (jax.nn.relu(x @ w), None), x, None, length=3)
+        return jax.checkpoint(lambda x: jnp.sin(x @ w))(layers[0]).sum()
+
+    def lower() -> str:
+        return jax.jit(jax.grad(step)).lower(jnp.zeros((8, 8)), jnp.zeros((8, 8))).as_text(debug_info=True)
+
+    direct, called = lower(), (lambda: lower())()
+    (first, locations), (second, others) = split_locations(direct), split_locations(called)
+    assert direct != called and first == second and "#loc" not in first and "test_predict_function" not in first
+    assert (
+        "jit(step)/jvp()/while/body/closed_call" in first and len(locations.operations) == len(others.operations) > 50
+    )
+    innermost = {frames[0] for frames in locations.frames if frames}
+    assert innermost and innermost.isdisjoint(locations.moved_to(others))
+    moved = split_locations(re.sub(r'(test_predict_function.py":)(\d+)', lambda m: f"{m[1]}{int(m[2]) + 5}", direct))
+    assert moved[0] == first
+    lines = {line for frames in locations.frames for line in frames if "test_predict_function.py" in line}
+    assert locations.moved_to(moved[1]) == {line: f"{line[:-3]}{int(line[-3:]) + 5}" for line in lines}
+
+
 @pytest.mark.slow  # compiles for a TPU
 @pytest.mark.timeout(300)
 def test_a_second_prediction_comes_from_the_cache_with_the_lines_of_now(
@@ -161,6 +192,24 @@ def test_a_function_slightly_over_the_memory_is_compiled_again(monkeypatch: pyte
     x = jax.ShapeDtypeStruct((8 * 2**17, 16384), jnp.bfloat16, sharding=rows)  # 4 GiB, and as much of the result
     done = valkyrie.predict(jax.jit(lambda x: x * 2), x, slice=slice, options={limit: 8000})
     assert done.fits and f"{limit}=12000 ({train_options.TO_FIT})" in str(done)
+
+
+@pytest.mark.slow  # several small compiles for a TPU
+@pytest.mark.timeout(600)
+def test_the_examples_of_several_shardings_run_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for example in EXAMPLES:
+        for large, small in (("2048, 8192", "256, 512"), ("8192, 2048", "128, 256"), ("[(8, 1), (2, 4)]", "[(2, 4)]")):
+            example = example.replace(large, small)
+        exec(compile(example, "example.py", "exec"), names)
+    compared, found = names["compared"], names["found"]
+    assert {*compared.results} == {"dp", "fsdp", "tp"} and all(result.fits for result in compared.results.values())
+    assert {f"data=2,model=4 {name}" for name in compared.results} == {*found.results}
+    assert all(result.record.compile.cached for result in found.results.values()), "the same programs"
+    assert (tmp_path / "search" / "report.html").is_file() and found.best in capsys.readouterr().out
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

@@ -6,7 +6,9 @@ The compiler gets the same StableHLO and the same serialised options from the ch
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
+import functools
 import os
 import re
 import shutil
@@ -24,7 +26,7 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import cache_problem, write_atomic
 from valkyrie.processes.child import ChildProcess, module_command
-from valkyrie.records import read_record, write_record
+from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.search.compile.cache import (
     OUTCOME,
     PROGRAM,
@@ -43,9 +45,12 @@ if TYPE_CHECKING:
 
 STABLEHLO_FILE, OPTIONS_FILE, REQUEST_FILE = "program.mlirbc", "options.pb", "request.json"
 """Files that the child process reads."""
-LOCATIONS_FILE = "locations.txt"
-"""File of a cached program with the source locations of its StableHLO, one per line."""
-_LOCATION = re.compile(r'"([^"\n]*)":(\d+):\d+')
+LOCATIONS_FILE = "locations.json"
+"""File of a cached program with the `SourceLocations` of its StableHLO."""
+_DEFINITION = re.compile(r"^#loc(\d*) = loc\((.*)\)$", re.MULTILINE)
+_REFERENCE = re.compile(r"#loc(\d*)\b")
+_LINE = re.compile(r'"([^"\n]*)":(\d+):\d+')
+_NAME = re.compile(r'"((?:[^"\\]|\\.)*)"(?!:\d)')
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,32 @@ class ProgramRequest:
     options: tuple[Option, ...]
     overrides: dict[str, str | int | float | bool]
     devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SourceLocations:
+    """Source lines of the operations of a program.
+
+    Args:
+        frames: Distinct stacks of lines (`file:line`), each from the innermost function to its callers.
+        operations: Index in `frames` for each operation, in order.
+    """
+
+    frames: tuple[tuple[str, ...], ...]
+    operations: tuple[int, ...]
+
+    def moved_to(self, other: SourceLocations) -> dict[str, str]:
+        """Return the lines that differ in another lowering of the same program, by line in this one."""
+        pairs = [
+            [*zip(self.frames[old], other.frames[new], strict=False)]
+            for old, new in {*zip(self.operations, other.operations, strict=False)}
+        ]
+        moved: dict[str, str] = {}
+        for depth in range(max(map(len, pairs), default=0)):  # inner lines first: callers may differ
+            for lines in pairs:
+                if depth < len(lines):
+                    moved.setdefault(*lines[depth])
+        return {old: new for old, new in moved.items() if old != new}
 
 
 @dataclass(frozen=True)
@@ -196,10 +227,13 @@ def compile_program(
 
     settings = {name: repr(value) for name, value in program.overrides.items()}
     settings |= {"options": digest(program.options.hex()), "torus": f"{target.topology} {target.slices}"}
-    key = program_key(program.text, settings, mesh.devices.flat[0].device_kind, device_positions(mesh))
-    folder, locations = programs_folder() / key, [f"{m[1]}:{m[2]}" for m in _LOCATION.finditer(program.text)]
+    text, locations = split_locations(program.text)
+    key = program_key(text, settings, mesh.devices.flat[0].device_kind, device_positions(mesh))
+    folder = programs_folder() / key
     if (record := read_program(folder)) is not None:
-        return StoredProgram(record, folder, True, _moved_lines(folder, locations))
+        with contextlib.suppress(OSError, RecordError):
+            moved = read_record(SourceLocations, folder / LOCATIONS_FILE).moved_to(locations)
+            return StoredProgram(record, folder, True, moved)
     is_writable = cache_problem(programs_folder()) is None
     scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs_folder() if is_writable else None))
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
@@ -209,7 +243,7 @@ def compile_program(
         write_atomic(scratch / STABLEHLO_FILE, program.stablehlo)
         write_atomic(scratch / OPTIONS_FILE, program.options)
         (scratch / key).mkdir()
-        write_atomic(scratch / key / LOCATIONS_FILE, "\n".join(locations))
+        write_record(scratch / key / LOCATIONS_FILE, locations)
         command = module_command("valkyrie.search.compile.program_child", str(scratch), str(os.getpid()))
         environment, log = get_platform(target.platform).compile_environment(), scratch / "compiler.log"
         results = (scratch / OUTCOME, scratch / key / PROGRAM)
@@ -239,13 +273,33 @@ def _plain_target(target: TargetConfig) -> TargetConfig:
     return TargetConfig(**{field.name: getattr(target, field.name) for field in fields(TargetConfig)})
 
 
-def _moved_lines(folder: Path, locations: Sequence[str]) -> Mapping[str, str]:
-    """Return the source lines (`file:line`) of a cached program that have moved since, with their new lines.
+def split_locations(text: str) -> tuple[str, SourceLocations]:
+    """Split StableHLO with debug information into text with the names of operations, and their source lines.
 
-    Programs with the same key have the same locations in the same order, apart from files and lines.
+    The text does not depend on lines, nor on the functions that called the program.
     """
-    try:
-        stored = (folder / LOCATIONS_FILE).read_text().split("\n")
-    except OSError:  # stored for the step of a run
-        return {}
-    return {old: new for old, new in zip(stored, locations, strict=False) if old != new}
+    definitions = {match[1]: match[2] for match in _DEFINITION.finditer(text)}
+    frames: dict[tuple[str, ...], int] = {}
+    operations: list[int] = []
+
+    @functools.cache
+    def stack(number: str) -> tuple[str, ...]:
+        definition = definitions.get(number, "")
+        if line := _LINE.match(definition):
+            return (f"{line[1]}:{line[2]}",)
+        return tuple(frame for inner in _REFERENCE.findall(definition) for frame in stack(inner))
+
+    @functools.cache
+    def names(number: str) -> tuple[str, ...]:
+        definition = definitions.get(number, "")
+        if _LINE.match(definition) or definition.startswith("callsite("):
+            return ()
+        inner = tuple(name for other in _REFERENCE.findall(definition) for name in names(other))
+        return (name[1], *inner) if (name := _NAME.match(definition)) else inner
+
+    def replace_reference(match: re.Match[str]) -> str:
+        operations.append(frames.setdefault(stack(match[1]), len(frames)))
+        return repr(names(match[1]))
+
+    body = _REFERENCE.sub(replace_reference, _DEFINITION.sub("", text))
+    return body.strip(), SourceLocations(tuple(frames), tuple(operations))
