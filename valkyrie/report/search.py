@@ -178,7 +178,8 @@ def _price_figure(answer: SearchAnswer) -> AnswerFigure | None:
         named.add(target)
     time = "step time, ms" if answer.batch is not None else "seconds per million tokens"
     caption = "Further left is faster, lower is cheaper. Each point is one of the best layouts. Prices are on demand."
-    return _figure("costs", "Price against step time", caption, specs.costs(time), values)
+    title = "Price against step time" if answer.batch is not None else "Price against time"
+    return _figure("costs", title, caption, specs.costs(values, time), values)
 
 
 def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:

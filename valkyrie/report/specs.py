@@ -294,7 +294,7 @@ def price(_: Values) -> Spec:
     return _chart(260, _pareto_line(x, y), _point_layer({"x": x, "y": y, "tooltip": tooltip} | target))
 
 
-def costs(time: str) -> Spec:
+def costs(data: Values, time: str) -> Spec:
     """Return a scatter plot of price and step time. `time` is the title of the time axis."""
     tooltip = _tooltip(
         ("layout", "layout"),
@@ -306,7 +306,8 @@ def costs(time: str) -> Spec:
     x = _quantitative("time", title=time, scale=scale, axis={"tickCount": 6, "format": "~r"})
     y = _quantitative("price", title="dollars per million tokens", scale=scale, axis={"tickCount": 6, "format": "~r"})
     color = _nominal("target", title=None, legend={"orient": "top"})
-    names = {"mark": _point_name("false"), "encoding": {"x": x, "y": y, "text": _nominal("name")}}
+    middle = sum(extreme(v["time"] for v in data) for extreme in (min, max)) / 2
+    names = {"mark": _point_name(f"datum.time > {middle}"), "encoding": {"x": x, "y": y, "text": _nominal("name")}}
     return _chart(280, _point_layer({"x": x, "y": y, "color": color, "tooltip": tooltip}), names)
 
 
@@ -319,10 +320,20 @@ def memory_shares(data: Values) -> Spec:
     limit = _single_mark(
         {"type": "rule", "color": _RED, "strokeWidth": 1.5}, {"x": {"datum": 1, "type": "quantitative"}}
     )
+    fits_text = "datum.share > 0.2"
     bar = {"mark": {**_BAR, "color": "#3f7fc9"}, "encoding": {"y": _BAR_LABELS, "x": x, "tooltip": tooltip}}
     text = {
-        "mark": {"type": "text", "align": "left", "dx": 5},
-        "encoding": {"y": _BAR_LABELS, "x": x, "text": _quantitative("share", format=".0%")},
+        "mark": {
+            "type": "text",
+            "align": {"expr": f"{fits_text} ? 'right' : 'left'"},
+            "dx": {"expr": f"{fits_text} ? -6 : 6"},
+        },
+        "encoding": {
+            "y": _BAR_LABELS,
+            "x": x,
+            "text": _quantitative("share", format=".0%"),
+            "color": {"condition": {"test": fits_text, "value": "white"}, "value": "currentColor"},
+        },
     }
     return _chart(_height(data), bar, text, limit)
 

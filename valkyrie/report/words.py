@@ -107,7 +107,7 @@ def search_answer(search: SearchAnswer) -> Answer:
     best = search.best[0]
     low, high = (duration(seconds) for seconds in (best.low_s, best.high_s))
     layout = f"{best.candidate.mesh} {best.candidate.partition}"
-    settings = [o for o in best.overrides if not o.startswith(("mesh=", "partition="))]
+    settings = [o for o in best.overrides if not o.startswith(("mesh=", "partition=", "batch="))]
     step_label = f"step, {_STAGE_ADJECTIVES[best.stage.value]}"
     numbers = [
         BigNumber("layout", layout, " ".join([best.candidate.target, *settings[1:]])),
@@ -119,6 +119,9 @@ def search_answer(search: SearchAnswer) -> Answer:
             f"of {memory_text(best.usable)} usable" if best.usable else "",
         ),
     ]
+    if best.candidate.batch is not None:
+        tokens = "" if search.seq is None else f"{best.candidate.batch * search.seq:,} tokens"
+        numbers.insert(1, BigNumber("sequences in a batch", f"{best.candidate.batch:,}", tokens, is_unit=True))
     if best.tokens_for_budget is not None:
         budget = f"tokens for ${number_text(search.budget_usd or 0)}"
         numbers.append(BigNumber(budget, f"{number_text(best.tokens_for_budget / 1e9)} billion", is_unit=True))
