@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,66 @@ def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsy
     assert status == 2 and err.startswith("valkyrie-predict: --mesh 8: ")
     assert run("--target", "v5e-7", "--mesh", "data=7")[0] == 2
     assert parse_mesh_axes("data=8, model=4") == {"data": 8, "model": 4}
+
+
+BUILDERS = """
+import helper_of_the_step
+
+def step(slice):
+    return helper_of_the_step.jitted, (slice.name,), {"scale": 2}
+
+def without_slice():
+    return helper_of_the_step.jitted, ()
+
+def failing(slice):
+    raise KeyError("weights")
+
+def value_error(slice):
+    raise ValueError("no such layer")
+
+def wrong():
+    return helper_of_the_step.jitted
+
+def two(a, b):
+    return a, b
+"""
+
+
+def test_the_command_predicts_a_function_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], step: Path
+):
+    result = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr("valkyrie.api.predict", lambda *words, **more: calls.append((words, more)) or result)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "builders.py").write_text(BUILDERS)
+    (tmp_path / "helper_of_the_step.py").write_text("def jitted(name=None, scale=1):\n    pass\n")
+    (tmp_path / "damaged.py").write_text("import no_such_library\n")
+
+    def run(name: str, *more: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(tmp_path / name), "--target", "v5e-8", *more])
+        return ended.value.code, capsys.readouterr().err
+
+    assert run("builders.py:step", "--tokens", "512", "--unit", "images", "--time-limit", "60") == (0, "")
+    (function, name), settings = calls[0]
+    assert (function.__name__, name, settings["scale"], settings["name"]) == ("jitted", "v5e-8", 2, "jitted")
+    assert (settings["tokens"], settings["unit"], settings["time_limit_s"]) == (512, "images", 60)
+    assert run("builders.py:without_slice") == (0, "") and len(calls[1][0]) == 1
+    for words, message in (
+        ("builders.py", "name the function that returns the step and its arguments: "),
+        ("builders.py:nope", "it has no function nope, only step, without_slice, failing"),
+        ("builders.py:failing", "builders.py:failing: KeyError: 'weights' (builders.py:11)"),
+        ("builders.py:value_error", "builders.py:value_error: no such layer (builders.py:14)"),
+        ("builders.py:wrong", "must return (jitted, arguments) or (jitted, arguments, keywords)"),
+        ("builders.py:two", "has the arguments a, b. It may have one, the slice."),
+        ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
+        ("missing.py:step", "there is no file "),
+        ("step.hlo", "--mesh: name the mesh axes of a compiled module in order"),
+    ):
+        status, err = run(words)
+        assert status == 2 and message in err and err.count("\n") == 1, (words, err)
+    assert len(calls) == 2
 
 
 def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -205,6 +205,7 @@ def test_the_examples_of_several_shardings_run_as_written(
         for large, small in (("2048, 8192", "256, 512"), ("8192, 2048", "128, 256"), ("[(8, 1), (2, 4)]", "[(2, 4)]")):
             example = example.replace(large, small)
         exec(compile(example, "example.py", "exec"), names)
+    assert names["step"](valkyrie.slice("v5e-8"))[0].lower
     compared, found = names["compared"], names["found"]
     assert {*compared.results} == {"dp", "fsdp", "tp"} and all(result.fits for result in compared.results.values())
     assert {f"data=2,model=4 {name}" for name in compared.results} == {*found.results}

@@ -1,23 +1,27 @@
-"""`valkyrie-predict`: predicts the step time of any JAX program on a slice, from its compiled module."""
+"""`valkyrie-predict`: predicts the step time of any JAX program on a slice, from a function or a compiled module."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import inspect
 import json
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.units import escape_control_characters
 
 if TYPE_CHECKING:
     from valkyrie.hardware.position import Position
+    from valkyrie.parallel.slice import Slice
 
-DOES_NOT_FIT = 3
-"""Exit status if the program needs more memory than the slice has, which is a result and not an error."""
+NO_STEP_TIME = 3
+"""Exit status if the program does not fit, or if its compile failed or exceeded the time limit."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,27 +32,40 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="valkyrie-predict",
-        description="Predict the step time of a compiled module on a TPU slice, and which collectives it waits for.",
-        epilog="Example: valkyrie-predict step.hlo --target v4-64 --mesh data=8,model=4",
+        description="Predict the step time of a program on a TPU slice, and which collectives it waits for.",
+        epilog="Examples: valkyrie-predict train.py:step --target v5e-8; "
+        "valkyrie-predict step.hlo --target v4-64 --mesh data=8,model=4",
     )
     parser.add_argument(
-        "module", type=Path, help="optimised HLO as text (*.after_optimizations.txt) or as a proto (.hlo.pb)"
+        "module",
+        help="FILE.py:FUNCTION, where FUNCTION() or FUNCTION(slice) returns (jitted, arguments) or (jitted, arguments, "
+        "keywords); or optimised HLO as text (*.after_optimizations.txt) or as a proto (.hlo.pb)",
     )
     parser.add_argument(
-        "--target", required=True, metavar="SLICE", help="slice that the module was compiled for, such as v4-64"
+        "--target",
+        required=True,
+        metavar="SLICE",
+        help="slice to predict for, such as v4-64; that of a compiled module",
     )
     parser.add_argument(
         "--slices", type=int, default=1, help="number of slices, connected by the data-centre network; default: 1"
     )
-    parser.add_argument("--mesh", required=True, help="mesh axes of the module in order, such as data=8,model=4")
+    parser.add_argument(
+        "--mesh",
+        help="mesh axes of a compiled module in order, such as data=8,model=4; of a function without shardings, too",
+    )
     parser.add_argument(
         "--places",
         type=Path,
         help="JSON list with the position of each device of the mesh, as slice:x,y,z:core; default: as placed by "
-        "jax.experimental.mesh_utils",
+        "jax.experimental.mesh_utils; only for a compiled module",
     )
     parser.add_argument("--tokens", type=float, help="tokens per step, to report tokens per second")
+    parser.add_argument("--unit", default="tokens", help="what --tokens counts, such as images; default: tokens")
     parser.add_argument("--flops", type=float, help="FLOPs of the model per step, to report MFU")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="time limit of the compile of a function; default: none"
+    )
     parser.add_argument("--timeline", type=Path, help="write the step as a timeline for https://ui.perfetto.dev")
     parser.add_argument("--html", type=Path, help="write the report as an HTML page")
     parser.add_argument("--json", type=Path, help="write the report as JSON")
@@ -62,15 +79,19 @@ def _predict(words: list[str]) -> int:
     from valkyrie.paths import write_atomic
     from valkyrie.records import dump
 
-    places = None if options.places is None else _read_places(options.places)
-    result = api.predict(
-        options.module,
-        slice=api.named_slice(options.target, slices=options.slices),
-        mesh=parse_mesh_axes(options.mesh),
-        places=places,
-        tokens=options.tokens,
-        flops=options.flops,
-    )
+    target = api.named_slice(options.target, slices=options.slices)
+    mesh = None if options.mesh is None else parse_mesh_axes(options.mesh)
+    settings = {"slice": target, "mesh": mesh, "tokens": options.tokens, "flops": options.flops, "unit": options.unit}
+    file, function = split_function(options.module)
+    if function is None:
+        if mesh is None:
+            raise ValueError("--mesh: name the mesh axes of a compiled module in order, such as --mesh data=8,model=4.")
+        places = None if options.places is None else _read_places(options.places)
+        result = api.predict(file, places=places, **settings)
+    else:
+        if options.places is not None:
+            raise ValueError("--places is only for a compiled module. A function has its own mesh.")
+        result = _predict_built(file, function, target, settings | {"time_limit_s": options.time_limit})
     sys.stdout.write(escape_control_characters(str(result)))
     if options.json is not None:
         write_atomic(options.json, dump(result.record), "--json FILE")
@@ -78,12 +99,78 @@ def _predict(words: list[str]) -> int:
         print(f"timeline: {result.timeline(options.timeline)} (open it at https://ui.perfetto.dev)")
     if options.html is not None:
         print(f"page: {result.html(options.html)}")
-    return DOES_NOT_FIT if result.fits is False else 0
+    return 0 if result.status == "ok" else NO_STEP_TIME
+
+
+def split_function(module: str) -> tuple[Path, str | None]:
+    """Return the file of `FILE.py:FUNCTION` and the function, or the file of a compiled module and None.
+
+    Raises ValueError for a Python file without a function.
+    """
+    file, colon, function = module.rpartition(":")
+    if colon and file.endswith(".py"):
+        return Path(file), function
+    if module.endswith(".py"):
+        raise ValueError(f"{module}: name the function that returns the step and its arguments: {module}:step.")
+    return Path(module), None
+
+
+def _predict_built(file: Path, function: str, target: Slice, settings: dict[str, Any]) -> Any:
+    """Predict the program that a function of a Python file returns.
+
+    Calls the function with the slice if it has an argument. Raises ValueError if the user's code fails.
+    """
+    from valkyrie import api
+    from valkyrie.hardware.platforms import get_platform
+
+    for variable, value in get_platform(target.platform).compile_environment().items():
+        os.environ.setdefault(variable, value)  # the file may use JAX when it is imported
+    from valkyrie.search.programs import describe_error, parse_built
+
+    source = f"{file}:{function}"
+    try:
+        build = _import_function(file, function)
+    except Exception as error:  # of the user's code
+        raise ValueError(f"{file} cannot be imported: {describe_error(error)}") from error
+    required = [each for each in inspect.signature(build).parameters.values() if each.default is each.empty]
+    if hasattr(build, "lower"):
+        raise ValueError(f"{source} is jitted. Name a function that returns it with its arguments: (step, (w, x)).")
+    if len(required) > 1:
+        names = ", ".join(each.name for each in required)
+        raise ValueError(f"{source} has the arguments {names}. It may have one, the slice.")
+    try:
+        built = build(target) if required else build()
+    except Exception as error:  # of the user's code
+        raise ValueError(f"{source}: {describe_error(error)}") from error
+    call = parse_built(built, source)
+    name = getattr(call.function, "__name__", function)
+    try:
+        return api.predict(call.function, *call.arguments, **settings, name=name, **call.keywords)
+    except ValueError:
+        raise
+    except Exception as error:  # of tracing the user's code
+        raise ValueError(f"{source}: {describe_error(error)}") from error
+
+
+def _import_function(file: Path, function: str) -> Callable[..., Any]:
+    """Import a Python file like `python FILE`, and return one of its functions."""
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    sys.path.insert(0, str(file.resolve().parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if callable(found):
+        return found
+    functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+    raise ValueError(f"it has no function {function}, only {', '.join(functions) or 'none'}")
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Raise ValueError if an output would replace an input or another output, or its folder is missing."""
-    taken_paths = {options.module.resolve(): "the input module"}
+    taken_paths = {split_function(options.module)[0].resolve(): "the input module"}
     if options.places is not None:
         taken_paths[options.places.resolve()] = "the file of --places"
     for key in ("json", "timeline", "html"):
