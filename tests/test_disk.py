@@ -18,6 +18,7 @@ from runs import SINGLE, TINY, command, tiny_arguments
 from valkyrie.checkpoint import latest_step, tier
 from valkyrie.config.run import Run
 from valkyrie.paths import DiskError, cache_problem, cache_root, disk_errors, write_atomic
+from valkyrie.report.page import _vega_script
 from valkyrie.runs.tracking import Tracker, read_metrics
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode
 from valkyrie.search import modes
@@ -213,3 +214,17 @@ def test_a_full_disk_for_the_output_does_not_stop_a_training(capfd: pytest.Captu
     assert not screen.is_closed
     err = capfd.readouterr().err
     assert "training continues" in err and err.count("\n") == 1
+
+
+def test_a_cache_that_is_a_file_is_refused_before_any_work(a_file: Path, command: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VALKYRIE_CACHE", str(a_file))
+    refused = command("mode=show", "model=gpt_tiny")
+    assert refused.status == 2 and f"VALKYRIE_CACHE={a_file} is a file" in refused.err
+    monkeypatch.setenv("VALKYRIE_CACHE", "")
+    assert cache_root() == Path("~/.cache/valkyrie").expanduser()
+
+
+def test_a_page_is_rendered_if_the_cache_cannot_be_written(a_file: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("vl_convert")
+    monkeypatch.setenv("VALKYRIE_CACHE", str(a_file / "cache"))
+    assert "vegaEmbed" in _vega_script()

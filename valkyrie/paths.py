@@ -38,12 +38,17 @@ def conf_dir() -> Path:
 def cache_root() -> Path:
     """Return the folder of all caches: `VALKYRIE_CACHE`, or else `~/.cache/valkyrie`.
 
-    Raises ValueError if the path starts with `~` and the user has no home folder.
+    Raises ValueError if the variable names a file, or if the path starts with `~` and the user has no home folder.
     """
     try:
-        return Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
+        path = Path(os.environ.get("VALKYRIE_CACHE") or "~/.cache/valkyrie").expanduser()
     except RuntimeError:
         raise ValueError("This user has no home folder for caches. Set VALKYRIE_CACHE=DIR, or HOME.") from None
+    if path.is_file():
+        raise ValueError(
+            f"VALKYRIE_CACHE={path} is a file, not a folder for caches. Set VALKYRIE_CACHE=DIR, or unset it."
+        )
+    return path
 
 
 def open_to_append(path: Path) -> IO[bytes]:

@@ -26,6 +26,7 @@ from valkyrie.config.run import Run
 from valkyrie.config.saved import PrimaryConfig, config_dirs, find_primary_config
 from valkyrie.config.unread import replacement_notes, unread_notes
 from valkyrie.extensions import add_import_path
+from valkyrie.paths import cache_root
 from valkyrie.problems import Problem
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
@@ -61,6 +62,7 @@ def dispatch() -> None:
         if "--version" in arguments:
             print(version_text())
             return
+        cache_root()  # refuses a VALKYRIE_CACHE that is a file before any work is done
         arguments = expand_shorthand(arguments)
         multirun = multirun_arguments(arguments)
         refuse_typos(arguments, multirun is not None)

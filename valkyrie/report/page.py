@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shlex
@@ -253,11 +254,14 @@ def read_asset(name: str) -> str:
 
 
 def _vega_script() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script. It is bundled once per version and cached."""
+    """Return Vega, Vega-Lite and vega-embed as one script. It is bundled once per version if the cache is writable."""
     import vl_convert
 
     bundle = cache_root() / "report" / f"vega-{version('vl-convert-python')}.js"
-    if not bundle.is_file():
+    if bundle.is_file():
+        return bundle.read_text(encoding="utf-8")
+    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    with contextlib.suppress(OSError):
         bundle.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(bundle, vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
-    return bundle.read_text(encoding="utf-8")
+        write_atomic(bundle, script)
+    return script
