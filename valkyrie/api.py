@@ -9,6 +9,7 @@ it, so composing runs and reading trials work without a device.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,7 +29,7 @@ from valkyrie.problems import check_range, refuse, require_type
 from valkyrie.processes.child import module_command, run_streamed
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained, TrialRow, Trials
-from valkyrie.runs.folder import key_value, split_flags
+from valkyrie.runs.folder import key_value, key_values, split_flags
 from valkyrie.search.comparison import Comparison
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.units import parse_seconds
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import jax
 
     from valkyrie.search.compile.predict import PredictedProgram, ProgramWork
+    from valkyrie.train.trained_model import TrainedModel
 
 __all__ = [
     "Answer",
@@ -53,8 +55,10 @@ __all__ = [
     "evaluate",
     "explain",
     "fit",
+    "from_hf",
     "generate",
     "load",
+    "load_model",
     "measure",
     "named_slice",
     "predict",
@@ -62,6 +66,7 @@ __all__ = [
     "search_layouts",
     "search_program",
     "show",
+    "to_hf",
     "trials",
     "write_report",
 ]
@@ -91,16 +96,22 @@ def load(folder: str | Path, *overrides: str) -> Run:
     for the same reasons as `compose`.
     """
     from valkyrie.config.arguments import load_run
-    from valkyrie.runs.folder import find_run, key_values
 
-    require_type(folder, str | Path, "load takes the path of a run folder")
     for override in overrides:
         require_type(override, str, 'load takes overrides as strings, such as load(folder, "steps=400")')
+    runs = Path(key_values(overrides).get("runs", RunConfig.runs))
+    return _refuse_illegal(load_run(_find_folder("load", folder, runs), overrides))
+
+
+def _find_folder(function: str, folder: str | Path, runs: Path) -> Path:
+    """Return the path of a run folder, given as a path, the name of a run in `runs`, or `latest`."""
+    from valkyrie.runs.folder import find_run
+
+    require_type(folder, str | Path, f"{function} takes the path of a run folder")
     path = Path(folder)
     if not path.exists() and len(path.parts) == 1:
-        runs = Path(key_values(overrides).get("runs", RunConfig.runs))
-        path = runs / path if (runs / path).is_dir() else find_run(runs, str(folder), key="")
-    return _refuse_illegal(load_run(path, overrides))
+        return runs / path if (runs / path).is_dir() else find_run(runs, str(folder), key="")
+    return path
 
 
 def named_slice(name: str, *, slices: int = 1) -> Slice:
@@ -533,21 +544,109 @@ def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0
     Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
     """
     _require_run("generate", run)
-    require_type(prompt, str, "prompt= takes a string")
-    require_type(tokens, Integral, "tokens= takes a whole number")
-    require_type(temperature, Real, "temperature= takes a number")
-    require_type(top_k, Integral | None, "top_k= takes a whole number or None")
-    refuse(check_range("tokens", tokens, least=0))
+    from valkyrie.train.prepare import check_sampling
+
+    check_sampling(prompt, tokens, temperature, top_k)
+    return _restore_model(run).generate(prompt, tokens=tokens, temperature=temperature, top_k=top_k)
+
+
+def load_model(folder: str | Path, *overrides: str) -> TrainedModel:
+    """Load the newest checkpoint of a run folder as a model, a function from tokens to logits.
+
+    `model = load_model(folder)` has `model(tokens)`, `model.parameters`, `model.tokenizer` and
+    `model.generate(prompt)`. `overrides` change the run, such as
+    `"mesh=1x1x1"` for one device or `"precision=float32"`. Raises ValueError if there is no checkpoint, if this process
+    lacks the devices, or if the model has no tokens.
+    """
+    return _restore_model(load(folder, *overrides))
+
+
+def _restore_model(run: Run) -> TrainedModel:
     from valkyrie.train.devices import prepare_devices
     from valkyrie.train.prepare import load_run_tokenizer, restore, trained_folder
 
     folder, tokenizer = trained_folder(run), load_run_tokenizer(run)
     devices = prepare_devices(run)
-    from valkyrie.train.generate import generate as generate_pieces
+    from valkyrie.train.trained_model import TrainedModel
 
-    program, _, parameters = restore(run, devices, folder)
-    sampling = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": run.config.seed}
-    return "".join(generate_pieces(program.assembly, parameters, tokenizer, prompt, **sampling))
+    program, step, parameters = restore(run, devices, folder)
+    return TrainedModel(run, step, parameters, tokenizer, program)
+
+
+def from_hf(
+    folder: str | Path, *overrides: str, name: str | None = None, tokenizer: str | None = None, quiet: bool = False
+) -> Path:
+    """Convert a Hugging Face folder to a run folder, like `valkyrie-convert from-hf`, and return its path.
+
+    `load_model` loads it, and `fit(load(folder, "steps=1000", ...))` continues its training. The weights are converted
+    in a child process. Raises ValueError if the model cannot be converted, or if the run folder exists.
+
+    Args:
+        folder: The folder, with `config.json` and safetensors.
+        overrides: Settings of the run, such as `"mesh=2x2x1"`.
+        name: Name of the run, or None for the name of the folder.
+        tokenizer: `bytes`, `gpt2`, a tiktoken encoding or a `tokenizer.json`, or None for the folder's.
+        quiet: Whether to print nothing.
+    """
+    require_type(folder, str | Path, "from_hf takes the path of a Hugging Face folder")
+    for override in overrides:
+        require_type(override, str, 'from_hf takes overrides as strings, such as from_hf(folder, "mesh=2x2x1")')
+    options = {"name": name, "tokenizer": tokenizer}
+    for key, value in options.items():
+        require_type(value, str | None, f"{key}= takes a string")
+    return _convert("from-hf", [str(folder), *overrides], options, quiet)
+
+
+def to_hf(
+    run_folder: str | Path,
+    output: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    file_gb: float = 5.0,
+    quiet: bool = False,
+) -> Path:
+    """Convert a trained run to a Hugging Face folder, like `valkyrie-convert to-hf`, and return its path.
+
+    The weights are converted in a child process. Raises ValueError if there is no checkpoint, if the model cannot be
+    converted, or if `output` is not empty.
+
+    Args:
+        run_folder: The run folder.
+        output: The folder to write, for `AutoModelForCausalLM.from_pretrained`.
+        step: Step of the checkpoint, or None for the newest.
+        dtype: `float32`, `bfloat16` or `float16`, or None for the original dtype of the weights, else float32.
+        file_gb: Maximum size of a file in GB, and of the weights in memory.
+        quiet: Whether to print nothing.
+    """
+    from valkyrie.config.arguments import load_run
+
+    run_folder = _find_folder("to_hf", run_folder, Path(RunConfig.runs))
+    require_type(output, str | Path, "output= takes the path of a folder")
+    require_type(step, Integral | None, "step= takes a whole number or None")
+    require_type(file_gb, Real, "file_gb= takes a number")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype={dtype}: must be float32, bfloat16 or float16, or None.")
+    load_run(run_folder, [])  # raises ValueError if it is no run folder
+    options = {"step": step, "dtype": dtype, "file-gb": file_gb}
+    return _convert("to-hf", [str(run_folder), str(output)], options, quiet)
+
+
+def _convert(command: str, arguments: Sequence[str], options: Mapping[str, object], quiet: bool) -> Path:
+    """Run `valkyrie-convert` in a child process, because it initialises JAX, and return the folder that it writes."""
+    folders: list[Path] = []
+
+    def find_folder(line: str) -> None:
+        if match := re.fullmatch(r"wrote (.+) in [\d.]+ s", line):
+            folders.append(Path(match[1]))
+
+    flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
+    try:
+        _run_command("convert", [command, *flags, *arguments], quiet, find_folder, lambda: bool(folders))
+    except ValueError as error:
+        text = re.sub(r"--([\w-]+) (?=[A-Z\d])", r"\1=", str(error))  # `--step 3` is step=3 here
+        raise ValueError(re.sub(r"--([\w-]+)", r"\1=", text).replace("file-gb=", "file_gb=")) from None
+    return folders[-1]
 
 
 def trials(*paths: str | Path) -> Trials:

@@ -12,6 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from operator import attrgetter
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import Replay
     from valkyrie.search.answer_record import SearchAnswer
     from valkyrie.search.explain.difference import Difference
+    from valkyrie.train.trained_model import TrainedModel
     from valkyrie.train.trainer import FitResult
 
 
@@ -160,6 +162,15 @@ class Trained:
     def parameters(self) -> Any:
         """The trained parameters on their devices, as a tree of arrays. With `ema_decay`, their moving average."""
         return self.fitted.parameters
+
+    @cached_property
+    def model(self) -> TrainedModel:
+        """The trained language model: `trained.model(tokens)` returns logits. Raises ValueError for other models."""
+        from valkyrie.train.prepare import load_run_tokenizer
+        from valkyrie.train.trained_model import TrainedModel
+
+        step, program = self.summary["steps"], self.fitted.program
+        return TrainedModel(self.run, step, self.parameters, load_run_tokenizer(self.run), program)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -322,10 +322,15 @@ class LanguageModel(nnx.Module):
         return Losses(sums.loss_sum + sums.z_sum, sums.loss_sum, sums.weight_sum, sums.per_token)
 
     def logits(
-        self, tokens: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"] | None = None
+        self,
+        tokens: Int[Array, "batch seq"],
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        *,
+        shard: Shard = UNSHARDED,
     ) -> Float[Array, "batch seq vocab"]:
-        """Return float32 logits at every position, without vocabulary padding. For tests and small inputs."""
-        return self._unembed(self.norm(self.blocks(self.embed(tokens), self.boundaries(segment_ids, tokens))))
+        """Return float32 logits at every position, without vocabulary padding. For small inputs."""
+        x = self.blocks(self.embed(tokens, shard=shard), self.boundaries(segment_ids, tokens), shard=shard)
+        return self._unembed(self.norm(x))
 
     def init_state(self, batch: int, max_len: int) -> Any:
         """Return the generation state before the first token: for each segment, the states of its blocks, stacked."""

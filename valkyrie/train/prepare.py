@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.config.run import Run
 from valkyrie.data.config import source_names
-from valkyrie.problems import refuse
+from valkyrie.problems import check_range, refuse, require_type
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import changed_settings, find_run, saved_run
 from valkyrie.train.devices import acquire_devices, configure_jax, machine_problems
@@ -109,6 +110,16 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
             f"Use model.vocab_size={ids} or more, or a tokenizer with at most {rows:,} ids."
         )
     return load_tokenizer(run.tokenizer)
+
+
+def check_sampling(prompt: object, tokens: int, temperature: float, top_k: int | None) -> None:
+    """Raise TypeError or ValueError for arguments that no text can be sampled with."""
+    require_type(prompt, str, "prompt= takes a string")
+    require_type(tokens, Integral, "tokens= takes a whole number")
+    require_type(temperature, Real, "temperature= takes a number")
+    require_type(top_k, Integral | None, "top_k= takes a whole number or None")
+    refuse([*check_range("tokens", tokens, least=0), *check_range("temperature", temperature, least=0)])
+    refuse(check_range("top_k", top_k, least=1))
 
 
 def trained_folder(run: Run) -> Path:

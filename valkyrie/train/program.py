@@ -30,7 +30,7 @@ from valkyrie.train.options import Option, collect_options, explain_option_error
 from valkyrie.train.rematerialise import make_block_checkpoint
 from valkyrie.train.spread import matrix_stack_sharding
 from valkyrie.train.state import TrainState, init_state, state_from_parameters, state_shardings
-from valkyrie.train.step import eval_step, train_step
+from valkyrie.train.step import eval_step, logits_step, train_step
 
 if TYPE_CHECKING:
     from valkyrie.data.batches import Dataset, Loader
@@ -120,6 +120,16 @@ class StepProgram:
                 return eval_step(self, parameters, batch, references)
 
         return jax.jit(evaluate, compiler_options=self.compiler_options)
+
+    @cached_property
+    def logits(self) -> Any:
+        """The jitted function (parameters, tokens) -> float32 logits at every position. Only for language models."""
+
+        def logits(parameters: Any, tokens: jax.Array) -> jax.Array:
+            with self._matmul_precision():
+                return logits_step(self, parameters, tokens)
+
+        return jax.jit(logits, compiler_options=self.compiler_options)
 
     def compile_step(self) -> jax.stages.Compiled:
         """Compile the train step for the mesh. Raises OptionRefused if the compiler rejects an option."""

@@ -60,6 +60,12 @@ def eval_step(program: StepProgram, parameters: Any, batch: Batch, references: A
     return program.task.evaluate(program.assembly.module(parameters), batch, references, shard=program.shard)
 
 
+def logits_step(program: StepProgram, parameters: Any, tokens: jax.Array) -> jax.Array:
+    """Return the float32 logits of a language model at every position, of shape (batch, seq, vocab)."""
+    parameters = copy_to_device(parameters, program.shardings.parameters)
+    return program.assembly.module(parameters).logits(tokens, shard=program.shard)
+
+
 def _gradients(
     program: StepProgram, parameters: Any, batch: Batch, carry: Any, key: jax.Array
 ) -> tuple[Any, dict[str, jax.Array], Any]:

@@ -1,0 +1,88 @@
+"""A trained language model as a function from tokens to logits, on the mesh of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from valkyrie.axes import BATCH, SEQ
+from valkyrie.config.run import Run
+from valkyrie.data.tokenizer import Tokenizer
+from valkyrie.problems import refuse
+from valkyrie.train.generate import generate
+from valkyrie.train.prepare import check_sampling
+from valkyrie.train.program import StepProgram
+
+
+@dataclass(frozen=True, repr=False)
+class TrainedModel:
+    """A trained language model. `model(tokens)` returns logits, `model.generate(prompt)` text.
+
+    Args:
+        run: The run, with its mesh and partition.
+        step: Training step of the parameters.
+        parameters: Nested dicts of arrays, sharded as in training. With `ema_decay`, their moving average.
+        tokenizer: The tokenizer. A document starts with `tokenizer.bos_id`.
+    """
+
+    run: Run
+    step: int
+    parameters: Any
+    tokenizer: Tokenizer
+    program: StepProgram = field(repr=False)
+
+    def __call__(self, tokens: np.ndarray | jax.Array | Sequence[Sequence[int]]) -> jax.Array:
+        """Return the float32 logits of the token after every position, of shape (batch, seq, vocab).
+
+        Each row of `tokens`, of shape (batch, seq), is one document. Any batch size works: rows are padded to a
+        multiple of the shards. Every new shape compiles once. Raises ValueError if there are more positions than the
+        model has, or if a token is not in its vocabulary.
+        """
+        ids = np.asarray(tokens)
+        if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(
+                f"tokens= is a {ids.dtype} array of shape {ids.shape}. Pass whole numbers of shape (batch, seq), such "
+                "as [[model.tokenizer.bos_id, *model.tokenizer.encode_ordinary(text)]]."
+            )
+        (rows, seq), vocab_size = ids.shape, self.run.model.vocab_size
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise ValueError(f"tokens= contains {wrong}, but the vocabulary has {vocab_size:,} tokens, from 0.")
+        refuse(self.run.task.problems(self.run.model, seq))
+        shard, pipeline = self.program.shard, self.program.layout.pipeline
+        row_parts = shard.size(BATCH) * (1 if pipeline is None else pipeline.microbatches)
+        padded = np.pad(ids, ((0, -rows % row_parts), (0, -seq % shard.size(SEQ)))).astype(np.int32)
+        sharding = shard.sharding(self.program.layout.activation_axes((BATCH, SEQ)))
+        return self.program.logits(self.parameters, jax.device_put(padded, sharding))[:rows, :seq]
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = 40,
+        seed: int | None = None,
+    ) -> str:
+        """Return the continuation of a prompt by at most `tokens` tokens, without the prompt.
+
+        `seed` is that of the run if None.
+        """
+        check_sampling(prompt, tokens, temperature, top_k)
+        seed = self.run.config.seed if seed is None else seed
+        sampling = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+        return "".join(generate(self.program.assembly, self._sampling_parameters, self.tokenizer, prompt, **sampling))
+
+    def __repr__(self) -> str:
+        layout, count = self.program.layout.name, self.run.model.parameter_count()
+        return f"<TrainedModel {self.run.model.name}, {count:,} parameters of step {self.step}, {layout}>"
+
+    @cached_property
+    def _sampling_parameters(self) -> Any:
+        device = self.program.sampling_device
+        return self.parameters if device is None else jax.device_put(self.parameters, device)
