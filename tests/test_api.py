@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import valkyrie
@@ -85,9 +86,28 @@ def test_the_example_of_the_readme_runs_as_written(here: Path, capsys: pytest.Ca
     assert (here / printed[-1].split(" ")[0] / "run.yaml").is_file()
 
 
+@pytest.mark.slow
+def test_the_model_example_runs_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
+    names: dict[str, Any] = {}
+    exec(smaller(example_in("valkyrie", 1)), names)
+    trained, model, tokens = names["trained"], names["model"], names["tokens"]
+    assert names["logits"].shape == (1, len(tokens[0]), 257) and names["logits"].dtype == np.float32
+    np.testing.assert_allclose(trained.model(tokens), names["logits"], atol=1e-5)
+    np.testing.assert_allclose(trained.model([*tokens, tokens[0]])[1:], names["logits"], atol=1e-5)
+    assert trained.model.parameters["embedding"].sharding.num_devices == 8
+    assert model.generate("def ", tokens=5) == valkyrie.generate(valkyrie.load("first"), "def ", tokens=5)
+    last_loss = [line["loss"] for line in trained.metrics if "loss" in line][-1]
+    assert trained.summary["loss"] == last_loss and repr(model).startswith("<TrainedModel gpt_tiny, ")
+    for wrong, message in (([1, 2], "shape"), ([[1.0]], "whole numbers"), ([[257]], "vocabulary"), ([[-1]], "-1")):
+        with pytest.raises(ValueError, match=rf"^tokens= .*{message}"):
+            model(wrong)
+    with pytest.raises(ValueError, match=r"^tokens=-1:"):
+        model.generate("def ", tokens=-1)
+
+
 @pytest.mark.slow  # three compiles for a TPU
 def test_the_search_example_runs_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
-    example = smaller(example_in("valkyrie", 1)).replace("mode.compiles=4", "mode.compiles=1")
+    example = smaller(example_in("valkyrie", 2)).replace("mode.compiles=4", "mode.compiles=1")
     names: dict[str, Any] = {}
     exec(example, names)
     answer, printed = names["answer"], capsys.readouterr().out
@@ -201,6 +221,11 @@ untyped: Any = valkyrie
         (lambda: untyped.measure(None), "measure takes a Run, .*, not None"),
         (lambda: untyped.evaluate(None), "evaluate takes a Run"),
         (lambda: untyped.generate("def ", "def "), "generate takes a Run"),
+        (lambda: untyped.load_model(None), "load_model takes the path of a run folder, not None"),
+        (lambda: untyped.from_hf(3), "from_hf takes the path of a Hugging Face folder, not 3"),
+        (lambda: untyped.from_hf("llama", name=3), "name= takes a string, not 3"),
+        (lambda: untyped.to_hf(None, "out"), "to_hf takes the path of a run folder, not None"),
+        (lambda: untyped.search_layouts(print), "search_layouts takes a Run. .*, use search_program"),
         (lambda: untyped.search_layouts("model=gpt_tiny"), "search_layouts takes a Run"),
         (lambda: untyped.explain(3, "runs"), "first= takes a Run, a Result of predict, or the path .*, not 3"),
         (lambda: untyped.run_sweep(["mesh=2x2x2"]), "run_sweep takes strings, such as .*, not \\['mesh=2x2x2'\\]"),

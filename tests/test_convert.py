@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import valkyrie
 from valkyrie.checkpoint import Checkpoints
 from valkyrie.cli.convert import main
 from valkyrie.config.arguments import load_run, parse_run
@@ -396,3 +397,22 @@ def test_an_exported_model_is_rebuilt_from_its_config(settings):
     assert windows[0] == windows[1]
     model.attention.windows = again.attention.windows
     assert model.attention == again.attention
+
+
+def test_python_converts_both_ways_and_names_its_own_arguments(tmp_path, capsys):
+    source = published(tmp_path / "llama", "llama")
+    folder = valkyrie.from_hf(source, f"runs={tmp_path / 'runs'}", tokenizer="bytes", quiet=True)
+    assert capsys.readouterr().out == "" and folder == tmp_path / "runs" / "llama"
+    model, expected = (
+        valkyrie.load_model(folder, "mesh=2x2x2", "partition=sp", "precision=float32"),
+        GOLDEN["llama_logits"],
+    )
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (1, expected.shape[1]))
+    np.testing.assert_allclose(model(tokens), expected, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(model(tokens[:, :7]), expected[:, :7], rtol=2e-5, atol=2e-6)
+    with pytest.raises(ValueError, match=r"llama already exists\. Use another name=NAME, "):
+        valkyrie.from_hf(source, f"runs={tmp_path / 'runs'}", tokenizer="bytes", quiet=True)
+    with pytest.raises(ValueError, match=r"^step=3: .* has no such checkpoint"):
+        valkyrie.to_hf(folder, tmp_path / "back", step=3, quiet=True)
+    with pytest.raises(ValueError, match=r"^dtype=int8: must be float32"):
+        valkyrie.to_hf(folder, tmp_path / "back", dtype="int8")

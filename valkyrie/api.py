@@ -464,6 +464,8 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
     """
     from valkyrie.modes.search import Config as SearchMode
 
+    if callable(run):
+        raise TypeError("search_layouts takes a Run. For a function that builds a step, use search_program.")
     _require_run("search_layouts", run)
     if run.config.resume is not None:
         raise ValueError(
@@ -558,6 +560,7 @@ def load_model(folder: str | Path, *overrides: str) -> TrainedModel:
     `"mesh=1x1x1"` for one device or `"precision=float32"`. Raises ValueError if there is no checkpoint, if this process
     lacks the devices, or if the model has no tokens.
     """
+    require_type(folder, str | Path, "load_model takes the path of a run folder")
     return _restore_model(load(folder, *overrides))
 
 

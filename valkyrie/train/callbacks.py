@@ -44,6 +44,7 @@ class Progress:
         facts: Other entries of the summary, such as `compile_s` and the rates of code evaluations.
         evaluation: Newest value of every evaluation metric.
         evaluation_step: Step of the last evaluation, or None.
+        loss: Training loss of the last step, or None before the first one.
         stopping: Whether the training saves and ends after this step.
         end: How the training ended (`goodput.FINISHED`, `STOPPED` or `PREEMPTED`), or None while it runs.
     """
@@ -59,6 +60,7 @@ class Progress:
     facts: dict[str, object]
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluation_step: int | None = None
+    loss: float | None = None
     stopping: bool = False
     end: str | None = None
 
@@ -81,8 +83,9 @@ class Progress:
         self.warn(self.tracker.log(record, self.step))
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's summary so far: rates, evaluation metrics, goodput, facts and status."""
+        """Return the run's summary so far: rates, losses, evaluation metrics, goodput, facts and status."""
         ending = {
+            "loss": self.loss,
             "steps": self.step,
             "finished": self.finished,
             "stage": "train",
@@ -313,6 +316,7 @@ class Log(Callback):
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
         progress.ledger.step_done(metrics.step)
+        progress.loss = metrics.record["loss"]
         if metrics.logged:
             record = metrics.record | {"goodput": progress.ledger.goodput().share}
             progress.warn(progress.tracker.log(record, metrics.step))
