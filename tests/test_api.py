@@ -98,6 +98,7 @@ def test_the_model_example_runs_as_written(here: Path, capsys: pytest.CaptureFix
     assert model.generate("def ", tokens=5) == valkyrie.generate(valkyrie.load("first"), "def ", tokens=5)
     last_loss = [line["loss"] for line in trained.metrics if "loss" in line][-1]
     assert trained.summary["loss"] == last_loss and repr(model).startswith("<TrainedModel gpt_tiny, ")
+    assert repr(trained).startswith("<Trained gpt_tiny: 4 steps, loss ") and "<svg" in trained._repr_html_()
     for wrong, message in (([1, 2], "shape"), ([[1.0]], "whole numbers"), ([[257]], "vocabulary"), ([[-1]], "-1")):
         with pytest.raises(ValueError, match=rf"^tokens= .*{message}"):
             model(wrong)
@@ -349,3 +350,11 @@ except KeyboardInterrupt:
     with pytest.raises(KeyboardInterrupt):
         run_streamed([sys.executable, "-c", script], press_ctrl_c)
     assert lines == ["ready", "saved"]
+
+
+def test_runs_and_slices_are_short_tables_in_notebooks():
+    run = valkyrie.compose(*SEARCHED, "mesh=2x4x1", "partition=fsdp")
+    assert "<td" in run._repr_html_() and "x=2 FSDP" in run._repr_html_() and len(repr(run)) < 120
+    assert "layout" not in valkyrie.compose(*SEARCHED, "mode=search")._repr_html_()
+    assert "8 v5e chips" in valkyrie.slice("v5e-8")._repr_html_() and "$" in valkyrie.slice("v5e-8")._repr_html_()
+    assert "<td" in valkyrie.slice("cpu8")._repr_html_()

@@ -10,7 +10,7 @@ import dataclasses
 import io
 import shlex
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -22,7 +22,7 @@ from rich.console import Console
 
 from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
-from valkyrie.runs.columns import Column, html_table
+from valkyrie.runs.columns import Column, html_facts, html_table
 from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
 from valkyrie.units import GIB, duration
 
@@ -149,7 +149,10 @@ class Result:
         return self.replay
 
 
-@dataclass(frozen=True)
+_LOSSES = ("loss", "eval_loss")
+
+
+@dataclass(frozen=True, repr=False)
 class Trained:
     """A finished training: its run folder, its summary (losses, rates, memory) and the trained model."""
 
@@ -171,6 +174,16 @@ class Trained:
 
         step, program = self.summary["steps"], self.fitted.program
         return TrainedModel(self.run, step, self.parameters, load_run_tokenizer(self.run), program)
+
+    def __repr__(self) -> str:
+        losses = "".join(f", {key} {self.summary[key]:.4f}" for key in _LOSSES if self.summary.get(key) is not None)
+        return f"<Trained {self.run.model.name}: {self.summary['steps']:,} steps{losses}, {self.folder}>"
+
+    def _repr_html_(self) -> str:
+        numbers = {key: self.summary.get(key) for key in ("steps", *_LOSSES, "tokens_per_second", "mfu", "goodput")}
+        facts = {key: f"{value:,.4g}" for key, value in numbers.items() if value is not None}
+        losses = [(line["step"], line["loss"]) for line in self.metrics if line.get("loss") is not None]
+        return html_facts({"folder": self.folder, **facts}) + _loss_chart(losses)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -413,6 +426,24 @@ class Trials(list[TrialRow]):
             for name in (*names, "mfu", "peak_bytes", "loss", "stage", "status")
         ]
         return html_table([c for c in columns if any(c.text(row) for row in self)], self)
+
+
+def _loss_chart(losses: Sequence[tuple[int, float]]) -> str:
+    """Return a small chart of the loss by step in SVG. Empty for fewer than two steps."""
+    if len(losses) < 2:
+        return ""
+    steps, values = zip(*losses, strict=True)
+    first, last, low, high = steps[0], steps[-1], min(values), max(values)
+    width, height = 320, 80
+    points = " ".join(
+        f"{width * (step - first) / (last - first):.1f},{height * (high - value) / ((high - low) or 1):.1f}"
+        for step, value in losses
+    )
+    title = f"loss {values[0]:.4f} at step {first:,}, {values[-1]:.4f} at step {last:,}"
+    return (
+        f'<svg width="{width}" height="{height + 8}" viewBox="0 -4 {width} {height + 8}"><title>{title}</title>'
+        f'<polyline points="{points}" fill="none" stroke="#3f7fc9" stroke-width="2"/></svg><br><small>{title}</small>'
+    )
 
 
 def _printed(show: Callable[[Console], None]) -> str:

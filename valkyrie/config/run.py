@@ -46,6 +46,7 @@ from valkyrie.paths import read_group, write_atomic
 from valkyrie.precision import PolicyConfig
 from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range, refuse
 from valkyrie.processes.distributed import DistributedConfig
+from valkyrie.runs.columns import html_facts
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.tracking import profile_problems
 from valkyrie.runs.wandb_writer import TrackingConfig
@@ -162,6 +163,19 @@ class Run:
         record = self.request_record()
         work = f"{record.batch} x {record.seq} tokens, {record.precision}"
         return f"<Run {record.model}, mesh={record.mesh} partition={record.partition} target={record.target}, {work}>"
+
+    def _repr_html_(self) -> str:
+        record, layout = self.request_record(), None if self.config.mode.any_layout else self._layout(advise=False)[0]
+        facts = {
+            "model": f"{record.model}, {self.model.parameter_count():,} parameters",
+            "target": record.described,
+            "layout": None if layout is None else layout.name,
+            "roles": None if layout is None else layout.describe_roles(),
+            "batch": f"{record.batch} x {record.seq} tokens, {record.precision}",
+            "steps": f"{self.config.steps:,}" if self.config.mode.name == "train" else None,
+            "mode": self.config.mode.name,
+        }
+        return html_facts(facts)
 
     @property
     def layout(self) -> Layout:

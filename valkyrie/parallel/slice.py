@@ -12,7 +12,9 @@ from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.parallel.mesh import placed_grid, placed_mesh
 from valkyrie.parallel.placement import placement_problems
+from valkyrie.precision import DType
 from valkyrie.problems import refuse, require_type
+from valkyrie.runs.columns import html_facts
 
 if TYPE_CHECKING:
     import jax
@@ -23,6 +25,18 @@ class Slice(TargetConfig):
 
     def __repr__(self) -> str:
         return f"<Slice {self.describe()}>"
+
+    def _repr_html_(self) -> str:
+        chip = self.chip
+        facts: dict[str, object] = {"slice": self.describe()}
+        if chip is not None:
+            peak = chip.peak_flops(DType.bfloat16)
+            facts |= {
+                "memory": f"{chip.hbm_gib:g} GiB per device" if chip.hbm_gib else None,
+                "peak": f"{peak / 1e12:,.0f} bfloat16 TFLOP/s per chip" if peak else None,
+                "price": None if chip.usd_per_hour is None else f"${chip.usd_per_hour:g} per chip and hour",
+            }
+        return html_facts(facts)
 
     @classmethod
     def from_target(cls, target: TargetConfig) -> Slice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -124,6 +124,19 @@ def html_table(columns: Iterable[Column[R]], rows: Sequence[R]) -> str:
         for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def html_facts(facts: Mapping[str, object]) -> str:
+    """Return names and values as an HTML table for notebooks. Omits values that are None."""
+    from html import escape
+
+    left = 'style="text-align: left"'
+    rows = (
+        f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(str(value))}</td></tr>"
+        for name, value in facts.items()
+        if value is not None
+    )
+    return f"<table><tbody>{''.join(rows)}</tbody></table>"
 
 
 def terminal_line(columns: Sequence[Column[R]], row: R | None = None) -> str:
