@@ -92,7 +92,8 @@ def test_a_misfit_error_gives_memory_sizes_and_the_largest_arrays():
     shortage = parse_shortage(OUT_OF_MEMORY)
     assert (shortage.needed, shortage.usable) == (int(37.85 * 2**30), int(30.75 * 2**30))
     assert [entry.bytes for entry in shortage.largest] == [12 * 2**30, 512 * 2**20]
-    assert shortage.largest[0].op_name == "jit(step)/while/body/dot_general"
+    first = shortage.largest[0]
+    assert (first.op_name, first.source) == ("jit(step)/while/body/dot_general", "a.py:3")
     assert shortage.largest[1] == Allocation(512 * 2**20, "f32[64,2048]")
 
 

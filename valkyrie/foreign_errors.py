@@ -165,12 +165,14 @@ def allocated_bytes(message: str) -> int | None:
 class Allocation:
     """A large array of a program, or the total of a category such as the optimizer state.
 
-    `shape` is the array's shape as XLA prints it, or the name of the category. It is None if unknown.
+    `shape` is the array's shape as XLA prints it, or the name of the category. It is None if unknown, and so are the
+    name of the operation and its source (`file:line`).
     """
 
     bytes: int
     shape: str | None
     op_name: str | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,10 @@ def parse_out_of_memory(text: str) -> OutOfMemory:
     for entry in re.finditer(rf"^\s*\d+\. Size: {_SIZE}(.*?)(?=^\s*\d+\. Size:|\Z)", text, re.MULTILINE | re.DOTALL):
         name = re.search(r"op_name=\"([^\"]*)\"", entry[3])
         shape = re.search(r"Shape: (\S+?)(?:\{|\s)", entry[3])
+        line = re.search(r"source_file=\"([^\"]*)\" source_line=(\d+)", entry[3])
+        source = f"{line[1]}:{line[2]}" if line else None
         size = _bytes(entry[1], entry[2])
-        largest.append(Allocation(size, shape[1] if shape else None, name[1] if name else None))
+        largest.append(Allocation(size, shape[1] if shape else None, name[1] if name else None, source))
     return OutOfMemory(needed, usable, tuple(largest))
 
 

@@ -36,6 +36,7 @@ from valkyrie.search.compile.prediction import (
 )
 from valkyrie.search.compile.replayed import correct_replay, replay_on
 from valkyrie.search.compile.runner import Progress
+from valkyrie.search.compile.shortage import explain_shortage, list_arguments
 from valkyrie.search.compile.summary import memory_report, program_step, with_parts
 from valkyrie.train.options import USER, Option, explain_option_errors, option_text
 
@@ -133,12 +134,21 @@ def predict_function(
             raise ValueError(result.reason)
         program = foreign_program(work, name or "program", target, axes)
         prediction = Prediction(None, result.status, result.reason, versions(), CompileTimes(lower_s), program=program)
-        return PredictedProgram(replace(prediction, memory=result.shortage), None)
+        return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), lowered)
     program = foreign_program(work, name or result.module.name.removeprefix("jit_"), target, axes)
     positions = device_positions(mesh)
     predicted = _predict_module(program, result.module, target, axes, positions, result.memory, work, result.options)
     times = CompileTimes(lower_s, result.compile_s, result.cached)
-    return replace(predicted, prediction=replace(predicted.prediction, compile=times))
+    return _explain(replace(predicted, prediction=replace(predicted.prediction, compile=times)), lowered)
+
+
+def _explain(predicted: PredictedProgram, lowered: jax.stages.Lowered | None) -> PredictedProgram:
+    """Add the largest allocations of a program that does not fit, and what would help."""
+    prediction = predicted.prediction
+    if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or lowered is None:
+        return predicted
+    memory, hints = explain_shortage(prediction.memory, list_arguments(lowered))
+    return replace(predicted, prediction=replace(prediction, memory=memory, hints=tuple(hints)))
 
 
 @dataclass(frozen=True)

@@ -262,6 +262,7 @@ class HintCode(Enum):
     narrow_products = "narrow_products"
     padded_heads = "padded_heads"
     largest_part = "largest_part"
+    shortage = "shortage"
 
 
 @dataclass(frozen=True)

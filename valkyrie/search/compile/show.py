@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE
@@ -45,8 +46,11 @@ def show(result: Prediction | Measurement, console: Console) -> None:
     if result.status is not CompileStatus.ok:
         text = f"{result.status.value}: {result.reason}"
         if result.status is CompileStatus.does_not_fit and result.memory is not None:
-            text = describe_shortage(result.memory, result.reason)
+            is_listed = isinstance(result, Prediction) and result.program is not None
+            text = describe_shortage(replace(result.memory, largest=()) if is_listed else result.memory, result.reason)
         console.print(text, style="bold red", markup=False)
+        if isinstance(result, Prediction) and result.program is not None:
+            _show_allocations(result, console)
         return
     if result.options:
         console.print(f"compiler options: {_describe_options(result.options)}", markup=False)
@@ -108,6 +112,21 @@ def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
     if memory.savings:
         text += f"; try: {', '.join(f'{entry.change} (about -{gib(entry.saves)})' for entry in memory.savings)}"
     return text
+
+
+def _show_allocations(prediction: Prediction, console: Console) -> None:
+    """Print the largest allocations of a program that does not fit, and what would help."""
+    largest = prediction.memory.largest if prediction.memory else ()
+    columns = [("GiB", lambda entry: entry.bytes), ("what", lambda entry: escape(entry.shape or ""))]
+    if any(entry.op_name for entry in largest):
+        columns.append(("operation", lambda entry: escape(short_cause(entry.op_name)) if entry.op_name else ""))
+    if any(entry.source for entry in largest):
+        columns.append(("source", lambda entry: escape(short_source(entry.source))))
+    if largest:
+        rows = [[value(entry) for _, value in columns] for entry in largest]
+        _print_table("the largest allocations on a device", [name for name, _ in columns], rows, console)
+    for hint in prediction.hints:
+        console.print(f"hint: {hint.text}", markup=False)
 
 
 def _describe_options(options: Sequence[Option]) -> str:

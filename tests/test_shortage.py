@@ -1,0 +1,91 @@
+"""Tests of explaining why a function does not fit: its largest arguments, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from valkyrie.foreign_errors import Allocation
+from valkyrie.report.program import program_page
+from valkyrie.results import Result
+from valkyrie.search.compile.prediction import CompileStatus, ForeignProgram, MemoryReport, Prediction
+from valkyrie.search.compile.shortage import Argument, explain_shortage, list_arguments
+from valkyrie.units import GIB
+
+ARGUMENTS = [
+    Argument("params['w']", "float32[30,8192,8192]", 8 * GIB, {"data": 2, "model": 4}),
+    Argument("x", "bfloat16[131072,8192]", GIB, {"model": 4}),
+    Argument("b", "float32[8192]", 2**15, {"data": 2, "model": 4}),
+]
+
+
+def test_arguments_are_listed_with_the_axes_that_do_not_shard_them():
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+
+    def struct(*spec: str | tuple[str, ...] | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((64, 128), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def step(params: dict[str, jax.Array], unused: jax.Array, x: jax.Array) -> jax.Array:
+        return x @ params["w"].T + params["v"].sum()
+
+    parameters = {"w": struct(), "v": struct(("data", "model"))}
+    arguments = list_arguments(jax.jit(step).lower(parameters, struct(), struct(None, "model")))
+    assert [(each.name, each.shape, each.bytes) for each in arguments] == [
+        ("params['w']", "bfloat16[64,128]", 2 * 64 * 128),
+        ("x", "bfloat16[64,128]", 2 * 64 * 32),
+        ("params['v']", "bfloat16[64,128]", 2 * 64 * 16),
+    ]
+    assert [each.replicated_over for each in arguments] == [{"data": 2, "model": 4}, {"data": 2}, {}]
+    assert arguments[0].savable == 7 * arguments[0].bytes / 8
+    assert list_arguments(jax.jit(lambda x: x).lower(jnp.zeros(8))) == []
+
+
+def test_hints_name_replicated_arguments_and_temporaries():
+    memory = MemoryReport(needed=20 * GIB, usable=16 * GIB)
+    explained, hints = explain_shortage(memory, ARGUMENTS)
+    assert [(entry.bytes, entry.shape) for entry in explained.largest] == [
+        (8 * GIB, "argument params['w'] float32[30,8192,8192]"),
+        (GIB, "argument x bfloat16[131072,8192]"),
+    ]
+    assert [hint.text for hint in hints] == [
+        "shard params['w'] (8.0 GiB, replicated over data and model), x (1.0 GiB, replicated over model): saves up to "
+        "7.8 GiB on a device, enough to fit.",
+        "about 11.0 GiB are results and temporaries, such as activations: use jax.checkpoint around layers, a smaller "
+        "batch, or a mesh that shards the batch over more devices.",
+    ]
+    _, hints = explain_shortage(replace(memory, needed=47 * GIB), ARGUMENTS[:1])
+    assert "saves up to 7.0 GiB on a device, 23% of what is missing" in hints[0].text
+    _, hints = explain_shortage(
+        replace(memory, needed=17 * GIB), [replace(ARGUMENTS[0], bytes=17 * GIB, replicated_over={})]
+    )
+    assert hints == []
+    listed = replace(memory, largest=(Allocation(GIB, "f32[8]", "jit(step)/dot", "a.py:3"),))
+    assert explain_shortage(listed, ARGUMENTS)[0] == listed
+
+
+def test_a_report_lists_allocations_with_their_sources():
+    memory = MemoryReport(
+        needed=20 * GIB,
+        usable=16 * GIB,
+        largest=(
+            Allocation(12 * GIB, "bf16[24,64]", "jit(step)/while/body/f/dot", "their/step.py:7"),
+            Allocation(GIB, "f32[8]"),
+        ),
+    )
+    program = ForeignProgram("step", "v5e-8", "v5e-8 (8 chips)", "v5e", {"data": 8})
+    _, hints = explain_shortage(memory, ARGUMENTS)
+    record = Prediction(
+        None, CompileStatus.does_not_fit, "too large", memory=memory, program=program, hints=tuple(hints)
+    )
+    lines = [line.rstrip() for line in str(Result(record)).splitlines()]
+    assert "does not fit: needs 20.0 GiB of 16.0 GiB usable" in lines
+    assert "the largest allocations on a device" in lines
+    assert [line.split() for line in lines if "bf16[24,64]" in line] == [
+        ["12.00", "bf16[24,64]", "f/dot", "their/step.py:7"]
+    ]
+    assert any(line.startswith("hint: shard params['w']") for line in lines)
+    page = program_page(record, "step", [])
+    assert "What to change" in page and "their/step.py:7" in page
