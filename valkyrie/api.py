@@ -716,6 +716,8 @@ def _run_command(
         quiet: Whether to print nothing.
         on_line: Called with each line that it prints.
         has_result: Returns whether it has printed its result. If not, raises ValueError with its error message.
+
+    Raises RuntimeError if the command fails without such a message.
     """
 
     def print_line(line: str) -> None:
@@ -730,7 +732,9 @@ def _run_command(
         if not quiet:
             print(errors, end="", file=sys.stderr)
         return
-    message = errors.partition(f"valkyrie-{name}: ")[2].strip() or errors.strip() or f"exit status {status}"
+    message = errors.partition(f"valkyrie-{name}: ")[2].strip()
+    if not message:
+        raise RuntimeError(f"valkyrie-{name} ended with status {status} and without a result. {errors}".rstrip())
     first, *problems = message.splitlines()
     raise ValueError("\n".join(problem.removeprefix("  - ") for problem in problems) if problems else first)
 

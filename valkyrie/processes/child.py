@@ -121,16 +121,18 @@ def run_streamed(command: Sequence[str], on_line: Callable[[str], object]) -> tu
             try:
                 for line in process.stdout:
                     on_line(line.rstrip("\n"))
+                status = process.wait()
             except KeyboardInterrupt:
                 process.send_signal(signal.SIGINT)
                 for line in process.stdout:
                     on_line(line.rstrip("\n"))
+                process.wait()
                 raise
-            status = process.wait()
         finally:
             process.stdout.close()
-            signal_group(process.pid, signal.SIGKILL)
-            process.wait()
+            if process.poll() is None:
+                signal_group(process.pid, signal.SIGKILL)
+                process.wait()
         errors.seek(0)
         return status, errors.read()
 
