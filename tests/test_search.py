@@ -189,6 +189,13 @@ def test_options_to_fit_are_read_from_the_record_of_a_compile(tmp_path: Path) ->
     assert compiling._settings_to_fit(tmp_path) == ("target.chip.xla_options.xla_saves=true",)
 
 
+def test_a_search_without_compiles_uses_those_of_earlier_ones(search: Callable[..., Finished]) -> None:
+    first = search("mode.compiles=2")
+    again = search("mode.compiles=0")
+    assert first.answer["compiled"] == again.answer["compiled"] == 2
+    assert "2 compiled by earlier searches" in again.printed and "Compiling" not in again.printed
+
+
 def test_search_compiles_at_most_the_requested_number(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
     compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=2)

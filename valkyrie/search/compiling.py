@@ -36,8 +36,8 @@ from valkyrie.search.shortlist import (
 from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
 from valkyrie.sweep.results import OUTPUT, Outcome, read_results
-from valkyrie.sweep.run import run_in_this_process
-from valkyrie.sweep.trial import Status, Trial
+from valkyrie.sweep.run import run_in_this_process, settle
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.options import settings_to_fit
 
 DISTINCT_FIRST = 4
@@ -167,12 +167,14 @@ def compile_best(
             however slow their estimates, once all kinds and numbers of chips have a compile and a layout fits.
         folder: Folder of the search. Layouts in its records are not compiled again.
         limit: Largest number of compiles.
-        compiles: Receives the results.
+        compiles: Receives the results. Those that it already has count towards `limit`.
         on_result: Called after each compile.
         on_wait: Called several times a second with the layout that is being compiled, the seconds since its start, and
             the seconds that the longest compile so far took.
     """
-    began, longest, waiting = time.monotonic(), 0.0, [*shortlisted.fitting, *shortlisted.doubtful]
+    layouts = [*shortlisted.fitting, *shortlisted.doubtful]
+    waiting = [layout for layout in layouts if compiles.get(layout.candidate) is None]
+    began, longest = time.monotonic(), 0.0
 
     def watch(layout: EstimatedLayout, start: float) -> None:
         if request.budget_s is not None and time.monotonic() - began > request.budget_s:
@@ -208,6 +210,20 @@ def compile_best(
         longest = max(longest, time.monotonic() - start)
         compiles.done.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
         on_result(compiles.done[-1], compiles)
+
+
+def add_recorded(
+    request: SearchRequest, layouts: Iterable[EstimatedLayout], folder: Path, compiles: CompiledLayouts
+) -> None:
+    """Add the layouts that earlier searches in `folder` have compiled, and compile nothing."""
+    compiled = [trial.overrides for trial in TrialLog(folder).read() if trial.stage == CompileMode.name]
+    for layout in layouts:
+        overrides = layout.candidate.overrides
+        if not any(tuple(earlier[-len(overrides) :]) == tuple(overrides) for earlier in compiled):
+            continue
+        plan = plan_compile(request, layout, folder)
+        if trial := settle([plan])[0].get(plan.key):
+            compiles.done.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
 
 
 def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:

@@ -22,7 +22,7 @@ from valkyrie.report.search import explain_command
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
-from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best, compile_run
+from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, add_recorded, compile_best, compile_run
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.runs import WiderHeads, wider_heads
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, LayoutSpace
@@ -228,7 +228,11 @@ def _compile(
         return rival_layouts(rivals_on(request, ranked, target))
 
     limit = request.mode.compiles
+    add_recorded(request, [*shortlisted.fitting, *shortlisted.doubtful], folder, compiles)
+    if compiles.done:
+        console.print(f"{len(compiles.done)} compiled by earlier searches in {folder}", markup=False, soft_wrap=True)
     if limit == 0:
+        compiles.why = "mode.compiles=0" if compiles.done else ""
         return 0
     budget = request.mode.budget
     stop_condition = "on Ctrl-C" if budget is None else f"after mode.budget={budget}, or on Ctrl-C"
