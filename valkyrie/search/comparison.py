@@ -116,7 +116,8 @@ class Comparison:
         """Return the result of a layout in one line."""
         row = self._row(name)
         facts = [f"fits: {row.fits}" if row.reason is None else f"{row.status.value}: {row.reason}"]
-        facts += [duration(row.step_s)] * (row.step_s is not None) + [memory_text(row.peak)] * (row.peak is not None)
+        facts += [] if row.step_s is None else [duration(row.step_s)]
+        facts += [] if row.peak is None else [memory_text(row.peak)]
         return ", ".join(facts)
 
     @property

@@ -191,7 +191,7 @@ class _Recorder:
 
 def has_slice_devices(mesh: jax.sharding.Mesh, target: Slice) -> bool:
     """Return whether a mesh has the devices that `Slice.mesh` would use, with the same rings, ids and hosts."""
-    from jax._src.lib import xla_client  # JAX has no public function that returns a topology's fingerprint
+    from jaxlib import xla_client  # JAX has no public function that returns a topology's fingerprint
 
     def describe(devices: Sequence[Any]) -> object:
         attributes = ("id", "process_index", "coords", "core_on_chip", "slice_index")

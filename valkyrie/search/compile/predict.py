@@ -192,10 +192,10 @@ def _compile_here(
     from valkyrie.search.compile.child import compile_within_memory, parse_shortage, peak_without_host
     from valkyrie.search.compile.executable import without_cache
 
-    texts = {option.name: option.value for option in options}
+    texts: dict[str, str | bool] = {option.name: option.value for option in options if option.value is not None}
     platform, began = get_platform(mesh.devices.flat[0].platform), time.perf_counter()
 
-    def compile(compiler_options: dict[str, str] | None = None) -> Any:
+    def compile(compiler_options: dict[str, str | bool] | None = None) -> Any:
         return lowered.compile(compiler_options=compiler_options or texts or None)
 
     try:

@@ -56,8 +56,8 @@ def compile_requested(folder: Path) -> None:
 
 def _compile(request: ProgramRequest, folder: Path) -> ProgramRecord:
     from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
+    from jaxlib import xla_client
+    from jaxlib.mlir import ir
 
     from valkyrie.search.compile.executable import program_memory
     from valkyrie.train.program import serialised_module
