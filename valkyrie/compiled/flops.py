@@ -6,11 +6,14 @@ Elementwise operations are not counted, because the peak of a matrix unit and th
 from __future__ import annotations
 
 import math
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from valkyrie.compiled.hlo import Instruction
+from valkyrie.compiled.hlo import Computation, Instruction, Module
+from valkyrie.compiled.loops import condition_and_body, trip_count
 
 
 def product_flops(instruction: Instruction) -> float:
@@ -60,3 +63,54 @@ def _valid_positions(window: Any, size: int, out: int) -> int:
         positions = first[:, None] + np.arange(out) * stride
         return int(((positions >= 0) & (positions <= last) & (positions % dilation == 0)).sum())
     return int(np.maximum(high - low + 1, 0).sum())
+
+
+class Product(NamedTuple):
+    """A dot or convolution, and how often one step executes it.
+
+    For a program before partitioning, `times` counts the executions of all devices in a `jax.shard_map`.
+    """
+
+    instruction: Instruction
+    times: float
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all executions in a step."""
+        return self.times * product_flops(self.instruction)
+
+
+def products(module: Module, mesh_axes: Mapping[str, int]) -> list[Product]:
+    """Return the dots and convolutions of a program in execution order, those of a loop once.
+
+    A loop counts as one iteration if its trip count is unknown, and each branch of a conditional as equally likely.
+    `mesh_axes` are the names and sizes of the mesh's axes.
+    """
+    return list(_products(module.entry, 1.0, mesh_axes))
+
+
+def _products(computation: Computation, times: float, mesh_axes: Mapping[str, int]) -> Iterator[Product]:
+    for instruction in computation.instructions:
+        opcode = instruction.opcode
+        if opcode in ("dot", "convolution"):
+            yield Product(instruction, times)
+        elif opcode == "while":
+            trips = trip_count(instruction)
+            yield from _products(condition_and_body(instruction)[1], times * (1 if trips is None else trips), mesh_axes)
+        elif opcode == "conditional":
+            for branch in instruction.called:
+                yield from _products(branch, times / len(instruction.called), mesh_axes)
+        elif opcode in ("fusion", "call", "async-start"):
+            for called in instruction.called:
+                yield from _products(called, times * _manual_devices(instruction, mesh_axes), mesh_axes)
+
+
+def _manual_devices(call: Instruction, mesh_axes: Mapping[str, int]) -> int:
+    """Return the number of devices over which `jax.shard_map` divides a call in a program before partitioning, or 1."""
+    if not call.called[0].name.startswith("xla.sdy.manual_computation_body"):
+        return 1
+    for operand in call.operands:
+        if operand.opcode == "get-tuple-element" and "xla.sdy.manual_axes" in operand.operands[0].attributes:
+            names = re.findall(r'"([^"]+)"', operand.operands[0].attributes["xla.sdy.manual_axes"])
+            return math.prod(mesh_axes.get(name, 1) for name in names)
+    return math.prod(mesh_axes.values())

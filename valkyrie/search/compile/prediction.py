@@ -284,6 +284,45 @@ class Hint:
     changes: tuple[str, ...] = ()
 
 
+class FindingCode(Enum):
+    """The kind of fault in a program's sharding."""
+
+    whole_batch = "whole_batch"
+    repeated_compute = "repeated_compute"
+    unused_axis = "unused_axis"
+    replicated_state = "replicated_state"
+    gathered_batch = "gathered_batch"
+    float32_gather = "float32_gather"
+    all_reduce = "all_reduce"
+    padding = "padding"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault in the sharding of a program, with its cost.
+
+    Args:
+        code: Kind of fault.
+        text: Description, with the numbers that it is based on.
+        remedy: What to change.
+        source: Source line (`file:line`) to change, or empty if unknown.
+        mesh_axes: Mesh axes that are concerned.
+        seconds: Estimated seconds of a step that the fault costs, or None if it costs no time.
+        bytes: Memory that it costs, or bytes that are sent in vain, on one device, or None.
+    """
+
+    code: FindingCode
+    text: str
+    remedy: str
+    source: str = ""
+    mesh_axes: tuple[str, ...] = ()
+    seconds: float | None = None
+    bytes: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.code.value}: {self.text} {self.remedy}"
+
+
 @dataclass(frozen=True)
 class LayoutResult:
     """Fields that a prediction and a measurement have in common.
@@ -364,6 +403,7 @@ class Prediction(LayoutResult):
         remat: Activations saved and recomputed for the backward pass.
         notes: Assumptions of the replay, which simulates the compiled schedule.
         hints: What limits the step, and what would help.
+        findings: Faults in the sharding, the most expensive first. Only for programs that are not a run's step.
         work: Digest of model, batch, length, precision, target and source code (`work_key`).
     """
 
@@ -382,6 +422,7 @@ class Prediction(LayoutResult):
     remat: RematReport | None = None
     notes: tuple[str, ...] = ()
     hints: tuple[Hint, ...] = ()
+    findings: tuple[Finding, ...] = ()
     work: str | None = None
 
     @property
