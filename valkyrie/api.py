@@ -31,7 +31,7 @@ from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained, TrialRow, Trials
 from valkyrie.runs.folder import key_value, key_values, split_flags
 from valkyrie.search.comparison import Comparison
-from valkyrie.search.compile.prediction import CompileStatus, Prediction
+from valkyrie.search.compile.prediction import CompileStatus, Finding, Prediction
 from valkyrie.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ __all__ = [
     "Answer",
     "Comparison",
     "Explanation",
+    "Finding",
     "FoundLayout",
     "Result",
     "Run",
@@ -51,6 +52,7 @@ __all__ = [
     "Trained",
     "TrialRow",
     "Trials",
+    "check",
     "compose",
     "evaluate",
     "explain",
@@ -402,6 +404,32 @@ def _refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layout
 
 def _as_result(predicted: PredictedProgram) -> Result:
     return Result(predicted.prediction, predicted.replay)
+
+
+def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tuple[Finding, ...]:
+    """Return the faults in the sharding of a jitted or lowered function on a slice, the most expensive first.
+
+    A finding has a code, a text, a remedy, the source line, and its cost in seconds and bytes. `assert not
+    valkyrie.check(step, *shapes, slice=slice)` is a test that a sharding has no known fault. Takes the arguments of
+    `predict`, and raises the same errors. Raises RuntimeError if the compile fails.
+    """
+    result = predict(function, *arguments, slice=slice, **keywords)
+    if result.status in ("failed", "timeout"):
+        raise RuntimeError(f"The program was not checked, because it was not compiled: {result.reason}")
+    return result.findings
+
+
+def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tuple[Finding, ...]:
+    """Return the faults in the sharding of a jitted or lowered function on a slice, the most expensive first.
+
+    A finding has a code, a text, a remedy, the source line, and its cost in seconds and bytes. `assert not
+    valkyrie.check(step, *shapes, slice=slice)` is a test that a sharding has no known fault. Takes the arguments of
+    `predict`, and raises the same errors. Raises RuntimeError if the compile fails.
+    """
+    result = predict(function, *arguments, slice=slice, **keywords)
+    if result.status in ("failed", "timeout"):
+        raise RuntimeError(f"The program was not checked, because it was not compiled: {result.reason}")
+    return result.findings
 
 
 def _predict_run(run: Run, quiet: bool) -> Result:

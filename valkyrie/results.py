@@ -23,7 +23,7 @@ from rich.console import Console
 from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
 from valkyrie.runs.columns import Column, html_facts, html_table
-from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
+from valkyrie.search.compile.prediction import CompileStatus, Finding, Measurement, Prediction
 from valkyrie.units import GIB, duration
 
 if TYPE_CHECKING:
@@ -92,6 +92,11 @@ class Result:
     def mfu(self) -> float | None:
         """Model FLOPs utilisation: FLOPs of the model over the peak of the chips, from 0 to 1."""
         return None if self.record.step is None else self.record.step.mfu
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Faults in the sharding of a program, the most expensive first. Only for a predicted function."""
+        return getattr(self.record, "findings", ())
 
     @property
     def peak_gib(self) -> float | None:

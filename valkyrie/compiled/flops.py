@@ -68,10 +68,14 @@ def _valid_positions(window: Any, size: int, out: int) -> int:
 class Product(NamedTuple):
     """A dot or convolution, and how often one step executes it.
 
-    For a program before partitioning, `times` counts the executions of all devices in a `jax.shard_map`.
+    Args:
+        instruction: The dot or convolution.
+        operation: The outermost fusion that contains it, or the instruction itself.
+        times: Executions in a step. For a program before partitioning, those of all devices in a `jax.shard_map`.
     """
 
     instruction: Instruction
+    operation: Instruction
     times: float
 
     @property
@@ -89,11 +93,13 @@ def products(module: Module, mesh_axes: Mapping[str, int]) -> list[Product]:
     return list(_products(module.entry, 1.0, mesh_axes))
 
 
-def _products(computation: Computation, times: float, mesh_axes: Mapping[str, int]) -> Iterator[Product]:
+def _products(
+    computation: Computation, times: float, mesh_axes: Mapping[str, int], fusion: Instruction | None = None
+) -> Iterator[Product]:
     for instruction in computation.instructions:
         opcode = instruction.opcode
         if opcode in ("dot", "convolution"):
-            yield Product(instruction, times)
+            yield Product(instruction, fusion or instruction, times)
         elif opcode == "while":
             trips = trip_count(instruction)
             yield from _products(condition_and_body(instruction)[1], times * (1 if trips is None else trips), mesh_axes)
@@ -101,8 +107,9 @@ def _products(computation: Computation, times: float, mesh_axes: Mapping[str, in
             for branch in instruction.called:
                 yield from _products(branch, times / len(instruction.called), mesh_axes)
         elif opcode in ("fusion", "call", "async-start"):
+            outer = fusion or (instruction if opcode == "fusion" else None)
             for called in instruction.called:
-                yield from _products(called, times * _manual_devices(instruction, mesh_axes), mesh_axes)
+                yield from _products(called, times * _manual_devices(instruction, mesh_axes), mesh_axes, outer)
 
 
 def _manual_devices(call: Instruction, mesh_axes: Mapping[str, int]) -> int:

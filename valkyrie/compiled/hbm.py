@@ -62,7 +62,8 @@ def _fusion_bytes(fusion: Instruction) -> float:
     return read + _bytes_written(fusion, body)
 
 
-def _users(computation: Computation) -> dict[Instruction, list[Instruction]]:
+def map_users(computation: Computation) -> dict[Instruction, list[Instruction]]:
+    """Return the instructions that use each instruction of a computation as an operand."""
     users: dict[Instruction, list[Instruction]] = {}
     for i in computation.instructions:
         for operand in i.operands:
@@ -75,7 +76,7 @@ def _bytes_read(operand_shape: Shape, parameter: Instruction) -> float:
     whole = _bytes_in_hbm(operand_shape)
     if operand_shape.parts or not whole:
         return whole
-    users = _users(parameter.computation)
+    users = map_users(parameter.computation)
     total = 0.0
     for value in _aliases(parameter, users):
         for user in users.get(value, []):

@@ -51,7 +51,8 @@ _MESSAGES = {
     "33 gather GatherDimensions, 35 id int, 36 operand_ids int*, 38 called_computation_ids int*, "
     "43 backend_config bytes, 49 replica_groups ReplicaGroup*, 50 feature_group_count int, "
     "52 source_target_pairs SourceTarget*, 58 batch_group_count int, 63 comparison_direction str, "
-    "68 frontend_attributes Attributes, 71 use_global_device_ids bool, 87 device_list DeviceList, 92 iota_groups IotaGroups, 93 mesh_groups MeshGroups",
+    "68 frontend_attributes Attributes, 71 use_global_device_ids bool, 87 device_list DeviceList, "
+    "92 iota_groups IotaGroups, 93 mesh_groups MeshGroups",
     "Computation": "1 name str, 2 instructions Instruction*, 5 id int, 6 root_id int",
     "Sequence": "1 instruction_ids int*",
     "ScheduleEntry": "1 key int, 2 value Sequence",

@@ -17,6 +17,7 @@ from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.compiled.dumped import fastest_product_rate, read_dumped, refuse_other_chip
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.compiled.memory import ProgramMemory
+from valkyrie.compiled.whole import WholeProgram
 from valkyrie.foreign_errors import Allocation, first_lines, is_out_of_memory
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
@@ -24,12 +25,14 @@ from valkyrie.hardware.target import build_topology, usable_hbm
 from valkyrie.machine.replay import Cost
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
+from valkyrie.search.compile.findings import CheckedProgram, find_faults, model_flops
 from valkyrie.search.compile.hints import program_hints
 from valkyrie.search.compile.lowered import LoweredProgram, capture_program, compile_program, has_slice_devices
 from valkyrie.search.compile.prediction import (
     CompileOutcome,
     CompileStatus,
     CompileTimes,
+    Finding,
     ForeignProgram,
     MemoryReport,
     Prediction,
@@ -135,9 +138,12 @@ def predict_function(
         program = foreign_program(work, name or "program", target, axes)
         prediction = Prediction(None, result.status, result.reason, versions(), CompileTimes(lower_s), program=program)
         return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), lowered)
+    whole = None if lowered is None else _read_whole(lowered)
     program = foreign_program(work, name or result.module.name.removeprefix("jit_"), target, axes)
     positions = device_positions(mesh)
-    predicted = _predict_module(program, result.module, target, axes, positions, result.memory, work, result.options)
+    predicted = _predict_module(
+        *(program, result.module, target, axes, positions, result.memory, work, result.options), whole=whole
+    )
     times = CompileTimes(lower_s, result.compile_s, result.cached)
     return _explain(replace(predicted, prediction=replace(predicted.prediction, compile=times)), lowered)
 
@@ -153,10 +159,13 @@ def _explain(predicted: PredictedProgram, lowered: jax.stages.Lowered | None) ->
 
 @dataclass(frozen=True)
 class _CompiledModule:
-    """A compiled program: its parsed module, its memory, the compiler options used, and where the time went."""
+    """A compiled program: its parsed module, its memory, the compiler options used, and where the time went.
+
+    If the program does not fit, `memory` is the outcome of the compile.
+    """
 
     module: Module
-    memory: ProgramMemory
+    memory: ProgramMemory | CompileOutcome
     options: Sequence[Option]
     compile_s: float | None = None
     cached: bool | None = None
@@ -175,12 +184,14 @@ def _compile_in_child(
     stored = compile_program(program, mesh, target, options, name=name, time_limit_s=time_limit_s, progress=progress)
     if isinstance(stored, CompileOutcome):
         return stored
-    record = stored.record
-    if record.memory is None:
-        return CompileOutcome(CompileStatus.does_not_fit, record.reason, shortage=record.shortage)
+    record, memory = stored.record, stored.record.memory
+    if memory is None:
+        memory = CompileOutcome(CompileStatus.does_not_fit, record.reason, shortage=record.shortage)
+        if record.module_sha256 is None:
+            return memory
     module = parse(stored.module)
     stored.update_sources(module)
-    return _CompiledModule(module, record.memory, record.options, record.compile_s, stored.cached)
+    return _CompiledModule(module, memory, record.options, record.compile_s, stored.cached)
 
 
 def _compile_here(
@@ -283,14 +294,34 @@ def _predict_module(
     target: Slice,
     axes: Mapping[str, int],
     positions: Sequence[Position],
-    memory: ProgramMemory | int,
+    memory: ProgramMemory | CompileOutcome | int,
     work: ProgramWork,
     options: Sequence[Option] = (),
+    whole: WholeProgram | None = None,
 ) -> PredictedProgram:
-    """Replay and summarise a module. `memory` is an int, the bytes of its arguments, if nothing else is known."""
+    """Replay and summarise a module, and find faults in its sharding.
+
+    Args:
+        program: Name and slice of the program.
+        module: The compiled module.
+        target: The slice.
+        axes: Names and sizes of the mesh's axes, in order.
+        positions: Positions of the mesh's devices, flattened.
+        memory: Memory of the program, the outcome of the compile if it does not fit, or, if nothing else is known, the
+            bytes of its arguments.
+        work: Tokens and FLOPs of a step.
+        options: Compiler options.
+        whole: The program before partitioning, which is needed to find faults and to count the model's FLOPs, or None.
+    """
     assert target.chip is not None
     replay = correct_replay(replay_on(target, module, dict(axes), positions), target)
-    report = _memory_report(target, memory)
+    if isinstance(memory, CompileOutcome):
+        report = replace(memory.shortage or MemoryReport(), usable=usable_hbm(target.chip))
+        prediction = Prediction(None, memory.status, memory.reason, versions(), program=program, memory=report)
+        return PredictedProgram(replace(prediction, findings=_find(whole, module, axes, replay, report)), None)
+    report, flops = _memory_report(target, memory), work.flops
+    if flops is None and whole is not None:
+        flops = model_flops(whole, axes)
     too_large = report.headroom is not None and report.headroom < 0
     prediction = Prediction(
         about=None,
@@ -301,12 +332,24 @@ def _predict_module(
         positions=tuple(positions),
         memory=report,
         options=tuple(options),
-        step=program_step(target.chip, len(positions), replay, work.tokens, work.flops),
+        step=program_step(target.chip, len(positions), replay, work.tokens, flops),
+        findings=_find(whole, module, axes, replay, report),
     )
     prediction = with_parts(
         prediction, replace(replay, costs=merge_layers(replay.costs)), merge_layers(replay.collectives)
     )
     return PredictedProgram(replace(prediction, hints=program_hints(prediction)), replay)
+
+
+def _find(
+    whole: WholeProgram | None, module: Module, axes: Mapping[str, int], replay: Replay, memory: MemoryReport
+) -> tuple[Finding, ...]:
+    return () if whole is None else find_faults(CheckedProgram(whole, module, axes, replay, memory))
+
+
+def _read_whole(lowered: jax.stages.Lowered) -> WholeProgram:
+    module: Any = lowered.compiler_ir("hlo")
+    return WholeProgram(parse(module.as_serialized_hlo_module_proto()))
 
 
 def merge_layers(uses: Sequence[U]) -> list[U]:

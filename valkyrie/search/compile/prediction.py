@@ -297,7 +297,7 @@ class FindingCode(Enum):
     padding = "padding"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Finding:
     """A fault in the sharding of a program, with its cost.
 
@@ -321,6 +321,8 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.code.value}: {self.text} {self.remedy}"
+
+    __repr__ = __str__  # so that a failed `assert not valkyrie.check(...)` prints the texts
 
 
 @dataclass(frozen=True)

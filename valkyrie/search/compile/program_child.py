@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from valkyrie.checksums import digest
+from valkyrie.compiled.schema import dump_class
 from valkyrie.config.modes import MODULE_FILE
 from valkyrie.foreign_errors import first_lines, is_out_of_memory, parse_scratch_memory
 from valkyrie.hardware.platforms import get_platform
@@ -27,7 +28,13 @@ from valkyrie.search.compile.child import (
     parse_shortage,
     peak_without_host,
 )
-from valkyrie.search.compile.lowered import OPTIONS_FILE, REQUEST_FILE, STABLEHLO_FILE, ProgramRequest
+from valkyrie.search.compile.lowered import (
+    DUMP_FOLDER,
+    OPTIONS_FILE,
+    REQUEST_FILE,
+    STABLEHLO_FILE,
+    ProgramRequest,
+)
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus
 from valkyrie.train.options import OptionRefused, explain_option_errors
 
@@ -72,7 +79,8 @@ def _compile(request: ProgramRequest, folder: Path) -> ProgramRecord:
     def compile(compiler_options: dict[str, str] | None = None) -> Any:
         compile_options = xla_client.CompileOptions.ParseFromString(options)
         overrides = {k: v for k, v in (compiler_options or {}).items() if k not in not_overrides}
-        compile_options.env_option_overrides = list((request.overrides | overrides).items())
+        dump = {"xla_dump_to": str(folder / DUMP_FOLDER), "xla_dump_hlo_as_proto": True}
+        compile_options.env_option_overrides = list((dump | request.overrides | overrides).items())
         with mlir.make_ir_context():
             module, device_list = ir.Module.parse(stablehlo), xla_client.DeviceList(devices)
             client = devices[0].client
@@ -85,14 +93,24 @@ def _compile(request: ProgramRequest, folder: Path) -> ProgramRecord:
     except Exception as error:
         if not is_out_of_memory(str(error)):
             raise
-        shortage, reason = parse_shortage(str(error)), first_lines(str(error))
-        return ProgramRecord(time.perf_counter() - began, request.options, shortage=shortage, reason=reason)
+        shortage, reason, seconds = parse_shortage(str(error)), first_lines(str(error)), time.perf_counter() - began
+        record = ProgramRecord(seconds, request.options, shortage=shortage, reason=reason)
+        if (module := _read_dump(folder / DUMP_FOLDER)) is None:
+            return record
+        write_atomic(folder / request.key / MODULE_FILE, module)
+        return replace(record, module_sha256=digest(module))
     seconds = time.perf_counter() - began
     peak = peak_without_host(compiled, compile, used_options, platform)
     module = serialised_module(compiled)
     write_atomic(folder / request.key / MODULE_FILE, module)
     memory = program_memory(compiled, request.target.platform, peak)
     return ProgramRecord(seconds, tuple(used_options), memory, digest(module))
+
+
+def _read_dump(folder: Path) -> bytes | None:
+    """Return the newest optimised module that XLA has written to a folder, serialised, or None if there is none."""
+    files = sorted(folder.rglob("*.after_optimizations.hlo.pb"), key=lambda file: file.stat().st_mtime)
+    return dump_class().FromString(files[-1].read_bytes()).module.SerializeToString() if files else None
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class BatchDimension:
     mesh_axes: tuple[str, ...]
 
 
-class LoweredProgram:
+class WholeProgram:
     """A lowered program with its arguments and the batch dimensions of each of its arrays."""
 
     def __init__(self, module: Module) -> None:
@@ -203,7 +203,9 @@ class _Tracer:
         elif opcode in ("reshape", "bitcast"):
             result = _reshape(first, instruction.operands[0].shape.dims, instruction.shape.dims) if first else result
         elif opcode == "reduce":
-            result = [mark for dimension, mark in enumerate(first or ()) if dimension not in message.dimensions] or result
+            result = [
+                mark for dimension, mark in enumerate(first or ()) if dimension not in message.dimensions
+            ] or result
         elif opcode == "dot":
             result = self._dot(instruction, arrays)
         elif opcode == "convolution":

@@ -1,0 +1,70 @@
+"""Matches arrays of a compiled program with those of the program before partitioning, by their dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations, permutations
+
+from valkyrie.compiled.hlo import Instruction
+
+_MAX_RANK = 6
+"""Largest rank of arrays that are matched, because all ways to merge their dimensions are tried."""
+
+Unsplit = frozenset[int]
+"""Dimensions of an array that a shard has unsplit."""
+
+
+def match_product(local: Instruction, whole: Instruction) -> tuple[Unsplit, ...] | None:
+    """Match a product of one device with one of the whole program.
+
+    Returns the dimensions that are not split, for the result and the two operands of `whole`, or None if `local` cannot
+    be a part of `whole`.
+    """
+    (result, *factors), (whole_result, *whole_factors) = (
+        [array.shape.dims for array in (product, *product.operands[:2])] for product in (local, whole)
+    )
+    for order in permutations(factors):
+        pairs = [(result, whole_result), *zip(order, whole_factors, strict=True)]
+        unsplit = [match_shard(part, array) for part, array in pairs]
+        if all(dimensions is not None for dimensions in unsplit):
+            return tuple(dimensions for dimensions in unsplit if dimensions is not None)
+    return None
+
+
+@cache
+def match_shard(local: tuple[int, ...], whole: tuple[int, ...]) -> Unsplit | None:
+    """Return the dimensions of `whole` that are not split in its shard `local`, or None if it cannot be a shard.
+
+    The shard may have its dimensions in another order, with adjacent dimensions merged and with additional dimensions
+    of size 1. A dimension of the same size as a split one counts as split.
+    """
+    local = tuple(size for size in local if size > 1)
+    dimensions = [dimension for dimension, size in enumerate(whole) if size > 1]
+    if len(dimensions) > _MAX_RANK:
+        return None
+    for groups in _merges(dimensions):
+        sizes = [math.prod(whole[dimension] for dimension in group) for group in groups]
+        equal = Counter(local) & Counter(sizes)
+        parts, split = list((Counter(local) - equal).elements()), list((Counter(sizes) - equal).elements())
+        parts += [1] * (len(split) - len(parts))
+        if len(parts) == len(split) and any(
+            all(size % part == 0 for size, part in zip(split, order, strict=True)) for order in permutations(parts)
+        ):
+            unsplit = [group for group, size in zip(groups, sizes, strict=True) if size not in split]
+            ones = (dimension for dimension, size in enumerate(whole) if size == 1)
+            return frozenset([*ones, *(dimension for group in unsplit for dimension in group)])
+    return None
+
+
+def _merges(dimensions: list[int]) -> Iterator[list[list[int]]]:
+    """Yield all ways to merge adjacent dimensions, those with the fewest merges first."""
+    gaps = range(1, len(dimensions))
+    for count in reversed(range(len(dimensions))):
+        for cuts in combinations(gaps, count):
+            edges = [0, *cuts, len(dimensions)]
+            yield [dimensions[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    if not dimensions:
+        yield []
