@@ -45,24 +45,31 @@ def match_shard(local: tuple[int, ...], whole: tuple[int, ...]) -> Unsplit | Non
     dimensions = [dimension for dimension, size in enumerate(whole) if size > 1]
     if len(dimensions) > _MAX_RANK:
         return None
+    ones = frozenset(range(len(whole))) - set(dimensions)
+    best: tuple[int, int] | None = None
+    unsplit: Unsplit | None = None
     for groups in _merges(dimensions):
         sizes = [math.prod(whole[dimension] for dimension in group) for group in groups]
         equal = Counter(local) & Counter(sizes)
         parts, split = list((Counter(local) - equal).elements()), list((Counter(sizes) - equal).elements())
         parts += [1] * (len(split) - len(parts))
-        if len(parts) == len(split) and any(
-            all(size % part == 0 for size, part in zip(split, order, strict=True)) for order in permutations(parts)
-        ):
-            unsplit = [group for group, size in zip(groups, sizes, strict=True) if size not in split]
-            ones = (dimension for dimension, size in enumerate(whole) if size == 1)
-            return frozenset([*ones, *(dimension for group in unsplit for dimension in group)])
-    return None
+        score = len(groups), equal.total()  # few merges and many unsplit dimensions are the likeliest explanation
+        if (best is None or score > best) and len(parts) == len(split) and _divide(split, parts):
+            best = score
+            kept = (group for group, size in zip(groups, sizes, strict=True) if size not in split)
+            unsplit = ones.union(*kept)
+    return unsplit
+
+
+def _divide(sizes: list[int], parts: list[int]) -> bool:
+    """Return whether the sizes are multiples of the parts in some order."""
+    return any(all(size % part == 0 for size, part in zip(sizes, order, strict=True)) for order in permutations(parts))
 
 
 def _merges(dimensions: list[int]) -> Iterator[list[list[int]]]:
-    """Yield all ways to merge adjacent dimensions, those with the fewest merges first."""
+    """Yield all ways to merge adjacent dimensions."""
     gaps = range(1, len(dimensions))
-    for count in reversed(range(len(dimensions))):
+    for count in range(len(dimensions)):
         for cuts in combinations(gaps, count):
             edges = [0, *cuts, len(dimensions)]
             yield [dimensions[start:end] for start, end in zip(edges, edges[1:], strict=False)]
