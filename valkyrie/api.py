@@ -419,19 +419,6 @@ def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tupl
     return result.findings
 
 
-def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tuple[Finding, ...]:
-    """Return the faults in the sharding of a jitted or lowered function on a slice, the most expensive first.
-
-    A finding has a code, a text, a remedy, the source line, and its cost in seconds and bytes. `assert not
-    valkyrie.check(step, *shapes, slice=slice)` is a test that a sharding has no known fault. Takes the arguments of
-    `predict`, and raises the same errors. Raises RuntimeError if the compile fails.
-    """
-    result = predict(function, *arguments, slice=slice, **keywords)
-    if result.status in ("failed", "timeout"):
-        raise RuntimeError(f"The program was not checked, because it was not compiled: {result.reason}")
-    return result.findings
-
-
 def _predict_run(run: Run, quiet: bool) -> Result:
     from valkyrie.search.modes import compile_and_summarise
 
