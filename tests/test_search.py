@@ -34,7 +34,7 @@ from valkyrie.search.rivals import FASTEST_FSDP, PAPER_RULE, Rival, format_compa
 from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition, shortlist, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
-from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
+from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
 from valkyrie.train.options import TO_FIT, USER, Option
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
@@ -189,11 +189,17 @@ def test_options_to_fit_are_read_from_the_record_of_a_compile(tmp_path: Path) ->
     assert compiling._settings_to_fit(tmp_path) == ("target.chip.xla_options.xla_saves=true",)
 
 
-def test_a_search_without_compiles_uses_those_of_earlier_ones(search: Callable[..., Finished]) -> None:
-    first = search("mode.compiles=2")
-    again = search("mode.compiles=0")
-    assert first.answer["compiled"] == again.answer["compiled"] == 2
-    assert "2 compiled by earlier searches" in again.printed and "Compiling" not in again.printed
+def test_compiles_of_earlier_searches_are_found_in_their_records(
+    compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request("mode.compiles=0")
+    listed, recorded = make_shortlist(request), CompiledLayouts()
+    done = compiled_by(compiler, request, listed, tmp_path, most=2).done
+    TrialLog(tmp_path).append(entry.trial for entry in done)
+    trials = {entry.trial.key: entry.trial for entry in done}
+    monkeypatch.setattr(compiling, "settle", lambda plans: (trials, []))
+    compiling.add_recorded(request, [*listed.fitting, *listed.doubtful], tmp_path, recorded)
+    assert {entry.trial.key for entry in recorded.done} == {*trials}
 
 
 def test_search_compiles_at_most_the_requested_number(compiler: ScaledCompiler, tmp_path: Path) -> None:
