@@ -125,6 +125,16 @@ def test_programs_with_python_callbacks_stay_in_this_process(mesh: Mesh):
     assert capture_program(function.lower(*arguments), {}) is None
 
 
+def test_jax_own_cache_is_not_read(mesh: Mesh, tmp_path: Path):
+    function, arguments = products(mesh)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    try:
+        assert capture_program(function.lower(*arguments), {}) is not None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+    assert not (tmp_path / "jax").exists() or not [*(tmp_path / "jax").iterdir()]
+
+
 def test_devices_of_another_topology_are_recognised(mesh: Mesh, target: valkyrie.Slice):
     other = valkyrie.slice("v5p-16")
     assert has_slice_devices(mesh, target)

@@ -366,7 +366,7 @@ def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[S
     from valkyrie.search.compile.predict import ProgramWork
 
     if slice is None:
-        raise ValueError('Name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
+        raise ValueError('Name the slice to predict for: slice=valkyrie.slice("v5p-128").')
     require_type(slice, TargetConfig, 'slice= takes a slice, such as valkyrie.slice("v5p-128")')
     for key, kind, takes in (
         ("tokens", Real, "a number"),

@@ -148,6 +148,8 @@ def capture_program(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> 
     """
     from jax._src.interpreters import mlir  # JAX has no public function that returns the options of a compile
 
+    from valkyrie.search.compile.executable import without_cache
+
     lowering: Any = getattr(lowered, "_lowering", None)
     arguments = getattr(lowering, "compile_args", {})
     if "backend" not in arguments or arguments.get("host_callbacks") or arguments.get("keepalive"):
@@ -155,7 +157,8 @@ def capture_program(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> 
     lowering = copy.copy(lowering)
     lowering.compile_args = {**arguments, "backend": _Recorder(arguments["backend"])}
     try:
-        lowering.compile(compiler_options=dict(options) or None)
+        with without_cache():  # JAX would look for the program before it calls the recorder
+            lowering.compile(compiler_options=dict(options) or None)
     except _Recorded as recorded:
         compile_options = recorded.options
         overrides = dict(compile_options.env_option_overrides)
