@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from reported import GOLDENS
-from valkyrie.config.arguments import expand_shorthand, parse_run
+from valkyrie.config.arguments import abbreviate_search, expand_shorthand, parse_run
 from valkyrie.config.modes import ANSWER_FILE, COMPILE_FILE
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
@@ -609,6 +609,7 @@ def test_a_recursive_model_is_refused() -> None:
 def test_shorthand_arguments_are_expanded(typed: list[str], written: list[str]) -> None:
     assert expand_shorthand(typed) == written
     assert expand_shorthand(written) == written
+    assert "mode=search" not in written or expand_shorthand(abbreviate_search(written)) == written
 
 
 def test_only_a_search_finds_a_batch() -> None:

@@ -106,6 +106,21 @@ def test_a_slow_partition_is_dropped_in_favour_of_others(monkeypatch: pytest.Mon
     assert "% slower than the fastest" in measurement_summary(measures) and "Spearman" in measurement_summary(measures)
 
 
+def test_searched_batches_are_measured_and_ranked_by_tokens_per_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    limited = replace(CHIP, hbm_gib=0.1)
+    request = replace(make_request("mode.measure=4", "partition=fsdp", "mesh=8x1x1"), search_batch=True)
+    request = replace(request, targets=tuple(replace(target, chip=limited) for target in request.targets))
+    measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
+    per_sequence = [(trial.step_s or 0) / (trial.estimate.batch or 0) for trial in measures.timed]
+    assert per_sequence == sorted(per_sequence) and measures.regret == 0
+    steps = [trial.step_s or 0 for trial in measures.timed]
+    assert len({trial.estimate.batch for trial in measures.timed}) > 1 and steps != sorted(steps)
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    ranked = rank_measured(request, rows, measures, CompiledLayouts())[:4]
+    rates = [row.tokens_per_second_per_chip for row in ranked]
+    assert rates == sorted(rates, reverse=True) and all("batch=" in " ".join(row.overrides) for row in ranked)
+
+
 def test_measurements_run_on_the_devices_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request("mode.measure=1")
     devices = Devices(request)

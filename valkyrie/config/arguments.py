@@ -115,6 +115,23 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
     return expanded
 
 
+def abbreviate_search(arguments: Sequence[str]) -> list[str]:
+    """Abbreviate the arguments of a search for display, as `expand_shorthand` accepts them."""
+    values, mode = key_values(arguments), get_mode("search")
+    short_keys = {f"mode.{key}": key for key in (() if mode is None else mode.short_keys)}
+    short_keys |= {"mode.targets": "target", "mode.device_batches": "device_batch"}
+    words = []
+    for argument in arguments:
+        key, value = key_value(argument) if "=" in argument else (argument, "")
+        if argument == "mode.search_batch=true":
+            words.append("batch=auto")
+        elif key in short_keys:
+            words.append(f"{short_keys[key]}={value}")
+        elif key != "target" or "mode.targets" not in values:
+            words.append(argument)
+    return words
+
+
 @contextmanager
 def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
     """Convert two errors of Hydra and OmegaConf in this context to a ValueError that names the argument or file.

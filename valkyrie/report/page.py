@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from valkyrie.config.arguments import abbreviate_search
 from valkyrie.parts import PART_LABELS
 from valkyrie.paths import cache_root, write_atomic
 from valkyrie.records import encode
@@ -80,7 +81,7 @@ def render_page(rows: Sequence[Row], comparison: Comparison | None = None, answe
         answer = read_answer(folders[0])
     command = read_command(folders[0]) if len(folders) == 1 else None
     if answer is not None:
-        command = f"valkyrie-train {shlex.join(answer.command)}"
+        command = f"valkyrie-train {shlex.join(abbreviate_search(answer.command))}"
     page = None if answer is None else search_page(answer)
     page_data = _page_data(rows, page)
     template, text = template_environment().get_template("page.html"), ""
