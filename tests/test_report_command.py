@@ -45,6 +45,11 @@ def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys
     capsys.readouterr()
     main(["--compare", str(folder), str(other), "--format", "md"])
     assert "| 1.00x |" in capsys.readouterr().out
+    page = (folder / "report.html").read_text()
+    main(["--compare", str(folder), str(other)])
+    assert (folder / f"compare-{folder.name}-{other.name}.html").is_file()
+    assert (folder / "report.html").read_text() == page and capsys.readouterr().out
+    assert "twice" in fails(capsys, "--compare", str(folder), str(folder))
     main([str(folder), "--output", str(tmp_path / "by_suffix.csv")])
     assert (tmp_path / "by_suffix.csv").read_text().startswith("sweep,")
 

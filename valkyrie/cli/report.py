@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "--format", choices=("html", "md", "csv"), help="output format; default: that of --output, or html"
     )
     add_arguments(parser)
-    compare_help = "compare two sweeps, given by name or folder"
+    compare_help = "compare two sweeps, given by name or folder; writes compare-A-B.html by default"
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=compare_help)
     return parser
 
@@ -86,6 +86,8 @@ def _report(arguments: argparse.Namespace) -> None:
     from valkyrie.report.text import as_csv, as_markdown
 
     compared_sweeps = arguments.compare or []
+    if compared_sweeps and len({Path(name).resolve() for name in compared_sweeps}) == 1:
+        raise ValueError(f"--compare {' '.join(compared_sweeps)} names the same sweep twice. Name two sweeps.")
     paths = [*arguments.paths, *(Path(name) for name in compared_sweeps if Path(name).is_dir())]
     if not paths:
         if compared_sweeps:
@@ -106,7 +108,11 @@ def _report(arguments: argparse.Namespace) -> None:
     if to_screen:
         sys.stdout.write(text)
         return
-    file = write_atomic(page_file(paths, arguments.output), text, "--output FILE")
+    output = arguments.output
+    if output is None and comparison is not None:  # not over the page of the first sweep
+        folder = page_file(paths, None).parent
+        output = folder / f"compare-{Path(compared_sweeps[0]).name}-{Path(compared_sweeps[1]).name}.html"
+    file = write_atomic(page_file(paths, output), text, "--output FILE")
     print(f"{len(rows)} trial{'' if len(rows) == 1 else 's'}: {file}")
 
 

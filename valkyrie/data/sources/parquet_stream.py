@@ -65,7 +65,7 @@ class Config(TextConfig):
 
     def problems(self) -> list[Problem]:
         problems = [*super().problems(), *path_problems([*self.paths, *self.val_paths])]
-        problems += check_range("data.workers", self.workers, least=0, otherwise="null for one per CPU core")
+        problems += check_range("data.workers", self.workers, least=0, otherwise="null for one per CPU core, up to 8")
         problems += check_range("data.pool", self.pool, least=1)
         problems += check_range("data.lanes", self.lanes, least=1, otherwise="null for up to 16")
         if not self.paths:

@@ -38,7 +38,7 @@ MIN_RECOMPUTATION_SHARE = 0.01
 MARGIN = 1.2
 """A partition is suggested only if this multiple of its estimated memory is usable.
 
-An activation is suggested for saving only if this multiple of its bytes is free.
+An activation is suggested for saving, and another remat is suggested, only if this multiple of their bytes is free.
 """
 MAX_SENT_RATIO = 0.75
 """Another partition is suggested only if it sends at most this share of the current bytes."""
@@ -94,7 +94,7 @@ class _Facts:
 
     def fitting_remats(self) -> list[FullerRemat]:
         remats, headroom = self.prediction.alternatives.remats, self.headroom or 0
-        return [remat for remat in remats if remat.needs < headroom]
+        return [remat for remat in remats if MARGIN * remat.needs <= headroom]
 
 
 def hints(
