@@ -79,6 +79,7 @@ def test_the_prediction_examples_run_as_written(here: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow  # two compiles for a TPU
+@pytest.mark.timeout(300)
 def test_the_example_of_the_readme_runs_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
     exec(smaller(example_in(".")), {})
     printed = capsys.readouterr().out.splitlines()
@@ -87,6 +88,7 @@ def test_the_example_of_the_readme_runs_as_written(here: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_model_example_runs_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
     names: dict[str, Any] = {}
     exec(smaller(example_in("valkyrie", 1)), names)
@@ -107,6 +109,7 @@ def test_the_model_example_runs_as_written(here: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow  # three compiles for a TPU
+@pytest.mark.timeout(300)
 def test_the_search_example_runs_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
     example = smaller(example_in("valkyrie", 2)).replace("mode.compiles=4", "mode.compiles=1")
     names: dict[str, Any] = {}
@@ -257,7 +260,7 @@ def test_a_result_that_does_not_fit_has_the_needed_memory():
     memory = MemoryReport(needed=3 * 2**30, usable=2**30)
     record = LayoutRecord("m", "1x1x1", "dp", "cpu-1", described="d", roles="r", batch=1, seq=2, precision="float32")
     result = valkyrie.Result(Prediction(record, CompileStatus.does_not_fit, "too big", memory=memory))
-    assert result.fits is False and result.peak_gib == 3 and result.step_s is None
+    assert result.fits is False and (result.peak_gib, result.peak_bytes) == (3, 3 * 2**30) and result.step_s is None
     assert "needs 3.0 GiB" in str(result) and "1.0 GiB usable" in str(result)
 
 
@@ -297,8 +300,11 @@ def test_a_search_in_which_nothing_fits_is_a_value_error(here: Path):
 
 def test_layouts_that_cannot_be_explained_are_named(here: Path):
     run = valkyrie.compose(*SEARCHED, "mesh=2x4x1")
-    with pytest.raises(ValueError, match=r"^second: nothing has no compile.json"):
+    with pytest.raises(ValueError, match=r"^second: nothing is no run folder"):
         valkyrie.explain(run, "nothing")
+    (here / "runs" / "empty").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"^second: runs/empty has no compile.json"):
+        valkyrie.explain(run, "empty")
     with pytest.raises(ValueError, match=r"^first: target=auto has no predicted step time"):
         valkyrie.explain(valkyrie.compose("model=gpt_tiny", "mesh=2x2x2"), run)
 
@@ -322,6 +328,8 @@ def test_a_sweep_returns_plain_rows_and_refuses_wrong_settings(here: Path, capsy
     ]
     for row in rows:
         assert all(isinstance(value, str | int | float | None) for value in vars(row).values())
+    with pytest.raises(ValueError, match=r"^run_sweep needs settings"):
+        valkyrie.run_sweep()
     with pytest.raises(ValueError, match=r"^bach is not a key\. Did you mean batch\?"):
         valkyrie.run_sweep("bach=3,4", quiet=True)
     assert capsys.readouterr() == ("", "")

@@ -515,6 +515,12 @@ def explain(first: Run | Result | str | Path, second: Run | Result | str | Path,
     for key, layout in (("first", first), ("second", second)):
         layout = layout.record if isinstance(layout, Result) else Path(layout) if isinstance(layout, str) else layout
         require_type(layout, Run | Path | Prediction, f"{key}= {takes}")
+        if isinstance(layout, Path) and not layout.is_dir():
+            layout = Path(RunConfig.runs) / layout
+            if not layout.is_dir():
+                raise ValueError(
+                    f"{key}: {layout.name} is no run folder. Pass one that mode=compile has made, or a Run."
+                )
         layouts.append(layout)  # pyright: ignore[reportArgumentType]
     return Explanation(explain_layouts(layouts[0], layouts[1], _console(quiet)))
 
@@ -699,6 +705,8 @@ def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool
         if line.startswith(_FOLDER_LINE):
             folders.append(line.removeprefix(_FOLDER_LINE))
 
+    if not overrides:
+        raise ValueError('run_sweep needs settings, such as run_sweep("+sweep=laptop_8", "steps=3").')
     for override in overrides:
         require_type(override, str, 'run_sweep takes strings, such as run_sweep("+sweep=laptop_8", "steps=3")')
     arguments = [*_config_flags(config_dir), *(o for o in overrides if o not in ("-m", "--multirun"))]

@@ -99,14 +99,18 @@ class Result:
         return getattr(self.record, "findings", ())
 
     @property
-    def peak_gib(self) -> float | None:
-        """Peak memory of one device in GiB. For a layout that does not fit, the memory that it would need."""
+    def peak_bytes(self) -> int | None:
+        """Peak memory of one device in bytes. For a layout that does not fit, the memory that it would need."""
         memory = self.record.memory
         if memory is None:
             return None
         fits = self.record.status is CompileStatus.ok
-        size = memory.peak if fits or memory.peak is not None else memory.needed
-        return None if size is None else size / GIB
+        return memory.peak if fits or memory.peak is not None else memory.needed
+
+    @property
+    def peak_gib(self) -> float | None:
+        """`peak_bytes` in GiB."""
+        return None if self.peak_bytes is None else self.peak_bytes / GIB
 
     def __repr__(self) -> str:
         step = "no step time" if self.step_s is None else duration(self.step_s)
