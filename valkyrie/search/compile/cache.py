@@ -43,13 +43,13 @@ _SOURCE_LOCATION = re.compile(r'"[^"\n]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
 
 @dataclass(frozen=True)
 class ProgramRecord:
-    """Result of compiling a program. A program that does not fit has a `shortage` and a `reason` instead of a module.
+    """Result of compiling a program. A program that does not fit has a `shortage` and a `reason` instead of `memory`.
 
     Args:
         compile_s: Compile time in seconds.
         options: Compiler options.
         memory: Memory of the program on one device.
-        module_sha256: Digest of the optimised module.
+        module_sha256: Digest of the optimised module. None for a program that does not fit if XLA did not write it.
         shortage: Memory that the program needs, if it does not fit.
         reason: The compiler's message, if it does not fit.
     """
@@ -63,7 +63,7 @@ class ProgramRecord:
     schema: int = 1
 
     def __post_init__(self) -> None:
-        if (self.memory is None) == (self.shortage is None) or (self.memory is None) != (self.module_sha256 is None):
+        if (self.memory is None) == (self.shortage is None) or (self.memory and self.module_sha256 is None):
             raise ValueError("set either memory and module_sha256, or shortage")
 
 

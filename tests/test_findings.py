@@ -1,0 +1,207 @@
+"""Tests of faults in the sharding of a program: each is found at its source line, and sound programs have none."""
+
+from __future__ import annotations
+
+import linecache
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import valkyrie
+from machines import needs_libtpu
+from valkyrie.compiled.collectives import cause
+from valkyrie.compiled.hlo import parse
+from valkyrie.compiled.shards import match_shard
+from valkyrie.compiled.whole import WholeProgram, parse_sharding
+from valkyrie.machine.replay import Cost, Replay
+from valkyrie.parts import PartKind
+from valkyrie.search.compile.executable import without_cache
+from valkyrie.search.compile.findings import CheckedProgram, find_faults, model_flops
+from valkyrie.search.compile.prediction import Finding, FindingCode, MemoryReport
+from valkyrie.train.program import serialised_module
+from valkyrie.units import GIB
+
+VOCAB, EMBED, MLP, BATCH, SEQ = 512, 256, 1024, 64, 24
+DATA = PartitionSpec("data")
+
+
+def struct(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def language_model(
+    mesh: Mesh, weights: PartitionSpec, constraint: PartitionSpec | None = None, *, batch: PartitionSpec = DATA
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return a training step of an embedding and two MLPs. `weights` shards embed and mlp of all weights."""
+    embed, mlp = [*weights, None, None][:2]
+
+    def loss(parameters: Any, tokens: jax.Array) -> jax.Array:
+        x = parameters["table"][tokens]
+        if constraint is not None:
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, constraint))
+        for up, down in parameters["layers"]:
+            x = x + jax.nn.relu(x @ up) @ down
+        return jnp.square(x).mean()
+
+    def step(parameters: Any, tokens: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(parameters, tokens)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, parameters, gradients), value
+
+    up, down = (
+        struct(mesh, (EMBED, MLP), PartitionSpec(embed, mlp)),
+        struct(mesh, (MLP, EMBED), PartitionSpec(mlp, embed)),
+    )
+    parameters = {"table": struct(mesh, (VOCAB, EMBED), PartitionSpec(None, embed)), "layers": [(up, down)] * 2}
+    shardings = jax.tree.map(lambda array: array.sharding, parameters)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())))
+    return jitted, (parameters, struct(mesh, (BATCH, SEQ), batch, jnp.int32))
+
+
+def cpu_mesh(**axes: int) -> Mesh:
+    devices = np.array(jax.devices()[: math.prod(axes.values())])
+    return Mesh(devices.reshape(*axes.values()), tuple(axes))
+
+
+def checked(mesh: Mesh, jitted: Any, arguments: tuple[Any, ...], usable: float = 16 * GIB) -> CheckedProgram:
+    """Return a program compiled for CPU devices, which has no step time."""
+    lowered = jitted.lower(*arguments)
+    whole = WholeProgram(parse(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()))
+    with without_cache():  # cached programs may have the line numbers of an earlier version of this file
+        module = parse(serialised_module(lowered.compile()))
+    return CheckedProgram(whole, module, dict(mesh.shape), None, MemoryReport(peak=1, usable=int(usable)))
+
+
+def faults(program: CheckedProgram) -> dict[FindingCode, Finding]:
+    return {finding.code: finding for finding in find_faults(program)}
+
+
+def test_a_batch_that_is_not_split_is_found_at_its_line() -> None:
+    mesh = cpu_mesh(data=8)
+    found = faults(checked(mesh, *language_model(mesh, PartitionSpec("data"))))
+    assert list(found) == [FindingCode.whole_batch]
+    finding = found[FindingCode.whole_batch]
+    file, _, line = finding.source.rpartition(":")
+    assert file == __file__ and "jax.nn.relu(x @ up)" in linecache.getline(file, int(line))
+    assert finding.mesh_axes == ("data",) and "all 64 there" in finding.text
+    assert "PartitionSpec('data')" in finding.remedy and "jax.set_mesh" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("axes", "weights", "constraint"),
+    [
+        ({"data": 8}, PartitionSpec("data"), DATA),
+        ({"data": 8}, PartitionSpec(), None),
+        ({"data": 4, "model": 2}, PartitionSpec(None, "model"), None),
+        ({"data": 4, "model": 2}, PartitionSpec("data", "model"), DATA),
+    ],
+    ids=["fsdp", "dp", "tp", "fsdp and tp"],
+)
+def test_sound_shardings_have_no_faults(axes: dict[str, int], weights: PartitionSpec, constraint: Any) -> None:
+    mesh = cpu_mesh(**axes)
+    program = checked(mesh, *language_model(mesh, weights, constraint))
+    assert find_faults(program) == ()
+    assert all(ratio == pytest.approx(1.0, rel=0.01) for ratio in program.flops_ratios.values())
+
+
+def test_an_axis_that_splits_nothing_is_found() -> None:
+    mesh = cpu_mesh(data=4, spare=2)
+    found = faults(checked(mesh, *language_model(mesh, PartitionSpec("data"), DATA)))
+    assert found.keys() == {FindingCode.unused_axis}
+    assert found[FindingCode.unused_axis].mesh_axes == ("spare",)
+    assert "4 of the 8 devices" in found[FindingCode.unused_axis].text
+
+
+def test_replicated_state_is_found_if_memory_is_short() -> None:
+    mesh = cpu_mesh(data=8)
+    jitted, arguments = language_model(mesh, PartitionSpec())
+    state = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(arguments[0]))
+    found = faults(checked(mesh, jitted, arguments, usable=2 * state))
+    assert found.keys() == {FindingCode.replicated_state}
+    assert found[FindingCode.replicated_state].bytes == pytest.approx(state * 7 / 8)
+    assert "parameters" in found[FindingCode.replicated_state].text
+
+
+def test_narrow_products_are_found_by_their_time() -> None:
+    mesh = cpu_mesh(data=8)
+
+    def scores(q: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.einsum("bqd,bkd->bqk", q, k)
+
+    shape = struct(mesh, (8, 512, 64), DATA)
+    program = checked(mesh, jax.jit(scores), (shape, shape))
+    (product,) = program.local_products
+    cost = Cost(PartKind.matmul, (), *cause(product.operation), 1.0, 0.8)
+    program = replace(program, replay=Replay(1.0, [], 0.0, 0.0, [], [cost], [], []))
+    found = faults(program)
+    assert found.keys() == {FindingCode.padding}
+    assert found[FindingCode.padding].seconds == pytest.approx(0.4)  # 64 of 128 lanes
+
+
+def test_flops_of_loops_recomputation_and_shard_map_are_counted() -> None:
+    mesh = cpu_mesh(data=8)
+    flops = 2 * BATCH * EMBED * EMBED
+
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    def scanned(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (layer(w, x), None), x, None, length=5)[0]
+
+    def recomputed(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.value_and_grad(lambda w: jax.checkpoint(layer)(w, x).sum())(w)
+
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=(PartitionSpec(), DATA), out_specs=DATA)
+    arguments = struct(mesh, (EMBED, EMBED), PartitionSpec()), struct(mesh, (BATCH, EMBED), DATA)
+    for function, count in ((scanned, 5), (recomputed, 2), (mapped, 1)):
+        program = checked(mesh, jax.jit(function), arguments)
+        assert model_flops(program.whole, program.mesh_axes) == count * flops, function
+        if function is not recomputed:
+            assert program.flops_ratios.values() == {1.0} or [*program.flops_ratios.values()] == [1.0]
+
+
+@given(st.data())
+def test_shards_are_matched_with_merged_and_reordered_dimensions(data: st.DataObject) -> None:
+    whole = tuple(data.draw(st.permutations([6, 10, 14, 22]))[: data.draw(st.integers(1, 4))])
+    split = data.draw(st.sets(st.sampled_from(range(len(whole)))))
+    local = [size // 2 if dimension in split else size for dimension, size in enumerate(whole)]
+    if len(local) > 1 and not split & {0, 1} and data.draw(st.booleans()):
+        local[:2] = [local[0] * local[1]]
+    unsplit = match_shard(tuple(data.draw(st.permutations([*local, 1]))), whole)
+    assert unsplit == frozenset(range(len(whole))) - split
+    assert match_shard((7 * 5, *local), whole) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("", ()),
+        ("#sdy.sharding<@mesh, []>", ()),
+        ('#sdy.sharding<@mesh, [{}, {"data"}]>', ((), ("data",))),
+        ('#sdy.sharding_per_value<[<@mesh, [{"x", "y"}, {?}]>]>', (("x", "y"), ())),
+        ('#sdy.sharding<@mesh, [{"x":(1)2}, {}], replicated={"y"}>', (("x",), ())),
+    ],
+)
+def test_shardings_are_parsed(text: str, axes: tuple[tuple[str, ...], ...]) -> None:
+    assert parse_sharding(text) == axes
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_check_compiles_for_a_slice_and_prices_a_fault() -> None:
+    slice = valkyrie.slice("v5e-8")
+    mesh = slice.mesh((8,), ("data",))
+    (finding, *_) = valkyrie.check(*flatten(language_model(mesh, PartitionSpec("data"))), slice=slice)
+    assert finding.code is FindingCode.whole_batch and finding.seconds
+    assert not valkyrie.check(*flatten(language_model(mesh, PartitionSpec("data"), DATA)), slice=slice)
+
+
+def flatten(program: tuple[Any, tuple[Any, ...]]) -> tuple[Any, ...]:
+    return program[0], *program[1]
