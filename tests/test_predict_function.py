@@ -273,7 +273,7 @@ def test_an_interrupt_ends_the_compiler_at_once(
 
     with pytest.raises(KeyboardInterrupt):
         predict_function(function, arguments, {}, target, progress=interrupt)
-    assert lines[0].startswith("compiling step for v5e-8 (")
+    assert lines[0].startswith("compiling step for v5e-8: ")
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
     assert not [*empty_cache.iterdir()]

@@ -251,17 +251,17 @@ def predict(
         if arguments:
             raise ValueError('With layouts=, pass the arguments there: layouts={"dp": (w, x)}.')
         calls = parse_layouts(program, layouts, ProgramCall(program, (), keywords, mesh, options))
-        title, results = name or getattr(program, "__name__", "program"), {}
+        results = {}
         _refuse_unknown_layouts(measured_s, calls)
         with console.status("lowering") as status:
             for number, (layout, call) in enumerate(calls.items(), 1):
-                layout_work = dataclasses.replace(work, name=f"{title} ({layout})")
                 count = f"{number} of {len(calls)}: "
                 axes = call.mesh if isinstance(call.mesh, Mapping) else dict(call.mesh.shape) if call.mesh else {}
                 results[layout] = _as_result(
                     predict_call(
+                        layout,
                         lambda call=call: call,
-                        *(target, layout_work, axes, time_limit_s),
+                        *(target, work, axes, time_limit_s),
                         lambda line, count=count: status.update(count + line),
                     )
                 )

@@ -19,6 +19,10 @@ The function `mode.search` runs `mode=search` in these steps:
    both by measured times. README.md has a table of what is corrected by what. `answer_record` defines the answer that
    is stored in `search.json`.
 
+Programs that are not a run's step are predicted by `compile.predict`: `compile.lowered` sends them to a child process
+(`compile.program_child`) and to the cache, and `compile.shortage` explains what does not fit. `programs` predicts
+several layouts of one and searches its meshes, and `comparison` ranks them.
+
 Similar names: `mode.py` is `mode=search`, and `modes.py` the modes `compile` and `measure`. `compile/` is
 one compile with its prediction, and `compiling.py` the compile stage of a search; likewise `measure/` and
 `measuring.py`, `tune/` and `tuning.py`.

@@ -87,6 +87,7 @@ def parse_built(value: Any, source: str) -> ProgramCall:
 
 
 def predict_call(
+    layout: str,
     build: Callable[[], ProgramCall],
     target: Slice,
     work: ProgramWork,
@@ -96,23 +97,32 @@ def predict_call(
 ) -> PredictedProgram:
     """Predict a call of a function. If building, tracing or compiling it raises, the status is `failed`.
 
-    `axes` are the axes of the mesh as far as they are known before the call is built.
+    Args:
+        layout: Name of the layout, for the name of the program.
+        build: Returns the call.
+        target: The slice.
+        work: Name, tokens, FLOPs and unit of the program. Without a name, it is that of the function.
+        axes: Axes of the mesh as far as they are known before the call is built.
+        time_limit_s: Time limit of the compile in seconds, or None.
+        progress: Called with status lines.
     """
+    name = f"{work.name or 'program'} ({layout})"
+    progress(f"lowering {layout}")
     try:
         call = build()
-        mesh = call.mesh
+        mesh, name = call.mesh, f"{work.name or getattr(call.function, '__name__', 'program')} ({layout})"
         if isinstance(mesh, Mapping):
             mesh = target.mesh(list(mesh.values()), list(mesh))
         return predict_function(
             *(call.function, call.arguments, call.keywords, target),
             mesh=mesh,
             options=call.options,
-            work=work,
+            work=replace(work, name=name),
             time_limit_s=time_limit_s,
             progress=progress,
         )
     except Exception as error:  # of the user's code, of JAX or of XLA
-        program = foreign_program(work, work.name or "program", target, axes)
+        program = foreign_program(work, name, target, axes)
         reason = describe_error(error)
         return PredictedProgram(Prediction(None, CompileStatus.failed, reason, versions(), program=program), None)
 
@@ -222,11 +232,11 @@ class ProgramSearch:
                 return
             limit_s = min(left_s, self.time_limit_s or math.inf)
             start = time.monotonic()
-            work = replace(self.work, name=f"{self.work.name or getattr(self.build, '__name__', 'program')} ({name})")
             count = f"{index + 1} of {len(pairs)}: "
             predicted = predict_call(
+                name,
                 lambda axes=axes, rule=rule: self._build(axes, rule),
-                *(self.target, work, axes, None if math.isinf(limit_s) else limit_s),
+                *(self.target, self.work, axes, None if math.isinf(limit_s) else limit_s),
                 lambda line, count=count: progress(count + line),
             )
             status, times = predicted.prediction.status, predicted.prediction.compile

@@ -256,7 +256,7 @@ def compile_program(
             ChildProcess(command, environment, log),
             time_limit_s,
             "time_limit_s",
-            lambda elapsed: progress(f"compiling {name} for {target.describe()}: {elapsed:.0f} s"),
+            lambda elapsed: progress(f"compiling {name} for {target.name}: {elapsed:.0f} s"),
             lambda: any(file.is_file() for file in results),
         )
         if failure is None and results[0].is_file():
