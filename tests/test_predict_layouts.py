@@ -19,6 +19,8 @@ from valkyrie.search.compile.predict import PredictedProgram, ProgramWork, forei
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     CompileTimes,
+    Finding,
+    FindingCode,
     MemoryReport,
     PredictedStep,
     Prediction,
@@ -57,6 +59,7 @@ def fake_predict(
         memory=MemoryReport(peak=2 * GIB, usable=16 * GIB, headroom=14 * GIB, split={"arguments": 2 * GIB}),
         step=PredictedStep(seconds, rate, rate and rate / 8),
         parts=(StepPart(PartKind.exposed, ("data",), seconds / 4),),
+        findings=(Finding(FindingCode.unused_axis, "an axis is unused", "use it"),) * (seconds > 0.3),
     )
     return PredictedProgram(prediction, None)
 
@@ -80,7 +83,7 @@ def test_layouts_are_ranked_and_printed():
     assert [*compared.results] == ["fast", "slow", "large", "broken"]
     assert compared.best == "fast" and compared["fast"].step_s == 0.1 and compared.ratio is None
     lines = str(compared).splitlines()
-    assert lines[1].split() == ["layout", "fits", "step", "images/s", "peak", "waiting"]
+    assert lines[1].split() == ["layout", "fits", "step", "images/s", "peak", "waiting", "faults"]
     assert [line.split()[:3] for line in lines[3:7]] == [
         ["fast", "yes", "100.0"],
         ["slow", "yes", "400.0"],

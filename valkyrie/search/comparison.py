@@ -41,6 +41,7 @@ class ComparedProgram:
         tokens_per_second: Tokens (or other units) per second on all devices at `step_s`.
         peak: Peak memory of one device in bytes, or the bytes that it needs if it does not fit.
         waiting: Share of the step that waits for communication, from 0 to 1.
+        faults: Number of faults in the sharding, or None if the program was not compiled.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ComparedProgram:
     tokens_per_second: float | None = None
     peak: int | None = None
     waiting: float | None = None
+    faults: int | None = None
 
     @property
     def fits(self) -> str:
@@ -190,6 +192,7 @@ class Comparison:
             tokens_per_second=rate and step_s and result.step_s and rate * result.step_s / step_s,
             peak=None if prediction.memory is None else prediction.memory.required,
             waiting=sum_seconds(prediction.parts, PartKind.exposed) / result.step_s if result.step_s else None,
+            faults=len(prediction.findings) if result.fits is not None else None,
         )
 
     def _reasons(self) -> list[str]:
@@ -222,6 +225,7 @@ def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]
         *(rates if any(row.tokens_per_second for row in rows) else []),
         column("peak", "peak", "bytes", lambda row: row.peak),
         column("waiting", "waiting", "percent", lambda row: row.waiting),
+        column("faults", "faults", "count", lambda row: row.faults),
         *(
             [
                 column(
