@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from valkyrie.compiled.hlo import parse
 from valkyrie.foreign_errors import Allocation
 from valkyrie.report.program import program_page
 from valkyrie.results import Result
 from valkyrie.search.compile.prediction import CompileStatus, ForeignProgram, MemoryReport, Prediction
-from valkyrie.search.compile.shortage import Argument, explain_shortage, list_arguments
+from valkyrie.search.compile.shortage import Argument, explain_shortage, list_arguments, list_results
 from valkyrie.units import GIB
 
 ARGUMENTS = [
@@ -62,8 +63,46 @@ def test_hints_name_replicated_arguments_and_temporaries():
         replace(memory, needed=17 * GIB), [replace(ARGUMENTS[0], bytes=17 * GIB, replicated_over={})]
     )
     assert hints == []
+    assert len(explain_shortage(memory, ARGUMENTS, hint_replicated=False)[1]) == 1
     listed = replace(memory, largest=(Allocation(GIB, "f32[8]", "jit(step)/dot", "a.py:3"),))
     assert explain_shortage(listed, ARGUMENTS)[0] == listed
+
+
+MODULE = """HloModule jit_step, is_scheduled=true
+
+body {
+  c = (s32[], f32[8,128]{1,0:T(8,128)}) parameter(0)
+  g = f32[8,128]{1,0:T(8,128)} get-tuple-element(c), index=1
+  d = f32[8,128]{1,0:T(8,128)} negate(g), metadata={op_name="jit(step)/neg" source_file="a.py" source_line=3}
+  e = f32[8,128]{1,0:T(8,128)} negate(d), metadata={op_name="jit(step)/neg" source_file="a.py" source_line=3}
+  i = s32[] get-tuple-element(c), index=0
+  ROOT t = (s32[], f32[8,128]{1,0:T(8,128)}) tuple(i, e)
+}
+
+cond {
+  c = (s32[], f32[8,128]{1,0:T(8,128)}) parameter(0)
+  ROOT p = pred[] constant(false)
+}
+
+ENTRY main {
+  p = f32[4,128]{1,0:T(8,128)} parameter(0)
+  v = f32[64,128]{1,0:T(8,128)S(1)} custom-call(p), custom_call_target="AllocateBuffer"
+  b = f32[4,128]{1,0:T(8,128)} negate(p), metadata={op_name="jit(step)/b" source_file="a.py" source_line=2}
+  z = s32[] constant(0)
+  i = f32[8,128]{1,0:T(8,128)} concatenate(b, b), dimensions={0}
+  a = (s32[], f32[8,128]{1,0:T(8,128)}) tuple(z, i)
+  ROOT w = (s32[], f32[8,128]{1,0:T(8,128)}) while(a), condition=cond, body=body
+}
+"""
+
+
+def test_results_of_loops_are_listed_with_their_padded_size():
+    entries = list_results(parse(MODULE))
+    assert {entry.shape for entry in entries} == {"f32[8,128]", "f32[4,128]"}, "the array in VMEM is left out"
+    assert Allocation(4096, "f32[4,128]", "jit(step)/b", "a.py:2") in entries
+    assert entries.count(Allocation(4096, "f32[8,128]", "jit(step)/neg", "a.py:3")) == 1
+    memory, _ = explain_shortage(MemoryReport(needed=8192, usable=4096), [], entries)
+    assert len(memory.largest) == 3 and all(entry.bytes == 4096 for entry in memory.largest)
 
 
 def test_a_report_lists_allocations_with_their_sources():
@@ -82,7 +121,7 @@ def test_a_report_lists_allocations_with_their_sources():
     )
     lines = [line.rstrip() for line in str(Result(record)).splitlines()]
     assert "does not fit: needs 20.0 GiB of 16.0 GiB usable" in lines
-    assert "the largest allocations on a device" in lines
+    assert "the largest arrays on a device" in lines
     assert [line.split() for line in lines if "bf16[24,64]" in line] == [
         ["12.00", "bf16[24,64]", "f/dot", "their/step.py:7"]
     ]

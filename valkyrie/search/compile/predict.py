@@ -33,13 +33,14 @@ from valkyrie.search.compile.prediction import (
     CompileStatus,
     CompileTimes,
     Finding,
+    FindingCode,
     ForeignProgram,
     MemoryReport,
     Prediction,
 )
 from valkyrie.search.compile.replayed import correct_replay, replay_on
 from valkyrie.search.compile.runner import Progress
-from valkyrie.search.compile.shortage import explain_shortage, list_arguments
+from valkyrie.search.compile.shortage import explain_shortage, list_arguments, list_results
 from valkyrie.search.compile.summary import memory_report, program_step, with_parts
 from valkyrie.train.options import USER, Option, explain_option_errors, option_text
 
@@ -137,7 +138,7 @@ def predict_function(
             raise ValueError(result.reason)
         program = foreign_program(work, name or "program", target, axes)
         prediction = Prediction(None, result.status, result.reason, versions(), CompileTimes(lower_s), program=program)
-        return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), lowered)
+        return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), lowered, None)
     whole = None if lowered is None else _read_whole(lowered)
     program = foreign_program(work, name or result.module.name.removeprefix("jit_"), target, axes)
     positions = device_positions(mesh)
@@ -145,15 +146,20 @@ def predict_function(
         *(program, result.module, target, axes, positions, result.memory, work, result.options), whole=whole
     )
     times = CompileTimes(lower_s, result.compile_s, result.cached)
-    return _explain(replace(predicted, prediction=replace(predicted.prediction, compile=times)), lowered)
+    return _explain(replace(predicted, prediction=replace(predicted.prediction, compile=times)), lowered, result.module)
 
 
-def _explain(predicted: PredictedProgram, lowered: jax.stages.Lowered | None) -> PredictedProgram:
+def _explain(
+    predicted: PredictedProgram, lowered: jax.stages.Lowered | None, module: Module | None
+) -> PredictedProgram:
     """Add the largest allocations of a program that does not fit, and what would help."""
     prediction = predicted.prediction
     if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or lowered is None:
         return predicted
-    memory, hints = explain_shortage(prediction.memory, list_arguments(lowered))
+    results = [] if module is None else list_results(module)
+    is_reported = any(finding.code is FindingCode.replicated_state for finding in prediction.findings)
+    arguments = list_arguments(lowered)
+    memory, hints = explain_shortage(prediction.memory, arguments, results, hint_replicated=not is_reported)
     return replace(predicted, prediction=replace(prediction, memory=memory, hints=tuple(hints)))
 
 

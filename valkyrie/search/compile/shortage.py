@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.compiled.hlo import HBM, Module
 from valkyrie.foreign_errors import Allocation
 from valkyrie.search.compile.prediction import Hint, HintCode, MemoryReport
 from valkyrie.units import gib, percent
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 MIN_SHARE = 0.01
 """Arguments below this share of the usable memory are neither listed nor worth sharding."""
 _MAX_ARGUMENTS, _MAX_LISTED = 3, 8
-"""Numbers of arguments that a hint names, and that are listed."""
+"""Numbers of arguments that a hint names, and of arrays that are listed."""
+_CONTROL_FLOW = ("while", "conditional", "call")
+_NO_ARRAYS = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all")
+"""Operations without an array of their own."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +67,47 @@ def list_arguments(lowered: jax.stages.Lowered) -> list[Argument]:
     return sorted(arguments, key=lambda argument: -argument.bytes)
 
 
-def explain_shortage(memory: MemoryReport, arguments: Sequence[Argument]) -> tuple[MemoryReport, list[Hint]]:
-    """Add the largest arguments to a memory report, unless XLA listed allocations. Also returns what would help."""
+def list_results(module: Module) -> list[Allocation]:
+    """Return the results of operations in HBM, the largest first. Equal arrays of one source line are listed once."""
+    results: dict[Allocation, None] = {}
+    computations = [module.entry]
+    for computation in computations:
+        for instruction in computation.instructions:
+            if instruction.opcode in _CONTROL_FLOW:
+                computations += instruction.called
+            elif instruction.opcode not in _NO_ARRAYS and not instruction.opcode.endswith("-done"):
+                shapes = [leaf for leaf in instruction.shape.leaves if leaf.memory == HBM]
+                for shape in shapes:
+                    text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
+                    entry = Allocation(
+                        shape.padded_bytes, text, instruction.op_name or None, instruction.source or None
+                    )
+                    results[entry] = None
+    return sorted(results, key=lambda entry: -entry.bytes)
+
+
+def explain_shortage(
+    memory: MemoryReport,
+    arguments: Sequence[Argument],
+    results: Sequence[Allocation] = (),
+    *,
+    hint_replicated: bool = True,
+) -> tuple[MemoryReport, list[Hint]]:
+    """Add the largest arguments and results to a memory report, unless XLA listed allocations.
+
+    Also returns what would help. With `hint_replicated`, this includes sharding the largest replicated arguments.
+    """
     smallest = MIN_SHARE * (memory.usable or 0)
     if not memory.largest:
-        largest = [Allocation(each.bytes, f"argument {each.name} {each.shape}") for each in arguments]
-        memory = replace(memory, largest=tuple(entry for entry in largest if entry.bytes > smallest)[:_MAX_LISTED])
+        largest = [*(Allocation(each.bytes, f"argument {each.name} {each.shape}") for each in arguments), *results]
+        largest = sorted((entry for entry in largest if entry.bytes > smallest), key=lambda entry: -entry.bytes)
+        memory = replace(memory, largest=tuple(largest[:_MAX_LISTED]))
     if memory.needed is None or not memory.usable:
         return memory, []
     texts, missing = [], memory.needed - memory.usable
     large = sorted(arguments, key=lambda each: -each.savable)
     large = [each for each in large if each.savable > smallest][:_MAX_ARGUMENTS]
-    if large:
+    if large and hint_replicated:
         named = ", ".join(
             f"{each.name} ({gib(each.bytes)}, replicated over {' and '.join(each.replicated_over)})" for each in large
         )

@@ -122,7 +122,7 @@ def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
 
 
 def _show_allocations(prediction: Prediction, console: Console) -> None:
-    """Print the largest allocations of a program that does not fit, and what would help."""
+    """Print the largest arrays of a program that does not fit, and what would help."""
     largest = prediction.memory.largest if prediction.memory else ()
     columns = [("GiB", lambda entry: entry.bytes), ("what", lambda entry: escape(entry.shape or ""))]
     if any(entry.op_name for entry in largest):
@@ -131,7 +131,7 @@ def _show_allocations(prediction: Prediction, console: Console) -> None:
         columns.append(("source", lambda entry: escape(short_source(entry.source))))
     if largest:
         rows = [[value(entry) for _, value in columns] for entry in largest]
-        _print_table("the largest allocations on a device", [name for name, _ in columns], rows, console)
+        _print_table("the largest arrays on a device", [name for name, _ in columns], rows, console)
     for hint in prediction.hints:
         console.print(f"hint: {hint.text}", markup=False)
 
