@@ -62,7 +62,7 @@ def _set_environment() -> None:
 
 
 def _check_signatures() -> None:
-    """Check signatures that mention arrays at every call, or all signatures with CHECK_ALL_TYPES=1.
+    """Install runtime type checks for functions with arrays in their signatures, or for all if CHECK_ALL_TYPES=1.
 
     Checking all of them makes code without arrays, such as the validation of layouts, five times slower.
     """

@@ -201,7 +201,7 @@ def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_pa
 
 
 class OneOfTwo(Team):
-    """Fake team with process 0 of two. Process 1 reports fast checkpoints at the steps `other`."""
+    """Fake two-process team, as seen from process 0. Process 1 has fast checkpoints at the steps `other`."""
 
     def __init__(self, other: list[int]) -> None:
         super().__init__(2, 0)

@@ -68,12 +68,12 @@ PACKED = pytest.mark.parametrize("packing", Packing)
 @PACKED
 def test_a_restored_position_continues_with_the_same_batches(shards: Path, packing: Packing) -> None:
     data = streamed(shards, packing=packing, pool=20, lanes=4)
-    whole, last = take(data, 30)
+    whole, final_state = take(data, 30)
     for before in (1, 7, 13):
         first, state = take(data, before)
-        rest, end = take(data, 30 - before, state)
+        rest, resumed_state = take(data, 30 - before, state)
         assert_same([*first, *rest], whole)
-        assert end == last and state["row"] == before * 8
+        assert resumed_state == final_state and state["row"] == before * 8
 
 
 @PACKED

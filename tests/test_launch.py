@@ -146,7 +146,7 @@ git() { shown git "$@"; }
 """
 
 
-def shell_reads(text: str, folder: Path) -> list[list[str]]:
+def run_and_record_commands(text: str, folder: Path) -> list[list[str]]:
     """Return the commands that bash executes for a script. Shell functions replace the programs and record them."""
     shown = folder / "shown"
     shown.unlink(missing_ok=True)
@@ -167,7 +167,7 @@ def test_bash_runs_the_planned_commands(tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("script")
     plan = config_of("target=v4-64 zone=us-central2-b name=mine").plan(("name=mine", *arguments))
     planned = [list(step.commands[0]) for step in plan.steps if isinstance(step, CommandStep)]
-    assert shell_reads(plan.text(), folder) == planned
+    assert run_and_record_commands(plan.text(), folder) == planned
     (folder / "valkyrie/.venv/bin").mkdir(parents=True)
     training = folder / "valkyrie/.venv/bin/valkyrie-train"
     training.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
@@ -179,7 +179,7 @@ def test_bash_runs_the_planned_commands(tmp_path_factory: pytest.TempPathFactory
     assert (remotely.returncode, remotely.stdout) == (0, read) and (folder / "valkyrie/launch.log").read_bytes() == read
     content = "".join(f"{argument}\n" for argument in arguments)
     wrote = Plan((), (FileStep("write", "it's here", content),))
-    shell_reads(wrote.text(), folder)
+    run_and_record_commands(wrote.text(), folder)
     assert (folder / "it's here").read_bytes() == content.encode()
 
 

@@ -114,9 +114,10 @@ def arguments() -> argparse.Namespace:
 
 
 def known_runs(asked: argparse.Namespace, anew: Sequence[PublishedRun]) -> list[PublishedRun]:
-    """Return the published runs that correct replays: the shipped ones, with the families in `anew` replaced.
+    """Return the published runs from which replay corrections are derived.
 
-    Other tables than our rows.csv do not replace any families.
+    These are the runs that ship with the package. Model families in `anew`, the runs replayed by this script, replace
+    the shipped ones, unless `--rows` is a table other than the default `rows.csv`.
     """
     anew = anew if asked.rows.resolve() == HERE / "rows.csv" else []
     families = {run.family for run in anew}

@@ -317,10 +317,10 @@ def fused_kind(fusion: Instruction, inner: Instruction) -> str:
 
 
 def traffic(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
-    """Sum the collectives of a program on one device, for any backend, most bytes first.
+    """Return the collectives that one device runs per step, grouped by kind, axes and source, most bytes first.
 
-    A loop counts as one iteration if its trip count is unknown, and each branch of a conditional as equally likely.
-    Seconds and torus axes are left empty.
+    Works for any backend. Loops with an unknown trip count are counted once, and the branches of a conditional are
+    weighted equally. Does not set seconds or torus axes.
 
     Args:
         module: The compiled program.
@@ -333,19 +333,19 @@ def traffic(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
 
 
 def _collect(
-    computation: Computation, times: float, reader: CollectiveReader, uses: dict[tuple[object, ...], CollectiveUse]
+    computation: Computation, calls: float, reader: CollectiveReader, uses: dict[tuple[object, ...], CollectiveUse]
 ) -> None:
     for instruction in computation.instructions:
         if instruction.opcode == "while":
             count = trip_count(instruction)
-            _collect(condition_and_body(instruction)[1], times * (1 if count is None else count), reader, uses)
+            _collect(condition_and_body(instruction)[1], calls * (1 if count is None else count), reader, uses)
         elif instruction.opcode == "conditional":
             for branch in instruction.called:
-                _collect(branch, times / len(instruction.called), reader, uses)
+                _collect(branch, calls / len(instruction.called), reader, uses)
         elif is_between_slices(instruction):
-            _add(reader.read_between_slices(instruction), times, uses)
+            _add(reader.read_between_slices(instruction), calls, uses)
         elif collective_kind(instruction.opcode):
-            _add(reader.read(instruction), times, uses)
+            _add(reader.read(instruction), calls, uses)
         elif instruction.opcode in ("fusion", "call", "async-start"):
             for called in instruction.called:
                 started = wrapped_collectives(ASYNC_START, called)
@@ -353,11 +353,11 @@ def _collect(
                     if FUSED in inner.config and inner not in started:
                         continue
                     kind = fused_kind(instruction, inner) if instruction.opcode == "fusion" else None
-                    _add(reader.read(inner, kind, instruction), times, uses)
+                    _add(reader.read(inner, kind, instruction), calls, uses)
 
 
-def _add(collective: Collective, times: float, uses: dict[tuple[object, ...], CollectiveUse]) -> None:
+def _add(collective: Collective, calls: float, uses: dict[tuple[object, ...], CollectiveUse]) -> None:
     use = collective.empty_use()
     use = uses.setdefault(use.key, use)
-    use.calls += times
-    use.bytes_sent += times * collective.bytes_sent
+    use.calls += calls
+    use.bytes_sent += calls * collective.bytes_sent

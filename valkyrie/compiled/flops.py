@@ -71,17 +71,17 @@ class Product(NamedTuple):
     Args:
         instruction: The dot or convolution.
         operation: The outermost fusion that contains it, or the instruction itself.
-        times: Executions in a step. For a program before partitioning, those of all devices in a `jax.shard_map`.
+        calls: Executions in a step. For a program before partitioning, those of all devices in a `jax.shard_map`.
     """
 
     instruction: Instruction
     operation: Instruction
-    times: float
+    calls: float
 
     @property
     def flops(self) -> float:
         """FLOPs of all executions in a step."""
-        return self.times * product_flops(self.instruction)
+        return self.calls * product_flops(self.instruction)
 
 
 def products(module: Module, mesh_axes: Mapping[str, int]) -> list[Product]:
@@ -94,22 +94,22 @@ def products(module: Module, mesh_axes: Mapping[str, int]) -> list[Product]:
 
 
 def _products(
-    computation: Computation, times: float, mesh_axes: Mapping[str, int], fusion: Instruction | None = None
+    computation: Computation, calls: float, mesh_axes: Mapping[str, int], fusion: Instruction | None = None
 ) -> Iterator[Product]:
     for instruction in computation.instructions:
         opcode = instruction.opcode
         if opcode in ("dot", "convolution"):
-            yield Product(instruction, fusion or instruction, times)
+            yield Product(instruction, fusion or instruction, calls)
         elif opcode == "while":
             trips = trip_count(instruction)
-            yield from _products(condition_and_body(instruction)[1], times * (1 if trips is None else trips), mesh_axes)
+            yield from _products(condition_and_body(instruction)[1], calls * (1 if trips is None else trips), mesh_axes)
         elif opcode == "conditional":
             for branch in instruction.called:
-                yield from _products(branch, times / len(instruction.called), mesh_axes)
+                yield from _products(branch, calls / len(instruction.called), mesh_axes)
         elif opcode in ("fusion", "call", "async-start"):
             outer = fusion or (instruction if opcode == "fusion" else None)
             for called in instruction.called:
-                yield from _products(called, times * _manual_devices(instruction, mesh_axes), mesh_axes, outer)
+                yield from _products(called, calls * _manual_devices(instruction, mesh_axes), mesh_axes, outer)
 
 
 def _manual_devices(call: Instruction, mesh_axes: Mapping[str, int]) -> int:

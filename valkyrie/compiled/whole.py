@@ -259,7 +259,11 @@ def _argument_name(instruction: Instruction) -> str:
 
 
 def _union(first: Any, second: Any) -> Any:
-    """Return the union of the marks of two values of the same shape. Tuples have lists of marks."""
+    """Return the union of the marks of two values of the same shape.
+
+    The marks of an array are a `Marks`, those of an HLO tuple a list with one entry per element, and None means no
+    marks.
+    """
     if first is None or second is None:
         return second if first is None else first
     if isinstance(first, list):

@@ -113,10 +113,10 @@ class ModeConfig(ABC):
     """Whether the mode also accepts models that no task can train."""
     any_layout: ClassVar[bool] = False
     """Whether the mode searches for a legal layout itself."""
-    not_decided_by: ClassVar[frozenset[str]] = NEUTRAL_KEYS
-    """Keys of the run that do not change a trial's result. Used only if `decided_by` returns None."""
+    neutral_keys: ClassVar[frozenset[str]] = NEUTRAL_KEYS
+    """Keys of the run that do not change a trial's result. Used only if `result_keys` returns None."""
     unread: ClassVar[frozenset[str]] = frozenset()
-    """Keys and groups of the run that the mode does not read. Used only if `decided_by` returns None."""
+    """Keys and groups of the run that the mode does not read. Used only if `result_keys` returns None."""
     trial_limit_s: ClassVar[float | None] = HOUR_S
     """Time limit of a trial in seconds, or None for no limit."""
     grace_s: ClassVar[float] = 5.0
@@ -136,8 +136,8 @@ class ModeConfig(ABC):
         """Return the files that a run writes in addition to its results."""
         return tuple(name for key, names in self.files.items() if getattr(self, key) for name in names)
 
-    def decided_by(self) -> Sequence[str] | None:
-        """Return the keys of the run that change a trial's result, or None for all except `not_decided_by`."""
+    def result_keys(self) -> Sequence[str] | None:
+        """Return the keys of the run that change a trial's result, or None for all except `neutral_keys`."""
         return None
 
     def limit_s(self) -> float | None:

@@ -52,7 +52,7 @@ def replacement_notes(run: Run) -> list[str]:
 
 def mode_reads(mode: ModeConfig, key: str) -> bool:
     """Return whether a mode reads a key of a run, such as `optimizer.learning_rate`."""
-    group, deciding_keys = key.partition(".")[0], mode.decided_by()
+    group, deciding_keys = key.partition(".")[0], mode.result_keys()
     if group in _ALWAYS_READ:
         return True
     if deciding_keys is not None:

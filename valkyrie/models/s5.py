@@ -91,10 +91,10 @@ class S5(Block):
 
     def problems(self, key: str) -> list[Problem]:
         problems = []
-        per_block, pairs = self.state_size // max(self.blocks, 1), 2 * max(self.blocks, 1)
+        per_block, size_multiple = self.state_size // max(self.blocks, 1), 2 * max(self.blocks, 1)
         uneven = self.blocks < 1 or self.state_size < 1 or self.state_size % self.blocks
         if uneven or (self.conjugate_symmetric and per_block % 2):
-            nearest = max(1, (2 * self.state_size + pairs) // (2 * pairs)) * pairs
+            nearest = max(1, (2 * self.state_size + size_multiple) // (2 * size_multiple)) * size_multiple
             text = (
                 f"{key}.state_size={self.state_size} must split into {key}.blocks={self.blocks} equal blocks"
                 f"{' of even size (conjugate pairs)' if self.conjugate_symmetric else ''}. "

@@ -34,7 +34,7 @@ class Config(CompilingMode):
     name: str = "compile"
     hlo: bool = False
 
-    def decided_by(self) -> Sequence[str]:
+    def result_keys(self) -> Sequence[str]:
         """Return the config keys that affect the result of a trial."""
         return SHAPING_KEYS
 

@@ -38,7 +38,7 @@ class Config(MeasuringMode):
     data: MeasuredData = MeasuredData.random
     trace: bool = False
 
-    def decided_by(self) -> Sequence[str]:
+    def result_keys(self) -> Sequence[str]:
         """Return the config keys that affect the result of a trial."""
         data = ["data"] if self.data is MeasuredData.real else []
         return [*SHAPING_KEYS, "seed", "debug", *data, "mode.warmup", "mode.repeats", "mode.data"]

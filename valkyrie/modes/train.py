@@ -23,7 +23,7 @@ class Config(ModeConfig):
     description: ClassVar[str] = "train, evaluate and print a sample"
     results: ClassVar[str | None] = METRICS_FILE
     tracked: ClassVar[bool] = True
-    not_decided_by: ClassVar[frozenset[str]] = NEUTRAL_KEYS | _IRRELEVANT_TO_METRICS
+    neutral_keys: ClassVar[frozenset[str]] = NEUTRAL_KEYS | _IRRELEVANT_TO_METRICS
     grace_s: ClassVar[float] = 60.0  # a training run saves its state before it stops
     trial_limit_s: ClassVar[float | None] = None
 

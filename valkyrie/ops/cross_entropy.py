@@ -140,7 +140,10 @@ def _gather_unembed(
 def _compute_logits(
     settings: _Settings, hidden: Float[Array, "batch part embed"], unembed: Float[Array, "vocab embed"]
 ) -> tuple[Float[Array, "batch part vocab"], Float[Array, "batch part vocab"] | None]:
-    """Return the logits of a chunk (-inf in the padding), and the derivative of the soft cap, or None without one."""
+    """Return the logits of a chunk and the derivative of the soft cap, or None if there is no soft cap.
+
+    The logits of padded vocabulary rows are -inf.
+    """
     logits = jnp.einsum("bse,ve->bsv", hidden, unembed, preferred_element_type=jnp.float32)
     if settings.constrain is not None:
         logits = settings.constrain(logits)

@@ -32,7 +32,7 @@ POLAR_EXPRESS = (
 )
 """Coefficients of five steps of the Polar Express (arXiv 2505.16932), safety factor 2e-2 and cushion 2."""
 NORM_MARGIN = 1.01
-"""Before the first step, a matrix is divided by its norm times this margin."""
+"""Before the first Polar Express iteration, each matrix is divided by its norm times this margin."""
 
 
 class StackSharding(NamedTuple):

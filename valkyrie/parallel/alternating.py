@@ -191,8 +191,8 @@ class _Stage:
             return self._head.f(parameters, x, index_tree(self._head_rows, microbatch), self._shard)
 
         (sums, row_values), vjp = jax.vjp(head, self._parameters, own_rows)
-        (first, *other_leaves), structure = jax.tree.flatten((sums, row_values))
-        cotangents = jax.tree.unflatten(structure, [jnp.ones_like(first), *map(jnp.zeros_like, other_leaves)])
+        (objective_sum, *other_leaves), structure = jax.tree.flatten((sums, row_values))
+        cotangents = jax.tree.unflatten(structure, [jnp.ones_like(objective_sum), *map(jnp.zeros_like, other_leaves)])
         parameter_gradients, stream_gradient = vjp(cotangents)
         state = state._replace(
             head_gradients=_add_trees(state.head_gradients, parameter_gradients), sums=_add_trees(state.sums, sums)

@@ -278,7 +278,12 @@ def iterate_fillings(
 def _fill_axis(
     length: int, sizes: tuple[int, ...], max_axes: int | None, used: frozenset[int]
 ) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]]:
-    """Yield factors of mesh axes whose product is the length of a physical axis, and the remaining axis sizes."""
+    """Yield every way to fill a physical axis of this length with mesh axes.
+
+    Each is the (axis number, factor) pairs whose product is `length`, and the mesh axis sizes left after dividing by
+    these factors. `max_axes` and the order of the factors are as in `iterate_fillings`. The next factor is of an axis
+    that is not in `used`.
+    """
     if length == 1:
         yield (), sizes
         return

@@ -351,9 +351,10 @@ def _describe_ties(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _describe_failed_partition(partition: str, rows: Sequence[Row]) -> str:
-    status = " or ".join(dict.fromkeys("no step time" if row.status == "ok" else row.status for row in rows))
-    reason = (rows[0].reason or UNKNOWN_REASON).splitlines()[0].rstrip(".")
-    return f"No layout with {partition} has a step time ({status}). Reason of the first: {reason}."
+    first = rows[0]
+    status = "" if first.status == "ok" else f"{first.status}, "
+    reason = (first.reason or UNKNOWN_REASON).splitlines()[0].rstrip(".")
+    return f"No layout with partition={partition} has a step time. The first one: {status}{reason}."
 
 
 def title(rows: Sequence[Row]) -> str:

@@ -203,7 +203,8 @@ def format_result(trial: MeasuredTrial) -> str:
     result = duration(step) if step is not None else trial.trial.status.value.replace("_", " ")
     reason = "" if step is not None else f": {trial.trial.reason}"
     layout = " ".join(trial.estimate.candidate.overrides)
-    return f"{layout}: {result} (expected {duration(trial.expected_s)}, {trial.trial.wall_s:.0f} s){reason}"
+    wall_s = trial.trial.wall_s
+    return f"{layout}: {result} (expected {duration(trial.expected_s)}; the trial took {wall_s:.0f} s){reason}"
 
 
 def _pick_next(

@@ -71,8 +71,8 @@ def without_torus(layout: EstimatedLayout) -> Candidate:
 class EstimateErrors:
     """Quantiles of the ratio of compiled to estimated values, over layouts compiled for TPUs.
 
-    `experiments/search/table.py` computes them. They also apply to GPUs and CPUs, because no layouts were compiled for
-    those.
+    Computed by `experiments/search/table.py`. GPUs and CPUs use the same values, although no layouts were compiled for
+    them.
 
     Args:
         low: 5% quantile for step times.

@@ -39,7 +39,7 @@ class _JobKind:
     Args:
         config: Configuration of the first job, composed by Hydra.
         first: Run of the first job.
-        runs: Run for each combination of values so far, by their overrides (`lr=1e-3`).
+        runs: Runs built so far, keyed by the job's value overrides, such as `("lr=1e-3",)`.
     """
 
     config: DictConfig

@@ -61,9 +61,9 @@ def sweep_name(arguments: Sequence[str]) -> str:
 def trial_key(run: Run) -> str:
     """Return a digest of the mode and of every setting that affects its result. Equal trials have equal keys."""
     config, values = run.config, asdict(run.config)
-    mode, keys = config.mode, config.mode.decided_by()
+    mode, keys = config.mode, config.mode.result_keys()
     if keys is None:
-        keys = [key for key in values if key not in mode.not_decided_by]
+        keys = [key for key in values if key not in mode.neutral_keys]
     if config.task is None:  # keeps the keys of trials recorded before `task=` existed
         keys = [key for key in keys if key != "task"]
     values |= {f"mode.{key}": value for key, value in values["mode"].items()}

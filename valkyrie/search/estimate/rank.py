@@ -94,8 +94,12 @@ class GroupEstimates:
 
     @property
     def ranked_s(self) -> np.ndarray:
-        """Seconds per step or, if the search varies the batch, for as many sequences as the largest batch has."""
+        """Times by which layouts are ranked, in seconds.
+
+        The time of a step or, if the search varies the batch, of `MAX_DEVICE_TOKENS` sequences.
+        """
         batches = self.group.candidates.batches
+        # Not the time of one sequence, because `Ranking.order` rounds to 0.1 microseconds, which may be longer.
         return self.times.step_s if batches is None else self.times.step_s * (MAX_DEVICE_TOKENS / batches)
 
     @property

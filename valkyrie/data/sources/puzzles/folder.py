@@ -146,7 +146,10 @@ def _load(file: Path) -> np.ndarray:
     try:
         return np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError):
-        raise ValueError(f"{file} is missing or not a NumPy array, but {METADATA} lists its set.") from None
+        raise ValueError(
+            f'{file} is missing or not a NumPy array, but "sets" in {METADATA} lists it. Restore the file, or remove '
+            'its set from "sets".'
+        ) from None
 
 
 def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarray:
