@@ -277,3 +277,8 @@ def test_an_interrupt_ends_the_compiler_at_once(
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
     assert not [*empty_cache.iterdir()]
+
+
+def test_meshes_of_one_slice_have_the_same_devices() -> None:
+    first, second = (valkyrie.slice("v5e-4").mesh((4,), ("data",)) for _ in range(2))
+    assert all(a is b for a, b in zip(first.devices.flat, second.devices.flat, strict=True))

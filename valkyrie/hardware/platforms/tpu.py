@@ -29,6 +29,9 @@ Activations without a name take 40% more than models count, because the compiler
 logits take 1.3 copies instead of two. Half of the working set of a group of blocks is in memory at a time.
 """
 
+_described_devices: dict[str, tuple[Any, ...]] = {}
+"""Devices to compile for, by name and options of the topology."""
+
 
 class Tpu(Platform):
     """TPUs, joined by a torus within a slice."""
@@ -78,16 +81,18 @@ class Tpu(Platform):
         from jax.experimental import topologies
 
         name = f"{chip.compiler_name}:{format_shape(topology.shape)}{TWISTED if topology.twisted else ''}"
+        options = {**chip.compiler_options, **_topology_options(topology)}
+        # JAX refuses a program with devices of two descriptions, even of the same topology.
+        if (devices := _described_devices.get(key := f"{name} {options}")) is not None:
+            return list(devices)
         try:
             with _captured_stderr() as stderr:
-                description = topologies.get_topology_desc(
-                    platform="tpu", topology_name=name, **chip.compiler_options, **_topology_options(topology)
-                )
-                devices = list(description.devices)
+                devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
         except Exception as error:  # libtpu raises several types
             raise ValueError(self.missing_compiler(target) or _refusal_message(target, topology, error)) from error
         assert len(devices) == topology.devices, (name, len(devices), stderr)
-        return devices
+        _described_devices[key] = tuple(devices)
+        return list(devices)
 
     def peak_bytes(self, sizes: Any) -> int:
         """Return the peak memory that the TPU compiler compares with its limit, in bytes per device.
