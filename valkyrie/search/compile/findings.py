@@ -29,7 +29,7 @@ MIN_SHARE = 0.05
 """Smallest share of the step time that a finding costs."""
 MIN_STATE_SHARE = 0.15
 """Smallest share of usable memory that replicated state must save to be a finding. Data parallelism replicates it."""
-MIN_PADDING_SHARE = 0.1
+MIN_PADDING_SHARE = 0.2
 """Smallest share of the step that products must spend on padding. A few narrow products are in every model."""
 MIN_WHOLE = 0.25
 """Smallest share of a source line's FLOPs in products of the whole batch. The forward pass is a third."""
