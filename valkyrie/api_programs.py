@@ -1,0 +1,349 @@
+"""The part of the Python API for programs: predicting runs and any JAX function, checking shardings, searching them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from rich.console import Console
+
+from valkyrie.config.run import Run
+from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.position import Position
+from valkyrie.hardware.target import TargetConfig
+from valkyrie.parallel.slice import Slice
+from valkyrie.problems import check_range, refuse, require_type
+from valkyrie.results import Result
+from valkyrie.search.comparison import Comparison
+from valkyrie.search.compile.prediction import CompileStatus, Finding
+from valkyrie.units import parse_seconds
+
+if TYPE_CHECKING:
+    import jax
+
+    from valkyrie.search.compile.predict import PredictedProgram, ProgramWork
+    from valkyrie.search.programs import ProgramCall
+
+
+@overload
+def predict(program: Any, *arguments: Any, slice: Slice, layouts: Mapping[str, Any], **keywords: Any) -> Comparison: ...
+
+
+@overload
+def predict(
+    program: Run | str | Path | Any,
+    *arguments: Any,
+    slice: Slice | None = None,
+    mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
+    places: Sequence[Position] | None = None,
+    options: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    tokens: float | int | None = None,
+    flops: float | int | None = None,
+    unit: str = "tokens",
+    time_limit_s: float | int | None = None,
+    quiet: bool = False,
+    **keywords: Any,
+) -> Result: ...
+
+
+def predict(
+    program: Run | str | Path | Any,
+    *arguments: Any,
+    slice: Slice | None = None,
+    mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
+    places: Sequence[Position] | None = None,
+    options: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    tokens: float | int | None = None,
+    flops: float | int | None = None,
+    unit: str = "tokens",
+    layouts: Mapping[str, Any] | None = None,
+    measured_s: Mapping[str, float | int] | None = None,
+    time_limit_s: float | int | None = None,
+    quiet: bool = False,
+    **keywords: Any,
+) -> Result | Comparison:
+    """Predict a step on a slice without the hardware: whether it fits, its time, and the time spent waiting.
+
+    `program` is one of:
+
+    - A `Run`. Its step is compiled for its target in a child process, and identical compiles come from the cache. It
+      takes no other arguments except `quiet`, and its time limit is `mode.time_limit_s`. For a CPU target, only memory
+      and communicated bytes are predicted.
+    - A jitted function with the positional and keyword arguments of a call (or `jax.ShapeDtypeStruct`s), or the result
+      of its `lower` or `compile`. Requires `slice`. Shardings must use a mesh from `slice.mesh(...)`. If no argument
+      has a sharding, pass that mesh as `mesh`. The function is lowered here and compiled in a child process, and
+      identical compiles come from the cache. One with Python callbacks is compiled in this process.
+    - The path of a dumped compiled module, as for `valkyrie-predict`. Requires `slice` and the mesh of the module,
+      such as `mesh={"data": 8, "model": 4}`.
+
+    With `layouts`, predicts a function under several shardings, and returns a `Comparison`:
+    `predict(step, layouts={"dp": (w, x), "fsdp": (w_fsdp, x)}, slice=slice)`. Each value is the positional arguments,
+    or a dict with `args` and, if they differ between layouts, `kwargs`, `mesh`, `options` and `function`. A layout that
+    raises an error has the status `failed`.
+
+    Compiling for TPU slices needs libtpu (extra `tpu`) but no TPU. Raises ValueError for illegal arguments or programs.
+
+    Args:
+        program: The program, as above.
+        arguments: Positional arguments of the function.
+        slice: The slice to predict for.
+        mesh: The mesh of the program, or a dict of its axis names and sizes, in order.
+        places: Positions of the mesh's devices, as in `record.positions`, or None for those of `Slice.mesh`. Only for
+            a dumped module.
+        options: Compiler options. Only for a function.
+        name: Title of the report.
+        tokens: Tokens in one step on all devices, for tokens per second.
+        flops: Model FLOPs in one step on all devices, for MFU.
+        unit: What `tokens` counts, such as "images".
+        layouts: Arguments of the function by name of the layout, as above.
+        measured_s: Measured seconds per step by name of a layout. The median ratio of measured to predicted time
+            multiplies the predictions of the other layouts.
+        time_limit_s: Time limit of the compile in seconds; None for no limit. Ctrl-C ends the compile at once. Only for
+            a function.
+        quiet: Whether to hide the progress, a line on stderr.
+        keywords: Keyword arguments of the function.
+    """
+    if isinstance(program, Run):
+        settings = {"slice": slice, "mesh": mesh, "places": places, "options": options, "name": name}
+        settings |= {"layouts": layouts, "measured_s": measured_s, "time_limit_s": time_limit_s}
+        settings |= {"unit": None if unit == "tokens" else unit}
+        _refuse_run_arguments(arguments, keywords, **settings, tokens=tokens, flops=flops)
+        return _predict_run(program, quiet)
+    from valkyrie.search.compile.predict import predict_file, predict_function
+    from valkyrie.search.programs import ProgramCall, parse_layouts
+
+    _refuse_other_programs(program)
+    if places is not None:
+        require_type(places, Sequence, "places= takes a list of positions, such as record.positions")
+    target, work = _program_work(
+        slice, name=name, tokens=tokens, flops=flops, unit=unit, options=options, time_limit_s=time_limit_s
+    )
+    if measured_s is not None and layouts is None:
+        raise ValueError("measured_s= corrects the predictions of other layouts. Pass them too, as layouts=.")
+    if isinstance(program, str | Path):
+        if layouts is not None:
+            raise ValueError("layouts= takes arguments of a function. Predict each dumped module by itself.")
+        axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
+        if not axes:
+            raise ValueError('Name the mesh axes of this module, in order: mesh={"data": 8, "model": 4}.')
+        predicted = predict_file(Path(program), target, axes, places=places, work=work)
+        return Result(predicted.prediction, predicted.replay)
+    console = Console(stderr=True, quiet=quiet)
+    if layouts is not None:
+        if arguments:
+            raise ValueError('With layouts=, pass the arguments there: layouts={"dp": (w, x)}.')
+        calls = parse_layouts(program, layouts, ProgramCall(program, (), keywords, mesh, options))
+        _refuse_unknown_layouts(measured_s, calls)
+        return Comparison(_predict_calls(calls, target, work, time_limit_s, console), measured_s or {})
+    if isinstance(mesh, Mapping):
+        mesh = target.mesh(list(mesh.values()), list(mesh))
+    with console.status("lowering") as status:
+        predicted = predict_function(
+            *(program, arguments, keywords, target),
+            mesh=mesh,
+            options=options,
+            work=work,
+            time_limit_s=time_limit_s,
+            progress=status.update,
+        )
+    return _as_result(predicted)
+
+
+def _predict_calls(
+    calls: Mapping[str, ProgramCall],
+    target: Slice,
+    work: ProgramWork,
+    time_limit_s: float | int | None,
+    console: Console,
+) -> dict[str, Result]:
+    """Predict a function under several layouts, by name."""
+    from valkyrie.search.programs import predict_call
+
+    results = {}
+    with console.status("lowering") as status:
+        for number, (layout, call) in enumerate(calls.items(), 1):
+            count = f"{number} of {len(calls)}: "
+            axes = call.mesh if isinstance(call.mesh, Mapping) else dict(call.mesh.shape) if call.mesh else {}
+            predicted = predict_call(
+                layout,
+                lambda call=call: call,
+                *(target, work, axes, time_limit_s),
+                lambda line, count=count: status.update(count + line),
+            )
+            results[layout] = _as_result(predicted)
+    return results
+
+
+def search_program(
+    build: Callable[..., Any],
+    *,
+    slice: Slice,
+    meshes: Sequence[Sequence[int] | Mapping[str, int]] | None = None,
+    axes: Sequence[str] = ("data", "model"),
+    rules: Mapping[str, Any] | None = None,
+    budget: str | float | int | None = None,
+    folder: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    tokens: float | int | None = None,
+    flops: float | int | None = None,
+    unit: str = "tokens",
+    measured_s: Mapping[str, float | int] | None = None,
+    time_limit_s: float | int | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Search the meshes and shardings of any JAX program: compile each for a slice, and rank them by step time.
+
+    `build(mesh, rule)` returns `(jitted, arguments)` or `(jitted, arguments, keywords)`, as for `predict`; without
+    `rules`, it is `build(mesh)`. If it raises an error, that layout has the status `failed` and the search continues.
+    Layouts are named `data=2,model=4 fsdp`. Compiled programs come from the cache, so the same call resumes a search
+    that ended or was interrupted. Raises ValueError or TypeError for illegal arguments.
+
+    Args:
+        build: Builds the step for a mesh.
+        slice: The slice to predict for.
+        meshes: Meshes, as sizes of `axes` or as sizes by name. None for all divisions of the devices over `axes`.
+        axes: Names of the mesh axes.
+        rules: Second arguments of `build` by name, such as partition rules. Any values.
+        budget: Time limit of the search, in seconds or such as "5min". No compile is started that would likely exceed
+            it, judging by the longest so far.
+        folder: Folder to write `search.json` and the page `report.html` to, after every layout.
+        options: Compiler options.
+        name: Title of the reports.
+        tokens: Tokens in one step on all devices, for tokens per second.
+        flops: Model FLOPs in one step on all devices, for MFU.
+        unit: What `tokens` counts, such as "images".
+        measured_s: Measured seconds per step by name of a layout. The median ratio of measured to predicted time
+            multiplies the predictions of the other layouts.
+        time_limit_s: Time limit of each compile in seconds; None for no limit.
+        quiet: Whether to hide the progress, lines on stderr.
+    """
+    from valkyrie.search.programs import ProgramSearch, parse_meshes
+
+    if not callable(build):
+        raise TypeError(f"search_program takes a function that builds the step for a mesh, not {build!r}.")
+    target, work = _program_work(
+        slice, name=name, tokens=tokens, flops=flops, unit=unit, options=options, time_limit_s=time_limit_s
+    )
+    if rules is not None:
+        require_type(rules, Mapping, 'rules= takes the second arguments of build by name, such as {"fsdp": FSDP}')
+        if not rules:
+            raise ValueError("rules= is empty. Leave it out if build takes only the mesh.")
+    require_type(folder, str | Path | None, "folder= takes the path of a folder")
+    budget_s = parse_seconds(budget) if isinstance(budget, str) else budget
+    if budget is not None:
+        require_type(budget, str | Real, 'budget= takes seconds, or a time such as "5min"')
+        if budget_s is None:
+            raise ValueError(f'budget={budget} is not a time. Use seconds, or a time such as "90s", "5min" or "1h".')
+        refuse(check_range("budget", budget_s, above=0))
+    search = ProgramSearch(
+        build, target, parse_meshes(meshes, axes, target), rules, work, options, time_limit_s, budget_s
+    )
+    _refuse_unknown_layouts(measured_s, search.names)
+    console, comparison = Console(stderr=True, quiet=quiet), Comparison({}, measured_s or {})
+    with console.status("lowering") as status:
+        for layout, predicted in search.predictions(status.update):
+            comparison = dataclasses.replace(comparison, results={**comparison.results, layout: _as_result(predicted)})
+            if folder is not None:
+                comparison.save(folder)
+            if console.is_terminal:
+                console.print(f"{layout}: {comparison.describe(layout)}", markup=False, highlight=False)
+    if search.note:
+        comparison = dataclasses.replace(comparison, notes=(search.note,))
+        if folder is not None:
+            comparison.save(folder)
+    return comparison
+
+
+def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[Slice, ProgramWork]:
+    """Check the settings of a prediction of any program. Returns the slice, and what the program does in a step."""
+    from valkyrie.search.compile.predict import ProgramWork
+
+    if slice is None:
+        raise ValueError('Name the slice to predict for: slice=valkyrie.slice("v5p-128").')
+    require_type(slice, TargetConfig, 'slice= takes a slice, such as valkyrie.slice("v5p-128")')
+    for key, kind, takes in (
+        ("tokens", Real, "a number"),
+        ("flops", Real, "a number"),
+        ("options", Mapping, "a dictionary of compiler options"),
+        ("name", str, "a string"),
+        ("time_limit_s", Real, "a number of seconds"),
+    ):
+        if settings[key] is not None:
+            require_type(settings[key], kind, f"{key}= takes {takes}")
+    require_type(unit, str, 'unit= takes what tokens= counts, such as "images"')
+    if not unit.strip() or unit != "tokens" and settings["tokens"] is None:
+        raise ValueError(f'unit={unit!r} names what tokens= counts: tokens=512, unit="images".')
+    refuse(
+        [problem for key in ("tokens", "flops", "time_limit_s") for problem in check_range(key, settings[key], above=0)]
+    )
+    target = Slice.from_target(slice)
+    if not get_platform(target.platform).compiles_without_devices:
+        raise ValueError(f"slice={target.name} is not a TPU slice. Only TPU programs compile without a device.")
+    return target, ProgramWork(settings["name"], settings["tokens"], settings["flops"], unit)
+
+
+def _refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layouts: Collection[str]) -> None:
+    """Raise ValueError or TypeError if `measured_s` has other names than the layouts, or values that are no times."""
+    if measured_s is None:
+        return
+    usage = "measured_s= takes measured seconds by name of a layout"
+    require_type(measured_s, Mapping, usage)
+    for layout, seconds in measured_s.items():
+        if layout not in layouts:
+            raise ValueError(f'measured_s["{layout}"]: there is no such layout. Use {", ".join(layouts)}.')
+        require_type(seconds, Real, usage)
+        refuse(check_range(f'measured_s["{layout}"]', seconds, above=0))
+
+
+def _as_result(predicted: PredictedProgram) -> Result:
+    return Result(predicted.prediction, predicted.replay)
+
+
+def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tuple[Finding, ...]:
+    """Return the faults in the sharding of a jitted or lowered function on a slice, the most expensive first.
+
+    A finding has a code, a text, a remedy, the source line, and its cost in seconds and bytes. `assert not
+    valkyrie.check(step, *shapes, slice=slice)` is a test that a sharding has no known fault. Takes the arguments of
+    `predict`, and raises the same errors. Raises RuntimeError if the compile fails.
+    """
+    result = predict(function, *arguments, slice=slice, **keywords)
+    if result.status in ("failed", "timeout"):
+        raise RuntimeError(f"The program was not checked, because it was not compiled: {result.reason}")
+    return result.findings
+
+
+def _predict_run(run: Run, quiet: bool) -> Result:
+    from valkyrie.search.modes import compile_and_summarise
+
+    _, prediction, replay = compile_and_summarise(run, Console(stderr=True, quiet=quiet))
+    if prediction.status is CompileStatus.refused:
+        raise ValueError(prediction.reason)
+    return Result(prediction, replay)
+
+
+def _refuse_other_programs(program: object) -> None:
+    """Raise TypeError or ValueError if `predict` gets something that is easily mistaken for a program."""
+    takes = "predict takes a Run, a jitted, lowered or compiled function, or the path of a dumped module"
+    if isinstance(program, bytes | bytearray | list | tuple | dict):
+        raise TypeError(f"{takes}, not a {type(program).__name__}.")
+    if isinstance(program, str) and program.lstrip().startswith("HloModule"):
+        raise ValueError(f"{takes}. This is the text of a module: save it to a file, or pass the compiled function.")
+    if isinstance(program, str) and "=" in program and not Path(program).exists():
+        raise ValueError(f'{takes}. Compose a run first: valkyrie.predict(valkyrie.compose("{program}", ...)).')
+
+
+def _refuse_run_arguments(arguments: Sequence[Any], keywords: Mapping[str, Any], **options: Any) -> None:
+    """Raise ValueError for arguments of `predict` that a run already sets."""
+    redundant = [*keywords, *(key for key, value in options.items() if value is not None)]
+    if arguments or redundant:
+        raise ValueError(
+            f"A run already sets its slice, mesh and shapes. Leave out "
+            f"{', '.join(redundant) or 'the other arguments'}, or "
+            "compose the run with other values."
+        )
