@@ -1,9 +1,9 @@
 """The Python API, which offers the commands as functions with return values.
 
-Import the functions from `valkyrie`: `valkyrie.fit`, and `valkyrie.slice` for `named_slice`. They do not exit the
-process, do not install signal handlers, and print nothing with `quiet=True`. Wrong values raise ValueError with the
-message that the command would print, and arguments of a wrong type raise TypeError. Only functions that need JAX import
-it, so composing runs and reading trials work without a device.
+Import the functions from `valkyrie`, such as `valkyrie.fit`. `named_slice` is `valkyrie.slice` there. The functions do
+not exit the process, do not install signal handlers, and print nothing with `quiet=True`. Wrong values raise ValueError
+with the message that the command would print, and arguments of a wrong type raise TypeError. Only functions that need
+JAX import it, so composing runs and reading trials work without a device.
 """
 
 from __future__ import annotations
@@ -85,11 +85,10 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
 def load(folder: str | Path, *overrides: str) -> Run:
     """Load a run from the `run.yaml` of a run folder, with some keys overridden: `load(folder, "steps=400")`.
 
-    `folder` is a path, the name of a run under `runs`, or `latest`, as for `resume=`.
-
-    `fit` resumes it from its newest checkpoint. Another choice of a group (`mesh=4x2x1`) replaces that group, and all
-    other settings keep their saved values, as with `resume=`. Raises ValueError if the file is missing or damaged, and
-    for the same reasons as `compose`.
+    `folder` is a path, the name of a run under `runs`, or `latest`, as for `resume=`. `fit` resumes the run from its
+    newest checkpoint. Another choice of a group (`mesh=4x2x1`) replaces that group, and all other settings keep their
+    saved values, as with `resume=`. Raises ValueError if the file is missing or damaged, and for the same reasons as
+    `compose`.
     """
     from valkyrie.config.arguments import load_run
 
@@ -155,12 +154,12 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
 
     The settings of the search are those of the run, as on the command line: `compose("model=gpt_1b", "target=v4-64",
     "mode=search", "budget=2min", "mode.compiles=4")`. A run of another mode is searched with default settings, and its
-    `name` is not used. Settings of the layout that the run sets (`partition=fsdp`) are fixed, the others vary.
+    `name` is not used. Layout settings that the run sets (`partition=fsdp`) are fixed, and the others vary.
 
     The folder of the search keeps every compile and measurement, so that a later search with the same model and target
     continues there. Interrupting it raises KeyboardInterrupt and keeps the answer so far in `search.json`. Compiles and
     measurements run in child processes, which need the devices: on a TPU or GPU, search before this process uses JAX.
-    Raises ValueError if no layout fits, with the slice that is large enough.
+    Raises ValueError if no layout fits, and names a slice that is large enough.
     """
     from valkyrie.modes.search import Config as SearchMode
 
@@ -173,18 +172,18 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
         )
     if not isinstance(run.config.mode, SearchMode):
         flags, overrides = split_flags(run.arguments)
-        kept = [
+        model_overrides = [
             o for o in overrides if (key := key_value(o)[0]) not in ("mode", "name") and not key.startswith("mode.")
         ]
-        run = compose(*flags, *kept, "mode=search")
+        run = compose(*flags, *model_overrides, "mode=search")
     from valkyrie.search.mode import find_layouts
 
-    found = find_layouts(run, _console(quiet))
-    if found.status == INTERRUPTED:
+    outcome = find_layouts(run, _console(quiet))
+    if outcome.status == INTERRUPTED:
         raise KeyboardInterrupt
-    if found.answer is None:
-        raise ValueError(found.reason)
-    return Answer(found.answer, found.folder)
+    if outcome.answer is None:
+        raise ValueError(outcome.reason)
+    return Answer(outcome.answer, outcome.folder)
 
 
 def explain(first: Run | Result | str | Path, second: Run | Result | str | Path, *, quiet: bool = False) -> Explanation:
@@ -231,7 +230,7 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
 
 
 def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
-    """Return the metrics of a trained run on its whole validation split: `eval_loss` and others.
+    """Return the metrics of a trained run on its whole validation split, such as `eval_loss`.
 
     Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
     """
@@ -261,10 +260,9 @@ def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0
 def load_model(folder: str | Path, *overrides: str) -> TrainedModel:
     """Load the newest checkpoint of a run folder as a model, a function from tokens to logits.
 
-    `model = load_model(folder)` has `model(tokens)`, `model.parameters`, `model.tokenizer` and
-    `model.generate(prompt)`. `overrides` change the run, such as
-    `"mesh=1x1x1"` for one device or `"precision=float32"`. Raises ValueError if there is no checkpoint, if this process
-    lacks the devices, or if the model has no tokens.
+    It also has `model.generate(prompt)`, `model.parameters` and `model.tokenizer`. `overrides` change settings of the
+    run, such as `"mesh=1x1x1"` for one device or `"precision=float32"`. Raises ValueError if there is no checkpoint, if
+    this process lacks the devices, or if it is not a language model.
     """
     require_type(folder, str | Path, "load_model takes the path of a run folder")
     return _restore_model(load(folder, *overrides))
@@ -325,7 +323,7 @@ def to_hf(
         output: The folder to write, for `AutoModelForCausalLM.from_pretrained`.
         step: Step of the checkpoint, or None for the newest.
         dtype: `float32`, `bfloat16` or `float16`, or None for the original dtype of the weights, else float32.
-        file_gb: Maximum size of a file in GB, and of the weights in memory.
+        file_gb: Maximum size of a weights file in GB, and of the weights that are in memory at a time.
         quiet: Whether to print nothing.
     """
     from valkyrie.config.arguments import load_run
@@ -375,14 +373,13 @@ def trials(*paths: str | Path) -> Trials:
 def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool = False) -> Trials:
     """Run a sweep, like `valkyrie-train -m`, and return the trials of its folder.
 
-    `run_sweep("+sweep=laptop_8", "steps=3")` runs a sweep of `conf/sweep`, and `run_sweep("mesh=2x2x2,4x2x1",
-    "partition=fsdp,dp", "mode=measure")` every combination. Trials that the folder already has are not repeated.
-    Trials that fail are rows with a `status` and `reason`.
+    `run_sweep("+sweep=laptop_8", "steps=3")` runs the sweep `conf/sweep/laptop_8.yaml` with 3 steps, and
+    `run_sweep("mesh=2x2x2,4x2x1", "partition=fsdp,dp", "mode=measure")` runs every combination. Trials that already
+    have a result in the folder are not repeated. Failed trials are rows with a `status` and `reason`.
 
-    The sweep runs in a child process, and each trial in a process of its own, which needs the devices: on a TPU or
-    GPU, sweep before this process uses JAX. Interrupting it raises KeyboardInterrupt and keeps the finished trials.
-    Raises ValueError for settings that `valkyrie-train` refuses. `config_dir` is a folder with your configs and
-    modules.
+    The sweep and each of its trials run in separate child processes, which need the devices: on a TPU or GPU, sweep
+    before this process uses JAX. Interrupting it raises KeyboardInterrupt and keeps the finished trials. Raises
+    ValueError for settings that `valkyrie-train` refuses. `config_dir` is a folder with your configs and modules.
     """
     folders: list[str] = []
 
@@ -423,9 +420,9 @@ def _run_command(
         arguments: Its arguments.
         quiet: Whether to print nothing.
         on_line: Called with each line that it prints.
-        has_result: Returns whether it has printed its result. If not, raises ValueError with its error message.
+        has_result: Returns whether it has printed its result.
 
-    Raises RuntimeError if the command fails without such a message.
+    Raises ValueError with the command's error message if it has no result, and RuntimeError if it also has no message.
     """
 
     def print_line(line: str) -> None:

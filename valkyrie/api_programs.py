@@ -1,4 +1,4 @@
-"""The part of the Python API for programs: predicting runs and any JAX function, checking shardings, searching them."""
+"""The functions of the Python API that compile programs: `predict`, `check` and `search_program`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def predict(
     quiet: bool = False,
     **keywords: Any,
 ) -> Result | Comparison:
-    """Predict a step on a slice without the hardware: whether it fits, its time, and the time spent waiting.
+    """Predict a step on a slice without the hardware: its memory, its time, and the time spent on communication.
 
     `program` is one of:
 
@@ -77,7 +77,7 @@ def predict(
     - A jitted function with the positional and keyword arguments of a call (or `jax.ShapeDtypeStruct`s), or the result
       of its `lower` or `compile`. Requires `slice`. Shardings must use a mesh from `slice.mesh(...)`. If no argument
       has a sharding, pass that mesh as `mesh`. The function is lowered here and compiled in a child process, and
-      identical compiles come from the cache. One with Python callbacks is compiled in this process.
+      identical compiles come from the cache. A function with Python callbacks is compiled in this process.
     - The path of a dumped compiled module, as for `valkyrie-predict`. Requires `slice` and the mesh of the module,
       such as `mesh={"data": 8, "model": 4}`.
 
@@ -105,7 +105,7 @@ def predict(
             multiplies the predictions of the other layouts.
         time_limit_s: Time limit of the compile in seconds; None for no limit. Ctrl-C ends the compile at once. Only for
             a function.
-        quiet: Whether to hide the progress, a line on stderr.
+        quiet: Whether to hide the progress line on stderr.
         keywords: Keyword arguments of the function.
     """
     if isinstance(program, Run):
@@ -209,7 +209,7 @@ def search_program(
         slice: The slice to predict for.
         meshes: Meshes, as sizes of `axes` or as sizes by name. None for all divisions of the devices over `axes`.
         axes: Names of the mesh axes.
-        rules: Second arguments of `build` by name, such as partition rules. Any values.
+        rules: The second argument of `build` for each layout, by name. Any values, such as partition rules.
         budget: Time limit of the search, in seconds or such as "5min". No compile is started that would likely exceed
             it, judging by the longest so far.
         folder: Folder to write `search.json` and the page `report.html` to, after every layout.
@@ -221,7 +221,7 @@ def search_program(
         measured_s: Measured seconds per step by name of a layout. The median ratio of measured to predicted time
             multiplies the predictions of the other layouts.
         time_limit_s: Time limit of each compile in seconds; None for no limit.
-        quiet: Whether to hide the progress, lines on stderr.
+        quiet: Whether to hide the progress lines on stderr.
     """
     from valkyrie.search.programs import ProgramSearch, parse_meshes
 
@@ -261,7 +261,7 @@ def search_program(
 
 
 def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[Slice, ProgramWork]:
-    """Check the settings of a prediction of any program. Returns the slice, and what the program does in a step."""
+    """Check the settings of a prediction. Returns the slice, and the name, tokens and FLOPs of the program."""
     from valkyrie.search.compile.predict import ProgramWork
 
     if slice is None:
@@ -289,7 +289,7 @@ def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[S
 
 
 def _refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layouts: Collection[str]) -> None:
-    """Raise ValueError or TypeError if `measured_s` has other names than the layouts, or values that are no times."""
+    """Raise ValueError or TypeError if `measured_s` has other names than the layouts, or values that are not times."""
     if measured_s is None:
         return
     usage = "measured_s= takes measured seconds by name of a layout"

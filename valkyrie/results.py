@@ -71,16 +71,16 @@ class Result:
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
-        """Interval of a predicted step time in seconds, from comparable published runs (see `record.step.interval`).
+        """Range of a predicted step time in seconds, derived from the prediction errors of comparable published runs.
 
-        None for a measured step, or if no published run is comparable.
+        `record.step.interval` describes these runs. None for a measured step, or if no published run is comparable.
         """
         interval = getattr(self.record.step, "interval", None)
         return None if interval is None else (interval.low_s, interval.high_s)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second on all devices."""
+        """Tokens (or what `record.unit` counts) per second on all devices."""
         return None if self.record.step is None else self.record.step.tokens_per_second
 
     @property
@@ -120,12 +120,12 @@ class Result:
     def __str__(self) -> str:
         from valkyrie.search.compile.show import show as print_record
 
-        return _printed(lambda console: print_record(self.record, console))
+        return _print_to_text(lambda console: print_record(self.record, console))
 
     def timeline(self, path: str | Path) -> Path:
         """Write the predicted step as a timeline for https://ui.perfetto.dev, and return its path.
 
-        Raises ValueError if there is no predicted step: for a measurement, a CPU target or a failed compile.
+        Raises ValueError if no step was predicted, as for a measurement, a CPU target or a failed compile.
         """
         from valkyrie.machine.timeline import write_timeline
 
@@ -163,7 +163,14 @@ _LOSSES = ("loss", "eval_loss")
 
 @dataclass(frozen=True, repr=False)
 class Trained:
-    """A finished training: its run folder, its summary (losses, rates, memory) and the trained model."""
+    """A finished training.
+
+    Args:
+        run: The run.
+        folder: Its run folder.
+        summary: Numbers by name: `steps`, losses, rates and memory.
+        fitted: The step program and the last state.
+    """
 
     run: Run
     folder: Path
@@ -219,7 +226,8 @@ class FoundLayout:
         peak_bytes, usable_bytes: Peak and usable memory per device.
         bound_by: The resource that takes most of the step, with its share.
         dollars_per_million_tokens: Dollars per million tokens, on demand.
-        hours, dollars, spot_dollars: Time and cost of training on the requested tokens.
+        hours, dollars, spot_dollars: Time of training on the requested tokens, and its cost on demand and on
+            interruptible chips.
         tokens_for_budget: Tokens that the requested dollars pay for.
         predicted_step_s: Predicted step time of a measured layout.
     """
@@ -262,7 +270,7 @@ class Answer:
 
     @property
     def rows(self) -> list[FoundLayout]:
-        """The best layouts, the best first. `pandas.DataFrame(answer.rows)` makes a table."""
+        """The best layouts, in order. `pandas.DataFrame(answer.rows)` converts them to a data frame."""
         return [
             FoundLayout(
                 rank=rank,
@@ -309,7 +317,7 @@ class Answer:
     def __str__(self) -> str:
         from valkyrie.search.answer import show as print_answer
 
-        text = _printed(lambda console: print_answer(self.record, console))
+        text = _print_to_text(lambda console: print_answer(self.record, console))
         return f"{text}train it: {self.command}"
 
     def _repr_html_(self) -> str:
@@ -340,7 +348,7 @@ class Explanation:
     def __str__(self) -> str:
         from valkyrie.search.explain.mode import show as print_difference
 
-        return _printed(lambda console: print_difference(self.record, console))
+        return _print_to_text(lambda console: print_difference(self.record, console))
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -354,7 +362,7 @@ class TrialRow:
         sweep, name, key: Name of the sweep, name of the trial and digest of everything that determines its result.
         stage: Mode of the trial, such as `measure`.
         status: `ok`, `refused`, `does_not_fit`, `failed`, `killed` or `timeout`.
-        simulated: Whether the devices are simulated, so that speeds mean nothing.
+        simulated: Whether the devices are simulated on a CPU, in which case speeds are not meaningful.
         target, chips: Slice or devices, and their number of chips.
         model, batch, seq, precision: The computation of a step.
         varied: Other settings that the sweep varies, such as `model.layers=12`.
@@ -371,7 +379,7 @@ class TrialRow:
             step time spent waiting for data.
         dollars_per_million_tokens: Dollars per million tokens, at the on-demand price.
         wall_s: Seconds that the trial ran.
-        reason: Why the trial has no speed.
+        reason: Why the trial has no step time.
         folder: Run folder of the trial.
     """
 
@@ -455,7 +463,7 @@ def _loss_chart(losses: Sequence[tuple[int, float]]) -> str:
     )
 
 
-def _printed(show: Callable[[Console], None]) -> str:
-    """Return what a function prints on a console."""
+def _print_to_text(show: Callable[[Console], None]) -> str:
+    """Return the text that a function prints on a console."""
     show(Console(file=(text := io.StringIO()), width=140, soft_wrap=True, highlight=False))
     return text.getvalue()

@@ -14,7 +14,7 @@ _MAX_RANK = 6
 """Largest rank of arrays that are matched, because all ways to merge their dimensions are tried."""
 
 Unsplit = frozenset[int]
-"""Dimensions of an array that a shard has unsplit."""
+"""Numbers of the dimensions of an array that are not split, so that each shard has all of them."""
 
 
 def match_product(local: Instruction, whole: Instruction) -> tuple[Unsplit, ...] | None:
@@ -56,8 +56,8 @@ def match_shard(local: tuple[int, ...], whole: tuple[int, ...]) -> Unsplit | Non
         score = len(groups), equal.total()  # few merges and many unsplit dimensions are the likeliest explanation
         if (best is None or score > best) and len(parts) == len(split) and _divide(split, parts):
             best = score
-            kept = (group for group, size in zip(groups, sizes, strict=True) if size not in split)
-            unsplit = ones.union(*kept)
+            whole_groups = (group for group, size in zip(groups, sizes, strict=True) if size not in split)
+            unsplit = ones.union(*whole_groups)
     return unsplit
 
 

@@ -20,7 +20,7 @@ _DIMENSION = re.compile(r"\{([^}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"')
 _NONE: frozenset[int] = frozenset()
 _MAX_PASSES = 4
-"""Passes over the body of a loop until the marks of its carry no longer change."""
+"""Maximum number of passes over the body of a loop. Passes end earlier if the marks of its carry no longer change."""
 
 Marks = tuple[frozenset[int], ...]
 """For each dimension of an array, the batch dimensions that it comes from, by number."""
@@ -62,7 +62,7 @@ class WholeProgram:
         self._dimensions, self._marks = tracer.batch_dimensions(), tracer.marks
 
     def batch_dimensions(self, instruction: Instruction) -> dict[int, BatchDimension]:
-        """Return the batch dimensions of an array, by dimension."""
+        """Return the batch dimensions in the result of an instruction, by the number of the array's dimension."""
         marks = self._marks.get(instruction)
         if not isinstance(marks, tuple):
             return {}
@@ -106,7 +106,7 @@ class _Tracer:
 
     def __init__(self, module: Module, arguments: Sequence[Argument]) -> None:
         self.marks: dict[Instruction, Any] = {}
-        self._found: list[BatchDimension] = []
+        self._candidates: list[BatchDimension] = []
         self._contracted: set[int] = set()
         self._from_batch: set[Instruction] = set()
         parameters = [parameter for _, parameter in sorted(module.entry.parameters.items())]
@@ -118,14 +118,14 @@ class _Tracer:
         self._follow(module.entry)
 
     def batch_dimensions(self) -> dict[int, BatchDimension]:
-        return {number: found for number, found in enumerate(self._found) if number not in self._contracted}
+        return {number: batch for number, batch in enumerate(self._candidates) if number not in self._contracted}
 
     def _mark(self, name: str, dims: Sequence[int], mesh_axes: Sequence[tuple[str, ...]]) -> Marks:
         marks = [_NONE] * len(dims)
         for dimension, axes in enumerate(mesh_axes):
             if axes:
-                marks[dimension] = frozenset({len(self._found)})
-                self._found.append(BatchDimension(name, dims[dimension], axes))
+                marks[dimension] = frozenset({len(self._candidates)})
+                self._candidates.append(BatchDimension(name, dims[dimension], axes))
         return tuple(marks)
 
     def _follow(self, computation: Computation) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STAGE_WORDS = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
 """Adjective for a step time, by the stage of a search that it comes from."""
 MIN_DRAWN_SHARE = 0.05
-"""Memory is drawn only if a layout needs at least this share of the usable memory."""
+"""The figure of memory is shown only if a layout needs at least this share of the usable memory."""
 _HEADS = {"place": "#", "interval": "range", "rate": "tokens/s/chip", "bottleneck": "limited by"}
 """Headings of columns that differ from those on a terminal."""
 _OUTCOMES = {
@@ -44,7 +44,7 @@ class AnswerFigure(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchPage:
-    """What the page of a search shows of its answer.
+    """Content of the page of a search.
 
     Args:
         title: The page's title.
@@ -53,7 +53,7 @@ class SearchPage:
         best: The numbers of the best layout.
         table: The best layouts.
         figures: Figures of the best layouts.
-        counts: The number of layouts by what excluded them.
+        counts: Numbers of layouts by reason for their exclusion.
         refused: The number of illegal layouts by reason, the most frequent first.
         stopped: Why no more layouts were compiled. Empty if unknown.
     """
@@ -70,7 +70,7 @@ class SearchPage:
 
 
 def search_page(answer: SearchAnswer) -> SearchPage:
-    """Return what the page of a search shows of its answer."""
+    """Return the content of the page of a search."""
     facts = {"hardware": " · ".join(answer.hardware), "precision": answer.precision, "date": _date_text(answer.date)}
     return SearchPage(
         title=f"{_superlative(answer).capitalize()} layout of {answer.model or 'a model'} on {_targets_text(answer)}",
@@ -138,12 +138,12 @@ def _best_table(answer: SearchAnswer) -> TextTable:
         for column in columns
     ]
     rows = [[*(column.text(row) for column in columns), STAGE_WORDS[row.stage.value]] for row in answer.best]
-    share = next((i + 1 for i, column in enumerate(columns) if column.name == "memory"), None)
-    if share is not None and any(_memory_share(row) is not None for row in answer.best):
-        heads.insert(share, ColumnHead("of usable", "number"))
+    memory_index = next((i + 1 for i, column in enumerate(columns) if column.name == "memory"), None)
+    if memory_index is not None and any(_memory_share(row) is not None for row in answer.best):
+        heads.insert(memory_index, ColumnHead("of usable", "number"))
         for cells, row in zip(rows, answer.best, strict=True):
             used = _memory_share(row)
-            cells.insert(share, "" if used is None else share_text(used))
+            cells.insert(memory_index, "" if used is None else share_text(used))
     return TextTable("The best layouts", [*heads, ColumnHead("step is")], rows)
 
 
@@ -160,7 +160,7 @@ def _price_figure(answer: SearchAnswer) -> AnswerFigure | None:
     """Return the figure of price against time for several slices with prices, otherwise None."""
     if len({row.candidate.target for row in answer.best}) < 2:
         return None
-    values, named = list[dict[str, object]](), set[str]()
+    values, labelled_targets = list[dict[str, object]](), set[str]()
     for place, row in enumerate(answer.best, start=1):
         batch = row.candidate.batch or answer.batch
         if row.usd_per_million_tokens is None or batch is None or answer.seq is None:
@@ -168,14 +168,14 @@ def _price_figure(answer: SearchAnswer) -> AnswerFigure | None:
         target = row.candidate.target
         values.append(
             {
-                "name": "" if target in named else target,
+                "name": "" if target in labelled_targets else target,
                 "target": target,
                 "layout": f"#{place} {' '.join(row.overrides[1:])}",
                 "time": 1e3 * row.step_s if answer.batch is not None else row.step_s / (batch * answer.seq) * 1e6,
                 "price": row.usd_per_million_tokens,
             }
         )
-        named.add(target)
+        labelled_targets.add(target)
     time = "step time, ms" if answer.batch is not None else "seconds per million tokens"
     caption = "Further left is faster, lower is cheaper. Each point is one of the best layouts. Prices are on demand."
     title = "Price against step time" if answer.batch is not None else "Price against time"
@@ -183,7 +183,7 @@ def _price_figure(answer: SearchAnswer) -> AnswerFigure | None:
 
 
 def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:
-    """Return the figure of memory against the limit, or None if it is unknown or all layouts need little."""
+    """Return the figure of memory against the limit, or None if memory is unknown or far below the limit."""
     shares = [_memory_share(row) for row in answer.best]
     if (
         len(shares) < 2
@@ -208,13 +208,13 @@ def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:
 
 
 def _counts_table(answer: SearchAnswer) -> TextTable:
-    """Return the number of layouts by what excluded them from the answer."""
+    """Return the numbers of layouts by the reason that excluded them from the answer."""
     compiled = sum(answer.compile_outcomes.values())
     counts = {"cannot be built, for the reasons below": sum(answer.refused.values())}
     if answer.too_large is not None:
         counts["need more memory than a device has, by estimate"] = answer.too_large
-        rest = "slower by estimate, so not compiled" if compiled else "estimated, not compiled"
-        counts[rest] = answer.layouts - answer.too_large - compiled
+        label = "slower by estimate, so not compiled" if compiled else "estimated, not compiled"
+        counts[label] = answer.layouts - answer.too_large - compiled
     for outcome, count in answer.compile_outcomes.items():
         counts[_OUTCOMES.get(outcome, f"compiled, but {outcome.replace('_', ' ')}")] = count
     measured = sum(layout.step_s is not None for layout in answer.measured.layouts)

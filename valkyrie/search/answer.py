@@ -55,15 +55,17 @@ def rank_layouts(
     The best layout on each kind and number of chips is always included, even beyond `count`.
     """
     chip_kinds = list(dict.fromkeys(map(describe_chips, request.targets)))
-    share = max(-(-count // len(chip_kinds)), 2)
-    by_chips = [_best_on_chips(request, chips, shortlisted, compiles, share) for chips in chip_kinds]
+    count_per_kind = max(-(-count // len(chip_kinds)), 2)
+    by_chips = [_best_on_chips(request, chips, shortlisted, compiles, count_per_kind) for chips in chip_kinds]
 
     pairs = [pair for group in by_chips for pair in group]
-    best = min((request.cost(layout, row.step_s) for layout, row in pairs if row.stage is Stage.compile), default=0.0)
+    best_compiled = min(
+        (request.cost(layout, row.step_s) for layout, row in pairs if row.stage is Stage.compile), default=0.0
+    )
 
     def sort_key(pair: tuple[EstimatedLayout, RankedLayout]) -> tuple[bool, float]:
         layout, row = pair
-        is_uncertain = row.stage is Stage.estimate and request.cost(layout, row.high_s) >= best
+        is_uncertain = row.stage is Stage.estimate and request.cost(layout, row.high_s) >= best_compiled
         return is_uncertain, request.cost(layout, row.step_s)
 
     best_per_kind = [min(group, key=sort_key) for group in by_chips if group]
@@ -110,7 +112,7 @@ def rank_layout(
     if compiled is not None:
         low, high = (interval.low_s, interval.high_s) if interval else (step_s, step_s)
     rate = tokens / step_s
-    budget_s = None if request.budget_usd is None else affordable_seconds(target, request.budget_usd)
+    affordable_s = None if request.budget_usd is None else affordable_seconds(target, request.budget_usd)
     return RankedLayout(
         candidate=layout.candidate,
         overrides=layout.candidate.overrides,
@@ -128,7 +130,7 @@ def rank_layout(
         hours=None if request.tokens is None else request.tokens / rate / 3600,
         dollars=None if request.tokens is None else dollars(target, request.tokens / rate),
         spot_dollars=None if request.tokens is None else dollars(target, request.tokens / rate, spot=True),
-        tokens_for_budget=None if budget_s is None else rate * budget_s,
+        tokens_for_budget=None if affordable_s is None else rate * affordable_s,
     )
 
 

@@ -34,13 +34,13 @@ class ComparedProgram:
         name: Name of the layout.
         axes: Sizes of the mesh axes by name.
         status: Status of the prediction.
-        reason: Why the status is not `ok`.
+        reason: Why the status is not `ok`, or None.
         step_s: Step time in seconds: measured, or else predicted and multiplied by the comparison's ratio.
         predicted_s: Predicted step time in seconds.
         measured_s: Measured step time in seconds.
         tokens_per_second: Tokens (or other units) per second on all devices at `step_s`.
         peak: Peak memory of one device in bytes, or the bytes that it needs if it does not fit.
-        waiting: Share of the step that waits for communication, from 0 to 1.
+        waiting: Share of the step spent waiting for communication, from 0 to 1.
         faults: Number of faults in the sharding, or None if the program was not compiled.
     """
 
@@ -64,7 +64,17 @@ class ComparedProgram:
 
 @dataclass(frozen=True)
 class ComparisonRecord:
-    """Content of `search.json`: the rows in order, the fastest that fits, and the correction of predicted steps."""
+    """Content of the `search.json` of a program search.
+
+    Args:
+        target: Description of the slice.
+        best: Name of the fastest layout that fits, or None if none fits.
+        rows: The layouts, in the order of `Comparison.results`.
+        ratio: Median ratio of measured to predicted step time, or None.
+        unit: What the rates count, such as `tokens`.
+        notes: Lines below the table.
+        versions: Versions of Valkyrie and the libraries it uses.
+    """
 
     target: str
     best: str | None
@@ -78,7 +88,7 @@ class ComparisonRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predictions of several layouts of a program. `print` shows them as a table, and so does a notebook.
+    """Predictions of several layouts of a program, shown as a table by `print` and in notebooks.
 
     Args:
         results: Results by name, the fastest layout that fits first. Layouts that do not fit or fail are last.
@@ -125,9 +135,9 @@ class Comparison:
     @property
     def record(self) -> ComparisonRecord:
         """The comparison as plain values."""
-        programs = [_prediction(result).program for result in self.results.values()]
-        described = next((program.described for program in programs if program), "")
-        unit = next((program.unit for program in programs if program), "tokens")
+        foreign_programs = [_prediction(result).program for result in self.results.values()]
+        described = next((program.described for program in foreign_programs if program), "")
+        unit = next((program.unit for program in foreign_programs if program), "tokens")
         rows = tuple(self._row(name) for name in self.results)
         return ComparisonRecord(
             described, self.best, rows, self.ratio, unit, (*self._reasons(), *self.notes), versions()
@@ -172,6 +182,7 @@ class Comparison:
         return comparison_page(title, table, self._lines(record), records, self.best)
 
     def _rank(self, name: str) -> tuple[int, float]:
+        """Return a sort key: step time if the layout fits, peak memory if it does not, and failed layouts last."""
         result, step_s = self.results[name], self.step_s(name)
         if result.fits is not False and step_s:
             return 0, step_s

@@ -1,4 +1,4 @@
-"""Predicts several layouts of any JAX program, and searches its meshes and rules."""
+"""Predicts several layouts of any JAX program, and searches over its meshes and sharding rules."""
 
 from __future__ import annotations
 
@@ -38,9 +38,13 @@ class ProgramCall:
 
 
 def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCall) -> dict[str, ProgramCall]:
-    """Return the calls of `layouts=` of `valkyrie.predict`. Raises ValueError or TypeError for other values.
+    """Parse `layouts=` of `valkyrie.predict` into a call for each layout. Raises ValueError or TypeError if malformed.
 
-    A value is the positional arguments, or a dict with `args`, `kwargs`, `mesh`, `options` and `function`.
+    Args:
+        function: Function of layouts that do not set one.
+        layouts: By name of the layout, the positional arguments, or a dict with some of `args`, `kwargs`, `mesh`,
+            `options` and `function`.
+        defaults: Keywords, mesh and options of layouts that do not set them.
     """
     usage = 'layouts= takes {name: arguments}, such as {"dp": (w, x), "fsdp": (w, x)}'
     require_type(layouts, Mapping, usage)
@@ -77,13 +81,16 @@ def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCa
 
 
 def parse_built(value: Any, source: str) -> ProgramCall:
-    """Return the call in the result of a function that builds a step. Raises ValueError for other values."""
+    """Parse the value returned by a function that builds a step: `(jitted, arguments)`, with keywords optional.
+
+    Raises ValueError for other values. `source` is the name of the function in the message.
+    """
     if isinstance(value, list | tuple) and len(value) in (2, 3):
         function, arguments, keywords = (*value, {})[:3]
         if isinstance(arguments, list | tuple) and isinstance(keywords, Mapping):
             return ProgramCall(function, tuple(arguments), keywords)
-    shown = type(value).__name__ + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
-    raise ValueError(f"{source} must return {_RETURNS}, with the positional arguments as a tuple, not {shown}.")
+    actual = type(value).__name__ + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
+    raise ValueError(f"{source} must return {_RETURNS}, with the positional arguments as a tuple, not {actual}.")
 
 
 def predict_call(
@@ -101,8 +108,8 @@ def predict_call(
         layout: Name of the layout, for the name of the program.
         build: Returns the call.
         target: The slice.
-        work: Name, tokens, FLOPs and unit of the program. Without a name, it is that of the function.
-        axes: Axes of the mesh as far as they are known before the call is built.
+        work: Name, tokens, FLOPs and unit of the program. The name defaults to that of the function.
+        axes: Names and sizes of the mesh axes, for the record of a program that cannot be built. Empty if unknown.
         time_limit_s: Time limit of the compile in seconds, or None.
         progress: Called with status lines.
     """
@@ -129,7 +136,7 @@ def predict_call(
 
 def describe_error(error: Exception) -> str:
     """Return the type and first lines of an error, and the line of the user's code that raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = first_lines(str(error))
     return (
@@ -139,13 +146,16 @@ def describe_error(error: Exception) -> str:
     )
 
 
-def _is_users(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     package = str(Path(__file__).parents[1])
     return not file.startswith((package, "<frozen")) and "site-packages" not in file and "/lib/python" not in file
 
 
 def divide_devices(devices: int, axes: Sequence[str], slices: int) -> list[dict[str, int]]:
-    """Return all meshes of a number of devices with these axes. The first axis is divisible by the slices."""
+    """Return all meshes with these axes and this number of devices, as sizes by axis name.
+
+    The size of the first axis is a multiple of `slices`, because only the first axis can span several slices.
+    """
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     shapes = itertools.product(sizes, repeat=len(axes))
     return [
@@ -156,7 +166,7 @@ def divide_devices(devices: int, axes: Sequence[str], slices: int) -> list[dict[
 def parse_meshes(
     meshes: Sequence[Sequence[int] | Mapping[str, int]] | None, axes: Sequence[str], target: Slice
 ) -> list[dict[str, int]]:
-    """Return the meshes of a search as sizes by axis name. Raises ValueError if one does not divide the slice."""
+    """Return the meshes of a search as sizes by axis name. Raises ValueError if a mesh does not fit the slice."""
     usage = 'axes= takes names of mesh axes, such as ("data", "model")'
     require_type(axes, list | tuple, usage)
     for axis in axes:
@@ -190,19 +200,19 @@ def layout_name(axes: Mapping[str, int], rule: str | None) -> str:
 
 @dataclass
 class ProgramSearch:
-    """A search over meshes and rules of a program.
+    """A search over the meshes and sharding rules of a program.
 
     Args:
-        build: Called with a mesh, and with one of the rules if there are any. Returns the function and its arguments.
+        build: Called with a mesh and, if there are rules, one of them. Returns the function and its arguments.
         target: The slice.
         meshes: Meshes as sizes by axis name.
         rules: Second arguments of `build` by name, or None.
         work: Name, tokens, FLOPs and unit of the program.
         options: Compiler options.
         time_limit_s: Time limit of each compile in seconds.
-        budget_s: Time limit of the search in seconds. Does not start a compile that would likely exceed it, judging by
-            the longest so far, and stops a compile at its end.
-        note: Why the search ended before all programs were compiled. Empty if it did not.
+        budget_s: Time limit of the search in seconds, or None. A compile is not started if it would likely exceed the
+            limit, judging by the longest so far, and is stopped when it does.
+        note: Why the search ended before all programs were compiled, or empty if all were.
     """
 
     build: Callable[..., Any]
@@ -221,30 +231,30 @@ class ProgramSearch:
         return [layout_name(axes, rule) for axes, rule in self._pairs()]
 
     def predictions(self, progress: Progress) -> Iterator[tuple[str, PredictedProgram]]:
-        """Compile the programs one by one, and yield their names and predictions."""
+        """Compile the programs one by one, and yield their names and predictions. Sets `note` if the budget ends."""
         pairs = self._pairs()
-        began, longest = time.monotonic(), 0.0
+        began, longest_s = time.monotonic(), 0.0
         for index, (axes, rule) in enumerate(pairs):
             name = layout_name(axes, rule)
-            left_s = math.inf if self.budget_s is None else self.budget_s - (time.monotonic() - began)
-            if left_s < longest:
-                self.note = f"another compile would likely exceed the budget; {self._missing(pairs, index)}"
+            remaining_s = math.inf if self.budget_s is None else self.budget_s - (time.monotonic() - began)
+            if remaining_s < longest_s:
+                self.note = f"another compile would likely exceed the budget; {self._describe_remaining(pairs, index)}"
                 return
-            limit_s = min(left_s, self.time_limit_s or math.inf)
+            limit_s = min(remaining_s, self.time_limit_s or math.inf)
             start = time.monotonic()
-            count = f"{index + 1} of {len(pairs)}: "
+            prefix = f"{index + 1} of {len(pairs)}: "
             predicted = predict_call(
                 name,
                 lambda axes=axes, rule=rule: self._build(axes, rule),
                 *(self.target, self.work, axes, None if math.isinf(limit_s) else limit_s),
-                lambda line, count=count: progress(count + line),
+                lambda line, prefix=prefix: progress(prefix + line),
             )
-            status, times = predicted.prediction.status, predicted.prediction.compile
-            if status is CompileStatus.timeout and limit_s == left_s:
-                self.note = f"the budget ended during the compile of {name}; {self._missing(pairs, index)}"
+            status, compile_times = predicted.prediction.status, predicted.prediction.compile
+            if status is CompileStatus.timeout and limit_s == remaining_s:
+                self.note = f"the budget ended during the compile of {name}; {self._describe_remaining(pairs, index)}"
                 return
-            if not times.cached:
-                longest = max(longest, time.monotonic() - start)
+            if not compile_times.cached:
+                longest_s = max(longest_s, time.monotonic() - start)
             yield name, predicted
 
     def _pairs(self) -> list[tuple[Mapping[str, int], str | None]]:
@@ -255,5 +265,5 @@ class ProgramSearch:
         built = self.build(mesh) if self.rules is None else self.build(mesh, self.rules[rule or ""])
         return replace(parse_built(built, "build"), mesh=mesh, options=self.options)
 
-    def _missing(self, pairs: Sequence[object], index: int) -> str:
+    def _describe_remaining(self, pairs: Sequence[object], index: int) -> str:
         return f"{len(pairs) - index} of {len(pairs)} layouts are not compiled. The same call continues"

@@ -28,6 +28,7 @@ class TrainedModel:
         step: Training step of the parameters.
         parameters: Nested dicts of arrays, sharded as in training. With `ema_decay`, their moving average.
         tokenizer: The tokenizer. A document starts with `tokenizer.bos_id`.
+        program: The jitted functions of the run.
     """
 
     run: Run
@@ -40,7 +41,7 @@ class TrainedModel:
         """Return the float32 logits of the token after every position, of shape (batch, seq, vocab).
 
         Each row of `tokens`, of shape (batch, seq), is one document. Any batch size works: rows are padded to a
-        multiple of the shards. Every new shape compiles once. Raises ValueError if there are more positions than the
+        multiple of the shards. Each new shape is compiled once. Raises ValueError if there are more positions than the
         model has, or if a token is not in its vocabulary.
         """
         ids = np.asarray(tokens)

@@ -26,15 +26,24 @@ from valkyrie.search.compile.prediction import Finding, FindingCode, MemoryRepor
 from valkyrie.units import count_text, decimal_bytes_text, duration, gib, percent
 
 MIN_SHARE = 0.05
-"""Smallest share of the step time that a finding costs."""
+"""Faults that cost less than this share of the step time are not reported."""
 MIN_STATE_SHARE = 0.15
-"""Smallest share of usable memory that replicated state must save to be a finding. Data parallelism replicates it."""
+"""Replicated state is reported if sharding it would save at least this share of the usable memory.
+
+A high share, because plain data parallelism replicates all state.
+"""
 MIN_PADDING_SHARE = 0.2
-"""Smallest share of the step that products must spend on padding. A few narrow products are in every model."""
+"""Padding is reported if products spend at least this share of the step on it.
+
+More than `MIN_SHARE`, because every model has a few narrow products.
+"""
 MIN_WHOLE = 0.25
-"""Smallest share of a source line's FLOPs in products of the whole batch. The forward pass is a third."""
+"""A source line is reported if products of the whole batch have at least this share of its FLOPs.
+
+Below 1/3, the share of the forward pass.
+"""
 REPEATED = 1.25
-"""Products at a source line are repeated if all devices together compute this multiple of their FLOPs."""
+"""Products at a source line count as repeated if all devices together compute at least this multiple of their FLOPs."""
 LANES = 128
 """Width of a TPU's matrix unit and vector registers. Smaller dimensions are padded to it."""
 MAX_LINES = 3
@@ -90,7 +99,10 @@ class CheckedProgram:
         return {line: self.devices * flops / whole[line] for line, flops in local.items() if whole.get(line)}
 
     def seconds(self, lines: Iterable[str], *kinds: PartKind, mesh_axes: Sequence[str] = ()) -> float:
-        """Sum the seconds of operations of some kinds from some source lines. Waits must be over one of `mesh_axes`."""
+        """Sum the seconds of operations of these kinds from these source lines.
+
+        Waiting for communication counts only if it is over one of `mesh_axes`.
+        """
         lines, costs = set(lines), self.replay.costs if self.replay else []
         return sum(
             cost.seconds
@@ -133,7 +145,7 @@ def _flops_by_source(group: Iterable[Product]) -> dict[str, float]:
 
 
 class _Origin(NamedTuple):
-    """What identifies the products of one JAX operation before and after partitioning: source line and name."""
+    """Source line and name of a JAX operation, which are the same before and after partitioning."""
 
     source: str
     name: str
@@ -145,39 +157,43 @@ def _origin(instruction: Instruction) -> _Origin:
 
 
 def _find_whole_batches(program: CheckedProgram) -> tuple[list[Finding], set[str]]:
-    """Return findings for batches that are not split where they should be, and the source lines of these products."""
-    flagged: dict[BatchDimension, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    causes: dict[BatchDimension, set[Instruction]] = defaultdict(set)
+    """Find products for which each device computes the whole batch, although the batch argument is split.
+
+    Returns the findings, one per batch dimension, and the source lines of these products.
+    """
+    whole_flops: dict[BatchDimension, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    matched_products: dict[BatchDimension, set[Instruction]] = defaultdict(set)
     by_origin: dict[_Origin, list[Product]] = defaultdict(list)
     for product in program.whole_products:
         by_origin[_origin(product.instruction)].append(product)
-    total: dict[str, float] = defaultdict(float)
+    total_flops: dict[str, float] = defaultdict(float)
     for product in program.local_products:
         origin = _origin(product.instruction)
-        total[origin.source] += product.flops
+        total_flops[origin.source] += product.flops
         matches = [
             (candidate.instruction, unsplit)
             for candidate in by_origin.get(origin, ())
             if (unsplit := match_product(product.instruction, candidate.instruction)) is not None
         ]
-        whole = {_whole_batch(program, instruction, unsplit) for instruction, unsplit in matches}
-        if len(whole) == 1 and (dimension := whole.pop()) is not None:
-            flagged[dimension][origin.source] += product.flops
-            causes[dimension] |= {instruction for instruction, _ in matches}
+        whole_dimensions = {_whole_batch(program, instruction, unsplit) for instruction, unsplit in matches}
+        # Several operations may share a line and name. If they disagree, the product is not reported.
+        if len(whole_dimensions) == 1 and (dimension := whole_dimensions.pop()) is not None:
+            whole_flops[dimension][origin.source] += product.flops
+            matched_products[dimension] |= {instruction for instruction, _ in matches}
     findings, lines = [], set[str]()
-    for dimension, flops in flagged.items():
-        sources = {source for source, count in flops.items() if count >= MIN_WHOLE * total[source]}
+    for dimension, flops in whole_flops.items():
+        sources = {source for source, count in flops.items() if count >= MIN_WHOLE * total_flops[source]}
         seconds = _whole_batch_seconds(program, dimension, sources)
         if sources and seconds >= MIN_SHARE * program.step_s:
-            findings.append(_whole_batch_finding(program, dimension, sources, causes[dimension], seconds))
+            findings.append(_whole_batch_finding(program, dimension, sources, matched_products[dimension], seconds))
             lines |= sources
     return findings, lines
 
 
 def _whole_batch(program: CheckedProgram, product: Instruction, unsplit: Sequence[Unsplit]) -> BatchDimension | None:
-    """Return the batch dimension of a product of which a device computes all, or None if there is none.
+    """Return the batch dimension of a product that each device computes completely, or None if there is none.
 
-    `unsplit` are the dimensions of its result and operands that are not split.
+    `unsplit` has the dimensions that are not split, for the result and each operand of the product.
     """
     is_whole: dict[BatchDimension, bool] = {}
     for array, dimensions in zip((product, *product.operands[:2]), unsplit, strict=True):
@@ -193,7 +209,7 @@ def _parts(program: CheckedProgram, mesh_axes: Iterable[str]) -> int:
 
 
 def _whole_batch_seconds(program: CheckedProgram, dimension: BatchDimension, lines: set[str]) -> float:
-    """Estimate the seconds that are saved if a batch is split at these source lines."""
+    """Estimate the seconds that splitting a batch at these source lines would save."""
     parts = _parts(program, dimension.mesh_axes)
     waits = program.seconds(lines, PartKind.exposed, mesh_axes=dimension.mesh_axes)
     other = program.seconds(lines, PartKind.memory, PartKind.compute) * (1 - 1 / parts)
@@ -206,9 +222,13 @@ def _repeated_seconds(program: CheckedProgram, lines: Iterable[str]) -> float:
 
 
 def _whole_batch_finding(
-    program: CheckedProgram, dimension: BatchDimension, lines: set[str], causes: set[Instruction], seconds: float
+    program: CheckedProgram,
+    dimension: BatchDimension,
+    lines: set[str],
+    matched_products: set[Instruction],
+    seconds: float,
 ) -> Finding:
-    first = next(p.instruction for p in program.whole_products if p.instruction in causes)
+    first = next(p.instruction for p in program.whole_products if p.instruction in matched_products)
     axes = _axes(program, dimension.mesh_axes)
     text = (
         f"The batch is split over {axes} in {dimension.argument} but not in {_list_lines(program, lines)}: each device "
@@ -218,7 +238,7 @@ def _whole_batch_finding(
     operand = next(
         (a for a in (*first.operands[:2], first) if dimension in program.whole.batch_dimensions(a).values()), first
     )
-    position = next(d for d, found in program.whole.batch_dimensions(operand).items() if found == dimension)
+    position = next(d for d, batch in program.whole.batch_dimensions(operand).items() if batch == dimension)
     names = [repr(axis) for axis in dimension.mesh_axes]
     split = names[0] if len(names) == 1 else f"({', '.join(names)})"
     spec = ", ".join(["None"] * position + [split])
@@ -310,7 +330,7 @@ def _find_replicated_state(program: CheckedProgram) -> Iterator[Finding]:
 
 
 class _Sent(NamedTuple):
-    """Bytes sent by collectives of one kind, the seconds that a step waits for them, and the line with most waiting."""
+    """Bytes sent by some collectives, the seconds that a step waits for them, and the source line with most waiting."""
 
     bytes: float
     exposed_s: float
@@ -338,7 +358,7 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
     reader = CollectiveReader(program.module, dict(program.mesh_axes))
     with_batch, without_batch = _dims_by_line(program)
     gathered: dict[BatchDimension, set[str]] = defaultdict(set)
-    wide_gathers, partly_used = set[str](), set[str]()
+    float32_gathers, partly_used = set[str](), set[str]()
     for computation in program.module.computations:
         users = map_users(computation)
         for instruction in computation.instructions:
@@ -350,7 +370,7 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
                 if dimension is not None and dims not in without_batch[source]:
                     gathered[dimension].add(source)
                 if result.dtype == "f32" and _is_only_converted(instruction, users):
-                    wide_gathers.add(source)
+                    float32_gathers.add(source)
             elif instruction.opcode == "all-reduce" and not instruction.shape.parts:
                 groups = reader.read(instruction).groups
                 members = 1 if groups is None else groups.shape[1]
@@ -366,9 +386,9 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
         yield from _collective_finding(
             program, FindingCode.gathered_batch, sent, 1.0, text, remedy, dimension.mesh_axes
         )
-    sent = _sum_collectives(program, "all-gather", wide_gathers)
+    sent = _sum_collectives(program, "all-gather", float32_gathers)
     text = (
-        f"Arrays are gathered in float32 and then converted to bfloat16 in {_list_lines(program, wide_gathers)}. "
+        f"Arrays are gathered in float32 and then converted to bfloat16 in {_list_lines(program, float32_gathers)}. "
         f"{decimal_bytes_text(sent.bytes)} are sent, and half would do"
     )
     remedy = (
@@ -393,7 +413,7 @@ def _collective_finding(
     remedy: str,
     mesh_axes: tuple[str, ...] = (),
 ) -> Iterator[Finding]:
-    """Yield a finding about collectives, of which `share` is superfluous, if it costs enough."""
+    """Yield a finding about collectives if it costs enough. `share` is the part of their bytes that is superfluous."""
     seconds = share * sent.exposed_s
     if program.step_s and seconds >= MIN_SHARE * program.step_s:
         text += f". This costs about {duration(seconds)} of {duration(program.step_s)} a step."
@@ -422,21 +442,20 @@ def _dims_by_line(
 
 def _is_only_converted(gather: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> bool:
     """Return whether every use of a gathered array converts it to bfloat16."""
-    ends, queue = [], list(users.get(gather, ()))
+    are_conversions, queue = [], list(users.get(gather, ()))
     while queue:
         user = queue.pop()
         if user.opcode in (*_PASS_THROUGH, "all-gather-done", "transpose", "get-tuple-element"):
             queue += users.get(user, ())
         elif user.opcode == "fusion":
-            inside = user.called[0].instructions
+            fused = user.called[0].instructions
             converts = any(
-                i.opcode == "convert" and i.shape.dtype == "bf16" and i.operands[0].opcode == "parameter"
-                for i in inside
+                i.opcode == "convert" and i.shape.dtype == "bf16" and i.operands[0].opcode == "parameter" for i in fused
             )
-            ends.append(converts and all(i.opcode in _CONVERSION_FUSION for i in inside))
+            are_conversions.append(converts and all(i.opcode in _CONVERSION_FUSION for i in fused))
         else:
-            ends.append(user.opcode == "convert" and user.shape.dtype == "bf16")
-    return bool(ends) and all(ends)
+            are_conversions.append(user.opcode == "convert" and user.shape.dtype == "bf16")
+    return bool(are_conversions) and all(are_conversions)
 
 
 def _used_share(reduced: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> float:
@@ -447,34 +466,34 @@ def _used_share(reduced: Instruction, users: Mapping[Instruction, Sequence[Instr
         if user.opcode in _PASS_THROUGH:
             queue += users.get(user, ())
             continue
-        inside = user.called[0].instructions if user.opcode == "fusion" else [user]
-        slices = any(i.opcode == "dynamic-slice" for i in inside) and not user.shape.parts
+        executed = user.called[0].instructions if user.opcode == "fusion" else [user]
+        slices = any(i.opcode == "dynamic-slice" for i in executed) and not user.shape.parts
         shares.append(user.shape.elements / reduced.shape.elements if slices else 1.0)
     return max(shares, default=1.0)
 
 
 def _find_padding(program: CheckedProgram) -> Iterator[Finding]:
     """Find products with a dimension below the width of the matrix unit, which is padded."""
-    used: Counter[tuple[str, str]] = Counter()
-    padded: Counter[tuple[str, str]] = Counter()
-    narrow: dict[str, Counter[int]] = defaultdict(Counter)
+    useful_flops: Counter[tuple[str, str]] = Counter()
+    padded_flops: Counter[tuple[str, str]] = Counter()
+    narrow_sizes: dict[str, Counter[int]] = defaultdict(Counter)
     for product in program.local_products:
         key = cause(product.operation)
         sizes = [size for size in _product_widths(product.instruction) if size <= LANES // 2]
-        used[key] += int(product.flops)
-        padded[key] += int(product.flops * math.prod(LANES / size for size in sizes))
-        narrow[key[1]].update({size: int(product.flops) for size in sizes})
+        useful_flops[key] += int(product.flops)
+        padded_flops[key] += int(product.flops * math.prod(LANES / size for size in sizes))
+        narrow_sizes[key[1]].update({size: int(product.flops) for size in sizes})
     waste: dict[str, float] = defaultdict(float)
     for cost in program.replay.costs if program.replay else ():
         key = cost.op_name, cost.source
-        if cost.kind is PartKind.matmul and padded[key]:
-            waste[cost.source] += cost.seconds * (1 - used[key] / padded[key])
+        if cost.kind is PartKind.matmul and padded_flops[key]:
+            waste[cost.source] += cost.seconds * (1 - useful_flops[key] / padded_flops[key])
     waste = {line: seconds for line, seconds in waste.items() if seconds > 0.01 * program.step_s}
     seconds = sum(waste.values())
     if not waste or seconds < MIN_PADDING_SHARE * program.step_s:
         return
     slowest = max(waste, key=lambda line: waste[line])
-    sizes = sorted({counts.most_common(1)[0][0] for line, counts in narrow.items() if line in waste and counts})
+    sizes = sorted({counts.most_common(1)[0][0] for line, counts in narrow_sizes.items() if line in waste and counts})
     text = (
         f"Products in {_list_lines(program, waste)} have dimensions of "
         f"{' and '.join(str(size) for size in sizes[-2:])}, which the {LANES} x {LANES} matrix unit pads to {LANES}. "
@@ -485,7 +504,7 @@ def _find_padding(program: CheckedProgram) -> Iterator[Finding]:
 
 
 def _product_widths(instruction: Instruction) -> list[int]:
-    """Return the contracted and the output feature dimension of a product, which the matrix unit pads."""
+    """Return the contracted and the output feature size of a product, which the matrix unit pads."""
     message = instruction.message
     if instruction.opcode == "convolution":
         numbers, kernel = message.convolution, instruction.operands[1].shape.dims

@@ -1,6 +1,7 @@
-"""Compiles lowered programs in a child process, with the compile cache. The result is that of `lowered.compile()`.
+"""Compiles lowered programs in a child process, with the compile cache.
 
-The compiler gets the same StableHLO and the same serialised options from the child as JAX would pass to it here.
+The child passes XLA the same StableHLO and the same serialised options as JAX would in this process, so that the result
+is that of `lowered.compile()`.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class SourceLocations:
     operations: tuple[int, ...]
 
     def moved_to(self, other: SourceLocations) -> dict[str, str]:
-        """Return the lines that differ in another lowering of the same program, by line in this one."""
+        """Return the new lines of operations that have moved in another lowering of the same program, by old line."""
         pairs = [
             [*zip(self.frames[old], other.frames[new], strict=False)]
             for old, new in {*zip(self.operations, other.operations, strict=False)}
@@ -122,7 +123,12 @@ class SourceLocations:
 class StoredProgram:
     """A compiled program in the cache, or in a temporary folder if the cache cannot be written.
 
-    `moved` maps source lines in the stored module (`file:line`) to those of the program now.
+    Args:
+        record: Result of the compile.
+        folder: Folder with the record and the optimised module, if there is one.
+        cached: Whether the cache already had the program.
+        moved: Current source lines (`file:line`) of operations that have moved since the module was stored, by the line
+            in the module.
     """
 
     record: ProgramRecord
@@ -136,7 +142,7 @@ class StoredProgram:
         return (self.folder / MODULE_FILE).read_bytes()
 
     def update_sources(self, module: Module) -> None:
-        """Replace the source lines in a parsed module by those of the program now."""
+        """Replace the source lines in a parsed module by the current ones."""
         for instruction in module.instructions.values() if self.moved else ():
             instruction.source = self.moved.get(instruction.source, instruction.source)
 
@@ -144,7 +150,7 @@ class StoredProgram:
 def capture_program(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> LoweredProgram | None:
     """Return what JAX would pass to XLA's compiler, or None if the program must be compiled in this process.
 
-    This is so for programs with Python callbacks, and for a JAX version with other internals.
+    This process must compile programs with Python callbacks, and all programs if JAX's internals have changed.
     """
     from jax._src.interpreters import mlir  # JAX has no public function that returns the options of a compile
 
@@ -174,7 +180,7 @@ def capture_program(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> 
 
 
 class _Recorded(Exception):
-    """Raised instead of compiling."""
+    """Raised by `_Recorder` in place of a compile, with its arguments."""
 
     def __init__(self, module: Any, options: Any, devices: Sequence[Any]) -> None:
         super().__init__()
@@ -182,7 +188,7 @@ class _Recorded(Exception):
 
 
 class _Recorder:
-    """A backend that records the arguments of a compile."""
+    """A backend that raises `_Recorded` when JAX compiles for it."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -200,8 +206,8 @@ def has_slice_devices(mesh: jax.sharding.Mesh, target: Slice) -> bool:
 
     def describe(devices: Sequence[Any]) -> object:
         attributes = ("id", "process_index", "coords", "core_on_chip", "slice_index")
-        each = sorted([str([getattr(device, name, None) for name in attributes]) for device in devices])
-        return each, xla_client.get_topology_for_devices(list(devices)).fingerprint()
+        descriptions = sorted([str([getattr(device, name, None) for name in attributes]) for device in devices])
+        return descriptions, xla_client.get_topology_for_devices(list(devices)).fingerprint()
 
     devices = get_platform(target.platform).devices_to_compile_for(target, mesh.size)
     return describe(list(mesh.devices.flat)) == describe(devices)
@@ -217,7 +223,10 @@ def compile_program(
     time_limit_s: float | int | None,
     progress: Progress,
 ) -> StoredProgram | CompileOutcome:
-    """Compile a program in a child process, unless the cache has it. If this fails, returns an outcome with the reason.
+    """Compile a program in a child process, unless the cache has it.
+
+    Returns a `CompileOutcome` with the reason if the compile fails or is stopped. A program that does not fit is a
+    stored program without `record.memory`.
 
     Args:
         program: The program.
@@ -251,16 +260,16 @@ def compile_program(
         write_record(scratch / key / LOCATIONS_FILE, locations)
         command = module_command("valkyrie.search.compile.program_child", str(scratch), str(os.getpid()))
         environment, log = get_platform(target.platform).compile_environment(), scratch / "compiler.log"
-        results = (scratch / OUTCOME, scratch / key / PROGRAM)
+        result_files = (scratch / OUTCOME, scratch / key / PROGRAM)
         failure = run_compiler(
             ChildProcess(command, environment, log),
             time_limit_s,
             "time_limit_s",
             lambda elapsed: progress(f"compiling {name} for {target.name}: {elapsed:.0f} s"),
-            lambda: any(file.is_file() for file in results),
+            lambda: any(file.is_file() for file in result_files),
         )
-        if failure is None and results[0].is_file():
-            failure = read_record(CompileOutcome, results[0])
+        if failure is None and result_files[0].is_file():
+            failure = read_record(CompileOutcome, result_files[0])
         if failure is not None:
             return failure
         record = read_record(ProgramRecord, scratch / key / PROGRAM)
@@ -281,7 +290,7 @@ def _plain_target(target: TargetConfig) -> TargetConfig:
 def split_locations(text: str) -> tuple[str, SourceLocations]:
     """Split StableHLO with debug information into text with the names of operations, and their source lines.
 
-    The text does not depend on lines, nor on the functions that called the program.
+    The text does not depend on line numbers or on the callers of the program, so that it can be a key of the cache.
     """
     definitions = {match[1]: match[2] for match in _DEFINITION.finditer(text)}
     frames: dict[tuple[str, ...], int] = {}

@@ -152,7 +152,7 @@ def predict_function(
 def _explain(
     predicted: PredictedProgram, lowered: jax.stages.Lowered | None, module: Module | None
 ) -> PredictedProgram:
-    """Add the largest allocations of a program that does not fit, and what would help."""
+    """Add the largest allocations and hints to the prediction of a program that does not fit."""
     prediction = predicted.prediction
     if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or lowered is None:
         return predicted
@@ -165,9 +165,14 @@ def _explain(
 
 @dataclass(frozen=True)
 class _CompiledModule:
-    """A compiled program: its parsed module, its memory, the compiler options used, and where the time went.
+    """A compiled program.
 
-    If the program does not fit, `memory` is the outcome of the compile.
+    Args:
+        module: The parsed module.
+        memory: Memory of the program, or the outcome of the compile if it does not fit.
+        options: Compiler options that were used.
+        compile_s: Compile time in seconds, or None if the caller compiled the program.
+        cached: Whether the program came from the cache, or None if the caller compiled it.
     """
 
     module: Module

@@ -73,12 +73,12 @@ def _compile(request: ProgramRequest, folder: Path) -> ProgramRecord:
     by_id = {device.id: device for device in platform.devices_to_compile_for(request.target, len(request.devices))}
     devices = tuple(by_id[number] for number in request.devices)
     stablehlo, options = (folder / STABLEHLO_FILE).read_bytes(), (folder / OPTIONS_FILE).read_bytes()
-    # JAX sets the other options, such as the optimization level, on `CompileOptions` itself.
-    not_overrides = {option.name for option in request.options} - set(request.overrides)
+    # JAX sets some options, such as the optimization level, on `CompileOptions` itself. They are in `options` already.
+    non_overrides = {option.name for option in request.options} - set(request.overrides)
 
     def compile(compiler_options: dict[str, str] | None = None) -> Any:
         compile_options = xla_client.CompileOptions.ParseFromString(options)
-        overrides = {k: v for k, v in (compiler_options or {}).items() if k not in not_overrides}
+        overrides = {k: v for k, v in (compiler_options or {}).items() if k not in non_overrides}
         dump = {"xla_dump_to": str(folder / DUMP_FOLDER), "xla_dump_hlo_as_proto": True}
         compile_options.env_option_overrides = list((dump | request.overrides | overrides).items())
         with mlir.make_ir_context():
@@ -115,7 +115,7 @@ def _read_dump(folder: Path) -> bytes | None:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """An executable of XLA with the methods of `jax.stages.Compiled` that read it."""
+    """An XLA executable with those methods of `jax.stages.Compiled` that Valkyrie uses."""
 
     executable: Any
 

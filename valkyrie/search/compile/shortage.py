@@ -52,11 +52,11 @@ def list_arguments(lowered: jax.stages.Lowered) -> list[Argument]:
 
     values: dict[str, Any] = getattr(getattr(lowered, "_lowering", None), "compile_args", {})
     info = getattr(values.get("all_args_info"), "debug_info", None)  # JAX has no public way to read names and shardings
-    names, kept = getattr(info, "arg_names", None) or (), sorted(values.get("kept_var_idx") or ())
-    shown = [names[i] if i < len(names) and names[i] else f"argument {i}" for i in kept]
+    names, used_indices = getattr(info, "arg_names", None) or (), sorted(values.get("kept_var_idx") or ())
+    labels = [names[i] if i < len(names) and names[i] else f"argument {i}" for i in used_indices]
     arguments = []
     for name, aval, sharding in zip(
-        shown, values.get("global_in_avals", ()), values.get("in_shardings", ()), strict=False
+        labels, values.get("global_in_avals", ()), values.get("in_shardings", ()), strict=False
     ):
         if not isinstance(sharding, jax.sharding.NamedSharding) or not hasattr(aval, "dtype"):
             continue
@@ -95,7 +95,8 @@ def explain_shortage(
 ) -> tuple[MemoryReport, list[Hint]]:
     """Add the largest arguments and results to a memory report, unless XLA listed allocations.
 
-    Also returns what would help. With `hint_replicated`, this includes sharding the largest replicated arguments.
+    Also returns hints that would reduce the memory. With `hint_replicated`, one is to shard the largest replicated
+    arguments.
     """
     smallest = MIN_SHARE * (memory.usable or 0)
     if not memory.largest:
@@ -108,12 +109,12 @@ def explain_shortage(
     large = sorted(arguments, key=lambda each: -each.savable)
     large = [each for each in large if each.savable > smallest][:_MAX_ARGUMENTS]
     if large and hint_replicated:
-        named = ", ".join(
+        named_arguments = ", ".join(
             f"{each.name} ({gib(each.bytes)}, replicated over {' and '.join(each.replicated_over)})" for each in large
         )
         saved = sum(each.savable for each in large)
         verdict = "enough to fit" if saved >= missing else f"{percent(saved / missing)} of what is missing"
-        texts.append(f"shard {named}: saves up to {gib(saved)} on a device, {verdict}.")
+        texts.append(f"shard {named_arguments}: saves up to {gib(saved)} on a device, {verdict}.")
     temporary = memory.needed - sum(each.bytes for each in arguments)
     if arguments and temporary > missing / 2:
         texts.append(
