@@ -70,7 +70,7 @@ def trial(
     reason: str | None = None,
     price: float | None = None,
     batch: int | None = None,
-    asked: Sequence[str] = (),
+    overrides: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
     sharding: str | None = None,
     p90: float = 1.02,
@@ -86,7 +86,7 @@ def trial(
         seconds: Parts of the step, as fractions of it.
         collectives: Traced collectives by mesh axes, as fractions of the step.
         price: Price of a chip in USD per hour.
-        asked: Further overrides.
+        overrides: Further overrides.
         values: Recorded values of the overrides in force.
         p90: 90th percentile of the step time, as a multiple of the median.
         least: Minimum of the step time, as a multiple of the median.
@@ -97,11 +97,11 @@ def trial(
     record = replace(template.about, layout=layout, mesh=mesh, partition=partition)
     record = replace(record, degrees=degrees or record.degrees, sharding=sharding, batch=batch or record.batch)
     if target:
-        record = with_hardware(replace(record, target=target, hardware=None), key_values(asked))
+        record = with_hardware(replace(record, target=target, hardware=None), key_values(overrides))
         record = replace(record, described=target if record.hardware is None else record.hardware.described)
-    key = ":".join([stage, str(target), layout, str(batch), *asked])
+    key = ":".join([stage, str(target), layout, str(batch), *overrides])
     template = replace(template, key=key, about=record, status=status, reason=reason)
-    template = replace(template, overrides=[*template.overrides, *asked], values=dict(values or {}))
+    template = replace(template, overrides=[*template.overrides, *overrides], values=dict(values or {}))
     if per_chip is None:
         needed = MemoryReport() if gib is None else MemoryReport(needed=int(gib * 2**30), usable=16 * 2**30)
         return replace(template, folder=None, results=TrialResult(memory=needed))

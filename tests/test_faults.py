@@ -104,7 +104,7 @@ def test_trainings_started_in_the_same_second_have_separate_folders(tmp_path: Pa
 
 
 def test_control_characters_in_files_are_not_printed():
-    hostile = trial("x", 10.0, asked=["model=\x1b]0;owned\x07"])
+    hostile = trial("x", 10.0, overrides=["model=\x1b]0;owned\x07"])
     hostile = replace(hostile, sweep="\x1b[2J", about=replace(hostile.about, model="=cmd|'/c calc'!A0"), reason="\t=1")
     rows = make_rows({Path("x"): [hostile]})
     assert "\x1b" not in as_markdown(rows) and "\x1b" not in as_csv(rows)

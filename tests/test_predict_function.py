@@ -50,7 +50,7 @@ def products(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def donating(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """Donates an argument, has compiler options of `jit`, and leaves the shardings of its results to XLA."""
+    """Return a program that donates an argument, sets compiler options in `jit`, and has no result shardings."""
     options = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
 
     @partial(jax.jit, donate_argnums=0, compiler_options=options)
@@ -92,7 +92,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def module_text(proto: bytes) -> str:
-    """Return a module as text with its operations, schedule and source lines. Protos also have ids of the process."""
+    """Return a module as text, to compare it with others. Serialised modules also have ids that differ by process."""
     hlo: Any = importlib.import_module("jaxlib._hlo")
     return hlo.XlaComputation(proto).as_hlo_module().to_string()
 
@@ -224,7 +224,7 @@ def test_the_examples_of_several_shardings_run_as_written(
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Replace the compiler process by a Python program. `folder` is its folder."""
+    """Replace the compiler process by this Python code, in which `folder` is the folder of the request."""
     prefix = "import os, sys, time; folder = sys.argv[1]; open('{pid}', 'w').write(str(os.getpid()));"
     monkeypatch.setattr(
         lowered_programs,

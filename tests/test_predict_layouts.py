@@ -40,7 +40,7 @@ def fake_predict(
     work: ProgramWork,
     **settings: Any,
 ) -> PredictedProgram:
-    """Predict a step of `arguments[0]` seconds. 0 does not fit, and text is an error."""
+    """Predict a step of `arguments[0]` seconds. 0 means that it does not fit, and text raises an error."""
     (seconds,) = arguments
     if isinstance(seconds, str):
         raise KeyError(seconds)
@@ -72,7 +72,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step() -> None:
-    """Stand for a jitted function."""
+    """Placeholder for a jitted function."""
 
 
 LAYOUTS = {"slow": (0.4,), "large": (0,), "fast": {"args": (0.1,)}, "broken": ("x",)}

@@ -335,7 +335,7 @@ def test_the_torus_picture_has_every_device_once(tmp_path: Path):
     ],
 )
 def test_the_torus_of_a_target_is_drawn(target, overrides, shape, slices, twisted):
-    of_target = target_torus(trial("8x1x1-fsdp", 9, target=target, asked=overrides).about)
+    of_target = target_torus(trial("8x1x1-fsdp", 9, target=target, overrides=overrides).about)
     picture = (None, 1, False) if of_target is None else (of_target.shape, of_target.slices, of_target.twisted)
     assert picture == (shape, slices, twisted)
 
@@ -343,7 +343,7 @@ def test_the_torus_of_a_target_is_drawn(target, overrides, shape, slices, twiste
 def test_a_twisted_torus_has_a_picture(tmp_path: Path):
     summary = golden_summary("compile")
     summary["positions"] = [f"0:{a},{b},{c}:0" for a in range(4) for b in range(4) for c in range(8)]
-    twisted = trial("4x4x8-fsdp", 9, target="v4-256", asked=["target.topology=4x4x8_twisted"])
+    twisted = trial("4x4x8-fsdp", 9, target="v4-256", overrides=["target.topology=4x4x8_twisted"])
     folder = sweep_folder(tmp_path / "hand", [twisted], timelines=1)
     (folder / twisted.name / "compile.json").write_text(json.dumps(summary))
     (row,) = read_rows([folder])

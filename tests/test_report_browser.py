@@ -119,9 +119,9 @@ def test_two_layouts_are_shown_side_by_side(opened: Opened):
 def test_units_stay_when_two_layouts_are_swapped(browser: Browser, tmp_path: Path):
     short, long = {"matmul": 0.9, "exposed x": 0.1}, {"matmul": 0.2, "exposed x": 0.8}
     trials = [
-        trial("8x1x1-fsdp", 1000, seconds=short, sent={"x": 512.0}, asked=["model.layers=4"]),
-        trial("2x4x1-2d_tp", 400, seconds=long, sent={"x": 9e6}, batch=32, asked=["model.layers=4"]),
-        trial("1x8x1-dp", 300, seconds=long, asked=["model.layers=8"]),
+        trial("8x1x1-fsdp", 1000, seconds=short, sent={"x": 512.0}, overrides=["model.layers=4"]),
+        trial("2x4x1-2d_tp", 400, seconds=long, sent={"x": 9e6}, batch=32, overrides=["model.layers=4"]),
+        trial("1x8x1-dp", 300, seconds=long, overrides=["model.layers=8"]),
     ]
     opened = opened_at(browser, write_report(sweep_folder(tmp_path, trials)))
     page, reasons = opened.page, []

@@ -71,7 +71,7 @@ def many(count: int) -> list[Trial]:
             trials.append(trial(name, None, status=Status.refused, reason=long + str(i)))
         else:
             layout_trial = trial(
-                name, 1000 + i, stage="measure" if i % 5 == 3 else "compile", price=1.2, asked=trial_overrides(i)
+                name, 1000 + i, stage="measure" if i % 5 == 3 else "compile", price=1.2, overrides=trial_overrides(i)
             )
             folder = f"valkyrie_1b-{name}-{layout_trial.stage}-v4-64-{i:06x}"
             trials.append(
@@ -98,7 +98,7 @@ def row_details(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
 
 
 def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
-    rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i, asked=trial_overrides(0)) for i in range(3)))
+    rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i, overrides=trial_overrides(0)) for i in range(3)))
     text = render_page(rows)
     texts = data_of(text)["texts"]
     assert [sum(part in text for text in texts) for part in ("block_pattern", "v5e chips 2x4")] == [1, 1]
@@ -165,8 +165,11 @@ def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
 
 
 def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):
-    sizes = [trial("8x1x1-fsdp", 1000, asked=["model.layers=4"]), trial("8x1x1-fsdp", 500, asked=["model.layers=8"])]
-    pairs = data_of(render_page(rows_of(tmp_path, *sizes, trial("2x4x1-2d_tp", 400, asked=["model.layers=4"]))))[
+    sizes = [
+        trial("8x1x1-fsdp", 1000, overrides=["model.layers=4"]),
+        trial("8x1x1-fsdp", 500, overrides=["model.layers=8"]),
+    ]
+    pairs = data_of(render_page(rows_of(tmp_path, *sizes, trial("2x4x1-2d_tp", 400, overrides=["model.layers=4"]))))[
         "pairs"
     ]
     assert set(pairs["why"]) == {"0,2", "2,0"}

@@ -33,7 +33,7 @@ WIDEST = ["model.embed=2048", "model.mlp=5632", "model.layers=24"]
 
 def shapes(speeds: Mapping[str, Sequence[float]], **other: Any) -> list[Trial]:
     return [
-        trial(layout, speed, asked=["tracking=off", *overrides], **other)
+        trial(layout, speed, overrides=["tracking=off", *overrides], **other)
         for layout, of in speeds.items()
         for overrides, speed in zip((WIDE, DEEP, WIDEST), of, strict=True)
     ]
@@ -61,16 +61,16 @@ def test_settings_that_a_sweep_varies_label_the_work_once(varied: list[Row]):
 def test_keys_of_the_layout_the_trial_and_the_work_are_not_varied(tmp_path: Path):
     rows = rows_of(
         tmp_path,
-        trial("8x1x1-fsdp", 9, asked=["remat=full", "mode.repeats=3", "+trial.retry=true", "hydra.mode=RUN"]),
-        trial("2x4x1-fsdp", 9, asked=["microbatches=2", "mesh.placement=[x,y]", "target.slices=2"]),
-        trial("2x4x1-fsdp", 9, asked=["batch=64", "data=bytes"], batch=64),
-        trial("2x4x1-fsdp", 9, stage="measure", asked=["steps=7"]),
+        trial("8x1x1-fsdp", 9, overrides=["remat=full", "mode.repeats=3", "+trial.retry=true", "hydra.mode=RUN"]),
+        trial("2x4x1-fsdp", 9, overrides=["microbatches=2", "mesh.placement=[x,y]", "target.slices=2"]),
+        trial("2x4x1-fsdp", 9, overrides=["batch=64", "data=bytes"], batch=64),
+        trial("2x4x1-fsdp", 9, stage="measure", overrides=["steps=7"]),
     )
     assert {row.work.varied for row in rows} == {()}
 
 
 def test_labels_have_the_precision_if_a_stage_has_two(tmp_path: Path):
-    half, whole = (trial("8x1x1-fsdp", 9, asked=[f"precision={name}"]) for name in ("bf16_mixed", "float32"))
+    half, whole = (trial("8x1x1-fsdp", 9, overrides=[f"precision={name}"]) for name in ("bf16_mixed", "float32"))
     whole = replace(whole, about=replace(whole.about, precision="float32"))
     ran = trial("8x1x1-fsdp", 9, stage="measure")
     assert list(values.labels(rows_of(tmp_path / "one", half, ran)).values()) == ["8x1x1-fsdp"] * 2
@@ -82,7 +82,7 @@ def test_keys_with_equal_last_parts_are_written_in_full(tmp_path: Path):
     overrides = (["model.s5.blocks=1", "model.trm.blocks=1"], ["model.s5.blocks=2", "model.trm.blocks=1"])
     more = ["model.s5.blocks=1", "model.trm.blocks=2"]
     rows = rows_of(
-        tmp_path, *(trial("8x1x1-fsdp", 9, asked=overrides_of_trial) for overrides_of_trial in (*overrides, more))
+        tmp_path, *(trial("8x1x1-fsdp", 9, overrides=overrides_of_trial) for overrides_of_trial in (*overrides, more))
     )
     assert rows[1].work.varied == ("model.s5.blocks=2", "model.trm.blocks=1")
 
@@ -92,8 +92,8 @@ LAYERS = "model.layers"
 
 def test_model_settings_that_differ_between_sweeps_label_the_work(tmp_path: Path):
     """Each sweep has one model shape, so the shape only differs between the sweeps."""
-    sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1", "name=one"])])
-    sweep_folder(tmp_path / "two", [trial("8x1x1-2d_tp", 150, asked=[f"{LAYERS}=4", "name=two"])])
+    sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, overrides=[f"{LAYERS}=1", "name=one"])])
+    sweep_folder(tmp_path / "two", [trial("8x1x1-2d_tp", 150, overrides=[f"{LAYERS}=4", "name=two"])])
     rows = read_rows([tmp_path])
     assert [row.work.varied for row in rows] == [("layers=1",), ("layers=4",)]
     text = as_markdown(rows)
@@ -103,9 +103,9 @@ def test_model_settings_that_differ_between_sweeps_label_the_work(tmp_path: Path
 
 
 def test_a_prediction_is_not_matched_to_a_measurement_of_another_model(tmp_path: Path):
-    sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1"])])
+    sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, overrides=[f"{LAYERS}=1"])])
     for n in (4, 1):
-        ran = trial("8x1x1-dp", 9, stage="measure", target="auto", asked=[f"{LAYERS}={n}"])
+        ran = trial("8x1x1-dp", 9, stage="measure", target="auto", overrides=[f"{LAYERS}={n}"])
         sweep_folder(tmp_path / f"ran{n}", [ran])
     apart = read_rows([tmp_path / "one", tmp_path / "ran4"])
     assert pair_predictions(apart) == []
@@ -116,7 +116,7 @@ def test_a_key_that_was_not_overridden_has_its_recorded_value(tmp_path: Path):
     cases = [(["model.layers=1"], "1"), (["model.layers=4"], "4"), ([], "4"), (["model=own"], "2")]
     for i, (overrides, layers) in enumerate(cases):
         values_ = {"model.name": "valkyrie_tiny", LAYERS: layers, "optimizer.beta1": "0.9"}
-        sweep_folder(tmp_path / str(i), [trial("8x1x1-dp", 900 + i, asked=overrides, values=values_)])
+        sweep_folder(tmp_path / str(i), [trial("8x1x1-dp", 900 + i, overrides=overrides, values=values_)])
     assert [row.work.varied for row in read_rows([tmp_path])] == [("layers=1",), *[("layers=4",)] * 2, ("layers=2",)]
     unnamed = read_rows([tmp_path / "2", tmp_path / "3"])
     assert [row.work.varied for row in unnamed] == [("layers=4",), ("layers=2",)]
@@ -125,17 +125,17 @@ def test_a_key_that_was_not_overridden_has_its_recorded_value(tmp_path: Path):
 
 
 def test_work_depends_only_on_what_a_step_computes(tmp_path: Path):
-    sweep_folder(tmp_path / "a", [trial("8x1x1-dp", 9, asked=["steps=7", "seed=1", "sweep=a", "log_every=1"])])
-    sweep_folder(tmp_path / "b", [trial("8x1x1-dp", 9, asked=["optimizer.ema_decay=0.99", "remat=full"])])
-    sweep_folder(tmp_path / "c", [trial("8x1x1-dp", 9, asked=["seed=2", "data=bytes", "name=c"])])
+    sweep_folder(tmp_path / "a", [trial("8x1x1-dp", 9, overrides=["steps=7", "seed=1", "sweep=a", "log_every=1"])])
+    sweep_folder(tmp_path / "b", [trial("8x1x1-dp", 9, overrides=["optimizer.ema_decay=0.99", "remat=full"])])
+    sweep_folder(tmp_path / "c", [trial("8x1x1-dp", 9, overrides=["seed=2", "data=bytes", "name=c"])])
     rows = read_rows([tmp_path])
     assert [row.work.varied for row in rows] == [(), ("ema_decay=0.99",), ()]
     assert len(compare(rows, str(tmp_path / "a"), str(tmp_path / "c")).pairs) == 1
 
 
 def test_sweeps_without_common_work_are_not_compared(tmp_path: Path):
-    first = sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1"])])
-    three = sweep_folder(tmp_path / "three", [trial("8x1x1-dp", 300, asked=[f"{LAYERS}=4"])])
+    first = sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, overrides=[f"{LAYERS}=1"])])
+    three = sweep_folder(tmp_path / "three", [trial("8x1x1-dp", 300, overrides=[f"{LAYERS}=4"])])
     rows = read_rows([tmp_path])
     comparison = compare(rows, str(first), str(three))
     assert comparison.pairs == []
@@ -235,7 +235,7 @@ def test_figures_are_drawn_only_if_they_are_informative(tmp_path: Path):
     ],
 )
 def test_topologies_twists_and_slices_are_ranked_apart(tmp_path: Path, target: str, overrides: list[str], label: str):
-    (row,) = rows_of(tmp_path, trial("8x1x1-fsdp", 9, target=target, asked=overrides))
+    (row,) = rows_of(tmp_path, trial("8x1x1-fsdp", 9, target=target, overrides=overrides))
     assert row.group.target == label
 
 
@@ -254,7 +254,7 @@ def test_real_devices_of_this_machine_are_named(tmp_path: Path):
 
 def test_the_command_of_a_layout_starts_a_single_run(tmp_path: Path):
     overrides = ["name=mine", "runs=elsewhere", "sweep=laptop_8", "model.block_pattern=[s5,attention]"]
-    (row,) = rows_of(tmp_path, trial("2x4x1-fsdp", 9, asked=overrides))
+    (row,) = rows_of(tmp_path, trial("2x4x1-fsdp", 9, overrides=overrides))
     expected = (
         "valkyrie-train mode=compile mesh=2x4x1 partition=fsdp sweep=laptop_8 'model.block_pattern=[s5,attention]'"
     )
@@ -277,7 +277,7 @@ def test_csv_has_the_varied_settings(varied: list[Row]):
 
 def test_tables_show_the_batch_and_other_settings_in_which_trials_differ(tmp_path: Path):
     trials = [
-        trial("8x1x1-fsdp", 9, asked=[f"batch={batch}", f"seed={seed}"], batch=batch)
+        trial("8x1x1-fsdp", 9, overrides=[f"batch={batch}", f"seed={seed}"], batch=batch)
         for batch, seed in ((8, 0), (16, 0), (16, 1))
     ]
     expected = ["batch=8 seed=0", "batch=16 seed=0", "batch=16 seed=1"]

@@ -238,7 +238,10 @@ def unreadable_option(message: str) -> tuple[str, str, str] | None:
 
 
 def wrong_flag(line: str) -> str | None:
-    """Return what libtpu reports about a wrong flag in `LIBTPU_INIT_ARGS` before it ends the process, or None."""
+    """Return why libtpu refuses a flag in `LIBTPU_INIT_ARGS`, such as `has no flag xla_foo`. None for other lines.
+
+    libtpu prints this line and then ends the process.
+    """
     if match := re.match(r"ERROR: Unknown command line flag '(.*)'", line):
         return f"has no flag {match[1]}"
     if match := re.match(r"ERROR: Illegal value '(.*)' specified for flag '(.*)'", line):

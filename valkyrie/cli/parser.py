@@ -31,7 +31,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser that prints errors in one line, without the usage."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> Any:
-        """Parse the arguments. An unknown one is an error that says what to write instead."""
+        """Parse the arguments. An unknown argument is an error whose message suggests a correction."""
         words = sys.argv[1:] if args is None else list(args)
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
@@ -52,7 +52,7 @@ def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argum
 
 
 def _advice(parser: argparse.ArgumentParser, word: str) -> str:
-    """Return the end of the message for an unknown argument: its place, the nearest flag, or the help."""
+    """Return the end of the message for an unknown argument, which suggests its correct form, a flag, or `--help`."""
     flag = word.partition("=")[0]
     for action in parser._actions:
         if not action.option_strings and flag.startswith("-") and flag.lstrip("-") == action.dest:

@@ -161,9 +161,9 @@ def _import_function(file: Path, function: str) -> Callable[..., Any]:
     assert spec is not None and spec.loader is not None
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if callable(found):
-        return found
+    value = getattr(module, function, None)
+    if callable(value):
+        return value
     functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
     raise ValueError(f"it has no function {function}, only {', '.join(functions) or 'none'}")
 

@@ -85,10 +85,10 @@ class Product(NamedTuple):
 
 
 def products(module: Module, mesh_axes: Mapping[str, int]) -> list[Product]:
-    """Return the dots and convolutions of a program in execution order, those of a loop once.
+    """Return the dots and convolutions of a program in execution order. Those of a loop are listed once.
 
-    A loop counts as one iteration if its trip count is unknown, and each branch of a conditional as equally likely.
-    `mesh_axes` are the names and sizes of the mesh's axes.
+    Loops with an unknown trip count are counted once, and the branches of a conditional are weighted equally.
+    `mesh_axes` has the sizes of the mesh axes by name.
     """
     return list(_products(module.entry, 1.0, mesh_axes))
 

@@ -116,7 +116,7 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
 
 
 def abbreviate_search(arguments: Sequence[str]) -> list[str]:
-    """Abbreviate the arguments of a search for display, as `expand_shorthand` accepts them."""
+    """Abbreviate the arguments of a search for display. `expand_shorthand` reverses this."""
     values, mode = key_values(arguments), get_mode("search")
     short_keys = {f"mode.{key}": key for key in (() if mode is None else mode.short_keys)}
     short_keys |= {"mode.targets": "target", "mode.device_batches": "device_batch"}
@@ -162,9 +162,8 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
 def parse_run(arguments: Sequence[str], *, in_python: bool = False) -> Run:
     """Compose arguments of `valkyrie-train` into a run. Does not check the run for problems.
 
-    `in_python` is whether a Python program passes them, for messages about several values.
-
-    If the arguments cannot be composed, raises ValueError with the message that `valkyrie-train` would print.
+    If the arguments cannot be composed, raises ValueError with the message that `valkyrie-train` would print. With
+    `in_python`, the message does not suggest a sweep, which only commands can run.
     """
     arguments = expand_shorthand(arguments)
     refuse_typos(arguments, multirun=False, in_python=in_python)

@@ -149,6 +149,7 @@ def unset_variable(name: str) -> str:
 
 
 def _fails(config: DictConfig, key: str, message: str) -> bool:
+    """Return whether resolving a key raises an error with this first line."""
     try:
         OmegaConf.select(config, key)
     except OmegaConfBaseException as error:
@@ -213,18 +214,18 @@ def _likely_keys(name: str, parent: Any, prefix: str) -> list[str]:
 
 
 def _top_level_keys(name: str, root: Any) -> list[str]:
-    """Return the top-level key that the user probably meant by a key of a group, in a list, or an empty list.
+    """Return a list with the top-level key that the user probably meant by a key of a group. Empty if there is none.
 
-    It is the key of this name, or our key for a name in another framework.
+    This is the key with the same name, or Valkyrie's key for a name of another framework.
     """
     return [key for key in (name, _SYNONYMS.get(name.lower())) if key in _names(root)][:1]
 
 
 def _longer_keys(name: str, root: Any) -> list[str]:
-    """Return the only top-level key with this name as a part, such as `sample_tokens` for `tokens`, in a list.
+    """Return a list with the only top-level key that has this name as a part, such as `sample_tokens` for `tokens`.
 
-    Considers the keys that the mode reads and others do not, or else all that it reads. Returns an empty list if there
-    is not exactly one.
+    Considers keys that the mode reads but some other mode does not or, if none of them match, all keys that the mode
+    reads. Returns an empty list if several keys match.
     """
     unread_keys = _unread_keys(root)
     longer = [key for key in _names(root) if name in key.split("_") and key not in unread_keys]

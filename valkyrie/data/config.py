@@ -108,7 +108,7 @@ class DataConfig(ABC):
 
     @abstractmethod
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
-        """Check that the data exists and is enough for a run. ValueError or OSError if not."""
+        """Check that the data exists and is enough for a run. Raises ValueError or OSError if not."""
 
     def note(self, data: Dataset) -> str | None:
         """Return a remark about the opened data for the user, or None."""

@@ -218,7 +218,7 @@ def read_manifest(path: Path) -> PreparedText:
 
 
 def _describe_other(path: Path) -> str:
-    """Return what a path without a manifest is, and what to pass instead, as the end of a message."""
+    """Describe a path without a manifest, and suggest another one. Returns the end of an error message."""
     if not path.exists():
         return f"there is no such folder (looked from {Path.cwd()})."
     if not path.is_dir():

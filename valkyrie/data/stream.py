@@ -96,7 +96,7 @@ class StreamedText:
     def lanes(self, batch: int) -> int:
         """Return the number of lanes of a training batch.
 
-        By default, the largest divisor of `batch` that is at most `MAX_LANES` and the number of training units. Raises
+        By default, the largest divisor of `batch` that is at most `MAX_LANES` and the number of training units.
         Raises ValueError if `data.lanes` does not divide `batch` or exceeds the number of training units.
         """
         lanes = self.config.lanes

@@ -70,8 +70,8 @@ def write_report(folder: Path) -> Path:
 def render_page(rows: Sequence[Row], comparison: Comparison | None = None, answer: SearchAnswer | None = None) -> str:
     """Return the HTML report. With `comparison`, it has a section that compares two sweeps.
 
-    Without `answer`, shows the answer of the search in whose folder all rows are, if there is one. `rows` may be empty
-    only with an answer.
+    If `answer` is None and all rows are from the folder of one search, the page shows the answer of that search. `rows`
+    may be empty only if there is an answer.
 
     A page larger than `MAX_PAGE_BYTES` is shrunk: it drops the hints of all but the best layouts, then drops timelines
     until only one is left.
@@ -197,7 +197,7 @@ def template_environment() -> Environment:
     return environment
 
 
-def _page_data(rows: Sequence[Row], found: SearchPage | None) -> PageData:
+def _page_data(rows: Sequence[Row], search: SearchPage | None) -> PageData:
     """Return the data for the page's script. Only the best rows have timelines and drawings of the torus."""
     rows_by_kind = group_by_kind(rows)
     ordered = [row for members in rows_by_kind.values() for row in members]
@@ -216,7 +216,7 @@ def _page_data(rows: Sequence[Row], found: SearchPage | None) -> PageData:
             figure.id: [figure_spec(figure, members) for members in rows_by_kind.values()] for figure in GROUP_FIGURES
         },
         overall_figures={figure.id: figure_spec(figure, ordered) for figure in [*OVERALL_FIGURES, WALL_TIME]}
-        | ({} if found is None else {figure.id: figure.spec for figure in found.figures}),
+        | ({} if search is None else {figure.id: figure.spec for figure in search.figures}),
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
         rows=tables.cells(rows_by_kind),
         details=[tables.details(row) for row in ordered],

@@ -62,7 +62,7 @@ def chip_name(layout: EstimatedLayout) -> str:
 def without_torus(layout: EstimatedLayout) -> Candidate:
     """Return a layout without its torus and placement, so that it compares equal on all tori with as many chips.
 
-    It is also without its batch if the search varies it.
+    A batch that the search varies is removed too.
     """
     return replace(layout.candidate, target=describe_chips(layout.group.target), placement=None, batch=None)
 
@@ -120,8 +120,8 @@ class Shortlist:
     def best(self, chips_text: str, count: int) -> list[EstimatedLayout]:
         """Return the fastest fitting layouts, at most `MAX_VARIANTS` with the same mesh and partition.
 
-        `chips_text` has the slices and chips, as formatted by `describe_chips` (`1 x 64 v4`). A layout is listed
-        only on the torus, and with the searched batch, where it is fastest.
+        `chips_text` has the slices and chips, as formatted by `describe_chips` (`1 x 64 v4`). Each layout is listed
+        once, with the torus and the searched batch for which it is fastest.
         """
         variant_counts: dict[MeshPartition, int] = {}
         best: dict[Candidate, EstimatedLayout] = {}

@@ -113,7 +113,7 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
 
 
 def check_sampling(prompt: object, tokens: int, temperature: float, top_k: int | None) -> None:
-    """Raise TypeError or ValueError for arguments that no text can be sampled with."""
+    """Raise TypeError or ValueError for invalid arguments of text generation."""
     require_type(prompt, str, "prompt= takes a string")
     require_type(tokens, Integral, "tokens= takes a whole number")
     require_type(temperature, Real, "temperature= takes a number")

@@ -21,7 +21,8 @@ from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
 SEARCHED_BATCH_MEMORY = 0.95
 """Share of the usable memory that a layout may need by estimate if the search varies the batch.
 
-The next smaller batch costs little speed, and a compile that shows that a layout does not fit costs a minute.
+Less than 1, because the next smaller batch is almost as fast, and a compile takes a minute to find that a layout does
+not fit.
 """
 
 
@@ -69,7 +70,10 @@ class EstimatedLayout:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits the usable memory, of which searched batches leave some free. True if it is unknown."""
+        """Whether the peak fits the usable memory, or `SEARCHED_BATCH_MEMORY` of it for a searched batch.
+
+        True if the usable memory is unknown.
+        """
         usable, share = usable_hbm(self.group.target.chip), 1.0 if self.batch is None else SEARCHED_BATCH_MEMORY
         return usable is None or self.bytes <= share * usable
 

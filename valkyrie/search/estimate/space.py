@@ -171,9 +171,10 @@ def enumerate_layouts(
             varies.
         device_batches: Numbers of sequences that a device processes at a time, which decide the microbatches. If empty,
             `microbatches` does.
-        search_batch: Whether to combine each layout with all of `searched_batches` that it divides, instead of with the
-            batch of the run. Without a pipeline, layouts then have one microbatch unless `microbatches` is set, because
-            accumulating gradients over a larger batch always takes slightly less time per token.
+        search_batch: Whether to combine each layout with all of `searched_batches` that split evenly over its shards
+            and microbatches, instead of with the batch of the run. Without a pipeline, layouts then have one microbatch
+            unless `microbatches` is set, because accumulating gradients over a larger batch always takes slightly
+            less time per token.
     """
     if not search_batch and microbatches is not None and run.config.batch % microbatches:
         raise ProblemError([_indivisible_problem(run.config.batch, microbatches, targets)])
@@ -393,8 +394,8 @@ def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 def searched_batches(target: TargetConfig, seq: int) -> list[int]:
     """Return the global batches to search on a target, the smallest first.
 
-    They have 1, 2, 3, 4, 6, 8, 12, ... (2^i and 3 * 2^i) sequences per device, up to `MAX_DEVICE_TOKENS`. Smaller ones
-    halve the number of devices as often as possible.
+    They have 1, 2, 3, 4, 6, 8, 12, ... (2^i and 3 * 2^i) sequences per device, up to `MAX_DEVICE_TOKENS`. Batches with
+    fewer sequences than devices are the number of devices divided by 2, 4, ..., as long as it is divisible.
     """
     devices = target.devices or 1
     smaller = [devices >> i for i in range(1, devices.bit_length()) if devices % 2**i == 0]

@@ -107,9 +107,9 @@ def _parse_layouts(run: Run, requests: tuple[str, str]) -> tuple[Run | Predictio
 def _predict_both(
     first: Run | Prediction, second: Run | Prediction, console: Console, texts: tuple[str, str] = ("first", "second")
 ) -> tuple[Prediction, Prediction]:
-    """Return the predictions of both layouts. Compiles those that are runs. Messages name them by `texts`.
+    """Return the predictions of both layouts, compiling those that are runs.
 
-    Raises ValueError with all problems before compiling anything.
+    Raises ValueError with all problems before compiling anything. `texts` are the names of the layouts in messages.
     """
     layouts = (first, second)
     reasons = [
