@@ -71,17 +71,17 @@ def reference_run(variant: str, *overrides: str) -> Run:
     return compose_run(*REFERENCE, *VARIANTS[variant], *FLAT, *overrides)
 
 
-def batch_of(told: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
+def batch_of(reference: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
     """Return the reference's batch for a step."""
     names = {"inputs": "inputs", "labels": "labels", "puzzles": "puzzle_identifiers"}
-    return {name: told[f"step_{step}.batch.{theirs}"].astype(np.int32) for name, theirs in names.items()}
+    return {name: reference[f"step_{step}.batch.{theirs}"].astype(np.int32) for name, theirs in names.items()}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_steps_equal_those_of_the_reference(variant: str):
-    told, run = golden(variant), reference_run(variant)
+    reference, run = golden(variant), reference_run(variant)
     program = make_program(run)
-    weights = convert_weights({name: value for name, value in told.items() if name.startswith("weights.")})
+    weights = convert_weights({name: value for name, value in reference.items() if name.startswith("weights.")})
     leaves = [jnp.asarray(weights[name]) for name in program.parameter_names]
     parameters = jax.tree.unflatten(jax.tree.structure(program.abstract_state.parameters), leaves)
     carry = program.init(0).carry
@@ -96,8 +96,8 @@ def test_two_steps_equal_those_of_the_reference(variant: str):
         return jax.grad(lambda p: loss(p), has_aux=True)(parameters)
 
     for number in (1, 2):
-        gradients, out = step(carry, batch_of(told, number))
-        expected = {name.removeprefix(f"step_{number}."): value for name, value in told.items()}
+        gradients, out = step(carry, batch_of(reference, number))
+        expected = {name.removeprefix(f"step_{number}."): value for name, value in reference.items()}
         carry = out.carry
         close = {"rtol": 2e-5, "atol": 2e-5}
         np.testing.assert_allclose(out.objective, expected["loss"], rtol=2e-6)
@@ -251,9 +251,9 @@ def test_a_training_resumes_in_the_middle_of_its_puzzles(puzzles: PreparedPuzzle
     with other.loader(puzzles, "train") as loader, closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
         restored = checkpoints.restore(other.abstract_state)
         loader.restore(restored.data)
-        again, retold = steps_of(other, loader, restored.state, 3)
+        again, resumed_metrics = steps_of(other, loader, restored.state, 3)
     if mesh == "1x1x1":
         jax.tree.map(np.testing.assert_array_equal, after, again)
-    for mine, theirs in zip(metrics, retold, strict=True):
+    for mine, theirs in zip(metrics, resumed_metrics, strict=True):
         np.testing.assert_allclose(mine["loss"], theirs["loss"], rtol=2e-5)
         assert mine["halting_steps"] == theirs["halting_steps"]

@@ -70,8 +70,8 @@ def rank_layouts(
 
     best_per_kind = [min(group, key=sort_key) for group in by_chips if group]
     remaining = sorted((pair for pair in pairs if not any(pair is first for first in best_per_kind)), key=sort_key)
-    shown = sorted([*best_per_kind, *remaining[: max(count - len(best_per_kind), 0)]], key=sort_key)
-    return [replace(row, as_fast_on=shortlisted.equally_fast_slices(layout)) for layout, row in shown]
+    ordered = sorted([*best_per_kind, *remaining[: max(count - len(best_per_kind), 0)]], key=sort_key)
+    return [replace(row, as_fast_on=shortlisted.equally_fast_slices(layout)) for layout, row in ordered]
 
 
 def _best_on_chips(

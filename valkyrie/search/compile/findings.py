@@ -433,8 +433,8 @@ def _dims_by_line(
     for computation in program.whole.module.computations:
         for instruction in computation.instructions:
             for array in (instruction, *instruction.operands):
-                if found := program.whole.batch_dimensions(array):
-                    with_batch[instruction.source][_sorted_dims(array.shape)] = next(iter(found.values()))
+                if dimensions := program.whole.batch_dimensions(array):
+                    with_batch[instruction.source][_sorted_dims(array.shape)] = next(iter(dimensions.values()))
                 else:
                     without_batch[instruction.source].add(_sorted_dims(array.shape))
     return with_batch, without_batch

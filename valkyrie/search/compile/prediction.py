@@ -306,9 +306,9 @@ class Finding:
         text: Description, with the numbers that it is based on.
         remedy: What to change.
         source: Source line (`file:line`) to change, or empty if unknown.
-        mesh_axes: Mesh axes that are concerned.
+        mesh_axes: Mesh axes that the fault concerns.
         seconds: Estimated seconds of a step that the fault costs, or None if it costs no time.
-        bytes: Memory that it costs, or bytes that are sent in vain, on one device, or None.
+        bytes: Memory that the fault costs on one device, or superfluous bytes that a device sends, or None.
     """
 
     code: FindingCode

@@ -141,9 +141,9 @@ def run_compiler(
     progress: Callable[[float], None],
     is_finished: Callable[[], bool],
 ) -> CompileOutcome | None:
-    """Wait for a child process that compiles. Returns None if it has written its results, else why it has not.
+    """Wait for a child process that compiles, and kill it at the time limit or if waiting is interrupted.
 
-    Kills the child if waiting is interrupted.
+    Returns None if the child has written its results, otherwise an outcome with the reason.
 
     Args:
         child: The process.
