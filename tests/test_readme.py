@@ -183,7 +183,7 @@ SETTINGS = [span for span in SPANS if re.fullmatch(r"[a-z][\w./]*=[^ ,=]\S*", sp
 
 
 KEYS = {setting.split("=")[0] for setting in SETTINGS} - {"quiet"}
-SEARCHED = {"batch=auto", "device_batch=[2,4,8]"}
+SEARCHED = {"batch=auto", "batch=N", "device_batch=[2,4,8]"}
 """Values of the command line that become settings of mode=search."""
 
 

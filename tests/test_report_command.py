@@ -161,7 +161,7 @@ def test_a_page_that_cannot_be_written_leaves_no_stale_page(tmp_path: Path, monk
     SweepPage().on_multirun_end(config)
     assert (folder / PAGE_FILE).is_file() and list(folder.glob(".*")) == []
 
-    def fail(*_: object) -> str:
+    def fail(*_: object, **__: object) -> str:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("valkyrie.report.page.render_page", fail)

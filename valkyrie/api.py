@@ -29,7 +29,8 @@ from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained, TrialRow, Trials
 from valkyrie.runs.folder import key_value, key_values, split_flags
 from valkyrie.search.comparison import Comparison
-from valkyrie.search.compile.prediction import Finding, Prediction
+from valkyrie.search.compile.fault import Fault
+from valkyrie.search.compile.prediction import Prediction
 
 if TYPE_CHECKING:
     from valkyrie.train.trained_model import TrainedModel
@@ -38,7 +39,7 @@ __all__ = [
     "Answer",
     "Comparison",
     "Explanation",
-    "Finding",
+    "Fault",
     "FoundLayout",
     "Result",
     "Run",

@@ -18,7 +18,8 @@ from valkyrie.parallel.slice import Slice
 from valkyrie.problems import check_range, refuse, require_type
 from valkyrie.results import Result
 from valkyrie.search.comparison import Comparison
-from valkyrie.search.compile.prediction import CompileStatus, Finding
+from valkyrie.search.compile.fault import Fault
+from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -305,17 +306,17 @@ def _as_result(predicted: PredictedProgram) -> Result:
     return Result(predicted.prediction, predicted.replay)
 
 
-def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tuple[Finding, ...]:
+def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tuple[Fault, ...]:
     """Return the faults in the sharding of a jitted or lowered function on a slice, the most expensive first.
 
-    A finding has a code, a text, a remedy, the source line, and its cost in seconds and bytes. `assert not
+    A fault has a code, a text, a remedy, the source line, and its cost in seconds and bytes. `assert not
     valkyrie.check(step, *shapes, slice=slice)` is a test that a sharding has no known fault. Takes the arguments of
     `predict`, and raises the same errors. Raises RuntimeError if the compile fails.
     """
     result = predict(function, *arguments, slice=slice, **keywords)
     if result.status in ("failed", "timeout"):
         raise RuntimeError(f"The program was not checked, because it was not compiled: {result.reason}")
-    return result.findings
+    return result.faults
 
 
 def _predict_run(run: Run, quiet: bool) -> Result:

@@ -23,7 +23,8 @@ from rich.console import Console
 from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
 from valkyrie.runs.columns import Column, html_facts, html_table
-from valkyrie.search.compile.prediction import CompileStatus, Finding, Measurement, Prediction
+from valkyrie.search.compile.fault import Fault
+from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
 from valkyrie.units import GIB, duration
 
 if TYPE_CHECKING:
@@ -94,9 +95,9 @@ class Result:
         return None if self.record.step is None else self.record.step.mfu
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def faults(self) -> tuple[Fault, ...]:
         """Faults in the sharding of a program, the most expensive first. Only for a predicted function."""
-        return getattr(self.record, "findings", ())
+        return getattr(self.record, "faults", ())
 
     @property
     def peak_bytes(self) -> int | None:

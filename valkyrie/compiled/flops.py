@@ -15,6 +15,9 @@ import numpy as np
 from valkyrie.compiled.hlo import Computation, Instruction, Module
 from valkyrie.compiled.loops import condition_and_body, trip_count
 
+_KERNELS = ("tpu_custom_call", "Mosaic")
+"""Custom calls that run a Pallas kernel."""
+
 
 def product_flops(instruction: Instruction) -> float:
     """Return the FLOPs of an instruction's dots and convolutions, including those in a fusion."""
@@ -91,6 +94,16 @@ def products(module: Module, mesh_axes: Mapping[str, int]) -> list[Product]:
     `mesh_axes` has the sizes of the mesh axes by name.
     """
     return list(_products(module.entry, 1.0, mesh_axes))
+
+
+def model_flops(module: Module, mesh_axes: Mapping[str, int]) -> float | None:
+    """Return the FLOPs of a program before partitioning, on all devices, without recomputation.
+
+    None if the program has Pallas kernels, whose FLOPs are not counted.
+    """
+    if any(i.target in _KERNELS for c in module.computations for i in c.instructions):
+        return None
+    return sum(p.flops for p in products(module, mesh_axes) if "rematted_computation" not in p.instruction.op_name)
 
 
 def _products(

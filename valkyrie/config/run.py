@@ -166,16 +166,9 @@ class Run:
 
     def _repr_html_(self) -> str:
         record, layout = self.request_record(), None if self.config.mode.any_layout else self._layout(advise=False)[0]
-        facts = {
-            "model": f"{record.model}, {self.model.parameter_count():,} parameters",
-            "target": record.described,
-            "layout": None if layout is None else layout.name,
-            "roles": None if layout is None else layout.describe_roles(),
-            "batch": f"{record.batch} x {record.seq} tokens, {record.precision}",
-            "steps": f"{self.config.steps:,}" if self.config.mode.name == "train" else None,
-            "mode": self.config.mode.name,
-        }
-        return html_facts(facts)
+        facts = {"model": f"{record.model}, {self.model.parameter_count():,} parameters", "target": record.described}
+        facts |= {} if layout is None else {"layout": layout.name, "roles": layout.describe_roles()}
+        return html_facts(facts | {"batch": f"{record.batch} x {record.seq} tokens", "mode": self.config.mode.name})
 
     @property
     def layout(self) -> Layout:

@@ -203,7 +203,7 @@ class Comparison:
             tokens_per_second=rate and step_s and result.step_s and rate * result.step_s / step_s,
             peak=None if prediction.memory is None else prediction.memory.required,
             waiting=sum_seconds(prediction.parts, PartKind.exposed) / result.step_s if result.step_s else None,
-            faults=len(prediction.findings) if result.fits is not None else None,
+            faults=len(prediction.faults) if result.fits is not None else None,
         )
 
     def _reasons(self) -> list[str]:

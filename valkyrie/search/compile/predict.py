@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.compiled.dumped import fastest_product_rate, read_dumped, refuse_other_chip
+from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.compiled.whole import WholeProgram
@@ -25,15 +26,15 @@ from valkyrie.hardware.target import build_topology, usable_hbm
 from valkyrie.machine.replay import Cost
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
-from valkyrie.search.compile.findings import CheckedProgram, find_faults, model_flops
+from valkyrie.search.compile.checked import CheckedProgram
+from valkyrie.search.compile.fault import Fault, FaultCode
+from valkyrie.search.compile.faults import find_faults
 from valkyrie.search.compile.hints import program_hints
 from valkyrie.search.compile.lowered import LoweredProgram, capture_program, compile_program, has_slice_devices
 from valkyrie.search.compile.prediction import (
     CompileOutcome,
     CompileStatus,
     CompileTimes,
-    Finding,
-    FindingCode,
     ForeignProgram,
     MemoryReport,
     Prediction,
@@ -157,7 +158,7 @@ def _explain(
     if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or lowered is None:
         return predicted
     results = [] if module is None else list_results(module)
-    is_reported = any(finding.code is FindingCode.replicated_state for finding in prediction.findings)
+    is_reported = any(fault.code is FaultCode.replicated_state for fault in prediction.faults)
     arguments = list_arguments(lowered)
     memory, hints = explain_shortage(prediction.memory, arguments, results, hint_replicated=not is_reported)
     return replace(predicted, prediction=replace(prediction, memory=memory, hints=tuple(hints)))
@@ -329,10 +330,10 @@ def _predict_module(
     if isinstance(memory, CompileOutcome):
         report = replace(memory.shortage or MemoryReport(), usable=usable_hbm(target.chip))
         prediction = Prediction(None, memory.status, memory.reason, versions(), program=program, memory=report)
-        return PredictedProgram(replace(prediction, findings=_find(whole, module, axes, replay, report)), None)
+        return PredictedProgram(replace(prediction, faults=_find(whole, module, axes, replay, report)), None)
     report, flops = _memory_report(target, memory), work.flops
     if flops is None and whole is not None:
-        flops = model_flops(whole, axes)
+        flops = model_flops(whole.module, axes)
     too_large = report.headroom is not None and report.headroom < 0
     prediction = Prediction(
         about=None,
@@ -344,7 +345,7 @@ def _predict_module(
         memory=report,
         options=tuple(options),
         step=program_step(target.chip, len(positions), replay, work.tokens, flops),
-        findings=_find(whole, module, axes, replay, report),
+        faults=_find(whole, module, axes, replay, report),
     )
     prediction = with_parts(
         prediction, replace(replay, costs=merge_layers(replay.costs)), merge_layers(replay.collectives)
@@ -354,7 +355,7 @@ def _predict_module(
 
 def _find(
     whole: WholeProgram | None, module: Module, axes: Mapping[str, int], replay: Replay, memory: MemoryReport
-) -> tuple[Finding, ...]:
+) -> tuple[Fault, ...]:
     return () if whole is None else find_faults(CheckedProgram(whole, module, axes, replay, memory))
 
 

@@ -19,6 +19,7 @@ from valkyrie.parallel.partition import Role
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import RecordError, decode
 from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.search.compile.fault import Fault
 from valkyrie.search.compile.upgrade import upgrade_results
 from valkyrie.train.options import Option
 
@@ -284,47 +285,6 @@ class Hint:
     changes: tuple[str, ...] = ()
 
 
-class FindingCode(Enum):
-    """The kind of fault in a program's sharding."""
-
-    whole_batch = "whole_batch"
-    repeated_compute = "repeated_compute"
-    unused_axis = "unused_axis"
-    replicated_state = "replicated_state"
-    gathered_batch = "gathered_batch"
-    float32_gather = "float32_gather"
-    all_reduce = "all_reduce"
-    padding = "padding"
-
-
-@dataclass(frozen=True, repr=False)
-class Finding:
-    """A fault in the sharding of a program, with its cost.
-
-    Args:
-        code: Kind of fault.
-        text: Description, with the numbers that it is based on.
-        remedy: What to change.
-        source: Source line (`file:line`) to change, or empty if unknown.
-        mesh_axes: Mesh axes that the fault concerns.
-        seconds: Estimated seconds of a step that the fault costs, or None if it costs no time.
-        bytes: Memory that the fault costs on one device, or superfluous bytes that a device sends, or None.
-    """
-
-    code: FindingCode
-    text: str
-    remedy: str
-    source: str = ""
-    mesh_axes: tuple[str, ...] = ()
-    seconds: float | None = None
-    bytes: float | None = None
-
-    def __str__(self) -> str:
-        return f"{self.code.value}: {self.text} {self.remedy}"
-
-    __repr__ = __str__  # so that a failed `assert not valkyrie.check(...)` prints the texts
-
-
 @dataclass(frozen=True)
 class LayoutResult:
     """Fields that a prediction and a measurement have in common.
@@ -405,7 +365,7 @@ class Prediction(LayoutResult):
         remat: Activations saved and recomputed for the backward pass.
         notes: Assumptions of the replay, which simulates the compiled schedule.
         hints: What limits the step, and what would help.
-        findings: Faults in the sharding, the most expensive first. Only for programs that are not a run's step.
+        faults: Faults in the sharding, the most expensive first. Only for programs that are not a run's step.
         work: Digest of model, batch, length, precision, target and source code (`work_key`).
     """
 
@@ -424,7 +384,7 @@ class Prediction(LayoutResult):
     remat: RematReport | None = None
     notes: tuple[str, ...] = ()
     hints: tuple[Hint, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    faults: tuple[Fault, ...] = ()
     work: str | None = None
 
     @property

@@ -51,7 +51,7 @@ def show(result: Prediction | Measurement, console: Console) -> None:
         console.print(text, style="bold red", markup=False)
         if isinstance(result, Prediction) and result.program is not None:
             _show_allocations(result, console)
-        _show_findings(result, console)
+        _show_faults(result, console)
         return
     if result.options:
         console.print(f"compiler options: {_describe_options(result.options)}", markup=False)
@@ -59,16 +59,16 @@ def show(result: Prediction | Measurement, console: Console) -> None:
         _show_memory(result.memory, result.options, console)
     if result.step is not None:
         _show_step(result, console)
-    _show_findings(result, console)
+    _show_faults(result, console)
     if result.communication is not None:
         _show_communication(result, result.communication, console)
     if isinstance(result, Prediction) and result.step is not None:
         _show_costs(result, result.step.step_s, console)
 
 
-def _show_findings(result: Prediction | Measurement, console: Console) -> None:
-    for finding in result.findings if isinstance(result, Prediction) else ():
-        console.print(f"fault {finding}", style="bold yellow", markup=False)
+def _show_faults(result: Prediction | Measurement, console: Console) -> None:
+    for fault in result.faults if isinstance(result, Prediction) else ():
+        console.print(f"fault {fault}", style="bold yellow", markup=False)
 
 
 def make_table(title: str, columns: Sequence[str], number_columns: Iterable[str] = _FORMATS) -> Table:

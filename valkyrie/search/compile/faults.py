@@ -1,6 +1,6 @@
 """Finds faults in the sharding of a JAX program, by comparing it before and after XLA partitions it.
 
-Each finding names the mesh axes, the source line, its cost, and a remedy. A finding that costs less than `MIN_SHARE` of
+Each fault names the mesh axes, the source line, its cost, and a remedy. A fault that costs less than `MIN_SHARE` of
 the step, or of the usable memory, is left out.
 """
 
@@ -9,20 +9,19 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.collectives import CollectiveReader, cause, collective_kind
-from valkyrie.compiled.flops import Product, products
+from valkyrie.compiled.flops import Product
 from valkyrie.compiled.hbm import map_users
-from valkyrie.compiled.hlo import Instruction, Module, Shape
+from valkyrie.compiled.hlo import Instruction, Shape
 from valkyrie.compiled.shards import Unsplit, match_product
-from valkyrie.compiled.whole import BatchDimension, WholeProgram
-from valkyrie.machine.replay import Replay
+from valkyrie.compiled.whole import BatchDimension
 from valkyrie.parts import PartKind
-from valkyrie.search.compile.prediction import Finding, FindingCode, MemoryReport, short_cause, short_source
+from valkyrie.search.compile.checked import CheckedProgram
+from valkyrie.search.compile.fault import Fault, FaultCode
+from valkyrie.search.compile.prediction import short_cause, short_source
 from valkyrie.units import count_text, decimal_bytes_text, duration, gib, percent
 
 MIN_SHARE = 0.05
@@ -47,101 +46,26 @@ REPEATED = 1.25
 LANES = 128
 """Width of a TPU's matrix unit and vector registers. Smaller dimensions are padded to it."""
 MAX_LINES = 3
-"""Number of source lines that a finding lists."""
+"""Number of source lines that a fault lists."""
 _PASS_THROUGH = ("bitcast", "copy", "reshape")
 """Operations that forward an array."""
 _CONVERSION_FUSION = ("parameter", "convert", "convolution", "dot", "transpose", *_PASS_THROUGH)
 """Operations of a fusion that only converts an array, or multiplies the converted array."""
 
 
-@dataclass(frozen=True)
-class CheckedProgram:
-    """A program before and after partitioning.
-
-    Args:
-        whole: The program before partitioning.
-        module: The compiled program of one device, or None if it does not fit.
-        mesh_axes: Names and sizes of the mesh's axes.
-        replay: Replay of the compiled program, or None if it does not fit.
-        memory: Memory of one device.
-    """
-
-    whole: WholeProgram
-    module: Module | None
-    mesh_axes: Mapping[str, int]
-    replay: Replay | None
-    memory: MemoryReport
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds of a step. 0 if unknown."""
-        return self.replay.step_s if self.replay else 0.0
-
-    @cached_property
-    def devices(self) -> int:
-        """Number of devices."""
-        return math.prod(self.mesh_axes.values())
-
-    @cached_property
-    def whole_products(self) -> list[Product]:
-        """Products of the program before partitioning, in order."""
-        return products(self.whole.module, self.mesh_axes)
-
-    @cached_property
-    def local_products(self) -> list[Product]:
-        """Products of the compiled program of one device."""
-        return products(self.module, self.mesh_axes) if self.module else []
-
-    @cached_property
-    def flops_ratios(self) -> dict[str, float]:
-        """FLOPs of all devices over those of the program before partitioning, by source line."""
-        whole, local = (_flops_by_source(group) for group in (self.whole_products, self.local_products))
-        return {line: self.devices * flops / whole[line] for line, flops in local.items() if whole.get(line)}
-
-    def seconds(self, lines: Iterable[str], *kinds: PartKind, mesh_axes: Sequence[str] = ()) -> float:
-        """Sum the seconds of operations of these kinds from these source lines.
-
-        Waiting for communication counts only if it is over one of `mesh_axes`.
-        """
-        lines, costs = set(lines), self.replay.costs if self.replay else []
-        return sum(
-            cost.seconds
-            for cost in costs
-            if cost.source in lines
-            and cost.kind in kinds
-            and (not cost.kind.has_mesh_axes or set(mesh_axes) & set(cost.mesh_axes))
-        )
-
-
-def find_faults(program: CheckedProgram) -> tuple[Finding, ...]:
+def find_faults(program: CheckedProgram) -> tuple[Fault, ...]:
     """Return the faults of a program's sharding, the most expensive first."""
     whole, lines = _find_whole_batches(program)
-    findings = [
+    faults = [
         *whole,
         *_find_unused_axes(program),
         *_find_replicated_state(program),
         *_find_collectives(program, bool(whole)),
         *_find_padding(program),
     ]
-    if not any(finding.code is FindingCode.unused_axis for finding in findings):
-        findings += _find_repeated_compute(program, lines)
-    return tuple(sorted(findings, key=lambda finding: -(finding.seconds or 0.0)))
-
-
-def model_flops(program: WholeProgram, mesh_axes: Mapping[str, int]) -> float | None:
-    """Return the FLOPs of a program's products without recomputation, or None if it has kernels (not counted)."""
-    kernels = {"tpu_custom_call", "Mosaic"}
-    if any(i.target in kernels for c in program.module.computations for i in c.instructions):
-        return None
-    counted = products(program.module, mesh_axes)
-    return sum(product.flops for product in counted if "rematted_computation" not in product.instruction.op_name)
-
-
-def _flops_by_source(group: Iterable[Product]) -> dict[str, float]:
-    flops: dict[str, float] = defaultdict(float)
-    for product in group:
-        flops[cause(product.instruction)[1]] += product.flops
-    return flops
+    if not any(fault.code is FaultCode.unused_axis for fault in faults):
+        faults += _find_repeated_compute(program, lines)
+    return tuple(sorted(faults, key=lambda fault: -(fault.seconds or 0.0)))
 
 
 class _Origin(NamedTuple):
@@ -156,10 +80,10 @@ def _origin(instruction: Instruction) -> _Origin:
     return _Origin(source, "/".join(op_name.split("/")[-2:]))
 
 
-def _find_whole_batches(program: CheckedProgram) -> tuple[list[Finding], set[str]]:
+def _find_whole_batches(program: CheckedProgram) -> tuple[list[Fault], set[str]]:
     """Find products for which each device computes the whole batch, although the batch argument is split.
 
-    Returns the findings, one per batch dimension, and the source lines of these products.
+    Returns the faults, one per batch dimension, and the source lines of these products.
     """
     whole_flops: dict[BatchDimension, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     matched_products: dict[BatchDimension, set[Instruction]] = defaultdict(set)
@@ -180,14 +104,14 @@ def _find_whole_batches(program: CheckedProgram) -> tuple[list[Finding], set[str
         if len(whole_dimensions) == 1 and (dimension := whole_dimensions.pop()) is not None:
             whole_flops[dimension][origin.source] += product.flops
             matched_products[dimension] |= {instruction for instruction, _ in matches}
-    findings, lines = [], set[str]()
+    faults, lines = [], set[str]()
     for dimension, flops in whole_flops.items():
         sources = {source for source, count in flops.items() if count >= MIN_WHOLE * total_flops[source]}
         seconds = _whole_batch_seconds(program, dimension, sources)
         if sources and seconds >= MIN_SHARE * program.step_s:
-            findings.append(_whole_batch_finding(program, dimension, sources, matched_products[dimension], seconds))
+            faults.append(_whole_batch_fault(program, dimension, sources, matched_products[dimension], seconds))
             lines |= sources
-    return findings, lines
+    return faults, lines
 
 
 def _whole_batch(program: CheckedProgram, product: Instruction, unsplit: Sequence[Unsplit]) -> BatchDimension | None:
@@ -221,13 +145,13 @@ def _repeated_seconds(program: CheckedProgram, lines: Iterable[str]) -> float:
     return sum(program.seconds([line], PartKind.matmul) * (1 - 1 / ratio) for line, ratio in ratios)
 
 
-def _whole_batch_finding(
+def _whole_batch_fault(
     program: CheckedProgram,
     dimension: BatchDimension,
     lines: set[str],
     matched_products: set[Instruction],
     seconds: float,
-) -> Finding:
+) -> Fault:
     first = next(p.instruction for p in program.whole_products if p.instruction in matched_products)
     axes = _axes(program, dimension.mesh_axes)
     text = (
@@ -251,7 +175,7 @@ def _whole_batch_finding(
             " The lowered program has no sharding constraint. If your code has some, they were dropped: those of Flax "
             "are only applied under jax.set_mesh(mesh)."
         )
-    return Finding(FindingCode.whole_batch, text, remedy, _origin(first).source, dimension.mesh_axes, seconds, None)
+    return Fault(FaultCode.whole_batch, text, remedy, _origin(first).source, dimension.mesh_axes, seconds, None)
 
 
 def _describe_ratio(program: CheckedProgram) -> str:
@@ -276,7 +200,7 @@ def _list_lines(program: CheckedProgram, lines: Iterable[str]) -> str:
     return f"{shown} and {count_text(more, 'more line')}" if more > 0 else shown
 
 
-def _find_repeated_compute(program: CheckedProgram, known_lines: set[str]) -> Iterator[Finding]:
+def _find_repeated_compute(program: CheckedProgram, known_lines: set[str]) -> Iterator[Fault]:
     lines = {line for line, ratio in program.flops_ratios.items() if ratio >= REPEATED} - known_lines
     seconds = _repeated_seconds(program, lines)
     if not lines or seconds < MIN_SHARE * program.step_s:
@@ -288,10 +212,10 @@ def _find_repeated_compute(program: CheckedProgram, known_lines: set[str]) -> It
         f"{duration(seconds)} of {duration(program.step_s)} a step."
     )
     remedy = "Shard an operand of these products over the mesh axes that do not split them yet."
-    yield Finding(FindingCode.repeated_compute, text, remedy, slowest, (), seconds)
+    yield Fault(FaultCode.repeated_compute, text, remedy, slowest, (), seconds)
 
 
-def _find_unused_axes(program: CheckedProgram) -> Iterator[Finding]:
+def _find_unused_axes(program: CheckedProgram) -> Iterator[Fault]:
     module = program.module
     if module is None:
         return
@@ -307,10 +231,10 @@ def _find_unused_axes(program: CheckedProgram) -> Iterator[Finding]:
                 f"{program.devices // size} of the {program.devices} devices would be as fast."
             )
             remedy = f"Shard the batch or the weights over {axis}, or leave it out of the mesh."
-            yield Finding(FindingCode.unused_axis, text, remedy, "", (axis,), program.step_s * (1 - 1 / size))
+            yield Fault(FaultCode.unused_axis, text, remedy, "", (axis,), program.step_s * (1 - 1 / size))
 
 
-def _find_replicated_state(program: CheckedProgram) -> Iterator[Finding]:
+def _find_replicated_state(program: CheckedProgram) -> Iterator[Fault]:
     replicated = [a for a in program.whole.arguments if a.is_state and _parts(program, sum(a.mesh_axes, ())) == 1]
     size, usable = sum(a.shape.bytes for a in replicated), program.memory.usable
     saved = size * (1 - 1 / program.devices)
@@ -326,7 +250,7 @@ def _find_replicated_state(program: CheckedProgram) -> Iterator[Finding]:
     if needed is not None and needed > usable:
         text += f" The step needs {gib(needed)} of {gib(usable)} usable."
     remedy = f"Shard parameters and optimizer state over {axes_text(axes)}, which saves up to {gib(saved)} per device."
-    yield Finding(FindingCode.replicated_state, text, remedy, "", tuple(axes), None, saved)
+    yield Fault(FaultCode.replicated_state, text, remedy, "", tuple(axes), None, saved)
 
 
 class _Sent(NamedTuple):
@@ -347,7 +271,7 @@ def _sum_collectives(program: CheckedProgram, kind: str, lines: set[str]) -> _Se
     return _Sent(sum(use.bytes_sent for use in uses), sum(use.exposed_s for use in uses), source)
 
 
-def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterator[Finding]:
+def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterator[Fault]:
     """Find collectives that send more than necessary.
 
     These are all-gathers of a batch (unless a whole batch explains them), all-gathers of float32 arrays that are then
@@ -383,9 +307,7 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
             f"gathers it in {_list_lines(program, lines)}. {decimal_bytes_text(sent.bytes)} are sent"
         )
         remedy = "Constrain the gathered array to the sharding of the batch: jax.lax.with_sharding_constraint(...)."
-        yield from _collective_finding(
-            program, FindingCode.gathered_batch, sent, 1.0, text, remedy, dimension.mesh_axes
-        )
+        yield from _collective_fault(program, FaultCode.gathered_batch, sent, 1.0, text, remedy, dimension.mesh_axes)
     sent = _sum_collectives(program, "all-gather", float32_gathers)
     text = (
         f"Arrays are gathered in float32 and then converted to bfloat16 in {_list_lines(program, float32_gathers)}. "
@@ -394,30 +316,30 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
     remedy = (
         "Convert the weights to bfloat16 before their use, and constrain the result to the sharding of the weights."
     )
-    yield from _collective_finding(program, FindingCode.float32_gather, sent, 0.5, text, remedy)
+    yield from _collective_fault(program, FaultCode.float32_gather, sent, 0.5, text, remedy)
     sent = _sum_collectives(program, "all-reduce", partly_used)
     text = (
         f"All-reduces in {_list_lines(program, partly_used)} send {decimal_bytes_text(sent.bytes)}, but each device "
         "uses only its part of the sum. Reduce-scatters would send half"
     )
     remedy = "Constrain the sum to the sharding of its use: jax.lax.with_sharding_constraint(...)."
-    yield from _collective_finding(program, FindingCode.all_reduce, sent, 0.5, text, remedy)
+    yield from _collective_fault(program, FaultCode.all_reduce, sent, 0.5, text, remedy)
 
 
-def _collective_finding(
+def _collective_fault(
     program: CheckedProgram,
-    code: FindingCode,
+    code: FaultCode,
     sent: _Sent,
     share: float,
     text: str,
     remedy: str,
     mesh_axes: tuple[str, ...] = (),
-) -> Iterator[Finding]:
-    """Yield a finding about collectives if it costs enough. `share` is the part of their bytes that is superfluous."""
+) -> Iterator[Fault]:
+    """Yield a fault about collectives if it costs enough. `share` is the part of their bytes that is superfluous."""
     seconds = share * sent.exposed_s
     if program.step_s and seconds >= MIN_SHARE * program.step_s:
         text += f". This costs about {duration(seconds)} of {duration(program.step_s)} a step."
-        yield Finding(code, text, remedy, sent.source, mesh_axes, seconds, share * sent.bytes)
+        yield Fault(code, text, remedy, sent.source, mesh_axes, seconds, share * sent.bytes)
 
 
 def _sorted_dims(array: Shape) -> tuple[int, ...]:
@@ -472,7 +394,7 @@ def _used_share(reduced: Instruction, users: Mapping[Instruction, Sequence[Instr
     return max(shares, default=1.0)
 
 
-def _find_padding(program: CheckedProgram) -> Iterator[Finding]:
+def _find_padding(program: CheckedProgram) -> Iterator[Fault]:
     """Find products with a dimension below the width of the matrix unit, which is padded."""
     useful_flops: Counter[tuple[str, str]] = Counter()
     padded_flops: Counter[tuple[str, str]] = Counter()
@@ -500,7 +422,7 @@ def _find_padding(program: CheckedProgram) -> Iterator[Finding]:
         f"About {duration(seconds)} of {duration(program.step_s)} a step is spent on padding."
     )
     remedy = f"Use dimensions that are multiples of {LANES}, such as heads of {LANES}, or shard another dimension."
-    yield Finding(FindingCode.padding, text, remedy, slowest, (), seconds)
+    yield Fault(FaultCode.padding, text, remedy, slowest, (), seconds)
 
 
 def _product_widths(instruction: Instruction) -> list[int]:

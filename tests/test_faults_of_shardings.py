@@ -18,14 +18,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import valkyrie
 from machines import needs_libtpu
 from valkyrie.compiled.collectives import cause
+from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import parse
 from valkyrie.compiled.shards import match_shard
 from valkyrie.compiled.whole import WholeProgram, parse_sharding
 from valkyrie.machine.replay import Cost, Replay
 from valkyrie.parts import PartKind
+from valkyrie.search.compile.checked import CheckedProgram
 from valkyrie.search.compile.executable import without_cache
-from valkyrie.search.compile.findings import CheckedProgram, find_faults, model_flops
-from valkyrie.search.compile.prediction import Finding, FindingCode, MemoryReport
+from valkyrie.search.compile.fault import Fault, FaultCode
+from valkyrie.search.compile.faults import find_faults
+from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.train.program import serialised_module
 from valkyrie.units import GIB
 
@@ -79,19 +82,19 @@ def checked(mesh: Mesh, jitted: Any, arguments: tuple[Any, ...], usable: float =
     return CheckedProgram(whole, module, dict(mesh.shape), None, MemoryReport(peak=1, usable=int(usable)))
 
 
-def faults(program: CheckedProgram) -> dict[FindingCode, Finding]:
-    return {finding.code: finding for finding in find_faults(program)}
+def faults(program: CheckedProgram) -> dict[FaultCode, Fault]:
+    return {fault.code: fault for fault in find_faults(program)}
 
 
 def test_a_batch_that_is_not_split_is_found_at_its_line() -> None:
     mesh = cpu_mesh(data=8)
     found = faults(checked(mesh, *language_model(mesh, PartitionSpec("data"))))
-    assert list(found) == [FindingCode.whole_batch]
-    finding = found[FindingCode.whole_batch]
-    file, _, line = finding.source.rpartition(":")
+    assert list(found) == [FaultCode.whole_batch]
+    fault = found[FaultCode.whole_batch]
+    file, _, line = fault.source.rpartition(":")
     assert file == __file__ and "jax.nn.relu(x @ up)" in linecache.getline(file, int(line))
-    assert finding.mesh_axes == ("data",) and "all 64 there" in finding.text
-    assert "PartitionSpec('data')" in finding.remedy and "jax.set_mesh" in finding.remedy
+    assert fault.mesh_axes == ("data",) and "all 64 there" in fault.text
+    assert "PartitionSpec('data')" in fault.remedy and "jax.set_mesh" in fault.remedy
 
 
 @pytest.mark.parametrize(
@@ -114,9 +117,9 @@ def test_sound_shardings_have_no_faults(axes: dict[str, int], weights: Partition
 def test_an_axis_that_splits_nothing_is_found() -> None:
     mesh = cpu_mesh(data=4, spare=2)
     found = faults(checked(mesh, *language_model(mesh, PartitionSpec("data"), DATA)))
-    assert found.keys() == {FindingCode.unused_axis}
-    assert found[FindingCode.unused_axis].mesh_axes == ("spare",)
-    assert "4 of the 8 devices" in found[FindingCode.unused_axis].text
+    assert found.keys() == {FaultCode.unused_axis}
+    assert found[FaultCode.unused_axis].mesh_axes == ("spare",)
+    assert "4 of the 8 devices" in found[FaultCode.unused_axis].text
 
 
 def test_replicated_state_is_found_if_memory_is_short() -> None:
@@ -124,9 +127,9 @@ def test_replicated_state_is_found_if_memory_is_short() -> None:
     jitted, arguments = language_model(mesh, PartitionSpec())
     state = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(arguments[0]))
     found = faults(checked(mesh, jitted, arguments, usable=2 * state))
-    assert found.keys() == {FindingCode.replicated_state}
-    assert found[FindingCode.replicated_state].bytes == pytest.approx(state * 7 / 8)
-    assert "parameters" in found[FindingCode.replicated_state].text
+    assert found.keys() == {FaultCode.replicated_state}
+    assert found[FaultCode.replicated_state].bytes == pytest.approx(state * 7 / 8)
+    assert "parameters" in found[FaultCode.replicated_state].text
 
 
 def test_narrow_products_are_found_by_their_time() -> None:
@@ -141,8 +144,8 @@ def test_narrow_products_are_found_by_their_time() -> None:
     cost = Cost(PartKind.matmul, (), *cause(product.operation), 1.0, 0.8)
     program = replace(program, replay=Replay(1.0, [], 0.0, 0.0, [], [cost], [], []))
     found = faults(program)
-    assert found.keys() == {FindingCode.padding}
-    assert found[FindingCode.padding].seconds == pytest.approx(0.4)  # 64 of 128 lanes
+    assert found.keys() == {FaultCode.padding}
+    assert found[FaultCode.padding].seconds == pytest.approx(0.4)  # 64 of 128 lanes
 
 
 def test_flops_of_loops_recomputation_and_shard_map_are_counted() -> None:
@@ -162,7 +165,7 @@ def test_flops_of_loops_recomputation_and_shard_map_are_counted() -> None:
     arguments = struct(mesh, (EMBED, EMBED), PartitionSpec()), struct(mesh, (BATCH, EMBED), DATA)
     for function, count in ((scanned, 5), (recomputed, 2), (mapped, 1)):
         program = checked(mesh, jax.jit(function), arguments)
-        assert model_flops(program.whole, program.mesh_axes) == count * flops, function
+        assert model_flops(program.whole.module, program.mesh_axes) == count * flops, function
         if function is not recomputed:
             assert program.flops_ratios.values() == {1.0} or [*program.flops_ratios.values()] == [1.0]
 
@@ -198,8 +201,8 @@ def test_shardings_are_parsed(text: str, axes: tuple[tuple[str, ...], ...]) -> N
 def test_check_compiles_for_a_slice_and_prices_a_fault() -> None:
     slice = valkyrie.slice("v5e-8")
     mesh = slice.mesh((8,), ("data",))
-    (finding, *_) = valkyrie.check(*flatten(language_model(mesh, PartitionSpec("data"))), slice=slice)
-    assert finding.code is FindingCode.whole_batch and finding.seconds
+    (fault, *_) = valkyrie.check(*flatten(language_model(mesh, PartitionSpec("data"))), slice=slice)
+    assert fault.code is FaultCode.whole_batch and fault.seconds
     assert not valkyrie.check(*flatten(language_model(mesh, PartitionSpec("data"), DATA)), slice=slice)
 
 

@@ -1,0 +1,83 @@
+"""A program before and after XLA partitions it, with the times of its replay."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from valkyrie.compiled.collectives import cause
+from valkyrie.compiled.flops import Product, products
+from valkyrie.compiled.hlo import Module
+from valkyrie.compiled.whole import WholeProgram
+from valkyrie.machine.replay import Replay
+from valkyrie.parts import PartKind
+from valkyrie.search.compile.prediction import MemoryReport
+
+
+@dataclass(frozen=True)
+class CheckedProgram:
+    """A program before and after partitioning.
+
+    Args:
+        whole: The program before partitioning.
+        module: The compiled program of one device, or None if it does not fit.
+        mesh_axes: Names and sizes of the mesh's axes.
+        replay: Replay of the compiled program, or None if it does not fit.
+        memory: Memory of one device.
+    """
+
+    whole: WholeProgram
+    module: Module | None
+    mesh_axes: Mapping[str, int]
+    replay: Replay | None
+    memory: MemoryReport
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step. 0 if unknown."""
+        return self.replay.step_s if self.replay else 0.0
+
+    @cached_property
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.mesh_axes.values())
+
+    @cached_property
+    def whole_products(self) -> list[Product]:
+        """Products of the program before partitioning, in order."""
+        return products(self.whole.module, self.mesh_axes)
+
+    @cached_property
+    def local_products(self) -> list[Product]:
+        """Products of the compiled program of one device."""
+        return products(self.module, self.mesh_axes) if self.module else []
+
+    @cached_property
+    def flops_ratios(self) -> dict[str, float]:
+        """FLOPs of all devices over those of the program before partitioning, by source line."""
+        whole, local = (_flops_by_source(group) for group in (self.whole_products, self.local_products))
+        return {line: self.devices * flops / whole[line] for line, flops in local.items() if whole.get(line)}
+
+    def seconds(self, lines: Iterable[str], *kinds: PartKind, mesh_axes: Sequence[str] = ()) -> float:
+        """Sum the seconds of operations of these kinds from these source lines.
+
+        Waiting for communication counts only if it is over one of `mesh_axes`.
+        """
+        lines, costs = set(lines), self.replay.costs if self.replay else []
+        return sum(
+            cost.seconds
+            for cost in costs
+            if cost.source in lines
+            and cost.kind in kinds
+            and (not cost.kind.has_mesh_axes or set(mesh_axes) & set(cost.mesh_axes))
+        )
+
+
+def _flops_by_source(group: Iterable[Product]) -> dict[str, float]:
+    flops: dict[str, float] = defaultdict(float)
+    for product in group:
+        flops[cause(product.instruction)[1]] += product.flops
+    return flops

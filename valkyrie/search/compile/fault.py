@@ -1,0 +1,47 @@
+"""Record of a fault in the sharding of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FaultCode(Enum):
+    """The kind of fault in a program's sharding."""
+
+    whole_batch = "whole_batch"
+    repeated_compute = "repeated_compute"
+    unused_axis = "unused_axis"
+    replicated_state = "replicated_state"
+    gathered_batch = "gathered_batch"
+    float32_gather = "float32_gather"
+    all_reduce = "all_reduce"
+    padding = "padding"
+
+
+@dataclass(frozen=True, repr=False)
+class Fault:
+    """A fault in the sharding of a program, with its cost.
+
+    Args:
+        code: Kind of fault.
+        text: Description, with the numbers that it is based on.
+        remedy: What to change.
+        source: Source line (`file:line`) to change, or empty if unknown.
+        mesh_axes: Mesh axes that the fault concerns.
+        seconds: Estimated seconds of a step that the fault costs, or None if it costs no time.
+        bytes: Memory that the fault costs on one device, or superfluous bytes that a device sends, or None.
+    """
+
+    code: FaultCode
+    text: str
+    remedy: str
+    source: str = ""
+    mesh_axes: tuple[str, ...] = ()
+    seconds: float | None = None
+    bytes: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.code.value}: {self.text} {self.remedy}"
+
+    __repr__ = __str__  # so that a failed `assert not valkyrie.check(...)` prints the texts
