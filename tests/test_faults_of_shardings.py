@@ -76,7 +76,7 @@ def cpu_mesh(**axes: int) -> Mesh:
 def checked(mesh: Mesh, jitted: Any, arguments: tuple[Any, ...], usable: float = 16 * GIB) -> CheckedProgram:
     """Return a program compiled for CPU devices, which has no step time."""
     lowered = jitted.lower(*arguments)
-    whole = WholeProgram(parse(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()))
+    whole = WholeProgram.from_lowered(lowered)
     with without_cache():  # cached programs may have the line numbers of an earlier version of this file
         module = parse(serialised_module(lowered.compile()))
     return CheckedProgram(whole, module, dict(mesh.shape), None, MemoryReport(peak=1, usable=int(usable)))

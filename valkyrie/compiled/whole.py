@@ -9,10 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from valkyrie.compiled.hlo import Computation, Instruction, Module, Shape
+from valkyrie.compiled.hlo import Computation, Instruction, Module, Shape, parse
 from valkyrie.compiled.loops import condition_and_body
+
+if TYPE_CHECKING:
+    import jax
 
 _SHARDING = "xla.sdy.sharding"
 """Frontend attribute with the sharding of a value, written by Shardy, JAX's partitioner."""
@@ -60,6 +63,12 @@ class WholeProgram:
         self.arguments = read_arguments(module)
         tracer = _Tracer(module, self.arguments)
         self._dimensions, self._marks = tracer.batch_dimensions(), tracer.marks
+
+    @classmethod
+    def from_lowered(cls, lowered: jax.stages.Lowered) -> WholeProgram:
+        """Read the result of `jax.jit(...).lower(...)`."""
+        module: Any = lowered.compiler_ir("hlo")
+        return cls(parse(module.as_serialized_hlo_module_proto()))
 
     def batch_dimensions(self, instruction: Instruction) -> dict[int, BatchDimension]:
         """Return the batch dimensions in the result of an instruction, by the number of the array's dimension."""

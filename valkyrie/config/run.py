@@ -20,15 +20,8 @@ from valkyrie.axes import BATCH, Arrays
 from valkyrie.buckets import bucket_problems
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
-from valkyrie.config import modes
+from valkyrie.config import modes, refusals
 from valkyrie.config.modes import MODES, ModeConfig, Needs
-from valkyrie.config.refusals import (
-    advise_choice,
-    integer_size_problems,
-    nested_value_problems,
-    problem_from_error,
-    wrong_interpolation,
-)
 from valkyrie.data import config as data
 from valkyrie.data.config import MAX_SEED, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path, remember_modules
@@ -161,14 +154,16 @@ class Run:
 
     def __repr__(self) -> str:
         record = self.request_record()
-        work = f"{record.batch} x {record.seq} tokens, {record.precision}"
-        return f"<Run {record.model}, mesh={record.mesh} partition={record.partition} target={record.target}, {work}>"
+        layout = f"mesh={record.mesh} partition={record.partition} target={record.target}"
+        return f"<Run {record.model}, {layout}, {record.batch} x {record.seq} tokens, {record.precision}>"
 
     def _repr_html_(self) -> str:
         record, layout = self.request_record(), None if self.config.mode.any_layout else self._layout(advise=False)[0]
         facts = {"model": f"{record.model}, {self.model.parameter_count():,} parameters", "target": record.described}
-        facts |= {} if layout is None else {"layout": layout.name, "roles": layout.describe_roles()}
-        return html_facts(facts | {"batch": f"{record.batch} x {record.seq} tokens", "mode": self.config.mode.name})
+        layout_facts = {} if layout is None else {"layout": layout.name, "roles": layout.describe_roles()}
+        return html_facts(
+            facts | layout_facts | {"batch": f"{record.batch} x {record.seq}", "mode": self.config.mode.name}
+        )
 
     @property
     def layout(self) -> Layout:
@@ -269,7 +264,7 @@ class Run:
             family = OmegaConf.select(composed, families.key)
             if family is None and group in OPTIONAL_GROUPS:
                 if settings:  # keys such as +task.foo=1, without a choice of the group
-                    raise ValueError(f"{group}.{next(iter(settings))} is set, but {advise_choice(group)}")
+                    raise ValueError(f"{group}.{next(iter(settings))} is set, but {refusals.advise_choice(group)}")
                 continue
             if family is None:
                 raise ValueError(f"{families.key} is missing. Known: {', '.join(families.names())}.")
@@ -284,9 +279,11 @@ class Run:
             OmegaConf.resolve(merged)
             typed = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
-            raise ProblemError([wrong_interpolation(composed, error) or problem_from_error(error)]) from error
+            raise ProblemError(
+                [refusals.wrong_interpolation(composed, error) or refusals.problem_from_error(error)]
+            ) from error
         assert isinstance(typed, RunConfig)
-        refuse(nested_value_problems(typed))
+        refuse(refusals.nested_value_problems(typed))
         if typed.task is None:
             folders.append(TASKS.user_folder(typed.model.task))
         user_folders = dict.fromkeys(str(folder) for folder in folders if folder is not None)
@@ -322,7 +319,7 @@ class Run:
         With `advise`, messages suggest legal values. Searching for them takes longer than finding the problems.
         """
         c = self.config
-        if huge := integer_size_problems(asdict(c)):
+        if huge := refusals.integer_size_problems(asdict(c)):
             return huge
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
         problems += [*c.distributed.problems(), *self._batches().problems, *c.code_eval.refusals(c.code_eval_every)]
@@ -496,7 +493,6 @@ def drop_foreign_keys(values: DictConfig, group: str) -> None:
     """Drop keys of other modes or data sources from a group of an earlier version's `run.yaml`, in place."""
     without_foreign_keys = {"mode": modes.without_foreign_keys, "data": data.without_foreign_keys}.get(group)
     settings = OmegaConf.to_container(values[group])
-    if without_foreign_keys is not None and isinstance(settings, dict):
-        valid_settings = without_foreign_keys(settings)
-        if valid_settings != settings:
-            values[group] = valid_settings
+    valid_settings = without_foreign_keys(settings) if without_foreign_keys and isinstance(settings, dict) else settings
+    if valid_settings != settings:
+        values[group] = valid_settings

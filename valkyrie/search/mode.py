@@ -25,7 +25,7 @@ from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, add_recorded, compile_best, compile_run
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.runs import WiderHeads, wider_heads
-from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, LayoutSpace
+from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutSpace
 from valkyrie.search.folder import create_folder, remove_if_empty, request_digest, save_answer, search_folder
 from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
 from valkyrie.search.measuring import (
@@ -119,16 +119,7 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     if not rows:
         reason = _describe_no_fit(shortlisted, request, compiles, space)
         return _nothing_fits(status or NO_STEP_TIME, folder, reason, console)
-    if options and (best is None or rows[0].candidate != best.estimate.candidate):
-        message = (
-            f"The tuned options ({' '.join(options)}) were dropped, because another layout is faster. To tune that "
-            "layout, use mode=tune."
-        )
-        console.print(message, style="yellow", markup=False, soft_wrap=True)
-        options = []
-    winner = compiles.get(rows[0].candidate)
-    if not options and winner is not None:
-        options = list(winner.to_fit)
+    options = _winner_options(rows[0].candidate, options, best, compiles, console)
     remarks = _remarks(request, rows[0], ranked, shortlisted, compiles, measured)
     on_this_machine = has_devices(_target_slice(rows[0], request))
     answer = SearchAnswer(
@@ -168,6 +159,25 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     console.print(f"page: {write_report(folder)}", soft_wrap=True)
     console.print(stored, markup=False, soft_wrap=True)
     return SearchResult(status, folder, answer)
+
+
+def _winner_options(
+    winner: Candidate, tuned: list[str], best: CompiledLayout | None, compiles: CompiledLayouts, console: Console
+) -> list[str]:
+    """Return the compiler options for the winner: those tuned for it, or else those that make it fit.
+
+    `best` is the layout for which options were tuned.
+    """
+    if tuned and best is not None and winner == best.estimate.candidate:
+        return tuned
+    if tuned:
+        message = (
+            f"The tuned options ({' '.join(tuned)}) were dropped, because another layout is faster. To tune that "
+            "layout, use mode=tune."
+        )
+        console.print(message, style="yellow", markup=False, soft_wrap=True)
+    compiled = compiles.get(winner)
+    return [] if compiled is None else list(compiled.to_fit)
 
 
 def _nothing_fits(status: int, folder: Path, reason: str, console: Console) -> SearchResult:

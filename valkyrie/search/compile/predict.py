@@ -140,7 +140,7 @@ def predict_function(
         program = foreign_program(work, name or "program", target, axes)
         prediction = Prediction(None, result.status, result.reason, versions(), CompileTimes(lower_s), program=program)
         return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), lowered, None)
-    whole = None if lowered is None else _read_whole(lowered)
+    whole = None if lowered is None else WholeProgram.from_lowered(lowered)
     program = foreign_program(work, name or result.module.name.removeprefix("jit_"), target, axes)
     positions = device_positions(mesh)
     predicted = _predict_module(
@@ -159,8 +159,9 @@ def _explain(
         return predicted
     results = [] if module is None else list_results(module)
     is_reported = any(fault.code is FaultCode.replicated_state for fault in prediction.faults)
-    arguments = list_arguments(lowered)
-    memory, hints = explain_shortage(prediction.memory, arguments, results, hint_replicated=not is_reported)
+    memory, hints = explain_shortage(
+        *(prediction.memory, list_arguments(lowered), results), hint_replicated=not is_reported
+    )
     return replace(predicted, prediction=replace(prediction, memory=memory, hints=tuple(hints)))
 
 
@@ -357,11 +358,6 @@ def _find(
     whole: WholeProgram | None, module: Module, axes: Mapping[str, int], replay: Replay, memory: MemoryReport
 ) -> tuple[Fault, ...]:
     return () if whole is None else find_faults(CheckedProgram(whole, module, axes, replay, memory))
-
-
-def _read_whole(lowered: jax.stages.Lowered) -> WholeProgram:
-    module: Any = lowered.compiler_ir("hlo")
-    return WholeProgram(parse(module.as_serialized_hlo_module_proto()))
 
 
 def merge_layers(uses: Sequence[U]) -> list[U]:
