@@ -13,13 +13,13 @@ from valkyrie.foreign_errors import Allocation
 from valkyrie.report.program import program_page
 from valkyrie.results import Result
 from valkyrie.search.compile.prediction import CompileStatus, ForeignProgram, MemoryReport, Prediction
-from valkyrie.search.compile.shortage import Argument, explain_shortage, list_arguments, list_results
+from valkyrie.search.compile.shortage import ListedArgument, explain_shortage, list_arguments, list_results
 from valkyrie.units import GIB
 
 ARGUMENTS = [
-    Argument("params['w']", "float32[30,8192,8192]", 8 * GIB, {"data": 2, "model": 4}),
-    Argument("x", "bfloat16[131072,8192]", GIB, {"model": 4}),
-    Argument("b", "float32[8192]", 2**15, {"data": 2, "model": 4}),
+    ListedArgument("params['w']", "float32[30,8192,8192]", 8 * GIB, {"data": 2, "model": 4}),
+    ListedArgument("x", "bfloat16[131072,8192]", GIB, {"model": 4}),
+    ListedArgument("b", "float32[8192]", 2**15, {"data": 2, "model": 4}),
 ]
 
 

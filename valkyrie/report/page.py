@@ -23,7 +23,7 @@ from valkyrie.records import encode
 from valkyrie.report import tables, words
 from valkyrie.report.colours import axes_colour, part_colour
 from valkyrie.report.figures import GROUP_FIGURES, OVERALL_FIGURES, WALL_TIME, figure_spec
-from valkyrie.report.rank import Comparison, best_per_workload, group_unsuccessful
+from valkyrie.report.rank import SweepComparison, best_per_workload, group_unsuccessful
 from valkyrie.report.records import read_answer, read_command, read_rows
 from valkyrie.report.search import SearchPage, search_page
 from valkyrie.report.specs import Spec, timeline_spec
@@ -67,7 +67,9 @@ def write_report(folder: Path) -> Path:
     return write_atomic(folder / PAGE_FILE, render_page(rows, answer=answer))
 
 
-def render_page(rows: Sequence[Row], comparison: Comparison | None = None, answer: SearchAnswer | None = None) -> str:
+def render_page(
+    rows: Sequence[Row], comparison: SweepComparison | None = None, answer: SearchAnswer | None = None
+) -> str:
     """Return the HTML report. With `comparison`, it has a section that compares two sweeps.
 
     If `answer` is None and all rows are from the folder of one search, the page shows the answer of that search. `rows`
@@ -156,7 +158,7 @@ def _script_json(data: PageData) -> Markup:
     return Markup(text.replace("<", "\\u003c"))
 
 
-def _template_values(rows: Sequence[Row], comparison: Comparison | None, data: PageData) -> dict[str, object]:
+def _template_values(rows: Sequence[Row], comparison: SweepComparison | None, data: PageData) -> dict[str, object]:
     """Return the values for the page's template, except the data for its script."""
     rows_by_kind = group_by_kind(rows)
     best, trained = tables.best_table(best_per_workload(rows)), tables.training_table(rows)

@@ -107,7 +107,7 @@ def _layout_key(row: Row) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SweepComparison:
     """Comparison of two sweeps.
 
     Args:
@@ -154,7 +154,7 @@ class Comparison:
         return f"{text}no common workload ({self.a}: {first}; {self.b}: {second})"
 
 
-def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
+def compare(rows: Sequence[Row], a: str, b: str) -> SweepComparison:
     """Compare two sweeps, each given by its name or folder. Raises ValueError if there is no such sweep.
 
     Rows are paired if they have the same layout, workload, stage and target. If a sweep has several such rows, the
@@ -177,7 +177,7 @@ def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
     pairs.sort(key=lambda p: (p.a.group, p.ratio is None, -(p.ratio or 0.0)))
     only_a = sort_by_speed(row for key, row in left.items() if key not in right)
     only_b = sort_by_speed(row for key, row in right.items() if key not in left)
-    return Comparison(a, b, pairs, only_a, only_b, slower_duplicates)
+    return SweepComparison(a, b, pairs, only_a, only_b, slower_duplicates)
 
 
 def concordance(pairs: Sequence[RowPair]) -> float | None:

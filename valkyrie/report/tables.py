@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from valkyrie.report.rank import Comparison, pareto_ids, peak_memory, simplest_partitions
+from valkyrie.report.rank import SweepComparison, pareto_ids, peak_memory, simplest_partitions
 from valkyrie.report.values import labels, part_name, round_digits
 from valkyrie.runs.columns import Column
 from valkyrie.sweep.columns import BEST_COLUMNS, COLUMNS, MARKDOWN_COLUMNS, PAGE_COLUMNS
@@ -95,7 +95,7 @@ def has_results(row: Row) -> bool:
     return row.ranked or (row.trial.status is Status.ok and bool(row.peak_bytes or row.sent))
 
 
-def comparison_table(comparison: Comparison) -> TextTable:
+def comparison_table(comparison: SweepComparison) -> TextTable:
     """Return a table of the layouts in both sweeps, with the ratio of their speeds."""
     row_labels = labels([pair.a for pair in comparison.pairs])
     heads = [ColumnHead("layout"), ColumnHead("speed is")]

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 
 from valkyrie.report import tables, words
-from valkyrie.report.rank import Comparison, best_per_workload, group_unsuccessful
+from valkyrie.report.rank import SweepComparison, best_per_workload, group_unsuccessful
 from valkyrie.sweep.columns import CSV_COLUMNS
 from valkyrie.sweep.rows import Row, group_by_kind
 from valkyrie.units import escape_control_characters
@@ -37,7 +37,7 @@ def _cell(value: object) -> object:
     return escape_control_characters(f"'{value}" if value.startswith(("=", "+", "-", "@", "\t")) else value)
 
 
-def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
+def as_markdown(rows: Sequence[Row], comparison: SweepComparison | None = None) -> str:
     """Return the report as Markdown: explanations, a ranked table per kind of speed, and trials without a result."""
     lines = [f"# {', '.join(dict.fromkeys(row.trial.sweep for row in rows))}", "", words.summary(rows), ""]
     lines += [words.SIMULATED_NOTE, ""] if any(row.group.simulated and row.ranked for row in rows) else []

@@ -25,7 +25,7 @@ _NO_ARRAYS = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", 
 
 
 @dataclass(frozen=True)
-class Argument:
+class ListedArgument:
     """An argument of a program.
 
     Args:
@@ -46,7 +46,7 @@ class Argument:
         return self.bytes - self.bytes // math.prod(self.replicated_over.values())
 
 
-def list_arguments(lowered: jax.stages.Lowered) -> list[Argument]:
+def list_arguments(lowered: jax.stages.Lowered) -> list[ListedArgument]:
     """Return the arguments of a program with known shardings, the largest on a device first."""
     import jax
 
@@ -63,7 +63,7 @@ def list_arguments(lowered: jax.stages.Lowered) -> list[Argument]:
         used = {axis for entry in sharding.spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
         replicated = {str(axis): size for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in used}
         size = math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
-        arguments.append(Argument(name, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", size, replicated))
+        arguments.append(ListedArgument(name, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", size, replicated))
     return sorted(arguments, key=lambda argument: -argument.bytes)
 
 
@@ -88,7 +88,7 @@ def list_results(module: Module) -> list[Allocation]:
 
 def explain_shortage(
     memory: MemoryReport,
-    arguments: Sequence[Argument],
+    arguments: Sequence[ListedArgument],
     results: Sequence[Allocation] = (),
     *,
     hint_replicated: bool = True,
