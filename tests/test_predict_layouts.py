@@ -15,12 +15,13 @@ from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import read_record
 from valkyrie.search import programs
 from valkyrie.search.comparison import SEARCH_FILE, ComparisonRecord
+from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.predict import PredictedProgram, ProgramWork, foreign_program
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     CompileTimes,
-    Finding,
-    FindingCode,
+    Fault,
+    FaultCode,
     MemoryReport,
     PredictedStep,
     Prediction,
@@ -59,7 +60,7 @@ def fake_predict(
         memory=MemoryReport(peak=2 * GIB, usable=16 * GIB, headroom=14 * GIB, split={"arguments": 2 * GIB}),
         step=PredictedStep(seconds, rate, rate and rate / 8),
         parts=(StepPart(PartKind.exposed, ("data",), seconds / 4),),
-        findings=(Finding(FindingCode.unused_axis, "an axis is unused", "use it"),) * (seconds > 0.3),
+        faults=(Fault(FaultCode.unused_axis, "an axis is unused", "use it"),) * (seconds > 0.3),
     )
     return PredictedProgram(prediction, None)
 
