@@ -20,8 +20,6 @@ from valkyrie.search.compile.predict import PredictedProgram, ProgramWork, forei
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     CompileTimes,
-    Fault,
-    FaultCode,
     MemoryReport,
     PredictedStep,
     Prediction,
