@@ -707,3 +707,16 @@ def test_the_refusal_of_a_key_suggests_a_longer_one_that_the_mode_reads(key: str
 def test_a_search_cannot_be_a_trial(command: Any):
     refused = command("-m", "mode=search", "target=v4-8,v5e-8")
     assert refused.status == 2 and "target=[v4-8,v5e-8]" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("++optimizer.learning_rat=1", "optimizer.learning_rate"),
+        ("+model.attention.head=2", "model.attention.heads"),
+        ("++partition.zero=1", "partition.zero1"),
+    ],
+)
+def test_a_key_added_with_a_plus_is_checked_too(override: str, suggestion: str):
+    with pytest.raises(ValueError, match=f"Did you mean {suggestion}\\?"):
+        parse_run(["model=gpt_tiny", "data=synthetic", "target=cpu8", override])

@@ -24,7 +24,7 @@ from valkyrie.machine.replay import Cost
 from valkyrie.parts import PartKind
 from valkyrie.paths import DiskError
 from valkyrie.search.compile.executable import device_positions, without_cache
-from valkyrie.search.compile.predict import merge_layers
+from valkyrie.search.compile.layers import merge_layers
 from valkyrie.train.program import serialised_module
 
 TILED = "bf16[4096,4096]{1,0:T(8,128)(2,1)}"

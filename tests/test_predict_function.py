@@ -282,3 +282,10 @@ def test_an_interrupt_ends_the_compiler_at_once(
 def test_meshes_of_one_slice_have_the_same_devices() -> None:
     first, second = (valkyrie.slice("v5e-4").mesh((4,), ("data",)) for _ in range(2))
     assert all(a is b for a, b in zip(first.devices.flat, second.devices.flat, strict=True))
+
+
+def test_a_mesh_that_differs_from_the_shardings_is_refused() -> None:
+    slice = valkyrie.slice("v5e-8")
+    jitted, arguments = products(slice.mesh((2, 4), ("data", "model")))
+    with pytest.raises(ValueError, match=r"data=8, model=1 differs from .* data=2, model=4"):
+        valkyrie.predict(jitted, *arguments, slice=slice, mesh={"data": 8, "model": 1})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -286,6 +286,22 @@ def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
         case WrongValue.not_a_group:
             return f"{key}={value}: {key} is a group of settings. Set one of its keys: {key}.KEY=VALUE."
     return f"{key}: {message}." if key else f"{message}."
+
+
+def unknown_key_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
+    """Return a problem for each key that the config class of its mapping lacks. Hydra's `++` adds such keys."""
+    config_class, known = OmegaConf.get_type(values), values
+    names = {field.name for field in fields(config_class)} if is_dataclass(config_class) else set(values)
+    if unknown := [str(key) for key in values if key not in names]:
+        known = values.copy()
+        with open_dict(known):
+            for key in unknown:
+                del known[key]
+    problems = [unknown_key(f"{prefix}{key}", known) for key in unknown]
+    for key in known:
+        if not OmegaConf.is_missing(known, key) and isinstance(child := values[key], DictConfig):
+            problems += unknown_key_problems(child, f"{prefix}{key}.")
+    return problems
 
 
 def nested_value_problems(config: Any) -> list[Problem]:

@@ -277,6 +277,8 @@ class Run:
         try:
             merged = OmegaConf.merge(_schema_of(tuple(classes.items())), composed)
             OmegaConf.resolve(merged)
+            assert isinstance(merged, DictConfig)
+            refuse(refusals.unknown_key_problems(merged))
             typed = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
             raise ProblemError(

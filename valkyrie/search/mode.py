@@ -121,7 +121,7 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
         return _nothing_fits(status or NO_STEP_TIME, folder, reason, console)
     options = _winner_options(rows[0].candidate, options, best, compiles, console)
     remarks = _remarks(request, rows[0], ranked, shortlisted, compiles, measured)
-    on_this_machine = has_devices(_target_slice(rows[0], request))
+    launch = None if has_devices(_target_slice(rows[0], request)) else launch_command(request, rows[0], options)
     answer = SearchAnswer(
         command=list(run.arguments),
         question=request_digest(request),
@@ -150,14 +150,13 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
         tokens=request.tokens,
         budget_usd=request.budget_usd,
         train=train_command(request, rows[0], options),
-        launch=None if on_this_machine else launch_command(request, rows[0], options),
+        launch=launch,
     )
     show(answer, console)
-    for line in [*remarks, f"train it: {answer.train}", *([f"launch it: {answer.launch}"] if answer.launch else [])]:
-        console.print(line, markup=False, soft_wrap=True)
+    lines = [*remarks, f"train it: {answer.train}", *([f"launch it: {launch}"] if launch else [])]
     stored = save_answer(folder, answer)
-    console.print(f"page: {write_report(folder)}", soft_wrap=True)
-    console.print(stored, markup=False, soft_wrap=True)
+    for line in [*lines, f"page: {write_report(folder)}", stored]:
+        console.print(line, markup=False, soft_wrap=True)
     return SearchResult(status, folder, answer)
 
 

@@ -5,15 +5,12 @@ Uses the same replay and summary as `mode=compile`.
 
 from __future__ import annotations
 
-import re
 import time
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.compiled.dumped import fastest_product_rate, read_dumped, refuse_other_chip
 from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import Module, parse
@@ -23,13 +20,13 @@ from valkyrie.foreign_errors import Allocation, first_lines, is_out_of_memory
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import build_topology, usable_hbm
-from valkyrie.machine.replay import Cost
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.checked import CheckedProgram
 from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.faults import find_faults
 from valkyrie.search.compile.hints import program_hints
+from valkyrie.search.compile.layers import merge_layers
 from valkyrie.search.compile.lowered import LoweredProgram, capture_program, compile_program, has_slice_devices
 from valkyrie.search.compile.prediction import (
     CompileOutcome,
@@ -50,11 +47,6 @@ if TYPE_CHECKING:
 
     from valkyrie.machine.replay import Replay
 
-U = TypeVar("U", Cost, CollectiveUse)
-MIN_LAYERS = 3
-"""Operations that differ only in the number of a layer are merged into one row if there are at least this many."""
-_NUMBERED = re.compile(r"((?:^|/)(?:[A-Za-z]\w*_)?)\d+(?=/)")
-"""Matches a numbered scope in the name of an operation, such as `blocks_7` or `7`, up to the number."""
 LOW_RATE = 0.35
 """If the fastest large product of a dumped module is below this share of peak, the module may be for another chip."""
 
@@ -116,7 +108,9 @@ def predict_function(
     began = time.perf_counter()
     lowered, compiled = _lower(function, arguments, kwargs, options)
     lower_s = time.perf_counter() - began
-    mesh = _find_mesh([arguments, dict(kwargs)]) or _find_mesh(_program_shardings(compiled or lowered)) or mesh
+    own_mesh = _find_mesh([arguments, dict(kwargs)]) or _find_mesh(_program_shardings(compiled or lowered))
+    _refuse_other_mesh(mesh, own_mesh)
+    mesh = own_mesh or mesh
     if mesh is None:
         raise ValueError(
             "no argument of this program is sharded over a mesh of the slice. Use a NamedSharding of "
@@ -360,37 +354,6 @@ def _find(
     return () if whole is None else find_faults(CheckedProgram(whole, module, axes, replay, memory))
 
 
-def merge_layers(uses: Sequence[U]) -> list[U]:
-    """Merge the operations of unrolled layers: `blocks_0/Dense_1/dot_general` to `blocks_11/...` become `blocks_*/...`.
-
-    Operations are merged if they share kind, axes and source, and their names differ only in the first numbered scope.
-    Groups smaller than `MIN_LAYERS` are returned unchanged.
-    """
-    groups: dict[tuple[object, ...], list[U]] = defaultdict(list)
-    for use in uses:
-        torus_axes = use.torus_axes if isinstance(use, CollectiveUse) else ()
-        groups[use.kind, use.mesh_axes, torus_axes, _NUMBERED.sub(r"\1*", use.op_name, count=1), use.source].append(use)
-    merged: list[U] = []
-    for (*_, name, _source), members in groups.items():
-        merged += [_sum_uses(members, str(name))] if len(members) >= MIN_LAYERS else members
-    return merged
-
-
-def _sum_uses(uses: Sequence[U], name: str) -> U:
-    """Return one operation called `name`, with the sums of the calls, seconds and bytes of `uses`."""
-    first = replace(uses[0], op_name=name)
-    for field in fields(first):
-        values = [getattr(use, field.name) for use in uses]
-        if isinstance(values[0], float):
-            first = replace(first, **{field.name: sum(values)})
-        elif isinstance(values[0], dict):
-            total: Counter[str] = Counter()
-            for by_axis in values:
-                total.update(by_axis)
-            first = replace(first, **{field.name: dict(total)})
-    return first
-
-
 def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
     if isinstance(memory, int):
         usable = usable_hbm(target.chip)
@@ -468,6 +431,14 @@ def _program_shardings(program: jax.stages.Lowered | jax.stages.Compiled) -> lis
         return [program.input_shardings, program.output_shardings]
     arguments = getattr(getattr(program, "_lowering", None), "compile_args", {})  # JAX has no public way to read these
     return [arguments.get(key) for key in ("in_shardings", "out_shardings", "intermediate_shardings", "context_mesh")]
+
+
+def _refuse_other_mesh(mesh: jax.sharding.Mesh | None, own_mesh: jax.sharding.Mesh | None) -> None:
+    """Raise ValueError if the mesh that the caller passed has other axes than that of the program's shardings."""
+    if mesh is None or own_mesh is None or dict(mesh.shape) == dict(own_mesh.shape):
+        return
+    passed, own = (", ".join(f"{axis}={size}" for axis, size in m.shape.items()) for m in (mesh, own_mesh))
+    raise ValueError(f"mesh: {passed} differs from the mesh of the program's shardings, {own}. Leave it out.")
 
 
 def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
