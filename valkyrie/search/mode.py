@@ -98,9 +98,8 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     missing_compilers = _missing_compilers(request)
     if not will_measure:
         _print_missing_compilers(missing_compilers, request, console)
-    compilable = shortlisted.for_targets(
-        [target.name for target in request.targets if target.name not in missing_compilers]
-    )
+    compiled_targets = [target.name for target in request.targets if target.name not in missing_compilers]
+    compilable = shortlisted.for_targets(compiled_targets)
     if compilable.fitting or compilable.doubtful:
         try:
             with signals_as_exceptions():
