@@ -303,7 +303,7 @@ def test_layouts_that_cannot_be_explained_are_named(here: Path):
     with pytest.raises(ValueError, match=r"^second: nothing is no run folder"):
         valkyrie.explain(run, "nothing")
     (here / "runs" / "empty").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"^second: runs/empty has no compile.json"):
+    with pytest.raises(ValueError, match=r"(?m)^second: runs/empty has no compile.json"):
         valkyrie.explain(run, "empty")
     with pytest.raises(ValueError, match=r"^first: target=auto has no predicted step time"):
         valkyrie.explain(valkyrie.compose("model=gpt_tiny", "mesh=2x2x2"), run)

@@ -159,16 +159,17 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
         raise ValueError(f"{argument}: {parent} is null, so it has no keys.{hint}") from error
 
 
-def parse_run(arguments: Sequence[str], *, in_python: bool = False) -> Run:
+def parse_run(arguments: Sequence[str], *, in_python: bool = False, derived: Sequence[str] = ()) -> Run:
     """Compose arguments of `valkyrie-train` into a run. Does not check the run for problems.
 
     If the arguments cannot be composed, raises ValueError with the message that `valkyrie-train` would print. With
-    `in_python`, the message does not suggest a sweep, which only commands can run.
+    `in_python`, the message does not suggest a sweep, which only commands can run. `derived` are arguments that precede
+    the others and were not written by a user, so they are not checked for typos.
     """
     arguments = expand_shorthand(arguments)
     refuse_typos(arguments, multirun=False, in_python=in_python)
     try:
-        return _compose(read_arguments(arguments))
+        return _compose(read_arguments([*derived, *arguments]))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise explain(error, config_dirs(arguments)) from error
 

@@ -166,9 +166,9 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
     candidates = candidates or [key for key in valid_keys if key.lower() == last.lower()]
     candidates = [f"{dotted_prefix}{key}" for key in candidates] or _likely_keys(last, parent, prefix)
     root, nearest = parent._get_root() if isinstance(parent, DictConfig) else None, suggest(last, valid_keys)
-    if prefix:
+    if prefix and not prefix.startswith("hydra."):
         candidates = candidates or _top_level_keys(last, root)
-    elif not candidates:
+    elif not prefix and not candidates:
         candidates = _longer_keys(last, root)
     candidates = candidates or ([f"{dotted_prefix}{nearest}"] if nearest else _longer_keys(last, root))
     hint = f" Did you mean {candidates[0]}?" if candidates else ""

@@ -120,7 +120,7 @@ def _make_run(
     arguments = [f"model={schema}", f"name={_quote(name)}", f"seq={min(context, _MAX_SEQ)}"]
     for key, value in settings.items():
         arguments.append(f"model.{key}={_quote(value) if isinstance(value, str) else override_text(value)}")
-    run = parse_run([*arguments, *(o for o in overrides if key_value(o)[0] != "name")])
+    run = parse_run([o for o in overrides if key_value(o)[0] != "name"], derived=arguments)
     refuse(run.model.problems())
     return run
 
