@@ -42,9 +42,10 @@ from valkyrie.search.compile.cache import (
     store_program,
 )
 from valkyrie.search.compile.child import (
-    _explain_scratch_memory,
+    _MORE_SCRATCH_MEMORY,
     _too_large_outcome,
     compile_within_memory,
+    explain_scratch_memory,
     parse_shortage,
     peak_without_host,
 )
@@ -121,9 +122,9 @@ def test_a_kernel_without_enough_scratch_memory_is_not_a_misfit():
     ],
 )
 def test_a_kernel_without_enough_scratch_memory_is_named(text):
-    message = _explain_scratch_memory(text)
+    message = explain_scratch_memory(text, _MORE_SCRATCH_MEMORY)
     assert message is not None and all(part in message for part in ("mha.1", "19.55 MiB", "16 MiB"))
-    assert _explain_scratch_memory(OUT_OF_MEMORY) is None
+    assert explain_scratch_memory(OUT_OF_MEMORY, _MORE_SCRATCH_MEMORY) is None
 
 
 def test_the_temporaries_of_the_tpu_compiler_include_the_arguments():

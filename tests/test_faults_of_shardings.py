@@ -122,6 +122,20 @@ def test_an_axis_that_splits_nothing_is_found() -> None:
     assert "4 of the 8 devices" in found[FaultCode.unused_axis].text
 
 
+def test_products_that_devices_repeat_are_found() -> None:
+    mesh = cpu_mesh(data=4, model=2)
+
+    def step(w: jax.Array, v: jax.Array, x: jax.Array) -> jax.Array:
+        y = jnp.sin(x @ w)  # the same on both devices along `model`
+        return y @ v
+
+    shapes = (EMBED, EMBED), (EMBED, MLP), (BATCH, EMBED)
+    specs = PartitionSpec(), PartitionSpec(None, "model"), DATA
+    found = faults(checked(mesh, jax.jit(step), tuple(map(lambda s, p: struct(mesh, s, p), shapes, specs))))
+    assert found.keys() == {FaultCode.repeated_compute}
+    assert "computed 2.0 times" in found[FaultCode.repeated_compute].text
+
+
 def test_replicated_state_is_found_if_memory_is_short() -> None:
     mesh = cpu_mesh(data=8)
     jitted, arguments = language_model(mesh, PartitionSpec())

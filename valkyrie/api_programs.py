@@ -111,48 +111,78 @@ def predict(
     """
     if isinstance(program, Run):
         settings = {"slice": slice, "mesh": mesh, "places": places, "options": options, "name": name}
-        settings |= {"layouts": layouts, "measured_s": measured_s, "time_limit_s": time_limit_s}
-        settings |= {"unit": None if unit == "tokens" else unit}
-        _refuse_run_arguments(arguments, keywords, **settings, tokens=tokens, flops=flops)
+        settings |= {"layouts": layouts, "measured_s": measured_s, "unit": None if unit == "tokens" else unit}
+        _refuse_run_arguments(arguments, keywords, **settings, tokens=tokens, flops=flops, time_limit_s=time_limit_s)
         return _predict_run(program, quiet)
-    from valkyrie.search.compile.predict import predict_file, predict_function
-    from valkyrie.search.programs import ProgramCall, parse_layouts
-
     _refuse_other_programs(program)
     if places is not None:
         require_type(places, Sequence, "places= takes a list of positions, such as record.positions")
-    target, work = _program_work(
-        slice, name=name, tokens=tokens, flops=flops, unit=unit, options=options, time_limit_s=time_limit_s
-    )
+    settings = {"name": name, "tokens": tokens, "flops": flops, "options": options, "time_limit_s": time_limit_s}
+    target, work = _program_work(slice, unit=unit, **settings)
     if measured_s is not None and layouts is None:
         raise ValueError("measured_s= corrects the predictions of other layouts. Pass them too, as layouts=.")
     if isinstance(program, str | Path):
         if layouts is not None:
             raise ValueError("layouts= takes arguments of a function. Predict each dumped module by itself.")
-        axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
-        if not axes:
-            raise ValueError('Name the mesh axes of this module, in order: mesh={"data": 8, "model": 4}.')
-        predicted = predict_file(Path(program), target, axes, places=places, work=work)
-        return Result(predicted.prediction, predicted.replay)
-    console = Console(stderr=True, quiet=quiet)
+        return _predict_module_file(Path(program), target, mesh, places, work)
+    from valkyrie.search.programs import ProgramCall
+
+    call, console = ProgramCall(program, arguments, keywords, mesh, options), Console(stderr=True, quiet=quiet)
     if layouts is not None:
-        if arguments:
-            raise ValueError('With layouts=, pass the arguments there: layouts={"dp": (w, x)}.')
-        calls = parse_layouts(program, layouts, ProgramCall(program, (), keywords, mesh, options))
-        _refuse_unknown_layouts(measured_s, calls)
-        return Comparison(_predict_calls(calls, target, work, time_limit_s, console), measured_s or {})
-    if isinstance(mesh, Mapping):
-        mesh = target.mesh(list(mesh.values()), list(mesh))
+        return _predict_layouts(call, layouts, measured_s, target, work, time_limit_s, console)
+    return _predict_function(call, target, work, time_limit_s, console)
+
+
+def _predict_module_file(
+    path: Path,
+    target: Slice,
+    mesh: jax.sharding.Mesh | Mapping[str, int] | None,
+    places: Sequence[Position] | None,
+    work: ProgramWork,
+) -> Result:
+    from valkyrie.search.compile.predict import predict_file
+
+    axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
+    if not axes:
+        raise ValueError('Name the mesh axes of this module, in order: mesh={"data": 8, "model": 4}.')
+    return _as_result(predict_file(path, target, axes, places=places, work=work))
+
+
+def _predict_function(
+    call: ProgramCall, target: Slice, work: ProgramWork, time_limit_s: float | int | None, console: Console
+) -> Result:
+    from valkyrie.search.compile.predict import predict_function
+
+    mesh = target.mesh(list(call.mesh.values()), list(call.mesh)) if isinstance(call.mesh, Mapping) else call.mesh
     with console.status("lowering") as status:
         predicted = predict_function(
-            *(program, arguments, keywords, target),
+            *(call.function, call.arguments, call.keywords, target),
             mesh=mesh,
-            options=options,
+            options=call.options,
             work=work,
             time_limit_s=time_limit_s,
             progress=status.update,
         )
     return _as_result(predicted)
+
+
+def _predict_layouts(
+    default: ProgramCall,
+    layouts: Mapping[str, Any],
+    measured_s: Mapping[str, float | int] | None,
+    target: Slice,
+    work: ProgramWork,
+    time_limit_s: float | int | None,
+    console: Console,
+) -> Comparison:
+    """Predict a function under several layouts. `default` has what a layout does not set."""
+    from valkyrie.search.programs import parse_layouts
+
+    if default.arguments:
+        raise ValueError('With layouts=, pass the arguments there: layouts={"dp": (w, x)}.')
+    calls = parse_layouts(default.function, layouts, default)
+    _refuse_unknown_layouts(measured_s, calls)
+    return Comparison(_predict_calls(calls, target, work, time_limit_s, console), measured_s or {})
 
 
 def _predict_calls(

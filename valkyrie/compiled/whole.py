@@ -34,7 +34,7 @@ class Argument:
     """An argument of a lowered program.
 
     Args:
-        name: Path in the arguments, as XLA writes it: `state_params__embed____kernel__`.
+        name: Path in the arguments: `state.params['embed']['kernel']`.
         shape: Shape of the whole array.
         mesh_axes: Mesh axes that split each dimension.
         is_state: Whether the program returns an array of this shape and dtype, as a training step returns its state.
@@ -92,7 +92,7 @@ def read_arguments(module: Module) -> tuple[Argument, ...]:
         key = (shape.dtype, shape.dims)
         is_state = returned[key] > 0
         returned[key] -= is_state
-        name = parameter.name.rpartition(".")[0] or parameter.name
+        name = parameter.op_name or parameter.name
         arguments.append(Argument(name, shape, parse_sharding(parameter.attributes.get(_SHARDING, "")), is_state))
     return tuple(arguments)
 
@@ -264,7 +264,7 @@ def _argument_name(instruction: Instruction) -> str:
     """Return the name of the argument that a value is computed from, following first operands."""
     while instruction.operands and instruction.opcode != "parameter":
         instruction = instruction.operands[0]
-    return instruction.name.rpartition(".")[0] or instruction.name
+    return instruction.op_name or instruction.name
 
 
 def _union(first: Any, second: Any) -> Any:

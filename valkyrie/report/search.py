@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from valkyrie.report import specs
 from valkyrie.report.specs import CONFIG, SCHEMA, Spec
 from valkyrie.report.tables import ColumnHead, TextTable
-from valkyrie.report.words import Answer, search_answer
+from valkyrie.report.words import Summary, search_answer
 from valkyrie.sweep.trial import Status
 from valkyrie.units import number_text, share_text
 
@@ -61,7 +61,7 @@ class SearchPage:
     title: str
     question: str
     facts: dict[str, str]
-    best: Answer
+    best: Summary
     table: TextTable
     figures: list[AnswerFigure]
     counts: TextTable

@@ -58,7 +58,7 @@ class BigNumber(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Summary:
     """The fastest layout among trials with one kind of speed, and why it is faster than others.
 
     Args:
@@ -84,14 +84,14 @@ class Answer:
         return " ".join([first, *self.remarks])
 
 
-def answer(group: SpeedKind, rows: Sequence[Row]) -> Answer:
+def answer(group: SpeedKind, rows: Sequence[Row]) -> Summary:
     """Return the fastest layout among `rows`, and why the best layout of each other partition is slower.
 
     `rows` have one kind of speed, and are sorted with the fastest first.
     """
     fast = next((row for row in rows if row.ranked), None)
     if fast is None:
-        return Answer(_describe_missing_speeds(group, rows).rstrip("."))
+        return Summary(_describe_missing_speeds(group, rows).rstrip("."))
     timed = sum(row.ranked for row in rows)
     head = f"Fastest of {timed} {group.label}" if timed > 1 else f"{group.label[0].upper()}{group.label[1:]}"
     workloads = list(dict.fromkeys(row.work for row in rows if row.ranked))
@@ -99,10 +99,10 @@ def answer(group: SpeedKind, rows: Sequence[Row]) -> Answer:
     for work in workloads[:MAX_WORKLOADS]:
         label = f"{work.label}: " if len(workloads) > 1 else ""
         reasons += [label + line for line in _explain_workload([row for row in rows if row.work == work])]
-    return Answer(head, _winner_numbers(fast, len(workloads) > 1), _remarks(fast, rows), tuple(reasons))
+    return Summary(head, _winner_numbers(fast, len(workloads) > 1), _remarks(fast, rows), tuple(reasons))
 
 
-def search_answer(search: SearchAnswer) -> Answer:
+def search_answer(search: SearchAnswer) -> Summary:
     """Return the main numbers of the best layout of a search, including its cost if the search computed it."""
     best = search.best[0]
     low, high = (duration(seconds) for seconds in (best.low_s, best.high_s))
@@ -131,7 +131,7 @@ def search_answer(search: SearchAnswer) -> Answer:
             BigNumber("price", f"${number_text(best.dollars)}", f"{number_text(best.hours)} hours for {tokens}")
         )
     counted = f"{search.compiled} compiled, the others estimated" if search.compiled else "estimated, none compiled"
-    return Answer(f"The best of {search.layouts:,} layouts: {counted}", tuple(numbers), tuple(search.remarks))
+    return Summary(f"The best of {search.layouts:,} layouts: {counted}", tuple(numbers), tuple(search.remarks))
 
 
 def _describe_missing_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:

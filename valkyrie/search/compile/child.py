@@ -52,6 +52,11 @@ if TYPE_CHECKING:
 
 MAX_EXCESS = 1.1
 """Maximum ratio of needed to available memory for which a program is compiled again with options that save memory."""
+_MORE_SCRATCH_MEMORY = (
+    "Another layout does not help. Use another model.attention.head_dim, or a larger "
+    "target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
+)
+"""Remedy for a kernel of our models that needs too much scratch memory."""
 
 
 def main() -> None:
@@ -84,7 +89,7 @@ def _compile_run(folder: Path, ignore_cache: bool) -> CompileOutcome:
         return CompileOutcome(CompileStatus.refused, str(error))
     except Exception as error:  # compilers raise errors of many types
         text = str(error)
-        reason = _explain_scratch_memory(text) or f"{type(error).__name__}: {first_lines(text)}"
+        reason = explain_scratch_memory(text, _MORE_SCRATCH_MEMORY) or f"{type(error).__name__}: {first_lines(text)}"
         return CompileOutcome(CompileStatus.failed, reason)
 
 
@@ -217,15 +222,14 @@ def peak_without_host(
     return None
 
 
-def _explain_scratch_memory(text: str) -> str | None:
+def explain_scratch_memory(text: str, remedy: str) -> str | None:
     """Explain an error about a kernel that needs too much scratch memory, or return None for other errors."""
     usage = parse_scratch_memory(text)
     if usage is None:
         return None
     return (
         f"kernel {usage.kernel or '(not named by XLA)'} needs {usage.needed_mib:g} MiB of scratch memory (VMEM), and "
-        f"a core has {usage.limit_mib:g} MiB. Another layout does not help. Use another model.attention.head_dim, or a "
-        "larger target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
+        f"a core has {usage.limit_mib:g} MiB. {remedy}"
     )
 
 

@@ -161,7 +161,7 @@ def capture_program(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> 
     if "backend" not in arguments or arguments.get("host_callbacks") or arguments.get("keepalive"):
         return None
     lowering = copy.copy(lowering)
-    lowering.compile_args = {**arguments, "backend": _Recorder(arguments["backend"])}
+    lowering.compile_args = {**arguments, "backend": _RecordingBackend(arguments["backend"])}
     try:
         with without_cache():  # JAX would look for the program before it calls the recorder
             lowering.compile(compiler_options=dict(options) or None)
@@ -180,14 +180,14 @@ def capture_program(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> 
 
 
 class _Recorded(Exception):
-    """Raised by `_Recorder` in place of a compile, with its arguments."""
+    """Raised by `_RecordingBackend` in place of a compile, with its arguments."""
 
     def __init__(self, module: Any, options: Any, devices: Sequence[Any]) -> None:
         super().__init__()
         self.module, self.options, self.devices = module, options, devices
 
 
-class _Recorder:
+class _RecordingBackend:
     """A backend that raises `_Recorded` when JAX compiles for it."""
 
     def __init__(self, backend: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from valkyrie.checksums import digest
 from valkyrie.compiled.schema import dump_class
 from valkyrie.config.modes import MODULE_FILE
-from valkyrie.foreign_errors import first_lines, is_out_of_memory, parse_scratch_memory
+from valkyrie.foreign_errors import first_lines, is_out_of_memory
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.paths import write_atomic
 from valkyrie.records import read_record, write_record
@@ -25,6 +25,7 @@ from valkyrie.search.compile.cache import OUTCOME, PROGRAM, ProgramRecord
 from valkyrie.search.compile.child import (
     compile_within_memory,
     exit_with_parent,
+    explain_scratch_memory,
     parse_shortage,
     peak_without_host,
 )
@@ -37,6 +38,8 @@ from valkyrie.search.compile.lowered import (
 )
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus
 from valkyrie.train.options import OptionRefused, explain_option_errors
+
+_MORE_SCRATCH_MEMORY = 'Use smaller blocks in the kernel, or a larger options={"xla_tpu_scoped_vmem_limit_kib": ...}.'
 
 
 def main() -> None:
@@ -55,7 +58,7 @@ def compile_requested(folder: Path) -> None:
         write_record(folder / OUTCOME, CompileOutcome(CompileStatus.refused, str(error)))
     except Exception as error:  # compilers raise errors of many types
         text = str(error)
-        reason = _explain_scratch_memory(text) or f"{type(error).__name__}: {first_lines(text)}"
+        reason = explain_scratch_memory(text, _MORE_SCRATCH_MEMORY) or f"{type(error).__name__}: {first_lines(text)}"
         write_record(folder / OUTCOME, CompileOutcome(CompileStatus.failed, reason))
     else:
         write_record(folder / request.key / PROGRAM, record)
@@ -126,17 +129,6 @@ class _Compiled:
     def memory_analysis(self) -> Any:
         """Return the sizes of the program in memory."""
         return self.executable.get_compiled_memory_stats()
-
-
-def _explain_scratch_memory(text: str) -> str | None:
-    usage = parse_scratch_memory(text)
-    if usage is None:
-        return None
-    return (
-        f"kernel {usage.kernel or '(not named by XLA)'} needs {usage.needed_mib:g} MiB of scratch memory (VMEM), and "
-        f"a core has {usage.limit_mib:g} MiB. Use smaller blocks in the kernel, or a larger "
-        'options={"xla_tpu_scoped_vmem_limit_kib": ...}.'
-    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ _MAX_ARGUMENTS, _MAX_LISTED = 3, 8
 """Numbers of arguments that a hint names, and of arrays that are listed."""
 _CONTROL_FLOW = ("while", "conditional", "call")
 _NO_ARRAYS = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all")
-"""Operations without an array of their own."""
+"""Operations that allocate no array."""
 
 
 @dataclass(frozen=True)
