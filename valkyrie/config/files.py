@@ -58,6 +58,11 @@ class CheckedFiles(FileConfigSource):
         return result
 
 
+# Hydra's joblib and submitit workers get a copy of the registry and register their plugins again. The registry then
+# compares class names, and raises ValueError where they differ.
+CheckedFiles.__name__ = FileConfigSource.__name__
+
+
 def use_checked_files() -> None:
     """Let Hydra read config files with `CheckedFiles`. Its registry has no method to replace a source."""
     SourcesRegistry.instance().types[CheckedFiles.scheme()] = CheckedFiles
