@@ -404,12 +404,15 @@ def test_a_closed_terminal_saves_and_ends_the_training(tmp_path: Path) -> None:
     assert saved_arrays(tmp_path / "run")["['step']"] >= 2
 
 
-def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
+def test_lines_reach_a_pipe_and_signals_stop_the_run_before_the_step_is_compiled(tmp_path: Path) -> None:
     process = start_training(*tiny_arguments(tmp_path, "steps=100000"), cwd=tmp_path)
     assert process.stdout is not None and process.stderr is not None
     try:
         lines = list(itertools.takewhile(lambda line: line != "compiling the step\n", process.stdout))
         assert process.poll() is None and any(line.startswith("data synthetic:") for line in lines)
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 75 and err.strip().startswith("valkyrie-train: stopped before the first step")
     finally:
         process.kill()
         process.communicate()

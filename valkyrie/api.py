@@ -226,7 +226,7 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
     prepared = prepare_run(run, console)
     from valkyrie.train import trainer
 
-    fitted = trainer.fit(run, *prepared, folder, console, signals=False, began=began)
+    fitted = trainer.fit(run, *prepared, folder, console, began=began)
     return Trained(run, fitted.folder, fitted.summary, fitted)
 
 

@@ -24,7 +24,8 @@ DOES_NOT_FIT = 3
 LOST = 69
 """A process hangs, or another process failed. Start all of them again."""
 PREEMPTED = 75
-"""The training has saved its state because its machine is being preempted. Start it again (EX_TEMPFAIL)."""
+"""The training has stopped, and saved if a step was done, because its machine is preempted. Start it again
+(EX_TEMPFAIL)."""
 INTERRUPTED = 130
 """The user stopped the process with Ctrl-C. Shells use the same status."""
 

@@ -76,6 +76,8 @@ class Interrupt:
     def __init__(self, *, multiprocess: bool = False) -> None:
         self.requested = False
         self.worth_saving = False
+        self.restored_step: int | None = None
+        """Step of the checkpoint that the training continues from, or None if it starts from the beginning."""
         self.preempted = False
         """Whether the stop is due to a preemption of the machine, not requested by the user."""
         self._multiprocess = multiprocess
@@ -106,8 +108,10 @@ class Interrupt:
         preempted = signum in (signal.SIGTERM, signal.SIGUSR1)
         if self.requested or not self.worth_saving:
             if not self.requested:
+                kept = f"; the checkpoint at step {self.restored_step} is kept" if self.restored_step else ""
+                line = f"\nvalkyrie-train: stopped before the first step, so there is nothing to save{kept}\n"
                 with contextlib.suppress(OSError):
-                    os.write(2, b"\nvalkyrie-train: stopped before the first step, so there is nothing to save\n")
+                    os.write(2, line.encode())
             show_cursor()
             end_process(PREEMPTED if preempted else INTERRUPTED, "stopped by a signal")
         self.requested, self.preempted = True, preempted

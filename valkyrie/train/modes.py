@@ -18,6 +18,7 @@ from valkyrie.config.run import Run
 from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.optim import rate_rises_if_extended
 from valkyrie.processes.ending import INTERRUPTED, PREEMPTED
+from valkyrie.processes.interrupt import Interrupt
 from valkyrie.runs.folder import resume_command, run_folder, stored_text_file
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.wandb_writer import TRAFFIC
@@ -47,24 +48,23 @@ def train(run: Run) -> int:
 
 def _train(run: Run, team: Team, began: float) -> int:
     folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
-    console = make_console()
-    prepared = prepare_run(run, console, team)
-    from valkyrie.train.callbacks import DivergedError, FolderGoneError
-    from valkyrie.train.trainer import fit
+    console, interrupt = make_console(), Interrupt(multiprocess=team.count > 1)
+    with interrupt.handle_signals():
+        prepared = prepare_run(run, console, team)
+        from valkyrie.train.callbacks import DivergedError, FolderGoneError
+        from valkyrie.train.trainer import fit
 
-    console.print(f"[bold]{run.layout.describe_roles()}[/]")
-    if run.batch_note:
-        console.print(f"batch: {run.batch_note}", highlight=False)
-    try:
-        fitted = fit(run, *prepared, folder, console, team=team, began=began)
-    except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
-        print(
-            f"valkyrie-train: {_nan_message(error) if isinstance(error, FloatingPointError) else error}",
-            file=sys.stderr,
-        )
-        if team.count > 1:  # SystemExit also ends the other processes, which wait for this one
-            sys.exit(1)
-        return 1
+        console.print(f"[bold]{run.layout.describe_roles()}[/]")
+        if run.batch_note:
+            console.print(f"batch: {run.batch_note}", highlight=False)
+        try:
+            fitted = fit(run, *prepared, folder, console, interrupt, team, began)
+        except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
+            message = _nan_message(error) if isinstance(error, FloatingPointError) else error
+            print(f"valkyrie-train: {message}", file=sys.stderr)
+            if team.count > 1:  # SystemExit also ends the other processes, which wait for this one
+                sys.exit(1)
+            return 1
     folder = fitted.folder
     resume = resume_command(folder)
     if fitted.interrupted:

@@ -95,7 +95,7 @@ def fit(
     tokenizer: Tokenizer | None,
     folder: Path,
     console: Console,
-    signals: bool = True,
+    interrupt: Interrupt | None = None,
     team: Team = ALONE,
     began: float | None = None,
 ) -> FitResult:
@@ -108,7 +108,7 @@ def fit(
         tokenizer: Tokenizer of the data, or None if the data is not text.
         folder: The run folder, from `run_folder`. If another training run has created it since, a new one is used.
         console: Where progress is printed.
-        signals: Save and stop on Ctrl-C and other signals. False in notebooks, which have their own handlers.
+        interrupt: Its signals stop the training after it has saved. None in notebooks, which have their own handlers.
         team: The processes of the run.
         began: Unix time when the command started, or None for now.
 
@@ -120,6 +120,7 @@ def fit(
         ValueError: The checkpoint or the data does not match the run, or this machine lacks memory.
     """
     config, began = run.config, began or time.time()
+    signals, interrupt = interrupt is not None, interrupt or Interrupt(multiprocess=team.count > 1)
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
     check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
@@ -133,6 +134,7 @@ def fit(
         ledger = Ledger(folder, began, meter.spent, write=team.is_leader)
         with meter.paused("setup" if checkpoints.last_step is None else "restore"), ledger.record_refusal():
             start, state = _restore_or_init(program, checkpoints, loader, folder, console)
+        interrupt.restored_step = start or None
         ledger.count_setup(start)  # records the restored step before the compile, which may crash
         # A run that has no step to do keeps its record, so that the next one does not report `steps` as changed.
         if team.is_leader and (start < config.steps or not (folder / RUN).is_file()):
@@ -145,9 +147,6 @@ def fit(
         tracker = _make_tracker(run, devices, folder, start, write=team.is_leader)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
-        interrupt = Interrupt(multiprocess=team.count > 1)
-        if signals:
-            stack.enter_context(interrupt.handle_signals())
         watchdog = stack.enter_context(make_watchdog(run, team, folder, signals))
         facts = {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None}
         progress = Progress(program, tracker, screen, meter, ledger, start, start, state, facts)
