@@ -21,13 +21,14 @@ from rich.console import Console
 
 from helpers import assert_golden_message, compose_run
 from processes import free_address, run_teams
-from runs import TINY
+from runs import TINY, copy_run, trained_run
 from valkyrie.cli.doctor import main
+from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.data.prepare import prepare
 from valkyrie.doctor import disks, host
 from valkyrie.doctor.disks import state_bytes
-from valkyrie.doctor.examine import HOST_CHECKS, TEAM_CHECKS, check_clocks
+from valkyrie.doctor.examine import HOST_CHECKS, RESUME_CHECK, TEAM_CHECKS, check_clocks
 from valkyrie.doctor.findings import (
     FAILS,
     OK,
@@ -180,6 +181,22 @@ def test_the_folder_of_the_checkpoints_is_written_and_read(tmp_path: Path):
     assert single_finding(disks.check_checkpoint_folder, right)[0] == OK
     assert not (tmp_path / "new").exists()
     assert f"checkpoint.folder={tmp_path}/new/one" in single_finding(disks.check_disk_space, right)[1]
+
+
+def checkpoint_findings(folder: Path, *overrides: str) -> list[Finding]:
+    """Return the findings about the checkpoint that a run resumes from."""
+    return run_checks([RESUME_CHECK], CheckContext(parse_run([f"resume={folder}", *overrides])))
+
+
+def test_the_checkpoint_to_resume_from_is_verified(tmp_path: Path):
+    folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
+    assert [finding.severity for finding in checkpoint_findings(folder)] == [OK]
+    (finding,) = checkpoint_findings(folder, "model.embed=32")
+    assert finding.severity == FAILS and "is of a different model: embedding" in finding.text
+    for damaged_step, severities in ((6, [WARNING, OK]), (4, [FAILS, FAILS])):
+        (folder / "checkpoints" / str(damaged_step) / "state" / "manifest.ocdbt").write_bytes(b"")
+        assert [finding.severity for finding in checkpoint_findings(folder)] == severities
+    assert run_checks([RESUME_CHECK], CheckContext(compose_run(*SMALL, f"runs={tmp_path}", "name=new"))) == []
 
 
 def free_disk(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from valkyrie.checkpoint.location import in_bucket, parse_path
+from valkyrie.checkpoint.contents import newest_undamaged, read_info, refuse_other_model
+from valkyrie.checkpoint.location import all_steps_in, checkpoint_root, in_bucket, parse_path
 from valkyrie.config.run import Run
 from valkyrie.data.config import DataCheck
 from valkyrie.doctor.findings import FAILS, OK, WARNING, CheckContext, CheckResults
 from valkyrie.paths import cache_problem, cache_root, disk_errors, error_reason
+from valkyrie.runs.folder import run_folder
 from valkyrie.runs.wandb_writer import WandbMode, resolve_mode
 from valkyrie.train.prepare import refuse_unsuitable_data
 from valkyrie.units import count_text, memory_text
@@ -110,6 +112,31 @@ def _checkpoint_location(run: Run) -> tuple[str, str]:
     """Return the key that sets the checkpoint folder, and the folder."""
     folder = run.config.checkpoint.folder
     return ("runs", run.config.runs) if folder is None else ("checkpoint.folder", folder)
+
+
+def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
+    """Check the files and the model of the checkpoint to resume from. Skipped for a new run, and except on process 0.
+
+    A damaged checkpoint is a warning if an older one is undamaged, or if the run may have fast checkpoints.
+    """
+    config = context.run.config
+    if not context.team.is_leader or (config.resume is None and config.name is None):
+        return
+    folder = run_folder(context.run)
+    root = checkpoint_root(folder)
+    steps = all_steps_in(root)
+    step, damages = newest_undamaged(root, steps)
+    remedy = (
+        "Start the run again, or resume another run." if step is None else f"The run would resume from step {step}."
+    )
+    severity = FAILS if step is None and config.checkpoint.fast.every is None else WARNING
+    for damage in damages:
+        yield severity, damage, remedy
+    if step is not None:
+        shapes = {name: spec.shape for name, spec in context.run.model.parameters().items()}
+        refuse_other_model(root / str(step), read_info(root / str(step)).parameters, shapes)
+        unchecked = "; the bucket checks its files" if in_bucket(root) else " and is undamaged"
+        yield OK, f"the checkpoint at step {step} in {root} fits the model{unchecked}"
 
 
 def check_disk_space(context: CheckContext) -> CheckResults:

@@ -86,6 +86,8 @@ TEAM_CHECKS = (
     Check("shared folder", disks.check_shared_folder),
 )
 """Checks that compare the connected processes. Every process runs them in this order."""
+RESUME_CHECK = Check("checkpoint", disks.check_resumed_checkpoint)
+"""Check that reads the whole checkpoint, so only process 0 makes it."""
 
 
 def examine(run: Run, console: Console, steps: int | None) -> int:
@@ -126,7 +128,7 @@ def _report_all(context: CheckContext, table: FindingsTable, findings: list[Find
     Returns the exit status.
     """
     team = context.team
-    table.add(team.exchange("this host", findings))
+    table.add(team.exchange("this host", [*findings, *run_checks([RESUME_CHECK], context)]))
     if not table.failed:
         devices, findings = _acquire_devices(context.run, team)
         table.add(team.exchange("devices", findings))
