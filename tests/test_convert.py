@@ -206,6 +206,24 @@ def test_unsupported_settings_are_refused_by_their_key(changed, message, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=gpt_tiny", "model=gpt_tiny: the architecture comes from config.json. "),
+        ("model.embed=64", "model.embed=64: the architecture comes from config.json. "),
+        ("mode=eval", "mode=eval: from-hf only writes a new run. "),
+        ("resume=x", "resume=x: from-hf only writes a new run. "),
+        ("mesh=3x1x1", "2 problems"),
+    ],
+)
+def test_overrides_that_cannot_apply_are_refused(override, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    published(tmp_path / "model", "llama")
+    text = refusal(capsys, "from-hf", "model", "--tokenizer", "bytes", override)
+    assert text.startswith(message) and "model.embed=33" not in text
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load = ("from-hf", "model", "--tokenizer", "bytes")

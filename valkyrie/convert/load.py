@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from valkyrie.convert.names import DERIVED_SUFFIXES, GPT2_PREFIX, TensorSlice, t
 from valkyrie.data.tokenizer import load_tokenizer, tokenizer_identity, vocab_size_of
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors, write_atomic
-from valkyrie.problems import refuse
+from valkyrie.problems import Problem, refuse
 from valkyrie.runs.folder import key_value, run_folder, versions, write_run_files
 from valkyrie.trees import override_text
 
@@ -32,6 +32,8 @@ PREFIX_FILE = "prefix"
 """File in `ORIGINALS` with the prefix of GPT-2's tensor names: `transformer.`, or empty."""
 _UNEMBEDDING = "lm_head.weight"
 """Tensor of the output matrix. Folders of models with tied embeddings may have it as a copy of the embedding."""
+_ADJUSTABLE = ("name", "context", "attention.rope_theta")
+"""Model settings that overrides may change: they change neither the tensors nor the architecture."""
 _MAX_SEQ = 2048
 """Upper limit of the default `seq`, in tokens. Many models support longer contexts than fit on a laptop."""
 
@@ -106,7 +108,11 @@ def _make_run(
     overrides: Sequence[str],
     schema: str,
 ) -> Run:
-    """Return a run with these model settings. Raises ValueError if they are invalid or there is no tokenizer."""
+    """Return a run with these model settings.
+
+    Raises ValueError if they are invalid, if the run could not start, or if there is no tokenizer.
+    """
+    _refuse_overrides(overrides, settings)
     name = name or dict(map(key_value, overrides)).get("name") or _run_name(folder.resolve().name)
     context = settings["context"]
     assert isinstance(context, int)
@@ -121,8 +127,25 @@ def _make_run(
     for key, value in settings.items():
         arguments.append(f"model.{key}={_quote(value) if isinstance(value, str) else override_text(value)}")
     run = parse_run([o for o in overrides if key_value(o)[0] != "name"], derived=arguments)
-    refuse(run.model.problems())
+    refuse(run.model.problems() or list(map(_without_model_sizes, run.problems())))
     return run
+
+
+def _refuse_overrides(overrides: Sequence[str], settings: Mapping[str, Setting]) -> None:
+    """Raise ValueError for an override of a setting of `config.json`, or of `mode` or `resume`."""
+    fixed = {f"model.{key}" for key in settings if key not in _ADJUSTABLE}
+    for override in overrides:
+        key = key_value(override)[0]
+        if key == "model" or key in fixed:
+            raise ValueError(f"{override}: the architecture comes from {CONFIG}. Leave it out.")
+        if key in ("mode", "resume"):
+            raise ValueError(f"{override}: from-hf only writes a new run. Leave it out.")
+
+
+def _without_model_sizes(problem: Problem) -> Problem:
+    """Return a problem whose message does not suggest other sizes of the model, which the weights determine."""
+    is_model_size = problem.nearest is not None and (problem.key or "").startswith("model.")
+    return replace(problem, nearest=()) if is_model_size else problem
 
 
 def _run_name(folder: str) -> str:
