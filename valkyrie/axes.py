@@ -199,7 +199,9 @@ class Shard(Protocol):
         ...
 
     def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
-        """Apply `f` to the stream `x` once per layer, then `head`. Returns the last stream if `head` is None.
+        """Apply `f` to the stream `x` once per layer, then `head`.
+
+        Returns the result of `head.f` (sums and row values), or the last stream if `head` is None.
 
         `layers` is stacked on a leading axis. `x`, `rows` and the stream are trees of arrays with a leading batch
         dimension. If the partition shards `layers`, the devices along that mesh axis are pipeline stages. Only the
@@ -268,7 +270,7 @@ class Unsharded:
         return 1
 
     def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
-        """Apply `f` once per layer in one scan, then `head`, if any."""
+        """Apply `f` once per layer in one scan, then `head`. Returns the same as `Shard.repeat`."""
         return apply_head(head, scan_layers(f, layers, x, rows, self), self)
 
     def map(
@@ -287,7 +289,10 @@ UNSHARDED = Unsharded()
 
 
 def scan_layers(f: LayerFunction, layers: Any, x: Any, rows: Any, shard: Shard) -> Any:
-    """Apply `f` to the stream once per layer, in one scan over the leading axis of `layers`."""
+    """Apply `f` to the stream `x` once per layer, in one scan over the leading axis of `layers`.
+
+    Returns the last stream. `rows` and `shard` are passed to every call.
+    """
     import jax
 
     def body(x: Any, layer: Any) -> tuple[Any, None]:
@@ -297,5 +302,5 @@ def scan_layers(f: LayerFunction, layers: Any, x: Any, rows: Any, shard: Shard) 
 
 
 def apply_head(head: LossHead | None, x: Any, shard: Shard) -> Any:
-    """Apply the loss head to the stream. Returns the stream if `head` is None."""
+    """Apply the loss head to the last stream. Returns its sums and row values, or the stream if `head` is None."""
     return x if head is None else head.f(head.parameters, x, head.rows, shard)

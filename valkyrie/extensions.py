@@ -57,7 +57,10 @@ class Families:
         return name in self.names() or (name.isidentifier() and find_spec(name) is not None)
 
     def config_class(self, name: str) -> type:
-        """Import a family and return its `Config`; ValueError if there is no such module or it has no `Config`."""
+        """Import a family and return its `Config` class.
+
+        Raises ValueError if there is no such module, it cannot be imported, or it has no `Config` derived from `base`.
+        """
         if name in self.names():
             return import_module(f"{self.package}.{name}").Config
         if name not in self:
@@ -95,7 +98,7 @@ class Families:
             raise ValueError(f"{self.key}={name} cannot be imported: {file}, line {line}: {reason}.") from error
 
     def user_folder(self, name: str) -> Path | None:
-        """Return the folder of a user's module, or None for a family that ships with Valkyrie."""
+        """Return the folder of a user's module. None for a family that ships with Valkyrie or if there is no module."""
         spec = None if name in self.names() else find_spec(name)
         return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
 

@@ -50,9 +50,9 @@ _WRONG_VALUES = {
 
 
 def wrong_value(message: str) -> tuple[WrongValue, list[str]] | None:
-    """Return the reason why OmegaConf rejects a value, with the value and the allowed ones if the message has them.
+    """Return why OmegaConf rejects a value, and the parts that its message contains, or None for other messages.
 
-    Returns None for other messages.
+    The parts are the value, then the required type of a number or the allowed choices. Some may be missing.
     """
     for kind, pattern in _WRONG_VALUES.items():
         if match := re.match(pattern, message):
@@ -104,7 +104,7 @@ def unmergeable_config(message: str) -> str | None:
 
 
 def missing_group(message: str) -> tuple[str, str] | None:
-    """Return the file with a defaults list that overrides a nonexistent group, and that group, or None."""
+    """Return (file, group) if the defaults list of a config file overrides a group that does not exist, else None."""
     match = re.match(r"In '(.+)': Could not override '(.+)'\.", message)
     return (match[1], match[2].rpartition("@")[2]) if match else None
 
@@ -128,7 +128,7 @@ def unexpected_key(message: str) -> str | None:
 
 
 def scalar_for_group(message: str) -> tuple[str, str] | None:
-    """Return the file that sets a group to a plain value, and that value, or None."""
+    """Return (file, value) if a config file sets a group to a plain value instead of a mapping, else None."""
     pattern = r"In '(.+)': ValidationError raised while composing config:\s+Merge error: str .* value: (\S+)"
     match = re.match(pattern, message)
     return (match[1], match[2]) if match else None

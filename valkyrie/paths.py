@@ -110,7 +110,10 @@ def disk_errors(path: Path, alternative: str | None = None) -> Iterator[None]:
 
 
 def publish_folder(partial: Path, final: Path) -> None:
-    """Rename a complete folder to its final name, unless another process already published that folder."""
+    """Rename a complete folder to its final name.
+
+    If another process has already published the final folder, keeps that one and leaves `partial` in place.
+    """
     try:
         partial.rename(final)
     except OSError:

@@ -17,7 +17,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def get_value(config: Any, key: str) -> Any:
-    """Return the value of a dotted key of nested dataclasses."""
+    """Return the value of a dotted key, such as `mesh.slices`, in nested dataclasses."""
     for name in key.split("."):
         config = getattr(config, name)
     return config

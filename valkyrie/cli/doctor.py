@@ -10,7 +10,10 @@ from valkyrie.processes.interrupt import exit_on_ctrl_c
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `valkyrie-doctor`. Exits with status 1 if the training would fail, or 2 if the arguments are wrong."""
+    """Run `valkyrie-doctor` with `argv`, or with the arguments of the process if it is None.
+
+    Exits with status 0 if the training would run, 1 if it would fail, or 2 if the arguments are wrong.
+    """
     with exit_on_ctrl_c("valkyrie-doctor"):
         run_command("valkyrie-doctor", _doctor, argv)
 

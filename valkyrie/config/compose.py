@@ -47,7 +47,7 @@ SCHEMAS: dict[str, type] = {
     "tracking": TrackingConfig,
     "distributed": DistributedConfig,
 }
-"""The dataclass of each config group. The YAMLs of a group begin with `defaults: [GROUP_schema, _self_]`."""
+"""Dataclass of each config group without families. Its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
 GROUPS = (*FAMILIES, *SCHEMAS)
 """Every config group with a schema. The YAMLs of `FAMILIES` begin with `defaults: [FAMILY_schema, _self_]`."""
 SCHEMAS_BY_PATH: dict[str, type] = {
@@ -140,9 +140,9 @@ class ValkyrieSource(ConfigSource):
         )
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """List the config groups, or one target per chip for `target`.
+        """Return the groups `mesh` and `FAMILIES` for the root path, or `cpu8` and one target per chip for `target`.
 
-        Omits meshes, which are too many to list, and schemas, which only YAMLs use.
+        The list is empty for other paths. Meshes are too many to list, and only YAMLs use schemas.
         """
         if config_path == "target" and results_filter is not ObjectType.GROUP:
             return ["cpu8", *(f"{chip}-8" for chip in choice_names(CHIP_GROUP))]
@@ -150,7 +150,7 @@ class ValkyrieSource(ConfigSource):
 
 
 def register() -> Path:
-    """Register `ValkyrieSource` and the resolvers with Hydra. Returns the folder of config groups.
+    """Register `ValkyrieSource`, `CheckedFiles`, the sweeper and the resolvers. Returns the folder of config groups.
 
     Raises RuntimeError if the folder is missing from the installation.
     """
@@ -266,7 +266,10 @@ def default_precision(target: str = AUTO) -> str:
 
 
 def vocab_size_for(tokenizer: str | None, default: str) -> int:
-    """Return the vocabulary size of `tokenizer`, or of `default` if it is None. Raises ValueError for unknown names."""
+    """Return the vocabulary size of a tokenizer: the one named `tokenizer`, or `default` if that is None.
+
+    Raises ValueError for unknown names.
+    """
     from valkyrie.data.config import VOCAB_SIZES
 
     name = tokenizer or default

@@ -78,7 +78,7 @@ def yaml_error_text(path: Path, error: yaml.YAMLError) -> str:
 
 
 def check_name(path: Path, group: str, name: object) -> None:
-    """Raise ValueError if a user's config in `NAMED_GROUPS` has no `name`, or another one than its file.
+    """Raise ValueError if a user's config in `NAMED_GROUPS` has no `name`, or one that differs from its file's name.
 
     Records and messages identify configs by this name. Identical copies of shipped files are allowed. `CheckedFiles`
     does not check files that only other files of their group include.

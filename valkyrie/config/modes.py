@@ -34,7 +34,7 @@ FIGURES_FILE, MACHINES_FILE = "figures.json", "machines.json"
 TIMELINE_FILE = "timeline.json"
 """File in a run folder with the timeline of a predicted step."""
 CODE_EVAL_FILE = "code_eval.json"
-"""File in a run folder with the last completion of each code problem and its result."""
+"""File in a run folder with all completions of the most recent code evaluation and their results."""
 MODULE_FILE, HLO_TEXT_FILE, TRACE_FOLDER = "module.hlo.pb", "module.hlo.txt", "trace"
 """In a run folder: the optimised module of a compile, serialised and as text, and the folder of a profiler trace."""
 
@@ -120,7 +120,7 @@ class ModeConfig(ABC):
     trial_limit_s: ClassVar[float | None] = HOUR_S
     """Time limit of a trial in seconds, or None for no limit."""
     grace_s: ClassVar[float] = 5.0
-    """Seconds for a trial to stop before it is killed."""
+    """Seconds between the interrupt of a trial at its time limit and its kill."""
 
     name: str
 
@@ -187,7 +187,7 @@ Schema = TypeVar("Schema", bound=ModeConfig)
 
 
 def get_mode(name: str | None) -> type[ModeConfig] | None:
-    """Return the config of a mode, or None if there is no such mode."""
+    """Return the config class of a mode, or None if there is no such mode or `name` is None."""
     return MODES.config_class(name) if name is not None and name in MODES else None
 
 

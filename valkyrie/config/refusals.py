@@ -98,7 +98,7 @@ def problem_from_error(error: OmegaConfBaseException, file: str | None = None) -
 
 
 def _choices(error: OmegaConfBaseException) -> str:
-    """Return the allowed values of a key that takes one of an enum."""
+    """Return the allowed values of a key as text, such as `none, nans`, or an empty string if it takes no enum."""
     current = error.parent_node[error.key] if isinstance(error.parent_node, DictConfig) else None
     return ", ".join(member.name for member in type(current)) if isinstance(current, Enum) else ""
 

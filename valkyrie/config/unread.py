@@ -11,7 +11,7 @@ from valkyrie.runs.folder import changed_settings, find_run, key_value, split_fl
 from valkyrie.units import escape_control_characters
 
 _ALWAYS_READ = NEUTRAL_KEYS | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
-"""Keys that every mode reads, or that decide how others are read."""
+"""Keys that every mode reads, or that determine other keys."""
 _LONGEST_VALUE = 60
 """Maximum number of characters of a value in a note. If it is longer, such as a prompt, only the key is shown."""
 
@@ -61,7 +61,7 @@ def mode_reads(mode: ModeConfig, key: str) -> bool:
 
 
 def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
-    """Yield keys that have no effect because of other settings of the run, and the reason.
+    """Yield (keys, reason) for keys that have no effect because of other settings of the run.
 
     Omits keys that a training run saves for later modes, such as `prompt` with `sample_tokens=0`.
     """

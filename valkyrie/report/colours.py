@@ -33,22 +33,25 @@ _WALL_TIMES = dict(zip(KINDS.values(), [*_PARTS.values()][:5] + [*_PARTITIONS.va
 
 
 def axes_colour(axes: str) -> str:
-    """Return the colour of mesh axes."""
+    """Return the colour of mesh axes such as `x,y`, as a hexadecimal code."""
     return _AXES.get(axes) or _pick_colour(_OTHER_AXES, axes)
 
 
 def partition_colour(partition: str) -> str:
-    """Return the colour of a partition."""
+    """Return the colour of a partition, given its name, as a hexadecimal code."""
     return _PARTITIONS.get(partition) or _pick_colour(_OTHER_PARTITIONS, partition)
 
 
 def part_colour(part: str, axes: str | None) -> str:
-    """Return the colour of a step part, given its label. Communication has the colour of its mesh axes."""
+    """Return the colour of a step part with this label.
+
+    Communication has the colour of its mesh axes. For other parts, `axes` is None.
+    """
     return axes_colour(axes) if axes is not None else _PARTS.get(part, "#a3afbb")
 
 
 def time_colour(kind: str) -> str:
-    """Return the colour of a kind of wall time, given its label."""
+    """Return the colour of a kind of wall time, given its label (a value of `valkyrie.runs.goodput.KINDS`)."""
     return _WALL_TIMES[kind]
 
 

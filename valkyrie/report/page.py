@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
 
 MAX_PAGE_BYTES = 2_000_000
-"""Maximum size of a page in bytes. Hints and timelines are omitted until it fits."""
+"""Size in bytes above which a page omits hints, then timelines (see `render_page`)."""
 MAX_TIMELINES = 8
 """Maximum number of layouts with a timeline. The best layouts of each kind of speed take precedence."""
 MAX_TORUSES = 60
@@ -75,8 +75,8 @@ def render_page(
     If `answer` is None and all rows are from the folder of one search, the page shows the answer of that search. `rows`
     may be empty only if there is an answer.
 
-    A page larger than `MAX_PAGE_BYTES` is shrunk: it drops the hints of all but the best layouts, then drops timelines
-    until only one is left.
+    A page larger than `MAX_PAGE_BYTES` drops the hints of all but the best layouts, then half of its timelines at a
+    time until it fits or only one timeline is left.
     """
     folders = list(dict.fromkeys(row.folder or row.source if row.is_training else row.source for row in rows))
     if answer is None and len(folders) == 1:
@@ -105,7 +105,7 @@ class PageData:
         overall_figures: By figure id, the specification of a figure for all rows, or None if it is omitted.
         columns: Columns of the ranked table.
         rows: Cells of the ranked table.
-        details: Facts shown when a row is selected, by name.
+        details: For each row, the facts shown when it is selected, by name.
         pairs: Quantities of predicted rows, and explanations of the difference between two of them.
         timelines: Timelines of the best rows, by row number.
         toruses: Drawings of the mesh on the torus, by row number.
@@ -252,7 +252,7 @@ def _escape_script(text: str) -> Markup:
 
 
 def read_asset(name: str) -> str:
-    """Read a style sheet or script of the pages."""
+    """Return the text of a style sheet or script in `valkyrie/report/templates`, such as `page.css`."""
     return (files("valkyrie.report") / "templates" / name).read_text(encoding="utf-8")
 
 

@@ -44,7 +44,7 @@ def pareto_front(rows: Iterable[Row], cost: Callable[[Row], int | float | None])
 
 
 def pareto_ids(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> set[str]:
-    """Return the ids of the rows on the Pareto front of their workload."""
+    """Return the ids of the rows on the Pareto front of speed per chip and `cost`, computed for each workload."""
     by_work: dict[Workload, list[Row]] = defaultdict(list)
     for row in rows:
         by_work[row.work].append(row)
@@ -129,7 +129,7 @@ class SweepComparison:
 
     @property
     def median_ratio(self) -> float | None:
-        """Median of the ratios of the pairs, or None if no pair has a ratio."""
+        """Median, over the pairs, of the speed in `b` divided by the speed in `a`. None if no pair has both speeds."""
         return statistics.median(ratios) if (ratios := [p.ratio for p in self.pairs if p.ratio]) else None
 
     @property

@@ -72,7 +72,10 @@ _ADVICE = (
 
 
 def read_json(row: Row, name: str) -> Mapping[str, Any] | None:
-    """Read a JSON object from a file in the row's run folder. Returns None if it is missing or incomplete."""
+    """Read the JSON object in a file of the row's run folder.
+
+    Returns None if there is no such folder or file, or if the file does not contain a JSON object.
+    """
     if row.folder is None:
         return None
     try:

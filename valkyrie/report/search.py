@@ -23,7 +23,7 @@ STAGE_WORDS = {"estimate": "estimated", "compile": "compiled", "measure": "measu
 MIN_DRAWN_SHARE = 0.05
 """The figure of memory is shown only if a layout needs at least this share of the usable memory."""
 _HEADS = {"place": "#", "interval": "range", "rate": "tokens/s/chip", "bottleneck": "limited by"}
-"""Headings of columns that differ from those on a terminal."""
+"""Headings of the columns that have a different heading on a terminal, by column name."""
 _OUTCOMES = {
     Status.ok.value: "compiled, and fit",
     Status.does_not_fit.value: "compiled, but need more memory than a device has",
@@ -53,7 +53,7 @@ class SearchPage:
         best: The numbers of the best layout.
         table: The best layouts.
         figures: Figures of the best layouts.
-        counts: Numbers of layouts by reason for their exclusion.
+        counts: Numbers of layouts by outcome: excluded for each reason, compiled, and measured.
         refused: The number of illegal layouts by reason, the most frequent first.
         stopped: Why no more layouts were compiled. Empty if unknown.
     """
@@ -157,7 +157,10 @@ def _figure(id: str, title: str, caption: str, spec: Spec, values: Sequence[dict
 
 
 def _price_figure(answer: SearchAnswer) -> AnswerFigure | None:
-    """Return the figure of price against time for several slices with prices, otherwise None."""
+    """Return the figure of price against time.
+
+    Returns None if the best layouts have a single target, or if the price or batch of one of them is unknown.
+    """
     if len({row.candidate.target for row in answer.best}) < 2:
         return None
     values, labelled_targets = list[dict[str, object]](), set[str]()
@@ -183,7 +186,10 @@ def _price_figure(answer: SearchAnswer) -> AnswerFigure | None:
 
 
 def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:
-    """Return the figure of memory against the limit, or None if memory is unknown or far below the limit."""
+    """Return the figure of memory against the limit.
+
+    Returns None if there is only one layout, if a layout's memory is unknown, or if all are far below the limit.
+    """
     shares = [_memory_share(row) for row in answer.best]
     if (
         len(shares) < 2
@@ -208,7 +214,7 @@ def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:
 
 
 def _counts_table(answer: SearchAnswer) -> TextTable:
-    """Return the numbers of layouts by the reason that excluded them from the answer."""
+    """Return the table of the numbers of layouts by outcome: excluded for each reason, compiled, and measured."""
     compiled = sum(answer.compile_outcomes.values())
     counts = {"cannot be built, for the reasons below": sum(answer.refused.values())}
     if answer.too_large is not None:
@@ -226,6 +232,9 @@ def _counts_table(answer: SearchAnswer) -> TextTable:
 
 
 def explain_command(arguments: Sequence[str], first: Sequence[str], second: Sequence[str]) -> str:
-    """Return the command that explains the difference of two layouts, given by their overrides."""
+    """Return the shell command that explains the difference between two layouts, given the overrides of each.
+
+    `arguments` are those of the search: the overrides that both layouts share.
+    """
     sides = [f"{side}={' '.join(overrides)}" for side, overrides in (("first", first), ("second", second))]
     return f"valkyrie-train {shlex.join(['mode=explain', *arguments, *sides])}"

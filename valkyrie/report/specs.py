@@ -295,7 +295,7 @@ def price(_: Values) -> Spec:
 
 
 def costs(data: Values, time: str) -> Spec:
-    """Return a scatter plot of price and step time. `time` is the title of the time axis."""
+    """Return a scatter plot of price against step time or time per million tokens. `time` is the title of that axis."""
     tooltip = _tooltip(
         ("layout", "layout"),
         ("target", "slice"),

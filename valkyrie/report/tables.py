@@ -110,7 +110,7 @@ def comparison_table(comparison: SweepComparison) -> TextTable:
 
 
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
-    """Set `label`, `rank`, `equivalent_partition` and `on_pareto_front` of sorted rows of one kind of speed."""
+    """Return sorted rows of one kind of speed with label, rank, equivalent partition and `on_pareto_front` set."""
     row_labels, pareto_front, simplest = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
     equivalents = {row.id: simplest[row.id] for row in rows if row.ranked and simplest[row.id] != row.about.partition}
     return [
@@ -138,7 +138,10 @@ def _rounded(value: Any) -> Any:
 
 
 def details(row: Row) -> Facts:
-    """Return the facts that the HTML report shows as the details of a layout, by name. Omits unknown ones."""
+    """Return the details of a layout in the HTML report: facts by name, each a text or a list of texts.
+
+    Omits unknown facts.
+    """
     about, results = row.about, row.trial.results
     compile_s, reported_peak = results.compile.compile_s, results.memory.reported_peak
     unfinished = "" if results.finished else ", not finished"

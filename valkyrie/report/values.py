@@ -251,7 +251,10 @@ def pairs(rows: Sequence[Row]) -> Values:
 
 
 def prices(rows: Sequence[Row]) -> Values:
-    """Return the price and speed of rows that have both. Empty if all prices are equal."""
+    """Return the price (dollars per chip-hour) and speed (tokens/s/chip) of each row for which both are known.
+
+    Returns an empty list if all prices are equal.
+    """
     row_labels = labels(rows)
     priced = [row for row in rows if row.ranked and row.price]
     if len({round_digits(row.price) for row in priced}) < 2:

@@ -240,7 +240,10 @@ def compare_rows(rows: Sequence[Row]) -> PairedRows:
 
 
 def _labelled_quantities(prediction: Prediction) -> dict[str, object]:
-    """Return the compared quantities of a layout, with labels in place of the names of step parts."""
+    """Return the `compared_quantities` of a layout (seconds, bytes sent, memory, tokens per step) as a dict.
+
+    `seconds` has display labels as keys instead of the names of step parts.
+    """
     quantities = encode(compared_quantities(prediction))
     return quantities | {"seconds": {label_record_name(name): s for name, s in quantities["seconds"].items()}}
 
@@ -259,7 +262,11 @@ def _step_range(row: Row) -> str:
 
 
 def distinguishing_names(first: Row, second: Row) -> tuple[str, str]:
-    """Return names that distinguish two rows: partitions, partitions with meshes, or whole layouts."""
+    """Return the shortest names that distinguish two rows.
+
+    These are the partitions if the meshes are equal, the partitions and meshes if the meshes differ, and the whole
+    layouts if both are equal.
+    """
     if first.about.partition == second.about.partition and first.about.mesh == second.about.mesh:
         return first.layout, second.layout
     if first.about.mesh == second.about.mesh:
@@ -290,7 +297,10 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def agreement_line(rows: Sequence[Row]) -> str | None:
-    """Return a sentence on how often predictions pick the layout that measures faster, or None if unknown."""
+    """Return a sentence on how often predictions pick the layout that measures faster.
+
+    Returns None if no two layouts have both predictions and measurements that differ (see `concordance`).
+    """
     pairs = pair_predictions(rows)
     share = concordance(pairs)
     if share is None:

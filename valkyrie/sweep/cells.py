@@ -40,9 +40,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells (combinations of settings) of a search space, in order of enumeration.
+    """The cells (combinations of settings) of a sweep's space, in order of enumeration.
 
-    `skipped` has a problem for each mesh or model that was skipped.
+    `skipped` has one problem, the reason, for each mesh or model that was skipped.
     """
 
     cells: list[Cell]
@@ -79,7 +79,7 @@ def enumerate_space(
         has_accelerators: Whether this machine has accelerators, which `target=auto` then uses.
 
     Raises:
-        ValueError: The space has an invalid value, or a pattern that matches no mesh.
+        ValueError: The space has an invalid value, a pattern matches no mesh, or `devices` contradicts the target.
     """
     refuse(space.problems())
     cells: list[Cell] = []
@@ -128,9 +128,10 @@ def _distinct_meshes(
     """Yield the meshes to try with a partition, as (name, mesh with its placement).
 
     Omits duplicates (see `MeshEquivalence`), and enumerated meshes that the partition cannot use. Appends a problem to
-    `skipped` for each. If no mesh remains, yields the first one, so that its refusal is recorded.
+    `skipped` for each omitted mesh. If the partition can use none of the meshes, yields only the first one, so that its
+    refusal is recorded, and appends nothing.
 
-    `meshes` has (mesh, whether a pattern enumerated it) by name.
+    `meshes` maps names to (mesh, whether a pattern enumerated it).
     """
     platform = get_platform(run.config.target.platform)
     has_torus = platform.has_torus or (has_accelerators and platform.jax_name is None)
@@ -174,7 +175,10 @@ def _mesh_problem(layout: Layout, problems: Sequence[Problem]) -> Problem | None
 
 
 def _role_degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
-    """Return ((is between slices, role), devices) for each role, where `devices` is the product of its axis sizes."""
+    """Return the number of devices of each role, as ((is between slices, role), devices) pairs.
+
+    The number of devices is the product of the sizes of the role's mesh axes. Axes of size 1 are ignored.
+    """
     sizes: dict[tuple[bool, Role], int] = {}
     for axis, role in layout.roles.items():
         if layout.mesh.axes[axis] > 1:
@@ -205,7 +209,7 @@ def _sharding_key(layout: Layout, has_torus: bool) -> tuple[object, ...]:
 def _meshes(
     space: SpaceConfig, run: Run, resolve_mesh: Callable[[str], MeshConfig]
 ) -> dict[str, tuple[MeshConfig, bool]]:
-    """Return the meshes of a space, by name, as (mesh, whether it was enumerated from a pattern)."""
+    """Return a dict from the name of each mesh in a space to (mesh, whether a pattern enumerated it)."""
     meshes: dict[str, tuple[MeshConfig, bool]] = {}
     for entry in space.meshes:
         enumerated = is_pattern(entry)

@@ -32,7 +32,7 @@ _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 
 @dataclass
 class _JobKind:
-    """Jobs that choose the same config groups and override the same keys.
+    """Jobs that choose the same options of config groups and override the same keys.
 
     The mesh and partition of the stored runs are arbitrary, because `Composer.compose_run` replaces them.
 
@@ -56,9 +56,9 @@ class _JobKind:
 class Composer:
     """Composes the runs of a multirun, given its configuration and Hydra's config loader.
 
-    Jobs are of one kind if they choose the same config groups and override the same keys. A mesh given by its sizes
-    (`mesh=2x2x2`) and a partition shipped with Valkyrie are set without composing, unless the configuration refers to
-    them or modifies them.
+    Jobs are of one kind if they choose the same options of config groups and override the same keys. A mesh given by
+    its sizes (`mesh=2x2x2`) and a partition shipped with Valkyrie are set without composing, unless the configuration
+    refers to them or modifies them.
     """
 
     config: DictConfig
@@ -127,7 +127,10 @@ class Composer:
         return OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
 
     def _layout(self, overrides: Sequence[Override]) -> dict[str, MeshConfig | PartitionConfig]:
-        """Return the mesh and partition chosen by the overrides, by key. Omits one that Hydra must compose."""
+        """Return the mesh and partition that the overrides choose, under the keys `mesh` and `partition`.
+
+        Omits a key if the overrides do not set it, or if Hydra must compose its value.
+        """
         layout_values: dict[str, MeshConfig | PartitionConfig | None] = {}
         for override in overrides:
             key, name = override.key_or_group, override.value()

@@ -34,7 +34,10 @@ INTERRUPTED_NOTE = (
 _FAILED_NOTE = "sweep failed: finished trials are recorded. Run the same command again to do the remaining ones."
 
 _started_sweeps: ContextVar[list[SweepEnd]] = ContextVar("_started_sweeps")
-"""`SweepEnd` callbacks of the multirun inside `print_results_at_end`. If interrupted, Hydra drops its own list."""
+"""The `SweepEnd` callbacks of the multirun inside `print_results_at_end`.
+
+They are stored here because Hydra drops its own list of callbacks if the multirun is interrupted.
+"""
 
 
 def find_sweep_end(context: HydraContext) -> SweepEnd | None:
@@ -48,10 +51,10 @@ class SweepEndError(Exception):
 
 @contextmanager
 def print_results_at_end() -> Iterator[None]:
-    """Print the results of the multirun that Hydra runs in this context when it finishes, fails or is interrupted.
+    """Print a multirun's results at the end of this context, even if the multirun failed or was interrupted.
 
-    Raises SystemExit if the exit status of the sweep is not 0, and SweepEndError if printing fails. Exceptions raised
-    inside the context propagate.
+    Raises SystemExit if the multirun completed but its exit status is not 0, and SweepEndError if printing fails.
+    Exceptions raised inside the context propagate.
     """
     _started_sweeps.set([])
     try:
@@ -115,6 +118,8 @@ class SweepEnd(Callback):
 
     def finish(self, note: str | None = None) -> int:
         """Print the table of the trials and the next steps, wait for W&B, and return the exit status.
+
+        The exit status is 0, `NO_RESULT_EXIT` or `ALL_REFUSED_EXIT`.
 
         `note` is the message for an interrupted or failed sweep, or None if the sweep finished. Prints nothing if there
         is a note and no trial has ended.

@@ -75,7 +75,7 @@ def launch(
         runs: The composed run of each job, or None to compose them here.
 
     Raises:
-        ValueError: There is no job, or `jobs` is below 1 or not allowed.
+        ValueError: There is no job, `jobs` is below 1, or `jobs` is above 1 in a multirun on several hosts.
         KeyboardInterrupt: The user pressed Ctrl-C. Finished trials are recorded.
     """
     sweep_end = find_sweep_end(context)

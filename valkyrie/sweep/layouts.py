@@ -44,6 +44,8 @@ def sweep_layouts(
 ) -> list[Sequence[JobReturn]]:
     """Record the refused cells of a space, launch the legal ones, and return the results of the jobs.
 
+    The results are in a list with one entry, as from Hydra's own sweepers. The list is empty if no cell is legal.
+
     Args:
         context: Hydra's context, with its callbacks and config loader.
         config: The configuration of the multirun.
@@ -53,7 +55,7 @@ def sweep_layouts(
         launcher: Runs the jobs.
 
     Raises:
-        ValueError: The space is invalid, or all its combinations were skipped.
+        ValueError: The space is invalid, all its combinations were skipped, or `limit` is below 1.
         Exception: Any exception of a failed job, as with Hydra's own sweeper.
     """
     if limit is not None and limit < 1:

@@ -46,7 +46,7 @@ class Members:
 
     @property
     def count(self) -> int:
-        """Number of processes per trial."""
+        """Number of processes of the multirun, one per host."""
         return self._team.count
 
     def runs_on_all_hosts(self, plan: TrialPlan) -> bool:
@@ -78,7 +78,10 @@ class Members:
         self._team.finish()
 
     def abort(self, line: str, status: int) -> None:
-        """End the running trial and this process after another process is lost. `line` describes the loss."""
+        """End the running trial and this process after another process is lost.
+
+        `line` describes the loss. `status` is the exit status of this process.
+        """
         advice = "Finished trials are recorded. Run the same command again to do the remaining ones."
         print(f"valkyrie-train: {line}. {advice}", file=sys.stderr)
         self._kill()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from valkyrie.sweep.trial import Trial
 
 EQUAL_TOLERANCE = 1e-3
-"""Relative difference up to which two speeds count as equal even without noise, as between predictions."""
+"""Relative difference up to which two speeds count as equal, even if neither trial recorded a spread."""
 
 
 def has_spread(trial: Trial) -> bool:
@@ -39,7 +39,10 @@ def _speed_range(trial: Trial) -> tuple[float, float] | None:
 
 
 def tied_ranks(trials: Sequence[Trial]) -> list[int]:
-    """Return the ranks of trials sorted by speed. A trial within noise of the first one of a rank shares that rank."""
+    """Return the rank of each trial, such as 1, 1, 3. `trials` must be sorted by speed, fastest first.
+
+    A trial shares the rank of the trial before it if it is within noise of the fastest trial with that rank.
+    """
     ranks: list[int] = []
     first = 0
     for i, trial in enumerate(trials):

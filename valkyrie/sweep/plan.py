@@ -94,7 +94,7 @@ class TrialPlan:
 
     @property
     def mode(self) -> type[ModeConfig]:
-        """The mode's class."""
+        """Config class of the trial's mode."""
         return MODES.config_class(self.stage)
 
     @property

@@ -174,7 +174,10 @@ def training_results(metrics: Path) -> TrialResult:
 
 
 def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the bytes sent per step from a training run's summary, as JSON values, or None if they are unknown."""
+    """Return the bytes sent per step in a training run's summary, as the JSON values of a `Communication`.
+
+    Returns None if they are unknown. Upgrades older formats.
+    """
     if TRAFFIC in summary:
         return upgrade_communication(summary)[TRAFFIC]
     if _OLD_TRAFFIC_TOTAL not in summary:
@@ -189,7 +192,10 @@ def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def last_error(output: Path) -> str:
-    """Return the last line that looks like an error, among the last 60 lines of the output, or else the last line."""
+    """Return the last line of a log that looks like an error, or else its last line.
+
+    Searches the last 60 lines that are not blank. Returns `no output` if the log is empty or missing.
+    """
     text = output.read_text(errors="replace") if output.is_file() else ""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines[-60:] if _ERROR_LINE.match(line)]

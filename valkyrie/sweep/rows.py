@@ -128,7 +128,7 @@ class Row:
 
     @property
     def id(self) -> str:
-        """Unique name of the row."""
+        """Unique identifier: the folder of the sweep and the key of the trial, joined by a colon."""
         return f"{self.source}:{self.trial.key}"
 
     @property
@@ -162,12 +162,12 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second on all chips."""
+        """Recorded training throughput of all chips, in tokens per second, or None if unknown."""
         return self.step.tokens_per_second
 
     @property
     def tokens_per_second_per_chip(self) -> float | None:
-        """Tokens per second per chip."""
+        """Recorded training throughput per chip, in tokens per second, or None if unknown."""
         return self.step.tokens_per_second_per_chip
 
     @property
@@ -193,7 +193,7 @@ class Row:
 
     @property
     def data_wait(self) -> float | None:
-        """Share of a training run's step time spent waiting for data."""
+        """Share of a training run's step time spent waiting for data, or None if unknown."""
         goodput = self.trial.results.goodput
         return None if goodput is None else goodput.data_wait
 
@@ -355,8 +355,8 @@ def _stage_and_target(trial: Trial) -> tuple[str, str]:
 def _is_simulated(trial: Trial, others_simulated: bool | None) -> bool:
     """Return whether a trial's devices are simulated.
 
-    `others_simulated` is the answer for other trials of its stage and target, or None if unknown. It is used if the
-    trial has no result.
+    `others_simulated` states whether the devices of other trials with the same stage and target are simulated, or is
+    None if unknown. It is used if the trial did not record this.
     """
     if trial.stage == "compile":
         return False

@@ -50,7 +50,10 @@ class LineScreen:
         self._print_counts()
 
     def show_running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """Print the number of trials counted since the last call, and a line if another sweep runs all that remain."""
+        """Print how many trials ended without a line since the last call.
+
+        When another sweep starts to run all remaining trials, also prints that this sweep waits for it.
+        """
         self._print_counts()
         if waiting and not processes and not self._is_waiting_for_sweep:
             line = f"waiting for another sweep, which is running the last {waiting} trial{'s' * (waiting > 1)}"
@@ -86,7 +89,7 @@ class LineScreen:
 
 
 class LiveScreen(LineScreen):
-    """Also shows, below the lines, the best trial so far, the running trials and the estimated time left."""
+    """A `LineScreen` that also shows the best trial so far, running trials and estimated time left below the lines."""
 
     def __init__(self, console: Console, total: int, jobs: int, name: str) -> None:
         super().__init__(console, total)

@@ -214,7 +214,7 @@ def _overrides_per_value(key: str, values: Any, composer: Composer) -> list[tupl
 
 
 def _quoted_override_text(value: Any) -> str:
-    """Return a value in command-line syntax."""
+    """Return a value in command-line syntax, with quotes where Hydra's grammar needs them."""
     if isinstance(value, list):
         return f"[{','.join(map(_quoted_override_text, value))}]"
     if isinstance(value, dict):
@@ -225,4 +225,4 @@ def _quoted_override_text(value: Any) -> str:
 
 
 _UNQUOTED = re.compile(r"(?!(null|true|false|nan|inf)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
-"""Texts that Hydra reads unchanged without quotes."""
+"""Matches the texts that need no quotes, because Hydra's grammar reads them as the same text."""

@@ -51,7 +51,7 @@ _MINIMAL_SETTINGS = {
     "disable_git": True,
     "disable_code": True,
 }
-"""Settings of W&B that record nothing about this process or machine, because the trial ran in another process."""
+"""W&B settings that turn off recording this process and machine, because the trial ran in another process."""
 
 _MAX_TAGS = 20
 _PLOT_KEYS = ("label", "tokens_per_second")
@@ -204,9 +204,9 @@ def wandb_run_id(config: TrackingConfig, folder: Path, key: str) -> str:
 
 
 def trial_summary(row: Row) -> dict[str, object]:
-    """Return the W&B summary of a trial: its status and metrics, and the bytes sent over each set of mesh axes.
+    """Return the W&B summary of a trial as a dict: its status and metrics (`WANDB_RUN_COLUMNS`), and the bytes sent.
 
-    Unknown values are omitted.
+    Bytes sent have one key for each set of mesh axes, such as `comm_bytes/x`. Unknown values are omitted.
     """
     summary = {column.key: column.scaled(row) for column in WANDB_RUN_COLUMNS}
     summary |= {f"comm_bytes/{axes}": size for axes, size in row.sent.items()}
@@ -214,7 +214,7 @@ def trial_summary(row: Row) -> dict[str, object]:
 
 
 def table_cells(row: Row) -> list[Any]:
-    """Return the cells of a trial in the sweep's table at W&B."""
+    """Return the row of a trial in the sweep's W&B table: one cell for each column in `WANDB_TABLE_COLUMNS`."""
     prefix = "simulated " * bool(row.trial.results.simulated)
     labelled_row = replace(row, label=f"{row.layout} ({prefix}{row.trial.stage})")
     return [column.scaled(labelled_row) for column in WANDB_TABLE_COLUMNS]

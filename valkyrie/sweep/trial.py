@@ -131,7 +131,7 @@ class TrialResult:
         return self.step.tokens_per_second_per_chip or 0.0
 
     def json_values(self) -> dict[str, Any]:
-        """Return JSON values. Omits unknown numbers and empty lists."""
+        """Return the results as a JSON object. Omits unknown values and empty lists."""
         plain = encode(self)
         for group in (plain.get("memory", {}), plain.get("step", {}), plain):  # a decoded record omits its defaults
             for key in [key for key, value in group.items() if value in ((), [])]:
@@ -295,9 +295,9 @@ def _malformed_line(why: str) -> ValueError:
 
 
 def drop_unknown(value: Any) -> Any:
-    """Return JSON values with unknown entries of objects removed: None, empty objects, and numbers that are not finite.
+    """Return JSON values without unknown entries of objects: None, empty objects, and numbers that are not finite.
 
-    In a list, such a number becomes None, and other items are kept.
+    Lists keep all their items, but numbers that are not finite become None.
     """
     if isinstance(value, dict):
         known_items = {key: drop_unknown(item) for key, item in value.items()}
