@@ -145,9 +145,10 @@ def _build_call(shape: jax.ShapeDtypeStruct, has_h0: bool, has_keep: bool, rever
 def _estimate_cost(
     batch: int, seq: int, state: int, state_blocks: int, has_h0: bool, has_keep: bool
 ) -> pl.CostEstimate:
-    """Return the kernel's cost: 8 FLOPs (10 with `keep`) per state and step, and every array moved once.
+    """Return the kernel's cost: 8 FLOPs (10 with `keep`) for each of the `STEPS` steps, per state and position.
 
-    Arrays without a state axis or a batch axis are read again for each block of states or each sequence.
+    Each array is moved once, except that `keep` is read for every block of states and the table of eigenvalue powers
+    for every sequence.
     """
     state_numbers = batch * seq * state
     read_numbers = 2 * state_numbers + 2 * STEPS * batch * state

@@ -84,7 +84,7 @@ class OptimizerConfig:
     ema_decay: float | None = None
 
     def rules(self, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
-        """Build the transformations of the groups `matrix` (decayed), `vector` and `ssm` (not decayed).
+        """Build the transformation of each group of parameters: `matrix` (decayed), `vector` and `ssm` (not decayed).
 
         `matrix` includes embeddings. `vector` includes all other groups of `valkyrie.axes.PARAMETER_GROUPS` except
         `puzzle` and `fixed`, for which `partition` adds rules. A family that distinguishes more groups overrides
@@ -129,6 +129,11 @@ class OptimizerConfig:
         """Build the transformation that applies each rule to the parameters with its label.
 
         Adds the rules of the labels `puzzle` (updated by signs, decayed) and `fixed` (never changed).
+
+        Args:
+            rules: Transformation of each label.
+            labels: Tree of labels with the structure of the parameters.
+            rate: Learning rate by step.
         """
         import jax
         import optax
@@ -144,18 +149,18 @@ class OptimizerConfig:
         return optax.partition(all_rules, labels)
 
     def state_bytes(self, parameter: Parameter) -> float:
-        """Bytes of optimizer state per element of a parameter, by default those of two float32 moments."""
+        """Return the bytes of optimizer state per element of a parameter, by default 8: two float32 moments."""
         return 8.0
 
     def update_bytes(self, parameter: Parameter) -> float:
-        """HBM traffic of an update, in bytes per element of a parameter.
+        """Return the HBM traffic of an update, in bytes per element of a parameter.
 
-        An update reads the gradient, and reads and writes the parameter and the state.
+        An update reads the gradient (4 bytes), and reads and writes the parameter (2 x 4 bytes) and the state.
         """
         return 12.0 + 2 * self.state_bytes(parameter)
 
     def update_flops(self, parameters: Iterable[Parameter], devices: np.ndarray) -> np.ndarray:
-        """Matmul FLOPs of an update on the busiest device, for each layout. By default 0.
+        """Return the matmul FLOPs of an update on the busiest device, for each layout. By default 0.
 
         Args:
             parameters: Every parameter of the model.
@@ -164,7 +169,7 @@ class OptimizerConfig:
         return 0.0 * devices
 
     def problems(self) -> list[Problem]:
-        """Return everything that is wrong with these settings."""
+        """Return a problem for each invalid setting."""
         return [
             *self.check("learning_rate", above=0),
             *self.check("puzzle_learning_rate", above=0, otherwise="null for learning_rate"),
@@ -211,7 +216,7 @@ class AdamLike(OptimizerConfig, ABC):
         return {"matrix": rule(1.0, self.weight_decay), "vector": rule(1.0, 0.0), "ssm": ssm}
 
     def problems(self) -> list[Problem]:
-        """Return everything that is wrong with these settings."""
+        """Return a problem for each invalid setting."""
         problems = [*super().problems(), *self.check("beta1", "beta2", least=0, below=1)]
         return [*problems, *self.check("ssm_learning_rate_ratio", least=0)]
 

@@ -52,7 +52,7 @@ class StackSharding(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Settings of an update.
+    """Settings of Muon's update.
 
     Args:
         rate: Learning rate by step, starting at step 0.
@@ -169,9 +169,9 @@ _COEFFICIENTS = np.array([[c / NORM_MARGIN ** (2 * i + 1) for i, c in enumerate(
 def _normalise(
     directions: Float[Array, "n rows columns"], old_squares: Float[Array, "n length"], beta2: float, axis: int
 ) -> tuple[Float[Array, "n rows columns"], Float[Array, "n length"]]:
-    """Divide rows (axis 1) or columns (axis 2) by their running root mean squares, keeping the norm of each matrix.
+    """Divide rows (axis 1) or columns (axis 2) by the roots of their running mean squares (NorMuon, arXiv 2510.05491).
 
-    Also returns the new mean squares (NorMuon, arXiv 2510.05491).
+    Returns the directions, rescaled so that each matrix keeps its norm, and the new mean squares.
     """
     squares = jnp.mean(jnp.square(directions.astype(jnp.float32)), axis=3 - axis)
     new_squares = beta2 * old_squares + (1 - beta2) * squares

@@ -32,7 +32,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 }
 """Formatter of each unit. `bytes` is memory in powers of two, `sent` is bytes over a link in powers of ten."""
 TEXT_UNITS = ("text", "layout")
-"""Units of text columns. In the HTML report, a `layout` opens the details of that layout."""
+"""Units of text columns. In the HTML report, clicking a cell of unit `layout` opens the details of that layout."""
 TIME_UNITS = ("speed", "seconds")
 """Units of time and speed. Such values are marked if the devices are simulated."""
 
@@ -74,7 +74,7 @@ class Column(Generic[R]):
         return self.wandb or self.name
 
     def text(self, row: R) -> str:
-        """Return the formatted value for a row."""
+        """Return the formatted value for a row, or `unknown` if there is none."""
         value = self.value(row)
         return self.unknown if value in (None, "") else FORMATS[self.unit](value)
 
@@ -91,7 +91,15 @@ def terminal_table(
     overflow: OverflowMethod = "ellipsis",
     **options: Any,
 ) -> Table:
-    """Return a table for a terminal. `style` returns the style of a row. `options` are passed to `rich.table.Table`."""
+    """Return a table for a terminal.
+
+    Args:
+        columns: The columns. Cells of columns with a `min_width` wrap.
+        rows: The rows.
+        style: Returns rich's style of a row, or None.
+        overflow: How rich shortens long cells in other columns.
+        options: Passed to `rich.table.Table`.
+    """
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text

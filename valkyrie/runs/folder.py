@@ -143,7 +143,7 @@ def claim_run_folder(run: Run, folder: Path) -> Path:
 
 
 def _has_other_files(folder: Path) -> bool:
-    """Check for a folder with files of something other than a run."""
+    """Return whether a folder contains files but is not a run folder. Hidden files do not count."""
     if not folder.is_dir() or any((folder / name).exists() for name in (RUN, WRITER)) or is_resumable(folder):
         return False
     return any(not entry.name.startswith(".") for entry in folder.iterdir())
@@ -157,7 +157,7 @@ def stored_text_file(folder: Path, name: str) -> Path:
 
 
 def write_run_files(run: Run, folder: Path) -> None:
-    """Write `run.yaml` and `versions.json` into the run folder."""
+    """Write `run.yaml` (all settings) and `versions.json` (`versions`) into the run folder, creating it if missing."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     run.save(folder / RUN)
@@ -170,7 +170,7 @@ def command_name(command: str = "valkyrie-train") -> str:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command that resumes the run in a folder, by the run's name if `resume=NAME` finds it."""
+    """Return the command that resumes the run in a folder. Uses its name if it is in the default `runs`, else its path."""
     name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)
     return f"{command_name()} resume={shlex.quote(name)}"
 
@@ -301,7 +301,7 @@ def _changed(requested: Any, saved: dict[Any, Any], prefix: str = "") -> dict[st
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that affect a run's numbers, by package."""
+    """Return the versions of the packages in `_PACKAGES`, by package. Leaves out those that are not installed."""
     return {package: installed for package in _PACKAGES if (installed := installed_version(package))}
 
 
@@ -325,7 +325,7 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def key_value(argument: str) -> tuple[str, str]:
-    """Split an override into its key without `+` or `~`, and its value without the quotes around it."""
+    """Split an override such as `+name='a b'` into its key without `+` or `~`, and its value without quotes."""
     key, _, value = argument.partition("=")
     if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
         value = value[1:-1].replace(f"\\{value[0]}", value[0])

@@ -20,7 +20,7 @@ from valkyrie.runs.tracking import cut_torn_line, read_metrics
 from valkyrie.units import long_duration, share_text
 
 FILE = "goodput.jsonl"
-"""File name in the run folder."""
+"""File in a run folder with the JSON lines of all its starts."""
 
 KINDS = {
     "steps": "steps",
@@ -34,7 +34,7 @@ KINDS = {
     "down": "downtime before restarts",
     "other": "other",
 }
-"""Labels of the kinds of wall time. `steps` excludes steps that were repeated later and time spent waiting for data."""
+"""The kinds of wall time, with their labels in output. `steps` excludes steps that were repeated later and time spent waiting for data."""
 
 FINISHED, STOPPED, PREEMPTED = "finished", "stopped", "preempted"
 """Values of `Start.end`. If the process is killed, no end is recorded."""
@@ -70,7 +70,7 @@ class Start:
 
     @property
     def end_time(self) -> float:
-        """Unix time of the last point."""
+        """Unix time of the last point, or of the start if there are no points."""
         return self.points[-1].time if self.points else self.began
 
     @property
@@ -118,7 +118,10 @@ class Goodput(NamedTuple):
         return "; ".join([f"goodput {share_text(self.share)} of {long_duration(self.wall_s)}", *restarts, *rest])
 
     def describe_other_time(self) -> str:
-        """Describe the kinds of time other than steps, with their shares of the wall time, largest first."""
+        """Describe the kinds of time other than steps, with their shares of the wall time, largest first.
+
+        Leaves out shares of half a percent or less. Empty if none is larger.
+        """
         shares = [(s / self.wall_s, KINDS[kind]) for kind, s in self.seconds.items() if kind != "steps" and s]
         return ", ".join(
             f"{name} {share_text(share)}" for share, name in sorted(shares, reverse=True) if share > _MIN_LISTED_SHARE
@@ -216,7 +219,7 @@ class Ledger:
             raise
 
     def step_done(self, step: int) -> None:
-        """Record that a step is done. Writes a line if one is due."""
+        """Record that a step is done. Writes a line if the last one is old enough (`_INTERVAL_SHARE`)."""
         self._step, now = step, self._time()
         if now - self._written >= min(max(_INTERVAL_SHARE * (now - self._began), _MIN_INTERVAL_S), _MAX_INTERVAL_S):
             self.write(step)

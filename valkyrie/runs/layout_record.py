@@ -14,7 +14,7 @@ from valkyrie.parallel.schedule import PipelineRecord
 
 @dataclass(frozen=True)
 class LayoutRecord:
-    """A layout and its run: `about` in `compile.json`, `measure.json`, `tune.json` and `trials.jsonl`.
+    """A layout and its run, stored as `about` in `compile.json`, `measure.json`, `tune.json` and `trials.jsonl`.
 
     The fields from `layout` on are None if the layout is illegal.
 
@@ -77,9 +77,10 @@ class LayoutRecord:
 
 
 def with_hardware(record: LayoutRecord, overrides: Mapping[str, str]) -> LayoutRecord:
-    """Add `hardware` to a record of version 1.0 or earlier, derived from the target's name and the trial's overrides.
+    """Return a record with `hardware`, which versions up to 1.0 did not write. Other records are returned unchanged.
 
-    It remains None if the target is not built in.
+    `hardware` follows from the target's name and the overrides of the trial (`target.topology`, `target.slices`). It
+    remains None if the target is not built in.
     """
     if record.hardware is not None:
         return record

@@ -86,14 +86,14 @@ class Tracker:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether the file no longer exists, for example because its folder was deleted."""
+        """Whether `metrics.jsonl` has been deleted, for example with its folder. False on processes that do not write it."""
         return self.writes and not self.file.is_file()
 
     def log(self, record: Mapping[str, object], step: int) -> str | None:
         """Append a record of scalars for a step.
 
-        If the file cannot be written, keeps the record in memory and retries at the next one. Returns a message to
-        print when this starts or ends, else None.
+        While the file cannot be written, records are kept in memory and written with the first one that succeeds.
+        Returns a message to print when this starts or ends, else None.
         """
         line = self._write({"step": step, **record})
         if self._wandb is not None:

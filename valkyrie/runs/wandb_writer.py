@@ -15,14 +15,15 @@ from valkyrie.paths import cache_problem
 from valkyrie.problems import Problem, ProblemCode
 
 TRAFFIC = "communication"
-"""Key in a training run's summary for the bytes that a device sends."""
+"""Key in a training run's summary for the bytes that a device sends per step."""
 FLUSH_S = 1.0
-"""Seconds between W&B's writes to its file. A killed run loses the records since the last write, and the newest one."""
+"""Seconds between W&B's writes to its log file. A killed run loses all records since the last write, and always at
+least the newest record."""
 OFFLINE_SUFFIX = "-offline"
 """Appended to the id of a run that falls back to offline mode, because W&B may have reserved the id when it started
 online."""
 TAG_GROUPS = ("mesh", "partition", "model", "target")
-"""Config groups. The choice in each of them becomes a tag of the run in W&B."""
+"""Config groups whose choices become tags of the run in W&B (`group_tag`)."""
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
 """Config groups whose choices are recorded as `GROUP.name` in a run's config."""
 
@@ -111,7 +112,9 @@ class WandbWriter:
     def start(
         self, *, name: str, run_id: str, group: str, job_type: str, fields: Mapping[str, object], **more: Any
     ) -> Any:
-        """Start a run and return it. Returns None on failure, because a failure of W&B must not stop the training run.
+        """Start a W&B run and return it (a `wandb.Run`), or None if W&B is off or cannot start.
+
+        A failure is described in `note` and raises no error, because it must not stop the training run.
 
         Args:
             name: Name of the run.
@@ -167,7 +170,7 @@ class WandbWriter:
 
 
 def group_tag(key: str, name: object) -> str:
-    """Return the tag for the choice of a config group, such as `mesh=4x4x2`. W&B rejects more than 64 characters."""
+    """Return the tag for the choice of a config group, such as `mesh=4x4x2`. Cut to 64 characters, W&B's limit."""
     return f"{key}={name}"[:64]
 
 

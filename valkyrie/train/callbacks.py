@@ -83,7 +83,7 @@ class Progress:
         self.warn(self.tracker.log(record, self.step))
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's summary so far: rates, losses, evaluation metrics, goodput, facts and status."""
+        """Return the run's summary so far: rates, last loss, newest evaluation, goodput, facts and status."""
         ending = {
             "loss": self.loss,
             "steps": self.step,
@@ -98,8 +98,9 @@ class StepMetrics(NamedTuple):
     """Metrics of a finished step.
 
     Args:
+        step: Number of the step, from 1.
         values: Metrics that the step returned, as NumPy arrays by name.
-        record: The scalars in `values`, and the rates from `Meter.rates`.
+        record: The scalars in `values` as floats, and the rates from `Meter.rates`.
         logged: Whether this step is logged and printed.
     """
 
@@ -258,7 +259,7 @@ class Save(Callback):
         return progress.stopping or progress.finished or progress.is_multiple_of(every)
 
     def _resume_advice(self, folder: Path) -> str:
-        """Return advice for the case that the last state could not be saved."""
+        """Return advice on how to resume after the last state could not be saved."""
         fast_tier, resume = self.checkpoints.fast, resume_command(folder)
         if fast_tier is not None and fast_tier.last_saved is not None:
             step, path = fast_tier.last_saved, fast_tier.path

@@ -41,7 +41,7 @@ class CodeEvaluation:
             replicate=lambda x: x if self._device is not None else jax.lax.with_sharding_constraint(x, replicated),
         )
         self.results: list[CompletionResult] = []
-        """Results of the last completions, grouped by problem."""
+        """Results of the most recent evaluation, one per completion, grouped by problem."""
 
     def __call__(
         self, parameters: Any, step: int, folder: Path, stopped: Callable[[], bool] = lambda: False
@@ -110,7 +110,7 @@ class CodeEvaluation:
 
 
 def describe(rates: dict[str, float]) -> str:
-    """Format the rates, such as `cpp: 12.0% of completions compile, 0.0% pass their tests, pass@1 0.0%`."""
+    """Format metrics from `judge.summary`: `cpp: 12.0% of completions compile, 0.0% pass their tests, pass@1 0.0%`."""
     parts = []
     for language in [key.removesuffix("_compile_rate") for key in rates if key.endswith("_compile_rate")]:
         pass_rates = [f"pass@{k} {100 * rates[f'{language}_pass@{k}']:.1f}%" for k in _sample_counts(rates, language)]

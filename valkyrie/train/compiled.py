@@ -36,7 +36,7 @@ class StepExecutable(NamedTuple):
     hbm_gib: float | None
 
     def traffic(self, mesh: AnyMesh, say: Callable[[str], object]) -> Communication | None:
-        """Return the bytes that a device sends per step.
+        """Return the bytes that a device sends per step, in total and by the mesh axes over which they are sent.
 
         If they cannot be read from the compiled program, reports the reason with `say` and returns None.
         """
@@ -49,9 +49,10 @@ class StepExecutable(NamedTuple):
 
 
 def compile_step(program: StepProgram) -> StepExecutable:
-    """Compile the step.
+    """Compile the training step, and record its compile time and peak memory.
 
-    Under `debug=nans`, `advance` calls the jitted function instead, which JAX can rerun op by op to find the NaN.
+    Under `debug=nans`, the `advance` of the result calls the jitted function instead of the compiled program, because
+    JAX can rerun a jitted function op by op to find the NaN.
     """
     began = time.perf_counter()
     compiled = program.compile_step()

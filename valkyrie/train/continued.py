@@ -39,11 +39,11 @@ class Text:
     state: Any = field(default=None, repr=False)
 
     def bytes(self, tokenizer: Tokenizer) -> bytes:
-        """Return the text as UTF-8 bytes. The last character may be incomplete."""
+        """Return the text as UTF-8 bytes, without the BOS token. The last character may be incomplete."""
         return tokenizer.decode_bytes(self.ids[1:])
 
     def append(self, tokenizer: Tokenizer, prompt: str) -> None:
-        """Append the tokens of `prompt`, for the model to read next. A document that had ended continues."""
+        """Append the tokens of `prompt`, for the model to read next. If any are added, an ended document continues."""
         new_ids = [int(i) for i in tokenizer.encode_ordinary(prompt)]
         self.ids += new_ids
         self.ended = self.ended and not new_ids

@@ -28,9 +28,9 @@ class Devices:
 
     Args:
         devices: The JAX devices, one for each position of the mesh.
-        platform: Their JAX platform.
-        chip: Their chip, or None if unknown.
-        simulated: Whether CPU devices simulate the mesh. Their speed means nothing.
+        platform: Name of the JAX platform, such as `tpu`.
+        chip: Kind of chip, or None if unknown.
+        simulated: Whether CPU devices simulate the mesh. Speeds measured on them say nothing about accelerators.
     """
 
     devices: tuple[Any, ...]
@@ -174,16 +174,20 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
 
 
 def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Team = ALONE) -> Devices:
-    """Configure JAX and return the run's devices. Raises ValueError if this machine lacks them."""
+    """Configure JAX and return the run's devices. Raises ValueError if this machine lacks them.
+
+    `say` prints a line if compiled programs cannot be cached.
+    """
     refuse(machine_problems(run))
     configure_jax(run, say)
     return acquire_devices(run, team)
 
 
 def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
-    """Configure JAX for the process: its persistent compilation cache, and `debug=nans`.
+    """Configure JAX for this process: its platform, its persistent compilation cache, and `debug=nans`.
 
-    If the cache cannot be written, JAX runs without it, and the reason is printed with `say`.
+    If the cache cannot be written, JAX runs without it, and the reason is passed to `say` (ignored if None). If libtpu
+    is the only plugin and there is no TPU, the platform is the CPU.
     """
     import jax
 

@@ -49,7 +49,8 @@ def generate(
 
     A string is read after a BOS token. A `Text` is continued from its state, and updated with every token. Sampling a
     text in several calls gives the same tokens as a single call, up to rounding: unbounded attention sums a longer key
-    cache in another order. Incomplete UTF-8 characters are held back until their last byte.
+    cache in another order. Incomplete UTF-8 characters are held back until their last byte. See `sample` for
+    `temperature` and `top_k`.
     """
     text = begin_text(tokenizer, prompt) if isinstance(prompt, str) else prompt
     if tokens == 0 or text.ended:

@@ -50,12 +50,12 @@ class ExpectedMemory(Generic[Bytes]):
 
     @property
     def at_rest(self) -> Bytes:
-        """Bytes in use between steps."""
+        """Bytes per device in use between steps: parameters, optimizer state and the average of parameters."""
         return self.parameters + self.optimizer + self.average
 
     @property
     def total(self) -> Bytes:
-        """Sum of all parts."""
+        """Sum of all parts, in bytes per device."""
         return self.parameters + self.gradients + self.optimizer + self.average + self.activations
 
 
@@ -79,7 +79,7 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """Ratios of the compiler's to the estimated peak memory: the smallest, the largest and the median.
+    """Ratios of the compiler's to the estimated peak memory: the smallest (`low`), the largest (`high`) and the median.
 
     `layouts` and `models` are the numbers of layouts and models compared. `within_15_percent` is the number of layouts
     with a ratio between 0.85 and 1.15.
@@ -211,7 +211,7 @@ class MemoryEstimator:
 
     @cached_property
     def _working_sets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of the logits in memory at once, and bytes of the activations of one group of blocks."""
+        """Bytes per device of the logits in memory at once, and of the activations of one group of blocks."""
         layouts, model, microbatches = self.layouts, self.run.model, self.layouts.microbatches
         logits, group, is_pipelined = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
         for activation in model.working_activations():
@@ -241,7 +241,7 @@ class MemoryEstimator:
 
 
 def layout_arrays(runs: Sequence[Run]) -> Candidates:
-    """Convert the layouts of runs with the same partition and mesh axis names to arrays. Leaves `links` empty."""
+    """Convert the layouts of runs with the same partition and mesh axis names to `Candidates`, without `links`."""
     config, layouts = runs[0].config, [run.layout for run in runs]
     parameters, activations, _ = resolve_rules(config.partition, config.mesh, runs[0].arrays.axes, known_axes())
     return Candidates(

@@ -27,7 +27,7 @@ class Meter:
         self.first_step_s: float | None = None
         self.step_times: list[float] = []
         self.data_waits: list[float] = []
-        """Seconds of each of `step_times` during which the devices waited for the batch."""
+        """For each of `step_times`, the seconds during which the devices waited for the batch."""
         self.spent: defaultdict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
         self._paused, self._waited = 0.0, 0.0
@@ -40,7 +40,10 @@ class Meter:
         self._since, self._paused, self._waited = time.perf_counter(), 0.0, 0.0
 
     def step_finished(self) -> float:
-        """Record a finished step and return its seconds since the end of the previous one, or since `start`."""
+        """Record a finished step and return its duration in seconds.
+
+        This is the time since the previous step finished, or since `start`, without the time in `paused`.
+        """
         now = time.perf_counter()
         duration, wait = now - self._since - self._paused, self._waited
         self._since, self._paused, self._waited = now, 0.0, 0.0
@@ -88,14 +91,16 @@ class Meter:
             self._waited += max(time.perf_counter() - max(start_time, last.result()), 0.0)
 
     def close(self) -> None:
-        """End the thread that waits for the devices, after the current step."""
+        """Let the thread that waits for the devices end after the current step. Does not wait for it."""
         self._thread.shutdown(wait=False)
 
     def rates(self, window: int | None = None) -> dict[str, float | None]:
-        """Return the median time of the last `window` steps (all if None), and throughput and MFU at that step time.
+        """Return the rates over the last `window` steps (all if None), by name.
 
-        `data_wait` is the share of these steps' time during which the devices waited for a batch. All values are None
-        until the second step has finished. `mfu` is also None if the peak FLOP/s is unknown.
+        `step_s` is the median step time. `tokens_per_second`, `tokens_per_second_per_chip` and `mfu` (a share of the
+        peak) follow from it. `data_wait` is the share of these steps' time during which the devices waited for a batch.
+        The first step never counts, so all values are None until the second step has finished. `mfu` is also None if
+        the peak FLOP/s is unknown.
         """
         recent = self.step_times[-window:] if window else self.step_times
         if not recent:
@@ -112,7 +117,10 @@ class Meter:
         }
 
     def summary(self) -> dict[str, float | None]:
-        """Return the time of the first step, the 90th percentile of the other step times, and `rates()`."""
+        """Return `first_step_s`, `step_p90_s` (the 90th percentile of the other step times) and `rates()` of all steps.
+
+        Times are in seconds, and None before the first or the second step has finished.
+        """
         ordered = sorted(self.step_times)
         p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)] if ordered else None
         return {"first_step_s": self.first_step_s, "step_p90_s": p90, **self.rates()}

@@ -108,7 +108,10 @@ def evaluate(run: Run) -> int:
 
 
 def generate(run: Run) -> int:
-    """Print the prompt and its continuation by a trained run, as it is sampled; return the exit status."""
+    """Print the prompt and its continuation by a trained run, as it is sampled; return the exit status.
+
+    With `mode.keep`, continue the saved text of that name instead.
+    """
     with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         keep = settings_for(GenerateMode, run.config.mode).keep
@@ -126,7 +129,10 @@ def generate(run: Run) -> int:
 
 
 def code_eval(run: Run) -> int:
-    """Sample solutions to coding problems, print pass rates, write `code_eval.json`; return the exit status."""
+    """Sample solutions to coding problems, print pass rates and write `code_eval.json` to the run folder.
+
+    Returns the exit status: 1 if the solutions could not be judged, else 0.
+    """
     with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         refuse_without_judge(run, team)
@@ -159,7 +165,7 @@ def list_checkpoints(run: Run) -> int:
 
 
 def show(run: Run) -> int:
-    """Print the parameters with shardings and bytes, the roles of mesh axes, and the estimated memory."""
+    """Print the parameters with shardings and bytes, the roles of mesh axes, and the estimated memory. Returns 0."""
     import jax
 
     from valkyrie.train.show import show_run
@@ -242,7 +248,7 @@ def _report(console: Console, fitted: FitResult, devices: Devices) -> None:
 
 
 def _nan_message(error: FloatingPointError) -> str:
-    """Return the error message under `debug=nans`, with the last line of this package in the traceback."""
+    """Return the error message under `debug=nans`, with the innermost line of Valkyrie's code in the traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}valkyrie{os.sep}" in f.filename]
     innermost = frames[-1]
     return f"debug=nans: {error}, at {innermost.filename}:{innermost.lineno} in {innermost.name}: {innermost.line}"

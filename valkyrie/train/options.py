@@ -29,7 +29,13 @@ class OptionRefused(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """A compiler option with its origin. `value` is None for a removed default of the chip."""
+    """A compiler option.
+
+    Args:
+        name: Name of the option.
+        value: Value as text, or None if the user removed a default of the chip.
+        set_by: Origin: `CHIP`, `USER`, `VALKYRIE` or `TO_FIT`.
+    """
 
     name: str
     value: str | None
@@ -60,7 +66,7 @@ def collect_options(chip: ChipConfig | None, computed: dict[str, str]) -> list[O
 
 
 def add_memory_saving_options(options: Sequence[Option]) -> list[Option]:
-    """Add the options that save memory, except those that the user set."""
+    """Return `options` with the values of `SAVING_MEMORY`, except for options that the user set."""
     set_by_user = {option.name for option in options if option.set_by == USER}
     saving = {name: value for name, value in SAVING_MEMORY.items() if name not in set_by_user}
     others = [option for option in options if option.name not in saving]
@@ -70,7 +76,8 @@ def add_memory_saving_options(options: Sequence[Option]) -> list[Option]:
 def settings_to_fit(options: Iterable[Option]) -> list[str]:
     """Return the overrides that set the options added to fit the program into memory (`TO_FIT`).
 
-    `mode=compile` adds these options itself. A training run needs the overrides.
+    Each has the form `target.chip.xla_options.NAME=VALUE`. `mode=compile` adds these options itself. A training run
+    needs the overrides.
     """
     return [f"{KEY}.{option}" for option in options if option.set_by == TO_FIT]
 

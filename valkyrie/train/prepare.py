@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
 
 
 def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
-    """Prepare the tokenizer, the data and the devices of a run, and print the data and the devices.
+    """Prepare the tokenizer, the data and the devices of a run, and print a line about the data and the devices.
 
     Raises ValueError if this machine lacks the devices or cannot judge code that the run evaluates, or if the model
     does not match the data or the tokenizer.
@@ -123,7 +123,10 @@ def check_sampling(prompt: object, tokens: int, temperature: float, top_k: int |
 
 
 def trained_folder(run: Run) -> Path:
-    """Return the run folder named by `resume` or `name`, or the latest. Raises ValueError if there is none."""
+    """Return the run folder that `resume` or `name` selects, by default that of the run with the newest checkpoint.
+
+    Raises ValueError if there is none.
+    """
     config = run.config
     return find_run(Path(config.runs), config.resume or config.name or "latest")
 

@@ -53,12 +53,12 @@ def join_processes(run: Run) -> Iterator[Team]:
 
 
 def agree_on_versions(team: Team) -> None:
-    """Check that all processes run the same code. Raises ValueError with the package that differs."""
+    """Check that all processes run the same code. Raises ValueError, naming the packages that differ."""
     team.agree("versions", versions() | {"the source of valkyrie": source_digest("")[:12]})
 
 
 def agree_on_configuration(team: Team, run: Run) -> None:
-    """Check that all processes have the same settings. Raises ValueError with the key that differs."""
+    """Check that all processes have the same settings. Raises ValueError, naming the keys that differ."""
     settings = {key: value for key, value in run.record().items() if key != "distributed"}
     team.agree("configuration", {key: repr(value) for key, value in flatten(settings).items()})
 
@@ -101,7 +101,11 @@ def print_to_log(team: Team, folder: Path) -> None:
 
 @contextlib.contextmanager
 def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[None]:
-    """End all processes after an error in this one. JAX's own shutdown would wait for the others."""
+    """End all processes after an error in this one. JAX's own shutdown would wait for the others.
+
+    ValueError and OSError are printed as a message after the name of the `command`, and end the processes with status
+    2. SystemExit ends them with its status. All other exceptions are printed with a traceback, with status 1.
+    """
     try:
         yield
     except SystemExit as error:

@@ -71,7 +71,7 @@ class ProfileWindow:
         return self._trace is None and self._steps is not None and self._steps[0] <= step <= self._steps[1]
 
     def ends_at(self, step: int) -> bool:
-        """Return whether this is the last traced step."""
+        """Return whether a trace is running and ends with this step."""
         return self._trace is not None and self._steps is not None and step == self._steps[1]
 
     def open(self, step: int, state: Any) -> str | None:

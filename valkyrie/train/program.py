@@ -87,7 +87,7 @@ class StepProgram:
 
     @cached_property
     def init(self) -> Callable[[Any], TrainState]:
-        """The jitted function seed -> state before the first step, with the shardings of `shardings`."""
+        """The jitted function (seed) -> the state before the first step, sharded as in `shardings`."""
         return jax.jit(self._init, out_shardings=self.shardings)
 
     def init_with_parameters(self, parameters: Any) -> TrainState:
@@ -113,7 +113,10 @@ class StepProgram:
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted function (parameters, batch, references) -> sums over the batch. See `Task.references`."""
+        """The jitted function (parameters, batch, references) -> metrics summed over the batch, by name.
+
+        See `Task.references` and `Task.evaluate`.
+        """
 
         def evaluate(parameters: Any, batch: dict[str, jax.Array], references: Any) -> dict[str, jax.Array]:
             with self._matmul_precision():
@@ -255,14 +258,17 @@ class StepProgram:
 
 
 def serialised_module(compiled: jax.stages.Compiled) -> bytes:
-    """Return the optimised module as a serialised HloModuleProto."""
+    """Return the optimised HLO module of a compiled program, as a serialised HloModuleProto."""
     executable = compiled.runtime_executable()
     assert executable is not None
     return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
 
 
 def _gradient_sum(chip: ChipConfig | None) -> GradientSum:
-    """Return the collective for `gradient_sum=auto`: all-to-all if the compiler overlaps it with matrix products."""
+    """Return the collective for `gradient_sum=auto`.
+
+    This is an all-to-all if the chip's compiler options overlap it with matrix products, else a reduce-scatter.
+    """
     overlaps = chip is not None and option_text(chip.xla_options.get(_ASYNC_ALL_TO_ALL)) == "true"
     return GradientSum.all_to_all if overlaps else GradientSum.reduce_scatter
 

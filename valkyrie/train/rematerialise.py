@@ -26,7 +26,10 @@ def make_block_checkpoint(remat: RematConfig, backend: str) -> Checkpoint:
 
 
 def _policy(remat: RematConfig, backend: str) -> Policy:
-    """Return the policy. On a CPU, it saves activations instead of offloading: device and host memory are the same."""
+    """Return the `jax.checkpoint` policy of `remat`.
+
+    On a CPU, it saves activations instead of offloading them, because device and host memory are the same.
+    """
     policies = jax.checkpoint_policies
     named_policy, listed_names = _named_policy(remat, backend), {*remat.save, *remat.offload}
     if ALL in remat.save:

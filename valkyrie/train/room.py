@@ -72,7 +72,7 @@ def check_room(
 
 @contextlib.contextmanager
 def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
-    """Turn XLA's out-of-memory errors into DoesNotFit with suggestions."""
+    """Turn MemoryError and XLA's out-of-memory errors into DoesNotFit with suggestions."""
     import jax
 
     try:

@@ -39,7 +39,7 @@ def shared_folder(folder: Path, config: CheckpointConfig) -> Path | None:
 
 
 def refuse_unknown_best(config: CheckpointConfig, task: Task) -> None:
-    """Raise ValueError if `checkpoint.best` is not a metric of the task's evaluation."""
+    """Raise ValueError if `checkpoint.best` is not a metric of the task's evaluation. Passes if `keep_best` is 0."""
     if not config.keep_best:
         return
     names = task.evaluation(defaultdict(lambda: 1.0))

@@ -16,7 +16,7 @@ from valkyrie.paths import is_disk_full
 
 
 def make_console() -> Console:
-    """Return the console of a command. If it prints to a file or a pipe, it is 140 columns wide and flushes lines."""
+    """Return the console of a command. If stdout is not a terminal, it is 140 columns wide and flushed line by line."""
     if not sys.stdout.isatty() and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     return _Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -33,6 +33,12 @@ class Screen:
     """A progress bar with loss, rate, MFU and time left, or one line every `log_every` steps in a file or a pipe.
 
     `is_closed`: whether the terminal or the reader of the output (such as `head`) is gone. Further output is dropped.
+
+    Args:
+        console: Where to print.
+        steps: Number of steps of the whole run.
+        done: Number of steps that are finished at the start.
+        simulated: Whether to mark rates as simulated.
     """
 
     def __init__(self, console: Console, steps: int, done: int, simulated: bool) -> None:
@@ -89,7 +95,7 @@ class Screen:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def describe(self, record: Mapping[str, float | None]) -> str:
-        """Return loss, rate and MFU of a record in one short line."""
+        """Format a record, such as `loss 3.2145  12,000 tokens/s  MFU 41.2%`. Leaves out unknown rates."""
         parts = [f"loss {record['loss']:.4f}"]
         rate, mfu = record.get("tokens_per_second"), record.get("mfu")
         if rate is not None:

@@ -40,7 +40,7 @@ class TrainState(NamedTuple):
 
     @property
     def eval_parameters(self) -> Any:
-        """The parameters to evaluate and to sample from: the average if there is one."""
+        """The parameters to evaluate and to sample from: `ema` if the run keeps it, else `parameters`."""
         return self.parameters if self.ema is None else self.ema
 
 
@@ -51,7 +51,10 @@ def init_state(
     seed: int | jax.Array,
     carry: Mapping[str, Array] | None = None,
 ) -> TrainState:
-    """Return the state before the first step. The same seed gives the same state on any mesh."""
+    """Return the state before the first step. The same seed gives the same state on any mesh.
+
+    `carry` describes the arrays that the task passes from step to step (`Task.carry`). They start as zeros.
+    """
     init_key, _ = jax.random.split(jax.random.key(seed))
     return state_from_parameters(assembly.init(init_key), optimizer, keep_ema, seed, carry)
 
@@ -63,7 +66,7 @@ def state_from_parameters(
     seed: int | jax.Array,
     carry: Mapping[str, Array] | None = None,
 ) -> TrainState:
-    """Return the state before the first step with these parameters."""
+    """Return the state before the first step with these parameters. The other arguments are those of `init_state`."""
     _, key = jax.random.split(jax.random.key(seed))
     ema = jax.tree.map(lambda p: jnp.array(p, ACCUMULATOR_DTYPE.value), parameters) if keep_ema else None
     step = jnp.zeros((), jnp.int32)
@@ -117,7 +120,10 @@ def _matching_parameter(path: str, specs: Collection[str]) -> str | None:
 
 
 def copy_to_device(tree: Any, shardings: Any) -> Any:
-    """Copy the host-memory arrays of a traced tree to device memory."""
+    """Copy arrays with a host-memory sharding (`pinned_host`) to device memory. Returns other arrays unchanged.
+
+    Must be traced by `jax.jit`. `shardings` has the structure of `tree`.
+    """
 
     def copy(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         if sharding.memory_kind != "pinned_host":

@@ -55,7 +55,10 @@ def _update_ema(decay: float, average: jax.Array, parameter: jax.Array, group: s
 
 
 def eval_step(program: StepProgram, parameters: Any, batch: Batch, references: Any) -> dict[str, jax.Array]:
-    """Return the task's sums over an evaluation batch; `references` come from `Task.references`."""
+    """Return the task's metrics summed over an evaluation batch, such as the total loss (see `Task.evaluate`).
+
+    `references` is the result of `Task.references`.
+    """
     parameters = copy_to_device(parameters, program.shardings.parameters)
     return program.task.evaluate(program.assembly.module(parameters), batch, references, shard=program.shard)
 
@@ -69,7 +72,7 @@ def logits_step(program: StepProgram, parameters: Any, tokens: jax.Array) -> jax
 def _gradients(
     program: StepProgram, parameters: Any, batch: Batch, carry: Any, key: jax.Array
 ) -> tuple[Any, dict[str, jax.Array], Any]:
-    """Return the gradients and the metrics, both summed over the batch, and the carry.
+    """Return (gradients, metric sums, carry). Gradients and metrics are sums over the batch, not means.
 
     Gradients of several microbatches are added in float32.
     """

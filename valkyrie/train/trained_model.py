@@ -40,9 +40,9 @@ class TrainedModel:
     def __call__(self, tokens: np.ndarray | jax.Array | Sequence[Sequence[int]]) -> jax.Array:
         """Return the float32 logits of the token after every position, of shape (batch, seq, vocab).
 
-        Each row of `tokens`, of shape (batch, seq), is one document. Any batch size works: rows are padded to a
-        multiple of the shards. Each new shape is compiled once. Raises ValueError if there are more positions than the
-        model has, or if a token is not in its vocabulary.
+        Each row of `tokens`, of shape (batch, seq), is one document. Any shape works: rows and positions are padded
+        to multiples of their shards. Each new shape is compiled once. Raises ValueError if there are more positions
+        than the model has, or if a token is not in its vocabulary.
         """
         ids = np.asarray(tokens)
         if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
@@ -72,7 +72,8 @@ class TrainedModel:
     ) -> str:
         """Return the continuation of a prompt by at most `tokens` tokens, without the prompt.
 
-        `seed` is that of the run if None.
+        See `valkyrie.train.generate.sample` for `temperature` and `top_k`. The default of `seed` is the run's seed.
+        Raises TypeError or ValueError for invalid arguments.
         """
         check_sampling(prompt, tokens, temperature, top_k)
         seed = self.run.config.seed if seed is None else seed

@@ -239,7 +239,7 @@ def _train_steps(
 
 
 def _step_metrics(values: dict[str, np.ndarray], progress: Progress) -> StepMetrics:
-    """Return the metrics of step `progress.step`."""
+    """Combine the values that step `progress.step` returned with the current rates, and decide whether to log them."""
     config, step = progress.program.run.config, progress.step
     first_names = ("loss", "grad_norm", "learning_rate", "tokens")
     other_names = sorted(name for name, value in values.items() if name not in first_names and np.ndim(value) == 0)

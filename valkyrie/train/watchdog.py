@@ -22,9 +22,11 @@ from valkyrie.runs.folder import resume_command
 from valkyrie.train.processes import LOGS
 
 HANG_FACTOR = 20
-"""A step hangs if it takes longer than the limit and longer than this many times the median of earlier steps."""
+"""A step counts as hung if it takes longer than `distributed.step_timeout_s` and longer than this many times the median
+of earlier steps."""
 FIRST_STEP_S = 1800.0
-"""Minimum limit of the first two steps, in seconds: devices connect, kernels are tuned, and caches are cold."""
+"""Minimum time limit of the first two steps, in seconds. They are slow because devices connect, kernels are tuned and
+caches are cold."""
 _REMEDY = "distributed.step_timeout_s sets the limit."
 _KEPT_STEP_TIMES = 50
 _WRITE_S = 5.0
@@ -118,7 +120,10 @@ class Watchdog:
         return f"step {step[0]} hangs: nothing has finished for {self._waited:.3g} s{usual_time}"
 
     def print_stacks(self, head: str) -> None:
-        """Print the stacks of all threads. Gives up after `_WRITE_S` seconds. Only the first call prints."""
+        """Print the line `head` and the stacks of all threads to stderr, and append them to the log if there is one.
+
+        Gives up after `_WRITE_S` seconds. Only the first call prints.
+        """
         if self._printed.acquire(blocking=False):
             writing = threading.Thread(target=self._write, args=(head,), name="stacks", daemon=True)
             writing.start()
@@ -164,8 +169,8 @@ class Watchdog:
 def make_watchdog(run: Run, team: Team, folder: Path, signals: bool) -> Watchdog:
     """Return the watchdog of a training run.
 
-    It is disabled without `signals`, so that it never ends a notebook's kernel. It is also disabled under `debug=nans`,
-    which reruns a step op by op.
+    It is disabled if `signals` is false, as in a notebook, so that it never ends the kernel. It is also disabled under
+    `debug=nans`, because rerunning a step op by op is slow.
     """
     watches = signals and run.config.debug is not Debug.nans
     limit_s = run.config.distributed.step_timeout_s if watches else None

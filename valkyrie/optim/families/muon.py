@@ -96,14 +96,14 @@ class Config(OptimizerConfig):
         return self.partition({"matrix": muon(recipe, matrices, training.stack_sharding), **rules}, labels, schedule)
 
     def state_bytes(self, parameter: Parameter) -> float:
-        """Bytes per element: float32 momentum for matrices, two float32 moments for other parameters.
+        """Return the bytes of state per element: float32 momentum for matrices, two float32 moments for other parameters.
 
         Ignores NorMuon's mean squares, one number per row or column.
         """
         return 4.0 if is_matrix(parameter) else 8.0
 
     def update_flops(self, parameters: Iterable[Parameter], devices: np.ndarray) -> np.ndarray:
-        """FLOPs of orthogonalizing the matrices on the busiest device, for each layout.
+        """Return the FLOPs of orthogonalizing the matrices on the busiest device, for each layout.
 
         Matrices of the same shape are stacked, and each device orthogonalizes whole matrices of the stack. An iteration
         on an (m, n) matrix X with m <= n computes A = X X^T, A A and A X.
@@ -139,7 +139,7 @@ class Config(OptimizerConfig):
 def momentum_schedule(config: Config, length: int) -> Callable[[Any], Any]:
     """Return the momentum as a function of the step. It rises linearly, stays constant, and falls linearly.
 
-    `length` is the number of steps after which it reaches `momentum_end`.
+    It reaches `momentum_end` after `length` steps. The fall takes the last `warmdown` fraction of them.
     """
     import jax.numpy as jnp
 
