@@ -170,7 +170,10 @@ def command_name(command: str = "valkyrie-train") -> str:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command that resumes the run in a folder. Uses its name if it is in the default `runs`, else its path."""
+    """Return the command that resumes the run in a folder.
+
+    It has the run's name if the folder is in the default `runs`, otherwise the folder's path.
+    """
     name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)
     return f"{command_name()} resume={shlex.quote(name)}"
 

@@ -34,7 +34,8 @@ KINDS = {
     "down": "downtime before restarts",
     "other": "other",
 }
-"""The kinds of wall time, with their labels in output. `steps` excludes steps that were repeated later and time spent waiting for data."""
+"""The kinds of wall time, with their labels in output. `steps` excludes steps that were repeated later, and time spent
+waiting for data."""
 
 FINISHED, STOPPED, PREEMPTED = "finished", "stopped", "preempted"
 """Values of `Start.end`. If the process is killed, no end is recorded."""

@@ -86,7 +86,7 @@ class Tracker:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether `metrics.jsonl` has been deleted, for example with its folder. False on processes that do not write it."""
+        """Whether `metrics.jsonl` was deleted, for example with its folder. False on processes that do not write it."""
         return self.writes and not self.file.is_file()
 
     def log(self, record: Mapping[str, object], step: int) -> str | None:

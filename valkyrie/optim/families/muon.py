@@ -96,7 +96,7 @@ class Config(OptimizerConfig):
         return self.partition({"matrix": muon(recipe, matrices, training.stack_sharding), **rules}, labels, schedule)
 
     def state_bytes(self, parameter: Parameter) -> float:
-        """Return the bytes of state per element: float32 momentum for matrices, two float32 moments for other parameters.
+        """Return the bytes of state per element: 4 for matrices (momentum), 8 for other parameters (two moments).
 
         Ignores NorMuon's mean squares, one number per row or column.
         """
