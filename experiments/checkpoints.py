@@ -1,8 +1,9 @@
-"""Measures how long a save blocks training, and how fast both tiers save and restore, relative to a file copy.
+"""Measures how long a save blocks training, and how fast durable and fast checkpoints are saved and restored.
 
     python experiments/checkpoints.py --gib 1 --folder /var/tmp/checkpoints --fast /dev/shm/checkpoints
 
-Prints medians over `--repeats` saves of a state of about `--gib` GiB on one CPU device: parameters and two moments.
+Prints medians over `--repeats` saves of a state of about `--gib` GiB on one CPU device (parameters and two moments),
+and their ratios to the time of copying or reading the same files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from valkyrie.checkpoint import CheckpointConfig, Checkpoints, FastConfig
 from valkyrie.train.state import TrainState
 
 LAYERS = 16
-"""Arrays in each of the three trees of the state."""
+"""Number of arrays in each of the three trees of the state: the parameters and two moments."""
 
 
 def main() -> None:
@@ -53,7 +54,12 @@ def make_state(numbers: int) -> TrainState:
 
 
 def measure(tier: str, state: TrainState, folder: Path, repeats: int) -> list[str]:
-    """Return the cells of a row: blocking and save time with their ratios to the copy, restore, copy, and read."""
+    """Return the cells of a tier's row. `tier` is `durable` or `fast`.
+
+    The cells are the time that a save blocks training, a whole save, a restore, a copy of the saved files, and the
+    ratio of a restore to reading the files. The first of `repeats + 1` saves is a warm-up, which the medians leave out.
+    Raises OSError if a save fails.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     config = CheckpointConfig(keep=1, fast=FastConfig(every=1, folder=str(folder / "fast"), keep=1))
     checkpoints = Checkpoints(folder / "run", config)
@@ -83,7 +89,7 @@ def measure(tier: str, state: TrainState, folder: Path, repeats: int) -> list[st
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return the seconds that `work` takes."""
+    """Call `work` and return the seconds it takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

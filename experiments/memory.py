@@ -71,7 +71,12 @@ def main() -> None:
 
 
 def compare(run: Run, needed: int | None) -> dict[str, Any]:
-    """Return the memory of a step in bytes, estimated and from the compiler. Compiles only if `needed` is None."""
+    """Compare the estimated memory of a step with the compiler's. Compiles only if `needed` is None.
+
+    In the result, `needed` (from the compiler), `expected` (the estimate), `at_rest` (parameters, their average and the
+    optimizer state) and `gradients` are bytes. `ratio` is `needed` over `expected`, and `temporary_ratio` is the same
+    without `at_rest`. `seconds` is the duration of the comparison.
+    """
     began = time.perf_counter()
     devices = get_platform(run.config.target.platform).devices_to_compile_for(run.config.target, run.config.mesh.size)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend="tpu")

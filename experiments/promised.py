@@ -4,9 +4,9 @@
     python experiments/promised.py --kept     # the table of stored results (promised.json), without compiling
     python experiments/promised.py --only llama trm
 
-An experiment's file has the fastest layout found. If a different layout was requested, both are compiled. The possible
-rate is the chips' peak in bfloat16 over the model's FLOPs. No layout exceeds it, and published runs reach 40 to 70%
-of it. It needs libtpu (`uv sync --extra tpu`) but no TPU.
+An experiment's file has the fastest layout found. If the claim was made for a different layout, both are compiled. The
+rate at the chips' peak is their peak FLOP/s over the model's FLOPs per token or puzzle. No layout exceeds it, and
+published runs reach 40 to 70% of it. Needs libtpu (`uv sync --extra tpu`) but no TPU.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ PROMISES = [
 ]
 """Rates claimed by the people who run these systems, except that of gpt_16b, which google/paxml reports as measured."""
 LARGER_SLICES = {"multihost_v5p_128": ("target=v5p-256",)}
-"""Overrides for claimed layouts that need more chips than the experiment's slice has."""
+"""Overrides by experiment, for claimed layouts that need more chips than the experiment's slice has."""
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def compile_layouts(promise: Promise) -> dict[str, Any]:
-    """Return the prediction of the experiment's layout, and that of the requested layout if there is one."""
+    """Return the prediction of the experiment's layout as `best`, and of the claimed layout, if any, as `asked`."""
     results = {"best": predict_layout(promise, ())}
     if promise.requested:
         results["asked"] = predict_layout(promise, promise.requested)
@@ -103,10 +103,11 @@ def compile_layouts(promise: Promise) -> dict[str, Any]:
 
 
 def predict_layout(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the prediction of an experiment with overrides. Uses `LARGER_SLICES` if it is illegal.
+    """Return the prediction of an experiment with overrides, as numbers for the table.
 
-    `refused` in the result is the reason that the experiment's slice was refused. Raises ValueError for an illegal
-    layout without an entry in `LARGER_SLICES`.
+    If the experiment's slice is too small for the overrides, adds those in `LARGER_SLICES`. `refused` in the result is
+    then the reason that the experiment's slice was refused, otherwise None. Raises ValueError if the layout is illegal
+    and has no entry in `LARGER_SLICES`.
     """
     try:
         run, refused = compose_run(promise, overrides), None
@@ -147,7 +148,7 @@ def compose_run(promise: Promise, overrides: Sequence[str]) -> Run:
 
 
 def table(stored: dict[str, dict[str, Any]]) -> str:
-    """Return the table in Markdown."""
+    """Return the table in Markdown, with a row for each of the `PROMISES` that has a stored result."""
     titles = ("claimed", "at the chips' peak", "claimed layout, predicted", "fastest layout found, predicted")
     lines = [f"| `+experiment=` | {' | '.join(titles)} |", "|---|---|---:|---|---|"]
     for promise in PROMISES:
@@ -166,7 +167,10 @@ def table(stored: dict[str, dict[str, Any]]) -> str:
 
 
 def format_prediction(result: dict[str, Any], best: dict[str, Any]) -> str:
-    """Return the cell of a prediction: rate, step, MFU, memory, and the slice if it differs from the experiment's."""
+    """Return the cell of a prediction, or the reason that there is none.
+
+    The cell has the rate, step time, MFU, memory and layout, and the slice if it differs from the experiment's.
+    """
     note = "" if result["target"] == best["target"] else f" on {result['target']}"
     if result["refused"]:
         note = f"refused: {best['chips']} chips;{note}"

@@ -3,7 +3,7 @@
     python experiments/startup.py --processes 8
 
 All processes import everything first and start at the same moment. Prints medians over `--repeats` starts of the
-slowest process. With fewer cores than processes, both columns are slower.
+slowest process. If there are fewer cores than processes, all times are longer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def main() -> None:
 
 
 def start(processes: int, agree: bool) -> dict[str, float]:
-    """Start the processes once. Return the seconds of the slowest process, by activity."""
+    """Start the processes once. Return the seconds of the slowest process, by activity (`TIMED` and `agreed`).
+
+    If `agree` is False, the processes only start JAX.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "settings").write_text(json.dumps({"agree": agree, "address": f"127.0.0.1:{free_port()}"}))

@@ -31,7 +31,7 @@ from valkyrie.data.vocabulary import TiktokenTokenizer
 
 BATCH, SEQ, SHARDS = 32, 2048, 8
 STARTING = 12
-"""Batches that may have been read ahead when timing starts. They are not counted."""
+"""Number of batches that are read before timing starts, because the loader may have prepared them in advance."""
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def tiktoken_speed(texts: list[str]) -> float:
 
 
 def stream_speed(folder: Path, packing: Packing, mib: int) -> float:
-    """Return tokens per second of batches, over about one epoch."""
+    """Return tokens per second of batches, over about one epoch of `mib` MiB of text (at 4 bytes per token)."""
     config = Config(paths=[str(folder)], packing=packing)
     data = open_stream(config, "gpt2")
     steps = mib * 2**20 // (4 * BATCH * SEQ)

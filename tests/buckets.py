@@ -44,12 +44,12 @@ server.start()
 print("ready", flush=True)
 sys.stdin.read()
 """
-"""Starts the emulator with two additions that TensorStore needs: object generations and conditional writes."""
+"""Program that starts the emulator, with two additions that TensorStore needs: generations and conditional writes."""
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """The URL of an emulated bucket, configured for gcsfs and TensorStore."""
+    """The URL of a folder in an emulated bucket. gcsfs and TensorStore are configured to use the emulator."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     server = subprocess.Popen(

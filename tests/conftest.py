@@ -201,7 +201,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 class Command(NamedTuple):
-    """Result of parsing a command line: exit status, composed run, and output. Devices are not used."""
+    """Result of parsing a command line: exit status, composed run (None if refused), stdout and stderr.
+
+    Devices are not used.
+    """
 
     status: int
     run: Any

@@ -63,7 +63,7 @@ def config_names(group: str, pattern: str = "*") -> list[str]:
 
 
 def vector_specs(groups: dict[str, str]) -> dict[str, Parameter]:
-    """Return specs of parameters of shape (2,), given the optimizer group of each by name."""
+    """Return specs of parameters of shape (2,). `groups` maps the name of each parameter to its optimizer group."""
     return {name: Parameter((None,), (2,), (None,), group) for name, group in groups.items()}
 
 
@@ -142,7 +142,7 @@ def small_overrides(model: str) -> tuple[str, ...]:
 
 
 def small_run(model: str, *overrides: str) -> Run:
-    """Return the run of a shrunken model with further overrides."""
+    """Return the run of a shrunken model with further overrides, by default on one device."""
     return compose_run(*small_overrides(model), "mesh=1x1x1", "partition=dp", *overrides)
 
 
@@ -172,14 +172,14 @@ def make_program(run: Run) -> StepProgram:
 
 
 class Steps(NamedTuple):
-    """Metrics of each step on the host, and the last state."""
+    """Results of consecutive steps: the metrics of each step, copied to the host, and the state after the last step."""
 
     metrics: list[dict[str, np.ndarray]]
     state: TrainState
 
 
 def run_steps(program: StepProgram, count: int = 2, state: TrainState | None = None) -> Steps:
-    """Run `count` steps, each on a different batch."""
+    """Run `count` steps, each on a different batch, from `state` or from the initial state with seed 0."""
     state = program.init(0) if state is None else state
     metrics = []
     for i in range(count):
@@ -238,7 +238,7 @@ def two_steps(run: Run, host: TrainState) -> Steps:
 
 @lru_cache
 def reference(model: str, *overrides: str) -> Steps:
-    """Return two steps of a shrunken model on one device, with which those of every layout are compared."""
+    """Return the results of two steps of a shrunken model on one device. Tests compare every layout with them."""
     return two_steps(small_run(model, *overrides), fill_zeros(initial_state((*small_overrides(model), *overrides))))
 
 

@@ -93,7 +93,7 @@ def machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = No
 
 
 def tpu_devices(name: str, slices: int = 1) -> list[Any]:
-    """Return compile-only devices of a TPU slice."""
+    """Return compile-only devices of a TPU slice, for libtpu's name of its topology, such as `v4:4x4x4`."""
     os.environ |= ENVIRONMENT
     from jax.experimental import topologies
 

@@ -105,7 +105,7 @@ SMALL = ("model=gated_unit_tiny", "batch=16", "seq=48", "tracking=off")
 
 
 def write_folder(folder: Path) -> Path:
-    """Write the module, a model that uses it, and a partition into a user's folder."""
+    """Write the module, a model that uses it, and a partition into a user's folder, and return the folder."""
     for name, text in {
         "gated_unit.py": MODULE,
         "model/gated_unit_tiny.yaml": MODEL,

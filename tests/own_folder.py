@@ -20,6 +20,6 @@ def write_listed(folder: Path, *pages: Path, name: str = r"\S+") -> list[str]:
 
 
 def train_with(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `valkyrie-train --config-dir FOLDER` next to the folder, in a subprocess."""
+    """Run `valkyrie-train --config-dir FOLDER` in a subprocess, in the parent directory of the folder."""
     command = [sys.executable, "-m", "valkyrie.cli.train", "--config-dir", str(folder), *arguments]
     return subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)

@@ -23,7 +23,7 @@ GOLDENS = Path(__file__).parent / "goldens" / "report"
 
 
 def trial_from_summary(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
-    """Convert the summary that a stage wrote to a trial."""
+    """Return a trial with the results in `summary`, which a stage (`compile` or `measure`) wrote."""
     record = decode(LayoutRecord, summary["about"], stage)
     plain = upgrade_line({"results": summary | {"hints": [_text(hint) for hint in summary.get("hints", [])]}})
     results = decode(TrialResult, plain["results"], stage)
@@ -50,7 +50,7 @@ def _text(hint: str | dict[str, Any]) -> str:
 
 
 def golden_summary(stage: str) -> dict[str, Any]:
-    """Return a summary that a real run of a stage wrote."""
+    """Return the golden summary of a stage: the `compile.json` or `measure.json` of a real run."""
     return json.loads((GOLDENS / f"{stage}.json").read_text())
 
 
@@ -77,19 +77,21 @@ def trial(
     least: float = 0.99,
     **step: float,
 ) -> Trial:
-    """Return a trial of a layout on 8 chips. Other values are those of the real summary.
+    """Return a trial of a layout on 8 chips. Values that are not given are those of the golden summary.
 
     Args:
         layout: Mesh and partition, such as `2x4x1-fsdp`.
         per_chip: Tokens/s/chip, or None for a trial without results.
         gib: Peak memory of a device with 16 GiB.
         seconds: Parts of the step, as fractions of it.
+        sent: Bytes sent per step, by mesh axes.
         collectives: Traced collectives by mesh axes, as fractions of the step.
         price: Price of a chip in USD per hour.
         overrides: Further overrides.
         values: Recorded values of the overrides in force.
         p90: 90th percentile of the step time, as a multiple of the median.
         least: Minimum of the step time, as a multiple of the median.
+        step: Other fields of the step's result.
     """
     mesh, _, partition = layout.partition("-")
     template = trial_from_summary(golden_summary(stage), stage, sweep, layout)

@@ -98,7 +98,10 @@ def training_records(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def saved_arrays(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Return the arrays of a checkpoint by path, and its data position. Does not build the run's program."""
+    """Return the arrays of a checkpoint (by default the latest) by path. `data` is the position in the training data.
+
+    Does not build the run's program.
+    """
     import orbax.checkpoint as ocp
 
     step = latest_step(folder) if step is None else step
@@ -128,7 +131,7 @@ def assert_same_bits(actual: dict[str, np.ndarray], expected: dict[str, np.ndarr
 
 
 def checkpoints(folder: Path, *, read_only: bool = False, **config: Any) -> Checkpoints:
-    """Return the checkpoints of a run folder under a checkpoint config."""
+    """Open the checkpoints of a run folder. `config` are fields of `CheckpointConfig`."""
     return Checkpoints(folder, CheckpointConfig(**config), read_only=read_only)
 
 
@@ -152,5 +155,5 @@ def copy_run(folder: Path, to: Path) -> Path:
 
 
 def tiny_arguments(runs: Path, *overrides: str, mesh: Sequence[str] = SINGLE) -> tuple[str, ...]:
-    """Return the arguments of a tiny run named `run` under a folder."""
+    """Return the arguments of a tiny run named `run` in the folder `runs`."""
     return (*TINY, *mesh, f"runs={runs}", "name=run", *overrides)

@@ -115,7 +115,7 @@ class Stage:
 
     @property
     def sweep(self) -> Path:
-        """The sweep's folder."""
+        """Folder of the multirun that `arguments` describes."""
         return self.runs / "swept"
 
     def trials(self) -> dict[str, Trial]:

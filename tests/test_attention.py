@@ -124,7 +124,7 @@ def test_dense_and_chunked_attention_equal_the_definition(case):
 
 @pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
 def test_logits_stay_within_a_soft_cap(impl):
-    """With a cap of 1, the weights of two keys differ by at most a factor of e^2, even for very long queries."""
+    """With a cap of 1, the weights of two keys differ by at most a factor of e^2, even for queries with a huge norm."""
     q, k, v, *_ = make(40, heads=1, kv_heads=1)
     options = {"window": 2, "impl": impl, "chunk": 8}
     bounded = attention(1e6 * q, k, v, soft_cap=1.0, **options)

@@ -34,11 +34,14 @@ LAYOUTS = ["8x1x1-fsdp", "8x1x1-dp", "4x2x1-1d_tp", "1x4x2-2d_tp"]
 SEQ = 512
 SEARCH = ["mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32"]
 SLOWER = 1.2
-"""Ratio of the measured step time to its replay."""
+"""Ratio of the trials' step times to their replayed times."""
 
 
 def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 1) -> list[Trial]:
-    """Return trials with the step times that the estimate predicts from constants `truth`. `also` are overrides."""
+    """Return trials with the step times that the estimate computes from the constants `truth`.
+
+    `also` are further overrides.
+    """
     outer = "" if slices == 1 else f"{slices}s"
     calibration_trials = []
     for batch in batches:
@@ -75,7 +78,7 @@ def truth() -> Efficiency:
 
 
 def measured(compiled: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
-    """Return measured trials with step times `ratios` times those of compiled trials. The devices are not simulated."""
+    """Return trials on real devices with step times `ratios` times those of compiled trials."""
     measured_trials = []
     for compiled_trial, ratio in zip(compiled, ratios, strict=True):
         step = replace(compiled_trial.results.step, step_s=ratio * compiled_trial.results.step.step_s)
@@ -259,7 +262,7 @@ def test_unsuitable_trials_are_refused(
 
 
 def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(truth: Efficiency, tmp_path: Path) -> None:
-    """Settings are read from the trial's `run.yaml`. Today's defaults do not replace those that its overrides omit."""
+    """Settings that a trial's overrides omit are read from its `run.yaml`, not from the current defaults."""
     sweep = saved_sweep(tmp_path / "sweep", trials((32,), truth, "model.layers=2")[:1])
     log = sweep / TRIALS
     log.write_text(log.read_text().replace('"model.layers=2"', '"seed=0"'))

@@ -31,7 +31,7 @@ class Startup(NamedTuple):
 
 
 def start(cwd: Path, *arguments: str) -> Startup:
-    """Run the command in a new process. On a busy machine, return the faster of two attempts."""
+    """Run the command in a new process. If it takes 5 s or more, tries once more and returns the faster attempt."""
     attempts = []
     for _ in range(2):
         before = time.perf_counter()

@@ -24,7 +24,7 @@ MARK = "98765.4321"
 
 
 def running_programs() -> list[str]:
-    """Return the processes of these tests that are still running."""
+    """Return the `/proc` files of the processes of these tests that are still running."""
     running = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:

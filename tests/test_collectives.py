@@ -21,13 +21,13 @@ LINK = CHIPS["v4"].ici_link_gbs * 1e9
 
 
 def network(shape, **more) -> tuple[LinkModel, np.ndarray]:
-    """Return a torus of v4 chips, and its device IDs as an array over the coordinates."""
+    """Return a torus of v4 chips, and an array of its device IDs, indexed by slice and torus coordinates."""
     topology = torus(shape, **more)
     return LinkModel(machine("v4", topology)), np.arange(topology.devices).reshape(topology.slices, *shape)
 
 
 def seconds_of_links(traffic: LinkTraffic, kind: str) -> float:
-    """Return the seconds to send the bytes at the full bandwidth of the links."""
+    """Return the seconds of a transfer without latency, at the full bandwidth of the links."""
     share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.DEFAULT_ICI_EFFICIENCY)
     return (traffic.seconds - traffic.latency) * share
 
@@ -193,7 +193,7 @@ BESIDE_PRODUCTS = config("BarnaCoreAllGatherEmitter", "\ngroup_size = 16 \nhas_r
 
 
 def test_overlapped_gathers_on_v4_use_one_ring_in_mesh_order():
-    """At the end of a row, the ring returns over the whole row and shares its links with the other members."""
+    """At the end of a row, the ring returns over the links of the whole row, which its other hops also use."""
     net, ids = network((4, 4, 4), wrap=(False, False, False))
     planes = ids[0].reshape(4, 16)
     traffic = net.collective("all-gather", planes, BYTES, parse_algorithm(BESIDE_PRODUCTS))

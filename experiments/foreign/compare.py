@@ -57,7 +57,10 @@ def main() -> None:
 
 
 def compare(case: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
-    """Return the predictions of both programs of a case, or the reason that one of them was not compiled."""
+    """Return a case's results: `name`, `work`, `slice`, `libtpu`, and the `numbers` of both programs.
+
+    The programs are `ours` and `maxtext`. If MaxText's program does not fit, its only value is `status`, XLA's error.
+    """
     run = valkyrie.compose(*case["ours"], f"target={case['slice']}")
     ours = valkyrie.predict(run, quiet=True)
     kept = asked.modules / f"{case['name']}.json"
@@ -79,7 +82,10 @@ def compare(case: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def numbers(result: Any) -> dict[str, Any]:
-    """Return the values of a prediction that are compared."""
+    """Return the compared values of a prediction: seconds, GiB, GB sent, and the hidden share of communication.
+
+    If the prediction failed, the only value is `status`, the reason.
+    """
     record = result.record
     if result.status != "ok":
         return {"status": result.reason or result.status}
@@ -91,7 +97,10 @@ def numbers(result: Any) -> dict[str, Any]:
 
 
 def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
-    """Compile MaxText's step of a case, and store its module, device positions and peak memory."""
+    """Compile MaxText's step of a case, and store its module, device positions and peak memory in `modules`.
+
+    If the program does not fit, stores XLA's error instead.
+    """
     from maxtext_step import compile_step
 
     from valkyrie.search.compile.executable import compiled_program
@@ -115,7 +124,7 @@ def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
-    """Return the table: seconds per step, share of communication that is hidden, and our speedup."""
+    """Return a Markdown table: seconds per step, hidden share of communication, and our speedup over MaxText."""
     lines = [
         "| work | slice | ours | hidden | MaxText's own | hidden | ours is faster by |",
         "|---|---|---:|---:|---:|---:|---:|",

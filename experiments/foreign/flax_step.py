@@ -24,7 +24,7 @@ from valkyrie.cli.predict import parse_mesh_axes
 
 
 class Block(nnx.Module):
-    """Attention and a feed-forward, each with a residual connection."""
+    """A Transformer block: attention and an MLP, each with an RMSNorm and a residual connection."""
 
     def __init__(self, embed: int, heads: int, rngs: nnx.Rngs):
         self.first, self.second = (nnx.RMSNorm(embed, rngs=rngs) for _ in range(2))
@@ -33,7 +33,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * embed, embed, dtype=jnp.bfloat16, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the output of the block."""
+        """Apply the block to a residual stream of shape (batch, seq, embed)."""
         x = x + self.attention(self.first(x), mask=nnx.make_causal_mask(x[..., 0]))
         return x + self.down(nnx.gelu(self.up(self.second(x))))
 
@@ -66,7 +66,10 @@ SPECS = {
 
 
 def training_step(mesh: Mesh, batch: int = 32, seq: int = 1024, **sizes: int) -> tuple[Any, tuple[Any, ...]]:
-    """Return the jitted step and the shapes of its arguments, on a mesh with axes `data` and `model`."""
+    """Return the jitted step and the shapes of its arguments, on a mesh with axes `data` and `model`.
+
+    `sizes` replaces the default `vocab`, `embed`, `heads` and `layers` of the decoder.
+    """
     sizes = {"vocab": 32000, "embed": 1024, "heads": 8, "layers": 4} | sizes
     model = nnx.eval_shape(lambda: Decoder(**sizes, rngs=nnx.Rngs(0)))
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
@@ -88,7 +91,7 @@ def training_step(mesh: Mesh, batch: int = 32, seq: int = 1024, **sizes: int) ->
 
 
 def sharded(tree: Any, mesh: Mesh) -> Any:
-    """Return shapes with the shardings from `SPECS`."""
+    """Return the shapes of a tree's arrays, with the shardings from `SPECS`. Vectors are replicated."""
 
     def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         names = jax.tree_util.keystr(path)

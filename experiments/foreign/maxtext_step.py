@@ -37,7 +37,8 @@ def main(arguments: Sequence[str]) -> None:
 def compile_step(arguments: Sequence[str]) -> tuple[Any, Any]:
     """Return MaxText's compiled training step (`jax.stages.Compiled`) for these settings, and its `jax.sharding.Mesh`.
 
-    It follows `train_compile.main` line by line. A program that does not fit raises XLA's error, as there.
+    Follows MaxText's `train_compile.main` line by line. Raises XLA's error for a program that does not fit, as MaxText
+    does.
     """
     os.environ.update(ENVIRONMENT)
     os.environ["LIBTPU_INIT_ARGS"] = (

@@ -37,8 +37,9 @@ class Row:
 def row_of(line: dict[str, str], run: Run) -> Row:
     """Return the row for a line of the table and its composed run.
 
-    Raises ValueError if the two contradict each other. Rows of the same `family` are not independent: they are one
-    recipe on one chip. Without that column, the family is the model and the chip.
+    Rows of the same `family` are not independent: they are one recipe on one chip. If the table has no column `family`,
+    it is the model and the chip. Raises ValueError if the line contradicts the run, if the target names no chip, or if
+    `step_s` is not positive and finite.
     """
     config, chip = run.config, run.config.target.chip
     if chip is None:

@@ -150,12 +150,12 @@ def chosen(line: dict[str, str], asked: argparse.Namespace) -> bool:
 
 
 def comparable(line: dict[str, str]) -> bool:
-    """Return whether a row has all columns that are needed to compose and compare it."""
+    """Return whether a row has an experiment and a measured step time, which are needed to compare it."""
     return bool(line["experiment"] and line["step_s"])
 
 
 def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
-    """Return the run of a row. Raises ValueError with its problems if it is illegal."""
+    """Return the run of a row. Raises ValueError with all problems if the run is illegal."""
     folder = [] if config_dir is None else ["--config-dir", str(config_dir.resolve())]
     run = parse_run([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile"])
     refuse(run.problems())
@@ -165,7 +165,11 @@ def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
 def kept_or_predicted(
     name: str, made_by: str, run: Run, kept: dict[str, dict[str, Any]], console: Console
 ) -> dict[str, Any]:
-    """Return a row's result. Reuses the stored one if it is final and from the same program, compiler and replay."""
+    """Return a row's result.
+
+    Reuses the stored result if its status is `ok` or `does_not_fit` and it is from the same program, compiler and
+    replay (`made_by`). Otherwise compiles the run.
+    """
     before = kept.get(name, {})
     if before.get("made_by") == made_by and before["status"] in ("ok", "does_not_fit"):
         return before
@@ -190,7 +194,7 @@ def made_by_now(run: Run) -> str:
 
 
 def libtpu() -> str:
-    """Return the version of libtpu."""
+    """Return the installed version of libtpu, or "not installed"."""
     try:
         return version("libtpu")
     except PackageNotFoundError:
@@ -198,7 +202,7 @@ def libtpu() -> str:
 
 
 def describe(result: dict[str, Any], measured_s: float, name: str) -> str:
-    """Return a one-line comparison of a row's predicted and measured time."""
+    """Return a one-line comparison of a row's replayed and measured times, or the reason that it was not replayed."""
     if "replayed_s" not in result:
         return f"{name}: {result['status']}: {result['reason']}"
     numbers = f"replayed {result['replayed_s']:.3f} s, measured {measured_s:.3f} s"

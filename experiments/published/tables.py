@@ -20,9 +20,10 @@ TITLES = {"predicted": "prediction", "replayed": "replay alone", "mfu": "constan
 
 
 def with_guesses(result: Result, row: Row, rows: Sequence[Row], published: Sequence[PublishedRun]) -> Result:
-    """Return a result with measured, predicted and guessed times. Errors are seconds over measured seconds, minus 1.
+    """Add measured, predicted and guessed times to a result.
 
-    The prediction is the replay, corrected by the published runs of other families.
+    `seconds_by` and `errors` are dicts with `KINDS` as keys. The prediction is the replay, corrected by the published
+    runs of other families. An error is seconds over measured seconds, minus 1. Both are None if a time is unknown.
     """
     replayed = result.get("replayed_s")
     by = published_correction(published, row.chip, row.slices, without=row.family).factor
@@ -34,7 +35,7 @@ def with_guesses(result: Result, row: Row, rows: Sequence[Row], published: Seque
 
 
 def markdown(results: Sequence[Result], published: Sequence[PublishedRun]) -> str:
-    """Return the table of rows in Markdown, followed by errors by chip, by family, and overall."""
+    """Return the table of rows in Markdown, followed by the `summary` of errors and the `coverage` of intervals."""
     lines = [
         "| published run | layout | measured s | predicted s | error | replay alone s | error | constant MFU s | error "
         "| roofline s | error |"
@@ -55,7 +56,7 @@ def markdown(results: Sequence[Result], published: Sequence[PublishedRun]) -> st
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """Return the table of median, p90 and worst absolute errors of the prediction and both guesses."""
+    """Return the lines of a table of errors by chip and family: median, p90 and worst for each of `KINDS`."""
     predicted = [r for r in results if r.get("errors", {}).get("predicted") is not None]
     if not predicted:
         return ["No row was predicted."]
@@ -72,7 +73,10 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 
 def _spread(results: Iterable[Result], kind: str) -> str:
-    """Return the median, 90th percentile (smallest error that 90% of rows do not exceed) and worst error."""
+    """Return the median, 90th percentile and worst absolute error of one of `KINDS`, in percent.
+
+    The percentile is the smallest error that 90% of the rows do not exceed.
+    """
     errors = sorted(100 * abs(r["errors"][kind]) for r in results if r["errors"][kind] is not None)
     if not errors:
         return "no other row on the chip"

@@ -24,7 +24,7 @@ GPT3 = ("model=gpt3_175b", "batch=1024")
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of the paper: the shape of the slice, our partition, and the devices along mesh axes."""
+    """A layout of the paper: the shape of the slice, our partition, and the number of devices along each mesh axis."""
 
     shape: str
     partition: str
@@ -60,7 +60,10 @@ def main() -> None:
 
 
 def estimate(model: Sequence[str], layout: Layout) -> float:
-    """Return the shortest estimate of a layout, in seconds per step."""
+    """Return the shortest estimate of a layout over placements and microbatches, in seconds per step.
+
+    `model` are overrides that select the model. Raises ValueError if the layout is illegal.
+    """
     run = parse_run(["mode=search", f"target=v4-{layout.shape}", "precision=bf16_mixed", "remat=full", *model])
     space = parse_request(run).space()
     for one in rank(run, space).for_partition(layout.partition):

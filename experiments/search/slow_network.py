@@ -98,7 +98,10 @@ def kept(batch: int) -> list[tuple[str, float, float]]:
 
 
 def layouts(figures: ChipConfig, batch: int) -> list[EstimatedLayout]:
-    """Return all layouts without a pipeline of `HOSTS` devices with these figures, with the shortest estimate first."""
+    """Return the layouts that are legal on `HOSTS` devices, without pipelines, ordered from the shortest estimate.
+
+    The estimates are computed from `figures`, the measured speeds of the devices and the network.
+    """
     run = parse_run(["mode=show", *WORK, f"batch={batch}"])
     target = TargetConfig(f"cpu{HOSTS}", "cpu", figures, chips=HOSTS, hosts=HOSTS)
     partitions = [p for p in read_group("partition", PartitionConfig) if not p.name.startswith("pp")]
@@ -154,7 +157,7 @@ def why_unavailable() -> str | None:
 
 
 def timed(networks: Sequence[Network], file: Path) -> ChipConfig:
-    """Measure the figures of the devices with `mode=figures`. Stores its file as `file`."""
+    """Measure the speeds of the devices and the network with `mode=figures`, and store its result as `file`."""
     with tempfile.TemporaryDirectory() as folder:
         _together(networks, ["mode=figures", f"target=cpu{HOSTS}", f"mesh={HOSTS}x1x1", *WORK, f"runs={folder}"])
         shutil.copyfile(Path(folder) / "timed" / FIGURES_FILE, file)
@@ -164,10 +167,11 @@ def timed(networks: Sequence[Network], file: Path) -> ChipConfig:
 def measured(
     networks: Sequence[Network], estimates: Sequence[EstimatedLayout], batch: int, most: int, console: Console
 ) -> list[dict[str, str]]:
-    """Return each layout with its measured median, in seconds.
+    """Measure layouts, and return the rows of the CSV file.
 
-    The layout with the shortest estimate and the one measured as the fastest are then measured twice more in
-    alternation. Their medians are over all measurements.
+    `measured_s` is the median of a layout in seconds, and `times` is the number of measurements. If `most` is not 0,
+    measures about that many layouts, evenly spaced. The layout with the shortest estimate and the one measured as the
+    fastest are then measured twice more in alternation.
     """
     every = estimates[:: max(len(estimates) // most, 1)] if most else estimates
     seconds = {}
@@ -191,7 +195,7 @@ def measured(
 
 
 def name(layout: EstimatedLayout) -> str:
-    """Return the overrides of a layout, except target, remat and placement."""
+    """Return the overrides of a layout in one line, without target, remat and placement."""
     return " ".join(o for o in layout.candidate.overrides[1:] if not o.startswith(("remat=", "mesh.placement=")))
 
 

@@ -117,7 +117,11 @@ def kept_rows() -> list[dict[str, Any]]:
 
 
 def compile_row(space: str, run: Run, overrides: Sequence[str]) -> dict[str, Any]:
-    """Compile a layout. Return the seconds of the step and its parts, the bytes sent, and the peak memory in bytes."""
+    """Compile a layout, and return its result as a row of compiled.json.
+
+    `step_s`, `parts_s` and `sent` (bytes by mesh axes) are from the replay. `step_s` is None and `reason` is set if the
+    layout does not compile or fit. `peak` and `usable` are bytes of memory.
+    """
     began = time.perf_counter()
     _, found, replay = compile_and_summarise(run, Console(quiet=True))
     memory, sent = found.memory or MemoryReport(), found.communication

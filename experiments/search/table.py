@@ -68,7 +68,10 @@ def main() -> None:
 
 
 def compiled_of(pairs: list[tuple[dict[str, Any], Run]]) -> TimedLayouts:
-    """Stack layouts of one partition and remat with their compiled times. In the fit, their space is their family."""
+    """Stack layouts of one partition and remat with their compiled step times. Leaves out those without a step time.
+
+    The `family` is the space of the layouts, so that cross-validation leaves out a whole space at a time.
+    """
     compiled = [(row, run) for row, run in pairs if row["step_s"]]
     return timed_layouts([run for _, run in compiled], [row["step_s"] for row, _ in compiled], compiled[0][0]["space"])
 

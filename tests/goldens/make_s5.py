@@ -2,7 +2,8 @@
 
     pip install torch==2.13.0 s5-pytorch==0.2.1 numpy && python tests/goldens/make_s5.py
 
-That layer has no conjugate symmetry: it stores both halves of its states, and y = Re(C_tilde x) + D u.
+The PyTorch layer does not use conjugate symmetry. It stores both states of each conjugate pair, so that
+y = Re(C_tilde x) + D u.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
 
 
 def run_model(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's config.json, the shapes of the tensors in its file, and its logits with random weights."""
+    """Return a model's `config` (its config.json), the `shapes` of its tensors as JSON, and its `logits`.
+
+    The logits are those of random weights on random tokens. `kind` is the prefix of the model's classes.
+    """
     config = getattr(transformers, f"{kind}Config")(**settings)
     model_class = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     torch.manual_seed(0)
