@@ -258,7 +258,10 @@ MEMORY = ProgramMemory(1, 1, 0, 1, 1, 3)
 
 
 def entry(folder: Path, compile_s: float = 1.0) -> Path:
-    """Write a cached program as a compile would, with a module of three bytes."""
+    """Write an entry of the program cache, with a module of three bytes. `compile_s` is its recorded compile time.
+
+    Returns the folder of the entry.
+    """
     folder.mkdir(parents=True)
     (folder / MODULE_FILE).write_bytes(b"hlo")
     record = ProgramRecord(compile_s, (), MEMORY, hashlib.sha256(b"hlo").hexdigest())

@@ -108,7 +108,7 @@ def test_every_sweep_has_legal_runs(command: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_job_of_a_multirun_is_a_single_run_with_the_same_arguments(command: Any, monkeypatch: pytest.MonkeyPatch):
-    """A sweep starts its own multirun. If a job composed the sweep again, it would restart it endlessly."""
+    """A sweep's file starts a multirun. If a job composed the file again, it would start another one, endlessly."""
     first, second = multirun_plans(
         command, monkeypatch, "-m", "+sweep=laptop_partitions", "partition=dp,sp", "steps=5", "seq=${batch}"
     )

@@ -157,8 +157,9 @@ def test_parameters_are_counted_without_allocating():
 
 
 def test_the_parameter_count_equals_a_calculation_by_hand():
-    """24 blocks of embed 2048, each with SwiGLU. 16 have S5 (1024 states, a square gate), 8 have attention (16 heads
-    of 128).
+    """`valkyrie_1b` has 24 blocks of width 2048, each with SwiGLU.
+
+    16 blocks have S5 (1024 states, a square gate), and 8 have attention (16 heads of 128).
     """
     embed, states, mlp = 2048, 1024, 5632
     s5 = 3 * states + 2 * (2 * states * embed) + embed + embed**2
@@ -170,7 +171,7 @@ def test_the_parameter_count_equals_a_calculation_by_hand():
 def test_the_initial_state_does_not_depend_on_the_mesh():
     program = make_program(small_run("valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp"))
     state = program.init(0)
-    # Random bits are the same everywhere; rotating B and C into the eigenbasis is a product, equal to rounding.
+    # Random bits do not depend on the mesh. B and C are then rotated by a matmul, which is equal up to rounding.
     same = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
     jax.tree.map(same, jax.device_get(state), initial_state(small_overrides("valkyrie_tiny")))
     laid = jax.tree.map(

@@ -61,7 +61,10 @@ def tensors_in(folder: Path) -> dict[str, np.ndarray]:
 
 
 def restored(folder: Path, *overrides: str) -> tuple[Run, StepProgram, Any]:
-    """Return the run of a run folder on another mesh, its program, and its parameters."""
+    """Return the run of a converted run folder with these overrides, its program, and its parameters.
+
+    Asserts that the checkpoint has no optimizer state.
+    """
     run = load_run(folder, [*overrides, "precision=float32"])
     assert not run.problems(), run.problems()
     program = StepProgram(run, build_mesh(run.config.mesh, jax.devices()))

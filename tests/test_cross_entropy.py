@@ -154,7 +154,7 @@ def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk():
     arrays = [jax.random.normal(keys[0], shapes[0][0]), jax.random.normal(keys[1], shapes[1][0])]
     arrays += [jax.random.randint(keys[2], (batch, seq), 0, 60), jnp.ones((batch, seq))]
     compiled = step.lower(*arrays).compile()
-    # A shard of the gradient is (32, 8) and nothing else is; loops stand before the entry computation.
+    # Only a shard of the gradient has shape (32, 8). In the text, the bodies of loops precede the entry computation.
     loops, entry = compiled.as_text().split("ENTRY ")
     reduced = re.compile(r"f32\[[\d,]*32,8\].* all-reduce\(")
     assert reduced.search(entry) and not reduced.search(loops)

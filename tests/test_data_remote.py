@@ -33,7 +33,7 @@ MEMORY = fsspec.filesystem("memory")
 
 @pytest.fixture
 def shelf() -> Iterator[str]:
-    """A folder in memory, with files of every readable type and of other types."""
+    """The URL of a folder in memory, with files of every readable type and of other types."""
     rows = [{"text": "one"}, {"text": ""}, {"text": "two"}]
     table = io.BytesIO()
     parquet.write_table(pyarrow.table({"text": ["three", None, "four"]}), table)

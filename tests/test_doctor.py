@@ -50,7 +50,7 @@ SMALL = (*TINY, "mesh=2x1x1", "partition=dp")
 
 
 def on_tpu(monkeypatch: pytest.MonkeyPatch, chips: int = 4) -> None:
-    """Make this host appear to have `chips` TPU chips, by faking its device files."""
+    """Make this host appear to have `chips` accelerators, by replacing `count_accelerators`."""
     for module in (host, devices):
         monkeypatch.setattr(module, "count_accelerators", lambda: chips)
 

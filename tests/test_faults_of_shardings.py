@@ -43,7 +43,13 @@ def struct(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec, dtype: Any =
 def language_model(
     mesh: Mesh, weights: PartitionSpec, constraint: PartitionSpec | None = None, *, batch: PartitionSpec = DATA
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return a training step of an embedding and two MLPs. `weights` shards embed and mlp of all weights."""
+    """Return a training step of an embedding and two MLPs, and the shapes of its arguments.
+
+    Args:
+        weights: Sharding of the embed and mlp dimensions of all weights.
+        constraint: Sharding constraint on the embedded tokens, or None for no constraint.
+        batch: Sharding of the tokens.
+    """
     embed, mlp = [*weights, None, None][:2]
 
     def loss(parameters: Any, tokens: jax.Array) -> jax.Array:
@@ -74,7 +80,10 @@ def cpu_mesh(**axes: int) -> Mesh:
 
 
 def checked(mesh: Mesh, jitted: Any, arguments: tuple[Any, ...], usable: float = 16 * GIB) -> CheckedProgram:
-    """Return a program compiled for CPU devices, which has no step time."""
+    """Compile a step for CPU devices and return its program, without a replay.
+
+    `usable` is the memory of a device in bytes.
+    """
     lowered = jitted.lower(*arguments)
     whole = WholeProgram.from_lowered(lowered)
     with without_cache():  # cached programs may have the line numbers of an earlier version of this file

@@ -142,7 +142,7 @@ def test_a_late_token_takes_no_longer_than_an_early_one() -> None:
         stamps.append(time.perf_counter())
     seconds = np.diff(stamps)
     assert len(seconds) > 500, "the document ended early"
-    # The least of fifty: other processes only ever make a token later.
+    # The minimum of fifty, because other processes on the machine can only delay a token.
     assert min(seconds[450:500]) < 2 * min(seconds[50:100])
 
 

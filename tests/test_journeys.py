@@ -157,7 +157,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def live(made: Path, tmp_path: Path) -> Path:
-    """A copy of that run, in `runs` in an otherwise empty directory."""
+    """A copy of the run `made`, in `runs` in an otherwise empty directory."""
     (tmp_path / "runs").mkdir()
     return copy_run(made, tmp_path / "runs")
 

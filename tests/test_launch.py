@@ -363,7 +363,7 @@ def program(folder: Path, name: str, code: str, flags: str = " -S") -> None:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder at the front of the PATH, inside the test's working directory."""
+    """A folder of fake programs at the front of the PATH, in the working directory. Its `git` does nothing."""
     folder = tmp_path / "programs"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")

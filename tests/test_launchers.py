@@ -24,9 +24,9 @@ SWEPT = ["mesh=2x2x1,1x1x3", "partition=dp,fsdp,1d_tp", "trial.limit_s=20"]
 
 @cache
 def rows(launcher: str, folder: Path) -> dict[str, Any]:
-    """Return a launcher's record of every trial, without times. One trial is killed.
+    """Run a sweep with a launcher, and return the records of its trials without times, by trial key.
 
-    A second sweep must add no records.
+    One trial is killed. Runs the sweep twice, and asserts that the second run adds no records.
     """
     stage = Stage(folder / launcher, fsdp="kill")
     for _ in range(2):

@@ -30,7 +30,7 @@ ARRAYS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").arr
 
 
 def listed(*parameters: tuple[str, Tensor], sharded_like: dict[str, str] | None = None) -> Arrays:
-    """Return the arrays of a model with these parameters."""
+    """Return the arrays of a model with these parameters, and no activations."""
     axes = ["batch", "seq", "layers", *(a for _, t in parameters for a in t.axes if a)]
     return Arrays(dict.fromkeys(axes, ""), {t: [name] for name, t in parameters}, {}, sharded_like or {})
 

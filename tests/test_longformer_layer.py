@@ -46,9 +46,10 @@ def projected(p: dict[str, np.ndarray], name: str, x: np.ndarray, theta: float) 
 
 
 def definition(module: Any, x: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
-    """Return the layer's output from dense float64 attention. A row sees itself, its window and the global tokens.
+    """Return the layer's output from dense float64 attention.
 
-    Global tokens see every row, with separate projections.
+    A position attends to its window and to the global tokens, which are the first positions. Global tokens attend to
+    every position, with separate projections.
     """
     c = module.config
     tree = nnx.to_pure_dict(nnx.state(module))
@@ -149,7 +150,7 @@ GROUPED_ONCE = [
     for i, case in enumerate(GROUPED)
     for j, impl in enumerate([AttentionImpl.chunked, AttentionImpl.dense])
 ]
-"""Every case with both implementations. The default tests run half of them, and the other half is slow."""
+"""Every case with both implementations. The default tests run about a quarter of the pairs, and the others are slow."""
 
 
 @pytest.mark.parametrize(("case", "impl"), GROUPED_ONCE)

@@ -101,7 +101,7 @@ VARIANTS = {
 
 
 def stream(run: Run, module: Any, tokens: jax.Array) -> jax.Array:
-    """Compute logits one token at a time."""
+    """Return the logits of whole sequences, computed one token at a time with `module.step`."""
     start = module.init_state(tokens.shape[0], tokens.shape[1])
 
     def one(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
@@ -129,7 +129,7 @@ def test_streaming_equals_the_parallel_form_in_every_variant(variant):
 
 
 def packed(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Return a batch of one row with several documents, each with separate targets."""
+    """Return a batch of one row with documents of these lengths. Tokens and targets are random."""
     rng, seq = np.random.default_rng(1), sum(lengths)
     ids = np.repeat(np.arange(len(lengths)), lengths)[None].astype(np.int32)
 

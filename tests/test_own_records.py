@@ -65,7 +65,10 @@ def sweep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_line(data: st.DataObject, path: Path, read: Callable[[], object]) -> None:
-    """Read a file of JSON lines, one of them damaged."""
+    """Damage one line of a file of JSON lines, and read it.
+
+    Asserts that the reader returns, or raises an error that names the file or its folder.
+    """
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
     number = data.draw(st.integers(0, len(lines) - 1))

@@ -39,7 +39,10 @@ def grid(entries: Sequence[str], axes: Mapping[str, int], topology: Topology) ->
 
 
 def by_hand(axes: dict[str, int], topology: Topology) -> set[tuple[int, ...]]:
-    """Return every assignment of devices by brute force: each prime factor of each torus axis goes to any mesh axis."""
+    """Return every assignment of devices by brute force: each prime factor of each torus axis goes to any mesh axis.
+
+    An assignment is a tuple of device indices in the order of the mesh.
+    """
     assignments = set()
     physical = [topology.slices, *topology.shape, topology.devices_per_chip]
     orders = [sorted(set(itertools.permutations(primes(length)))) for length in physical]

@@ -125,7 +125,10 @@ def test_second_moments_of_bfloat16_parameters_follow_their_gradients():
 
 @pytest.mark.slow
 def test_gradients_of_microbatches_are_summed_in_float32():
-    """The sum of 64 equal gradients equals that of the whole batch, for any dtype of sums over devices."""
+    """64 microbatches of equal rows give the same gradient as one whole batch.
+
+    Sums over devices are in bfloat16 (`precision.reduction`), but sums over microbatches must not be.
+    """
     key = ("model.layers=1", "batch=64", "seq=16", "precision=bf16_mixed", "precision.reduction=bfloat16")
     norms = []
     for count in (1, 64):

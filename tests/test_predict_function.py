@@ -194,7 +194,7 @@ def test_a_function_slightly_over_the_memory_is_compiled_again(monkeypatch: pyte
     limit = "xla_tpu_max_hbm_size_mib"
     more = train_options.Option(limit, "12000", train_options.TO_FIT)
     monkeypatch.setattr(train_options, "add_memory_saving_options", lambda options: [more])
-    # in this process, where `add_memory_saving_options` is replaced
+    # Compiles in this process, where `add_memory_saving_options` is replaced.
     monkeypatch.setattr(lowered_programs, "ChildProcess", lambda command, *_: compile_requested(Path(command[-2])))
     monkeypatch.setattr(lowered_programs, "run_compiler", lambda *_: None)
     slice = valkyrie.slice("v5e-8")

@@ -39,7 +39,7 @@ def fake_predict(
     work: ProgramWork,
     **settings: Any,
 ) -> PredictedProgram:
-    """Predict a step of `arguments[0]` seconds. 0 means that it does not fit, and text raises an error."""
+    """Predict a step of `arguments[0]` seconds. A step of 0 seconds does not fit, and text raises KeyError."""
     (seconds,) = arguments
     if isinstance(seconds, str):
         raise KeyError(seconds)

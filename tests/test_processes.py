@@ -244,7 +244,7 @@ def test_all_processes_refuse_a_run_folder_that_one_of_them_cannot_see(tmp_path:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    """Return when a training run has logged a step."""
+    """Wait until a training run has logged `step` or a later step. Raises AssertionError after 120 s."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         file = folder / "metrics.jsonl"

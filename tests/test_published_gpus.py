@@ -40,7 +40,7 @@ for pairs in gpus.estimated(asked, published).values():
     ("group", "order", "error"), [("vtrain_multi_175B_512", 0.9, 0.05), ("vtrain_multi_3.6B_64", 0.96, 0.1)]
 )
 def test_a_group_is_estimated_with_constants_of_the_other_groups(group: str, order: float, error: float) -> None:
-    # In a process of its own: this one checks the types of every call, which is nine tenths of a fit.
+    # In a new process, because the type checks of this one would take nine tenths of the time of a fit.
     command = [sys.executable, "-c", GROUP, str(gpus.FILE.parent), group]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     measured, estimates = np.array([line.split() for line in done.stdout.splitlines()], float).T
@@ -50,9 +50,9 @@ def test_a_group_is_estimated_with_constants_of_the_other_groups(group: str, ord
 
 
 def sending_seconds(**changes: bool) -> float:
-    """Return the estimated seconds that pipeline stages spend sending.
+    """Return the estimated seconds that pipeline stages spend sending, in one of vTrain's 175B runs.
 
-    The rows are vTrain's 175B runs with 8-way tensor parallelism.
+    The run has 8-way tensor parallelism. `changes` replaces fields of its `Candidates`.
     """
     rows = [row for row in gpus.rows_of(gpus.FILE) if "175B_512" in row.line["group"] and row.line["tp"] == "8"]
     timed, efficiency = gpus.timed_layouts(rows[:1]), Efficiency()

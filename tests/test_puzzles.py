@@ -67,7 +67,7 @@ def convert_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def reference_run(variant: str, *overrides: str) -> Run:
-    """Return a run with a model of the reference's shape."""
+    """Return a run with a model of the reference's shape for a variant, and further overrides."""
     return compose_run(*REFERENCE, *VARIANTS[variant], *FLAT, *overrides)
 
 

@@ -86,7 +86,7 @@ COMMANDS = list({line.partition(" #")[0].rstrip(): line for line in WITHIN + TYP
 
 
 def arguments_of(line: str) -> list[str]:
-    """Split a command line as zsh does, which does not strip comments."""
+    """Return the arguments of a command line, split as zsh does. Comments are not removed, but become arguments."""
     typed, _, comment = line.partition(" #")
     return [*shlex.split(typed)[1:], *(["#", *comment.split()] if comment else [])]
 
@@ -263,7 +263,7 @@ ROWS = {name.split("`")[1]: tuple(number(cell) for cell in cells) for name, *cel
 
 
 def layout(partition: str) -> Run:
-    """Return the run of the example under a partition."""
+    """Return the run of the README's `target=v4-64` compile under a partition."""
     line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
     return compose_run(*(a for a in arguments_of(line) if "partition" not in a), f"partition={partition}")
 

@@ -128,9 +128,9 @@ def gathered(name: str, operand: str, config: str, groups: str = PLANE) -> str:
 
 
 def module_with_fused_gather(cycles: int, alone: str = "") -> Module:
-    """Return a module with a gather as libtpu fuses it.
+    """Return a module with a gather as libtpu fuses it. `alone` is HLO text to insert before the gather.
 
-    One fusion starts the gather, a matrix product continues it, and a third fusion ends it.
+    One fusion starts the gather, a matrix product of `cycles` cycles continues it, and a third fusion ends it.
     """
     whole = "f32[16384,1024]"
     head = HEAD + (

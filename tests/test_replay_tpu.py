@@ -33,7 +33,7 @@ LINK = 45e9
 
 
 def everywhere(function: Any, mesh: Any) -> Any:
-    """Run the function on every device with a separate array."""
+    """Return `function` mapped over a mesh: every device runs it on the whole array."""
     return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
 

@@ -38,7 +38,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sign
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Assert that logged losses and gradient norms and the last checkpoint equal those of another run bit for bit."""
+    """Assert that two runs logged the same losses, gradient norms and learning rates, and saved the same last state."""
     mine, theirs = training_records(one), training_records(other)
     assert mine.keys() == theirs.keys()
     for step in mine:

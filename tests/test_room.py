@@ -57,7 +57,7 @@ def with_memory(size: int | None) -> Devices:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that sets the free bytes of this machine."""
+    """A function that sets the free memory of this machine, in bytes."""
     return lambda size: monkeypatch.setattr(room, "free_memory", lambda: size)
 
 

@@ -170,7 +170,7 @@ def test_state_space_stays_float32_under_every_policy():
 @pytest.mark.parametrize(("partition", "gathers"), [("1d_tp", 1), pytest.param("2d_tp", 0, marks=pytest.mark.slow)])
 def test_activations_are_gathered_once_and_replicated_gradients_are_not_summed(partition, gathers):
     run = small_run("s5_tiny", "mesh=2x2x2", f"partition={partition}")
-    # A TPU's way of mapping, with a form that compiles on a CPU.
+    # Sharded as on a TPU, with a scan implementation that compiles on a CPU.
     shard = MeshShard(run.layout, build_mesh(run.config.mesh, jax.devices()), "tpu")
     block, context = S5(state_size=32, blocks=4, scan=ScanImpl.sequential), BlockContext(32, layers=1)
     structure, parameters = nnx.split(block.build(context, numerics=FLOAT32, key=jax.random.key(0)))

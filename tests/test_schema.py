@@ -39,7 +39,7 @@ def base(model: str) -> Run:
 
 
 def numbers(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the key of every number in a tree of dataclasses with each bad value to try."""
+    """Yield a pair (key, bad value) for every number in a tree of dataclasses and every bad value to try."""
     hints = typing.get_type_hints(type(values))
     for field in dataclasses.fields(values):
         value, hint, key = getattr(values, field.name), hints[field.name], f"{prefix}{field.name}"

@@ -112,7 +112,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> ScaledCompiler:
 def compiled_by(
     compiler: ScaledCompiler, request: SearchRequest, listed: Shortlist, folder: Path, most: int = 50
 ) -> CompiledLayouts:
-    """Compile the best layouts with the fake compiler."""
+    """Compile at most `most` layouts with the fake compiler, and return them."""
     every = [*listed.fitting, *listed.doubtful]
     compiler.steps = {tuple(entry.candidate.overrides): entry.step_s for entry in every}
     compiles = CompiledLayouts()
@@ -351,7 +351,10 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
 
 
 def rivals_of(*arguments: str) -> dict[str, tuple[list[str] | None, str]]:
-    """Return each rival on the last slice of a search: its target, mesh and partition, or the reason it has none."""
+    """Return the baselines on the last slice of a search, by name.
+
+    Each is a pair: the overrides of target, mesh and partition, or None, and the reason if there is no such layout.
+    """
     request = parse_request(parse_run(["mode=search", "model=gpt_tiny", "precision=bf16_mixed", *arguments]))
     rivals = rivals_on(request, rank(request.run, request.space()), request.targets[-1])
     return {rival.name: (rival.layout and rival.layout.candidate.overrides[:3], rival.why) for rival in rivals}

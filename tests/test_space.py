@@ -60,7 +60,7 @@ DRAWN = st.tuples(
 
 
 def partition_of(order: Sequence[str], kinds: Sequence[str], zero1: bool) -> PartitionConfig:
-    """Return a partition that uses x, y and z in any of the `KINDS`, in any order within a rule."""
+    """Return a partition that shards by the mesh axes in `order`. `kinds` has the key in `KINDS` for each of them."""
     parameters: dict[str, list[str]] = {}
     activations: dict[str, list[str]] = {}
     for axis, kind in zip(order, kinds, strict=True):
@@ -88,7 +88,7 @@ def legal_layout(run: Run, mesh: MeshConfig, partition: PartitionConfig, microba
 
 
 def shard_indices(layout: Layout) -> tuple[object, ...]:
-    """Return the index of the shard that each device holds, for each logical axis."""
+    """Return the number of shards of each logical axis, followed by each device's shard index."""
     mesh = layout.mesh
     devices = np.arange(mesh.size)
     grid = devices.reshape([*mesh.axes.values()])
@@ -178,8 +178,8 @@ def test_layouts_with_the_same_roles_are_enumerated_once(drawn: tuple[list[str],
     brute = [devices_of_roles(layout) for layout in layouts if layout is not None]
     enumerated_layouts = [devices_of_roles(cell.run.layout) for cell in enumerated.legal]
     assert len(enumerated_layouts) == len(set(enumerated_layouts))
-    # One mesh stands for all of its roles; it may be refused where another of them is not only for sizes of arrays,
-    # which are split by the product: so all are legal, or none.
+    # One mesh represents all meshes with the same number of devices in every role. Arrays must be divisible by the
+    # product of the axes with a role, so either all of these meshes are legal or none is.
     assert set(enumerated_layouts) == set(brute)
 
 
@@ -225,7 +225,7 @@ def test_equivalent_meshes_on_a_torus_are_distinct_unless_their_placement_is_exp
     assert 1 < counts[MeshEquivalence.sharding, "all"] < counts[MeshEquivalence.none, "all"]
 
 
-# What is left out, what is refused
+# Skipped and refused layouts
 
 
 ONLY_X = PartitionConfig("only_x", {"mlp": ["x"]}, {"mlp": ["x"]})
@@ -238,7 +238,7 @@ def cells(space: SpaceConfig, run: Run, *partitions: PartitionConfig) -> Cells:
 def test_axes_that_a_partition_does_not_use_add_no_layouts():
     enumerated = cells(SpaceConfig(meshes=["AxBxC", "AxBxCxD"]), tiny("cpu8"), ONLY_X)
     assert [cell.overrides for cell in enumerated.cells] == [("mesh=8x1x1", "partition=only_x")]
-    # Eleven meshes of three axes leave one idle; of four, 1x8x1x1 is the same as 8x1x1 and the others idle.
+    # 9 of the 10 meshes with three axes leave an axis idle, and 19 of the 20 with four. 1x8x1x1 is the same as 8x1x1.
     codes = Counter(problem.code for problem in enumerated.skipped)
     assert codes == {ProblemCode.idle_mesh_axis: 28, ProblemCode.same_sharding: 1}
     assert " 1 skipped" in describe_counts(enumerated, enumerated.legal)

@@ -334,7 +334,10 @@ def test_evaluation_counts_bytes_of_text_only():
 
 
 def test_the_tpu_compiler_only_loops_over_products_of_activations():
-    """The option is a threshold in MiB above every gathered weight. The largest here has less than 1 MiB."""
+    """XLA splits a matmul into a loop only above a size threshold in MiB.
+
+    The option sets it to the first whole number above the largest gradient of a gathered weight. For `TINY`, that is 1.
+    """
     run = small_run(TINY, "mesh=2x2x2", "partition=fsdp")
     mesh = abstract_mesh(run.config.mesh)
     (threshold,) = (StepProgram(run, mesh, backend="tpu").compiler_options or {}).values()

@@ -185,7 +185,10 @@ LISTENING = (
     "from valkyrie.cli.train import main\n"
     "main()\n"
 )
-"""Runs the command with Ctrl-C enabled. Children of tests in the background would otherwise ignore it."""
+"""Program that runs the command with Ctrl-C enabled.
+
+If the tests run in the background, their child processes would otherwise ignore it.
+"""
 
 
 def test_ctrl_c_in_a_terminal_keeps_finished_trials_and_ends_the_current_one(tmp_path: Path):

@@ -325,7 +325,7 @@ def test_errors_of_the_sweeper_say_what_to_write(command: Any, tmp_path: Path, c
     assert "Traceback" not in ended.err
 
 
-# For real: a process a trial
+# Real trials, one process each
 
 
 def rates(folder: Path) -> dict[tuple[str, int], float]:

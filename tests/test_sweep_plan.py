@@ -36,7 +36,7 @@ READ = {
     "": ["s5_tiny"],
     "resume=base,other": ["gpt_tiny", "s5_tiny"],
 }
-"""Overrides that select another run than the latest, which is the default, and the models of the selected runs."""
+"""Overrides that select runs, and the models of these runs. Without overrides, the latest run is selected."""
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_the_layouts_sweeper_plans_trials_without_hydra(command: Any, monkeypatc
     load, composed = ConfigLoaderImpl.load_sweep_config, []
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", lambda *a: composed.append(a) or load(*a))
     plans = multirun_plans(command, monkeypatch, *arguments)
-    # the shapes and the partitions, and one cell where another sweep of this process came before; never all three cells
+    # Composes the shapes, the partitions, and one cell if an earlier sweep ran in this process; never all 3 cells.
     assert 2 <= len(composed) <= 3
     assert [plan.environment for plan in plans] == [{"NUMBER": str(i)} for i in range(3)]
     runs = [compose_run(*(o for o in plan.overrides)) for plan in plans]
@@ -161,7 +161,7 @@ def test_the_layouts_sweeper_plans_trials_without_hydra(command: Any, monkeypatc
 
 
 def test_a_trial_has_its_own_run_folder(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The trial's process reads the planned run from there."""
+    """The trial's process reads the planned run from `run.yaml` in this folder."""
     overrides = ["-m", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "batch=8", "model.layers=3", "name=a b"]
     (plan,) = multirun_plans(command, monkeypatch, *overrides)
     plan.trial_folder.mkdir(parents=True)

@@ -26,7 +26,7 @@ class Config(next_token.Config):
 
 
 def run_of(task: str, *overrides: str) -> Run:
-    """Return a run with a model that has another task."""
+    """Return a run of the tiny GPT, with `task` in place of its model's task."""
     run = Run.from_config(compose_config("model=gpt_tiny", "mesh=1x1x1", "partition=dp", *overrides))
     family = type(run.model)
     model = type("Own", (family,), {"task": task})(**vars(run.model))

@@ -20,7 +20,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 def write_vocabulary(path: Path) -> Path:
-    """Write a vocabulary of all bytes and the token `he`."""
+    """Write a vocabulary of all bytes and the token `he`, in tiktoken's format, and return its path."""
     tokens = [bytes([value]) for value in range(256)] + [b"he"]
     path.write_bytes(b"\n".join(base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)))
     return path

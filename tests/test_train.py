@@ -133,7 +133,7 @@ def test_too_little_text_is_refused_in_one_line_and_leaves_no_folder(tmp_path: P
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, parameter: str) -> None:
-    """Set one number of a parameter to NaN before step `at_step`."""
+    """Set the first number of a parameter of the first block's mixer to NaN before step `at_step`."""
     compile_step = trainer.compile_step
 
     def poisoned(program: Any) -> StepExecutable:

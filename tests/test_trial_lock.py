@@ -35,7 +35,7 @@ def test_the_process_id_of_an_earlier_attempt_is_deleted(tmp_path: Path):
         earlier.release()
         died = TrialLock.acquire(tmp_path)
         assert died is not None
-        died._sweep_file.close()  # its process lives and holds the other lock; nothing says who it is
+        died._sweep_file.close()  # its process is alive and holds the other lock, but its ID is unknown
         assert TrialLock.acquire(tmp_path) is None
         assert stranger.poll() is None
         died.process_file.close()

@@ -43,9 +43,11 @@ Outcome = float | CompileOutcome
 
 @dataclass
 class OptionCompiler:
-    """A fake compiler. `steps` maps option values to the seconds of a step, or to an outcome without a step.
+    """A fake compiler.
 
-    Programs with equal step times are equal. Each compile takes `takes` seconds of a simulated clock and is cached.
+    `steps` maps option values to the seconds of a step, or to an outcome without a step. Programs with equal step times
+    are equal. Each compile takes `takes` seconds of a simulated clock and is cached. `to_fit` are options that the
+    compiler adds so that a program fits.
     """
 
     steps: Callable[[Mapping[str, str | None]], Outcome]

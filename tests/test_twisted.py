@@ -39,7 +39,7 @@ def all_to_all_crossings(shape: tuple[int, ...], twisted: bool) -> float:
 
 
 def neighbours(at: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the six neighbours of a chip. Wrapping around a shortest axis shifts the longer axes by half."""
+    """Return the six neighbours of a chip. Wrapping around a shortest axis moves halfway along the longer axes."""
     n, positions = shape[0], []
     for axis, step in itertools.product(range(3), (1, -1)):
         to = list(at)

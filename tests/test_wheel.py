@@ -27,7 +27,7 @@ def run(*command: str, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheels built from the tree and from the sdist."""
+    """The wheel built from the checkout (`tree`), and the one built from the source distribution (`sdist`)."""
     paths = {}
     for name, flags in (("tree", ["--wheel"]), ("sdist", [])):
         out = tmp_path_factory.mktemp(name)
@@ -64,7 +64,10 @@ def test_the_wheel_has_configuration_vocabulary_and_licences(wheels: dict[str, P
 
 @pytest.fixture(scope="module")
 def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of scripts in a new environment with the wheel. Other packages are taken from this environment."""
+    """The `bin` folder of a new virtual environment with the wheel installed.
+
+    Dependencies come from the environment that runs the tests.
+    """
     folder = tmp_path_factory.mktemp("environment")
     run(UV, "venv", "--quiet", "--python", sys.executable, str(folder / "venv"), cwd=folder)
     python = folder / "venv" / "bin" / "python"

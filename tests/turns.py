@@ -25,12 +25,12 @@ GOLDEN = 0.6180339887
 
 
 def add_option(parser: pytest.Parser) -> None:
-    """Add `--minutes`."""
+    """Add the option `--minutes` to pytest."""
     parser.addoption("--minutes", type=float, help="start no test after this many minutes; take turns by commit")
 
 
 def begin(config: pytest.Config) -> None:
-    """Set the end time, before the workers start."""
+    """Store the end time in the environment variable `UNTIL`, before the workers start."""
     minutes = config.getoption("--minutes")
     if minutes is not None and not hasattr(config, "workerinput"):  # a worker has it from the process that started it
         os.environ[UNTIL] = str(time.time() + 60 * minutes)

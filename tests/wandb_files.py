@@ -12,7 +12,7 @@ from typing import Any
 
 
 def wandb_log(folder: Path) -> dict[str, Any]:
-    """Return the content of the only W&B log in a folder: config, history, summary, run record, exit status."""
+    """Return the content of the only W&B log in a folder (see `read_wandb`)."""
     (log,) = wandb_logs(folder)
     return log
 
@@ -30,7 +30,11 @@ def _read_when_finished(path: Path) -> dict[str, Any]:
 
 
 def read_wandb(path: Path) -> dict[str, Any]:
-    """Return the current content of a W&B log."""
+    """Return the current content of a W&B log.
+
+    `history` is a list of records, `config` and `summary` are dicts, `run` is W&B's protobuf record of the run, and
+    `exit` is the exit status. The last two are missing until they are written.
+    """
     from wandb.proto import wandb_internal_pb2 as pb
 
     def pairs(items: Any) -> dict[str, Any]:
