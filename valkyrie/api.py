@@ -191,7 +191,8 @@ def explain(first: Run | Result | str | Path, second: Run | Result | str | Path,
     """Explain why one of two layouts of a model is faster: what each waits for, recomputes and saves.
 
     Each layout is a `Run`, which is compiled for its target, a `Result` of `predict`, or the run folder of a
-    `mode=compile`. Raises ValueError if they cannot be compared, before compiling anything.
+    `mode=compile`, as a path or a name in `runs`. Raises ValueError if they cannot be compared, before compiling
+    anything.
     """
     from valkyrie.search.explain.mode import explain as explain_layouts
 
@@ -231,7 +232,7 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
 
 
 def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
-    """Return the metrics of a trained run on its whole validation split, such as `eval_loss`.
+    """Evaluate a trained run on its whole validation split. Returns its metrics by name, such as `eval_loss`.
 
     Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
     """
@@ -249,7 +250,9 @@ def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
 def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int | None = 40) -> str:
     """Continue a prompt with a trained run by at most `tokens` tokens. Returns the new text without the prompt.
 
-    Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
+    Uses the run of `resume=` or `name=`, or else the latest. Each token is sampled from the `top_k` most likely ones,
+    or from all if `top_k` is None. `temperature=0` always takes the most likely token. Raises ValueError if there is no
+    run.
     """
     _require_run("generate", run)
     from valkyrie.train.prepare import check_sampling
@@ -263,7 +266,7 @@ def load_model(folder: str | Path, *overrides: str) -> TrainedModel:
 
     It also has `model.generate(prompt)`, `model.parameters` and `model.tokenizer`. `overrides` change settings of the
     run, such as `"mesh=1x1x1"` for one device or `"precision=float32"`. Raises ValueError if there is no checkpoint, if
-    this process lacks the devices, or if it is not a language model.
+    this process lacks the devices, or if the run does not train a language model.
     """
     require_type(folder, str | Path, "load_model takes the path of a run folder")
     return _restore_model(load(folder, *overrides))
@@ -323,7 +326,8 @@ def to_hf(
         run_folder: The run folder.
         output: The folder to write, for `AutoModelForCausalLM.from_pretrained`.
         step: Step of the checkpoint, or None for the newest.
-        dtype: `float32`, `bfloat16` or `float16`, or None for the original dtype of the weights, else float32.
+        dtype: `float32`, `bfloat16` or `float16`. None means the dtype of the folder that the run was converted from,
+            or float32 for other runs.
         file_gb: Maximum size of a weights file in GB, and of the weights that are in memory at a time.
         quiet: Whether to print nothing.
     """
@@ -398,7 +402,7 @@ def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool
 
 
 def _config_flags(config_dir: str | Path | None) -> list[str]:
-    """Return the flag for a folder with the user's configs. Raises ValueError if it does not exist."""
+    """Return `--config-dir` and the absolute path, or an empty list for None. Raises ValueError if it is no folder."""
     if config_dir is None:
         return []
     require_type(config_dir, str | Path, "config_dir= takes the path of a folder")

@@ -101,8 +101,8 @@ def predict(
         tokens: Tokens in one step on all devices, for tokens per second.
         flops: Model FLOPs in one step on all devices, for MFU.
         unit: What `tokens` counts, such as "images".
-        layouts: Arguments of the function by name of the layout, as above.
-        measured_s: Measured seconds per step by name of a layout. The median ratio of measured to predicted time
+        layouts: Maps the name of each layout to arguments of the function, as above.
+        measured_s: Maps names of layouts to measured seconds per step. The median ratio of measured to predicted time
             multiplies the predictions of the other layouts.
         time_limit_s: Time limit of the compile in seconds; None for no limit. Ctrl-C ends the compile at once. Only for
             a function.
@@ -175,7 +175,10 @@ def _predict_layouts(
     time_limit_s: float | int | None,
     console: Console,
 ) -> Comparison:
-    """Predict a function under several layouts. `default` has what a layout does not set."""
+    """Predict a function under several layouts.
+
+    `default` has the function, keywords, mesh and options of layouts that do not set their own.
+    """
     from valkyrie.search.programs import parse_layouts
 
     if default.arguments:
@@ -192,7 +195,7 @@ def _predict_calls(
     time_limit_s: float | int | None,
     console: Console,
 ) -> dict[str, Result]:
-    """Predict a function under several layouts, by name."""
+    """Predict each call. Takes the calls and returns the results by name of the layout."""
     from valkyrie.search.programs import predict_call
 
     results = {}
@@ -232,24 +235,24 @@ def search_program(
 
     `build(mesh, rule)` returns `(jitted, arguments)` or `(jitted, arguments, keywords)`, as for `predict`; without
     `rules`, it is `build(mesh)`. If it raises an error, that layout has the status `failed` and the search continues.
-    Layouts are named `data=2,model=4 fsdp`. Compiled programs come from the cache, so the same call resumes a search
-    that ended or was interrupted. Raises ValueError or TypeError for illegal arguments.
+    The name of a layout has its mesh and rule: `data=2,model=4 fsdp`. Compiled programs come from the cache, so the
+    same call resumes a search that ended or was interrupted. Raises ValueError or TypeError for illegal arguments.
 
     Args:
         build: Builds the step for a mesh.
         slice: The slice to predict for.
         meshes: Meshes, as sizes of `axes` or as sizes by name. None for all divisions of the devices over `axes`.
         axes: Names of the mesh axes.
-        rules: The second argument of `build` for each layout, by name. Any values, such as partition rules.
-        budget: Time limit of the search, in seconds or such as "5min". No compile is started that would likely exceed
-            it, judging by the longest so far.
-        folder: Folder to write `search.json` and the page `report.html` to, after every layout.
+        rules: Maps names to values of the second argument of `build`. Each is tried on each mesh.
+        budget: Time limit of the search: seconds, or text such as "5min". No compile is started that would likely
+            exceed it, judging by the longest so far.
+        folder: Folder for `search.json` and `report.html`, rewritten after every layout. None writes no files.
         options: Compiler options.
         name: Title of the reports.
         tokens: Tokens in one step on all devices, for tokens per second.
         flops: Model FLOPs in one step on all devices, for MFU.
         unit: What `tokens` counts, such as "images".
-        measured_s: Measured seconds per step by name of a layout. The median ratio of measured to predicted time
+        measured_s: Maps names of layouts to measured seconds per step. The median ratio of measured to predicted time
             multiplies the predictions of the other layouts.
         time_limit_s: Time limit of each compile in seconds; None for no limit.
         quiet: Whether to hide the progress lines on stderr.
@@ -292,7 +295,10 @@ def search_program(
 
 
 def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[Slice, ProgramWork]:
-    """Check the settings of a prediction. Returns the slice, and the name, tokens and FLOPs of the program."""
+    """Check the settings of a prediction. Returns the slice, and the name, tokens, FLOPs and unit of the program.
+
+    Raises TypeError or ValueError for illegal settings, and ValueError for a slice without TPUs.
+    """
     from valkyrie.search.compile.predict import ProgramWork
 
     if slice is None:
@@ -320,7 +326,7 @@ def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[S
 
 
 def _refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layouts: Collection[str]) -> None:
-    """Raise ValueError or TypeError if `measured_s` has other names than the layouts, or values that are not times."""
+    """Raise ValueError or TypeError if a key of `measured_s` is not in `layouts`, or a value is not above 0."""
     if measured_s is None:
         return
     usage = "measured_s= takes measured seconds by name of a layout"

@@ -21,7 +21,7 @@ class PartKind(Enum):
 
     @property
     def has_mesh_axes(self) -> bool:
-        """Whether parts of this kind have mesh axes."""
+        """Whether this kind is communication, which is divided into parts by mesh axes."""
         return self in (PartKind.exposed, PartKind.collectives)
 
 
@@ -42,7 +42,7 @@ _SHORT_LABELS = PART_LABELS | {PartKind.exposed: "waiting"}
 
 @dataclass(frozen=True)
 class StepPart:
-    """Seconds of a step spent on one kind of work. `mesh_axes` are the axes of communication, else empty."""
+    """Seconds of a step spent on one kind of work. `mesh_axes` is empty unless the kind is communication."""
 
     kind: PartKind
     mesh_axes: tuple[str, ...]
@@ -73,7 +73,10 @@ def record_name(kind: PartKind, mesh_axes_text: str) -> str:
 
 
 def label_record_name(name: str) -> str:
-    """Convert the name of a part in `explain.json` to its label: `matmul` to `matrix products`."""
+    """Convert the name of a part in `explain.json` to its label: `matmul` to `matrix products`.
+
+    Returns other names, such as those with mesh axes, unchanged.
+    """
     return next((PART_LABELS[kind] for kind in PartKind if kind.value == name), name)
 
 
@@ -83,7 +86,10 @@ def format_category(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
 
 
 def parse_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
-    """Parse a category of a timeline file into kind and mesh axes, or None if it is not a part of a step."""
+    """Parse a category of a timeline file, such as `exposed x,y`.
+
+    Returns the kind and the mesh axes, or None if the category is not a part of a step.
+    """
     kind, _, axes = text.partition(" ")
     if kind not in {member.value for member in PartKind}:
         return None
@@ -91,9 +97,9 @@ def parse_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
 
 
 def upgrade_part(category: str) -> dict[str, str | list[str]]:
-    """Convert a part of a step from the text of older files (`format_category`) to the fields `kind` and `mesh_axes`.
+    """Convert a category in an older file, such as `exposed x,y`, to a dict with its `kind` and `mesh_axes`.
 
-    Raises ValueError for any other text.
+    Raises ValueError if the category is not a part of a step.
     """
     part = parse_category(category)
     if part is None:

@@ -91,12 +91,12 @@ class Result:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: FLOPs of the model over the peak of the chips, from 0 to 1."""
+        """Model FLOPs utilisation: FLOP/s of the model relative to the peak of the chips, from 0 to 1."""
         return None if self.record.step is None else self.record.step.mfu
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Faults in the sharding of a program, the most expensive first. Only for a predicted function."""
+        """Faults in the sharding of a jitted or lowered function, the most expensive first. Empty for other results."""
         return getattr(self.record, "faults", ())
 
     @property
@@ -110,7 +110,7 @@ class Result:
 
     @property
     def peak_gib(self) -> float | None:
-        """`peak_bytes` in GiB."""
+        """`peak_bytes` in GiB (2^30 bytes)."""
         return None if self.peak_bytes is None else self.peak_bytes / GIB
 
     def __repr__(self) -> str:
@@ -126,7 +126,7 @@ class Result:
     def timeline(self, path: str | Path) -> Path:
         """Write the predicted step as a timeline for https://ui.perfetto.dev, and return its path.
 
-        Raises ValueError if no step was predicted, as for a measurement, a CPU target or a failed compile.
+        Raises ValueError if no step was predicted, for example for a measurement, a CPU target or a failed compile.
         """
         from valkyrie.machine.timeline import write_timeline
 
@@ -169,7 +169,7 @@ class Trained:
     Args:
         run: The run.
         folder: Its run folder.
-        summary: Numbers by name: `steps`, losses, rates and memory.
+        summary: Summary of the run by name, as in `metrics.jsonl`: `steps`, losses, seconds, rates and status.
         fitted: The step program and the last state.
     """
 
@@ -261,7 +261,7 @@ _STATUSES = {"estimate": "estimated", "compile": "compiled", "measure": "measure
 
 @dataclass(frozen=True, repr=False)
 class Answer:
-    """The answer of a search. `print(answer)` prints the table of `mode=search`.
+    """The fastest layouts that `search_layouts` found. `print(answer)` prints the table of `mode=search`.
 
     `record` has the same content as `search.json`, and `folder` is the folder of the search.
     """
@@ -271,7 +271,7 @@ class Answer:
 
     @property
     def rows(self) -> list[FoundLayout]:
-        """The best layouts, in order. `pandas.DataFrame(answer.rows)` converts them to a data frame."""
+        """The best layouts, the best first. `pandas.DataFrame(answer.rows)` converts them to a data frame."""
         return [
             FoundLayout(
                 rank=rank,
@@ -298,12 +298,12 @@ class Answer:
 
     @property
     def best(self) -> FoundLayout:
-        """The best layout."""
+        """The first of `rows`."""
         return self.rows[0]
 
     @property
     def command(self) -> str:
-        """The command that trains the best layout."""
+        """The `valkyrie-train` command that trains the best layout."""
         return self.record.train or ""
 
     @property
@@ -447,7 +447,7 @@ class Trials(list[TrialRow]):
 
 
 def _loss_chart(losses: Sequence[tuple[int, float]]) -> str:
-    """Return a small chart of the loss by step in SVG. Empty for fewer than two steps."""
+    """Return an SVG chart of the loss by step, or an empty string for fewer than two steps."""
     if len(losses) < 2:
         return ""
     steps, values = zip(*losses, strict=True)

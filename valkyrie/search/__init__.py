@@ -3,7 +3,7 @@
 The function `mode.search` runs `mode=search` in these steps:
 
 1. `request.parse_request` parses the slices, the settings that may vary, and the budget.
-   `local_devices.add_measured_figures` times CPU devices of unknown speed.
+   `local_devices.add_measured_figures` times CPU devices with unknown speed.
 2. `estimate.space.enumerate_layouts` lists all distinct legal layouts. `estimate.rank` estimates their step time and
    memory.
 3. `shortlist.shortlist` selects the fastest layouts that fit, or may fit given the errors of memory estimates.
@@ -20,8 +20,8 @@ The function `mode.search` runs `mode=search` in these steps:
    is stored in `search.json`.
 
 Programs that are not a run's step are predicted by `compile.predict`: `compile.lowered` sends them to a child process
-(`compile.program_child`) and to the cache, and `compile.shortage` explains what does not fit. `programs` predicts
-several layouts of one and searches its meshes, and `comparison` ranks them.
+(`compile.program_child`) and to the cache, and `compile.shortage` explains why one does not fit. `programs` predicts
+several layouts of a program or searches its meshes, and `comparison` ranks the layouts.
 
 Similar names: `mode.py` is `mode=search`, and `modes.py` the modes `compile` and `measure`. `compile/` is
 one compile with its prediction, and `compiling.py` the compile stage of a search; likewise `measure/` and
@@ -29,4 +29,7 @@ one compile with its prediction, and `compiling.py` the compile stage of a searc
 """
 
 NO_STEP_TIME = 3
-"""Exit status if no layout fits, or if no compile or measurement gave a step time. A result, not an error."""
+"""Exit status if no layout fits, or if no compile or measurement gave a step time.
+
+Differs from 1 and 2, because it reports a result and not an error.
+"""

@@ -22,7 +22,7 @@ from valkyrie.search.request import SearchRequest, affordable_seconds, dollars
 from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, without_torus
 
 NEAR_LIMIT = 0.95
-"""A layout is also marked as bound by memory if its peak exceeds this share of the usable memory."""
+"""The bottleneck of a layout also names memory if the peak exceeds this share of the usable memory."""
 _ESTIMATED_BOTTLENECKS = {
     "products": "compute",
     "mixing": "compute",
@@ -104,7 +104,7 @@ def _best_on_chips(
 def rank_layout(
     request: SearchRequest, layout: EstimatedLayout, compiled: CompiledLayout | None = None
 ) -> RankedLayout:
-    """Return the row of a layout in the table of results, with its compiled step time or, without one, its estimate."""
+    """Return the row of a layout in the answer, with its compiled step time or, if it has none, the estimated one."""
     target, tokens = layout.group.target, request.step_tokens(layout.batch)
     step_s = layout.step_s if compiled is None else compiled.step_s or layout.step_s
     low, high = estimate_errors().low * step_s, estimate_errors().high * step_s
@@ -174,7 +174,7 @@ def show(answer: SearchAnswer, console: Console) -> None:
 
 
 def describe_work(request: SearchRequest) -> str:
-    """Describe the model, the batch and the precision of a search."""
+    """Describe the work of a search, such as `gpt_1b, batch 512 x 2,048 tokens, bf16`."""
     config = request.run.config
     batch = "searched batch of sequences of" if request.search_batch else f"batch {config.batch} x"
     return f"{request.run.model.name}, {batch} {config.seq:,} tokens, {config.precision.name}"

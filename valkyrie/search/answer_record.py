@@ -47,7 +47,7 @@ class RankedLayout:
             measurement. Both equal `step_s` if the range is unknown.
         memory, usable: Peak and usable memory per device, in bytes.
         bottleneck: The resource that takes most of the step.
-        parts_s: Seconds of the estimated step by part.
+        parts_s: Seconds of the estimated step by part, with the keys of `EstimatedTimes.parts`.
         hours, dollars: Time and cost of training on the requested tokens, on demand.
         spot_dollars: The same cost on interruptible chips.
         tokens_for_budget: Number of tokens that can be trained on for the requested dollars.
@@ -105,7 +105,10 @@ class RankedLayout:
 
 @dataclass(frozen=True)
 class MeasuredLayout:
-    """Predicted and measured seconds per step of a layout. `step_s` is None if the measurement failed."""
+    """Predicted and measured seconds per step of a layout. `step_s` is None if the measurement failed.
+
+    `overrides` select the layout. `status` is that of the measurement, such as `ok`.
+    """
 
     overrides: list[str]
     expected_s: float
@@ -117,8 +120,9 @@ class MeasuredLayout:
 class MeasureReport:
     """The measured layouts, and how well their step times were predicted.
 
-    `agreement` is Spearman's rank correlation of predicted and measured step times. `regret` is the relative slowdown
-    of the predicted best layout over the fastest one. `why` is the reason why no more were measured.
+    `agreement` is Spearman's rank correlation of predicted and measured step times, or None for fewer than three
+    layouts. `regret` is the relative slowdown of the predicted best layout over the fastest one (0.1 for 10%), or None
+    if none was measured. `why` is the reason why no more were measured.
     """
 
     layouts: list[MeasuredLayout] = field(default_factory=list)

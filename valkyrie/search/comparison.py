@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from valkyrie.results import Result
 
 SEARCH_FILE, PAGE_FILE = "search.json", "report.html"
-"""Files of a search in its folder."""
+"""Names of the record and the HTML page that `Comparison.save` writes."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Comparison:
 
     @property
     def record(self) -> ComparisonRecord:
-        """The comparison as plain values."""
+        """The content of `search.json`: rows, best layout and notes."""
         foreign_programs = [_prediction(result).program for result in self.results.values()]
         described = next((program.described for program in foreign_programs if program), "")
         unit = next((program.unit for program in foreign_programs if program), "tokens")

@@ -30,7 +30,7 @@ _POLL_S = 0.1
 
 
 def process_count() -> int:
-    """Return the number of processes of a trial."""
+    """Return the number of processes that run each trial: those of the multirun, or 1 if this process runs alone."""
     members = current_members()
     return 1 if members is None else members.count
 
@@ -52,7 +52,7 @@ def needs_cpu_figures(target: TargetConfig) -> bool:
 
 
 def add_measured_figures(request: SearchRequest, folder: Path, console: Console) -> SearchRequest:
-    """Return the request with measured chip speeds for each target that `needs_cpu_figures`.
+    """Return the request with measured chip speeds for each target for which `needs_cpu_figures` is True.
 
     Times the devices, unless an earlier search stored the speeds in `folder`.
 

@@ -87,7 +87,7 @@ class MeasuredTrials:
 
     @property
     def median_ratio(self) -> float:
-        """Median of measured over predicted step time, or 1 if none was measured."""
+        """Median of measured over predicted step time, or 1 if no layout was measured."""
         return median([(trial.step_s or 0.0) / trial.expected_s for trial in self.timed] or [1.0])
 
     def step_s(self, layout: EstimatedLayout) -> float | None:

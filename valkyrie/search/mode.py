@@ -46,9 +46,9 @@ from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, parse_seconds
 
 SHOWN = 10
-"""Number of layouts in the answer. More if more were measured, or if there are more kinds of chips."""
+"""Number of layouts in the answer. It has more if more were measured, or if there are more kinds of chips."""
 REASONS = 5
-"""Maximum number of reasons for refusals to print."""
+"""Maximum number of reasons to print why layouts were refused, the most frequent first."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SearchResult:
     """Result of a search.
 
     Args:
-        status: Exit status of the command.
+        status: Exit status of the command: 0, `NO_STEP_TIME` or `INTERRUPTED`.
         folder: Folder of the search.
         answer: The answer, or None if no layout fits.
         reason: Reason why there is no answer, or None.
@@ -192,7 +192,7 @@ def _remarks(
     compiles: CompiledLayouts,
     measured: MeasuredTrials,
 ) -> list[str]:
-    """Return sentences that compare the best layout with the baselines, and suggest wider attention heads."""
+    """Return sentences that compare the best layout with the baselines, and suggest wider attention heads if useful."""
     lines = []
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append("Plain FSDP is the best layout found.")
@@ -402,7 +402,10 @@ def _no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
 
 
 def _suggest_chips(request: SearchRequest, chip: str) -> str:
-    """Suggest the smallest slice on which a layout fits by estimate, up to 32 times the largest requested one."""
+    """Suggest the first slice with 2, 4, ..., 32 times the chips of the largest requested one on which a layout fits.
+
+    Fit is judged by estimates. If there is none, suggests a smaller model or batch.
+    """
     slices = [target for target in request.targets if target.chip is not None and target.chip.name == chip]
     target = max(slices, key=lambda target: target.devices or 1)
     for factor in (2, 4, 8, 16, 32):

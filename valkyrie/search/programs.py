@@ -42,9 +42,9 @@ def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCa
 
     Args:
         function: Function of layouts that do not set one.
-        layouts: By name of the layout, the positional arguments, or a dict with some of `args`, `kwargs`, `mesh`,
-            `options` and `function`.
-        defaults: Keywords, mesh and options of layouts that do not set them.
+        layouts: Maps the name of each layout to its positional arguments, or to a dict with any of `args`, `kwargs`,
+            `mesh`, `options` and `function`.
+        defaults: Default mesh and options. Its keywords are merged with those of each layout, which take precedence.
     """
     usage = 'layouts= takes {name: arguments}, such as {"dp": (w, x), "fsdp": (w, x)}'
     require_type(layouts, Mapping, usage)
@@ -135,7 +135,10 @@ def predict_call(
 
 
 def describe_error(error: Exception) -> str:
-    """Return the type and first lines of an error, and the line of the user's code that raised it."""
+    """Return the first lines of an error, and the file and line of the user's code that raised it.
+
+    The type of the error comes first, unless it is ValueError.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = first_lines(str(error))
@@ -166,7 +169,10 @@ def divide_devices(devices: int, axes: Sequence[str], slices: int) -> list[dict[
 def parse_meshes(
     meshes: Sequence[Sequence[int] | Mapping[str, int]] | None, axes: Sequence[str], target: Slice
 ) -> list[dict[str, int]]:
-    """Return the meshes of a search as sizes by axis name. Raises ValueError if a mesh does not fit the slice."""
+    """Return the meshes of a search as sizes by axis name. None stands for all meshes of `divide_devices`.
+
+    Raises ValueError if a mesh does not fit the slice, and TypeError for arguments of a wrong type.
+    """
     usage = 'axes= takes names of mesh axes, such as ("data", "model")'
     require_type(axes, list | tuple, usage)
     for axis in axes:
@@ -206,7 +212,7 @@ class ProgramSearch:
         build: Called with a mesh and, if there are rules, one of them. Returns the function and its arguments.
         target: The slice.
         meshes: Meshes as sizes by axis name.
-        rules: Second arguments of `build` by name, or None.
+        rules: Second arguments of `build` by name, or None if it takes only a mesh.
         work: Name, tokens, FLOPs and unit of the program.
         options: Compiler options.
         time_limit_s: Time limit of each compile in seconds.
@@ -227,7 +233,7 @@ class ProgramSearch:
 
     @property
     def names(self) -> list[str]:
-        """Names of all layouts."""
+        """Names of all layouts, in the order in which they are compiled (see `layout_name`)."""
         return [layout_name(axes, rule) for axes, rule in self._pairs()]
 
     def predictions(self, progress: Progress) -> Iterator[tuple[str, PredictedProgram]]:

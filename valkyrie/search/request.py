@@ -62,7 +62,7 @@ class SearchRequest:
     budget_usd: float | None
 
     def space(self) -> LayoutSpace:
-        """Enumerate all layouts to search."""
+        """Return all legal layouts to search (see `enumerate_layouts`)."""
         return enumerate_layouts(
             self.run,
             self.targets,
@@ -108,9 +108,10 @@ class SearchRequest:
         return [*flags, *(override for override, key in keys if key not in search_keys and not key.startswith("mode."))]
 
     def train_command(self, batch: int | None) -> list[str]:
-        """Return `command` with the steps that train on `tokens`, unless the user set `steps`.
+        """Return `command` with `steps=` added to train on `tokens`.
 
-        `batch` is the batch of the layout, or None if the search does not vary it.
+        Adds nothing if `tokens` is None or the user set `steps`. `batch` is the batch of the layout, or None if the
+        search does not vary it.
         """
         if self.tokens is None or any(key_value(override)[0] == "steps" for override in self.command):
             return self.command
@@ -234,6 +235,6 @@ def dollars(target: TargetConfig, seconds: float, *, spot: bool = False) -> floa
 
 
 def affordable_seconds(target: TargetConfig, usd: float) -> float | None:
-    """Return the seconds on a slice that a budget in dollars buys, or None if the price is unknown or 0."""
+    """Return the seconds on all slices of a target that `usd` dollars buy, or None if the price is unknown or 0."""
     per_second = dollars(target, 1.0)
     return usd / per_second if per_second else None

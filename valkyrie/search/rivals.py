@@ -31,9 +31,10 @@ class Rival:
 
 
 def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> list[Rival]:
-    """Return the baselines on a slice: the TPU v4 paper's rule, if the torus has three axes, and the fastest `fsdp`.
+    """Return the baselines on a slice: the TPU v4 paper's rule, and the fastest `fsdp` layout.
 
-    Leaves out those whose partition (`2d_tp` or `fsdp`) is not part of the search.
+    The rule is left out if the torus does not have three axes, or if the command sets a mesh. Each baseline is left out
+    if the search does not include its partition (`2d_tp` or `fsdp`).
     """
     partitions, ranked_here = {partition.name for partition in request.partitions}, ranked.for_target(target.name)
     rivals = []
@@ -66,7 +67,7 @@ def _matches_torus(layout: EstimatedLayout) -> bool:
 
 
 def rival_layouts(rivals: Sequence[Rival]) -> list[EstimatedLayout]:
-    """Return the layouts of all rivals that have one."""
+    """Return the layouts of all rivals for which a layout fits."""
     return [rival.layout for rival in rivals if rival.layout is not None]
 
 

@@ -27,7 +27,7 @@ MAX_BATCHES = 3
 MAX_VARIANTS = 3
 """Maximum number of estimated layouts in an answer with the same chips, mesh and partition."""
 EQUALLY_FAST = 1.01
-"""A layout counts as equally fast on another torus if its estimate there is at most this multiple."""
+"""A layout counts as equally fast on another torus if its estimate there is at most this multiple of that here."""
 
 
 class MeshPartition(NamedTuple):
@@ -41,9 +41,9 @@ class MeshPartition(NamedTuple):
 def mesh_partition(layout: EstimatedLayout) -> MeshPartition:
     """Return the chips, mesh and partition of a layout.
 
-    The ratio of compiled to estimated step time of a layout corrects the estimates of layouts with the same ones. Its
-    ratio of measured to predicted step time only changes which layout is measured next; the answer uses the median
-    ratio of all measured layouts.
+    Layouts with the same chips, mesh and partition have similar errors, so the ratio of compiled to estimated step time
+    of one corrects the estimates of the others. The ratio of measured to predicted step time only changes which layout
+    is measured next; the answer uses the median ratio of all measured layouts.
     """
     candidate, chips_text = layout.candidate, describe_chips(layout.group.target)
     return MeshPartition(chips_text, candidate.mesh, f"{candidate.partition} {candidate.schedule.value}")
@@ -55,7 +55,7 @@ def describe_chips(target: TargetConfig) -> str:
 
 
 def chip_name(layout: EstimatedLayout) -> str:
-    """Return the name of a layout's chip."""
+    """Return the name of a layout's chip, or of its slice if the chip is unknown."""
     return layout.group.target.chip.name if layout.group.target.chip else layout.group.target.name
 
 
@@ -87,7 +87,7 @@ class EstimateErrors:
 
 @cache
 def estimate_errors() -> EstimateErrors:
-    """Load the error ranges of the estimates, which ship with the package."""
+    """Load the quantiles of the errors of estimates, which ship with the package."""
     return load(EstimateErrors, FILE.read_text(), str(FILE))
 
 

@@ -66,7 +66,10 @@ class Calibration:
 
     @property
     def is_improvement(self) -> bool:
-        """Whether fitted constants lower the median error for families that were left out of the fit."""
+        """Whether fitted constants lower the median error for families that were left out of the fit.
+
+        False if there is only one family.
+        """
         return (
             self.held_out_ratios is not None
             and percent_errors(self.held_out_ratios)[0] < percent_errors(self.ratios)[0]
@@ -74,7 +77,10 @@ class Calibration:
 
 
 def calibrate_mode(run: Run) -> int:
-    """Fit the constants of each chip to the trials in `mode.paths`, store the results, and return the exit status."""
+    """Fit the constants of each chip to the trials in `mode.paths`, print them and write them to the run folder.
+
+    Returns exit status 0. Raises ValueError if no chip has enough trials that can be used.
+    """
     console, paths = (
         make_console(),
         [Path(path).expanduser() for path in settings_for(CalibrateMode, run.config.mode).paths],
@@ -123,7 +129,7 @@ def calibrate_mode(run: Run) -> int:
 
 
 def _list_rows(rows: Sequence[Row]) -> str:
-    """List the ids of the first `_MAX_LISTED` rows, and the number of others."""
+    """List the ids of the first `_MAX_LISTED` rows, followed by the number of remaining ones."""
     more = f" and {len(rows) - _MAX_LISTED} more" if len(rows) > _MAX_LISTED else ""
     return ", ".join(row.id for row in rows[:_MAX_LISTED]) + more
 
@@ -194,7 +200,10 @@ def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
 
 
 def experiment_yaml(result: Calibration) -> str:
-    """Return an experiment config that sets the fitted constants. Comments describe the trials and the errors."""
+    """Return an experiment config (YAML) that sets the fitted constants and the replay factor, if there is one.
+
+    Comments describe the trials and the errors.
+    """
     comments = [f"# {line}" for line in describe(result)]
     constants = [f"      {name}: {round_digits(getattr(result.fitted, name)):g}" for name in FITTED_CONSTANTS]
     name = CALIBRATED_FILE.format(chip=result.chip.name)
@@ -210,7 +219,7 @@ def experiment_yaml(result: Calibration) -> str:
 
 
 def describe(result: Calibration) -> list[str]:
-    """Describe the fit and its cross-validated errors, in sentences."""
+    """Return sentences that describe the fit, its cross-validated errors, and measured trials that it could not use."""
     lines = [*_describe_estimates(result), *(result.replay.sentences if result.replay else [])]
     if result.unpaired_count:
         trials = f"{result.unpaired_count} measured trial{'s have' if result.unpaired_count > 1 else ' has'}"

@@ -104,10 +104,10 @@ def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int
 
 
 def _fit_steps(steps: list[ReplayedStep], ratios: list[float]) -> ReplayFit | None:
-    """Fit one replay factor to all steps (`median_by_family` of their ratios). Returns None if there are no steps.
+    """Fit one replay factor to all steps: `median_by_family` of their ratios. Returns None if there are no steps.
 
-    Each step is also predicted with a factor fitted to the other families only, which gives the errors.
-    `ratios` are measured over predicted seconds of each step before the fit.
+    For the errors, each step is also predicted with a factor fitted only to the other families. `ratios` are measured
+    over predicted seconds of each step, with the factor before the fit.
     """
     families = {step.family for step in steps}
     factor = median_by_family([(step.family, step.ratio) for step in steps])

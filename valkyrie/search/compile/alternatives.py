@@ -53,7 +53,7 @@ def memory_savings(run: Run, missing_bytes: int, count: int = 5) -> tuple[Saving
 
 
 def fuller_remats(run: Run) -> tuple[FullerRemat, ...]:
-    """Return the remat policies that save more activations on the device, in descending order of additional bytes."""
+    """Return the legal remat policies without offload that need more memory than the run's, the largest first."""
     current_bytes = _estimated_bytes(run)
     changes = []
     for remat in read_group("remat", RematConfig):
@@ -114,7 +114,7 @@ def _microbatch_and_partition_changes(run: Run) -> list[tuple[str, Run]]:
 
 
 def _other_remats(run: Run, offload: bool) -> list[tuple[str, Run]]:
-    """Return runs with each other remat policy, either those with offload or those without."""
+    """Return (override, run) pairs for all other remat policies with offload or, if `offload` is False, without it."""
     remats = [remat for remat in read_group("remat", RematConfig) if bool(remat.offload) is offload]
     return [(f"remat={r.name}", run.changed(remat=r)) for r in remats if r.name != run.config.remat.label]
 
@@ -129,7 +129,7 @@ def _largest_and_smallest(savings: list[Saving], missing_bytes: int) -> list[Sav
 
 
 def _full_remat_changes(run: Run) -> list[tuple[str, Run]]:
-    """Return runs with full remat and 2, 4, 8, ... times the microbatches."""
+    """Return (overrides, run) pairs with full remat and 2, 4, 8, ... times the microbatches, up to the batch size."""
     variants, count = [], run.config.microbatches * 2
     while count <= run.config.batch:
         changed = run.changed(remat=load_remat("full"), microbatches=count)

@@ -42,7 +42,7 @@ class CheckedProgram:
 
     @cached_property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices in the mesh."""
         return math.prod(self.mesh_axes.values())
 
     @cached_property
@@ -62,9 +62,9 @@ class CheckedProgram:
         return {line: self.devices * flops / whole[line] for line, flops in local.items() if whole.get(line)}
 
     def seconds(self, lines: Iterable[str], *kinds: PartKind, mesh_axes: Sequence[str] = ()) -> float:
-        """Sum the seconds of operations of these kinds from these source lines.
+        """Sum the seconds per step of operations of these kinds from these source lines.
 
-        Waiting for communication counts only if it is over one of `mesh_axes`.
+        Waiting for communication counts only if it is over one of `mesh_axes`. Returns 0 without a replay.
         """
         lines, costs = set(lines), self.replay.costs if self.replay else []
         return sum(

@@ -234,7 +234,7 @@ def explain_scratch_memory(text: str, remedy: str) -> str | None:
 
 
 def _describe_placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Return lines that describe where each mesh axis is on the torus, and the `mesh.placement` that puts it there.
+    """Return lines that describe the position of each mesh axis on the torus, and the `mesh.placement` that sets it.
 
     Returns no lines on platforms without a torus.
     """
@@ -268,7 +268,8 @@ def _too_large_outcome(run: Run, shortage: MemoryReport, reason: str | None) -> 
 def _largest_allocations(run: Run, shortage: MemoryReport) -> tuple[Allocation, ...]:
     """Return the largest allocations as named by the compiler, or else estimated from the run's shapes.
 
-    The compiler's bytes "for HLO temporaries" include the arguments (experiments/LOG.md).
+    The estimate subtracts the state from the needed bytes, because the compiler's bytes "for HLO temporaries" include
+    the arguments (experiments/LOG.md).
     """
     if shortage.largest:
         return shortage.largest

@@ -23,14 +23,14 @@ from valkyrie.search.compile.prediction import StepInterval
 
 FILE = Path(__file__).with_name("published.json")
 MIN_RUNS = 4
-"""Minimum number of errors for an interval."""
+"""Minimum number of runs with a known prediction error from which the interval of a prediction is derived."""
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run, with its id `row`. `ratio` is measured over replayed seconds per step.
+    """A published run. `row` is its id, and `ratio` its measured over replayed seconds per step.
 
-    Runs of the same `family` have the same recipe and chip.
+    Runs of the same `family` have the same recipe and chip. `libtpu` is the version that compiled the replayed program.
     """
 
     row: str
@@ -169,10 +169,16 @@ def as_json(rows: Sequence[PublishedRun]) -> str:
 
 
 def step_interval(step_s: float, chip: ChipConfig, *, dense_transformer: bool) -> StepInterval | None:
-    """Return the range of a predicted step of `step_s` seconds, or None if there are no comparable runs.
+    """Return the range in which the measured step time should fall, or None if there are too few comparable runs.
 
-    Uses the errors of the user's own runs if `mode=calibrate` has set a factor, otherwise those of published runs. All
-    published runs train dense transformers, so they give no range for other programs.
+    The range comes from the prediction errors of the user's own runs if `mode=calibrate` has set a factor, otherwise
+    from those of published runs. Published runs are all dense transformers, so without calibration other models get
+    None.
+
+    Args:
+        step_s: Predicted step time in seconds.
+        chip: The chip.
+        dense_transformer: Whether the program trains a dense transformer.
     """
     user_runs = chip.replay
     if user_runs.factor is None:

@@ -26,7 +26,7 @@ class CompiledProgram:
     Args:
         module: Optimised module, serialised.
         memory: Memory on one device.
-        positions: Positions of the mesh's devices, flattened.
+        positions: Positions of the mesh's devices, in the order of `mesh.devices.flat`.
         axes: Names and sizes of the mesh's axes, in order.
     """
 
@@ -51,7 +51,7 @@ def compiled_program(
 def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | None = None) -> ProgramMemory:
     """Return the memory of a program on one device of a platform, as counted by XLA.
 
-    `peak` replaces XLA's own peak, which may include host memory (`peak_without_host`).
+    `peak`, in bytes, replaces XLA's own peak, which may include host memory (`peak_without_host`).
     """
     sizes = compiled.memory_analysis()
     assert sizes is not None, "every backend that compiles for a mesh counts its memory"
@@ -79,7 +79,7 @@ def step_memory(program: StepProgram, memory: ProgramMemory) -> MemoryReport:
 
 
 def device_positions(mesh: jax.sharding.Mesh) -> tuple[Position, ...]:
-    """Return the positions of a mesh's devices, flattened."""
+    """Return the positions of a mesh's devices, in the order of `mesh.devices.flat`."""
     return tuple(device_position(device) for device in mesh.devices.flat)
 
 
@@ -95,7 +95,7 @@ def device_position(device: Any) -> Position:
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Disable JAX's compilation cache, which cannot load programs for devices that this machine does not have."""
+    """Disable JAX's compilation cache in this context. It cannot load programs for devices that this machine lacks."""
     before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()

@@ -30,7 +30,8 @@ class Fault:
         source: Source line (`file:line`) to change, or empty if unknown.
         mesh_axes: Mesh axes that the fault concerns.
         seconds: Estimated seconds of a step that the fault costs, or None if it costs no time.
-        bytes: Memory that the fault costs on one device, or superfluous bytes that a device sends, or None.
+        bytes: For `replicated_state`, the memory that sharding would save on one device. For faults of collectives,
+            the superfluous bytes that a device sends per step. None for other faults.
     """
 
     code: FaultCode

@@ -1,7 +1,7 @@
 """Finds faults in the sharding of a JAX program, by comparing it before and after XLA partitions it.
 
-Each fault names the mesh axes, the source line, its cost, and a remedy. A fault that costs less than `MIN_SHARE` of
-the step, or of the usable memory, is left out.
+Each fault names the mesh axes, the source line, its cost, and a remedy. Faults that cost little are left out: see
+`MIN_SHARE`, `MIN_STATE_SHARE` and `MIN_PADDING_SHARE`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ _CONVERSION_FUSION = ("parameter", "convert", "convolution", "dot", "transpose",
 
 
 def find_faults(program: CheckedProgram) -> tuple[Fault, ...]:
-    """Return the faults of a program's sharding, the most expensive first."""
+    """Return the faults of a program's sharding, the most expensive first.
+
+    Does not report repeated products if a mesh axis is unused, because the unused axis is their cause.
+    """
     whole, lines = _find_whole_batches(program)
     faults = [
         *whole,
@@ -349,7 +352,10 @@ def _sorted_dims(array: Shape) -> tuple[int, ...]:
 def _dims_by_line(
     program: CheckedProgram,
 ) -> tuple[dict[str, dict[tuple[int, ...], BatchDimension]], dict[str, set[tuple[int, ...]]]]:
-    """Return the sorted dimensions of arrays with and without a batch dimension, by source line."""
+    """Return the shapes of arrays with a batch dimension, and of those without, by source line.
+
+    Shapes are sorted and leave out dimensions of size 1. The first dict maps each shape to its batch dimension.
+    """
     with_batch: dict[str, dict[tuple[int, ...], BatchDimension]] = defaultdict(dict)
     without_batch: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for computation in program.whole.module.computations:
@@ -363,7 +369,7 @@ def _dims_by_line(
 
 
 def _is_only_converted(gather: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> bool:
-    """Return whether every use of a gathered array converts it to bfloat16."""
+    """Return whether every use of a gathered array converts it to bfloat16. False if it has no use."""
     are_conversions, queue = [], list(users.get(gather, ()))
     while queue:
         user = queue.pop()
@@ -395,7 +401,7 @@ def _used_share(reduced: Instruction, users: Mapping[Instruction, Sequence[Instr
 
 
 def _find_padding(program: CheckedProgram) -> Iterator[Fault]:
-    """Find products with a dimension below the width of the matrix unit, which is padded."""
+    """Find products with a dimension of at most half the width of the matrix unit, which pads it to its width."""
     useful_flops: Counter[tuple[str, str]] = Counter()
     padded_flops: Counter[tuple[str, str]] = Counter()
     narrow_sizes: dict[str, Counter[int]] = defaultdict(Counter)
@@ -426,7 +432,7 @@ def _find_padding(program: CheckedProgram) -> Iterator[Fault]:
 
 
 def _product_widths(instruction: Instruction) -> list[int]:
-    """Return the contracted and the output feature size of a product, which the matrix unit pads."""
+    """Return the contracted size and the number of output features of a product, the sizes that are padded."""
     message = instruction.message
     if instruction.opcode == "convolution":
         numbers, kernel = message.convolution, instruction.operands[1].shape.dims

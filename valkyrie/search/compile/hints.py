@@ -100,7 +100,7 @@ class _Facts:
 def hints(
     prediction: Prediction, other_layouts: Sequence[Prediction] = (), wider_heads: WiderHeads | None = None
 ) -> tuple[Hint, ...]:
-    """Return the hints for a compiled layout, or none if it does not fit or has no predicted step time.
+    """Return the hints for a compiled layout. Empty if the layout does not fit or has no predicted step time.
 
     Args:
         prediction: The compiled layout.
@@ -143,7 +143,7 @@ def _collect_hints(
 
 
 def _largest_part_hint(facts: _Facts) -> Hint:
-    """Return the hint for a step that gets no other: the share of matmuls and kernels, and the largest other part."""
+    """Return the hint for a step without other hints: the share of matmuls and kernels, and the largest other part."""
     rate = f" at {percent(facts.step.product_rate)} of peak" if facts.step.product_rate else ""
     share = facts.share(*_PRODUCTS)
     text = f"Matrix products and kernels are {percent(share)} of the step{rate}"

@@ -35,7 +35,10 @@ def merge_layers(uses: Sequence[U]) -> list[U]:
 
 
 def _sum_uses(uses: Sequence[U], name: str) -> U:
-    """Return one operation called `name`, with the sums of the calls, seconds and bytes of `uses`."""
+    """Return one operation called `name`, with the sums of the calls, seconds and bytes of `uses`.
+
+    Other fields are those of the first use.
+    """
     first = replace(uses[0], op_name=name)
     for field in fields(first):
         values = [getattr(use, field.name) for use in uses]

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     import jax
 
 STABLEHLO_FILE, OPTIONS_FILE, REQUEST_FILE = "program.mlirbc", "options.pb", "request.json"
-"""Files that the child process reads."""
+"""Files that the child process reads: the program, its `CompileOptions`, and a `ProgramRequest`."""
 DUMP_FOLDER = "dump"
-"""Folder to which XLA writes the optimised module, also if the program does not fit."""
+"""Folder to which XLA writes the optimised module, even if the program does not fit."""
 LOCATIONS_FILE = "locations.json"
 """File of a cached program with the `SourceLocations` of its StableHLO."""
 _DEFINITION = re.compile(r"^#loc(\d*) = loc\((.*)\)$", re.MULTILINE)
@@ -77,7 +77,9 @@ class LoweredProgram:
 
 @dataclass(frozen=True)
 class ProgramRequest:
-    """Request to the child process, in addition to its other files.
+    """Contents of `request.json`.
+
+    The child process that compiles a program reads it together with the StableHLO and the serialised `CompileOptions`.
 
     Args:
         key: Key of the program in the cache.
@@ -106,7 +108,7 @@ class SourceLocations:
     operations: tuple[int, ...]
 
     def moved_to(self, other: SourceLocations) -> dict[str, str]:
-        """Return the new lines of operations that have moved in another lowering of the same program, by old line."""
+        """Return the lines in `other`, another lowering of the same program, of operations that moved, by old line."""
         pairs = [
             [*zip(self.frames[old], other.frames[new], strict=False)]
             for old, new in {*zip(self.operations, other.operations, strict=False)}
@@ -127,8 +129,8 @@ class StoredProgram:
         record: Result of the compile.
         folder: Folder with the record and the optimised module, if there is one.
         cached: Whether the cache already had the program.
-        moved: Current source lines (`file:line`) of operations that have moved since the module was stored, by the line
-            in the module.
+        moved: Maps source lines (`file:line`) in the module to current ones, for operations that have moved since the
+            module was stored.
     """
 
     record: ProgramRecord

@@ -66,7 +66,7 @@ class ProgramWork:
 
 @dataclass(frozen=True)
 class PredictedProgram:
-    """Prediction of a program. `replay` is None if the compiler found that the program does not fit."""
+    """Prediction of a program. `replay` is None if the compile failed or found that the program does not fit."""
 
     prediction: Prediction
     replay: Replay | None
@@ -204,7 +204,7 @@ def _compile_in_child(
 def _compile_here(
     lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, options: Sequence[Option]
 ) -> _CompiledModule | CompileOutcome:
-    """Compile a program in this process."""
+    """Compile a program in this process. Returns a `CompileOutcome` with the reason if it fails or does not fit."""
     import jax
 
     from valkyrie.search.compile.child import compile_within_memory, parse_shortage, peak_without_host
@@ -255,7 +255,7 @@ def predict_file(
         path: File of the module.
         target: The slice.
         axes: Names and sizes of the axes of the module's mesh, in order.
-        places: Positions of the mesh's devices, flattened, or None for those of `Slice.mesh`.
+        places: Positions of the mesh's devices, in the order of `mesh.devices.flat`, or None for those of `Slice.mesh`.
         work: Name, tokens and FLOPs of the program, which the module does not contain.
     """
     dumped, work = read_dumped(path), work or ProgramWork()
@@ -313,7 +313,7 @@ def _predict_module(
         module: The compiled module.
         target: The slice.
         axes: Names and sizes of the mesh's axes, in order.
-        positions: Positions of the mesh's devices, flattened.
+        positions: Positions of the mesh's devices, in the order of `mesh.devices.flat`.
         memory: Memory of the program, the outcome of the compile if it does not fit, or, if nothing else is known, the
             bytes of its arguments.
         work: Tokens and FLOPs of a step.
@@ -365,7 +365,7 @@ def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
 
 
 def foreign_program(work: ProgramWork, name: str, target: Slice, axes: Mapping[str, int]) -> ForeignProgram:
-    """Return the record of a program on a slice."""
+    """Return the record of a program. `axes` are the names and sizes of the mesh's axes, in order."""
     chip, sizes = target.chip.name if target.chip else None, {str(axis): int(size) for axis, size in axes.items()}
     return ForeignProgram(name, target.name, target.describe(), chip, sizes, work.unit)
 
@@ -396,7 +396,10 @@ def _lower(
 
 
 def _option_texts(options: Mapping[str, Any]) -> dict[str, str]:
-    """Format compiler options for the compiler, without those that are None. Raises TypeError for other types."""
+    """Format compiler options for the compiler, without those that are None.
+
+    Raises TypeError if a name is not a string, or a value not a string, boolean or number.
+    """
     for name, value in options.items():
         if not isinstance(name, str) or not isinstance(value, str | bool | int | float | None):
             usage = 'options= takes names of compiler options and words or numbers, such as {"xla_foo": True}'
@@ -424,7 +427,10 @@ def _find_mesh(tree: Any) -> jax.sharding.Mesh | None:
 
 
 def _program_shardings(program: jax.stages.Lowered | jax.stages.Compiled) -> list[Any]:
-    """Return the shardings of a program's arguments and results and, of a lowered one, of its values and context."""
+    """Return the shardings of a program's arguments and results.
+
+    For a lowered program, also returns the shardings of its intermediate values and the mesh of its context.
+    """
     import jax
 
     if isinstance(program, jax.stages.Compiled):

@@ -131,8 +131,8 @@ class StepInterval:
 
     Args:
         low_s, high_s: Ends of the range in seconds.
-        low, high: Smallest and largest ratio of measured to predicted seconds of these runs.
-        rows: Number of these runs.
+        low, high: Ends of the range relative to the predicted seconds.
+        rows: Number of the measured runs.
         models: Number of different models among them. If `yours`, the number of families (model, batch and length).
         chip: Chip of the runs, or None for runs on several chips.
         libtpu: Versions of libtpu that compiled them.
@@ -191,7 +191,11 @@ class PredictedStep(StepTime):
 
 @dataclass(frozen=True)
 class MeasuredStep(StepTime):
-    """Measured time of a step. `step_s` is the median of `seconds`, which are the timed steps in order."""
+    """Measured time of a step. `seconds` are the timed steps in order.
+
+    `step_s` is their median, `p90_s` their 90% quantile and `min_s` their minimum. `first_step_s` is the first step
+    after the compile, which is not one of them if there is a warm-up.
+    """
 
     p90_s: float | None = None
     min_s: float | None = None
@@ -273,7 +277,7 @@ class Hint:
     Args:
         code: Subject of the hint, or None in files of version 1.
         text: Advice to print.
-        share: Share of the step that the hint is about, from 0 to 1.
+        share: Number that the hint is based on, usually the share of a step from 0 to 1.
         mesh_axes: Mesh axes that the hint is about.
         changes: Suggested overrides or layouts.
     """
@@ -354,11 +358,11 @@ class Prediction(LayoutResult):
         model: Settings that determine the function that the model computes, by key.
         module_sha256: Digest of the optimised module.
         placement: Lines that describe where each mesh axis is on the torus.
-        positions: Positions of the mesh's devices, flattened.
+        positions: Positions of the mesh's devices, in the order of `mesh.devices.flat`.
         parameters: Number of parameters of the model.
         alternatives: Other layouts or settings to try, with their estimated effect.
         reduction: Dtype in which gradients are summed.
-        step: Predicted time, or None if the compiler writes no schedule, as for CPUs.
+        step: Predicted time, or None if unknown, for example because the compiler for CPUs writes no schedule.
         parts: Time of the step by part.
         costs: The slowest operations.
         lines: The slowest lines of the program's source.
@@ -418,8 +422,8 @@ class Measurement(LayoutResult):
 class CompiledStep:
     """A training step that was compiled and fits.
 
-    `program` is the key of the program in the cache. `axes` are the names and sizes of the mesh's axes. The other
-    fields are those of `Prediction`.
+    `program` is the key of the program in the cache. `axes` are the names and sizes of the mesh's axes. The times are
+    as in `CompileTimes`, and the other fields as in `Prediction`.
     """
 
     program: str
@@ -437,7 +441,7 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class CompileOutcome:
-    """Result of a compile.
+    """Result of a compile, as the child process writes it.
 
     Has a `step` if and only if the status is `ok`, and a `shortage` if and only if the layout does not fit.
     """

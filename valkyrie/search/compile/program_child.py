@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def compile_requested(folder: Path) -> None:
-    """Compile the program in a folder, and write the result there."""
+    """Compile the program that the files in a folder describe, and write the result to the folder."""
     request = read_record(ProgramRequest, folder / REQUEST_FILE)
     try:
         record = _compile(request, folder)

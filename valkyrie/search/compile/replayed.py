@@ -79,7 +79,8 @@ def correct_replay(uncorrected: Replay, target: TargetConfig) -> Replay:
 def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Position]) -> Replay:
     """Replay a scheduled module on a slice. Raises ValueError if the chip lacks a figure that it needs.
 
-    `axes` are the names and sizes of the mesh's axes, in order. `positions` are those of its devices, flattened.
+    `axes` are the names and sizes of the mesh's axes, in order. `positions` are those of its devices, in the order of
+    `mesh.devices.flat`.
     """
     assert target.chip is not None
     return replay(module, Machine(target.chip, build_topology(target), tuple(positions), axes))

@@ -39,7 +39,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CompiledRun:
-    """Result of a compile.
+    """Result of compiling a run's step, and the folders with its files.
 
     Args:
         outcome: Result of the child process.
@@ -60,7 +60,7 @@ class CompiledRun:
 
     @property
     def status(self) -> CompileStatus:
-        """Status of the compile."""
+        """Status of `outcome`, such as `ok` or `does_not_fit`."""
         return self.outcome.status
 
     @property

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import jax
 
 MIN_SHARE = 0.01
-"""Arguments below this share of the usable memory are neither listed nor worth sharding."""
+"""Arrays below this share of the usable memory are not listed, and hints do not suggest sharding them."""
 _MAX_ARGUMENTS, _MAX_LISTED = 3, 8
-"""Numbers of arguments that a hint names, and of arrays that are listed."""
+"""Largest numbers of arguments that a hint names, and of arrays that are listed."""
 _CONTROL_FLOW = ("while", "conditional", "call")
 _NO_ARRAYS = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all")
 """Operations that allocate no array."""

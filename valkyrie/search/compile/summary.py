@@ -103,7 +103,7 @@ def with_parts(prediction: Prediction, replay: Replay | None, uses: Iterable[Col
 
 
 def source_lines(costs: Iterable[Cost]) -> tuple[SourceLine, ...]:
-    """Return the source lines with the slowest operations, the slowest line first."""
+    """Return the `_MAX_LISTED` source lines with operations that take the longest in total, the slowest line first."""
     seconds: dict[str, float] = defaultdict(float)
     waiting: dict[str, float] = defaultdict(float)
     for cost in costs:
@@ -142,7 +142,7 @@ def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
     """Return the activations that a run saves for its backward pass, and those that it recomputes.
 
     The seconds of a recomputed activation are the total of the recomputed operations in `costs` with its name in their
-    scope. Operations with the name of an activation that is recomputed only to obtain it are counted too.
+    scope. They include the operations of other activations that are recomputed only to obtain this one.
     """
     saved, remat = saved_bytes(run), run.config.remat
     recomputed_costs = [
@@ -224,8 +224,9 @@ def program_step(
 ) -> PredictedStep:
     """Return the predicted time of a step of any program.
 
-    `tokens` and `model_flops` are for one step on all devices. If one is missing, the rates that need it are None. Only
-    the step of a dense transformer has an interval, unless `mode=calibrate` has fitted the chip to the user's own runs.
+    `tokens` and `model_flops` are for one step on all devices. If one is None, the rates that need it are None.
+    `compute` is the dtype of matmuls. Only the step of a dense transformer has an interval, unless `mode=calibrate` has
+    fitted the chip to the user's own runs.
     """
     chips = devices / chip.devices
     tokens_per_second = tokens / replay.step_s if tokens else None

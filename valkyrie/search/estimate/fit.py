@@ -43,7 +43,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "sums": (0.2, 1.0),
     "outside": (0.4, 1.0),
 }
-"""Lower and upper bound of each constant."""
+"""Lower and upper bound of each constant that can be fitted, in the units of `Efficiency`."""
 FITTED_CONSTANTS = (
     "products",
     "float32_passes",
@@ -67,9 +67,10 @@ The relative error of a layout has weight 1.
 
 @dataclass(frozen=True)
 class TimedLayouts:
-    """Layouts with known step times, which share their model, partition and remat policy.
+    """Layouts with known step times. All share a model, partition and remat policy.
 
-    `family` names layouts with similar errors, such as those of one model and batch.
+    `step_s` are the known seconds per step. `family` names layouts with similar errors, such as those of one model and
+    batch.
     """
 
     work: StepWork
@@ -80,7 +81,7 @@ class TimedLayouts:
     family: str
 
     def estimate(self, efficiency: Efficiency) -> np.ndarray:
-        """Return the estimated seconds of each step."""
+        """Return the estimated seconds per step of each layout."""
         network = collective_model(self.chip, efficiency)
         return StepEstimator(self.work, self.layouts, self.chip, efficiency, network).estimate(self.remat).step_s
 

@@ -14,9 +14,10 @@ from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import AxisLinks
 
 MIN_LINKS = 0.25
-"""Minimum number of links of a mesh axis on a torus when a single run is estimated.
+"""Lower bound on the links of a torus axis when estimating a single run.
 
-Searches set no minimum, because they compare placements where more devices share a link.
+An axis has a fraction of a link if several groups of devices share it. Searches use no bound, so that placements that
+share a link more widely still get slower estimates.
 """
 
 
@@ -50,7 +51,7 @@ def axis_links(
 
 
 def slice_axis_links(count: int, target: TargetConfig) -> AxisLinks:
-    """Return the links of the mesh axis between slices, repeated for `count` layouts."""
+    """Return the links of the mesh axis `s`, which connects slices, as arrays with `count` equal entries."""
     chip, ones = target.chip, np.ones(count)
     assert chip is not None
     devices_per_host = max(math.prod(chip.host_bounds or [1]), 1) * chip.devices
@@ -59,7 +60,11 @@ def slice_axis_links(count: int, target: TargetConfig) -> AxisLinks:
 
 
 def host_axis_links(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, AxisLinks]:
-    """Return the links of mesh axes on hosts that connect their devices by a switch. The last axis varies fastest."""
+    """Return the links of mesh axes by name, for hosts that connect their devices by a switch.
+
+    `sizes` are the sizes of each axis, as arrays over layouts. The last axis varies fastest over the devices, so it is
+    the first to be placed within a host.
+    """
     devices_per_host = int(np.prod(chip.host_bounds or [1]))
     switch_rate, host_rate = (chip.switch_gbs or 1.0) * 1e9, (chip.dcn_gbs_per_host or 1.0) * 1e9 / devices_per_host
     links_by_axis, stride = {}, np.ones(len(next(iter(sizes.values()))))

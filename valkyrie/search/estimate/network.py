@@ -23,7 +23,8 @@ from valkyrie.search.estimate.efficiency import Efficiency
 class CollectiveModel:
     """Time model of collectives on the links of a chip.
 
-    Fast links connect the chips of a torus or of a host, slow links the slices or hosts.
+    Fast links connect the chips of a torus or of a host, slow links the slices or hosts. Methods take and return arrays
+    over layouts.
 
     Args:
         adds_up: Whether the rates of several axes add up (a torus), or the axes share one port (a switch).

@@ -41,7 +41,7 @@ class EstimatedLayout:
 
     @property
     def step_s(self) -> float:
-        """Seconds per step."""
+        """Estimated seconds per step."""
         return float(self.times.step_s[self.index])
 
     @property
@@ -60,12 +60,12 @@ class EstimatedLayout:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds per step by part."""
+        """Estimated seconds per step by part, with the keys of `EstimatedTimes.parts`."""
         return {name: float(seconds[self.index]) for name, seconds in self.times.parts.items()}
 
     @property
     def bytes(self) -> int:
-        """Peak bytes per device."""
+        """Estimated peak memory per device, in bytes."""
         return int(self.memory.total[self.index])
 
     @property
@@ -108,7 +108,7 @@ class GroupEstimates:
 
     @property
     def fits(self) -> np.ndarray:
-        """Mask of the layouts that fit, as `EstimatedLayout.fits`."""
+        """Mask of the layouts that fit, by the rule of `EstimatedLayout.fits`."""
         usable = usable_hbm(self.group.target.chip)
         if usable is None:
             return np.ones(len(self.times.step_s), bool)

@@ -32,7 +32,7 @@ from valkyrie.train.memory import saved_location
 MAX_MICROBATCHES = 128
 """Largest number of microbatches to try in a pipeline. More would shorten its bubble by less than one percent."""
 MAX_ACCUMULATION_STEPS = 32
-"""Largest number of microbatches to try without a pipeline, where microbatches only save memory."""
+"""Largest number of microbatches to try without a pipeline, where more microbatches only save memory."""
 MAX_DEVICE_TOKENS = 2**20
 """Largest number of tokens per device of a searched batch. More would shorten a step per token by far less than 1%."""
 ROUNDS = (2, 4)
@@ -135,8 +135,8 @@ class LayoutGroup:
 class LayoutSpace:
     """All legal layouts, in groups.
 
-    `refused` counts the illegal layouts by problem. `duplicates` is the number of meshes that were skipped because they
-    shard like another one.
+    `refused` counts illegal layouts by their first problem. `duplicates` is the number of meshes that were skipped
+    because they shard like another one.
     """
 
     groups: list[LayoutGroup]
@@ -197,7 +197,7 @@ def enumerate_layouts(
 
 
 def partition_variants(partition: PartitionConfig, fixed: Collection[str] = ()) -> Iterator[PartitionConfig]:
-    """Yield a partition with each pipeline schedule, if it has a pipeline, and with and without ZeRO-1.
+    """Yield copies of a partition with each pipeline schedule, if it has a pipeline, with and without ZeRO-1.
 
     Settings in `fixed` (`schedule`, `rounds`, `zero1`) keep their values. A partition with ZeRO-1 always keeps it.
     """
@@ -334,7 +334,7 @@ def _partition_space(
 def _distinct_meshes(
     target: TargetConfig, largest: MeshConfig, classes: Sequence[Sequence[str]]
 ) -> tuple[list[dict[str, int]], int]:
-    """Return the sizes of every mesh on a target that shards differently, and the number of those left out.
+    """Return the sizes of every mesh on a target that shards differently, and the number of equivalent meshes left out.
 
     The sizes are those of the axes of `largest`. `classes` are its axes that a partition uses, grouped by the rules
     that they appear in; all devices of a class are on its first axis.

@@ -56,7 +56,7 @@ class EstimatedTimes:
 
     @cached_property
     def step_s(self) -> np.ndarray:
-        """Seconds per step."""
+        """Estimated seconds per step of each layout."""
         return np.sum(list(self.parts.values()), axis=0)
 
 
@@ -116,7 +116,7 @@ class StepEstimator:
 
     @cached_property
     def _product_seconds(self) -> list[np.ndarray]:
-        """Seconds of the forward pass of each product in one microbatch."""
+        """Seconds of the forward pass of each product in one microbatch, over all its layers."""
         return [product.count * self._forward_seconds(product) for product in self.work.products]
 
     def _forward_seconds(self, product: Product) -> np.ndarray:
@@ -178,7 +178,7 @@ class StepEstimator:
         return self.layouts.parts(tuple(dict.fromkeys([*split, *free])))
 
     def _moved_bytes(self, remat: RematConfig) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of activations moved through HBM and to host memory, per microbatch."""
+        """Return the bytes of activations that a microbatch moves through HBM, and the bytes offloaded to the host."""
         e, moved, host_bytes = self.efficiency, np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for (activation, _), bytes_ in zip(self.work.activations, self._activation_bytes, strict=True):
             location = remat.location(activation.name, product=activation.product)
@@ -287,7 +287,7 @@ class StepEstimator:
         return np.where(is_split_twice, self.efficiency.whole_batches * seconds, 0.0)
 
     def _sequence_exchange(self, mixing: Mixing) -> np.ndarray:
-        """Return the seconds of fetching activations from other shards of the sequence, for one layer and pass."""
+        """Return the seconds to fetch activations from other shards of the sequence, in one layer and one pass."""
         layouts, axes = self.layouts, self.layouts.activations[SEQ]
         seconds, seq = np.zeros(len(layouts)), self.work.run.config.seq
         for activation, positions in mixing.neighbours:
@@ -314,7 +314,7 @@ class StepEstimator:
 
     @cached_property
     def _weight_gathers(self) -> np.ndarray:
-        """Seconds per microbatch of gathering parameters sharded over data axes, for forward and backward pass."""
+        """Seconds per microbatch of gathering parameters that data axes shard, once forward and once backward."""
         seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
         for spec in self.work.parameters.values():
             axes = self._gathered_axes(spec)

@@ -30,7 +30,7 @@ _COMMUNICATION = {
     PartKind.exposed: ("waiting for communication", "waits"),
     PartKind.collectives: ("time in collectives, waiting included", "spends"),
 }
-"""Subject and verb for each kind of communication. Measured steps have only `collectives`."""
+"""Subject and verb of the sentence for each kind of communication. Measured steps have only `collectives`."""
 _SUBJECTS = {
     PartKind.memory: "Memory-bound operations",
     PartKind.compute: "Other arithmetic",
@@ -108,7 +108,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class ComparedQuantities:
-    """Compared quantities of one layout: seconds, bytes sent and bytes of memory by name, and tokens per step."""
+    """Quantities of one layout that are compared.
+
+    Args:
+        seconds: Seconds per step by part, named as in `explain.json`.
+        sent: Bytes that a device sends per step, by mesh axes.
+        memory: Bytes of a device's peak memory, by content.
+        tokens: Tokens per step.
+    """
 
     seconds: dict[str, float]
     sent: dict[str, float]
@@ -118,7 +125,7 @@ class ComparedQuantities:
 
 @dataclass(frozen=True)
 class _Side:
-    """One of the two layouts. `scale` converts its step to the first layout's tokens per step."""
+    """One of the two layouts. `scale` is the first layout's number of tokens per step divided by that of this one."""
 
     label: str
     prediction: Prediction
@@ -321,7 +328,11 @@ def _share_of_difference(fast: _Side, slow: _Side, *kinds: PartKind) -> float:
 
 
 def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
-    """Compare seconds and bytes of communication, or only the bytes if neither step is split into parts."""
+    """Return a list with a sentence that compares the seconds and bytes of communication.
+
+    Compares only the bytes if neither step is split into parts. Empty if communication is less than `_MIN_SHARE` of the
+    difference in step time.
+    """
     fast_bytes, slow_bytes = (
         decimal_bytes_text(side.scale * sum(side.quantities.sent.values())) for side in (fast, slow)
     )

@@ -72,7 +72,7 @@ def _explain_folder(run: Run, predictions: Sequence[Prediction]) -> Path:
 
 
 def explain(first: Run | Path | Prediction, second: Run | Path | Prediction, console: Console) -> Difference:
-    """Compare two layouts: runs, which are compiled, folders of `mode=compile`, or predictions.
+    """Compare two layouts. Each is a `Run`, which is compiled, a run folder of `mode=compile`, or a prediction.
 
     Raises ValueError with all problems before compiling anything.
     """

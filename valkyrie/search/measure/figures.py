@@ -128,7 +128,7 @@ class _Timer:
 
     @property
     def count(self) -> int:
-        """Number of devices."""
+        """Number of devices that take part in each call."""
         return self.mesh.size
 
     def __call__(

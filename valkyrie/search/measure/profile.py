@@ -118,8 +118,9 @@ def collectives_by_operation(module: Module, mesh_axes: dict[str, int]) -> dict[
 def seconds_by_axes(events: list[Event], collectives: dict[str, Collective]) -> list[CollectiveTime]:
     """Return the seconds per step in collectives, by mesh axes and kind: the median run, averaged over devices.
 
-    The longest times come first, sorted by the total of their mesh axes, then by kind. The times add up to the time
-    during which any collective is running. Events that do not name their run are divided evenly among the traced steps.
+    The mesh axes with the longest total come first, and for the same mesh axes the kind with the longest time. The
+    times add up to the time during which any collective is running. Events that do not name their run are divided
+    evenly among the traced steps.
     """
     runs: dict[str, dict[int | None, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -145,7 +146,7 @@ _Use = tuple[tuple[str, ...], str]
 
 
 def _device_seconds(events: list[Event], collectives: dict[str, Collective]) -> dict[_Use, float]:
-    """Return the seconds of one device by mesh axes and kind. Overlapping collectives share the time equally."""
+    """Return the seconds of one device by (mesh axes, kind). Overlapping collectives share the time equally."""
     edges: list[tuple[float, int, _Use]] = []
     for event in events:
         use = collectives[event.op].mesh_axes, collectives[event.op].kind

@@ -22,11 +22,11 @@ class CompilerOption:
         name: Name of the option.
         values: Values to try. None leaves the choice to the compiler.
         does: Effect of the option.
-        source: Source of that information.
+        source: Where the effect is documented.
         chips: Chips that have the option, or None for all TPUs.
         companion_options: Options to set together with each value.
         idle_on: Chips on which the option has not changed any program so far.
-        idle: Whether the chip passed to `options_for` is in `idle_on`.
+        idle: Whether the chip is in `idle_on`. Set by `options_for`.
     """
 
     name: str
@@ -55,7 +55,7 @@ class CompilerOption:
 
 @cache
 def all_options() -> tuple[CompilerOption, ...]:
-    """Return all options in the order of `mode=tune`, which tries one after another."""
+    """Return all options, in the order in which `mode=tune` tries them."""
     from omegaconf import OmegaConf
 
     rows = OmegaConf.to_container(OmegaConf.load(FILE))

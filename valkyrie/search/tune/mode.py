@@ -69,7 +69,7 @@ def tune_mode(run: Run) -> int:
 
 
 def _describe_baseline(run: Run) -> str:
-    """Return the line to print before the baseline compile, with its time limit if there is a budget."""
+    """Return the line to print before the baseline compile. With a budget, it explains what limits this compile."""
     budget = settings_for(TuneMode, run.config.mode).budget
     text = f"compiling the baseline for {run.config.target.describe()}"
     if budget is None:
@@ -78,7 +78,7 @@ def _describe_baseline(run: Run) -> str:
 
 
 class _Screen:
-    """Prints a row for each attempt and, in a terminal, a status line with the best step so far."""
+    """Prints a table row for each attempt and, in a terminal, a status line with the best step time so far."""
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console, self._status, self._best = console, status, ""

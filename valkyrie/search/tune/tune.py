@@ -168,7 +168,7 @@ class _Tuner:
         """Baseline options that the chip's YAML sets."""
         self._tried: set[_OptionsKey] = {frozenset()}
         self._effects: dict[_OptionsKey, Verdict] = {}
-        """Last verdict on each setting."""
+        """Most recent verdict, by the options and model settings that were tried."""
         self._step_seconds: dict[str, float] = {}
         """Step time in seconds, by digest of the module."""
         self._best_model: dict[str, Enum] = {}
@@ -177,7 +177,7 @@ class _Tuner:
         """Digest of the best module so far."""
 
     def start(self) -> None:
-        """Compile the baseline. Raises ValueError if it has no step time."""
+        """Compile the run without changes, the baseline. Raises ValueError if it has no step time."""
         program = self._compile(self._run, "baseline", budgeted=False)
         if program.step_s is None:
             does_not_fit = program.compiled.outcome.shortage is not None
