@@ -36,7 +36,7 @@ _RUNTIME_KINDS = {
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
-"""Kinds of collectives by their names in libtpu's runtime for several slices (`xla_megascale_runtime`)."""
+"""Maps names of collectives in libtpu's runtime for several slices (`xla_megascale_runtime`) to their kinds."""
 
 
 @dataclass
@@ -46,13 +46,13 @@ class CollectiveUse:
     Args:
         kind: HLO opcode, such as `all-reduce`.
         mesh_axes: Mesh axes that it crosses.
-        torus_axes: Torus axes that it uses.
+        torus_axes: Torus axes that it uses; empty without a network model.
         op_name: Name of the JAX operation that caused it.
         source: File and line of that operation.
         calls: Calls per step.
-        bytes_sent: Bytes that the device sends.
-        bytes_by_torus_axis: Those bytes by torus axis; empty before a replay.
-        busy_s: Seconds during which it is in progress.
+        bytes_sent: Bytes that the device sends per step.
+        bytes_by_torus_axis: `bytes_sent`, divided by torus axis; empty before a replay.
+        busy_s: Seconds per step during which it is in progress.
         exposed_s: Part of `busy_s` during which the device waits for it.
     """
 
@@ -130,7 +130,7 @@ def payload(kind: str, full_bytes: float, members: int) -> float:
     """Return the bytes that each of `members` devices sends in a collective.
 
     These are the bytes of a ring, the minimum for each kind (TPU v4 paper, arXiv 2304.01433; scaling book).
-    `full_bytes` is the size of the whole array: the result of an all-gather, and the operand of the others.
+    `full_bytes` is the size of the whole array: the result of an all-gather, or the operand of any other kind.
     """
     share = (members - 1) / members
     return {"all-reduce": 2 * share, "collective-permute": 1.0, "collective-broadcast": 1.0}.get(
@@ -139,9 +139,10 @@ def payload(kind: str, full_bytes: float, members: int) -> float:
 
 
 def slice_mask(slices: Sequence[int], partitions: int) -> np.ndarray | None:
-    """Return a mask of the devices that a module's groups refer to, or None for all devices.
+    """Return a mask of the devices in the first slice if a module was compiled for one slice.
 
-    For several slices, libtpu compiles the program of one slice, so `partitions` is the number of devices in a slice.
+    Returns None if the module was compiled for all devices. For several slices, libtpu compiles one slice's program,
+    and its replica groups number only that slice's devices.
     Raises ValueError if `partitions` is neither the number of devices in a slice nor in all slices.
 
     Args:
@@ -160,8 +161,13 @@ def slice_mask(slices: Sequence[int], partitions: int) -> np.ndarray | None:
 class CollectiveReader:
     """Parses the collectives of a module.
 
-    Groups refer to the devices of one slice, because collectives between slices go through the host's runtime. `slices`
-    is the slice of each device, by default contiguous blocks of equal size.
+    If the module was compiled for one of several slices, its groups refer to that slice's devices. Collectives between
+    slices go through the host's runtime.
+
+    Args:
+        module: The compiled program.
+        mesh_axes: Names and sizes of the mesh axes, slowest varying first over the program's devices.
+        slices: The slice of each device of the mesh, or None for contiguous blocks of equal size.
     """
 
     def __init__(self, module: Module, mesh_axes: dict[str, int], slices: Sequence[int] | None = None) -> None:
@@ -181,7 +187,7 @@ class CollectiveReader:
         self._algorithms: dict[tuple[str, bytes], Mapping[str, Any]] | None = None
 
     def read(self, instruction: Instruction, kind: str | None = None, caller: Instruction | None = None) -> Collective:
-        """Parse a collective instruction.
+        """Parse a collective instruction. The result is cached by instruction and `kind`.
 
         Args:
             instruction: The collective.
@@ -245,7 +251,7 @@ class CollectiveReader:
         return Collective(kind, self._slice_axes, op_name, source, sent, operand_bytes, slices=self._slices)
 
     def _varying_axes(self, groups: np.ndarray) -> tuple[str, ...]:
-        """Return the mesh axes along which the members of a group differ."""
+        """Return the mesh axes along which the members of any group, or the two devices of any pair, differ."""
         if not len(groups):
             return ()
         places = self._places[groups]
@@ -265,9 +271,9 @@ def is_between_slices(instruction: Instruction) -> bool:
 
 
 def cause(instruction: Instruction) -> tuple[str, str]:
-    """Return op_name and source of an instruction or, if it has no op_name, of the nearest producer with one.
+    """Return (op_name, source) of an instruction or, if it has no op_name, of the nearest producer with one.
 
-    Searches at most 16 operands, breadth first.
+    Searches at most 16 producers, breadth first. If none of them has an op_name, the returned op_name is empty.
     """
     if instruction.op_name:
         return instruction.op_name, instruction.source
@@ -293,7 +299,7 @@ def inner_collectives(computation: Computation) -> list[Instruction]:
 
 
 def wrapped_collectives(target: str, computation: Computation) -> list[Instruction]:
-    """Return the collectives that are operands of custom calls with this target, including nested computations."""
+    """Return the collectives that are operands of custom calls with this target, including those in nested fusions."""
     wrapped = [
         operand
         for i in computation.instructions
@@ -308,7 +314,7 @@ def wrapped_collectives(target: str, computation: Computation) -> list[Instructi
 def fused_kind(fusion: Instruction, inner: Instruction) -> str:
     """Return the kind of a collective `inner` in a fusion.
 
-    An all-reduce is a reduce-scatter if the fusion returns only a part of its result.
+    An all-reduce counts as a reduce-scatter if the fusion returns only a part of the reduced array.
     """
     kind = collective_kind(inner.opcode)
     returned = max((leaf.elements for leaf in fusion.shape.leaves), default=0)

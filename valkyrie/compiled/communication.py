@@ -25,8 +25,8 @@ class CollectiveRecord:
         cause: Name of the JAX operation that caused it.
         source: File and line of that operation.
         calls: Calls per step.
-        bytes: Bytes that the device sends.
-        busy_s: Seconds during which it is in progress.
+        bytes: Bytes that the device sends per step.
+        busy_s: Seconds per step during which it is in progress.
         exposed_s: Part of `busy_s` during which the device waits for it.
     """
 
@@ -54,6 +54,7 @@ class Communication:
     """Bytes that a device sends in a step, in total and by mesh axes, torus axis and kind of collective.
 
     Args:
+        bytes: Total bytes; None if unknown.
         sending_s: Seconds during which any collective is in progress; None without a replay.
         exposed_s: Seconds during which the device waits for collectives; None or 0 without a replay.
         collectives: All collectives, most bytes first; empty in records of trials.
@@ -69,7 +70,7 @@ class Communication:
 
     @property
     def by_mesh_axes(self) -> dict[tuple[str, ...], float]:
-        """Bytes by mesh axes."""
+        """`bytes_by_mesh_axes` as a dict from mesh axes to bytes."""
         return {over.mesh_axes: over.bytes for over in self.bytes_by_mesh_axes}
 
     @property
@@ -103,10 +104,10 @@ class CollectiveTrace:
 
 
 def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple[StepPart, ...]:
-    """Split a measured step time into collectives, by mesh axes, and the time outside of them (`PartKind.rest`).
+    """Split a measured step time into the time of collectives, by mesh axes, and the remaining time (`PartKind.rest`).
 
-    Returns an empty tuple if `step_s` is unknown, or if there is no trace or no collective in it.
-    Tracing slows steps down, so each collective's share of a traced step is applied to `step_s`, the timed step.
+    Tracing slows steps down, so the collectives' shares of a traced step are applied to `step_s`, the duration of a
+    step without tracing. Returns an empty tuple if `step_s` is unknown, or if there is no trace or no collective in it.
     """
     if trace is None or not trace.times or not trace.step_s or step_s is None:
         return ()
@@ -147,7 +148,10 @@ def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sum_communication(uses: Iterable[CollectiveUse], sending_s: float | None = None) -> Communication:
-    """Sum the collectives of a step. `sending_s` is the time with any collective in progress, or None if unknown."""
+    """Sum the collectives of a step.
+
+    `sending_s`: Seconds during which any collective is in progress, or None if unknown.
+    """
     by_mesh: dict[tuple[str, ...], float] = defaultdict(float)
     by_torus: dict[str, float] = defaultdict(float)
     by_kind: dict[str, float] = defaultdict(float)

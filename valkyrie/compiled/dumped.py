@@ -113,7 +113,10 @@ def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle
 
 
 def fastest_product_rate(module: Module, flops_per_cycle: float) -> float | None:
-    """Return the rate of the fastest large matrix product as a share of peak, or None if there is no large product."""
+    """Return the rate of the fastest large matrix product as a share of peak, or None if there is no large product.
+
+    Rates use the compiler's estimates of cycles. `flops_per_cycle` is the peak of a device.
+    """
     flops_and_cycles = [(product_flops(i), i.cycles) for i in module.instructions.values() if i.cycles]
     rates = [flops / cycles for flops, cycles in flops_and_cycles if flops >= _LARGE_PRODUCT_FLOPS]
     return max(rates) / flops_per_cycle if rates else None
@@ -168,7 +171,10 @@ def _replicas_message(path: Path, replicas: int) -> str:
 
 
 def _program_memory(allocations: Sequence[Any]) -> ProgramMemory | None:
-    """Sum the buffers in HBM, like `memory_analysis`. Outputs that reuse arguments count as arguments."""
+    """Sum the buffers in HBM, like `memory_analysis`, or return None if there are none.
+
+    Outputs that reuse arguments count as arguments.
+    """
     sizes: dict[str, int] = dict.fromkeys(("arguments", "outputs", "temporary"), 0)
     entries = [a for a in allocations if a.memory_space == HBM and not a.thread_local]
     for entry in entries:

@@ -88,10 +88,10 @@ class Product(NamedTuple):
 
 
 def products(module: Module, mesh_axes: Mapping[str, int]) -> list[Product]:
-    """Return the dots and convolutions of a program in execution order. Those of a loop are listed once.
+    """Return the dots and convolutions of a program in execution order.
 
-    Loops with an unknown trip count are counted once, and the branches of a conditional are weighted equally.
-    `mesh_axes` has the sizes of the mesh axes by name.
+    A product in a loop is listed once, with `calls` multiplied by the trip count, or by 1 if the trip count is unknown.
+    The branches of a conditional are weighted equally. `mesh_axes` has the sizes of the mesh axes by name.
     """
     return list(_products(module.entry, 1.0, mesh_axes))
 
@@ -99,7 +99,7 @@ def products(module: Module, mesh_axes: Mapping[str, int]) -> list[Product]:
 def model_flops(module: Module, mesh_axes: Mapping[str, int]) -> float | None:
     """Return the FLOPs of a program before partitioning, on all devices, without recomputation.
 
-    None if the program has Pallas kernels, whose FLOPs are not counted.
+    Returns None if the program has Pallas kernels, because their FLOPs are unknown.
     """
     if any(i.target in _KERNELS for c in module.computations for i in c.instructions):
         return None
@@ -126,7 +126,10 @@ def _products(
 
 
 def _manual_devices(call: Instruction, mesh_axes: Mapping[str, int]) -> int:
-    """Return the number of devices over which `jax.shard_map` divides a call in a program before partitioning, or 1."""
+    """Return the number of devices over which `jax.shard_map` divides a call, or 1 for any other call.
+
+    The program must be one before partitioning, where `jax.shard_map` is a call.
+    """
     if not call.called[0].name.startswith("xla.sdy.manual_computation_body"):
         return 1
     for operand in call.operands:

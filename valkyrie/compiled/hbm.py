@@ -63,7 +63,10 @@ def _fusion_bytes(fusion: Instruction) -> float:
 
 
 def map_users(computation: Computation) -> dict[Instruction, list[Instruction]]:
-    """Return the instructions that use each instruction of a computation as an operand."""
+    """Return a dict from each instruction of a computation to the instructions that use it as an operand.
+
+    Unused instructions have no entry.
+    """
     users: dict[Instruction, list[Instruction]] = {}
     for i in computation.instructions:
         for operand in i.operands:

@@ -57,7 +57,7 @@ HBM, HOST = 0, 5
 
 _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**53
-"""Estimates of at least this many cycles mean unknown. Offloaded gathers have the largest integer."""
+"""Estimates of at least this many cycles mean unknown. Offloaded gathers have the largest 64-bit integer."""
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|orbax|chex|haiku|equinox|numpy|tokamax|qwix|aqt)\b|/lib/python[^/]*/"
@@ -124,8 +124,11 @@ class Instruction:
     Args:
         op_name: Name of the JAX operation that caused it, with its scopes.
         source: `file:line` of that operation in the model, or empty if unknown.
-        cycles: The compiler's estimate, or None if unknown.
+        cycles: The compiler's estimate of its duration in cycles, or None if unknown.
         message: The protobuf message.
+        computation: The computation that contains it.
+        operands: The instructions that compute its operands.
+        called: Computations that it calls, such as the body of a fusion.
     """
 
     name: str
@@ -147,7 +150,7 @@ class Instruction:
 
     @property
     def attributes(self) -> dict[str, str]:
-        """Frontend attributes."""
+        """Frontend attributes by name: text from JAX, such as `xla.sdy.sharding`."""
         return {a.key: a.value for a in self.message.frontend_attributes.map}
 
     @property
@@ -292,7 +295,8 @@ class _Reader:
     def _source(self, metadata: Any) -> str:
         """Return the source line that caused an operation, as `file:line`.
 
-        This is the innermost stack frame in our models, else the innermost outside libraries, else the innermost.
+        This is the innermost stack frame in `valkyrie/models`. If there is none, it is the innermost frame outside of
+        libraries or, failing that, the innermost frame. Returns an empty string if the source is unknown.
         """
         if not metadata.stack_frame_id:
             return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""

@@ -142,7 +142,10 @@ def _copied_from(instruction: Instruction) -> Instruction | None:
 
 
 def _element(whole: Instruction, index: int) -> Instruction | None:
-    """Return the instruction that computes an element of a tuple. Looks through loops that do not change it."""
+    """Return the instruction that computes an element of a tuple, or None if unknown.
+
+    Looks through loops that do not change the element.
+    """
     if whole.opcode == "tuple":
         return whole.operands[index]
     if whole.opcode == "optimization-barrier":

@@ -72,7 +72,7 @@ _MESSAGES = {
 
 
 def module_class() -> Any:
-    """Return the message class of a serialised `HloModuleProto`, limited to the fields above."""
+    """Return the message class of a serialised `HloModuleProto`, limited to the fields in `_MESSAGES`."""
     return _class("Module")
 
 

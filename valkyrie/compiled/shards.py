@@ -14,7 +14,7 @@ _MAX_RANK = 6
 """Largest rank of arrays that are matched, because all ways to merge their dimensions are tried."""
 
 Unsplit = frozenset[int]
-"""Numbers of the dimensions of an array that are not split, so that each shard has all of them."""
+"""Indices of an array's dimensions that are not split, so that each shard has their full size."""
 
 
 def match_product(local: Instruction, whole: Instruction) -> tuple[Unsplit, ...] | None:
@@ -62,7 +62,7 @@ def match_shard(local: tuple[int, ...], whole: tuple[int, ...]) -> Unsplit | Non
 
 
 def _divide(sizes: list[int], parts: list[int]) -> bool:
-    """Return whether the sizes are multiples of the parts in some order."""
+    """Return whether the parts can be ordered so that each size is a multiple of its part."""
     return any(all(size % part == 0 for size, part in zip(sizes, order, strict=True)) for order in permutations(parts))
 
 

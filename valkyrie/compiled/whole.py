@@ -71,7 +71,7 @@ class WholeProgram:
         return cls(parse(module.as_serialized_hlo_module_proto()))
 
     def batch_dimensions(self, instruction: Instruction) -> dict[int, BatchDimension]:
-        """Return the batch dimensions in the result of an instruction, by the number of the array's dimension."""
+        """Return the batch dimensions in an instruction's result, by the index of the result's dimension."""
         marks = self._marks.get(instruction)
         if not isinstance(marks, tuple):
             return {}
@@ -138,7 +138,7 @@ class _Tracer:
         return tuple(marks)
 
     def _follow(self, computation: Computation) -> Any:
-        """Add the marks of all instructions of a computation. Returns those of its result."""
+        """Add the marks of all instructions of a computation. Returns the marks of the computation's result."""
         for instruction in computation.instructions:
             if instruction.opcode != "parameter":
                 self._add(instruction, self._result(instruction))

@@ -34,7 +34,10 @@ _PROBE_TEXT = "valkyrie-doctor"
 
 
 def state_bytes(run: Run) -> int:
-    """Return the bytes of a run's state: parameters, optimizer moments, and the parameter average if enabled."""
+    """Return the bytes of a run's state: parameters, optimizer moments, and the parameter average if enabled.
+
+    Counts every array once, regardless of how many devices have a copy.
+    """
     config = run.config
     itemsize = {"float32": 4, "bfloat16": 2}
     size = 0.0
@@ -46,13 +49,13 @@ def state_bytes(run: Run) -> int:
 
 
 def check_run_folder(context: CheckContext) -> CheckResults:
-    """Check that `runs` can be written."""
+    """Check that the folder `runs` is writable."""
     with _probe(context.run.config.runs):
         yield OK, f"runs={context.run.config.runs} is writable"
 
 
 def check_disk_clock(context: CheckContext) -> CheckResults:
-    """Compare the clock of the disk of `runs` with the clock of this host."""
+    """Compare the clock of the disk of `runs` with the clock of this host. Skipped if `runs` is not writable."""
     runs = context.run.config.runs
     with contextlib.suppress(OSError), _probe(runs) as probe:  # `check_run_folder` reports the error
         difference = probe.stat().st_mtime - time.time()
@@ -140,7 +143,10 @@ def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
 
 
 def check_disk_space(context: CheckContext) -> CheckResults:
-    """Check that the disk has enough space for the checkpoints."""
+    """Check that the disk has space for the `keep + keep_best` stored checkpoints and the one being written.
+
+    Warns if they would take more than half of the free space. Does not check buckets.
+    """
     config, (key, folder) = context.run.config.checkpoint, _checkpoint_location(context.run)
     keep, size = config.keep + config.keep_best, state_bytes(context.run)
     needs = f"{keep + 1} checkpoints of {memory_text(size)} are stored at once"

@@ -114,7 +114,10 @@ def _steps_finding(
 
 
 def compare_replicas(parameters: Mapping[str, jax.Array], team: Team) -> Finding:
-    """Check that the copies of parameters on several devices are bitwise equal."""
+    """Check that the copies of each parameter are bitwise equal on all devices of all processes.
+
+    All processes of the team call this together.
+    """
     replicated = {name: array for name, array in parameters.items() if _is_replicated(array)}
     local_checksums = {name: _checksums(array) for name, array in replicated.items()}
     merged: dict[str, dict[str, dict[str, int]]] = {}
@@ -167,7 +170,10 @@ def _differing_devices(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def time_axes(mesh: Any, simulated: bool) -> list[Finding]:
-    """Time a `psum` of a few bytes over each mesh axis with more than one device, and check its result."""
+    """Time a `psum` of a few bytes over each mesh axis with more than one device, and check its result.
+
+    Returns one finding per axis: a failure if the sum is wrong, or a warning if it is slow and not `simulated`.
+    """
     findings = []
     for axis, size in mesh.shape.items():
         if size == 1:

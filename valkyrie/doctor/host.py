@@ -57,7 +57,10 @@ def check_chips(context: CheckContext) -> CheckResults:
 
 
 def check_processes(context: CheckContext) -> CheckResults:
-    """Compare the number of processes with the hosts of the target."""
+    """Check that the number of processes is the number of hosts of the target. Yields only failures.
+
+    Skipped on hosts without chips, and on platforms where a program may use a part of the devices.
+    """
     target = context.run.config.target
     if not count_accelerators() or target.chip is None or not get_platform(target.platform).uses_every_device:
         return

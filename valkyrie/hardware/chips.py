@@ -10,7 +10,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import config_names, read_config
 
 CHIP_GROUP = "target/chip"
-"""The config group of chips."""
+"""Config group of chips: the folder in `conf` with one file per chip."""
 
 
 class _ShippedChips(Mapping[str, ChipConfig]):
@@ -45,9 +45,9 @@ def chips_rented_as(key: str) -> list[str]:
 
 
 def add_shipped_figures(saved: Mapping[str, object]) -> dict[str, object]:
-    """Fill in keys that older `run.yaml` files lack (`cores`, `host_gbs`, `splash_bundles`) from the chip's file.
+    """Return a chip from a `run.yaml`, with the keys that older files lack taken from `conf/target/chip`.
 
-    Chips without a file are returned unchanged.
+    These keys are `cores`, `host_gbs` and `splash_bundles`. A chip without a file in `conf/target/chip` is not changed.
     """
     name = str(saved.get("name"))
     if name not in config_names(CHIP_GROUP):

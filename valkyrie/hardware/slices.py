@@ -233,7 +233,7 @@ def is_twisted_name(topology: str | None) -> bool:
 
 
 def shorten(text: str) -> str:
-    """Shorten a long text, such as a number of hundreds of digits, to its start and length."""
+    """Shorten a text of more than 40 characters, such as a number of hundreds of digits, to its start and length."""
     return text if len(text) <= 40 else f"{text[:12]}... ({len(text)} characters)"
 
 

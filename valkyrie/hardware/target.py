@@ -246,7 +246,7 @@ class TargetConfig:
         return f"{title} ({self.chips} {self.chip.name} chip{'s' * (self.chips > 1)}{shape}, {hosts}{per_slice})"
 
     def record(self) -> TargetRecord:
-        """Return the record for run folders."""
+        """Return the target as stored in run folders. The chip is reduced to its name."""
         return TargetRecord(
             name=self.name,
             chip=self.chip.name if self.chip else None,
@@ -259,7 +259,10 @@ class TargetConfig:
         )
 
     def problems(self) -> list[Problem]:
-        """Return the first problem of the target, or all problems of its chip. Empty if this hardware exists."""
+        """Return all problems of the chip or, if it has none, the first problem of the target.
+
+        Returns an empty list if this hardware exists.
+        """
         chip, override = self.chip, f"target.topology={self.topology}"
         if invalid := platform_problems("target.platform", self.platform):
             return invalid
@@ -314,7 +317,7 @@ class TargetConfig:
     def nearest(self, devices: int) -> list[TargetConfig]:
         """Return the largest slice of the same chip with fewer devices, and the smallest with more, if they exist.
 
-        Empty if the target has no chip.
+        Returns an empty list if the target has no chip.
         """
         if self.chip is None:
             return []
@@ -375,7 +378,7 @@ class TargetRecord:
 
     @property
     def shape(self) -> str | None:
-        """The topology in the form of `target.topology`: `4x4x8_twisted`."""
+        """The topology in the form of `target.topology`, such as `4x4x8_twisted`, or None without a torus."""
         return None if self.topology is None else self.topology + TWISTED * self.twisted
 
     def config(self, chips: Mapping[str, ChipConfig]) -> TargetConfig | None:
@@ -477,7 +480,7 @@ def make_slice(chip: ChipConfig, shape: SliceShape, *, twisted: bool = False) ->
 
 
 def simulated_target(devices: int) -> TargetConfig:
-    """Return a target of simulated CPU devices."""
+    """Return the target `cpuN` of N simulated CPU devices."""
     return TargetConfig(f"cpu{devices}", "cpu", chips=devices)
 
 

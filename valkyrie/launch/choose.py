@@ -88,7 +88,10 @@ def _key_hint(key: str) -> str:
 
 
 def _parse_value(key: str, text: str, field_type: Any) -> object:
-    """Parse the value of a key. `field_type` is the type of its field."""
+    """Convert the text of `key=text` to the type of the engine's config field.
+
+    Raises ValueError if the text is malformed, or if a number is not positive and finite.
+    """
     if field_type is str:
         return text
     if field_type == tuple[str, ...]:

@@ -63,6 +63,8 @@ class EngineConfig(ABC):
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
         """Execute the plan for `--run`. Returns the exit status of the first step that fails, or 0.
 
+        Raises ValueError if a step has `until` or `in_background`. Engines with such steps override this method.
+
         Args:
             overrides: the arguments of `valkyrie-train`.
             command: the command that starts `valkyrie-train` on this machine.
@@ -137,7 +139,7 @@ class SliceConfig(EngineConfig):
         return problems
 
     def price_notes(self) -> tuple[str, ...]:
-        """Return two notes for the plan: the hardware and its cost. Empty if the hardware or its size is unknown."""
+        """Return two notes for the plan, the hardware and its cost, or () if the hardware or its size is unknown."""
         hardware = self.hardware
         if hardware is None or hardware.chip is None or hardware.chips is None:
             return ()
@@ -190,9 +192,9 @@ def is_single_training(overrides: Sequence[str]) -> bool:
 
 
 def add_name(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool]:
-    """Add `name=` to a single training run, so that a restart resumes it, unless `name=` or `resume=` is set.
+    """Add `name=` to the arguments of a single training run, so that a restart resumes it.
 
-    Also returns whether it was added.
+    Adds nothing if `name=` or `resume=` is set. Returns the arguments, and whether `name=` was added.
     """
     if not is_single_training(overrides) or key_values(overrides).keys() & {"name", "resume"}:
         return tuple(overrides), False
@@ -200,7 +202,7 @@ def add_name(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool
 
 
 def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machines") -> tuple[str, ...]:
-    """Return a warning if a training run saves its checkpoints to a local disk of each machine.
+    """Return a warning if a training run saves its checkpoints to a local disk of each machine, otherwise ().
 
     Args:
         overrides: the arguments of `valkyrie-train`.

@@ -92,7 +92,7 @@ class Plan:
     later_steps: tuple[Step, ...] = ()
 
     def text(self) -> str:
-        """Return the plan as a shell script. Notes and later steps are comments."""
+        """Return the plan as a shell script, in which notes and later steps are comments."""
         lines = [f"# {line}" for note in self.notes for line in textwrap.wrap(note, WIDTH - 2, break_on_hyphens=False)]
         for number, step in enumerate(self.steps, 1):
             lines += [f"# {number}. {step.description}", step.text()]
@@ -137,7 +137,7 @@ def shell_text(command: Iterable[str]) -> str:
 
 
 def step_error(step: CommandStep, status: int) -> ValueError:
-    """Return the error for a failed step that other steps depend on."""
+    """Return the error to raise for a step that failed with this exit status."""
     return ValueError(f"the step `{step.description}` failed with status {status}: {step.text()}")
 
 

@@ -37,7 +37,10 @@ class ProcessSpec:
 
 
 def local_processes(command: Sequence[str], processes: int) -> list[ProcessSpec]:
-    """Return `processes` processes on this machine that connect through a free port, or a single unconnected one."""
+    """Return the specs of `processes` processes that run `command` on this machine.
+
+    Several processes connect through a free port. A single process connects to no other.
+    """
     if processes == 1:
         return [ProcessSpec(tuple(command))]
     address = f"127.0.0.1:{free_port()}"
@@ -164,12 +167,12 @@ class Supervisor:
 
 
 def print_message(*lines: str) -> None:
-    """Print a message of the launcher to stderr."""
+    """Print lines to stderr, the first with the prefix `valkyrie-launch: `."""
     with contextlib.suppress(OSError):  # stderr may be closed; the training continues
         print(*(f"valkyrie-launch: {line}" for line in lines[:1]), *lines[1:], sep="\n", file=sys.stderr, flush=True)
 
 
 def _describe_running(processes: Sequence[ChildProcess]) -> str:
-    """Return the names of the running processes for a message, or an empty string."""
+    """Return the running processes as text, such as `processes 0, 2`, or an empty string if none runs."""
     numbers = [str(process.index) for process in processes if process.status is None]
     return f"process{'es' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""

@@ -13,11 +13,12 @@ ICI_EFFICIENCY = {"all-reduce": 0.65}
 they also add: 235.8 of 360 GB/s (4 links of 90) for 0.6 GB on a 16x16 v6e (tpu-recipes, psum)."""
 
 DEFAULT_ICI_EFFICIENCY = 0.9
-"""The same for collectives that are not in `ICI_EFFICIENCY`. Measured for all-gathers: 0.82 for 34 MB over 4 v5e chips
-(scaling-book), 0.99 on tpu7x (tpu-recipes)."""
+"""Share of `ici_link_gbs` for collectives that are not in `ICI_EFFICIENCY`. Measured for all-gathers: 0.82 for 34 MB
+over 4 v5e chips (scaling-book), 0.99 on tpu7x (tpu-recipes)."""
 
 DCN_EFFICIENCY = 1.0
-"""Share of `dcn_gbs_per_host` that transfers between slices reach: network cards at their nominal rate."""
+"""Share of `dcn_gbs_per_host` that transfers between slices reach. Network cards are assumed to reach their nominal
+rate."""
 
 DCN_LATENCY_S = 50e-6
 """Latency in seconds of a message between hosts of two slices, through the memory of both hosts. Assumed, because no

@@ -60,7 +60,10 @@ def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
 
 
 class _SplashBlocks(NamedTuple):
-    """A splash kernel (`part` is empty for forward, `_dkv` or `_dq`) and the numbers of queries and keys in a block."""
+    """A splash attention kernel, and the numbers of queries and keys in one of its blocks.
+
+    `part` is `_dkv`, `_dq`, or empty for the forward kernel.
+    """
 
     part: str
     block_q: int

@@ -23,6 +23,8 @@ class Transfer:
         link_shares: Share of that time during which each link is in use.
         tag: (name, collective), or (name, None) for a copy.
         between_devices: False for a copy between memories of one device.
+        started: Time on the clock of `Links` at which it started, in seconds.
+        ended: Time at which all bytes had arrived, or None while it is in flight.
     """
 
     latency: float
@@ -43,14 +45,14 @@ class Transfer:
         return self.latency <= _NEGLIGIBLE_S and self._remaining_s <= _NEGLIGIBLE_S
 
     def advance(self, seconds: float, rate: float) -> None:
-        """Advance the transfer; `rate` is its speed as a share of its speed without others."""
+        """Advance the transfer by `seconds`. `rate` is its speed relative to an uncontended transfer, from 0 to 1."""
         if self.latency > _NEGLIGIBLE_S:
             self.latency = max(self.latency - seconds, 0.0)
         else:
             self._remaining_s -= seconds * rate
 
     def remaining(self, rate: float) -> float:
-        """Return the seconds until its latency ends, or until its bytes have arrived at this rate."""
+        """Return the seconds until the latency ends or, after that, until all bytes have arrived at this rate."""
         if self.latency > _NEGLIGIBLE_S:
             return self.latency
         return max(self._remaining_s, 0.0) / rate if rate > 0 else float("inf")
@@ -65,7 +67,7 @@ class Links:
         self.active: list[Transfer] = []
 
     def start(self, transfer: Transfer) -> None:
-        """Start a transfer now."""
+        """Start a transfer at the current time. A transfer without latency and work ends immediately."""
         transfer.started = self.now
         if transfer.finished:
             transfer.ended = self.now
@@ -102,9 +104,9 @@ class Links:
 
 
 def _fair_rates(transfers: list[Transfer]) -> list[float]:
-    """Return each transfer's speed as a share of its speed without others.
+    """Return each transfer's speed relative to an uncontended transfer, from 0 (also during its latency) to 1.
 
-    All speeds rise together; a transfer stops rising once one of its links is full.
+    All speeds rise together. The speed of a transfer stops rising once one of its links is full.
     """
     moving = [i for i, t in enumerate(transfers) if t.latency <= _NEGLIGIBLE_S]
     rates = [0.0] * len(transfers)

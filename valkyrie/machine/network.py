@@ -23,7 +23,7 @@ from valkyrie.machine.torus import Crossings, Dimension, Torus
 from valkyrie.parallel.axis_links import CORE, DCN
 
 ONE_RING_EMITTERS = ("1DAllGather", "BarnaCoreAllGather")
-"""Prefixes of the emitters that gather along a single ring through the whole group."""
+"""Prefixes of `emitter` in a collective's backend configuration that mean a single ring through the whole group."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class _Algorithm:
 def parse_algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
     """Parse the algorithm from an instruction's backend configuration. Returns None if there is none.
 
-    `1DAllGather*` are single rings. So are the gathers on v4 that overlap with products on a separate core
-    (`BarnaCore*`).
+    The emitters `1DAllGather*` use a single ring, as do `BarnaCore*`, the all-gathers on v4 that run on a separate core
+    and overlap with matrix products.
     """
     settings = config.get("collective_algorithm_config", {})
     text = settings.get("debug", "")
@@ -100,10 +100,13 @@ def parse_algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
 
 
 class LinkModel:
-    """Costs of collectives on the links of a machine."""
+    """Computes the costs of collectives on the links of a machine."""
 
     def __init__(self, machine: Machine, mask: np.ndarray | None = None) -> None:
-        """`mask`: True for the devices that the program's replica groups refer to, or None for all devices."""
+        """`mask`: True for the devices that the program's replica groups refer to, or None for all devices.
+
+        Raises ValueError if the chip's `ici_link_gbs` is unknown.
+        """
         chip = machine.chip
         if chip.ici_link_gbs is None:
             raise ValueError(
@@ -120,7 +123,7 @@ class LinkModel:
         self._all_to_all_crossings: dict[bytes, dict[str, Crossings]] = {}
 
     def traffic(self, collective: Collective) -> LinkTraffic:
-        """Return the cost of one run of a collective."""
+        """Return the cost of one run of a collective, cached by collective."""
         if collective not in self._cache:
             self._cache[collective] = self._traffic(collective)
         return self._cache[collective]
@@ -290,7 +293,7 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class _Phase:
-    """A phase of an algorithm: (seconds of the busiest link, bytes that a device sends) by axis, and hops."""
+    """A phase of a collective: for each axis, (seconds of its busiest link, bytes that a device sends), and hops."""
 
     loads: dict[str, tuple[float, float]]
     hops: float
@@ -313,7 +316,10 @@ def _apply_efficiency(kind: str, traffic: LinkTraffic) -> LinkTraffic:
 
 
 def _orders(dims: Sequence[Dimension], algorithm: _Algorithm | None) -> list[tuple[int, ...]]:
-    """Return the order of dimensions for each part of the array: the compiler's, or every rotation."""
+    """Return the order of dimensions for each part of the array.
+
+    These are the compiler's orders if they are known and match `dims`. Otherwise, each part uses another rotation.
+    """
     count = len(dims)
     if algorithm is not None and algorithm.orders and sorted(algorithm.sizes) == sorted(d.size for d in dims):
         unmatched = list(range(count))

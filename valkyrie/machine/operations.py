@@ -52,7 +52,10 @@ class OpCost:
 
 
 class OpCosts:
-    """Computes the costs of instructions on a chip. The keys of `notes` are the assumptions made so far."""
+    """Computes the costs of instructions on a chip. The keys of `notes` are the assumptions made so far.
+
+    Raises ValueError if the chip's clock or HBM bandwidth is unknown.
+    """
 
     def __init__(self, chip: ChipConfig) -> None:
         if chip.clock_ghz is None or chip.hbm_gbs is None:
@@ -71,7 +74,7 @@ class OpCosts:
         self.notes: dict[str, None] = {}
 
     def cost(self, instruction: Instruction) -> OpCost:
-        """Return the cost of an operation."""
+        """Return the cost of one execution of an operation that is not a collective, cached by instruction."""
         if instruction not in self._cache:
             self._cache[instruction] = self._cost(instruction)
         return self._cache[instruction]

@@ -33,7 +33,10 @@ from valkyrie.machine.timeline import COPIES
 from valkyrie.parts import PartKind, StepPart, format_category
 
 _EXPLICIT_ITERATIONS = 4
-"""Maximum number of a loop's iterations replayed one by one while transfers from before the loop are in flight."""
+"""Maximum number of a loop's iterations replayed one by one while transfers from before the loop are in flight.
+
+All further iterations are assumed to take as long as one without such transfers.
+"""
 
 
 @dataclass
@@ -50,7 +53,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """An interval on a track of the timeline: `compute`, `copies`, or the mesh axes of a collective."""
+    """An interval on a track of the timeline.
+
+    `track` is `compute`, `copies`, or the mesh axes of a collective. `category` is the kind of work, such as
+    `matmul` or `all-gather`.
+    """
 
     track: str
     name: str

@@ -71,7 +71,10 @@ class Dimension:
 
 
 class Torus:
-    """The links between devices on a torus. Groups, [groups, members], refer to devices by index in `positions`."""
+    """The links between devices on a torus.
+
+    Arrays of groups have the shape (groups, members) and contain indices into `positions`.
+    """
 
     def __init__(self, topology: Topology, positions: Sequence[Position]) -> None:
         self._shape = topology.shape
@@ -84,7 +87,7 @@ class Torus:
         self._dimensions_by_group: dict[bytes, list[Dimension] | None] = {}
 
     def slices(self, group: np.ndarray) -> np.ndarray:
-        """Return the slice of each member."""
+        """Return the slice of each device in `group`, an array of any shape."""
         return self._slice[group]
 
     def dimensions(self, groups: np.ndarray) -> list[Dimension] | None:
@@ -170,7 +173,10 @@ class Torus:
     def _routes(
         self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the shortest routes between coordinates: index of the message, distance along each axis, weight."""
+        """Return the shortest routes of messages between coordinates, as three arrays with one entry per route.
+
+        They are the index of the message, the signed distance along each axis, and the share of the message.
+        """
         if self._twisted:
             return self._twisted_routes(target - source, sense)
         sense = np.where(source.sum(axis=1) % 2, -1, 1) if sense is None else sense
@@ -185,9 +191,10 @@ class Torus:
     def _twisted_routes(
         self, offsets: np.ndarray, sense: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the shortest routes on a twisted torus, where passing the end of an axis shifts the other coordinates.
+        """Return the routes on a twisted torus, where passing the end of an axis shifts the other coordinates.
 
-        A message is spread over all shortest routes. With a `sense`, +1 takes the first and -1 the last of them.
+        The result is as in `_routes`. A message is spread evenly over all its shortest routes. With a `sense`, it takes
+        the first of them for +1 and the last one for -1.
         """
         ends = np.array(list(itertools.product(range(-2, 3), repeat=len(self._shape))))
         routes = offsets[:, None, :] + ends * np.array(self._shape) - ends @ self._shifts
@@ -214,7 +221,7 @@ class Torus:
         return np.array(rings)
 
     def axes(self, groups: np.ndarray) -> list[str]:
-        """Return the torus axes along which members of a group differ."""
+        """Return the torus axes, and `core`, along which members of the first group differ."""
         coords = np.concatenate([self._coords[groups[0]], self._core[groups[0]][:, None]], axis=-1)
         names = [*TORUS_AXES[: len(self._shape)], CORE]
         return [name for d, name in enumerate(names) if len(np.unique(coords[:, d])) > 1]

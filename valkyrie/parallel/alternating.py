@@ -132,7 +132,7 @@ class _Stage:
         head: LossHead,
         has_gradient: list[bool],
     ) -> None:
-        """`has_gradient`: Whether each leaf of the rows has a gradient."""
+        """`has_gradient`: Whether each leaf of `rows` (the per-sequence inputs of every layer) has a gradient."""
         self._pipeline, self._make_stage_shard, self._f, self._head = pipeline, make_stage_shard, f, head
         self._has_gradient = has_gradient
 
@@ -181,7 +181,7 @@ class _Stage:
         )
 
     def _turn(self, state: _StageState, t: jax.Array) -> tuple[_StageState, Any]:
-        """Run a turn with both passes. Returns the new state, and the values of `head` for each row."""
+        """Run a turn with a forward and a backward pass. Returns the new state, and the row values of `head`."""
         state, leaving = self._forward(state, t)
         microbatch = t - (self._pipeline.stages - 1)
         is_last = self._stage_index == self._pipeline.stages - 1
@@ -264,7 +264,7 @@ class _Stage:
         return [leaf for leaf, has in zip(jax.tree.leaves(rows), self._has_gradient, strict=True) if has]
 
     def _rows_with(self, rows: Any) -> Any:
-        """Return a function that puts new values into the leaves of `rows` that have a gradient."""
+        """Return a function that takes new values for the leaves with a gradient, and returns `rows` with them."""
         leaves, structure = jax.tree.flatten(rows)
 
         def replace_rows(differentiable: list[jax.Array]) -> Any:

@@ -19,9 +19,12 @@ DCN, CORE, HOST = "dcn", "core", "host"
 TORUS_AXES = ("a", "b", "c", "d")
 """Names of a slice's torus axes, in the order of a device's coordinates."""
 MAX_FACTORS = 2
-"""Maximum number of mesh axes on a physical axis other than the last. More would share its links without any gain."""
+"""Maximum number of mesh axes that share a physical axis, except the last one.
+
+More mesh axes would share the same links without any gain.
+"""
 MAX_PLACEMENTS = 4000
-"""Maximum number of placements of a mesh to compare."""
+"""Maximum number of placements of a mesh to compare. Limits the time that a search spends on one mesh."""
 
 
 class Factor(NamedTuple):
@@ -29,9 +32,9 @@ class Factor(NamedTuple):
 
     Args:
         physical_axis: Name of the physical axis.
-        size: Number of positions of the factor.
-        stride: Distance from one position to the next.
-        length: Number of positions of the physical axis.
+        size: Number of positions along the factor.
+        stride: Distance from one position to the next along the physical axis.
+        length: Number of positions of the whole physical axis.
         ring: Whether the positions form a ring around the physical axis.
     """
 
@@ -51,7 +54,7 @@ class Factor(NamedTuple):
 
     @property
     def hops(self) -> float:
-        """Hops to reach all positions, using both directions of a ring."""
+        """Hops to reach all positions, using both directions of a ring. 0 if the factor is not on the torus."""
         return self.size * self.stride / (2 if self.ring else 1) if self.physical_axis in TORUS_AXES else 0.0
 
     def __str__(self) -> str:
@@ -77,12 +80,15 @@ class AxisPlacement:
 
     @property
     def ring(self) -> bool:
-        """Whether the devices form a ring along each of its torus axes. False if it is not on the torus."""
+        """Whether the mesh axis forms a ring along each torus axis that it spans. False if it is not on the torus."""
         return bool(self.torus_factors) and self.straight and all(factor.ring for factor in self.torus_factors)
 
     @property
     def links(self) -> float:
-        """One-way links per chip that a collective over the axis uses. 0 if it is not on the torus."""
+        """One-way links per chip that a collective over the axis uses.
+
+        0 if the axis is not on the torus, and 1 if it is not `straight`.
+        """
         if not self.torus_factors:
             return 0.0
         return sum((factor.links for factor in self.factors), 0.0) if self.straight else 1.0
@@ -203,7 +209,10 @@ def undominated_placements(sizes: tuple[int, ...], topology: Topology, has_torus
 
 @cache
 def _sorted_placements(sizes: tuple[int, ...], topology: Topology, has_torus: bool) -> tuple[Placement, ...]:
-    """Return the placements for sizes in descending order. Cached, so that all other orders share the result."""
+    """Return the Pareto-optimal placements for sizes in descending order.
+
+    Cached separately from `undominated_placements`, so that all orders of the same sizes share the result.
+    """
     physical = physical_axes(topology)[1:] if has_torus else [(HOST, topology.devices, False)]
     best_placements: dict[tuple[float, ...], Placement] = {}
     for number, filling in enumerate(iterate_fillings(tuple(length for _, length, _ in physical), sizes, MAX_FACTORS)):
@@ -245,7 +254,7 @@ def _torus_factors(
 
 
 def _host_factors(axis: int, filling: Filling, topology: Topology) -> tuple[Factor, ...]:
-    """Return two factors of a mesh axis, over hosts and over the devices of a host, or none for an axis of size 1."""
+    """Return a mesh axis's factors over hosts and over the devices of a host, or () for an axis of size 1."""
     stride, host_size = 1, math.prod(topology.host_bounds)
     for other, size in reversed(filling[0]):
         if other == axis:
@@ -261,9 +270,9 @@ def iterate_fillings(
 ) -> Iterator[Filling]:
     """Yield all ways to fill physical axes of these lengths with factors of mesh axes of these sizes.
 
-    With `max_axes`, at most that many mesh axes share a physical axis, each with one factor, largest first. The last
-    physical axis takes all remaining mesh axes. Without it, any number of mesh axes share a physical axis, and a mesh
-    axis may have several factors on it, smallest first.
+    With `max_axes`, at most that many mesh axes share a physical axis, each with one factor. Large factors are tried
+    first. The last physical axis takes all remaining mesh axes. Without `max_axes`, any number of mesh axes share a
+    physical axis, a mesh axis may have several factors on it, and small factors are tried first.
     """
     if not lengths:
         if math.prod(sizes) == 1:
@@ -280,9 +289,9 @@ def _fill_axis(
 ) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]]:
     """Yield every way to fill a physical axis of this length with mesh axes.
 
-    Each is the (axis number, factor) pairs whose product is `length`, and the mesh axis sizes left after dividing by
-    these factors. `max_axes` and the order of the factors are as in `iterate_fillings`. The next factor is of an axis
-    that is not in `used`.
+    Each is a tuple of (axis number, factor) pairs with the product `length`, and the mesh axis sizes left after
+    dividing by these factors. `max_axes` and the order of the factors are as in `iterate_fillings`. `used` has the mesh
+    axes that the next factor cannot come from.
     """
     if length == 1:
         yield (), sizes

@@ -8,14 +8,14 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 
 
 class BatchSizes(NamedTuple):
-    """Sequences of the global batch, number of microbatches, and problems of the settings."""
+    """Result of `resolve_batches`: sequences in the global batch, number of microbatches, problems of the settings."""
 
     batch: int
     microbatches: int
     problems: list[Problem]
 
     def describe(self, seq: int, device_batch: int | None) -> str:
-        """Describe the batch in one line."""
+        """Describe the batch in one line, such as `8,192 tokens: batch=8 of seq=1024, microbatches=2`."""
         text = f"{self.batch * seq:,} tokens: batch={self.batch} of seq={seq}, microbatches={self.microbatches}"
         return text if device_batch is None else f"{text} of {device_batch} sequences per device"
 
@@ -25,15 +25,15 @@ def resolve_batches(
 ) -> BatchSizes:
     """Convert `batch_tokens` to sequences and `device_batch` to a number of microbatches, if they are set.
 
-    If a setting is illegal, the result has the problem and the unconverted number.
+    If a setting is illegal, the result has the problem, and the argument `batch` or `microbatches` unchanged.
 
     Args:
-        batch: Sequences of the global batch, unless `batch_tokens` is set.
-        microbatches: Microbatches, unless `device_batch` is set.
-        seq: Tokens of a sequence.
+        batch: Number of sequences in the global batch, unless `batch_tokens` is set.
+        microbatches: Number of microbatches. Must be 1 if `device_batch` is set.
+        seq: Number of tokens per sequence.
         shards: Number of parts into which the partition splits a batch.
-        batch_tokens: Tokens of the global batch, or None.
-        device_batch: Sequences that a device processes at a time, or None.
+        batch_tokens: Number of tokens in the global batch, or None.
+        device_batch: Number of sequences that a device processes at a time, or None.
     """
     problems = []
     if batch_tokens is not None:

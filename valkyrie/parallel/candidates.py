@@ -22,10 +22,11 @@ class AxisLinks:
     Args:
         inner: Number of devices joined by fast links: within a TPU slice, or a GPU host.
         inner_rate: Bytes per second that a device sends over fast links.
-        outer: Number of such groups of devices: slices, or hosts.
+        outer: Number of groups of devices with fast links that the axis spans: slices, or GPU hosts.
         outer_rate: Bytes per second that a device sends between groups.
         hops: Hops until data from one device has reached all others of the axis on the torus (`AxisPlacement.hops`).
-        ring_rate: Rate of a single ring through all inner devices, which one axis of the torus limits.
+        ring_rate: Bytes per second that a device sends in a single ring through all inner devices. It uses the links
+            of only one torus axis.
     """
 
     inner: np.ndarray
@@ -44,7 +45,7 @@ class Candidates:
         sizes: Devices along each mesh axis.
         links: Links of each mesh axis.
         rounds: Groups of layers per pipeline stage under the circular schedule, else 1.
-        batches: Sequences of the global batch of each layout, or None if all have the batch of the run.
+        batches: Number of sequences in each layout's global batch, or None if all layouts use the batch of the run.
         sums_once: Gradients are summed over devices once, after the last microbatch (PyTorch), instead of after each.
         shares_loss: Stages share the computation of the logits. Otherwise the last stage does all of it.
         sends_parts: Devices with the same activations each send a part of them to the next stage, which gathers them
@@ -82,7 +83,7 @@ class Candidates:
         )
 
     def parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
-        """Return the number of parts into which these mesh axes split an array."""
+        """Return the number of parts into which these mesh axes split an array, for each layout."""
 
         def product() -> np.ndarray:
             return np.prod([np.ones(len(self), np.int64), *(self.sizes[axis] for axis in mesh_axes)], axis=0)
@@ -91,7 +92,7 @@ class Candidates:
 
     @cached_property
     def _cache(self) -> dict[tuple[object, ...], np.ndarray]:
-        """Results of `parts` and `count_parts`, which estimates request many times."""
+        """Results of `parts` and `count_parts` by their arguments. Estimates request the same ones many times."""
         return {}
 
     def _cached(self, key: tuple[object, ...], compute: Callable[[], np.ndarray]) -> np.ndarray:
@@ -130,9 +131,9 @@ class Candidates:
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
-        """Mesh axes that shard the positions of the logits in addition to those of `seq`.
+        """Mesh axes that shard the positions of the logits, in addition to the mesh axes of `seq`.
 
-        These shard `embed` elsewhere. If one of them also shards `vocab`, positions are not sharded over them.
+        These are the mesh axes that shard `embed` in other activations, or none if one of them also shards `vocab`.
         """
         embed, vocab = self.activations["embed"], self.activations["vocab"]
         return () if set(embed) & set(vocab) else tuple(embed)
@@ -140,16 +141,16 @@ class Candidates:
     def zero1_axes(self, axes: Sequence[str | None]) -> tuple[str, ...]:
         """Return the mesh axes over which ZeRO-1 splits the moments of a parameter: data axes that do not split it.
 
-        They include the axis of a pipeline, which splits the batch outside of the stages.
+        The pipeline's axis counts as a data axis, because it splits the batch outside of the stages.
         """
         data_axes = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
         return find_zero1_axes(data_axes, map(self.stored_axes, axes))
 
     def count_parts(self, logical: str | None, kind: str, length: int) -> np.ndarray:
-        """Return the number of parts of a logical axis of this length.
+        """Return the number of parts of a logical axis of this length, for each layout.
 
         If `Arrays.sharded_like` maps the axis to another one, and both have the same rule, the axis is split only over
-        the mesh axes that divide its length.
+        the leading mesh axes of the rule that divide its length.
 
         Args:
             logical: The logical axis, or None for an axis that is never split.
@@ -177,7 +178,10 @@ class Candidates:
         return divisible_parts
 
     def shard_elements(self, spec: Parameter, kind: str) -> np.ndarray:
-        """Return the number of elements of a parameter on one device, for `kind` `stored` or `used`."""
+        """Return the number of elements of a parameter on one device, for each layout.
+
+        `kind` is `stored` (between steps) or `used` (gathered over data axes).
+        """
         elements = np.full(len(self), float(spec.size))
         for axis, length in zip(spec.axes, spec.shape, strict=True):
             elements = elements / (self.stages if axis == LAYERS else self.count_parts(axis, kind, length))
@@ -186,8 +190,8 @@ class Candidates:
     def state_shard_elements(self, spec: Parameter) -> np.ndarray:
         """Return the number of elements of a parameter for which one device stores the optimizer state.
 
-        Like `Layout.optimizer_axes`, ZeRO-1 splits the state over each data axis that does not split the parameter,
-        along the first dimension that is divisible by the axis.
+        As in `Layout.optimizer_axes`, ZeRO-1 splits the state over each data axis that does not split the parameter.
+        The axis splits the first dimension, except `layers`, that is divisible by the resulting number of parts.
         """
         elements = self.shard_elements(spec, "stored")
         if not self.partition.zero1:
@@ -203,7 +207,10 @@ class Candidates:
         return elements
 
     def problems(self, batch: int, seq: int) -> dict[Problem, np.ndarray]:
-        """Return the problems caused by sizes, each with a mask of the layouts that have it."""
+        """Return a dict from each problem caused by sizes to a mask of the layouts that have it.
+
+        The problems leave out mesh axes, config keys and array names.
+        """
         masks: dict[Problem, np.ndarray] = {}
         for check in size_checks(self, self.arrays, batch, seq):
             p = check.problem

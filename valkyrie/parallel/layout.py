@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def accumulation_steps(self) -> int:
-        """Number of parts of the batch over which a step accumulates gradients: 1 for a pipeline."""
+        """Number of microbatches over which a step accumulates gradients. 1 for a pipeline, which does so itself."""
         return self.microbatches if self.pipeline is None else 1
 
     @property
@@ -144,7 +144,8 @@ class Layout:
     def optimizer_axes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split the optimizer state of a parameter.
 
-        ZeRO-1 adds each data axis that does not split the parameter to the first dimension that it divides.
+        ZeRO-1 adds each data axis that does not split the parameter to a dimension: the first one, except `layers`,
+        that is divisible by the resulting number of parts.
         """
         entries = list(self.stored_axes(axes))
         if self.partition.zero1:
@@ -163,7 +164,7 @@ class Layout:
     def count_parts(self, logical: str, kind: str, length: int) -> int:
         """Return the number of parts of a logical axis of parameters (`kind` `stored`) or activations (`active`).
 
-        `length` is ignored: this method has the arguments of `Candidates.count_parts`, so that `size_checks` can call
+        `length` is ignored. This method has the arguments of `Candidates.count_parts`, so that `size_checks` can call
         either.
         """
         return self.parts((self.activations if kind == "active" else self.parameters)[logical])
@@ -208,16 +209,18 @@ def make_layout(
     nearest: FindNearest | None = None,
     advise: bool = True,
 ) -> tuple[Layout | None, list[Problem]]:
-    """Return the layout of a model's arrays, or None if the mesh or `microbatches` is invalid, and all problems.
+    """Return the layout of a model's arrays and a list of all its problems.
+
+    The layout is None if the mesh or `microbatches` is invalid.
 
     Args:
         mesh: Device mesh.
         partition: Rules that assign logical axes to mesh axes.
         arrays: Arrays of the model.
-        microbatches: Number of microbatches of a step.
+        microbatches: Number of microbatches in a step.
         remat: Activations to save or offload.
-        batch: Sequences of the global batch.
-        seq: Tokens of a sequence.
+        batch: Number of sequences in the global batch.
+        seq: Number of tokens per sequence.
         known_axes: Logical axes of all models, for which a partition may have rules.
         nearest: Searches legal values of a problem's config key (`FindNearest`), or None to suggest the nearest
             multiples.
@@ -253,7 +256,10 @@ def layout_with_problems(
     seq: int,
     known_axes: Collection[str],
 ) -> tuple[Layout, list[Problem]]:
-    """Return the layout and its problems like `make_layout`, for a legal mesh and without advice."""
+    """Return the layout and its problems like `make_layout`, but without checking the mesh and without advice.
+
+    Sizes are checked only if the partition's rules have no problems.
+    """
     layout, problems = derive_layout(mesh, partition, arrays, microbatches, remat, known_axes=known_axes)
     return layout, problems or layout_problems(layout, arrays, batch, seq)
 
@@ -267,7 +273,7 @@ def derive_layout(
     *,
     known_axes: Collection[str],
 ) -> tuple[Layout, list[Problem]]:
-    """Return the layout of a partition on a mesh, legal or not, and all problems of its rules."""
+    """Return the layout of a partition on a mesh, even if it is illegal, and all problems of the partition's rules."""
     parameters, activations, problems = resolve_rules(partition, mesh, arrays.axes, known_axes)
     stages = parameters.get(LAYERS, ())
     if stages:  # outside the stacked layers, the pipeline's axis splits the rows of the batch
@@ -280,8 +286,8 @@ def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
     """Replicate axes in `Arrays.sharded_like` over mesh axes that do not divide their length, and add a note.
 
     `sharded_like` maps an axis to the axis that it follows, such as key heads to query heads. If both have the same
-    rule, mesh axes are dropped from the end of the follower's rule until the others divide its length. If there are
-    fewer key heads than shards of the query heads, for example, the key heads are replicated.
+    rule, mesh axes are dropped from the end of the follower's rule until the remaining ones divide its length. For
+    example, key heads are replicated if there are fewer of them than shards of the query heads.
     """
     notes = []
     for axis, leading in arrays.sharded_like.items():
@@ -303,7 +309,7 @@ def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
 
 
 def fuse_axes(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tuple[str, ...]]) -> tuple[object, ...]:
-    """Fuse mesh axes that are adjacent in every rule, or absent from it, into one axis.
+    """Fuse consecutive mesh axes into one if each rule has them next to each other or has neither of them.
 
     Returns the sizes of the fused axes, and the rules with indices of fused axes instead of names.
     """

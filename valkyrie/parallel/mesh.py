@@ -54,7 +54,7 @@ class MeshConfig:
         return math.prod(self.shape) * self.slices
 
     def problems(self) -> list[Problem]:
-        """Return the problems of the settings."""
+        """Return the problems of the settings: illegal sizes, placement or number of names."""
         if len(self.shape) not in (3, 4) or any(n < 1 for n in self.shape) or self.slices < 1:
             return [Problem(ProblemCode.mesh_shape, "mesh.shape", self.shape, details={"slices": self.slices})]
         problems = [] if self.placement is None else placement_problems(self.placement, self.axes, self.name)
@@ -129,10 +129,10 @@ def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshCo
 def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     """Return the JAX mesh over the first `config.size` devices.
 
-    Without a `placement`, `mesh_utils.create_device_mesh` places the axes on the torus, and
-    `create_hybrid_device_mesh` places the slice axis across slices. Both split an axis of the torus if the mesh needs
-    it. Raises ValueError if there are too few devices or, without a `placement`, if the devices are in several slices
-    and the number of these slices is not `config.slices`.
+    Without a `placement`, `mesh_utils.create_device_mesh` places the axes on the torus, or `create_hybrid_device_mesh`
+    if the devices are in several slices. Both may split a torus axis among mesh axes. Raises ValueError if there are
+    too few devices. Without a `placement`, also raises ValueError if the devices are in several slices and
+    `config.slices` is not their number. Platforms without a torus accept `slices=1` for any number of slices.
     """
     axes = config.axes
     mesh_devices = list(devices)[: config.size]
@@ -185,7 +185,8 @@ def placed_grid(
 def abstract_mesh(config: MeshConfig) -> jax.sharding.AbstractMesh:
     """Return the mesh without devices, for specs, shardings and lowering.
 
-    As in `placed_mesh`, propagation is left to the compiler (`AxisType.Auto`); JAX's defaults differ between the two.
+    As in `placed_mesh`, the compiler propagates shardings (`AxisType.Auto`). JAX's defaults for `Mesh` and
+    `AbstractMesh` differ.
     """
     import jax
 

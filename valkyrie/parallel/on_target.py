@@ -9,7 +9,7 @@ from valkyrie.problems import Problem, ProblemCode
 
 
 def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
-    """Return the problems of a target or, if it has none, of a mesh whose devices or slices do not match the target.
+    """Return the problems of a target, or a problem if the mesh and the target differ in devices or slices.
 
     A target without a number of devices fits every mesh. Slices are not compared if `mesh.placement` is set.
     """
@@ -62,7 +62,8 @@ def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:
 def _slices_hint(target: TargetConfig, mesh: MeshConfig) -> str:
     """Return a sentence that suggests a target with as many slices as the mesh.
 
-    Empty if the mesh has one slice or already has as many as the target, or if there is no slice of that size.
+    Returns an empty string if the target has no topology, if the mesh has one slice or the same number as the target,
+    or if no slice has `mesh.size / mesh.slices` devices.
     """
     slice_size = mesh.size // mesh.slices
     resized = target.resized(slice_size) if target.topology and mesh.slices not in (1, target.slices) else None
@@ -72,7 +73,10 @@ def _slices_hint(target: TargetConfig, mesh: MeshConfig) -> str:
 
 
 def _torus_mesh_name(target: TargetConfig) -> str:
-    """Return the name of a mesh with the axes of the target's torus, then the devices of a chip if it has several."""
+    """Return the name of a mesh with the shape of the target's torus, such as `4x4x1` for `v5e-16`.
+
+    Chips with several devices add an axis.
+    """
     shape = list(parse_shape(target.topology) or (target.chips or 1,))
     if target.chip and target.chip.devices > 1:
         shape.append(target.chip.devices)

@@ -96,7 +96,7 @@ class PartitionConfig:
 def resolve_rules(
     partition: PartitionConfig, mesh: MeshConfig, axes: Collection[str], other_axes: Collection[str] = ()
 ) -> tuple[Rules, Rules, list[Problem]]:
-    """Return the rules for parameters and for activations of a model on a mesh, and the problems of the rules.
+    """Return a model's rules for parameters, its rules for activations, and the problems of these rules on a mesh.
 
     Each of the model's logical axes gets a rule. Rules for logical axes of other models (`other_axes`) are ignored.
     """
@@ -217,7 +217,7 @@ class RoleKind(Enum):
 
     @property
     def splits_only_data(self) -> bool:
-        """Whether devices along such an axis exchange no activations, because they only split the batch."""
+        """Whether a mesh axis of this kind splits activations at most by batch, so its devices exchange none."""
         return self in (RoleKind.DP, RoleKind.FSDP, RoleKind.unused)
 
 

@@ -128,8 +128,8 @@ def _scatter_rows(pipeline: Pipeline, shard: Shard, tree: Any, has_rows: jax.Arr
 def gather_stages(pipeline: Pipeline, x: jax.Array) -> jax.Array:
     """Return the arrays of all stages, stacked in order, on every stage.
 
-    Uses permutes: in a region that is manual over one axis, XLA's partitioner first gathers the operand of an
-    all-gather or a reduce-scatter over all other axes (experiments/LOG.md).
+    Uses permutes instead of an all-gather. In a region that is manual over one axis, XLA's partitioner first gathers
+    the operand of an all-gather or a reduce-scatter over all other axes (experiments/LOG.md).
     """
     stage_index, stages = jax.lax.axis_index(pipeline.axis), range(pipeline.stages)
     received = [x, *(jax.lax.ppermute(x, pipeline.axis, _pairs(np.roll(stages, -k))) for k in stages[1:])]
@@ -147,7 +147,7 @@ def scatter_sum(pipeline: Pipeline, parts: jax.Array) -> jax.Array:
 
 
 def _deal_layers(pipeline: Pipeline, layers: Any, stage_index: jax.Array) -> Any:
-    """Return the layers of a stage by round: (round, layers, ...), or unchanged for a single round.
+    """Return the layers that a stage runs, of shape (round, layers, ...), or `layers` unchanged for a single round.
 
     Layers are stored in order, so checkpoints do not depend on the schedule: stage s stores the s-th of `stages` equal
     parts of the stack. The circular schedule divides the stack into `stages * rounds` groups, and stage s runs group
@@ -187,7 +187,7 @@ def _pairs(targets: Any) -> list[tuple[int, int]]:
 
 
 def update_slot(tree: Any, new: Any, slot: Any, valid: Any) -> Any:
-    """Write `new` into index `slot` of the first dimension of arrays, if `valid`."""
+    """Return arrays with `new` written at index `slot` of the first dimension, or unchanged arrays unless `valid`."""
 
     def update(x: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(x, jnp.where(valid, new, index_tree(x, slot)), slot, 0)
@@ -225,10 +225,10 @@ def _cast_float(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def index_tree(tree: Any, index: Any) -> Any:
-    """Index the first dimension of arrays."""
+    """Return the entry at `index` of the first dimension of each array in a tree."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
 def where_tree(condition: jax.Array, yes: Any, no: Any) -> Any:
-    """Select between two trees of arrays."""
+    """Return the tree `yes` if `condition` is true, else `no`. Both must have the same structure and shapes."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)

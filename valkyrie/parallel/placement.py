@@ -80,7 +80,10 @@ def describe_entries(placement: Sequence[str], axes: Mapping[str, int], topology
 def describe_positions(
     positions: Sequence[Position], axes: Mapping[str, int], topology: Topology
 ) -> dict[str, AxisPlacement]:
-    """Return the placement of each mesh axis on the torus. `positions`: Positions of the mesh's devices in order."""
+    """Return the placement of each mesh axis on the torus.
+
+    `positions`: Positions of the mesh's devices, in row-major order.
+    """
     import numpy as np
 
     coords = np.array([[p.slice, *p.coords[: len(topology.shape)], p.core] for p in positions])
@@ -89,7 +92,7 @@ def describe_positions(
 
 
 def find_placement(mesh: Any, topology: Topology) -> list[str] | None:
-    """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None if none does.
+    """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None if no placement does.
 
     For example, JAX's `mesh_utils` places axes along snakes over small v5e, v6e, v5p and tpu7x slices, which no
     placement describes.
@@ -119,7 +122,7 @@ def find_placement(mesh: Any, topology: Topology) -> list[str] | None:
 
 
 def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
-    """Return all distinct placements of mesh axes on a topology.
+    """Return all distinct placements of mesh axes on a topology, each as the entries of `mesh.placement`.
 
     A mesh axis `s` with one position per slice is always placed between the slices. Raises ValueError if mesh and
     topology have different numbers of devices.
@@ -152,7 +155,10 @@ def _lengths(topology: Topology) -> tuple[int, ...]:
 
 
 def _device_indices(devices: np.ndarray, topology: Topology) -> np.ndarray:
-    """Return the index of each of a mesh's devices in physical order. Devices without coordinates are ordered by id."""
+    """Return the index in physical order of each device, in the shape of `devices`.
+
+    Devices without coordinates are ordered by id. Raises ValueError if the topology has another number of devices.
+    """
     import numpy as np
 
     flat = list(devices.flat)

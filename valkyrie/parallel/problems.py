@@ -26,7 +26,12 @@ FindNearest = Callable[[Problem], list[int]]
 def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
     """Return whether all sizes that depend on the problem's config key are divisible by `problem.parts`.
 
-    `value`: New value of the key. `arrays`: Arrays of the model with this value.
+    If no size of an array depends on the key, as for the batch, the value itself must be divisible.
+
+    Args:
+        problem: A divisibility problem.
+        value: New value of the key.
+        arrays: Arrays of the model with this value.
     """
     tensors = [*arrays.parameters, *arrays.activations]
     sizes = [n for t in tensors for n, key in zip(t.shape, t.config_keys, strict=True) if key == problem.key]
@@ -55,9 +60,10 @@ def add_advice(problem: Problem, nearest: FindNearest | None, find_sizes: Callab
 
 
 def nearest_legal(value: int, parts: int, is_legal: Callable[[int], bool], least: int = 1) -> list[int]:
-    """Return the nearest legal value below `value` and the nearest one above it, if they are found.
+    """Return the nearest legal value below `value` and the nearest one above it.
 
-    Tries values within 32 of `value`, and 16 multiples of `parts`, `64 * parts` and `128 * parts` on each side.
+    Tries values within 32 of `value`, and 16 multiples of `parts`, `64 * parts` and `128 * parts` on each side. A side
+    without a legal value among these is left out. Values below `least` are never legal.
     """
     # Sizes may be half of their key, or rounded up to a multiple of 128, so multiples of `parts` alone miss some.
     coarse = [unit * (value // unit + i) for unit in (parts, 64 * parts, 128 * parts) for i in range(-16, 18)]
@@ -135,10 +141,10 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
 def _split_dimensions(
     layouts: Layout | Candidates, arrays: Arrays
 ) -> dict[tuple[str, int, str | None, tuple[str, ...]], tuple[list[str], list[str]]]:
-    """Group the array dimensions that a rule splits by (logical axis, size, config key, rule).
+    """Group the dimensions of arrays for which there is a rule.
 
-    The value of a group is two lists: `stored` for each parameter and `active` for each activation in the group, and
-    the names of these arrays.
+    Returns a dict. The key of a group is (logical axis, size, config key, rule). Its value is two lists: `stored` for
+    each parameter and `active` for each activation in the group, and the names of these arrays.
     """
     dimensions: dict[tuple[str, int, str | None, tuple[str, ...]], tuple[list[str], list[str]]] = {}
     stored = ("stored", arrays.parameters, layouts.parameters)
@@ -179,7 +185,7 @@ def layout_problems(layout: Layout, arrays: Arrays, batch: int, seq: int) -> lis
 
 
 def _with_mesh_axes(layout: Layout, problem: Problem, mesh_axes: Sequence[str], parts: int = 0) -> Problem:
-    """Set the mesh axes of a problem, with their sizes in the layout."""
+    """Return a copy of a problem with these mesh axes, their sizes in the layout, and `parts`."""
     sizes = tuple(layout.mesh.axes[axis] for axis in mesh_axes)
     return replace(problem, mesh_axes=tuple(mesh_axes), mesh_sizes=sizes, parts=parts)
 
@@ -222,7 +228,7 @@ def _pipeline_problems(
 
 
 def _axes_used_twice(layout: Layout, arrays: Arrays) -> list[Problem]:
-    """Return the problem of each mesh axis that splits two dimensions of an array."""
+    """Return a problem for each mesh axis that splits two dimensions of an array."""
     array_names: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     tensors = [(tensor, layout.stored_axes(tensor.axes), names) for tensor, names in arrays.parameters.items()]
     tensors += [(tensor, layout.activation_axes(tensor.axes), names) for tensor, names in arrays.activations.items()]

@@ -1,6 +1,6 @@
 """Rematerialisation: which named activations are saved on the device or in host memory. Does not import JAX.
 
-All others are recomputed. Each kind of block names its activations (`valkyrie.models.block`).
+All other activations are recomputed. Each kind of block names its activations (`valkyrie.models.block`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def shipped_remats() -> tuple[str, ...]:
 
 
 def load_remat(name: str) -> RematConfig:
-    """Load a config in `conf/remat` by name."""
+    """Load `conf/remat/NAME.yaml`."""
     return read_config("remat", name, RematConfig)
 
 
@@ -119,6 +119,6 @@ def _shipped_names() -> frozenset[str]:
 
 @cache
 def _shipped_lists() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    """Return (`save`, `offload`) for each file in `conf/remat`, by name."""
+    """Return a dict from the name of each config in `conf/remat` to its lists (`save`, `offload`)."""
     remats = {name: load_remat(name) for name in shipped_remats()}
     return {name: (frozenset(remat.save), frozenset(remat.offload)) for name, remat in remats.items()}

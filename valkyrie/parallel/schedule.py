@@ -9,9 +9,9 @@ from valkyrie.parallel.partition import PipelineSchedule
 
 @dataclass(frozen=True)
 class PipelineRecord:
-    """A pipeline and its costs, as stored in run folders. `kept` is `Pipeline.stored_microbatches`.
+    """A pipeline and its costs, as stored in run folders.
 
-    `described` is for display only.
+    `kept` is `Pipeline.stored_microbatches`. `described` is the text of `Pipeline.describe`, for display only.
     """
 
     axis: str
@@ -84,16 +84,17 @@ class Pipeline:
 
     @property
     def permutes(self) -> int:
-        """Number of times that a stage sends a microbatch per step, forward and backward."""
+        """Number of times that a stage sends a microbatch per step, forward and backward, including idle turns."""
         return 2 * self.forward_turns
 
     @property
     def stored_microbatches(self) -> int:
         """Number of microbatches for which a stage stores layer inputs. A microbatch counts once per round.
 
-        gpipe and circular store those of all turns, including idle ones. Under 1f1b, all stages run each turn (a
-        forward and a backward pass) at the same time, so a microbatch returns to the first stage 2 (stages - 1) turns
-        after it left. Stages that do not wait for each other would store only `stages` microbatches.
+        Under gpipe and circular, a stage stores the inputs of all turns, including idle ones. Under 1f1b, all stages
+        run each turn (a forward and a backward pass) at the same time, so a microbatch returns to the first stage
+        2 (stages - 1) turns after it left. Stages that do not wait for each other would store only `stages`
+        microbatches.
         """
         if self.is_1f1b:
             return min(2 * self.stages - 1, self.microbatches)

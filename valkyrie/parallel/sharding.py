@@ -31,7 +31,10 @@ class MeshShard:
     def __init__(
         self, layout: Layout, mesh: AnyMesh, backend: str | None = None, gradient_sum: GradientSum = GradientSum.auto
     ) -> None:
-        """`gradient_sum` is used if the partition has `gradient_sum: auto`."""
+        """`backend` is the JAX platform of the program, or None for the default.
+
+        `gradient_sum` is used if the partition has `gradient_sum: auto`.
+        """
         self.layout = layout
         self.mesh = mesh
         self.backend = backend
@@ -75,12 +78,12 @@ class MeshShard:
         """Compute the gradient of a parameter, sum it over devices, and return it sharded like the stored parameter.
 
         Under `gradient_sum=all_to_all`, each device receives its part of the gradient from every other device and adds
-        these parts in float32. Unlike a reduce-scatter, the TPU compiler overlaps this with matmuls
+        these parts in float32. The TPU compiler overlaps this all-to-all with matmuls, but not a reduce-scatter
         (experiments/LOG.md). It is not used for parameters that tensor parallelism also splits, because the compiler
-        would gather the parts over that axis.
+        would gather the parts over the tensor-parallel axis.
 
         Args:
-            f: Computes the gradient from a device's part of the operands.
+            f: Computes the gradient from the operands, or from a device's part of them for an all-to-all.
             operands: Arrays of shape (batch, seq, ...).
             axes: Logical axes of the parameter.
             reduction_dtype: Dtype in which parts of the gradient are sent.
@@ -122,7 +125,10 @@ class MeshShard:
         return self.layout.shards(axis)
 
     def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
-        """Apply `f` once per layer, then `head`, in one scan, or in a pipeline if a mesh axis splits the layers."""
+        """Apply `f` once per layer, in a scan or, if a mesh axis splits the layers, in a pipeline. Then apply `head`.
+
+        Returns the results of `head`, or the stream after the last layer if `head` is None.
+        """
         pipeline = self.layout.pipeline
         if pipeline is None:
             return apply_head(head, scan_layers(f, layers, x, rows, self), self)
@@ -175,12 +181,12 @@ class MeshShard:
 
 
 def _manual_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Return the manual axes of a mesh: the pipeline's, within a stage."""
+    """Return the manual axes of a mesh: the pipeline's axis within a stage, otherwise none."""
     return mesh.manual_axes if isinstance(mesh, jax.sharding.AbstractMesh) else ()
 
 
 def _scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Sum over mesh axes in float32, and return this device's part along `dim`. Call it inside `jax.shard_map`."""
+    """Sum `x` over mesh axes in float32, and return this device's part along `dim`. Call it in `jax.shard_map`."""
     count = math.prod(jax.lax.axis_size(axis) for axis in axes)
     parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     received = jax.lax.all_to_all(parts, axes, dim, dim)

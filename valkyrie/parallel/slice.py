@@ -40,7 +40,7 @@ class Slice(TargetConfig):
 
     @classmethod
     def from_target(cls, target: TargetConfig) -> Slice:
-        """Return the slice of a target."""
+        """Return a `Slice` with the fields of a target."""
         return cls(**{field.name: getattr(target, field.name) for field in fields(target)})
 
     def mesh(
@@ -49,7 +49,8 @@ class Slice(TargetConfig):
         """Return a JAX mesh of this slice's devices, placed on its torus as in training.
 
         Programs can be compiled for these devices, but not run, because libtpu only describes them. If there are
-        several slices, the first axis spans them. Raises ValueError if the slice has a different number of devices.
+        several slices and no `placement`, the first axis spans them. Raises ValueError if the mesh does not fit this
+        slice or libtpu is missing.
 
         Args:
             shape: Sizes of the axes.
@@ -71,7 +72,10 @@ class Slice(TargetConfig):
         return tuple(Position(d.slice_index, tuple(d.coords), d.core_on_chip) for d in grid.flat)
 
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
-        """Return the sizes of a mesh's axes by name. Raises ValueError if the mesh does not fit this slice."""
+        """Return the sizes of a mesh's axes by name.
+
+        Raises ValueError if the mesh or `placement` does not fit this slice, or if this is not a TPU slice.
+        """
         mesh_text = f"a mesh of {' x '.join(str(n) for n in shape)}"
         if not get_platform(self.platform).compiles_without_devices or self.devices is None:
             raise ValueError(f"{self.describe()} is not a TPU slice. Only TPU programs compile without a device.")
@@ -102,7 +106,7 @@ class Slice(TargetConfig):
 
 @dataclass(frozen=True)
 class DeviceStub:
-    """A device with the attributes that `mesh_utils` reads, without JAX."""
+    """Stand-in for a JAX device, with the attributes that `jax.experimental.mesh_utils` reads."""
 
     id: int
     device_kind: str
@@ -114,7 +118,10 @@ class DeviceStub:
 
 
 def list_device_stubs(target: TargetConfig) -> list[DeviceStub]:
-    """Return the devices of a slice, computed from its topology, numbered and ordered by host as in libtpu."""
+    """Return stubs of the devices of one or more slices, computed from the topology.
+
+    Ids and order are the same as in libtpu, which lists the devices host by host.
+    """
     topology, chip = build_topology(target), target.chip
     assert chip is not None
     kind = chip.device_kinds[0] if chip.device_kinds else chip.name

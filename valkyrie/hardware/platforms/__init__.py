@@ -91,7 +91,7 @@ class Platform(ABC):
         return self.runs_on_host
 
     def missing_compiler(self, target: TargetConfig) -> str | None:
-        """Return a message with how to install the compiler for a target, or None if it is not missing."""
+        """Return instructions to install the compiler for a target, or None if nothing is missing."""
         return None
 
     def compile_environment(self) -> Mapping[str, str]:
@@ -103,9 +103,10 @@ class Platform(ABC):
         """Return at least `size` JAX devices to compile for. Raises ValueError if this machine cannot."""
 
     def usable_memory(self, chip: ChipConfig) -> int | None:
-        """Return the memory of one device that a program may use, in bytes, or None if unknown.
+        """Return the memory that a program may use on one device, in bytes, or None if unknown.
 
-        This is `usable_hbm_gib`, or the whole memory `hbm_gib` if `usable_hbm_gib` is unknown or larger.
+        This is the chip's `usable_hbm_gib`, divided by its number of devices. `hbm_gib` is used instead if
+        `usable_hbm_gib` is unknown, or larger than `ROUNDING_TOLERANCE` times `hbm_gib`.
         """
         usable, total = chip.usable_hbm_gib, chip.hbm_gib
         if usable is None or (total is not None and usable > ROUNDING_TOLERANCE * total):
@@ -113,9 +114,10 @@ class Platform(ABC):
         return None if usable is None else int(usable * 2**30 / chip.devices)
 
     def peak_bytes(self, sizes: Any) -> int:
-        """Return the peak memory of a program, in bytes per device, from XLA's memory analysis.
+        """Return the peak memory of a program, in bytes per device.
 
-        The default is for backends that do not report a peak, and allocate all temporaries at once.
+        `sizes` is the result of `compiled.memory_analysis()`. The default is for backends that do not report a peak:
+        the sum of arguments, results, temporaries and code.
         """
         return resting_bytes(sizes) + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
 
@@ -143,7 +145,10 @@ class Platform(ABC):
 
 
 def resting_bytes(sizes: Any) -> int:
-    """Return the bytes of a program's arguments and results, from XLA's memory analysis. Donated buffers count once."""
+    """Return the bytes per device of a program's arguments and results. Donated buffers count once.
+
+    `sizes` is the result of `compiled.memory_analysis()`.
+    """
     return sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
 

@@ -98,9 +98,9 @@ class Tpu(Platform):
         """Return the peak memory that the TPU compiler compares with its limit, in bytes per device.
 
         The sum of temporaries counts some arrays twice (20 GiB for a program that fits into 15.75, see
-        experiments/LOG.md), so the peak that the compiler reports is used. It consists of the arguments and the larger
-        of two parts: temporaries in HBM, and temporaries in host memory (offloaded activations). If the latter are
-        larger, the sum of temporaries in HBM is used instead, which is an upper bound.
+        experiments/LOG.md), so the peak that the compiler reports is used. The reported peak consists of the arguments
+        and the larger of two parts: temporaries in HBM, and temporaries in host memory (offloaded activations). If
+        those in host memory are larger, the sum of temporaries in HBM replaces them, which is an upper bound.
         """
         if not (stated_peak := sizes.peak_memory_in_bytes):
             return super().peak_bytes(sizes)
@@ -159,7 +159,7 @@ def _refusal_message(target: TargetConfig, topology: Topology, error: Exception)
 def _captured_stderr() -> Iterator[list[str]]:
     """Capture what libtpu writes to stderr. The yielded list receives the lines on exit.
 
-    With LIBTPU_INIT_ARGS, captures nothing: libtpu ends the process after its message about a wrong flag.
+    Captures nothing if LIBTPU_INIT_ARGS is set, because libtpu ends the process after its message about a wrong flag.
     """
     lines: list[str] = []
     if LIBTPU_FLAGS in os.environ:

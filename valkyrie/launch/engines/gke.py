@@ -2,7 +2,7 @@
 
 Also prints the XPK command for the same job. JAX finds the other pods through GKE's environment variables. The fields
 of the JobSet follow cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice and kubernetes-sigs/jobset (failure
-policy), the XPK command docs/usage/workloads.md and docker.md of AI-Hypercomputer/xpk.
+policy). The XPK command follows docs/usage/workloads.md and docker.md of AI-Hypercomputer/xpk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from valkyrie.processes.ending import INTERRUPTED, REFUSED
 _RESTARTS_ANNOTATION = "jobset.sigs.k8s.io/restart-attempt"
 """Pod annotation that holds the number of restarts of the job."""
 _PORTS = (8471, 8080, 8431)
-"""Ports of libtpu (between hosts), of the coordinator on the first slice (between slices), and of the metrics."""
+"""Ports of libtpu: for other hosts, for the coordinator between slices, and for metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ class Config(EngineConfig):
         return Plan((), (CommandStep("train", (("valkyrie-train", *overrides),)),))
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Train in `processes` processes on this machine and restart them after a crash."""
+        """Train in `processes` processes on this machine, and restart them after a crash. Returns the exit status."""
         logs = self.log_folder(overrides)
         if self.processes > 1:
             print_message(f"starting {self.processes} processes; all except process 0 write to {logs}")

@@ -1,4 +1,4 @@
-"""Launch engine for SkyPilot, which rents hardware where it is available and again elsewhere after a preemption.
+"""Launch engine for SkyPilot, which rents hardware wherever it is available, and replaces it after a preemption.
 
 SkyPilot runs the task on every host of a slice, and JAX finds the other hosts itself. The fields and variables are
 documented at docs.skypilot.co: reference/yaml-spec, reference/tpu, running-jobs/distributed-jobs,

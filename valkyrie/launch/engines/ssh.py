@@ -52,7 +52,7 @@ class Config(EngineConfig):
         return problems
 
     def plan(self, overrides: Sequence[str]) -> Plan:
-        """Return the commands for all hosts."""
+        """Return the steps that copy the code to all hosts and train there."""
         notes = (
             f"--run executes these steps. If a process fails, all processes are restarted, up to {self.restarts} times",
             *disk_notes(overrides, "cannot be read by the other hosts"),
@@ -61,7 +61,7 @@ class Config(EngineConfig):
         return Plan(notes, (*self.copy_steps(), *self.train_steps(overrides)))
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Train on all hosts, and restart the training from this machine."""
+        """Train on all hosts. This machine restarts the training after a crash. Returns the exit status."""
         remote.check_clone()
         return self.supervisor(overrides).run()
 
@@ -96,7 +96,7 @@ class Config(EngineConfig):
         ]
 
     def train_steps(self, overrides: Sequence[str], restarts: int = 0) -> list[CommandStep]:
-        """Return the steps that train in one process on each host."""
+        """Return the steps that train in one process on each host. `restarts`: Number of restarts so far."""
         address = f"{self.hosts[0].rpartition('@')[2]}:{self.port}"
         restart_count = {RESTARTS_VARIABLE: str(restarts)} if restarts else {}
         steps = []
@@ -107,7 +107,7 @@ class Config(EngineConfig):
         return steps
 
     def signal_steps(self, overrides: Sequence[str], signum: int) -> list[CommandStep]:
-        """Return the steps that send a signal to this training run on each host, or an empty list if it has no name."""
+        """Return the steps that send a signal to this run's process on each host, or [] if the run has no name."""
         text = remote.signal_command(overrides, signum)
         return [CommandStep(f"stop the training on {host}", (_ssh(host, text),)) for host in self.hosts if text]
 

@@ -2,7 +2,8 @@
 
 A preempted slice cannot be restarted: it is deleted and requested again. JAX finds the other hosts and slices itself.
 The flags are documented at cloud.google.com/sdk/gcloud/reference/compute/tpus/queued-resources and .../tpus/tpu-vm
-(create, describe, ssh, scp, delete, list), spot and preemption at cloud.google.com/tpu/docs/spot and /queued-resources.
+(create, describe, ssh, scp, delete, list). For spot slices and preemption, see cloud.google.com/tpu/docs/spot and
+/queued-resources.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ LOG = "launch.log"
 _POLL_S = 30.0
 """Seconds between checks of the state of a slice."""
 _COPY_ATTEMPTS = 3
-"""Attempts to copy the code to a slice. The first may fail because ssh is not ready yet."""
+"""Maximum number of attempts to copy the code to a slice.
+
+The first attempt on a new slice does not count, because ssh may not be ready yet.
+"""
 _UNUSABLE_STATES = ("SUSPENDING", "SUSPENDED", "FAILED", "PREEMPTED", "TERMINATED", "STOPPED", "DELETING")
 """Final states: a slice in one of them never becomes ready again (REST references of QueuedResource and Node)."""
 
@@ -85,7 +89,10 @@ class Config(RentedConfig):
         )
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Train on the slices, and restart the training from this machine. Does not delete the slices afterwards."""
+        """Train on the slices, and return the exit status. Does not delete the slices afterwards.
+
+        This machine restarts the training after a crash or preemption.
+        """
         remote.check_clone()
         try:
             return self.supervisor(overrides).run()
@@ -141,7 +148,10 @@ class Config(RentedConfig):
         )
 
     def train_step(self, overrides: Sequence[str], restarts: int = 0) -> CommandStep:
-        """Return the step that trains on every worker. Its exit status is 0, or the first nonzero one of a worker."""
+        """Return the step that trains on every worker. Its exit status is 0, or that of the first worker that fails.
+
+        `restarts`: Number of restarts so far.
+        """
         environment = {RESTARTS_VARIABLE: str(restarts)} if restarts else {}
         return CommandStep("train", (self._ssh_all(remote.train_command(self.folder, overrides, environment, LOG)),))
 
