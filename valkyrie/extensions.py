@@ -25,7 +25,7 @@ from valkyrie.paths import cache_root, read_defaults
 _PACKAGE = Path(__file__).parent
 
 _MODULES_VARIABLE = "VALKYRIE_MODULES"
-"""Environment variable with the folders named in this command. Child processes inherit it."""
+"""Environment variable with the folders of modules that this command names. Child processes inherit it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,10 @@ def remember_modules(folders: Iterable[str]) -> None:
 
 
 def check_modules(folders: Sequence[str], file: Path) -> None:
-    """Raise ValueError if saved settings import code from a folder that no command on this machine has named."""
+    """Raise ValueError if one of `folders` has not been named by any command on this machine.
+
+    `folders` are the folders of modules in the settings that `file` records.
+    """
     trusted = {*_command_folders(), *_remembered_folders()}
     if untrusted := [folder for folder in folders if os.path.realpath(folder) not in trusted]:
         folders_text = "that folder" if len(untrusted) == 1 else "these folders"

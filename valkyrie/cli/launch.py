@@ -21,7 +21,7 @@ from valkyrie.processes.child import module_command
 from valkyrie.runs.folder import key_values, split_flags
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
-"""First arguments that request something other than starting a training run."""
+"""Actions that `valkyrie-launch` takes as its first argument. Without one, it starts a training run."""
 TRAIN_COMMAND = module_command("valkyrie.cli.train")
 """Command that runs `valkyrie-train` on this machine."""
 
@@ -81,7 +81,7 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
 
 
 def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> int:
-    """Print the command of an action, or run it if `run`. Returns the exit status."""
+    """Print the command of an action and return 0, or, if `run` is true, run it and return its exit status."""
     if config.runs_immediately:
         raise ValueError(
             f"{action} does not apply to target={config.target}, which runs in the foreground. Stop it with Ctrl-C."
@@ -118,7 +118,7 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
 
 
 def _refuse_other_name(name: str, overrides: Sequence[str]) -> None:
-    """Raise ValueError if the training run sets another `name=` than the launch."""
+    """Raise ValueError if the overrides of the training run set a `name=` that differs from `name`."""
     training_name = key_values(overrides).get("name", name)
     if training_name != name:
         raise ValueError(
@@ -154,7 +154,7 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
 
 
 def _refuse_other_target(requested: TargetConfig, rented: TargetConfig) -> None:
-    """Raise ValueError if a training run requests other hardware than the rented slices."""
+    """Raise ValueError if the hardware that a training run requests differs from the rented slices."""
     hardware, rented_hardware = (
         (target.chip and target.chip.name, target.chips, target.topology, target.slices)
         for target in (requested, rented)

@@ -1,4 +1,4 @@
-"""Shared by all commands: running `main`, one-line error messages, and a silent exit when a pipe closes."""
+"""Helpers of all commands. They run `main`, print errors in one line, and exit silently when a pipe closes."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _predict(words: list[str]) -> int:
 
 
 def split_function(module: str) -> tuple[Path, str | None]:
-    """Return the file of `FILE.py:FUNCTION` and the function, or the file of a compiled module and None.
+    """Split `FILE.py:FUNCTION` into the file and the function's name. For a compiled module, the name is None.
 
     Raises ValueError for a Python file without a function.
     """
@@ -153,7 +153,10 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
 
 
 def _import_function(file: Path, function: str) -> Callable[..., Any]:
-    """Import a Python file like `python FILE`, and return one of its functions."""
+    """Import a Python file, and return its function of this name.
+
+    Adds the folder of the file to `sys.path`, as `python FILE` does.
+    """
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     sys.path.insert(0, str(file.resolve().parent))

@@ -27,7 +27,10 @@ _user_configs: WeakKeyDictionary[ConfigLoader, dict[str, object]] = WeakKeyDicti
 
 
 class Chips(Mapping[str, ChipConfig]):
-    """Maps names to chips: those that ship with Valkyrie, and those in the user's config folders, read on access."""
+    """Maps the names of chips, those that ship with Valkyrie and those in the user's config folders, to their configs.
+
+    A user's file is read when its chip is first accessed.
+    """
 
     def __getitem__(self, name: str) -> ChipConfig:
         user_chip = None if name in config_names(CHIP_GROUP) else _read_user_config(f"{CHIP_GROUP}/{name}", ChipConfig)

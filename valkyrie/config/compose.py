@@ -202,7 +202,10 @@ def _suspend_hydra() -> Iterator[None]:
 
 
 def _divide(a: float | int, b: float | int) -> float:
-    """Return a / b, or infinity if b is 0 or a / b overflows. The range check of the key that sets b reports it."""
+    """Return a / b, or infinity if b is 0 or a / b overflows.
+
+    Does not raise, so that the range check of the key that sets b can report its value.
+    """
     try:
         return float(a) / float(b) if float(b) else math.inf
     except OverflowError:

@@ -203,7 +203,7 @@ def _missing_members(error: BaseException) -> str | None:
 
 
 def _unparsable_argument(error: OverrideParseException, folders: Sequence[str]) -> str:
-    """Return the message for an argument that Hydra cannot parse, with the correct quoting."""
+    """Return the message for an argument that Hydra cannot parse. It states how to write the argument if known."""
     key, sign, value = error.override.partition("=")
     reason = first_line(error)
     if not sign:

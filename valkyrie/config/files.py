@@ -37,7 +37,8 @@ class CheckedFiles(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Load a config. Raises ValueError with the path of a file that is unreadable or fails `check_name`.
 
-        Hydra loads a file before those of its defaults list, and each file once per composition.
+        Skips `check_name` for files that only another file of their group includes. These are known in time, because
+        Hydra loads a file before those in its defaults list.
         """
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.is_file():

@@ -28,7 +28,7 @@ EXPLAIN_FILE = "explain.json"
 ANSWER_FILE = "search.json"
 """File in the folder of a search with its result."""
 CALIBRATED_FILE = "calibrated_{chip}.yaml"
-"""File in a run folder with the constants fitted to a chip."""
+"""File in a run folder with the constants fitted to the chip named `{chip}`."""
 FIGURES_FILE, MACHINES_FILE = "figures.json", "machines.json"
 """Files in a run folder with the measured rates of the local devices, and the machines that have such devices."""
 TIMELINE_FILE = "timeline.json"
@@ -104,7 +104,7 @@ class ModeConfig(ABC):
     reads_run: ClassVar[bool] = False
     """Whether the mode reads a trained run, which `name` or `resume` selects."""
     predicts: ClassVar[bool] = False
-    """Whether the results depend on the version of the compiler, and are computed again with another version."""
+    """Whether the results are predictions. A trial is repeated if the code or the compiler's version has changed."""
     timed: ClassVar[bool] = False
     """Whether other trials on the same machine at the same time would disturb the results."""
     tracked: ClassVar[bool] = False
@@ -112,7 +112,7 @@ class ModeConfig(ABC):
     any_model: ClassVar[bool] = False
     """Whether the mode also accepts models that no task can train."""
     any_layout: ClassVar[bool] = False
-    """Whether the mode searches for a legal layout itself."""
+    """Whether the run may have an illegal layout, for example because the mode searches for a legal one."""
     neutral_keys: ClassVar[frozenset[str]] = NEUTRAL_KEYS
     """Keys of the run that do not change a trial's result. Used only if `result_keys` returns None."""
     unread: ClassVar[frozenset[str]] = frozenset()
@@ -141,7 +141,10 @@ class ModeConfig(ABC):
         return None
 
     def limit_s(self) -> float | None:
-        """Return the time limit of a trial in seconds, or None for no limit."""
+        """Return the time limit of a trial in seconds, or None for no limit.
+
+        Override this if the limit depends on the mode's settings.
+        """
         return self.trial_limit_s
 
 
@@ -192,7 +195,10 @@ def get_mode(name: str | None) -> type[ModeConfig] | None:
 
 
 def reads_run(name: str | None) -> bool:
-    """Return whether `name` and `resume` name a trained run that this mode reads; False for an unknown mode."""
+    """Return whether the mode called `name` reads a trained run, which `resume=` or `name=` then selects.
+
+    Returns False for an unknown mode.
+    """
     mode = get_mode(name)
     return mode is not None and mode.reads_run
 
@@ -216,7 +222,7 @@ def settings_for(schema: type[Schema], mode: ModeConfig) -> Schema:
 
 
 def check_time(key: str, value: str | None) -> list[Problem]:
-    """Return a problem unless the value is a time with a unit, or null."""
+    """Return a list with a problem if the value of `key` is neither None nor a time with a unit, such as `10min`."""
     if value is None or parse_seconds(value) is not None:
         return []
     text = f"{key}={value}: write a time with its unit, such as 90s, 10min or 2h, or null."

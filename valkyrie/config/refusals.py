@@ -305,7 +305,10 @@ def unknown_key_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
 
 
 def nested_value_problems(config: Any) -> list[Problem]:
-    """Return a problem for each list of words or numbers that contains a list or mapping, which OmegaConf accepts."""
+    """Return a problem for each list of words or numbers that contains a list or mapping.
+
+    OmegaConf does not report them.
+    """
     problems = []
     for key, value in flatten(asdict(config)).items():
         if not isinstance(value, list) or not any(isinstance(item, list | dict) for item in value):

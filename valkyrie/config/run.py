@@ -185,7 +185,7 @@ class Run:
         return copy
 
     def layout_on(self, mesh: MeshConfig, partition: PartitionConfig) -> Layout:
-        """Apply a partition to a mesh for this model, ignoring the batch. The layout may be illegal."""
+        """Return the layout of this model on a mesh under a partition, ignoring the batch. It may be illegal."""
         return derive_layout(mesh, partition, self.arrays, known_axes=known_axes())[0]
 
     @property
@@ -425,7 +425,7 @@ class Run:
         )
 
     def layout_problem_identities(self) -> set[Identity]:
-        """Return the identities (`Problem.identity`) of the problems of the mesh, or else of the layout."""
+        """Return the identities (`Problem.identity`) of the mesh's problems or, if it has none, of the layout's."""
         c = self.config
         sizes = (c.microbatches, c.remat, c.batch, c.seq)
         problems = c.mesh.problems() or layout_with_problems(c.mesh, c.partition, self.arrays, *sizes, known_axes())[1]

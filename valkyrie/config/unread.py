@@ -36,7 +36,10 @@ def unread_notes(run: Run) -> list[str]:
 
 
 def replacement_notes(run: Run) -> list[str]:
-    """Return a note if another model replaces that of the run in `resume`, in a mode that does not load its weights."""
+    """Return a list with a note if the model differs from that of the run that `resume` names, else an empty list.
+
+    Modes that load the weights of that run get no note.
+    """
     config = run.config
     if config.resume is None or config.mode.reads_run or config.mode.name == "train":
         return []

@@ -39,7 +39,7 @@ class Config(CompilingMode):
         return SHAPING_KEYS
 
     def limit_s(self) -> float:
-        """Return the time limit of a trial in seconds."""
+        """Return the time limit of a trial: five minutes more than that of its compile, and at least an hour, in seconds."""
         return max(HOUR_S, self.time_limit_s + _MARGIN_S)
 
     def run(self, run: Run) -> int:

@@ -106,6 +106,6 @@ PRICE = Figure(
     specs.price,
 )
 GROUP_FIGURES = [SPEED, PARTS_OF_STEP, SENT, MEMORY, HEAT]
-"""Figures drawn separately for each kind of speed."""
+"""Figures drawn separately for each kind of speed (`SpeedKind`)."""
 OVERALL_FIGURES = [PAIRS, PRICE]
 """Figures that show all trials together."""

@@ -32,7 +32,7 @@ STEP_WIDTH, TRACK_HEIGHT, LABEL_WIDTH = 1000, 26, 190
 TICKS = 5
 """Number of labels on the time axis of the drawing."""
 _WRAPPED_COLUMNS = ("cause", "source", "operation", "code", "what")
-"""Columns with texts that may wrap."""
+"""Headings of the columns with texts that may wrap."""
 
 
 class Rectangle(NamedTuple):
@@ -71,7 +71,10 @@ class _Recorder(Console):
 
 
 def program_page(record: Prediction | Measurement, title: str, spans: Sequence[TimelineSpan]) -> str:
-    """Return a self-contained HTML page with the report of a record and a drawing of its timeline."""
+    """Return a self-contained HTML page with the report of a prediction or measurement, and a drawing of its timeline.
+
+    `spans` are the spans of the timeline. If there are none, the page has no drawing.
+    """
     hints: tuple[Hint, ...] = ()
     if isinstance(record, Prediction):
         hints, record = record.hints, replace(record, hints=())  # the page shows hints in a separate section

@@ -31,7 +31,11 @@ def best_per_workload(rows: Iterable[Row]) -> list[Row]:
 
 
 def pareto_front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> list[Row]:
-    """Return the rows on the Pareto front of speed per chip and `cost`, cheapest first."""
+    """Return the rows on the Pareto front of speed per chip and `cost`, cheapest first.
+
+    These are the rows that are faster than every other row of the same or a lower cost. Omits rows without a speed or
+    cost.
+    """
     costs = [(cost(row), row) for row in rows if row.ranked]
     ordered = sorted(
         ((c, row) for c, row in costs if c is not None), key=lambda p: (p[0], -(p[1].tokens_per_second_per_chip or 0))
@@ -82,7 +86,11 @@ def simplest_partitions(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def same_layout(first: Row, second: Row) -> bool:
-    """Return whether two rows shard every array in the same way, with equal microbatches, remat and placement."""
+    """Return whether two rows have the same workload and shard every array in the same way.
+
+    Their microbatches, remat, placement and pipeline must also be equal. Returns False for different rows if the
+    sharding of one was not recorded.
+    """
     return _layout_key(first) == _layout_key(second)
 
 
@@ -183,6 +191,7 @@ def compare(rows: Sequence[Row], a: str, b: str) -> SweepComparison:
 def concordance(pairs: Sequence[RowPair]) -> float | None:
     """Return the share of pairs of layouts that predictions rank in the measured order (concordance).
 
+    Each item of `pairs` has the prediction `a` and the measurement `b` of one layout.
     Compares only layouts of one workload with the same kinds of speed. Ignores equal predictions, and measurements that
     differ only by noise. Returns None if no two layouts remain.
     """
@@ -202,7 +211,9 @@ def concordance(pairs: Sequence[RowPair]) -> float | None:
 
 
 def group_unsuccessful(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
-    """Group rows without a result by status and kind of reason. Returns (status, first reason, rows), sorted by status.
+    """Group rows without a result by status and kind of reason. Returns (status, first reason, rows).
+
+    Groups are sorted by status, those with the most rows first.
 
     Refusals are of one kind if their first problems have the same code, key and axes. All layouts that do not fit are
     one kind, and so are all timeouts. Other reasons, and refusals in older files, are compared as text.

@@ -57,7 +57,8 @@ class TorusDrawing:
     Args:
         shape: Number of chips along each axis of the torus.
         wrap: Whether each axis of the torus is a ring.
-        shifts: For a twisted torus, the offset along each axis where a ring closes, in chips. Else None.
+        shifts: For each axis of a twisted torus, by how many chips a step past its end shifts each coordinate. None if
+            the torus is not twisted.
         slices: Number of slices.
         axes: Names and sizes of the mesh axes.
         devices_by_chip: Index in the mesh of each chip's first device, or None if it is not in the mesh. Chips are in
@@ -169,6 +170,8 @@ def _merge_spans(
     by_track: Mapping[int, Sequence[Mapping[str, Any]]], gap: float
 ) -> list[tuple[int, float, float, str, str, int]]:
     """Convert events to spans, merging neighbours on a track that are less than `gap` microseconds apart.
+
+    A span is (track, start, duration, category, name, number of merged events), with times in microseconds.
 
     The later event must be shorter than `4 * gap`. If the categories differ, both must be shorter than `gap`. The
     longer of the two gives the merged span its name and category. With `gap=0`, nothing is merged.

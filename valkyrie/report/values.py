@@ -232,7 +232,7 @@ def wall_times(rows: Sequence[Row]) -> Values:
 
 
 def pairs(rows: Sequence[Row]) -> Values:
-    """Return the predicted and measured step times of the same layouts, in milliseconds."""
+    """Return the predicted (`x`) and measured (`y`) step time of each layout that has both, in milliseconds."""
     row_labels = labels(rows)
     return [
         {

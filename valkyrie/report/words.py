@@ -32,7 +32,7 @@ _STAGE_ADJECTIVES = {"estimate": "estimated", "compile": "compiled", "measure": 
 MAX_FACT_VALUES = 4
 """Maximum number of values listed for each fact at the top of a report."""
 MAX_WORKLOADS = 3
-"""Maximum number of workloads with explanations."""
+"""Maximum number of workloads for which a report explains speeds, and names the cheapest layout."""
 EQUAL_RATIO = 1.02
 """Ratio below which two speeds are called equal."""
 MAX_EXPLAINED = 12
@@ -59,7 +59,7 @@ class BigNumber(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The fastest layout among trials with one kind of speed, and why it is faster than others.
+    """The best layout of a search, or of the trials with one kind of speed, and why it is faster than others.
 
     Args:
         head: The number of layouts and the kind of speed, or the reason why there are no speeds.

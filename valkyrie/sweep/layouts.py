@@ -91,7 +91,7 @@ def sweep_layouts(
 
 
 def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
-    """Return every cell of a space.
+    """Return every cell of a space. Composes its runs, meshes, partitions and remat policies with `composer`.
 
     Meshes, partitions and remat policies are composed once for all variants that override their keys in the same way,
     for example with `partition.zero1=true`.

@@ -1,4 +1,7 @@
-"""Plans trials before any process starts: key, name, run and time limit, or the refusal. Does not import JAX."""
+"""Plans trials before any process starts. Does not import JAX.
+
+A plan has the trial's key, name, run and time limit, or the reason why it is refused.
+"""
 
 from __future__ import annotations
 

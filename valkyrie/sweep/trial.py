@@ -44,7 +44,7 @@ _REASON_LENGTH = 160
 
 
 class Status(Enum):
-    """Status of a trial."""
+    """How a trial ended: with results (`ok`), or why it has none."""
 
     ok = "ok"
     refused = "refused"  # an illegal layout: no process was started
@@ -198,7 +198,7 @@ class Trial:
         return "predicted" if mode is not None and mode.predicts else ""
 
     def to_json(self) -> str:
-        """Return the line of the trial without a newline. Omits numbers that are not finite, as in a diverged loss."""
+        """Return the trial as a line of `trials.jsonl`, without a newline. Omits numbers that are not finite."""
         values = {"schema": SCHEMA} | encode(self)
         values |= {"about": drop_unknown(values["about"] or {}), "results": self.results.json_values()}
         return json.dumps(values, allow_nan=False)
