@@ -95,6 +95,7 @@ class ModeConfig(ABC):
     description: ClassVar[str] = ""
     """One line for `--help`."""
     needs: ClassVar[Needs] = Needs.devices
+    """What the mode needs on this machine. A trial is refused if it is missing."""
     results: ClassVar[str | None] = None
     """Name of the results file in the run folder, or None if the mode only prints."""
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -39,7 +39,10 @@ class Config(CompilingMode):
         return SHAPING_KEYS
 
     def limit_s(self) -> float:
-        """Return the time limit of a trial: five minutes more than that of its compile, and at least an hour, in seconds."""
+        """Return the time limit of a trial in seconds.
+
+        It is five minutes longer than the time limit of the compile, and at least an hour.
+        """
         return max(HOUR_S, self.time_limit_s + _MARGIN_S)
 
     def run(self, run: Run) -> int:
