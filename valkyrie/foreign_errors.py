@@ -13,7 +13,7 @@ from enum import Enum
 
 
 def abstract_class(message: str) -> tuple[str, list[str]] | None:
-    """Return the class that Python cannot instantiate and its missing abstract methods, or None for other messages."""
+    """Return the names of a class that Python cannot instantiate and of its missing abstract methods, or None."""
     pattern = r"Can't instantiate abstract class (\w+) with(?:out an implementation for)? abstract methods? (.+)"
     match = re.match(pattern, message)
     return (match[1], re.findall(r"\w+", match[2])) if match else None

@@ -46,7 +46,7 @@ def leaf_names(tree: Any) -> list[str]:
 
 
 def leaf_name(path: Any) -> str:
-    """Return the dotted name of a leaf from its `jax.tree_util` path."""
+    """Return the dotted name of a leaf, such as `layers.0.scale`, from its `jax.tree_util` path."""
     import jax
 
     return jax.tree_util.keystr(path, simple=True, separator=".")

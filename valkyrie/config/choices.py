@@ -54,7 +54,7 @@ def get_target(name: str) -> TargetConfig:
 
 
 def choice_names(group: str) -> list[str]:
-    """Return the names of a group's YAML files, in the package and in the folders that Hydra searches."""
+    """Return the sorted names of a group's YAML files, in the package and in the folders that Hydra searches."""
     sources = [source for source in _sources() if source.is_group(group)]
     return sorted({*config_names(group), *(n for source in sources for n in source.list(group, ObjectType.CONFIG))})
 

@@ -184,7 +184,8 @@ def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: flo
 def parts(rows: Sequence[Row]) -> Values:
     """Return the data of the step-time chart: the step parts of the best `MAX_BARS` rows.
 
-    Parts are ordered as in `PART_LABELS`, followed by communication, which also has its mesh `axes`.
+    Parts are ordered as in `PART_LABELS`, followed by communication, which also has its mesh `axes`. Amounts are in
+    `unit`, which is s, ms or µs for all rows.
     """
     shown_rows = [row for row in rows if row.ranked and row.parts][:MAX_BARS]
     by_axes = {
@@ -208,7 +209,10 @@ def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
 
 
 def sent(rows: Sequence[Row]) -> Values:
-    """Return the bytes that each device sends per step over each set of mesh axes, for the best `MAX_BARS` rows."""
+    """Return the bytes that each device sends per step over each set of mesh axes, for the best `MAX_BARS` rows.
+
+    Amounts are in `unit`, which is GB, MB or kB for all rows.
+    """
     shown_rows = [row for row in rows if row.sent][:MAX_BARS]
     order = sorted({axes for row in shown_rows for axes in row.sent}, key=lambda axes: (axes.count(","), axes))
     largest = max((sum(row.sent.values()) for row in shown_rows), default=0.0)
@@ -220,7 +224,8 @@ def sent(rows: Sequence[Row]) -> Values:
 def wall_times(rows: Sequence[Row]) -> Values:
     """Return the wall time of training runs by kind (steps, compile, saving, ...), longest run first.
 
-    Shows at most `MAX_BARS` runs. Labels are run names if these are unique, else layouts.
+    Shows at most `MAX_BARS` runs. Amounts are in `unit`, which is days, hours, minutes or seconds for all runs. Labels
+    are the names of the runs if these are unique, else their layouts.
     """
     entries = [(row, row.goodput.seconds, row.goodput.wall_s) for row in rows if row.goodput and row.goodput.wall_s]
     entries = sorted(entries, key=lambda entry: -entry[2])[:MAX_BARS]

@@ -46,7 +46,7 @@ def find_sweep_end(context: HydraContext) -> SweepEnd | None:
 
 
 class SweepEndError(Exception):
-    """The table of a sweep could not be printed. The trials are recorded nevertheless."""
+    """Raised if the results of a sweep cannot be printed. All its finished trials are recorded nevertheless."""
 
 
 @contextmanager

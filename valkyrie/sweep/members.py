@@ -33,7 +33,7 @@ from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 WORKER_ARGUMENT = "beside"
 """Command-line argument that marks a process of a trial other than process 0, so that it does not write an outcome."""
 _GRACE_S = 60.0
-"""Seconds for a trial to save and exit after another process of the multirun is lost."""
+"""Seconds for a trial to save and exit after another process of the multirun is lost. It is then killed."""
 _UNSUPPORTED_LAUNCHER = "hydra/launcher={name} cannot start trials on {count} hosts. Omit it, or add distributed=off."
 
 

@@ -172,7 +172,7 @@ class Row:
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes sent by each device per step, by mesh axes."""
+        """Bytes sent by each device per step, by mesh axes such as `x,y`. Empty if unknown."""
         return self.trial.results.sent
 
     @property

@@ -115,7 +115,7 @@ class LiveScreen(LineScreen):
         self._processes, self._waiting = list(processes), waiting
 
     def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
-        """Print a line for the trial above the table, and count it."""
+        """Print a line for the trial, or only count it, and update the counts, mean duration and best trial."""
         super().show_ended(plan, trial, earlier=earlier)
         self._counts[trial.status] += 1
         if not earlier and trial.wall_s:

@@ -122,7 +122,7 @@ class TrialResult:
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes that a device sends per step, by mesh axes."""
+        """Bytes that a device sends per step, by mesh axes such as `x,y`. Empty if unknown."""
         return {} if self.communication is None else self.communication.by_label
 
     @property
