@@ -41,7 +41,7 @@ MAX_PAGE_BYTES = 2_000_000
 MAX_TIMELINES = 8
 """Maximum number of layouts with a timeline. The best layouts of each kind of speed take precedence."""
 MAX_TORUSES = 60
-"""Maximum number of layouts with a drawing of the torus, and the last rank that keeps hints if the page is too large."""
+"""Maximum number of layouts with a drawing of the torus. On a page that is too large, also the last rank with hints."""
 LONG_LABEL = 44
 """Length of a label, in characters, above which figures take the full width of the page."""
 
