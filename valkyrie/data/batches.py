@@ -25,8 +25,8 @@ class BatchPlan:
     """Defines the batches of a loader.
 
     Args:
-        batch: rows of a global batch.
-        seq: tokens (or puzzle cells) of a row.
+        batch: number of rows in a global batch.
+        seq: number of tokens (or puzzle cells) in a row.
         seed: seed of the row order.
         repeat: True for training: rows in a new order every epoch, forever. False for evaluation: every row once, in
             order, with the last batch padded.
@@ -56,11 +56,11 @@ class Dataset(Protocol):
 
     @property
     def tokenizer(self) -> str:
-        """Name of the tokenizer, or `none`."""
+        """Name of the tokenizer, or `none` if the data is not text."""
         ...
 
     def describe(self) -> str:
-        """One line with the amount of data."""
+        """Return a one-line summary for the user, such as the number of tokens in each split."""
         ...
 
     def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
@@ -75,13 +75,19 @@ class Dataset(Protocol):
 class DataPosition(ABC):
     """A position in the batches of a split, stored in checkpoints as JSON. Equal on all processes of a run.
 
-    The fields named in `progress_fields` advance during the run. The others decide the order of the rows and must not
-    change.
+    The fields named in `progress_fields` advance during the run. All other fields determine the order of the rows and
+    must not change.
+
+    Args:
+        version: format version of the position.
+        split: `train` or `validation`.
+        seed: seed of the row order.
+        content: hash of the data (`Dataset.content`).
     """
 
     progress_fields: ClassVar[tuple[str, ...]] = ()
     current_version: ClassVar[int] = 1
-    """Current format version of positions. Positions of another version are refused."""
+    """Format version of new positions. `Loader.restore` refuses positions with another version."""
 
     version: int
     split: str
@@ -97,7 +103,7 @@ class DataPosition(ABC):
 
     @abstractmethod
     def at_step(self, step: int, batch: int) -> DataPosition:
-        """Return the position at the beginning of a step, in the same data and row order."""
+        """Return a copy of this position, moved to the beginning of `step`. `batch` is the size of a global batch."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
     @property
     @abstractmethod
     def step(self) -> int:
-        """Global batches yielded so far, including those before a restart."""
+        """Number of global batches yielded so far, including those before a restart."""
 
     def position(self) -> Position:
         """Return the position of the next batch. Call it on all processes, because some loaders exchange positions."""
@@ -156,7 +162,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
 
     @abstractmethod
     def go_to(self, position: Position) -> None:
-        """Continue from a position with the same data and row order as `start`."""
+        """Continue with the batch at `position`, which must have the data and row order of `start`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -203,7 +209,7 @@ class IndexedLoader(Loader[Position]):
     Args:
         plan: the batches.
         start: the position before the first batch.
-        batches: a sequence of batches; `batches[number]` has this process's rows of step `number`.
+        batches: random-access data source for grain; `batches[step]` has this process's rows of that step.
     """
 
     def __init__(self, plan: BatchPlan, start: Position, batches: Any) -> None:
@@ -233,7 +239,7 @@ class IndexedLoader(Loader[Position]):
 
 
 def hash_seed(purpose: str, seed: int) -> int:
-    """Return a 32-bit hash of a purpose and a seed.
+    """Return a 32-bit hash of a purpose, such as `row order`, and a seed.
 
     grain adds the epoch to the seed. Without the hash, epoch 1 of seed 0 would have the order of epoch 0 of seed 1.
     """

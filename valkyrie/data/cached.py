@@ -20,11 +20,13 @@ from valkyrie.processes.locks import LockState, lock
 
 
 def cached_folder(cache: Path, name: str, write: Callable[[Path], None], *, alternative: str | None = None) -> Path:
-    """Return the path of a cache folder. `write` fills it if it is missing.
+    """Return the path of the folder `name` in the cache, creating it first if it is missing.
 
-    Several processes may call this at once: one writes while the others wait. If the file system has no locks, each of
-    them writes, and the first to finish is kept. A process that is killed never leaves an incomplete folder with this
-    name. Raises DiskError if the cache cannot be written. Its message suggests `alternative`, by default the setting
+    To create it, `write` fills a temporary folder, which is then renamed. A process that is killed therefore never
+    leaves an incomplete folder with this name. Several processes may call this at once: one writes while the others
+    wait. If the file system has no locks, every process writes, and the result of the first to finish is kept.
+
+    Raises DiskError if the cache cannot be written. The error message suggests `alternative`, by default the setting
     that moves the cache.
     """
     final = cache / name

@@ -29,7 +29,7 @@ class Language(Enum):
 
 LANGUAGE_BY_SUFFIX = {".py": Language.python, ".c": Language.c}
 LANGUAGE_BY_SUFFIX |= dict.fromkeys((".h", ".cc", ".cpp", ".cxx", ".hpp"), Language.cpp)
-"""Language by file suffix. C headers are parsed with the C++ grammar, which reads them too."""
+"""Language by file suffix. A .h file may be C or C++. It is parsed as C++, whose grammar also accepts C headers."""
 PROSE_SUFFIXES = (".txt", ".md")
 """Suffixes of files that are never split."""
 _CONTAINER_NODES = {"module", "translation_unit", "namespace_definition", "linkage_specification", "declaration_list"}
@@ -42,7 +42,7 @@ _SPECIFIER_NODES = {"class_specifier", "struct_specifier"}
 
 
 def chunk_problems(chunk: Chunk) -> list[Problem]:
-    """Return a problem if `chunk` is `functions` and the tree-sitter packages are not installed."""
+    """Return one problem if `chunk` is `functions` and a tree-sitter package is not installed, else an empty list."""
     packages = ("tree_sitter", "tree_sitter_c", "tree_sitter_cpp", "tree_sitter_python")
     if chunk is Chunk.whole or all(map(find_spec, packages)):
         return []

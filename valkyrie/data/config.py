@@ -1,4 +1,4 @@
-"""Base config of all data sources. Imports little, so that a run is checked before NumPy loads."""
+"""Base config of all data sources. Does not import NumPy, so that settings can be checked in milliseconds."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ VOCAB_SIZES = {
     "cl100k_base": 100277,
     "o200k_base": 200019,
 }
-"""Vocabulary sizes of well-known tokenizers. Those of others are read from their files."""
+"""Vocabulary sizes of well-known tokenizers. For other tokenizers, `vocab_size_of` reads the vocabulary."""
 MAX_SEED = 2**31 - 1
-"""Maximum seed, because JAX takes seeds as 32-bit integers."""
+"""Maximum seed, because JAX takes seeds as signed 32-bit integers."""
 
 # fmt: off
 _FLAT_KEYS = frozenset({
@@ -45,13 +45,16 @@ _FLAT_KEYS = frozenset({
     "mean_length", "states", "generator_seed", "sudoku", "augment",
 })
 # fmt: on
-"""The keys of `data` in old `run.yaml` files, from when all sources shared one config. These files have all of them."""
+"""The keys of `data` in old `run.yaml` files, which have all of these keys because all sources shared one config."""
 
 
 class DataCheck(NamedTuple):
-    """Result of checking a run's data without preparing it: one line of text, and advice if something looks wrong.
+    """Result of checking a run's data without preparing it.
 
-    `content` is the hash of the prepared data, which processes compare, or None if unknown.
+    Args:
+        text: one line about the data, such as its number of tokens.
+        advice: what to change if something looks wrong, or None.
+        content: hash of the prepared data, which is compared between processes, or None if unknown.
     """
 
     text: str
@@ -82,7 +85,7 @@ class DataConfig(ABC):
         return check_range("data.shuffle_seed", self.shuffle_seed, **seeds, otherwise="null for the seed of the run")
 
     def raise_problems(self) -> None:
-        """Raise ProblemError if there are problems."""
+        """Raise ProblemError, listing all `problems` of the settings, if there are any."""
         refuse(self.problems())
 
     def with_full_paths(self) -> DataConfig:
@@ -93,7 +96,7 @@ class DataConfig(ABC):
         return dataclasses.replace(self, **full)
 
     def tokenizer_for(self, default: str) -> str:
-        """Return the tokenizer that the data sets, or `default`, the model's tokenizer, if it sets none."""
+        """Return the name of the tokenizer set in this config, or `default` (the model's tokenizer) if none is set."""
         return default
 
     @abstractmethod
@@ -108,7 +111,16 @@ class DataConfig(ABC):
 
     @abstractmethod
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
-        """Check that the data exists and is enough for a run. Raises ValueError or OSError if not."""
+        """Check, without preparing the data, that it exists and has at least one batch, as far as that is known.
+
+        Raises ValueError or OSError if not.
+
+        Args:
+            tokenizer: name of the tokenizer.
+            batch: number of rows in a global batch.
+            seq: number of tokens (or puzzle cells) in a row.
+            steps: number of steps of the run, to report how often the data repeats.
+        """
 
     def note(self, data: Dataset) -> str | None:
         """Return a remark about the opened data for the user, or None."""

@@ -35,7 +35,13 @@ class TokenDocument:
 
 @dataclass(frozen=True)
 class DocumentPiece:
-    """A piece of a document, in one split. `first` is True for the first piece of the document, which gets a BOS."""
+    """A piece of a document.
+
+    Args:
+        content: text, or token ids if the source provides tokens.
+        split: `train` or `validation`.
+        first: whether the document begins with this piece. If so, a BOS is inserted before it.
+    """
 
     content: str | np.ndarray
     split: str
@@ -73,8 +79,8 @@ class Census:
 def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
     """Return the hash threshold (see `cut`), adjusted if needed so that both splits have a document.
 
-    A single text, which is cut into two parts, needs no adjustment. Raises ValueError if a source has no documents, or
-    if any other source has fewer than two different documents.
+    A source that is a single text is cut into two parts, so its threshold is not used and is returned unchanged. Raises
+    ValueError if the source has no documents, or if it is not a single text and has fewer than two different documents.
     """
     name = f"data={config.name}"
     if census.documents == 0:
@@ -96,9 +102,10 @@ def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census,
 
 
 def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[DocumentPiece]:
-    """Yield the pieces of the documents in order, up to `config.byte_limit` bytes. Adds the documents to `census`.
+    """Yield the pieces of the documents in order, up to `config.byte_limit` bytes of text.
 
-    Documents with a hash below `threshold` are for validation. A single text is cut into two parts instead.
+    Adds the documents to `census`. Documents with a 64-bit hash below `threshold` are for validation. If the source is
+    a single text, the text is cut into two parts instead.
     """
     limit, single = config.byte_limit, config.is_single_text(listing)
     for document in config.read_annotating_errors(listing):
@@ -146,10 +153,10 @@ def _split_single_text(name: str, text: str, config: DocumentConfig) -> Iterator
 
 
 def split_into_pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[DocumentPiece]:
-    """Split a text into pieces of slightly more than `size` characters that have the same tokens as the whole text.
+    """Split a text into pieces that can be tokenised separately with the same result as the whole text.
 
-    A piece ends only after a newline that follows a visible character and precedes an ASCII letter or digit. No token
-    of the supported patterns crosses such a boundary.
+    Each piece, except the last, has slightly more than `size` characters. It ends after a newline that follows a
+    visible character and precedes an ASCII letter or digit: no token of the supported patterns crosses such a boundary.
     """
     start = 0
     while (boundary := _PIECE_END.search(text, start + size)) is not None:

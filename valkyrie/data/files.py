@@ -18,7 +18,7 @@ from valkyrie.units import count_text
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source, before anything is read. `skipped`: number of matched files with an unsupported suffix."""
+    """The files of a source, before they are read. `skipped` counts matched files with an unsupported suffix."""
 
     files: tuple[File, ...]
     skipped: int = 0
@@ -30,7 +30,7 @@ class Listing:
 
     @property
     def signature(self) -> str:
-        """Hash of each file's name, size and modification time (for remote files: URL, size, and checksum or tag)."""
+        """One hash of the path, size and modification time of all files (of remote files: URL, size and version)."""
         return digest([file.stamp for file in self.files])
 
 
@@ -127,6 +127,6 @@ def walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
 
 
 def local_file(name: str, path: Path) -> SourceFile:
-    """Return the `SourceFile` of a file on a disk, called `name` in messages."""
+    """Return the `SourceFile` for a local file. Messages refer to it as `name`."""
     status = path.stat()
     return SourceFile(name, path.resolve(), status.st_size, status.st_mtime_ns)

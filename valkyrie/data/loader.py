@@ -20,7 +20,7 @@ from valkyrie.units import count_text
 
 
 class TokenStream:
-    """The tokens of a split as one long array, stored in several files."""
+    """The tokens of a split as one long array. Its shard files are memory-mapped."""
 
     def __init__(self, prepared: PreparedText, split: str) -> None:
         self._shards = [
@@ -107,7 +107,7 @@ def open_split(prepared: PreparedText, split: str) -> TokenStream:
 
 
 def count_rows(prepared: PreparedText, split: str, batch: int, seq: int) -> int:
-    """Return the number of rows of `seq` tokens in a split. Raises ValueError if there are fewer than `batch`."""
+    """Return the number of complete rows of `seq` tokens in a split. Raises ValueError if it is below `batch`."""
     tokens = prepared.split(split).tokens
     has = f"data={prepared.name} has {count_text(tokens, 'token')} in its {split} split"
     targets = tokens - 1

@@ -93,9 +93,9 @@ class PreparedText(Manifest):
 
     @cached_property
     def streams(self) -> dict[str, TokenStream]:
-        """The tokens of both splits, opened together.
+        """The tokens of each split, by split name.
 
-        They stay open, so that a run can continue after the data cache is deleted.
+        Both splits are opened together and stay open, so that a run can continue after the data cache is deleted.
         """
         from valkyrie.data.loader import TokenStream
 
@@ -107,7 +107,7 @@ class PreparedText(Manifest):
         return PreparedLoader(self, split, plan)
 
     def describe(self) -> str:
-        """One line with the number of tokens."""
+        """Return one line with the number of tokens in each split and the tokenizer."""
         return (
             f"data {self.name}: {self.train.tokens:,} training tokens, {self.validation.tokens:,} validation tokens "
             f"({self.tokenizer})"
@@ -140,7 +140,7 @@ class PreparedText(Manifest):
 
 
 def content_hash(train: Split, validation: Split, dtype: str, bos_id: int) -> str:
-    """Return the hash of all tokens, computed from the checksums of their shards."""
+    """Return a hash of all tokens, computed from the checksums of the shards. It also depends on `shard_tokens`."""
     return digest([dtype, bos_id, [[shard.sha256 for shard in split.shards] for split in (train, validation)]])[:32]
 
 
@@ -151,7 +151,7 @@ def write_manifest(prepared: PreparedText) -> None:
 
 
 class CorruptShardsError(ValueError):
-    """Shards of a dataset are missing or damaged. `damages` has a problem for each of them."""
+    """Shards of a dataset are missing or damaged. `damages` has one problem for each such shard."""
 
     def __init__(self, prepared: PreparedText, damages: list[Problem]) -> None:
         self.damages = damages

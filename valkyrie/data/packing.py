@@ -1,6 +1,7 @@
 """Packs documents into rows of seq + 1 tokens: windows of one stream, or best-fit rows that begin with a document.
 
-Both kinds of packing can resume after any row.
+The documents come from a lane, which is a share of the data that is read in order (`valkyrie.data.stream`). Both kinds
+of packing can resume after any row.
 """
 
 from __future__ import annotations
@@ -113,12 +114,15 @@ PACKINGS = {Packing.stream: StreamRows, Packing.best_fit: BestFitRows}
 
 
 def pack(lane: Lane, seq: int, start: LanePosition) -> StreamRows | BestFitRows:
-    """Pack the documents of a lane into rows, starting at a position."""
+    """Return the packer that `data.packing` selects, for the documents of a lane, starting at a position."""
     return PACKINGS[lane.config.packing](lane, seq, lane.config.pool, start)
 
 
 def row_batches(lanes: list[StreamRows | BestFitRows], rows_per_lane: int) -> Iterator[list[np.ndarray]]:
-    """Yield batches with `rows_per_lane` rows of each lane, lane by lane, until all lanes are exhausted."""
+    """Yield lists with `rows_per_lane` rows of each lane, in lane order, until all lanes are exhausted.
+
+    The rows of a lane that is exhausted earlier are empty.
+    """
     while True:
         batch = [lane.next_row() for lane in lanes for _ in range(rows_per_lane)]
         if not any(row.size for row in batch):

@@ -71,7 +71,10 @@ def _folder_name(config: DocumentConfig, tokenizer: str, key: str) -> str:
 
 
 def _open_named_folder(config: DocumentConfig, tokenizer: str) -> PreparedText | None:
-    """Open the folder of shards that `data.paths` names, or return None if it names files."""
+    """Open the folder of shards that `data.paths` names, or return None if it names files.
+
+    Raises ValueError if the folder was prepared with another tokenizer.
+    """
     if (path := config.prepared_folder()) is None:
         return None
     if read_manifest(path).tokenizer_fingerprint != fingerprint_of(tokenizer):

@@ -46,7 +46,15 @@ _NEEDS_PYARROW = "needs pyarrow. Install it with `uv sync --extra parquet` in th
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read. `id` names it in messages; `member` is its name inside a zip archive, None for a plain file."""
+    """A local file to read.
+
+    Args:
+        id: name of the file in messages.
+        path: path of the file, or of the zip archive that contains it.
+        size: size in bytes.
+        mtime_ns: modification time in nanoseconds.
+        member: name of the file in the zip archive, or None for a plain file.
+    """
 
     id: str
     path: Path
@@ -61,15 +69,15 @@ class SourceFile:
 
     @property
     def stamp(self) -> list[str | int | None]:
-        """The file's part of the cache key."""
+        """The values by which a cache key identifies this version of the file: path, zip member, size and time."""
         return [str(self.path), self.member, self.size, self.mtime_ns]
 
     def open(self) -> AbstractContextManager[BinaryIO]:
-        """Open the content of a plain file as a stream."""
+        """Open a plain file (`member` is None) as a binary stream."""
         return self.path.open("rb")
 
     def read(self) -> bytes:
-        """Return the content."""
+        """Return all bytes of the file, or of the member of the zip archive."""
         if self.member is None:
             return self.path.read_bytes()
         with zipfile.ZipFile(self.path) as archive:
@@ -78,7 +86,13 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Document:
-    """A text. `replaced`: number of undecodable characters and lone surrogates that were replaced by U+FFFD."""
+    """The text of one document.
+
+    Args:
+        id: name of the document in messages, such as `FILE:LINE`.
+        text: the text.
+        replaced: number of undecodable characters and lone surrogates that were replaced by U+FFFD.
+    """
 
     id: str
     text: str
@@ -132,10 +146,10 @@ def _decode(raw: bytes, name: str) -> Document:
 
 
 def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator[Document]:
-    """Yield the documents of a file, or of one row group of a .parquet file. Some may be empty.
+    """Yield the documents of a file, or of the row group with index `group` of a .parquet file. Some may be empty.
 
-    With `chunk=functions`, the documents are its functions and classes. Raises ValueError, naming the file and the line
-    or record, if the file is damaged or a record has no text field.
+    With `options.chunk=functions`, each function or class in a document becomes a separate document. Raises ValueError,
+    naming the file and the line or record, if the file is damaged or a record has no text field.
     """
     documents = READERS[file.suffix](file, options, group)
     language = (

@@ -60,7 +60,10 @@ def array_records(path: str, name: str) -> Iterator[bytes]:
 
 
 def record_text(raw: bytes, name: str, field: str) -> str:
-    """Return the text of a record: the feature `field` of an Example, or else the record itself as UTF-8."""
+    """Return the text of a record: the feature `field` of a tf.train.Example, or else the whole record as UTF-8.
+
+    Raises ValueError if an Example has no text in this feature, or if the record is neither an Example nor UTF-8.
+    """
     features = _features(raw)
     if features and field not in features:
         raise ValueError(
@@ -79,7 +82,7 @@ def _masked_crc(crc: int) -> int:
 
 
 def _features(raw: bytes) -> dict[str, bytes | None] | None:
-    """Return the first value of every feature of an Example (None for numbers), or None if it is not an Example."""
+    """Return the first value of each feature of a tf.train.Example (None for numbers), or None for other records."""
     features: dict[str, bytes | None] = {}
     try:
         for number, group in _fields(raw):
@@ -100,9 +103,9 @@ def _features(raw: bytes) -> dict[str, bytes | None] | None:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, content) of the length-delimited fields of a protobuf message.
+    """Yield (field number, content) for each field of a protobuf message with only length-delimited fields.
 
-    Raises ValueError if it is not one.
+    Raises ValueError if `raw` is not such a message.
     """
     position = 0
     while position < len(raw):

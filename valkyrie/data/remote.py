@@ -70,11 +70,11 @@ class RemoteFile:
 
     @property
     def stamp(self) -> list[str | int | None]:
-        """The file's part of the cache key."""
+        """The values by which a cache key identifies this version of the file: URL, size and version."""
         return [self.id, self.size, self.version]
 
     def read(self) -> bytes:
-        """Return the content."""
+        """Return all bytes of the file, downloading them unless they were fetched ahead."""
         if self.content is not None:
             return self.content
         with _explain_errors(self.id):
@@ -82,7 +82,7 @@ class RemoteFile:
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Stream the content."""
+        """Open the file as a binary stream, in a `with`. Downloads it while it is read, unless it was fetched ahead."""
         if self.content is not None:
             yield io.BytesIO(self.content)
             return

@@ -122,7 +122,7 @@ class StreamedText:
         return StreamLoader(self, split, plan)
 
     def describe(self) -> str:
-        """One line with the number of files and units."""
+        """Return one line with the number of files and units in each split, and the tokenizer."""
         training, validation = _describe_units(self.train), _describe_units(self.validation)
         return (
             f"data {self.name}: {training} for training, {validation} for validation, tokenised while they are read "
@@ -215,7 +215,7 @@ class Lane:
         return self._encode(self._read_texts(start))
 
     def fetch(self, positions: Sequence[DocumentPosition]) -> list[LaneDocument]:
-        """Return the tokens of the documents at the given positions, in that order. Reads each unit once."""
+        """Return the documents at the given positions, in the order of `positions`. Reads each unit once."""
         texts: dict[DocumentPosition, str] = {}
         requested = set(positions)
         for epoch, unit in sorted({(position.epoch, position.unit) for position in positions}):

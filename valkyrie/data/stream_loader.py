@@ -95,7 +95,10 @@ class StreamLoader(Loader[StreamPosition]):
         return {name: self._join([part[name] for part in parts]) for name in parts[0]}
 
     def _datasets(self) -> list[Any]:
-        """Return a dataset for each worker, dealing the lanes to the workers in turn."""
+        """Return one grain dataset per worker. Lanes are assigned to the workers in turn.
+
+        Without workers, returns one dataset that a thread of this process reads.
+        """
         if not flags.FLAGS.is_parsed():  # grain reads absl flags, which only absl programs parse
             flags.FLAGS.mark_as_parsed()
         count = max(1, self._workers)
@@ -109,7 +112,7 @@ class StreamLoader(Loader[StreamPosition]):
         return datasets
 
     def _join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Join the workers' rows to this process's rows, in order."""
+        """Combine one array from each worker into one with this process's rows, in the order of `BatchPlan.rows`."""
         blocks = np.empty((len(self._my_lanes), self._rows_per_lane, *parts[0].shape[1:]), parts[0].dtype)
         for worker, part in enumerate(parts):
             blocks[worker :: len(parts)] = part.reshape(-1, self._rows_per_lane, *part.shape[1:])

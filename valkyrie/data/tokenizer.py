@@ -88,7 +88,10 @@ def vocab_size_of(name: str) -> int:
 
 
 def fingerprint_of(name: str) -> str:
-    """Return the fingerprint of a tokenizer: a hash of its file, or of its name if tiktoken defines its content."""
+    """Return the fingerprint of a tokenizer: a hash of its file or, for `bytes` and tiktoken encodings, of its name.
+
+    The fingerprint of `gpt2` also covers the packaged vocabulary. Raises ValueError if there is no such tokenizer.
+    """
     file = _find_file(name)
     identity = file.identity if file else f"gpt2 {_GPT2_SHA256}" if name == "gpt2" else name
     return digest(f"tokenizer {identity}")[:16]

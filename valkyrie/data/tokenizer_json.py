@@ -131,9 +131,10 @@ def json_vocab_size(path: Path) -> int:
 
 
 def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
-    """Load the tokenizer in a file.
+    """Load the tokenizer in the `tokenizer.json` at `path`.
 
-    Raises ValueError if it is damaged, has no BOS, or the package tokenizers is missing.
+    `name` and `fingerprint` become attributes of the result. Raises ValueError if the file is damaged or has no BOS, or
+    if reading it needs the package tokenizers, which is not installed.
     """
     content = _read(path)
     added = {token.content: token.id for token in content.added_tokens}
@@ -316,7 +317,7 @@ def _split_pattern(content: _TokenizerJson) -> str | None:
 
 
 def _bytes_by_id(name: str, content: _TokenizerJson, encoder: Any) -> list[bytes]:
-    """Return the bytes of every id. Special ids and gaps have none.
+    """Return the bytes of each token, indexed by id. Special ids and gaps in the vocabulary have empty bytes.
 
     Raises ValueError for a tokenizer that drops spaces.
     """

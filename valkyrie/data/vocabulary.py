@@ -38,7 +38,7 @@ class Tokenizer(ABC):
     """Encodes text as token ids, and decodes ids to text.
 
     Attributes:
-        name: the name it was loaded by.
+        name: the name or path that it was loaded from.
         vocab_size: ids are below this.
         bos_id: the id placed before every document; no text encodes to it.
         fingerprint: hash that changes whenever any text would get other ids.
@@ -60,7 +60,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Return the UTF-8 bytes of ids. BOS has none.
+        """Return the UTF-8 bytes of ids, leaving out BOS.
 
         Use this to stream text token by token, because a token may end inside a character.
         """
@@ -102,7 +102,7 @@ def _token_bytes(encoding: tiktoken.Encoding) -> Int32[np.ndarray, " vocab"]:
 
 
 def checked_ids(ids: Ids, tokenizer: Tokenizer) -> np.ndarray:
-    """Return ids as an array. Raises ValueError if the tokenizer does not have one of them."""
+    """Return ids as a one-dimensional int64 array. Raises ValueError if an id is not in 0 to `vocab_size` - 1."""
     array = np.asarray(ids, dtype=np.int64).reshape(-1)
     if array.size and not (array.min() >= 0 and array.max() < tokenizer.vocab_size):
         wrong = array[(array < 0) | (array >= tokenizer.vocab_size)][0]

@@ -34,7 +34,10 @@ class EncodedDocuments:
 def encode(
     pieces: list[DocumentPiece], tokenizer: Tokenizer, token_bytes: np.ndarray, dtype: np.dtype
 ) -> list[EncodedDocuments]:
-    """Encode pieces. Returns one entry per split, with the tokens in the order of the pieces."""
+    """Encode pieces. Returns one entry per split that occurs, with the tokens in the order of the pieces.
+
+    `token_bytes` has the number of bytes of each token, to compute the size of documents that are given as tokens.
+    """
     bos = np.array([tokenizer.bos_id], dtype)
     encoded = []
     for split in dict.fromkeys(piece.split for piece in pieces):
@@ -79,7 +82,7 @@ def _groups(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
 
 
 MAX_SHARDS = 10_000
-"""Maximum number of files of a split. With the default of 64 Mi tokens each, they have 670 billion tokens."""
+"""Maximum number of shards per split, enough for 670 billion tokens with the default of 64 Mi tokens per shard."""
 
 
 class ShardWriter:
@@ -99,7 +102,7 @@ class ShardWriter:
         self.bytes = 0
 
     def add(self, tokens: EncodedDocuments) -> None:
-        """Append encoded documents to the stream."""
+        """Append encoded documents to the shards. Raises ValueError if more than `MAX_SHARDS` files are needed."""
         self.documents += tokens.documents
         self.bytes += tokens.bytes
         self.tokens += tokens.ids.size

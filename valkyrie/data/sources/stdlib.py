@@ -20,7 +20,7 @@ _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 
 @dataclass
 class Config(CorpusConfig):
-    """The .py files of the standard library."""
+    """The .py files of Python's standard library, except its tests."""
 
     name: str = "stdlib"
     source: str = "stdlib"
@@ -28,7 +28,7 @@ class Config(CorpusConfig):
     def list_files(self) -> Listing:
         """Return the source files of Python's standard library, from its folder or zip archives on `sys.path`.
 
-        Raises ValueError if they have too little text.
+        Raises ValueError if they have fewer than `MIN_BYTES` bytes, because this Python has no source code.
         """
         root = Path(sysconfig.get_paths()["stdlib"])
         files: list[SourceFile] = []

@@ -83,7 +83,7 @@ class Config(DocumentConfig):
         return ReadOptions().cache_identity | {"synthetic": settings}
 
     def source_details(self) -> dict[str, object]:
-        """Return the settings, and the lowest loss that a model can reach."""
+        """Return the settings of the chain, and its entropy as `entropy_nats_per_token`."""
         keys = ("documents", "mean_length", "states", "generator_seed")
         return {**{key: getattr(self, key) for key in keys}, "entropy_nats_per_token": entropy()}
 

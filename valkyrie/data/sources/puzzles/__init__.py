@@ -69,9 +69,9 @@ class PuzzleConfig(DataConfig):
 
     @abstractmethod
     def shape(self) -> PuzzleShape:
-        """Return the shape of the puzzles, from the settings or the beginning of the files.
+        """Return the sizes of the puzzles, from the settings or the beginning of the files.
 
-        Raises ValueError if they are invalid.
+        Raises ValueError if the settings or files are invalid.
         """
 
     def problems(self) -> list[Problem]:
@@ -105,7 +105,7 @@ class Config(PuzzleConfig):
         return problems
 
     def shape(self) -> PuzzleShape:
-        """Return the sizes of the puzzles, read from the first lines of the data files."""
+        """Return the sizes of the puzzles, read from the first puzzle in `train.csv` or from the arrays of `train`."""
         from valkyrie.data.sources.puzzles.folder import open_puzzles
         from valkyrie.data.sources.puzzles.tables import find_tables
 
@@ -116,7 +116,7 @@ class Config(PuzzleConfig):
         return PuzzleShape(train.cells, train.vocab_size, train.identifier_count)
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
-        """Open the folder, or the cached arrays of a CSV, converting it first if necessary."""
+        """Open the folder. CSV files are converted to arrays in the cache first, unless they have been converted before."""
         from valkyrie.data.sources.puzzles.prepare import prepare_published
 
         return prepare_published(self)

@@ -65,7 +65,7 @@ class PuzzleSplit:
 
     @property
     def cells(self) -> int:
-        """Cells of a puzzle."""
+        """Number of cells per puzzle."""
         return self.inputs.shape[1]
 
     @property
@@ -76,7 +76,14 @@ class PuzzleSplit:
 
 @dataclass(frozen=True)
 class PreparedPuzzles:
-    """A folder of puzzles. `side`: side of a Sudoku to augment with random symmetries, else None."""
+    """An opened folder of puzzles.
+
+    Args:
+        path: the folder.
+        name: name of the data config, for messages.
+        content: hash of the puzzles.
+        side: number of cells in a row of a Sudoku to augment with random symmetries, or None not to augment.
+    """
 
     path: Path
     name: str
@@ -96,7 +103,7 @@ class PreparedPuzzles:
         return PuzzleLoader(self, split, plan)
 
     def describe(self) -> str:
-        """One line with the number of puzzles."""
+        """Return one line with the number of puzzles in each split and of cells per puzzle."""
         symmetries = ", with new random symmetries" if self.side else ""
         return (
             f"data {self.name}: {self.train.groups:,} training puzzles{symmetries}, {len(self.validation.inputs):,} "
@@ -105,7 +112,10 @@ class PreparedPuzzles:
 
 
 def open_puzzles(path: Path, name: str, side: int | None = None) -> PreparedPuzzles:
-    """Open the puzzles in a folder. Raises ValueError, which names the file, if a file is missing or inconsistent."""
+    """Open the puzzles in a folder. See `PreparedPuzzles` for `name` and `side`.
+
+    Raises ValueError, naming the file, if a file is missing or inconsistent with the others.
+    """
     splits = {split: _open_split(path / folder) for split, folder in FOLDERS.items()}
     train, validation = splits["train"], splits["validation"]
     for key, attribute in (("seq_len", "cells"), ("vocab_size", "vocab_size")):
@@ -193,7 +203,7 @@ def _is_index(starts: np.ndarray, count: int, last: int) -> bool:
 
 
 def _content_hash(path: Path) -> str:
-    """Return a hash of the puzzles, computed from the size and the first 64 MiB of each file."""
+    """Return a hash of the puzzles, computed from the size and the first `_CHECKED_BYTES` of each array file."""
     total = hashlib.sha256()
     for folder in FOLDERS.values():
         for file in sorted((path / folder).glob("*.npy")):

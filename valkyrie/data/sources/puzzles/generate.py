@@ -11,7 +11,13 @@ import numpy as np
 
 
 class Puzzles(NamedTuple):
-    """Puzzles and their solutions, [count, cells], as digits (0 for a blank), and the number of guesses of each."""
+    """Puzzles and their solutions.
+
+    Args:
+        givens: digits of the given cells, 0 for a blank, [count, cells].
+        solutions: digits of all cells, [count, cells].
+        guesses: number of guesses that a solver needs for each puzzle (`count_guesses`), [count].
+    """
 
     givens: np.ndarray
     solutions: np.ndarray
@@ -112,7 +118,7 @@ def _fill_forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Exclude the digits that are already set in a unit, then set the digits that have one possible cell in a unit.
+    """Exclude digits that are set in a unit from its other cells, then set digits with one possible cell in a unit.
 
     Returns the same values as `_fill_forced`.
     """
@@ -154,7 +160,7 @@ def _unit_types(masks: np.ndarray, side: int) -> list[_UnitType]:
 
 
 def _once_and_twice(unit_type: _UnitType) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each unit, the digits possible in at least one cell, and those possible in at least two."""
+    """Return two bit masks per unit: the digits possible in at least one cell, and in at least two cells."""
     cells = np.moveaxis(unit_type.cells, unit_type.cell_axes, (0, 1))
     cells = cells.reshape(-1, *cells.shape[2:])
     once, twice = np.zeros_like(cells[0]), np.zeros_like(cells[0])
@@ -171,9 +177,9 @@ def _broadcast_to_cells(values: np.ndarray, unit_type: _UnitType, side: int) -> 
 
 
 def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return one copy of each grid per possible digit of its branching cell, with the cell set to that digit.
+    """Return copies of each grid: one for each possible digit of its branching cell, with the cell set to the digit.
 
-    Also returns the index of the original grid of each copy.
+    The second array has the index of each copy's original grid.
     """
     if not len(masks):
         return masks, np.zeros(0, np.int64)

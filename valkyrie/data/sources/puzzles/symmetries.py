@@ -7,13 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 FIRST_DIGIT = 2
-"""Cells hold 0 for padding, 1 for a blank, then the digits."""
+"""Cell value of the digit 1. Value 0 is padding and 1 is a blank."""
 
 
 class Symmetries(NamedTuple):
-    """A symmetry for each grid.
+    """One symmetry per grid.
 
-    `cells` [count, cells] has the source cell of each cell, and `values` [count, side + 2] the new value of each value.
+    Args:
+        cells: index of the cell that moves to each position, [count, cells].
+        values: new value for each cell value, [count, side + 2].
     """
 
     cells: np.ndarray

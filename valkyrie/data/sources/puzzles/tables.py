@@ -43,13 +43,13 @@ class PuzzleTable:
 
     @property
     def signature(self) -> list[str | int]:
-        """File name, size and modification time."""
+        """File name, size in bytes and modification time in nanoseconds, for the cache key."""
         status = self.path.stat()
         return [self.path.name, status.st_size, status.st_mtime_ns]
 
     @cached_property
     def cells(self) -> int:
-        """Number of cells of the first puzzle."""
+        """Number of cells of the first puzzle, or 0 if the file has no puzzles."""
         return len(next(islice(self._rows(), 1), (0, "", "", ""))[1])
 
     @cached_property
@@ -68,9 +68,10 @@ class PuzzleTable:
         return kind
 
     def read(self, min_rating: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the questions and answers with at least this rating, each [puzzles, cells].
+        """Return the questions and answers of the puzzles with a rating of at least `min_rating`.
 
-        Raises ValueError, with the line, for invalid rows.
+        Both arrays are uint8 [puzzles, cells] and contain the cell values of `Alphabet`. Raises ValueError for invalid
+        rows, or if no puzzle has this rating.
         """
         values = np.zeros(256, np.uint8)
         values[list(self.alphabet.value.encode())] = np.arange(len(self.alphabet.value)) + 1
@@ -108,7 +109,7 @@ class PuzzleTable:
         return questions, answers
 
     def _rows(self) -> Iterator[tuple[int, str, str, str]]:
-        """Yield line numbers with question, answer and rating."""
+        """Yield (line number, question, answer, rating) per row. Raises ValueError for missing columns or ratings."""
         with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
             reader = csv.DictReader(file)
             missing = [name for name in COLUMNS[1:] if name not in (reader.fieldnames or [])]
@@ -124,7 +125,7 @@ class PuzzleTable:
 
 
 def find_tables(folder: Path) -> dict[str, PuzzleTable] | None:
-    """Return the tables `train.csv` and `test.csv` of a folder, or None if both are missing.
+    """Return `train.csv` and `test.csv` of a folder, by split (`train`, `validation`), or None if both are missing.
 
     Raises ValueError if only one is missing, or if their puzzles have different sizes.
     """
