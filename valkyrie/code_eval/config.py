@@ -1,4 +1,4 @@
-"""Settings of the code evaluation, and checks of whether this machine can run it. Imports little, to load fast."""
+"""Settings of the code evaluation, and checks whether this machine can run it. Imports no heavy packages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CodeEvalConfig:
     sandbox: bool = True
 
     def refusals(self, every: int | None) -> list[Problem]:
-        """Return every problem with these settings and with `code_eval_every`."""
+        """Return the problems of these settings, and of `every`, the value of `code_eval_every` (steps, or None)."""
         problems = check_range("code_eval_every", every, least=1, otherwise="null for none during training")
         for name in ("samples", "tokens", "batch", "top_k", "workers"):
             otherwise = "null" if name in ("top_k", "workers") else ""
@@ -55,7 +55,7 @@ class CodeEvalConfig:
         return problems + bucket_problems("code_eval.problems", self.problems)
 
     def with_absolute_path(self) -> CodeEvalConfig:
-        """Return these settings with the path of the problem file made absolute, to work in any working directory."""
+        """Return these settings with `problems` as an absolute path if it is a file. It then works in any directory."""
         is_file = self.problems.endswith(".jsonl") or "/" in self.problems
         path = os.path.abspath(os.path.expanduser(self.problems))
         return replace(self, problems=path) if is_file else self

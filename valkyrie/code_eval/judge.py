@@ -24,7 +24,13 @@ pass@n is also reported, where n is the smallest number of samples of a problem.
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program: seconds, MiB per process, and whether it is `isolated` in a sandbox."""
+    """Limits of a program.
+
+    Args:
+        time_s: Time limit in seconds.
+        memory_mib: Memory limit of each process, in MiB.
+        isolated: Whether the program runs in a sandbox.
+    """
 
     time_s: float = 5.0
     memory_mib: int = 512
@@ -37,7 +43,11 @@ class CompletionResult:
 
     Args:
         problem: Name of the problem.
+        language: `cpp` or `python`.
+        difficulty: `easy`, `medium` or `hard`.
         completion: The completion up to the end of the function.
+        compiled: Whether the program compiled.
+        passed: Whether all tests passed.
         reason: `passed`, or why the completion did not pass.
         seconds: Run time of the tests, or of the compiler if it failed.
     """
@@ -141,7 +151,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 def summary(problems: Sequence[CodingProblem], results: Sequence[CompletionResult]) -> dict[str, float]:
     """Return the metrics of each language: `cpp_compile_rate`, `cpp_pass_rate`, `cpp_pass_rate_easy`, `cpp_pass@1`, ...
 
-    Rates are shares of all samples; pass@k is averaged over problems.
+    Rates are shares of all samples, from 0 to 1. `pass@k` (see `PASS_AT`) is averaged over problems.
     """
     rates: dict[str, float] = {}
     for language in languages_of(problems):

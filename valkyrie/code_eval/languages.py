@@ -72,14 +72,14 @@ class Cpp(JudgeLanguage):
         return closing_brace(completion)
 
     def find_error(self, prompt: str, tests: str) -> str | None:
-        """Return an error message if the tests do not have exactly one `main`, or the prompt does not end with `{`."""
+        """Return an error message unless the tests have exactly one `main` and the prompt ends with `{`, else None."""
         mains = list(_MAIN.finditer(tests))
         if len(mains) != 1 or closing_brace(tests[mains[0].end() :]) is None:
             return "C++ tests must have one `int main() {...}` that returns 0 if all tests pass"
         return None if prompt.rstrip().endswith("{") else "a C++ prompt must end with the { of its function"
 
     def missing(self, isolated: bool) -> str | None:
-        """Return an error message if there is no compiler."""
+        """Return an error message if no compiler is found, else None. See `compiler` for `isolated`."""
         if compiler(isolated) is not None:
             return None
         where = f" in {' or '.join(_SANDBOX_COMPILER_FOLDERS)}, which are visible in the sandbox" if isolated else ""
@@ -89,7 +89,7 @@ class Cpp(JudgeLanguage):
     def build(
         self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, add_failing_test: bool = False
     ) -> Program:
-        """Return a program that calls the `main` of the tests, and prints the secret if that returned 0."""
+        """Return a program that calls the `main` of the tests. If `main` returns 0, the program prints the secret."""
         body_start = next(_MAIN.finditer(tests)).end()
         body_end = body_start + (closing_brace(tests[body_start:]) or 0) - 1
         renamed = f"#define main valkyrie_tests\n{tests[:body_end]}\nreturn 0; {tests[body_end:]}\n#undef main\n"
@@ -109,16 +109,16 @@ class Python(JudgeLanguage):
     """Python, run by the current interpreter."""
 
     def function_end(self, completion: str) -> int | None:
-        """Return the start of the first line that is not indented."""
+        """Return the position of the first line that is not indented, or None if all lines are indented."""
         unindented = re.search(r"^\S", completion, re.MULTILINE)
         return None if unindented is None else unindented.start()
 
     def find_error(self, prompt: str, tests: str) -> str | None:
-        """Return an error message if the prompt does not end with a line break."""
+        """Return an error message if the prompt does not end with a line break, else None."""
         return None if prompt.endswith("\n") else "a Python prompt must end with a line break"
 
     def missing(self, isolated: bool) -> str | None:
-        """Return an error message if this Python cannot be mounted in a sandbox."""
+        """Return an error message if `isolated` and this Python cannot be mounted in a sandbox, else None."""
         if not isolated or sandbox_python() is not None:
             return None
         return (
@@ -169,7 +169,8 @@ LANGUAGES: dict[str, JudgeLanguage] = {"cpp": Cpp(), "python": Python()}
 def compiler(isolated: bool = True, which: Callable[[str], str | None] = shutil.which) -> str | None:
     """Return the path of the first compiler of `COMPILERS` on this machine, or None.
 
-    With `isolated`, ignores compilers in folders that are not visible in the sandbox.
+    With `isolated`, ignores compilers in folders that are not visible in the sandbox. `which` finds a program by name,
+    like `shutil.which`.
     """
     for name in COMPILERS:
         path = which(name)

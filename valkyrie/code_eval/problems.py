@@ -20,6 +20,7 @@ class CodingProblem:
     """A problem: the model completes the function that begins in `prompt`.
 
     Args:
+        name: Unique name of the problem.
         language: `cpp` or `python`.
         difficulty: `easy`, `medium` or `hard`.
         prompt: Beginning of the function, with a comment that describes it.
@@ -35,9 +36,9 @@ class CodingProblem:
 
 
 def read_problems(name: str) -> tuple[CodingProblem, ...]:
-    """Return the problems of a set in the package (`cpp`, `python`) or of a file.
+    """Return the problems in a .jsonl file. `name` is its path, or `cpp` or `python` for a set in this package.
 
-    Raises ValueError if the file cannot be read, has no problems, or has invalid lines, which the message lists.
+    Raises ValueError if the file cannot be read, has no problems, or has invalid lines. The message lists up to five.
     """
     path = Path(__file__).parent / "problems" / f"{name}.jsonl" if name in SHIPPED else Path(name).expanduser()
     if not path.is_file():

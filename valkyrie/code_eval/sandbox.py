@@ -71,10 +71,16 @@ class SandboxError(RuntimeError):
 def run_steps(
     files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolated: bool = True
 ) -> list[SandboxStepResult]:
-    """Run steps in sequence in a new folder with these files, stopping at the first failure.
+    """Run steps in sequence in a new folder, and return their results, up to the first step that fails.
 
-    If not `isolated`, they run as this user, with limits on time, output, memory and files only. Raises SandboxError if
-    no sandbox could be created.
+    Args:
+        files: Text of each file in the folder, by name.
+        steps: The commands, with their limits.
+        isolated: Whether to run the steps in a sandbox. If not, they run as this user, with limits on time, output,
+            memory and files only.
+
+    Raises:
+        SandboxError: The sandbox could not be created.
     """
     with tempfile.TemporaryDirectory(prefix="valkyrie-code-", ignore_cleanup_errors=True) as folder:
         inputs, root = Path(folder, "given"), Path(folder, "root")
@@ -165,7 +171,10 @@ def sandbox_python() -> SandboxPython | None:
 
 @cache
 def sandbox_problem() -> str | None:
-    """Return the reason why programs cannot be isolated on this machine, or None if they can. Starts a sandbox."""
+    """Return the reason why programs cannot be isolated on this machine, or None if they can.
+
+    The first call tests this by running a command in a sandbox. Later calls return the same result.
+    """
     if platform.system() != "Linux":
         return f"the sandbox needs Linux, but this is {platform.system()}"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
@@ -178,7 +187,7 @@ def sandbox_problem() -> str | None:
 
 
 def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[SandboxStepResult]:
-    """Run the script, kill it if a step takes too long or prints too much, and return the results of the steps.
+    """Run the command of a script, and return the results of its steps. Kills it if a step exceeds a limit.
 
     The script reports on each step over a socket, which is its standard input. No step can access the socket.
     """

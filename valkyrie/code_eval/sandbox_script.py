@@ -118,7 +118,7 @@ def _enter_new_root(
 
 
 def _limited_command(step: SandboxStep, isolation: Isolation | None) -> list[str]:
-    """Return a step's command with its limits and without privileges."""
+    """Return a step's command, wrapped in the tools that set its limits and drop all privileges."""
     cpu = max(1, round(step.time_s + 0.5))
     limits = [f"--cpu={cpu}:{cpu + 1}", f"--as={step.memory_mib << 20}", f"--fsize={step.file_mib << 20}"]
     limits += ["--core=0:0", "--nofile=256:256"]

@@ -30,7 +30,7 @@ class _Rope:
 
 @dataclass(frozen=True)
 class _KeyTypes:
-    """Optional keys of a config.json, for checking types. The defaults are unused; they depend on the architecture."""
+    """Optional keys of a config.json, with the types against which values are checked. The defaults have no effect."""
 
     hidden_act: str | None = None
     activation_function: str | None = None
@@ -73,8 +73,8 @@ class Architecture:
         qk_norm: Whether queries and keys are normalized.
         supports_windows: Whether layers can have a sliding window.
         family: Model family that implements the architecture.
-        size_keys: Keys of the model's sizes, by model setting.
-        activation_key: Key of the nonlinearity.
+        size_keys: Maps each model setting that is a size, such as `embed`, to its key in config.json.
+        activation_key: Key of the nonlinearity in config.json.
         activations: Nonlinearity for each supported value of that key. If several values map to the same nonlinearity,
             exporting writes the first.
         epsilon: Key and default of the norms' epsilon.
@@ -160,7 +160,7 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
-    """Return the model settings for a config.json, by dotted key without `model.`.
+    """Return the model settings for a config.json. Their keys omit `model.`, as in `attention.heads`.
 
     Raises ValueError with the keys that have an unsupported value.
     """

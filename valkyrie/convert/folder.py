@@ -26,9 +26,9 @@ COPIED_FILES = (
     "tokenizer.model",
 )
 COPIED_FILES += ("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
-"""Files that are copied unchanged."""
+"""Files for the tokenizer and for generation. Conversions copy these unchanged in both directions."""
 OTHER_FOLDER = "another FOLDER"
-"""Suggested in the error message if the output folder cannot be written."""
+"""Remedy that error messages suggest if the output folder cannot be written."""
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 """Supported tensor dtypes, by their names in safetensors files."""
 
@@ -37,6 +37,12 @@ class Weights:
     """The tensors of a Hugging Face folder. Opening it reads their shapes and dtypes; `read` reads a tensor.
 
     The constructor raises ValueError if the folder does not exist, or if a file is missing or damaged.
+
+    Attributes:
+        folder: The folder.
+        config: Contents of config.json.
+        shapes: Shape of each tensor, by name.
+        dtypes: Dtype of each tensor, by name, as in safetensors files, such as `BF16`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -106,7 +112,7 @@ class Weights:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return the names of the files with tensors."""
+    """Return the names of the safetensors files. Raises ValueError if there are none, or if the index lists others."""
     if (folder / INDEX).is_file():
         index = _read_json(folder / INDEX, folder)
         by_tensor = index.get("weight_map", {})
@@ -144,7 +150,7 @@ def _read_json(path: Path, folder: Path) -> Mapping[str, Any]:
 def copy_other_files(source: Path, to: Path, alternative: str | None = None) -> list[str]:
     """Copy those of `COPIED_FILES` that exist from one folder to another, and return their names.
 
-    Raises DiskError if the disk refuses them. `alternative` is the remedy that its message suggests.
+    Raises DiskError if they cannot be written, for example on a full disk. The error message suggests `alternative`.
     """
     names = [name for name in COPIED_FILES if (source / name).is_file()]
     with disk_errors(to, alternative):
@@ -233,7 +239,7 @@ def _split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def describe_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> str:
-    """Return a text with the number of tensors, parameters and bytes."""
+    """Return a text with the number of tensors, of parameters, and of bytes if all are stored in `dtype`."""
     count = sum(int(np.prod(shape)) for shape in shapes.values())
     return f"{len(shapes)} tensors, {count:,} parameters in {dtype.name}, {decimal_bytes_text(count * dtype.itemsize)}"
 

@@ -47,6 +47,8 @@ def import_folder(
 ) -> Path:
     """Convert a Hugging Face folder to a run folder, which `valkyrie-train resume=` continues on any mesh.
 
+    Returns the path of the run folder.
+
     Needs memory for all tensors in the dtype of their files, plus up to a gigabyte for copies. Raises ValueError if the
     folder cannot be converted, the tokenizer does not match, or the run folder exists.
 
@@ -188,7 +190,7 @@ def _delete_on_failure(target: Path) -> Iterator[None]:
 def _save_checkpoint(
     run: Run, target: Path, weights: Weights, by_parameter: dict[str, list[TensorSlice]], folder: Path
 ) -> None:
-    """Write the checkpoint of step 0."""
+    """Write the weights as the checkpoint of step 0 in `target`. Raises ValueError if it cannot be written."""
     from valkyrie.checkpoint.weights import WeightsTier
     from valkyrie.processes.team import ALONE
     from valkyrie.train.state import TrainState

@@ -81,7 +81,7 @@ GPT2_LAYER |= {
 }
 """GPT-2's tensor names in a layer. Matrices have their input dimension first. One tensor holds query, key and value."""
 GPT2_PREFIX = "transformer."
-"""Prefix of these names in files saved with the output head."""
+"""Prefix of GPT-2's tensor names in folders saved with the output head. Other folders have no prefix."""
 
 DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Suffixes of tensors in older files that can be computed from config.json, and are therefore ignored."""
@@ -139,7 +139,7 @@ class TensorSlice:
 
 
 def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]]:
-    """Return the tensors that store each parameter, in layer order, by the parameter's name.
+    """Return a dict from the name of each parameter to the tensors that store it, in layer order.
 
     `prefix` is prepended to all tensor names except those that start with `lm_head.`.
     """
@@ -164,7 +164,7 @@ def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]
 
 
 def _layer_numbers(model: Stack) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name prefix of each stacked block, with its layer numbers."""
+    """Yield the name prefix of each stacked block, such as `segment_0.block_1`, and the numbers of its layers."""
     first = 0
     for i, (group, repeats) in enumerate(model.segments()):
         for j in range(len(group)):

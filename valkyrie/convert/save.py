@@ -163,7 +163,10 @@ def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str,
 
 
 def _copy_tokenizer(run_folder: Path, run: Run, folder: Path) -> None:
-    """Copy the original tokenizer files, or else the tokenizer that the run was trained with."""
+    """Copy the tokenizer files of the folder that the run was converted from.
+
+    For other runs, copies the tokenizer that the run was trained with if it is a `tokenizer.json`.
+    """
     if (run_folder / ORIGINALS).is_dir():
         copy_other_files(run_folder / ORIGINALS, folder, OTHER_FOLDER)
     elif (file := json_path(run.tokenizer)) is not None:

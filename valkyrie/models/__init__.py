@@ -27,7 +27,17 @@ FAMILIES = Families("model.family", "valkyrie.models.families")
 
 @runtime_checkable
 class Model(Protocol):
-    """Interface of a model config. Only `build` imports JAX."""
+    """Interface of a model config. Only `build` imports JAX.
+
+    Attributes:
+        family: Name of the family, such as `gpt`.
+        name: Name of the model, usually that of its YAML file in `conf/model`.
+        task: Name of the default task.
+        context: Sequence length in training, unless `seq` is set.
+        tokenizer: Name of the tokenizer, or `none`.
+        vocab_size: Number of tokens, or of values of a puzzle cell.
+        dropout: Probability of dropout.
+    """
 
     family: str
     name: str

@@ -31,7 +31,7 @@ class Assembly:
         _check_parameters(model.family, self.specs, self.abstract_parameters, numerics)
 
     def init(self, key: Array) -> Any:
-        """Return new parameters. The same key gives the same parameters on any mesh."""
+        """Return randomly initialised parameters. The same key gives the same parameters on any mesh."""
         return nnx.to_pure_dict(nnx.state(self._build(key)))
 
     def module(self, parameters: Any) -> Any:

@@ -66,7 +66,7 @@ class Projections(nnx.Module):
     def keys_values(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
-        """Return rotated keys, and values."""
+        """Return the keys, rotated unless `rope_theta` is None, and the values, which are never rotated."""
         with jax.named_scope("value"):
             v = project("bse,ehd->bshd", x, self.value, shard=shard, numerics=self.numerics)
             v = add_bias(v, self.value_bias, shard) if self.has_bias else v
@@ -163,7 +163,7 @@ class AttentionLayer(nnx.Module):
         return mix
 
     def init_state(self, batch: int, max_len: int) -> KVCache:
-        """Return an empty cache for one window of keys, or for `max_len` keys without a window."""
+        """Return an empty cache of keys and values, for one window or, without a window, for `max_len` positions."""
         c = self.config
         return init_cache(
             batch,
@@ -179,7 +179,10 @@ class AttentionLayer(nnx.Module):
     def step(
         self, x: Float[Array, "batch embed"], state: KVCache, tokens: Int[Array, " batch"] | None = None
     ) -> tuple[Float[Array, "batch embed"], KVCache]:
-        """Return the output of the next position and the updated cache (streaming form)."""
+        """Process one position of each sequence. Returns the output for input `x` and the updated cache.
+
+        `tokens` are the token ids of the position. Only subclasses with value embeddings need these.
+        """
         sequence, position = x[:, None], state.position[None]
         q = self.local.queries(sequence, position, UNSHARDED)[:, 0]
         token_ids = None if tokens is None else tokens[:, None]

@@ -205,7 +205,7 @@ class Block(ABC):
 
     @abstractmethod
     def sizes(self, context: BlockContext) -> dict[str, Size]:
-        """Return the length of each declared axis, with the configuration key that sets it."""
+        """Return the length of each axis in `axes`, by axis, with the configuration key that sets the length."""
 
     @abstractmethod
     def weights(self, context: BlockContext) -> dict[str, Weight]:
@@ -242,9 +242,9 @@ class Block(ABC):
         return 0.0
 
     def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        """Return the activations that it reads from neighbouring sequence shards, with the number of positions.
+        """Return (activation, positions) for each activation that it reads from other shards of the sequence.
 
-        A number of None means all positions of all shards.
+        `positions` is the number of positions read beyond its shard, or None for all positions of all shards.
         """
         return []
 

@@ -49,7 +49,10 @@ class FeedForward(Block):
         return {"mlp": Size(self.mlp, f"{context.key}.mlp")}
 
     def weights(self, context: BlockContext) -> dict[str, Weight]:
-        """Return the matrices, with `embed` first, so that a fully sharded partition gathers contiguous memory."""
+        """Return the matrices, and one bias per matrix if `biases` is set.
+
+        All matrices have `embed` first, so that a fully sharded partition gathers contiguous memory.
+        """
         names = ("up", "gate", "down") if self.kind.gated else ("up", "down")
         weights = {name: weight("embed", "mlp", output_first=name == "down") for name in names}
         if self.biases:

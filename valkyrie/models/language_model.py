@@ -232,9 +232,10 @@ class LanguageModel(nnx.Module):
         key: Array | None = None,
         head: LossHead | None = None,
     ) -> Any:
-        """Run the blocks. Returns the result of `head`, or `head_input` of the last stream if `head` is None.
+        """Run all blocks on `x`, the output of `embed`. A random `key` enables dropout.
 
-        `key` enables dropout.
+        Returns the sums and row values of `head` (see `LossHead`). If `head` is None, returns the input of the head,
+        with shape (batch, seq, embed).
         """
 
         def run(stream: Any, layer: tuple[BlockGroup, Array | None], boundaries: Boundaries, shard: Shard) -> Any:
@@ -328,7 +329,10 @@ class LanguageModel(nnx.Module):
         *,
         shard: Shard = UNSHARDED,
     ) -> Float[Array, "batch seq vocab"]:
-        """Return float32 logits at every position, without vocabulary padding. For small inputs."""
+        """Return float32 logits at every position, without vocabulary padding.
+
+        All logits are in memory at once, so use this only for small inputs.
+        """
         x = self.blocks(self.embed(tokens, shard=shard), self.boundaries(segment_ids, tokens), shard=shard)
         return self._unembed(self.norm(x))
 
@@ -400,7 +404,10 @@ def _stack_groups(
 def _add_auxiliary(
     losses: Losses, values: AuxiliaryValues, weights: Float[Array, "batch seq"], terms: dict[str, AuxiliaryTerm]
 ) -> Losses:
-    """Add auxiliary values to the losses. A sequence is weighted by the sum of its token weights."""
+    """Return the losses with auxiliary values added to `objective_sum` (times their weights) and to `auxiliary`.
+
+    Each sequence is weighted by the sum of its token weights.
+    """
     for name, term in terms.items():
         total = jnp.sum(values[name] * jnp.sum(weights, axis=1))
         losses = losses._replace(
@@ -429,7 +436,7 @@ def _loss_sharding(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
 
 
 def split_key_over_repeats(key: Array | None, segment: int, group: BlockGroup) -> Array | None:
-    """Return a random key for each repetition of a segment, or None without a key."""
+    """Return an array with a random key for each repetition of a segment, or None if `key` is None."""
     if key is None:
         return None
     repeats = jax.tree.leaves(group)[0].shape[0]

@@ -11,7 +11,7 @@ from valkyrie.models.block import BlockContext, Saved, Weight, saved, weight
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 GATE_CHANNELS = 12
-"""Number of input channels that the gate of a value embedding reads."""
+"""Maximum number of input channels that the gate of a value embedding reads, as in nanochat."""
 
 
 @dataclass
@@ -84,5 +84,5 @@ class NanochatAttention(Attention):
 
 
 def gate_channels(context: BlockContext) -> int:
-    """Return the number of channels that the gate of a value embedding reads."""
+    """Return the number of channels that the gate of a value embedding reads: `GATE_CHANNELS`, but at most `embed`."""
     return min(GATE_CHANNELS, context.embed)

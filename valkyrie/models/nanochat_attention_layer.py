@@ -14,7 +14,7 @@ from valkyrie.models.nanochat_attention import NanochatAttention, gate_channels
 from valkyrie.ops.linear import Numerics, linear, lookup
 
 GATE_INIT_MAX = 0.02
-"""Initial gate weights are uniform between 0 and this value."""
+"""Initial gate weights are uniform between 0 and this value, as in nanochat."""
 
 
 class NanochatProjections(Projections):
@@ -69,7 +69,7 @@ class NanochatAttentionLayer(AttentionLayer):
         tokens: Int[Array, "batch seq"] | None,
         shard: Shard,
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
-        """Return keys, and values with the value embeddings of the tokens added."""
+        """Return the keys and the values. A layer with value embeddings adds those of the tokens to the values."""
         k, v = self.local.keys_values(x, positions, shard)
         if not self.has_value_embedding:
             return k, v

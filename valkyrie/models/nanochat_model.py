@@ -26,7 +26,7 @@ from valkyrie.models.stack import Stack
 from valkyrie.ops.linear import Numerics
 
 GATE_INIT_MAX = 0.02
-"""Initial weights of the smear gate are uniform between 0 and this value."""
+"""Initial weights of the smear gate are uniform between 0 and this value, as in nanochat."""
 
 
 class NanochatBlock(ResidualBlock):
@@ -211,7 +211,7 @@ class NanochatModel(LanguageModel):
     def _smear(
         self, x: Float[Array, "*rows embed"], previous: Float[Array, "*rows embed"], shard: Shard
     ) -> Float[Array, "*rows embed"]:
-        """Add the gated embedding of the previous token. The gate reads the first channels of the current one."""
+        """Add the embedding of the previous token, times a gate, to `x`. The gate reads the first channels of `x`."""
         if not self.nanochat_config.smear:
             return x
         with jax.named_scope("smear"):

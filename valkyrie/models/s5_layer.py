@@ -68,12 +68,12 @@ class S5Layer(nnx.Module):
         return self._gate(checkpoint_name(y.astype(self.numerics.compute), "read"), shard)
 
     def init_state(self, batch: int, max_len: int) -> Carry:
-        """Return the state before the first position, which is zero. `max_len` is not used."""
+        """Return the state before the first position: zeros, as real and imaginary parts. `max_len` is not used."""
         zeros = jnp.zeros((batch, self.config.state_count), jnp.float32)
         return zeros, zeros
 
     def step(self, x: Float[Array, "batch embed"], state: Carry) -> tuple[Float[Array, "batch embed"], Carry]:
-        """Return the output of the next position and the new state (streaming form)."""
+        """Process one position of each sequence. Returns the output for input `x` and the new state."""
         u, shard = x.astype(jnp.float32)[:, None], UNSHARDED
         lam_bar, bu = self._drive_states(u, shard)
         state = recurrence_step(lam_bar, state, (bu[0][:, 0], bu[1][:, 0]))
@@ -81,7 +81,7 @@ class S5Layer(nnx.Module):
         return self._gate(y.astype(self.numerics.compute), shard)[:, 0], state
 
     def _drive_states(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
-        """Return Lambda_bar, and the inputs B_bar u of the recurrence."""
+        """Return Lambda_bar and the inputs B_bar u of the recurrence, each as a pair of real and imaginary parts."""
         c, B, u = self.config, self.B[...], _sum_gradients_first(u)
         # B_bar, which is as small as a parameter, is computed before the product. Scaling B_tilde u instead would read
         # and write arrays of shape (batch, seq, state) once more, forward and backward.

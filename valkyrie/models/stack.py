@@ -1,4 +1,4 @@
-"""The configuration of a language model made of layers. Its parameters, FLOPs and activations are those of its blocks.
+"""The config of a language model made of layers. Computes parameters, FLOPs and activations from those of its blocks.
 
 A family derives from `Stack` and has a field for each of its blocks. `block_pattern` and `feed_forward_pattern` contain
 the names of these fields.
@@ -282,7 +282,7 @@ class Stack:
         ]
 
     def working_activations(self) -> list[SavedActivation]:
-        """Estimate the activations that exist while one group of blocks runs, and the logits of one loss chunk."""
+        """Estimate the activations that exist while the first group of layers runs, and the logits of a loss chunk."""
         vocab = {"vocab": Size(self.vocab_rows, "model.vocab_multiple")}
         logits = SavedActivation(tensor(("batch", "seq", "vocab"), vocab), 2, float32=True, positions=self.loss_chunk)
         group, _ = self.segments()[0]

@@ -77,13 +77,13 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
-        """Describe the arrays of a global batch. Their first dimension is `batch`."""
+        """Return the shape, dtype and axes of each array in a global batch, by name. The first dimension is `batch`."""
 
     def carry(self, model: Model, compute: str, batch: int, seq: int) -> dict[str, Array]:
-        """Describe the arrays carried from one step to the next. They start as zeros; empty by default.
+        """Return the shape, dtype and axes of each array carried from step to step, by name. None by default.
 
-        They belong to the whole batch, so a task with a carry does not support microbatches. `compute` is the dtype of
-        the model's computation.
+        These arrays start as zeros. They belong to the whole batch, so a task that has them does not support
+        microbatches. `compute` is the name of the dtype in which the model computes.
         """
         return {}
 
@@ -123,16 +123,22 @@ class Task(ABC):
         """Convert the sums of a step to the logged metrics: `loss`, `tokens` and others."""
 
     def references(self, tokenizer: Tokenizer | None, vocab_rows: int) -> Any:
-        """Return arrays that `evaluate` needs for every batch; empty by default."""
+        """Return constant arrays that `evaluate` needs for every batch; `()` by default.
+
+        Args:
+            tokenizer: The tokenizer of the data, or None if the data is not text.
+            vocab_rows: Number of rows of the model's token embedding, including padding.
+        """
         return ()
 
     @abstractmethod
     def evaluate(
         self, module: Any, batch: dict[str, jax.Array], references: Any, *, shard: Shard
     ) -> dict[str, jax.Array]:
-        """Return metric sums over an evaluation batch, such as the total loss.
+        """Return metrics summed over an evaluation batch, such as the total loss.
 
-        The sums of all batches are added and passed to `evaluation`.
+        `references` is the result of the method of that name. The sums of all batches are added and passed to
+        `evaluation`.
         """
 
     @abstractmethod
@@ -141,8 +147,8 @@ class Task(ABC):
 
     @abstractmethod
     def describe(self, evaluation: dict[str, float]) -> str:
-        """Summarize an evaluation in one printed line."""
+        """Return one line for the user with the main metrics of an evaluation, as returned by the method `evaluation`."""
 
 
 TASKS = Families("task.family", "valkyrie.tasks", Task)
-"""The choices of `task.family`."""
+"""Tasks by name, the choices of `task.family`: modules with a dataclass `Config` derived from `Task`."""

@@ -30,7 +30,10 @@ _DTYPES = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "weigh
 def token_losses(
     module: LanguageModel, batch: Batch, *, shard: Shard, checkpoint: Checkpoint, key: jax.Array | None
 ) -> Losses:
-    """Return the loss sums of a batch (`tokens`, `targets`, `segment_ids`, `weights`, each (batch, seq))."""
+    """Return the losses of a batch with the arrays `tokens`, `targets`, `segment_ids` and `weights`, each (batch, seq).
+
+    See `Task.loss` for the other arguments.
+    """
     x = module.embed(batch["tokens"], shard=shard)
     boundaries = module.boundaries(batch["segment_ids"], batch["tokens"])
     targets = batch["targets"], batch["weights"]
@@ -66,7 +69,7 @@ class Config(Task):
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return rows `places` of a global batch of random tokens. Each row is one document."""
+        """Return the rows with indices `places` of a global batch of random tokens. Each row is one document."""
         import numpy as np
 
         rows = [np.random.default_rng([seed, place]).integers(0, vocab_size, seq + 1) for place in places]
@@ -113,7 +116,7 @@ class Config(Task):
     def evaluate(self, module: Any, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
         """Return sums: `loss` (nats) and `weight` over all targets, `nats` and `bytes` over targets that are text.
 
-        Special tokens and padding are not text.
+        Special tokens and padding are not text. `references` has the length of each token in bytes.
         """
         import jax.numpy as jnp
 
@@ -135,6 +138,6 @@ class Config(Task):
         }
 
     def describe(self, evaluation: dict[str, float]) -> str:
-        """Summarize loss, bits per byte and number of tokens."""
+        """Return one line with the loss, the bits per byte and the number of tokens."""
         loss, bits = evaluation["eval_loss"], evaluation["eval_bits_per_byte"]
         return f"validation loss {loss:.4f}, {bits:.4f} bits per byte over {evaluation['eval_tokens']:,.0f} tokens"

@@ -1,7 +1,8 @@
 """Puzzles: the model predicts all cells of an answer at once and refines it over several steps, until it halts.
 
-Every batch has a new puzzle for each row. Only rows that have halted take it; the others continue with their current
-puzzle. A puzzle therefore takes several optimizer steps, and the current puzzle of each row is part of the train state.
+Every batch has a new puzzle for each row. A row that has halted starts the new puzzle. Any other row ignores it and
+continues with its current puzzle. A puzzle therefore takes several optimizer steps, and the current puzzle of each row
+is part of the train state.
 Only functions that compute import JAX, because runs are checked before JAX loads.
 """
 
@@ -114,9 +115,11 @@ class Config(Task):
         return {"inputs": cells, "labels": cells, "puzzles": Array((batch,), "int32", ("batch",))}
 
     def carry(self, model: Any, compute: str, batch: int, seq: int) -> dict[str, Array]:
-        """Describe the state of each row: its puzzle, both hidden states, its steps, and whether it is running.
+        """Return the shape, dtype and axes of the arrays that hold the state of each row.
 
-        `last_steps` is the number of steps of the row's last finished puzzle, 0 before the first.
+        `inputs`, `labels` and `puzzles` are the row's current puzzle, `high` and `low` its hidden states, `steps` the
+        number of steps spent on it, and `running` whether it continues. `last_steps` is the number of steps of the
+        row's last finished puzzle, 0 before the first.
         """
         shape = (batch, seq + model.puzzle_tokens, model.embed)
         states = Array(shape, compute, ("batch", "seq", "embed"))
@@ -127,7 +130,7 @@ class Config(Task):
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return rows `places` of a global batch of random cells. Every cell has a label."""
+        """Return the rows with indices `places` of a global batch of random cells. Every cell has a label."""
         import numpy as np
 
         cells = [np.random.default_rng([seed, place]).integers(1, vocab_size, (2, seq)) for place in places]
@@ -178,10 +181,11 @@ class Config(Task):
         return BatchLoss(objective, sums, {**current, **states, **row_states})
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the means over the rows of this step. Ignores puzzles without labels, except in `halting_steps`.
+        """Return the metrics of a step. Means are over puzzles with labels, except for `halting_steps`.
 
-        `loss` is per puzzle, `answer_loss` in nats per cell, `tokens` the number of labelled cells, and `halting_steps`
-        the mean number of steps of each row's last finished puzzle.
+        `loss` is the mean objective per puzzle and `answer_loss` the mean cross-entropy in nats per cell.
+        `exact_accuracy` is the share of solved puzzles and `cell_accuracy` the share of correct cells. `tokens` is the
+        number of labelled cells. `halting_steps` is the mean number of steps of each row's last finished puzzle.
         """
         import jax.numpy as jnp
 
@@ -198,7 +202,9 @@ class Config(Task):
     def evaluate(self, module: Any, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
         """Return sums over the puzzles of a batch after `max_steps` steps each. Ignores puzzles without labels.
 
-        `steps` sums the first step at which the model would halt, or `max_steps` if it would not.
+        `weight` counts the puzzles, `loss` sums their losses, `exact` counts the solved ones, and `cells` sums the
+        share of correct cells. `steps` sums the first step at which the model would halt, or `max_steps` if it would
+        not.
         """
         import jax
         import jax.numpy as jnp
@@ -230,13 +236,16 @@ class Config(Task):
         }
 
     def evaluation(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the loss, the accuracy by puzzle and by cell, the mean steps until halting, and the puzzle count."""
+        """Return the means of `loss`, `exact_accuracy`, `cell_accuracy` and `halting_steps`, and the number of puzzles.
+
+        All names start with `eval_`.
+        """
         names = {"loss": "loss", "exact": "exact_accuracy", "cells": "cell_accuracy", "steps": "halting_steps"}
         values = {f"eval_{name}": sums[key] / sums["weight"] for key, name in names.items()}
         return {**values, "eval_puzzles": sums["weight"]}
 
     def describe(self, evaluation: dict[str, float]) -> str:
-        """Summarize the loss, the solved puzzles and the correct cells."""
+        """Return one line with the loss, the shares of solved puzzles and correct cells, and the mean steps."""
         exact, cells = (100 * evaluation[f"eval_{name}_accuracy"] for name in ("exact", "cell"))
         return (
             f"validation loss {evaluation['eval_loss']:.4f}, {exact:.1f}% of {evaluation['eval_puzzles']:,.0f} puzzles "

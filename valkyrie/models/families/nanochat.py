@@ -17,7 +17,7 @@ from valkyrie.models.stack import Stack
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 SMEAR_CHANNELS = 24
-"""Maximum number of channels of each embedding that the smear gate reads."""
+"""Maximum number of channels of each embedding that the smear gate reads, as in nanochat."""
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class Config(PuzzleConfig):
         return PuzzleShape(train.cells, train.vocab_size, train.identifier_count)
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
-        """Open the folder. CSV files are converted to arrays in the cache first, unless they have been converted before."""
+        """Open the folder. CSV files are first converted to arrays in the cache, if they are not there yet."""
         from valkyrie.data.sources.puzzles.prepare import prepare_published
 
         return prepare_published(self)
