@@ -147,7 +147,7 @@ class Task(ABC):
 
     @abstractmethod
     def describe(self, evaluation: dict[str, float]) -> str:
-        """Return one line for the user with the main metrics of an evaluation, as returned by the method `evaluation`."""
+        """Return one line for the user with the main metrics of an evaluation (the result of `evaluation`)."""
 
 
 TASKS = Families("task.family", "valkyrie.tasks", Task)
