@@ -35,7 +35,7 @@ class CheckpointInfo:
         model: Name of the model.
         layout: Name of the layout, or `converted`.
         mesh: Size of every mesh axis.
-        devices_of_process: Device ids of every process, by its index.
+        devices_of_process: Device ids of every process, by process index.
         tokenizer: Name and fingerprint of the tokenizer.
         versions: Versions of the packages that affect a run's numerical results.
         converted_from: The Hugging Face folder with the original weights.
@@ -85,7 +85,7 @@ def find_damage(path: Any) -> Problem | None:
 
 
 def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
-    """Return the metadata of a checkpoint, or None if it cannot be read, and the first damage found, or None."""
+    """Return (metadata, damage) of a checkpoint: None for unreadable metadata, and the first damage found or None."""
     info = None
     with suppress(ValueError):
         info = read_info(path)
@@ -94,7 +94,7 @@ def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
 
 
 def newest_undamaged(root: Any, steps: Iterable[int]) -> tuple[int | None, list[str]]:
-    """Return the step of the newest undamaged durable checkpoint, or None, and the damage of newer ones.
+    """Return the step of the newest undamaged durable checkpoint, or None, and a message for each newer, damaged one.
 
     Args:
         root: Folder of the checkpoints.

@@ -1,4 +1,7 @@
-"""The durable tier: checkpoints in the run folder, written by all processes together, readable under any layout."""
+"""The durable tier: checkpoints in the run folder or a bucket that all processes write together.
+
+They can be read under any layout.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +100,9 @@ class DurableTier(Tier):
 
 
 def _check_folder(path: Path, run_folder: Path) -> None:
-    """Raise ValueError if saving here could delete anything but this run's checkpoints.
+    """Raise ValueError if saving to `path` could delete anything except this run's checkpoints.
 
-    Orbax deletes the oldest folders with a number as name.
+    Orbax takes every folder whose name is a number for a checkpoint, and deletes the oldest.
     """
     real = path.resolve()
     if real.parent != run_folder.resolve() and (real.parent / "run.yaml").is_file():

@@ -39,7 +39,7 @@ class FastTier(Tier):
         super().__init__(path.resolve(), cleans_up=True, info=replace(info, tier="fast", process=index))
 
     def _open(self) -> Any:
-        """Return a manager restricted to this process: it writes everything and joins no barrier with others."""
+        """Return an Orbax manager for this process alone, which never waits for other processes."""
         import jax
         import orbax.checkpoint as ocp
         from orbax.checkpoint import type_handlers
@@ -79,9 +79,10 @@ class FastTier(Tier):
         return replace(super()._make_info(arrays), shards=local_shards(arrays))
 
     def restorable_steps(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-        """Return the steps that this process can restore as `wanted`, newest first, and why it cannot restore others.
+        """Return the steps that this process can restore as `wanted`, and the reasons why it cannot restore the others.
 
-        The second list has one reason for each step that cannot be restored. Deletes damaged checkpoints.
+        Steps are newest first. `wanted` has arrays, or shapes with shardings, by field of the train state. Deletes
+        damaged checkpoints.
         """
         steps, reasons, shards = [], [], local_shards(wanted)
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -97,7 +98,7 @@ class FastTier(Tier):
         return steps, reasons
 
     def delete_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps. The run continues from `step` and will save them again."""
+        """Delete the checkpoints of steps after `step`. The run continues from `step` and will save them again."""
         self._delete(*(other for other in steps_in(self.path) if other > step))
 
     def _delete(self, *steps: int) -> None:
@@ -106,7 +107,7 @@ class FastTier(Tier):
         self.reload(max(steps_in(self.path), default=None))
 
     def remove(self) -> None:
-        """Delete the folder. Call this after the last save has finished."""
+        """Delete this process's folder with all its checkpoints. Call this after the last save has finished."""
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):  # other processes of this host may still have folders here
             self.path.parent.rmdir()

@@ -45,7 +45,7 @@ def folder_problems(folder: str | None) -> list[Problem]:
 
 
 def in_bucket(path: Any) -> bool:
-    """Return whether a path is in a bucket."""
+    """Return whether a path is in a bucket, judging by a URL scheme such as `gs://`."""
     return url_scheme(str(path)) is not None
 
 
@@ -102,9 +102,10 @@ def configured_root(run_folder: Path, folder: str | None) -> Any:
 
 
 def record_root(run_folder: Path, folder: str | None) -> None:
-    """Write the location of the durable checkpoints to the run folder. `folder`: the setting `checkpoint.folder`.
+    """Record in the run folder where its durable checkpoints are stored.
 
-    Raises ValueError if the run already has checkpoints in another place.
+    `folder` is the setting `checkpoint.folder`, or None if they are in the run folder. Raises ValueError if the run
+    already has checkpoints in another place.
     """
     configured = None if folder is None else str(configured_root(run_folder, folder))
     pointer = run_folder / POINTER

@@ -81,7 +81,7 @@ class Tier(ABC):
         )
 
     def folder_of(self, step: int) -> Any:
-        """Return the folder of a checkpoint."""
+        """Return the folder of the checkpoint at `step`, which need not exist."""
         return self.path / str(step)
 
     def save(
@@ -95,8 +95,8 @@ class Tier(ABC):
         Args:
             step: Number of finished steps.
             state: The train state.
-            data: Position in the data.
-            metrics: Results of an evaluation after the same step.
+            data: Position in the data, from `Loader.state`.
+            metrics: Results of an evaluation after the same step, for `keep_best`, or None.
         """
         failed = self.wait()
         if step == self.last_saved:
@@ -116,7 +116,10 @@ class Tier(ABC):
         return failed
 
     def read(self, step: int, wanted: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, object]]:
-        """Return (arrays by field, data position) of a checkpoint. Raises ValueError if it cannot be read."""
+        """Return (arrays by field of the train state, data position) of a checkpoint.
+
+        `wanted` has the shapes and shardings of the arrays to read. Raises ValueError if they cannot be read.
+        """
         from orbax.checkpoint import args
 
         try:
@@ -184,7 +187,7 @@ class Tier(ABC):
         return [] if in_bucket(self.path) else list(self.path.glob("*.orbax-checkpoint-tmp*"))
 
     def _write_checksums(self) -> None:
-        """Write the checksums of a checkpoint just before it is renamed to its step.
+        """Write the checksums of a checkpoint just before Orbax renames its temporary folder to the step.
 
         Orbax calls this in its own thread.
         """

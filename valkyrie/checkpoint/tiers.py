@@ -35,7 +35,7 @@ class Restored(NamedTuple):
     Args:
         step: Number of finished steps.
         state: The train state. Only the parameters are set if the checkpoint was written by `valkyrie-convert`.
-        data: Position in the data.
+        data: Position in the data, for `Loader.restore`.
         source: Text that names the checkpoint and says why it was used.
     """
 
@@ -86,11 +86,11 @@ class Checkpoints:
     def save(
         self, step: int, state: Any, data: Mapping[str, Any], metrics: Mapping[str, float] | None = None
     ) -> str | None:
-        """Start saving a durable checkpoint (see `Tier.save`)."""
+        """Start saving a durable checkpoint. Returns an error message or None (see `Tier.save`)."""
         return self.durable.save(step, state, data, metrics)
 
     def save_fast(self, step: int, state: Any, data: Mapping[str, Any]) -> str | None:
-        """Start saving a fast checkpoint (see `Tier.save`). Does nothing if the run has no fast tier."""
+        """Start saving a fast checkpoint. Returns an error message, or None (also if the run has no fast tier)."""
         return None if self.fast is None else self.fast.save(step, state, data)
 
     def restore(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored:
@@ -176,9 +176,9 @@ class Checkpoints:
         return step
 
     def _newest_common_fast(self, wanted: Mapping[str, Any]) -> tuple[int | None, str]:
-        """Return the step of the newest fast checkpoint that all processes can read, or None and the reason.
+        """Return (step, reason): the newest fast checkpoint that all processes can read, or None and the reason.
 
-        The reason is empty if there are no fast checkpoints.
+        The reason is empty if there is such a checkpoint, or if there are no fast checkpoints.
         """
         if self.fast is None:
             return None, ""
@@ -223,7 +223,7 @@ class StoredCheckpoint(NamedTuple):
         size: Bytes on disk.
         saved: Layout and time of the save, as text.
         damage: The first damage that was found, or None.
-        state: Result of the check, as text for the user.
+        state: Result of the check for the user: `as saved`, `damaged: REASON`, or why it was not checked.
     """
 
     tier: str
@@ -261,9 +261,9 @@ def _bytes_in(path: Any) -> int:
 
 
 def _identity(folder: Path) -> str:
-    """Return the identity of a run folder: a random ID, created if missing.
+    """Return the identity of a run folder: a random ID in the file `IDENTITY`, created if missing.
 
-    A new run at the same path gets a new one.
+    A new run at the same path gets a different ID.
     """
     file = folder / IDENTITY
     if not file.is_file():

@@ -12,7 +12,7 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 class WeightsTier(DurableTier):
-    """A durable tier that saves parameters only, with at most one gigabyte in flight to disk."""
+    """A durable tier that saves parameters only. At most one gigabyte waits to be written to disk at any time."""
 
     def _open(self) -> Any:
         import orbax.checkpoint as ocp

@@ -24,7 +24,7 @@ class ScanImpl(Enum):
 
 
 class Discretization(Enum):
-    """Discretisation of a continuous-time state space (S5 paper, section 3.1)."""
+    """Discretisation of a continuous-time state space: zero-order hold (`zoh`) or bilinear (S5 paper, section 3.1)."""
 
     zoh = "zoh"
     bilinear = "bilinear"

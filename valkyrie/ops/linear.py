@@ -1,7 +1,8 @@
-"""Matrix products with sharded parameters, and lookups in sharded tables, that save no gathered copies.
+"""Matrix products with sharded parameters, and lookups in sharded tables.
 
 A parameter is cast and gathered right before its use, forward and again backward. Its gradient is summed in the
-reduction dtype and scattered back. Fully sharded parameters thus stay sharded in memory.
+reduction dtype and scattered back. Gathered copies are not saved for the backward pass, so fully sharded parameters
+stay sharded in memory.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from valkyrie.precision import ACCUMULATOR_DTYPE, DType, PolicyConfig
 
 
 class Numerics(NamedTuple):
-    """The dtypes of a precision policy, hashable.
+    """The dtypes of a precision policy, as names such as `bfloat16`, so that it is hashable.
 
     Args:
-        parameter: Stored parameters.
-        compute: Operands of products.
-        reduction: Sums of gradients.
+        parameter: Dtype of stored parameters.
+        compute: Dtype of the operands of matrix products.
+        reduction: Dtype in which gradients are summed.
         products: Narrow dtype of the operands (`valkyrie.ops.narrow`), or None for `compute`.
     """
 
@@ -122,7 +123,7 @@ def lookup(
 
 @jax.custom_vjp
 def compute_cotangents_once(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], ...]:
-    """Identity that computes the cotangents of both arrays before any product uses them.
+    """Return both arrays unchanged. The backward pass computes both cotangents before any product uses them.
 
     Otherwise the compiler may recompute a gate's derivative inside each of the four products that need it. On TPU v5e
     this costs a tenth of a gated feed-forward's backward pass (compiler estimates, experiments/LOG.md).

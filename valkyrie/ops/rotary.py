@@ -19,7 +19,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.choices import RopeStretch
 
 UNSTRETCHED = RopeStretch()
-"""Leaves the frequencies unchanged."""
+"""The default `stretch` of `rotate`, which leaves the frequencies unchanged."""
 
 
 def rotate(

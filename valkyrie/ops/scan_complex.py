@@ -25,10 +25,10 @@ Factor = Float[Array, "..."] | float | None
 """A real factor that broadcasts with a complex array; None is 1."""
 
 Index = int | slice | tuple[int | slice, ...]
-"""A static index into both parts."""
+"""An index of Python integers and slices, applied to both parts."""
 
 Powers = tuple[Float32[Array, "exponent state"], Float32[Array, "exponent state"]]
-"""Powers of one complex number per state."""
+"""Several powers of one complex number per state, along the first axis."""
 
 
 def mul(a: Complex, b: Complex) -> Complex:
@@ -92,7 +92,7 @@ def power(base: Eigenvalues, exponent: int) -> Eigenvalues:
 
 
 def powers(base: Eigenvalues, count: int) -> Powers:
-    """Return base**1, ..., base**count, by log2(count) rounds of multiplications that double the list."""
+    """Return base**1, ..., base**count along the first axis. Each round of multiplications doubles their number."""
     assert count >= 1, count
     result = base[0][None], base[1][None]
     while result[0].shape[0] < count:

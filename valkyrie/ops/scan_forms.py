@@ -40,7 +40,10 @@ SEQUENTIAL_UNROLL = 4
 
 
 def sequential(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, reverse: bool, block: int) -> States:
-    """Compute the states one position at a time, with the least arithmetic and memory, but no parallelism over time."""
+    """Compute the states one position at a time. Ignores `block`.
+
+    This form needs the least arithmetic and memory, but has no parallelism over time.
+    """
     del block
 
     def step(h: Carry, x: tuple[Float32[Array, " batch"] | None, Carry]) -> tuple[Carry, Carry]:
@@ -55,7 +58,10 @@ def sequential(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, r
 
 
 def associative(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, reverse: bool, block: int) -> States:
-    """Compute the states with `jax.lax.associative_scan`, in log2(seq) passes over all positions. Slow to compile."""
+    """Compute the states with `jax.lax.associative_scan`, in log2(seq) passes over all positions. Ignores `block`.
+
+    This form is slow to compile.
+    """
     del block
     seq = bu[0].shape[1]
     if h0 is not None:

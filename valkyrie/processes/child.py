@@ -67,7 +67,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the child, which is also that of its process group."""
         return self._process.pid
 
     @property
@@ -76,11 +76,11 @@ class ChildProcess:
         return self._process.poll()
 
     def send(self, signum: int) -> None:
-        """Send a signal to the process and its children."""
+        """Send a signal to the process and its descendants. Does nothing if all of them have ended."""
         signal_group(self.pid, signum)
 
     def kill(self) -> None:
-        """Kill the process and its children. Children are killed even if the process itself has ended."""
+        """Kill the process and its descendants, even if the process itself has ended, and wait for the process."""
         self.send(signal.SIGKILL)
         self._process.wait()
 
@@ -152,7 +152,7 @@ def signal_group(pid: int, signum: int) -> None:
 
 
 def wait_for(processes: Sequence[ChildProcess], seconds: float, poll_s: float = 0.02) -> None:
-    """Wait until all processes have ended, at most `seconds`."""
+    """Wait until all processes have ended, at most `seconds`. Leaves the remaining processes running."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(process.status is None for process in processes):
         time.sleep(poll_s)

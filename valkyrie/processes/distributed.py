@@ -15,7 +15,8 @@ _INDEX_VARIABLES = (INDEX_VARIABLE, "JAX_PROCESS_ID")
 _CLUSTER_VARIABLES = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES")
 """Variables set by Slurm's srun, Open MPI, Kubernetes and Cloud TPU, where JAX can find the other processes."""
 _JAX_HEARTBEAT_FACTOR = 10
-"""JAX's heartbeat timeout as a multiple of ours. Ours must expire first, because it ends with a useful message."""
+"""JAX's heartbeat timeout as a multiple of `heartbeat_s`. Ours must expire first, because its message names the lost
+process."""
 
 
 @dataclass
@@ -138,7 +139,7 @@ def _check_process(process_info: ProcessInfo, source: str) -> ProcessInfo:
 
 
 def _detect_process(config: DistributedConfig) -> ProcessInfo | None:
-    """Return the address, count and index that JAX detects, or None if it finds no cluster."""
+    """Return the processes that JAX detects, or None if it finds no cluster. Raises ValueError if detection fails."""
     from jax._src.clusters import ClusterEnv  # JAX has no public function for this
 
     try:

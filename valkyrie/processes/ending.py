@@ -22,7 +22,7 @@ REFUSED = 2
 DOES_NOT_FIT = 3
 """The run does not fit into device memory. Only the functions of `record_ending` get it: the process exits with 2."""
 LOST = 69
-"""A process hangs, or another process failed. Start all of them again."""
+"""A process hangs, or another process of the run failed. Start all processes again."""
 PREEMPTED = 75
 """The training has stopped, and saved if a step was done, because its machine is preempted. Start it again
 (EX_TEMPFAIL)."""

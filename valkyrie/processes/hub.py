@@ -39,7 +39,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Value:
-    """The value that one process sends in an exchange. Must be JSON-serializable."""
+    """The JSON-serializable value that one process sends in the exchange `name`."""
 
     name: str
     value: Any
@@ -47,7 +47,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Values:
-    """The values of all processes in an exchange, in the order of the processes."""
+    """The values of all processes in the exchange `name`, in the order of the processes."""
 
     name: str
     values: list[Any]
@@ -132,7 +132,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def free_port() -> int:
-    """Return an unused port of this machine."""
+    """Return a TCP port that no program on this machine uses at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -143,6 +143,8 @@ class Hub:
 
     In an exchange, it collects one value from each process, then sends all values to every process. A process counts as
     lost if its connection closes without a `Goodbye`, or if it sends nothing for `heartbeat_s` seconds.
+
+    Raises ValueError if the port of `address` (`HOST:PORT`) cannot be opened on this machine.
     """
 
     def __init__(self, address: str, count: int, deadline: float, heartbeat_s: float) -> None:

@@ -70,12 +70,15 @@ class Interrupt:
     Until `worth_saving` is set, the first signal also ends the process immediately. Otherwise, it would not be possible
     to stop a first step that never finishes because devices wait for each other.
 
-    With `multiprocess`, the first signal is passed as SIGTERM to JAX's preemption service.
+    With `multiprocess`, the process sends itself SIGTERM after the first signal, so that JAX's preemption service stops
+    all processes after the same step.
     """
 
     def __init__(self, *, multiprocess: bool = False) -> None:
         self.requested = False
+        """Whether this process received a signal to stop. With `multiprocess`, `should_stop(force=True)` sets it too."""
         self.worth_saving = False
+        """Set by the training loop once a step has finished."""
         self.restored_step: int | None = None
         """Step of the checkpoint that the training continues from, or None if it starts from the beginning."""
         self.preempted = False
@@ -83,7 +86,7 @@ class Interrupt:
         self._multiprocess = multiprocess
 
     def handle_signals(self) -> contextlib.AbstractContextManager[None]:
-        """Handle the signals inside this context."""
+        """Return a context in which the signals are handled. With `multiprocess`, JAX handles SIGTERM."""
         signals = [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
         return on_signals(self._stop, signals if self._multiprocess else [*signals, signal.SIGTERM])
 

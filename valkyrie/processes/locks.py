@@ -40,7 +40,7 @@ class LockState(Enum):
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The process that holds a lock."""
+    """The process that holds a lock, as the lock file records it."""
 
     host: str
     pid: int
@@ -49,8 +49,8 @@ class LockHolder:
 def lock(file: IO[bytes] | IO[str], *, wait: bool = True) -> LockState:
     """Lock an open file until this process and every process that inherited it have closed it.
 
-    With `wait`, the result is never `another`. The result is `unsupported` on Lustre without `-o flock` and on NFS
-    without a lock daemon. Callers then continue without a lock and may print a warning.
+    Returns `another` if another process holds the lock and `wait` is false. Returns `unsupported` on Lustre without
+    `-o flock` and on NFS without a lock daemon. Callers then continue without a lock and may print a warning.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -117,7 +117,7 @@ class TrialLock:
         self.process_file.close()
 
     def release(self) -> None:
-        """Release the lock."""
+        """Close this process's lock files. The trial's process keeps `.process` locked until it ends."""
         self.process_file.close()
         self._sweep_file.close()
 

@@ -97,7 +97,7 @@ class Team:
         return [value]
 
     def wait(self, name: str) -> None:
-        """Wait until all processes have called this with the same name."""
+        """Wait until all processes have called `wait` with the same name."""
         self.exchange(name)
 
     def broadcast_from_leader(self, name: str, make: Callable[[], T]) -> T:
@@ -142,6 +142,9 @@ class ConnectedTeam(Team):
         heartbeat_s: seconds without a message after which a process counts as lost.
         on_loss: called in a thread with a message and an exit status if a process is lost. The default ends this
             process, because its main thread may wait forever in a collective.
+
+    Raises:
+        ValueError: Process 0 does not respond in time, or refuses to start because processes are late or inconsistent.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ from valkyrie.ops.attention.pattern import (
 from valkyrie.ops.choices import CONTEXT
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
-"""Bounds on the number of queries per chunk."""
+"""Bounds on the number of queries per chunk that `pick_chunk` chooses."""
 
 
 class Method(NamedTuple):

@@ -167,7 +167,7 @@ def _maximum(arrays: list[Array]) -> Array:
 def same_segment(
     query: Int[Array, "batch rows"] | None, key: Int[Array, "batch keys"] | None
 ) -> Bool[Array, "#batch #rows #keys"]:
-    """Return whether rows and keys are in the same segment. Without segments, all are."""
+    """Return a mask, True where a row and a key are in the same segment. Without segments, it is all True."""
     if query is None or key is None:
         return jnp.ones((1, 1, 1), bool)
     return query[:, :, None] == key[:, None, :]

@@ -136,7 +136,7 @@ def _exchange_halves(x: Array, axis_names: tuple[str, ...], shards: int, inverse
 
 
 def _gather_keys(k: Keys, v: Keys, key_range: KeyRange, axis_names: tuple[str, ...]) -> tuple[Array, Array, KeyRange]:
-    """Gather the keys, values and key segments of all shards."""
+    """Return the keys and values of all shards, and `key_range` with the segments of all keys."""
     gather = functools.partial(jax.lax.all_gather, axis_name=axis_names, axis=1, tiled=True)
     if key_range.query_segments is not None:
         key_range = key_range._replace(key_segments=gather(key_range.query_segments))
@@ -146,7 +146,7 @@ def _gather_keys(k: Keys, v: Keys, key_range: KeyRange, axis_names: tuple[str, .
 def _extend_keys(
     k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, axis_names: tuple[str, ...], shards: int
 ) -> tuple[Array, Array, KeyRange]:
-    """Extend this shard's keys and values by those of neighbours within the window. Also returns their `KeyRange`."""
+    """Return (keys, values, key range) of this shard, extended by the neighbours' keys within the window."""
     batch, seq = k.shape[:2]
     before = min(pattern.reach(), (shards - 1) * seq)
     after = 0 if pattern.causal else before

@@ -17,7 +17,7 @@ from valkyrie.ops.attention.pattern import KeyBlock, heads_first, heads_last, jo
 
 
 class GlobalCache(NamedTuple):
-    """Keys and values of the first tokens: local projections (`k`, `v`) and global projections."""
+    """Keys and values of the global tokens: local projections (`k`, `v`) and global ones (`global_k`, `global_v`)."""
 
     k: Float[Array, "batch globals kv_heads head_dim"]
     v: Float[Array, "batch globals kv_heads head_dim"]
