@@ -76,7 +76,7 @@ class Interrupt:
 
     def __init__(self, *, multiprocess: bool = False) -> None:
         self.requested = False
-        """Whether this process received a signal to stop. `should_stop(force=True)` of several processes sets it too."""
+        """Whether this process received a signal to stop. With `multiprocess`, `force` in `should_stop` sets it too."""
         self.worth_saving = False
         """Set by the training loop once a step has finished."""
         self.restored_step: int | None = None
