@@ -43,11 +43,12 @@ def test_a_multirun_is_known_by_its_arguments_and_gets_a_folder(asked: str):
     assert completed is not None
     folder = next(a for a in completed if a.startswith("hydra.sweep.dir="))
     assert folder.startswith("hydra.sweep.dir=${runs}/")
-    assert sorted(a for a in completed if a != folder) == sorted([asked, "mesh=2x2x1", "--config-dir", "mine"])
+    mode = ["hydra.mode=MULTIRUN"] if asked == "sweep=other" else []
+    assert sorted(a for a in completed if a != folder) == sorted([asked, *mode, "mesh=2x2x1", "--config-dir", "mine"])
     assert completed[:2] == [asked, "--config-dir"] or completed[:2] == ["--config-dir", "mine"], (
         "overrides in one piece"
     )
-    assert multirun_arguments([asked, "hydra.sweep.dir=here"]) == [asked, "hydra.sweep.dir=here"]
+    assert multirun_arguments([asked, "hydra.sweep.dir=here"]) == [*mode, asked, "hydra.sweep.dir=here"]
 
 
 def test_a_sweep_is_named_by_its_setting_its_file_or_a_hash():

@@ -27,6 +27,7 @@ _MAX_LENGTH = 120
 def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     """Return the arguments of a multirun, with `hydra.sweep.dir` added if it is missing, or None for a single run.
 
+    `+sweep=NAME` is a multirun without `-m`, too: adds `hydra.mode` for it.
     Drops `resume=true` and `resume=null`, because a sweep always skips trials that already have a result.
     """
     overrides_by_key = key_values(arguments)
@@ -36,11 +37,11 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     if mode == "RUN" or not (mode == "MULTIRUN" or has_flag or sweep_choice):
         return None
     remaining = [a for a in arguments if key_value(a) not in (("resume", "true"), ("resume", "null"))]
-    if "hydra.sweep.dir" in overrides_by_key:
-        return remaining
-    folder = f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}"
+    added = [] if has_flag or mode else ["hydra.mode=MULTIRUN"]
+    if "hydra.sweep.dir" not in overrides_by_key:
+        added.append(f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}")
     flags, overrides = split_flags(remaining)
-    return [*flags, folder, *overrides]
+    return [*flags, *added, *overrides]
 
 
 def sweep_name(arguments: Sequence[str]) -> str:
