@@ -129,6 +129,14 @@ def test_all_problems_of_a_layout_are_reported_at_once(command: Any):
     assert sizes == [(("state",), 32), (("mlp",), 128), (("mlp",), 256), (("heads",), 4)]
 
 
+def test_all_wrong_values_and_keys_are_reported_at_once(command: Any):
+    refused = command("steps=a", "batch=4.5", "seq=64", "optimizer.lr=3", "stps=3", "debug=some")
+    start, *problems = refused.err.splitlines()
+    assert start == "valkyrie-train: 5 problems"
+    named = [problem.removeprefix("  - ").partition(":")[0].partition(" ")[0] for problem in problems]
+    assert sorted(named) == sorted(["steps=a", "batch=4.5", "debug=some", "optimizer.lr", "stps"])
+
+
 def test_legal_partitions_are_suggested(command: Any):
     refused = command("mesh=4x4x2", "partition=2d_tp", "model=valkyrie_tiny", "model.mlp=130")
     subject, _, partitions = refused.err.splitlines()[-1].rstrip(".").partition("partition=")

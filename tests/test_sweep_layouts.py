@@ -284,7 +284,7 @@ WRONG = {
     ),
     "a mesh that no devices make": (
         ["hydra.sweeper.space.meshes=[Ax3xB]"],
-        "meshes=Ax3xB stands for",
+        "meshes=Ax3xB matches no mesh",
     ),
     "another number of devices": (
         ["hydra.sweeper.space.devices=16"],
@@ -292,7 +292,7 @@ WRONG = {
     ),
     "no range": (
         ["hydra.sweeper.space.parameters=[2e9,1e9]"],
-        "hydra.sweeper.space.parameters=[2e+09,1e+09] is no",
+        "hydra.sweeper.space.parameters=[2e+09,1e+09]: must be a range",
     ),
     "an empty list": (["hydra.sweeper.space.meshes=[]"], "hydra.sweeper.space.meshes=[]: must have"),
     "a layout's key among the others": (
@@ -306,10 +306,14 @@ WRONG = {
     "an interval": (["seq=interval(1,9)"], "seq=interval(1,9): this sweeper"),
     "no microbatches": (["microbatches=two,1"], "microbatches=two,1: Value 'two'"),
     "no such partition": (["partition=2dtp,dp"], "mean partition=2d_tp?"),
-    "no such value": (["seq=64,abc"], "seq=abc: a whole"),
+    "no such value": (["seq=64,abc"], "seq=abc: must be a whole"),
     "one of what goes together": (
         ["sweep=partition_by_length", "seq=64"],
         "varies seq,batch together, ",
+    ),
+    "several mistakes in the space": (
+        ["hydra.sweeper.space={devices:a,remat:[],partitions:[dpp]}", "+hydra.sweeper.space.vary.seq=[]"],
+        "4 problems",
     ),
     "no limit": (["hydra.sweeper.limit=0"], "hydra.sweeper.limit=0: must be"),
 }

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.cli.parser import error_text, exit_on_broken_pipe, fail, strip_comment
-from valkyrie.config.arguments import composition_errors, expand_shorthand, read_arguments
+from valkyrie.config.arguments import add_later_problems, composition_errors, expand_shorthand, read_arguments
 from valkyrie.config.compose import register
 from valkyrie.config.explain import explain
 from valkyrie.config.files import check_folder
@@ -89,8 +89,9 @@ def dispatch() -> None:
         if show_traceback:
             raise
         # Hydra's MissingConfigException is an OSError too, and needs an explanation.
-        is_plain = isinstance(error, OSError) and not isinstance(error, HydraException)
-        fail(COMMAND, error_text(error if is_plain else explain(error, config_dirs(sys.argv[1:]))))
+        if not isinstance(error, OSError) or isinstance(error, HydraException):
+            error = add_later_problems(explain(error, config_dirs(sys.argv[1:])), arguments)
+        fail(COMMAND, error_text(error))
     except SweepEndError as error:
         if show_traceback:
             raise

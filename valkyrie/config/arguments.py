@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.config.choices import Chips
-from valkyrie.config.compose import composing
+from valkyrie.config.compose import GROUPS, composing
 from valkyrie.config.explain import explain
 from valkyrie.config.files import find_inclusion_cycle
 from valkyrie.config.mistakes import refuse_typos
@@ -28,6 +28,7 @@ from valkyrie.extensions import add_import_path
 from valkyrie.foreign_errors import is_key_of_null
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
+from valkyrie.problems import ProblemError
 from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _ESCAPED_CHARACTER = r"\\[][(){}:=, \t\\]"
@@ -171,7 +172,27 @@ def parse_run(arguments: Sequence[str], *, in_python: bool = False, derived: Seq
     try:
         return _compose(read_arguments([*derived, *arguments]))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise explain(error, config_dirs(arguments)) from error
+        raise add_later_problems(explain(error, config_dirs(arguments)), arguments) from error
+
+
+def add_later_problems(error: ValueError, arguments: Sequence[str]) -> ValueError:
+    """Return `error` together with the problems of later arguments, which Hydra does not reach.
+
+    Composes the arguments again without the keys at fault, until nothing is at fault. Returns `error` itself if it is
+    not about keys, or about groups, without which other keys may be wrong.
+    """
+    keys = {problem.key for problem in error.problems} if isinstance(error, ProblemError) else set[str | None]()
+    remaining = [argument for argument in arguments if key_value(argument)[0] not in keys - {*GROUPS}]
+    if len(remaining) == len(arguments):
+        return error
+    try:
+        parse_run(remaining)
+    except ProblemError as later:
+        assert isinstance(error, ProblemError)
+        return ProblemError([*error.problems, *later.problems])
+    except (ValueError, OSError):
+        pass
+    return error
 
 
 def load_run(folder: Path, overrides: Sequence[str]) -> Run:

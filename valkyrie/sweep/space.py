@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from valkyrie.config.explain import explain
 from valkyrie.config.refusals import problem_from_error, unknown_key
 from valkyrie.config.run import Run
-from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range, first_line
+from valkyrie.parallel.mesh import parse_mesh
+from valkyrie.problems import Problem, ProblemCode, check_range, first_line, refuse
 from valkyrie.sweep.composer import Composer
 from valkyrie.trees import override_text
 
@@ -92,7 +95,27 @@ class SpaceConfig:
                 text = ",".join("null" if bound is None else f"{bound:g}" for bound in bounds)
                 text = f"{SPACE}.{key}=[{text}]: must be a range [least,most], with null for no bound."
                 problems.append(Problem(ProblemCode.malformed, f"{SPACE}.{key}", bounds, text))
+        for key, values in self.vary.items():
+            problems += _vary_problems(key, values)
         return problems
+
+
+def _vary_problems(key: str, values: Any) -> Iterator[Problem]:
+    """Yield the problems of a key in `vary`, or of several keys joined by commas, and of its values."""
+    keys, name = key.split(","), f"{SPACE}.vary.{key}"
+    for layout_key in set(keys) & LAYOUT_KEYS.keys():
+        text = f"{SPACE}.vary.{layout_key}: a layout key cannot be in vary. Use {SPACE}.{LAYOUT_KEYS[layout_key]}."
+        yield Problem(ProblemCode.malformed, name, values, text)
+    if len(keys) == 1 and isinstance(values, str | int | float):
+        return
+    if not isinstance(values, list) or not values:
+        text = f"{name}={values}: must be a list with at least one value, such as [512,1024]."
+        yield Problem(ProblemCode.malformed, name, values, text)
+    elif len(keys) > 1:
+        for row in values:
+            if not isinstance(row, list) or len(row) != len(keys):
+                text = f"{name}: {row} must be a list with one value for each of {', '.join(keys)}."
+                yield Problem(ProblemCode.malformed, name, row, text)
 
 
 @dataclass(frozen=True)
@@ -117,15 +140,17 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
     An argument for the layout, such as `mesh=`, replaces the corresponding key of the space. For any other key, a list
     of values is added to `vary` and a single value applies to all trials. Both replace the key in `vary`.
 
-    Raises ValueError if a key or value is invalid.
+    Raises ValueError with all keys and values that are invalid.
     """
-    config_node = OmegaConf.structured(SpaceConfig)
-    try:
-        config_node = OmegaConf.merge(config_node, config)
-    except (ConfigKeyError, ConfigAttributeError) as error:
-        raise ProblemError([unknown_key(f"{SPACE}.{error.full_key}", error.parent_node)]) from error
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{SPACE}.{problem_from_error(error)}") from error
+    config_node, problems = OmegaConf.structured(SpaceConfig), list[Problem]()
+    for name, value in config.items():
+        try:
+            config_node = OmegaConf.merge(config_node, {str(name): value})
+        except (ConfigKeyError, ConfigAttributeError) as error:
+            problems.append(unknown_key(f"{SPACE}.{error.full_key}", error.parent_node))
+        except OmegaConfBaseException as error:
+            problem = problem_from_error(error)
+            problems.append(replace(problem, key=f"{SPACE}.{problem.key}", text=f"{SPACE}.{problem}"))
     vary: dict[str, object] = {
         str(k): OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in config_node.vary.items()
     }
@@ -146,15 +171,30 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
             vary[override.get_key_element()] = [_OverrideText(value) for value in values]
         else:
             fixed_overrides.append(line)
-    if layout_keys := [k for joined in vary for k in joined.split(",") if k in LAYOUT_KEYS]:
-        raise ValueError(
-            f"{SPACE}.vary.{layout_keys[0]}: a layout key cannot be in vary. Use {SPACE}.{LAYOUT_KEYS[layout_keys[0]]}."
-        )
     config_node.vary = {}
     space = OmegaConf.to_object(config_node)
     assert isinstance(space, SpaceConfig)
     space.vary = vary
+    refuse([*problems, *space.problems(), *_unknown_names(space, composer)])
     return SweepSpace(space, fixed_overrides)
+
+
+def _unknown_names(space: SpaceConfig, composer: Composer) -> Iterator[Problem]:
+    """Yield a problem for each partition and remat policy that is not a choice, and for each malformed mesh."""
+    sources = composer.config.hydra.runtime.config_sources
+    folders = [source.path for source in sources if source.provider == "command-line"]
+    for group, names in (("partition", space.partitions), ("remat", space.remat or [])):
+        options = composer.group_options(group)
+        for name in names:
+            if name not in options and not (group == "partition" and name == ALL):
+                text = str(explain(MissingConfigException("", f"{group}/{name}", options), folders))
+                yield Problem(ProblemCode.unknown_name, group, name, text)
+    for name in space.meshes:
+        if re.fullmatch(r"\d[\da-z]*", name) and name not in composer.group_options("mesh"):
+            try:
+                parse_mesh(name)
+            except ValueError as error:
+                yield Problem(ProblemCode.malformed, "mesh", name, str(error))
 
 
 def compose_variants(space: SweepSpace, composer: Composer) -> list[RunVariant]:
@@ -203,13 +243,7 @@ def _overrides_per_value(key: str, values: Any, composer: Composer) -> list[tupl
     if len(keys) == 1 and isinstance(values, str | int | float):
         (override,) = composer.parse([f"{key}={values}"])
         return [(f"{key}={value}",) for value in _values(override)]
-    if not isinstance(values, list) or not values:
-        raise ValueError(f"{SPACE}.vary.{key}={values}: must be a list with at least one value, such as [512,1024].")
     rows = [[value] for value in values] if len(keys) == 1 else values
-    if wrong_rows := [row for row in rows if not isinstance(row, list) or len(row) != len(keys)]:
-        raise ValueError(
-            f"{SPACE}.vary.{key}: {wrong_rows[0]} must be a list with one value for each of {', '.join(keys)}."
-        )
     return [tuple(f"{k}={_quoted_override_text(value)}" for k, value in zip(keys, row, strict=True)) for row in rows]
 
 
