@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def accumulation_steps(self) -> int:
-        """Number of microbatches over which a step accumulates gradients. 1 for a pipeline, which does so itself."""
+        """Number of microbatches over which a step accumulates gradients. 1 for a pipeline, which adds them itself."""
         return self.microbatches if self.pipeline is None else 1
 
     @property

@@ -187,7 +187,7 @@ def _pairs(targets: Any) -> list[tuple[int, int]]:
 
 
 def update_slot(tree: Any, new: Any, slot: Any, valid: Any) -> Any:
-    """Return arrays with `new` written at index `slot` of the first dimension, or unchanged arrays unless `valid`."""
+    """Write `new` to index `slot` of the first dimension of each array if `valid`. Returns the new arrays."""
 
     def update(x: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(x, jnp.where(valid, new, index_tree(x, slot)), slot, 0)

@@ -26,7 +26,7 @@ FindNearest = Callable[[Problem], list[int]]
 def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
     """Return whether all sizes that depend on the problem's config key are divisible by `problem.parts`.
 
-    If no size of an array depends on the key, as for the batch, the value itself must be divisible.
+    If no size of an array depends on the key, the value itself must be divisible.
 
     Args:
         problem: A divisibility problem.
@@ -63,7 +63,7 @@ def nearest_legal(value: int, parts: int, is_legal: Callable[[int], bool], least
     """Return the nearest legal value below `value` and the nearest one above it.
 
     Tries values within 32 of `value`, and 16 multiples of `parts`, `64 * parts` and `128 * parts` on each side. A side
-    without a legal value among these is left out. Values below `least` are never legal.
+    without a legal value among these is left out. Values below `least` are not tried.
     """
     # Sizes may be half of their key, or rounded up to a multiple of 128, so multiples of `parts` alone miss some.
     coarse = [unit * (value // unit + i) for unit in (parts, 64 * parts, 128 * parts) for i in range(-16, 18)]

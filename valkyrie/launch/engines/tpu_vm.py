@@ -148,7 +148,7 @@ class Config(RentedConfig):
         )
 
     def train_step(self, overrides: Sequence[str], restarts: int = 0) -> CommandStep:
-        """Return the step that trains on every worker. Its exit status is 0, or that of the first worker that fails.
+        """Return the step that trains on every worker. It exits with 0, or with the first nonzero status of a worker.
 
         `restarts`: Number of restarts so far.
         """
