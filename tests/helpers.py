@@ -71,7 +71,7 @@ MODELS = config_names("model", "*_tiny")
 LANGUAGE_MODELS = [model for model in MODELS if not model.startswith("trm_")]
 """Models that predict tokens. The others solve puzzles."""
 MODELS_WITH_UNIQUE_LAYERS = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
-"""Models with layers that no other model has. The layers of s5 and longformer are also in valkyrie."""
+"""Models with layers that no other model has. `valkyrie_tiny` has those of `s5_tiny` and `longformer_tiny`."""
 PARTITIONS = config_names("partition")
 PIPELINES = [name for name in PARTITIONS if "layers" in read_config("partition", name, PartitionConfig).parameters]
 """Pipeline partitions: layers are sharded over a mesh axis. They need a model with stacked layers."""
@@ -147,7 +147,7 @@ def small_run(model: str, *overrides: str) -> Run:
 
 
 def make_batch(run: Run, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return a random batch. Rows contain several documents and have different sums of weights (each 0, 0.5 or 1).
+    """Return a random batch. Rows contain several documents. Weights are 0, 0.5 or 1, with different sums by row.
 
     Tasks without text provide their own random batches.
     """
@@ -194,7 +194,7 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
 
 
 def assembly_of(run: Run) -> Assembly:
-    """Return the assembly of a run's model. No arrays are allocated."""
+    """Return the `Assembly` of a run's model, which allocates no arrays."""
     return Assembly(run.model, Numerics.from_policy(run.config.precision))
 
 

@@ -80,7 +80,7 @@ def torus(shape: Sequence[int], slices: int = 1, wrap: Sequence[bool] | None = N
 
 
 def machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = None) -> Machine:
-    """Return a machine with these mesh axes.
+    """Return a `Machine` of chips in `CHIPS`, with these mesh axes.
 
     By default, there is a mesh axis for each torus axis, after one for the slices if there are several.
     """
@@ -127,7 +127,8 @@ def compile_module(
 ) -> Module:
     """Compile a function for a mesh and return its HLO module.
 
-    Arguments are sharded by `spec`, or replicated. `options` are compiler options.
+    `shapes` are the shape and dtype of each argument, which is sharded by `spec` or replicated. `options` are compiler
+    options.
     """
     sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]

@@ -45,7 +45,7 @@ def run_teams(
 
 
 def start_processes(count: int, *overrides: str, cwd: Path, **environment: str) -> list[subprocess.Popen[str]]:
-    """Start the processes of one training run."""
+    """Start `count` processes of one training run on this machine, with extra environment variables."""
     cluster = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": str(count)}
     return [
         start_training(*overrides, cwd=cwd, **cluster, JAX_PROCESS_INDEX=str(index), **environment)

@@ -119,7 +119,7 @@ class Stage:
         return self.runs / "swept"
 
     def trials(self) -> dict[str, Trial]:
-        """Return the recorded trials by partition."""
+        """Return the trials recorded in `trials.jsonl`, by partition."""
         trials = {trial.about.partition: trial for trial in TrialLog(self.sweep).read()}
         return dict(sorted(trials.items()))
 

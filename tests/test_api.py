@@ -31,7 +31,7 @@ PAGE = (ROOT / "valkyrie" / "README.md").read_text()
 
 
 def example_in(folder: str, number: int = 0) -> str:
-    """Return a Python listing of a folder's README, by number. Counts only listings that begin with an import."""
+    """Return Python listing `number` (from 0) of a folder's README. Counts only those that begin with an import."""
     return re.findall(r"```python\n(import .*?)```", (ROOT / folder / "README.md").read_text(), re.DOTALL)[number]
 
 

@@ -31,7 +31,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def saved_run(folder: Path, *arguments: str) -> Path:
-    """Write the run folder of a training run with these arguments, without checkpoints."""
+    """Write the run folder of a training run with these arguments, with an empty checkpoint at step 5."""
     checkpoint = folder / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")

@@ -32,7 +32,9 @@ GOLDEN = Path(__file__).parent / "goldens" / "longformer.npz"
 
 
 def make(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segments=False, seed=0):
-    """Return random q, k and v, optional segment IDs, and optional global tokens (one is repeated, one is invalid)."""
+    """Return random q, k, v, segment IDs and global tokens. The last two are None by default.
+
+    In each row, one global token is repeated. One is invalid in the first row."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -55,7 +57,7 @@ def make(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segm
 
 
 def brute_force(q, k, v, window, causal, dilation, segment_ids, tokens):
-    """Compute attention from its definition, row by row, in float64."""
+    """Return attention by its definition, computed one query at a time in float64."""
     q, k, v, segment_ids, tokens = jax.tree.map(np.asarray, (q, k, v, segment_ids, tokens))
     batch, seq, heads, head_dim = q.shape
     out = np.zeros(q.shape)

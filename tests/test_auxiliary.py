@@ -36,7 +36,7 @@ def steps_of(folder: Path, *overrides: str) -> list[dict[str, np.ndarray]]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[dict[str, np.ndarray]]:
-    """Return the metrics of two steps on one device."""
+    """The metrics of two steps on one device, with which every layout is compared."""
     return steps_of(folder, "mesh=1x1x1", "partition=dp")
 
 

@@ -71,7 +71,7 @@ def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 
 
 @pytest.fixture(scope="module")
 def truth() -> Efficiency:
-    """Constants that differ from those of every chip."""
+    """Efficiency constants that differ from those of every chip, for the fit to recover."""
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
     return replace(chip_efficiency(chip), products=0.6, gathers=0.5)
@@ -148,7 +148,7 @@ def test_calibration_recovers_constants_and_validates_on_held_out_families(
 
 
 def rows_of(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:
-    """Return trials as rows with their runs, the argument of `fit_calibration`."""
+    """Return the rows of a sweep with these trials, each with its run, as `fit_calibration` expects them."""
     rows = read_rows([sweep_folder(folder, made)])
     return [(row, shared_run(*row.trial.overrides)) for row in rows]
 

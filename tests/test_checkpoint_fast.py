@@ -24,7 +24,7 @@ from valkyrie.train.state import TrainState
 
 
 def open_both_tiers(folder: Path, team: Team = ALONE, **config: Any) -> Checkpoints:
-    """Return the checkpoints of a folder, with both tiers."""
+    """Return the `Checkpoints` of a folder, with fast and durable checkpoints."""
     fast = FastConfig(every=1, folder=str(folder / "fast"))
     return Checkpoints(folder / "run", CheckpointConfig(fast=fast, **config), team=team)
 

@@ -50,7 +50,7 @@ def shell(command: str, time_s: float = 20.0, **limits: int) -> SandboxStepResul
 def judge_body(
     body: str, test: str = "assert f() is True", time_s: float = 20.0, isolated: bool = True
 ) -> CompletionResult:
-    """Return the verdict on a function `f` with this body."""
+    """Return the result of `test` on a completion that is the body of a function `f()`."""
     problem = CodingProblem("f", "python", "easy", "def f():\n", f"{test}\n")
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     return judge(problem, lines, Limits(time_s, 256, isolated))

@@ -50,7 +50,7 @@ Includes every model with unique layers, under at least one partition.
 
 LOWERED = [("valkyrie_tiny", "sp"), ("valkyrie_tiny", "fsdp_tp")]
 LOWERED += [("valkyrie_tiny", "1d_tp"), ("gpt_tiny", "dp"), ("gpt_tiny", "data_model_fsdp")]
-"""Pairs lowered in the default tests. Those in `STEPPED` also run steps."""
+"""(model, partition) pairs whose step is lowered in the default tests. Those in `STEPPED` also run steps."""
 
 
 def pairs(quick: Collection[tuple[str, str]]) -> list[Any]:

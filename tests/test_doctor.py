@@ -184,7 +184,7 @@ def test_the_folder_of_the_checkpoints_is_written_and_read(tmp_path: Path):
 
 
 def checkpoint_findings(folder: Path, *overrides: str) -> list[Finding]:
-    """Return the findings about the checkpoint that a run resumes from."""
+    """Return the doctor's findings about the checkpoint from which `resume=FOLDER` would continue."""
     return run_checks([RESUME_CHECK], CheckContext(parse_run([f"resume={folder}", *overrides])))
 
 

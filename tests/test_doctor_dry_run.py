@@ -17,7 +17,7 @@ from valkyrie.train.devices import Devices
 
 
 def simulated() -> Devices:
-    """The simulated CPU devices of the tests."""
+    """Return the simulated CPU devices of the tests, as the doctor's `Devices`."""
     return Devices(tuple(jax.devices()), "cpu", None, simulated=True)
 
 

@@ -1,6 +1,6 @@
 """Tests of mistakes and faults by cause: the message names the file or key, without a traceback.
 
-They run in this process where possible. `test_journeys.py` has the slow ones, which each need a process.
+The tests run in this process where possible. `test_journeys.py` has the slow ones, which each start a process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of `mode=figures`: the FLOPs and bytes that it counts are those that the devices execute."""
+"""Tests of `mode=figures`: the FLOPs and bytes that it divides by time are those that XLA counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of recognising the error messages of the versions that `valkyrie.foreign_errors` names."""
+"""Tests that `valkyrie.foreign_errors` parses the error messages of the versions of other programs that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of readers of other programs' files, when a field is wrong or missing or the file is cut off.
+"""Tests of reading damaged files of other programs: a field is wrong or missing, or the file is cut off.
 
 Each reader returns, or raises ValueError or OSError with the name of the file.
 """

@@ -1,4 +1,4 @@
-"""Tests of the cost of splash attention kernels: grid steps, blocks, and the ends of rows of blocks."""
+"""Tests of the cost of splash attention kernels: cycles per grid step, per block, and per row of blocks."""
 
 from __future__ import annotations
 

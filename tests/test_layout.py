@@ -1,4 +1,4 @@
-"""Tests of layouts: a layout is legal exactly if every array divides evenly over its mesh axes.
+"""Tests of layouts: a layout is legal if and only if every array divides evenly over its mesh axes.
 
 All problems are reported at once. Also tests where optimizer state is placed.
 """

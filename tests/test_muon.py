@@ -1,6 +1,6 @@
 """Tests of Muon: two steps equal nanochat's, however a matrix is stored or stacked.
 
-Also tests the parameters that use AdamW.
+Also tests the parameters that AdamW updates instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PUBLISHED = Recipe(lambda _: 0.02, lambda _: 0.9, lambda _: 0.1, 0.9, "float32")
 
 
 def steps(name: str, specs: dict[str, Parameter], value: Any) -> dict[str, np.ndarray]:
-    """Return the parameters after the golden's two steps.
+    """Return the parameters after two steps with the golden file's gradients. `name` is `tall` or `wide`.
 
     `value` converts a matrix of shape (outputs, inputs) to the stored array.
     """

@@ -15,7 +15,7 @@ from valkyrie.ops.linear import Numerics, linear
 from valkyrie.ops.narrow import narrow_einsum, scale_to
 
 DTYPES = {"int8": 0.02, "float8_e4m3fn": 0.06}
-"""Largest error of a product relative to the largest result, by dtype."""
+"""Allowed error of a product by dtype, relative to the largest value of the exact product."""
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:

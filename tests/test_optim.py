@@ -30,7 +30,7 @@ def parameters() -> dict[str, jnp.ndarray]:
 
 
 def one_update(config: OptimizerConfig, gradient: float = 0.5, steps: int = 10) -> dict[str, np.ndarray]:
-    """Return the change of each parameter in the first update, starting from 2."""
+    """Return the change of each parameter in the first update, by name. All parameters start at 2."""
     optimizer = make_optimizer(config, vector_specs(GROUPS), Training(steps))
     start = parameters()
     updates, _ = optimizer.update({name: jnp.full(2, gradient) for name in start}, optimizer.init(start), start)

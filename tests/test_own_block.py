@@ -48,7 +48,7 @@ def train(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
-    """A run of the block's model, composed in this process."""
+    """The `Run` of the model in the user's folder, composed in this process."""
     add_import_path([folder])
     return compose_run(*SMALL, f"hydra.searchpath=[valkyrie://groups,{folder}]", "mesh=1x1x1", "partition=dp")
 

@@ -1,4 +1,4 @@
-"""Tests of readers of Valkyrie's files, when a field is wrong or missing or the file is cut off.
+"""Tests of reading damaged files of Valkyrie: a field is wrong or missing, or the file is cut off.
 
 Each reader returns, or raises ValueError or OSError with the name of the file. See `test_foreign_files.py`.
 """
@@ -54,7 +54,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sweep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep of a prediction and a measurement, with the files of both."""
+    """The folder of a sweep with a compiled trial `a` and a measured trial `b`, and the files of both."""
     folder = tmp_path_factory.mktemp("records") / "sweep"
     stages = {"a": "compile", "b": "measure"}
     TrialLog(folder).append(trial_from_summary(golden_summary(s), s, "sweep", name) for name, s in stages.items())

@@ -1,4 +1,4 @@
-"""Tests of placements: device order by a list of factors, enumeration, and recognition of JAX's own order."""
+"""Tests of placements: the device order for a list of factors, enumeration, and recognition of JAX's order."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ MADE = [
     Problem(ProblemCode.same_sharding, "mesh", "4x2x1", "mesh=4x2x1 shards every array exactly like another mesh."),
     Problem(ProblemCode.damaged, names=("train-00000.array_record",), text="train-00000.array_record is damaged."),
 ]
-"""Problems that depend on more than the arguments, such as installed packages or damaged files."""
+"""Example problems that depend on more than the arguments, such as installed packages or damaged files."""
 
 
 @cache

@@ -61,7 +61,7 @@ def spans(page: str) -> list[str]:
 
 
 def table(page: str, start: str) -> list[list[str]]:
-    """Return the cells of every row of the first table with a header that starts with this text."""
+    """Return the cells of the first table whose header starts with `start`, row by row, without the header."""
     _, _, *rows = page.split(f"\n| {start}", 1)[1].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in rows]
 

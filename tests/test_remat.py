@@ -62,7 +62,7 @@ def scans(jaxpr: Any) -> Iterator[Any]:
 
 
 def forward_output_bytes(run: Run, backend: str = "cpu") -> tuple[int, int]:
-    """Return the bytes that the blocks' forward passes save for their backward passes, on devices and on hosts."""
+    """Return the bytes that blocks save for the backward pass, as a pair: in device memory and in host memory."""
     length, device, host = run.config.seq, 0, 0
     for scan in scans(traced(run, backend)):
         outputs = [out.aval for out in scan.outvars[scan.params["num_carry"] :]]

@@ -219,7 +219,7 @@ def test_a_pallas_kernel_declares_its_cost():
 
 @lru_cache
 def step(model: str, *overrides: str) -> tuple[Any, bytes]:
-    """Return the run of a small training step, and the step's module compiled for 4 v4 chips, serialised."""
+    """Return the run of a small training step, and the serialised module of the step compiled for 4 v4 chips."""
     mesh, _ = tpu_mesh("v4:2x2x1")
     run = compose_run(f"model={model}", "mesh=2x2x1", "partition=dp", "precision=bf16_mixed", *overrides)
     program = StepProgram(run, build_mesh(run.config.mesh, list(mesh.devices.flat)), backend="tpu")

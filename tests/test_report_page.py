@@ -23,7 +23,7 @@ from valkyrie.sweep.trial import Status, Trial
 
 
 def luminance(colour: str) -> float:
-    """Return the relative luminance of `rgb(1, 2, 3)`, as WCAG 2 defines it."""
+    """Return the relative luminance of a CSS colour such as `rgb(1, 2, 3)`, by WCAG 2: 0 for black, 1 for white."""
     named = {"white": "255,255,255", "black": "0,0,0"}.get(colour, colour)
     parts = [int(part) / 255 for part in re.findall(r"[0-9]+", named)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)

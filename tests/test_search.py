@@ -47,7 +47,7 @@ def make_request(*arguments: str) -> SearchRequest:
 
 
 class Finished(NamedTuple):
-    """Exit status, content of `search.json`, run, and output of a search."""
+    """Result of a search: exit status, content of `search.json` (empty if not written), run, and output."""
 
     status: int
     answer: dict[str, Any]
@@ -59,7 +59,7 @@ class Finished(NamedTuple):
 def search(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Finished]:
-    """A function that runs a search in an empty folder."""
+    """A function that runs a search with extra arguments in an empty folder, and returns it as `Finished`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
 
@@ -103,7 +103,7 @@ class ScaledCompiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> ScaledCompiler:
-    """Replaces the compiler for a whole test."""
+    """A fake compiler that replaces `compile_trial` for a whole test."""
     replacement = ScaledCompiler()
     monkeypatch.setattr(compiling, "compile_trial", replacement)
     return replacement

@@ -79,7 +79,7 @@ class Devices:
 def measured_by(
     devices: Devices, request: SearchRequest, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> MeasuredTrials:
-    """Measure the best layouts on the fake devices."""
+    """Measure the best layouts on the fake devices, and return the measured trials."""
     monkeypatch.setattr(measuring, "run_trials", devices)
     measures = MeasuredTrials()
     measure_best(request, make_shortlist(request), CompiledLayouts(), folder, measures, lambda entry: None)

@@ -45,7 +45,7 @@ def test_layouts_of_the_slow_network_are_all_legal_ones() -> None:
 
 
 def machine() -> str:
-    """Return this machine's network links and namespaces, without counters."""
+    """Return this machine's network links and namespaces as text, to check that a test leaves them unchanged."""
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
     return links + subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 

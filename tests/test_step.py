@@ -74,7 +74,7 @@ def abstract_state(*overrides: str) -> Any:
 
 
 def test_uneven_microbatches_average_over_tokens():
-    """One microbatch has all the weight, so averaging the averages would be wrong by the number of microbatches."""
+    """One microbatch has all the weight, so a mean of microbatch means would be too small by their number."""
     run = small_run("gpt_tiny", "microbatches=4")
     batch = make_batch(run)
     batch["weights"][np.arange(8) % 4 != 1] = 0
@@ -159,7 +159,7 @@ def test_no_partition_reshards_activations_by_all_to_all(partition):
 
 @pytest.mark.parametrize("partition", mark_slow_except(["2d_tp", "2d_tp_fsdp"], []))
 def test_logits_are_never_summed_over_devices(partition):
-    """All-to-alls only move hidden states and attention's rows between sharded widths and sharded positions."""
+    """All-to-alls only move hidden states and activations of attention, between sharded widths and positions."""
     shapes_by_kind = collectives(compiled(partition, "model.vocab_multiple=160").as_text())
     assert not any(shape[-1:] == (80,) for shapes in shapes_by_kind.values() for shape in shapes)
     assert max(map(math.prod, shapes_by_kind["all-to-all"])) <= 4 * 48 * 16

@@ -173,7 +173,7 @@ REFUSED = {
     "no answer": ("question,rating\n", "column answer"),
     "nothing": (None, "train/dataset.json is missing"),
 }
-"""Content of the CSV files, and words of the message that refuses it."""
+"""By case: puzzles and answers, or the text of a CSV file, or None for no file; and words of the error message."""
 
 
 def prepared(run: Run) -> Dataset:

@@ -23,7 +23,7 @@ from wandb_files import wandb_logs
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """A stage for commands in this process."""
+    """A `Stage` that is set up for commands in this process."""
     stage = Stage(tmp_path)
     stage.enter(monkeypatch)
     return stage

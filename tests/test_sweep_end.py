@@ -17,7 +17,7 @@ LAUNCHERS = ["trials", "basic"]
 
 
 class Tracker:
-    """A fake W&B tracker that collects the trials."""
+    """A fake W&B tracker that records the partitions of logged trials, and how often it is closed."""
 
     def __init__(self, *_: object) -> None:
         self.logged: list[str] = []

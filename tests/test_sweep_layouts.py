@@ -30,7 +30,7 @@ from valkyrie.sweep.space import SpaceConfig, read_space
 from valkyrie.sweep.trial import Status, TrialLog
 
 CELLS = {"laptop_8": (62, 49), "v4_64_topology": (62, 58), "partition_by_length": (54, 44), "pa_nas_1b": (52, 52)}
-"""Number of layouts and of legal layouts in each enumerated sweep."""
+"""Number of layouts, and number of legal layouts, by enumerated sweep."""
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def test_a_run_equals_the_one_that_hydra_composes(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_every_experiment_has_its_own_partition_settings(tmp_path: Path):
-    """An experiment may change a key of the partition. The change applies only to its own layouts."""
+    """An experiment may change a key of the partition. The change applies only to layouts of this experiment."""
     (tmp_path / "experiment").mkdir()
     for name, zero1 in (("with", "true"), ("without", "false")):
         text = f"# @package _global_\npartition: {{zero1: {zero1}}}\n"

@@ -18,7 +18,7 @@ SWEEP = [*TINY, "-m", "mode=measure", "partition=dp", "batch=12", "mode.repeats=
 
 
 def trials(folder: Path) -> dict[str, Trial]:
-    """Return the trials of a sweep by mesh."""
+    """Return the recorded trials of the sweep `many` in `folder`, by mesh."""
     return {trial.about.mesh: trial for trial in TrialLog(folder / "runs/many").read()}
 
 

@@ -1,4 +1,4 @@
-"""Tests of task properties that are known without JAX: whether it needs causal models or allows microbatches."""
+"""Tests of task properties that are known without JAX: whether a task needs causal models or allows microbatches."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
 
 
 def last_step(folder: Path) -> int:
-    """Return the last step in the log of a training run, or 0 before the first."""
+    """Return the last step in the log of a training run, or 0 if there is none yet."""
     file = folder / "runs" / "run" / "metrics.jsonl"
     return max((r.get("step", 0) for r in read_metrics(file)), default=0) if file.is_file() else 0
 

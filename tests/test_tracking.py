@@ -155,7 +155,7 @@ print("wandb" in sys.modules, time.perf_counter() - began, one.note)
 
 
 def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, str]:
-    """Run a tracker in a subprocess. Return whether wandb was imported, the seconds it took, and the note."""
+    """Run a tracker in a subprocess. Return whether it imported wandb, its seconds, and its printed note."""
     import os
 
     inherited = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}

@@ -219,7 +219,7 @@ def test_the_reason_of_a_failure_is_the_last_error_in_the_log(tmp_path: Path):
 def test_a_process_that_ends_itself_leaves_its_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str, status: Status
 ):
-    """Tests exits by the watchdog, a signal and a lost process. Other errors in the log do not change the outcome."""
+    """Covers refusals, misfits, signals and a step that hangs. Other errors in the log do not change the outcome."""
     (tmp_path / "output.log").write_text(TRACEBACK)
     monkeypatch.setattr("os._exit", sys.exit)
     with (

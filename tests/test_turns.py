@@ -1,4 +1,4 @@
-"""Tests of the time limit of slow tests: tests of changed files come first, and a few runs reach all files."""
+"""Tests of the order of slow tests under a time limit: tests of changed files run first, and a few runs reach all."""
 
 from __future__ import annotations
 

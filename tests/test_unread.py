@@ -37,7 +37,7 @@ UNREAD = {
     "train": "",
     "tune": "seed profile log_every eval_every sample_tokens checkpoint.every code_eval.samples",
 }
-"""Keys that each mode reports as unread. `READ` has keys that each mode uses. Other keys are not tested."""
+"""Keys that each mode reports as unused. `READ` has keys that each mode uses. Other keys are not tested."""
 READ = {
     "calibrate": "runs data.name",
     "checkpoints": "resume runs checkpoint.every",

@@ -72,7 +72,7 @@ def skip_when_over(item: pytest.Item) -> None:
 
 
 def summarise(terminal: Any, config: pytest.Config) -> None:
-    """Print the number of tests not reached, by file."""
+    """Print the number of tests that were not reached, in total and by file."""
     minutes = config.getoption("--minutes")
     if minutes is None:
         return

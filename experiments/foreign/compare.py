@@ -4,8 +4,9 @@
     python experiments/foreign/compare.py 1b_v4_64 22b_v4_128    # some
     python experiments/foreign/compare.py --markdown foreign.md --json foreign.json
 
-It runs in an environment with MaxText 0.2.5 and this package (experiments/README.md), so that the same libtpu compiles
-both programs. Compiling MaxText's program takes minutes. Its modules are stored in `--modules`, ours in the cache.
+The script runs in an environment with MaxText 0.2.5 and this package (experiments/README.md), so that the same libtpu
+compiles both programs. Compiling MaxText's program takes minutes. Its compiled modules are stored in `--modules`, and
+ours in the cache of programs.
 """
 
 from __future__ import annotations

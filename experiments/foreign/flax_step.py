@@ -4,7 +4,7 @@
     python experiments/foreign/flax_step.py --target v4-64 --mesh data=8,model=4 --html report.html
 
 The model is a small Flax NNX decoder, trained by optax's Adam, with common shardings: the batch over `data`, and the
-wide dimension of every weight over `model`. It needs libtpu (`uv sync --extra tpu`) but no TPU.
+wide dimension of every weight over `model`. The script needs libtpu (`uv sync --extra tpu`) but no TPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder with tied embeddings."""
+    """A decoder-only Transformer without positional encodings. The input embedding is also the output layer."""
 
     def __init__(self, vocab: int, embed: int, heads: int, layers: int, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(vocab, embed, dtype=jnp.bfloat16, rngs=rngs)

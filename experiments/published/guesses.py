@@ -82,7 +82,7 @@ def roofline(row: Row) -> float:
 
 
 def pairs(rows: Sequence[Row], differ: float = 0.0) -> list[tuple[Row, Row]]:
-    """Return all pairs of rows of the same model and chip, with the row of more measured tokens/s/chip first.
+    """Return all pairs of rows with the same model and chip, with the row with more measured tokens/s/chip first.
 
     Leaves out pairs with equal rates, or with rates that differ by a smaller fraction than `differ`.
     """

@@ -6,9 +6,9 @@
     python experiments/published/predict.py --kept                   # the tables again, without compiling
 
 `--rows` is any CSV with the columns of rows.csv (`row`, `experiment`, `overrides` and `step_s` are required).
-`--config-dir` is a folder of your YAMLs, as for valkyrie-train; experiments can be in its `experiment/`. It needs
-libtpu (`uv sync --extra tpu`) but no TPU. Rows that cannot be composed or compiled, or do not fit, are reported with
-the reason. `--ship` writes the errors that every compile report uses to correct its prediction.
+`--config-dir` is a folder of your YAMLs, as for valkyrie-train; experiments can be in its `experiment/`. libtpu is
+needed (`uv sync --extra tpu`), but no TPU. Rows that cannot be composed or compiled, or do not fit, are reported
+with the reason. `--ship` writes the errors that every compile report uses to correct its prediction.
 
 Results are stored in `--json`. A rerun computes missing results, and those made by another program, replay or compiler.
 If sources have changed, each row is lowered (seconds) to check whether its program has changed.
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line. By default, `json` is results.json in the folder of the rows."""
     parser = argparse.ArgumentParser(description="Predicted against published step times.")
     parser.add_argument("--rows", type=Path, default=HERE / "rows.csv", help="a CSV of published runs")
     parser.add_argument("--config-dir", type=Path, help="a folder of your own YAMLs, as valkyrie-train takes it")

@@ -12,7 +12,7 @@ from valkyrie.paths import source_digest
 
 FIGURES = ("name", "peak_tflops", "hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "devices", "ici_axes")
 FIGURES += ("ici_link_gbs", "hop_us", "host_bounds", "dcn_gbs_per_host")
-"""Chip figures that the replay uses."""
+"""Names of the fields of `ChipConfig` that the replay reads."""
 
 
 def program_of(run: Run) -> str:

@@ -84,7 +84,7 @@ def _spread(results: Iterable[Result], kind: str) -> str:
 
 
 def shipped_errors(results: Iterable[Result], rows: dict[str, Row]) -> list[PublishedRun]:
-    """Return the measured over the replayed seconds of every row, from which reports derive their corrections."""
+    """Return the ratio of measured to replayed seconds of every replayed row, for the corrections in reports."""
     return [
         PublishedRun(
             r["row"], row.model, row.family, row.chip, row.slices, row.measured_s / r["replayed_s"], r["libtpu"]
@@ -97,7 +97,7 @@ def shipped_errors(results: Iterable[Result], rows: dict[str, Row]) -> list[Publ
 def coverage(published: Sequence[PublishedRun]) -> str:
     """Return a sentence with the number of measured steps within the report's interval, by chip.
 
-    Prediction and interval of a row are computed without its family.
+    The prediction and the interval of each run are computed from the runs of other families.
     """
     inside: dict[str, list[bool]] = defaultdict(list)
     for row in published:

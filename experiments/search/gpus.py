@@ -88,7 +88,7 @@ class Row:
 
 
 def main() -> None:
-    """Print the table of all groups."""
+    """Print the table of all groups, and the fitted constants of each chip."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=Path, default=FILE)
     parser.add_argument("--each", action="store_true", help="print every row too")
@@ -116,7 +116,10 @@ def rows_of(file: Path) -> list[Row]:
 
 
 def estimated(rows: Sequence[Row], published: Sequence[Row]) -> dict[str, list[tuple[Row, float]]]:
-    """Return rows with their estimates, by group. Constants are fitted to the published rows of other groups."""
+    """Return pairs of a row and its estimated seconds per step, by group.
+
+    Constants are fitted to the published rows of other groups.
+    """
     known = [timed_layouts(alike) for alike in alike_of(published)]
     own = {one.family for one in known}
 
@@ -133,7 +136,7 @@ def estimated(rows: Sequence[Row], published: Sequence[Row]) -> dict[str, list[t
 
 
 def constants_of(known: Sequence[TimedLayouts]) -> dict[str, Efficiency]:
-    """Return the constants of each chip, fitted to known step times."""
+    """Return the efficiency constants by chip name, fitted to known step times."""
     first = fit_constants([one for one in known if one.chip.name == FIRST], START, FITTED)
     constants, begin = {FIRST: first}, replace(first, scores_passes=0.0)
     for chip in dict.fromkeys(one.chip.name for one in known if one.chip.name != FIRST):
@@ -170,7 +173,10 @@ def table_of(by_group: dict[str, list[tuple[Row, float]]]) -> Table:
 
 
 def row_of(line: dict[str, str]) -> Row | None:
-    """Return the row of a line, or None if the estimate does not support its precision or attention."""
+    """Return the row of a line, or None if the estimate does not support it.
+
+    Supports fp16 and bf16 without asynchronous tensor parallelism, eager execution or context parallelism.
+    """
     if (
         line["precision"] not in ("fp16", "bf16")
         or "async" in line["other"]
@@ -214,7 +220,7 @@ def model_of(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab
 
 
 def timed_layouts(rows: Sequence[Row]) -> TimedLayouts:
-    """Stack rows of one model as layouts with pipeline, data and tensor parallelism, the last within a host."""
+    """Stack rows of one model as layouts with pipeline (x), data (y) and tensor parallelism (z, within a host)."""
     line, chip = rows[0].line, known_chips()[rows[0].line["chip_kind"].lower()]
     for column, figure in (("host_gbs", "dcn_gbs_per_host"), ("hbm_gbs", "hbm_gbs")):
         if line.get(column):

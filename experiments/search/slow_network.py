@@ -5,8 +5,8 @@
 
 Each process has a separate network namespace, connected to the others by a bridge. Its sending rate is limited to
 `--rate` Mbit/s (token bucket filter). The namespaces have no names on the machine and end with this process. The
-estimate uses only figures that `mode=figures` measures there first, stored in slow_network_figures.json. It does not
-use measurements of layouts.
+estimate uses only the figures that `mode=figures` measures on this network first, which are stored in
+slow_network_figures.json. It does not use measurements of layouts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Network:
     process: subprocess.Popen[str]
 
     def inside(self, command: str) -> list[str]:
-        """Return the arguments that run a command in this network."""
+        """Return `command` as a list of arguments that runs it in this network."""
         return ["nsenter", "--target", str(self.process.pid), "--net", "--mount", *command.split()]
 
     def run(self, command: str) -> None:
@@ -112,7 +112,7 @@ def layouts(figures: ChipConfig, batch: int) -> list[EstimatedLayout]:
 def slow_network(rate_mbit: float) -> Iterator[list[Network]]:
     """Yield networks connected by a bridge. Each can send at most `rate_mbit` Mbit/s.
 
-    They do not change the machine's network or files, and leave nothing behind.
+    The networks do not change those of the machine or its files, and leave nothing behind.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

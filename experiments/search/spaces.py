@@ -6,7 +6,7 @@
 A space has every division of 32 devices into three mesh axes that is legal under one of seven partitions. Layouts with
 the same number of devices in every role count once, and every n-th layout is taken. Results are the replay of the
 compiled step, as `mode=compile` prints it, before its correction by published runs. They are stored in compiled.json.
-It needs libtpu (`uv sync --extra tpu`) but no TPU.
+The script needs libtpu (`uv sync --extra tpu`) but no TPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARTITIONS = ("dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")
 
 @dataclass(frozen=True)
 class Judged:
-    """A space of layouts.
+    """A space of layouts that are compiled, to compare their estimates with.
 
     Args:
         name: Name of the space.
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def kept_rows() -> list[dict[str, Any]]:
-    """Return the stored results."""
+    """Return the rows of compiled.json, or an empty list if it does not exist."""
     return json.loads(FILE.read_text()) if FILE.is_file() else []
 
 

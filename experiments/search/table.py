@@ -31,7 +31,7 @@ from valkyrie.train.memory import MemoryEstimator
 
 
 def main() -> None:
-    """Print the table of all spaces."""
+    """Print the table of all spaces, and every layout (`--each`) or fitted constants (`--fit`) if requested."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for flag in ("--fit", "--ship", "--each"):
         parser.add_argument(flag, action="store_true")

@@ -1,4 +1,4 @@
-"""Write nanochat.npz: logits of public nanochat models with fixed weights, in float32, and two steps of their Muon.
+"""Write nanochat.npz: float32 logits of public nanochat models with fixed weights, and two steps of nanochat's Muon.
 
     pip install transformers==5.23.0 torch==2.13.0
     python tests/goldens/make_nanochat.py FOLDER     (FOLDER: a checkout of karpathy/nanochat at 92d63d4)
@@ -70,7 +70,7 @@ def nanochat_2026() -> tuple[np.ndarray, str]:
 
 
 def muon_steps() -> dict[str, np.ndarray]:
-    """Return a tall and a wide matrix before and after two steps of nanochat's Muon, and their gradients."""
+    """Return a `tall` and a `wide` matrix before (`first`) and after (`last`) two steps of Muon, and `gradients`."""
     from nanochat.optim import muon_step_fused
 
     rng, arrays = np.random.default_rng(2), {}
