@@ -450,7 +450,11 @@ def _run_command(
 
 
 def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
-    """Write the HTML report of sweeps to `output`, or to `report.html` in the first folder. Returns its path."""
+    """Write the HTML report of the sweeps in `paths` (see `trials`), and return its path.
+
+    Writes to `output`, or to `report.html` in the first folder. Raises ValueError if the suffix of `output` is not
+    `.html`, `.htm` or empty.
+    """
     from valkyrie.report.page import page_file, render_page
     from valkyrie.report.records import read_rows
 

@@ -72,9 +72,10 @@ class Result:
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
-        """Range of a predicted step time in seconds, derived from the prediction errors of comparable published runs.
+        """Range of a predicted step time in seconds, derived from the prediction errors of comparable runs.
 
-        `record.step.interval` describes these runs. None for a measured step, or if no published run is comparable.
+        These are published runs or, after `mode=calibrate`, your own; `record.step.interval` describes them. None for a
+        measured step, or if too few runs are comparable.
         """
         interval = getattr(self.record.step, "interval", None)
         return None if interval is None else (interval.low_s, interval.high_s)

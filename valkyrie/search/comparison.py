@@ -125,7 +125,7 @@ class Comparison:
         return self.measured_s.get(name, None if predicted is None else predicted * (self.ratio or 1.0))
 
     def describe(self, name: str) -> str:
-        """Return the result of a layout in one line."""
+        """Return a line with the result of a layout: whether it fits or why it failed, step time and peak memory."""
         row = self._row(name)
         facts = [f"fits: {row.fits}" if row.reason is None else f"{row.status.value}: {row.reason}"]
         facts += [] if row.step_s is None else [duration(row.step_s)]
@@ -207,7 +207,7 @@ class Comparison:
         )
 
     def _reasons(self) -> list[str]:
-        """Return a line for each reason why layouts have no step time, with their names."""
+        """Return a line for each reason why layouts failed, timed out or were refused, with their names."""
         names: dict[str, list[str]] = {}
         for name, result in self.results.items():
             if result.status in ("failed", "timeout", "refused"):

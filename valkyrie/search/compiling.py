@@ -219,7 +219,7 @@ def compile_best(
 def add_recorded(
     request: SearchRequest, layouts: Iterable[EstimatedLayout], folder: Path, compiles: CompiledLayouts
 ) -> None:
-    """Add the layouts that earlier searches in `folder` have compiled, without compiling anything."""
+    """Add to `compiles` those of `layouts` that earlier searches in `folder` have compiled. Compiles nothing."""
     compiled = [trial.overrides for trial in TrialLog(folder).read() if trial.stage == CompileMode.name]
     for layout in layouts:
         overrides = layout.candidate.overrides

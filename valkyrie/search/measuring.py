@@ -112,8 +112,10 @@ def measure_best(
 
     Each layout in the first half has a different mesh or partition, as far as possible. After each measurement,
     predictions for the same mesh and partition are rescaled by measured over predicted step time, and all others by the
-    median of this ratio. The next layout is the one with the shortest rescaled prediction. On Ctrl-C
-    (KeyboardInterrupt), `measured` holds the results so far.
+    median of this ratio. The next layout is the one with the shortest rescaled prediction.
+
+    Adds each result to `measured` and then calls `on_result` with it. On Ctrl-C (KeyboardInterrupt), `measured` holds
+    the results so far.
     """
     limit, began, waiting = request.mode.measure, time.monotonic(), expected_step_times(shortlisted, compiles)
     while len(measured.done) < limit and waiting:

@@ -21,13 +21,13 @@ FILE = Path(ranking.__file__).with_name("errors.json")
 MAX_CANDIDATES = 500
 """Maximum number of fitting layouts per slice in a shortlist, and separately of doubtful ones."""
 MAX_EXAMINED = 10_000
-"""Number of layouts per slice that are examined, fastest estimate first. A slower one is not found, even if it fits."""
+"""Number of layouts per slice to examine, the fastest by estimate. Slower ones are ignored, even if they fit."""
 MAX_BATCHES = 3
 """Maximum number of searched batches of a layout in a shortlist, the fastest per sequence. Some may not fit."""
 MAX_VARIANTS = 3
 """Maximum number of estimated layouts in an answer with the same chips, mesh and partition."""
 EQUALLY_FAST = 1.01
-"""A layout counts as equally fast on another torus if its estimate there is at most this multiple of that here."""
+"""A layout counts as equally fast on another torus if this increases its estimated step time by at most 1%."""
 
 
 class MeshPartition(NamedTuple):
@@ -137,7 +137,7 @@ class Shortlist:
         return list(best.values())
 
     def equally_fast_slices(self, layout: EstimatedLayout) -> list[str]:
-        """Return the other slices with the same number of chips on which a layout is estimated to be equally fast."""
+        """Return the names of other slices with as many chips on which a layout is estimated to be equally fast."""
         candidate, longest = without_torus(layout), EQUALLY_FAST * layout.step_s
         same_batch = (e for e in self.fitting if e.batch == layout.batch and e.step_s <= longest)
         same_candidates = (e for e in same_batch if without_torus(e) == candidate)

@@ -169,7 +169,7 @@ def _too_few_message(chip: str, count: int) -> str:
 
 
 def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
-    """Fit the constants of a chip to trials, which must all be on this chip.
+    """Fit the constants of a chip to trials. `pairs` has the row and the run of each trial, all on the same chip.
 
     Trials with the same model, batch and sequence length form a family. If there are several families, the fit is
     cross-validated over them.

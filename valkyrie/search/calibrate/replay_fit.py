@@ -80,7 +80,8 @@ class ReplayFit:
 def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]:
     """Fit the replay factor of a chip to layouts that were both measured and compiled.
 
-    Returns the fit, or None if there is no such layout, and the number of measured layouts that were not compiled.
+    `pairs` is as in `fit_calibration`. Returns the fit, or None if there is no such layout, and the number of measured
+    layouts that were not compiled.
     """
     replayed_s_by_program: dict[str, float] = {}
     steps: list[ReplayedStep] = []

@@ -127,7 +127,7 @@ def target_settings(target: TargetConfig) -> Mapping[str, object]:
 
 
 def compiler_flags() -> list[str]:
-    """Return the compiler flags in the environment, without those that do not affect programs."""
+    """Return the flags in `XLA_FLAGS` and `LIBTPU_INIT_ARGS`, sorted, without those that do not affect programs."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
     return sorted(flag for flag in flags if not flag.startswith(_UNUSED_FLAG_PREFIXES))
 
@@ -166,9 +166,10 @@ def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
 
 
 def store_program(scratch: Path, folder: Path, replace: bool) -> None:
-    """Move a compiled program into the cache. Without `replace`, keeps an intact copy that is already there.
+    """Move a compiled program from `scratch` to `folder` in the cache.
 
-    If two processes store the same program at once, the first one wins.
+    Without `replace`, keeps an intact program that `folder` already has, and leaves `scratch` as it is. If two
+    processes store the same program at once, the first one wins.
     """
     if not replace and read_program(folder, hlo=(scratch / HLO_TEXT_FILE).is_file()) is not None:
         return

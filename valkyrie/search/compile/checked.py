@@ -57,7 +57,10 @@ class CheckedProgram:
 
     @cached_property
     def flops_ratios(self) -> dict[str, float]:
-        """FLOPs of all devices over those of the program before partitioning, by source line."""
+        """FLOPs of products on all devices, relative to those before partitioning, by source line.
+
+        Above 1 if several devices compute the same products.
+        """
         whole, local = (_flops_by_source(group) for group in (self.whole_products, self.local_products))
         return {line: self.devices * flops / whole[line] for line, flops in local.items() if whole.get(line)}
 

@@ -170,7 +170,7 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
 def compile_within_memory(
     options: list[Option], compile: Callable[..., Any], platform: Platform
 ) -> tuple[Any, list[Option]]:
-    """Return the result of `compile` and the options used.
+    """Return the result of `compile`, a function like `jax.stages.Lowered.compile`, and the options used.
 
     If the TPU compiler refuses a program that needs at most `MAX_EXCESS` times the available memory, compiles it again
     with options that save memory. If the program still does not fit, raises the first error. Other errors are raised.
@@ -209,6 +209,8 @@ def peak_without_host(
     of 1 MiB of device memory. That fails within seconds, and the error reports the device memory that the program
     needs, within 2% of a complete compile (experiments/LOG.md). Returns None for other programs, for which XLA's peak
     is right, and if the error has no such number.
+
+    `compiled` is the result of `compile`, a function like `jax.stages.Lowered.compile`, with `options`.
     """
     sizes, limit = compiled.memory_analysis(), platform.memory_limit_option
     if limit is None or sizes is None or not sizes.host_temp_size_in_bytes:

@@ -9,14 +9,14 @@ from enum import Enum
 class FaultCode(Enum):
     """The kind of fault in a program's sharding."""
 
-    whole_batch = "whole_batch"
-    repeated_compute = "repeated_compute"
-    unused_axis = "unused_axis"
-    replicated_state = "replicated_state"
-    gathered_batch = "gathered_batch"
-    float32_gather = "float32_gather"
-    all_reduce = "all_reduce"
-    padding = "padding"
+    whole_batch = "whole_batch"  # each device computes the whole batch in some products
+    repeated_compute = "repeated_compute"  # several devices compute the same products
+    unused_axis = "unused_axis"  # nothing is sharded over a mesh axis
+    replicated_state = "replicated_state"  # large parameters or optimizer state are on every device
+    gathered_batch = "gathered_batch"  # every device gathers the batch
+    float32_gather = "float32_gather"  # arrays are gathered in float32, then converted to bfloat16
+    all_reduce = "all_reduce"  # a sum is sent to all devices, although each uses only a part
+    padding = "padding"  # products have dimensions below the width of the matrix unit
 
 
 @dataclass(frozen=True, repr=False)

@@ -46,7 +46,7 @@ REPEATED = 1.25
 LANES = 128
 """Width of a TPU's matrix unit and vector registers. Smaller dimensions are padded to it."""
 MAX_LINES = 3
-"""Number of source lines that a fault lists."""
+"""Maximum number of source lines that a fault lists."""
 _PASS_THROUGH = ("bitcast", "copy", "reshape")
 """Operations that forward an array."""
 _CONVERSION_FUSION = ("parameter", "convert", "convolution", "dot", "transpose", *_PASS_THROUGH)
@@ -194,7 +194,7 @@ def _axes(program: CheckedProgram, mesh_axes: Iterable[str]) -> str:
 
 
 def _list_lines(program: CheckedProgram, lines: Iterable[str]) -> str:
-    """List source lines, the slowest first."""
+    """List up to `MAX_LINES` source lines, the slowest first, and the number of remaining ones."""
     ordered = sorted(
         lines, key=lambda line: (-program.seconds([line], *PartKind, mesh_axes=[*program.mesh_axes]), line)
     )
@@ -354,7 +354,8 @@ def _dims_by_line(
 ) -> tuple[dict[str, dict[tuple[int, ...], BatchDimension]], dict[str, set[tuple[int, ...]]]]:
     """Return the shapes of arrays with a batch dimension, and of those without, by source line.
 
-    Shapes are sorted and leave out dimensions of size 1. The first dict maps each shape to its batch dimension.
+    The arrays are those before partitioning. Shapes are sorted and leave out dimensions of size 1. The first dict maps
+    each shape to its batch dimension.
     """
     with_batch: dict[str, dict[tuple[int, ...], BatchDimension]] = defaultdict(dict)
     without_batch: dict[str, set[tuple[int, ...]]] = defaultdict(set)

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 MIN_HINT_SHARE = 0.15
 """Smallest share of a step that gets a hint."""
 LOW_PRODUCT_RATE = 0.6
-"""Matrix products below this share of peak get a hint. The compiler estimates 0.85 for large products."""
+"""Matrix products below this share of peak FLOP/s get a hint. The compiler estimates 0.85 for large products."""
 MIN_RECOMPUTATION_SHARE = 0.01
 """An activation is worth saving if its recomputation takes at least this share of a step."""
 MARGIN = 1.2
 """A partition is suggested only if this multiple of its estimated memory is usable.
 
-An activation is suggested for saving, and another remat is suggested, only if this multiple of their bytes is free.
+An activation to save, or another remat policy, is suggested only if this multiple of its additional bytes is free.
 """
 MAX_SENT_RATIO = 0.75
 """Another partition is suggested only if it sends at most this share of the current bytes."""

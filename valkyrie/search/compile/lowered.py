@@ -108,7 +108,7 @@ class SourceLocations:
     operations: tuple[int, ...]
 
     def moved_to(self, other: SourceLocations) -> dict[str, str]:
-        """Return the lines in `other`, another lowering of the same program, of operations that moved, by old line."""
+        """Map the source line of each operation that moved to its line in `other`, a new lowering of the program."""
         pairs = [
             [*zip(self.frames[old], other.frames[new], strict=False)]
             for old, new in {*zip(self.operations, other.operations, strict=False)}
@@ -140,7 +140,7 @@ class StoredProgram:
 
     @property
     def module(self) -> bytes:
-        """The optimised module, serialised."""
+        """The optimised module, serialised. Raises FileNotFoundError if XLA did not write one."""
         return (self.folder / MODULE_FILE).read_bytes()
 
     def update_sources(self, module: Module) -> None:

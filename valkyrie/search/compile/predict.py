@@ -147,7 +147,10 @@ def predict_function(
 def _explain(
     predicted: PredictedProgram, lowered: jax.stages.Lowered | None, module: Module | None
 ) -> PredictedProgram:
-    """Add the largest allocations and hints to the prediction of a program that does not fit."""
+    """Add the largest allocations and hints to the prediction of a program that does not fit.
+
+    Returns other predictions, and those of programs that were passed compiled (`lowered` is None), unchanged.
+    """
     prediction = predicted.prediction
     if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or lowered is None:
         return predicted

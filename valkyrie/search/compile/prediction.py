@@ -474,7 +474,10 @@ def read_prediction(path: Path) -> Prediction:
 
 
 def short_cause(op_name: str | None) -> str:
-    """Return the last three parts of an operation's name, without scopes that enclose all operations."""
+    """Return the last three parts of an operation's name, without scopes that enclose all operations.
+
+    Returns `unnamed` for an operation without a name.
+    """
     parts = [part for part in (op_name or "unnamed").split("/") if part not in _OUTER_SCOPES]
     return "/".join(parts[-3:])
 
@@ -482,7 +485,7 @@ def short_cause(op_name: str | None) -> str:
 def short_source(source: str | None) -> str:
     """Shorten the path of a source line: relative to this package, `site-packages` or the working directory.
 
-    Other paths are cut to their last three components.
+    Other paths are cut to their last three components. Returns an empty string for None.
     """
     if not source:
         return ""

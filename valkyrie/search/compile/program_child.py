@@ -123,11 +123,9 @@ class _Compiled:
     executable: Any
 
     def runtime_executable(self) -> Any:
-        """Return the executable."""
         return self.executable
 
     def memory_analysis(self) -> Any:
-        """Return the sizes of the program in memory."""
         return self.executable.get_compiled_memory_stats()
 
 

@@ -77,7 +77,7 @@ def correct_replay(uncorrected: Replay, target: TargetConfig) -> Replay:
 
 
 def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Position]) -> Replay:
-    """Replay a scheduled module on a slice. Raises ValueError if the chip lacks a figure that it needs.
+    """Replay a scheduled module on a slice. Raises ValueError if the link bandwidth of the chip is unknown.
 
     `axes` are the names and sizes of the mesh's axes, in order. `positions` are those of its devices, in the order of
     `mesh.devices.flat`.

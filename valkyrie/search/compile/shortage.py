@@ -47,7 +47,7 @@ class ListedArgument:
 
 
 def list_arguments(lowered: jax.stages.Lowered) -> list[ListedArgument]:
-    """Return the arguments of a program with known shardings, the largest on a device first."""
+    """Return those arguments of a program that have a `NamedSharding`, the largest on a device first."""
     import jax
 
     values: dict[str, Any] = getattr(getattr(lowered, "_lowering", None), "compile_args", {})

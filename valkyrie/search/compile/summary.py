@@ -103,7 +103,7 @@ def with_parts(prediction: Prediction, replay: Replay | None, uses: Iterable[Col
 
 
 def source_lines(costs: Iterable[Cost]) -> tuple[SourceLine, ...]:
-    """Return the `_MAX_LISTED` source lines with operations that take the longest in total, the slowest line first."""
+    """Return the `_MAX_LISTED` source lines with the longest total time of operations, the slowest first."""
     seconds: dict[str, float] = defaultdict(float)
     waiting: dict[str, float] = defaultdict(float)
     for cost in costs:

@@ -298,7 +298,7 @@ def _longest_waits(side: _Side) -> tuple[WaitedCollective, ...]:
 
 
 def _explain_difference(a: _Side, b: _Side) -> list[str]:
-    """Explain which of two layouts is faster, and why."""
+    """Return sentences about which of two layouts is faster, and why. The first is the headline."""
     fast, slow = (a, b) if a.step_s <= b.step_s else (b, a)
     text = f"{fast.label} is {slow.step_s / fast.step_s:.2f} times as fast as {slow.label}: "
     text += f"{duration(fast.step_s)} a step, not {duration(slow.step_s)}."
