@@ -27,7 +27,7 @@ class FastConfig:
     keep: int = 2
 
     def problems(self) -> list[Problem]:
-        """Return every problem with these settings."""
+        """Return a problem for each invalid setting."""
         problems = check_range("checkpoint.fast.every", self.every, least=1, otherwise="null for no fast tier")
         problems += check_range("checkpoint.fast.keep", self.keep, least=1)
         if self.folder is not None and url_scheme(self.folder) is not None:
@@ -68,7 +68,7 @@ class CheckpointConfig:
     fast: FastConfig = field(default_factory=FastConfig)
 
     def problems(self) -> list[Problem]:
-        """Return every problem with these settings."""
+        """Return a problem for each invalid setting."""
         problems = check_range("checkpoint.every", self.every, least=1, otherwise="null to save only at the end")
         problems += check_range("checkpoint.keep", self.keep, least=1)
         problems += check_range("checkpoint.keep_every_h", self.keep_every_h, above=0, otherwise="null for none")

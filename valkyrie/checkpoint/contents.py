@@ -203,7 +203,7 @@ def _more_differ(count: int) -> str:
 
 
 def _run_name(path: Any) -> str:
-    """Return the name of the run that a checkpoint belongs to."""
+    """Return the name of the run that the checkpoint folder `path` belongs to."""
     return (path.parent.parent if path.parent.name == FOLDER else path.parent).name
 
 

@@ -27,7 +27,7 @@ METADATA = "_CHECKPOINT_METADATA"
 _COMMITTED = "commit_success.txt"
 """The file that Orbax writes last in a bucket, where a folder cannot be renamed atomically."""
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
-"""The package that each scheme needs."""
+"""Python package that provides access to each URL scheme."""
 _MISTAKES = (ValueError, TypeError, AttributeError, NameError, LookupError, AssertionError, ImportError)
 """Exceptions that indicate a bug or a wrong setting, not an unreachable bucket."""
 

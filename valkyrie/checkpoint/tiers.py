@@ -202,7 +202,7 @@ class Checkpoints:
         return self.durable.poll() or (None if self.fast is None else self.fast.poll())
 
     def close(self) -> None:
-        """Wait for saves to finish, then release the folders."""
+        """Wait for saves to finish and release the folders. Deletes the fast checkpoints of a run that is complete."""
         self.durable.close()
         if self.fast is not None:
             self.fast.close()

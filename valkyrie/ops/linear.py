@@ -35,7 +35,7 @@ class Numerics(NamedTuple):
 
     @staticmethod
     def from_policy(policy: PolicyConfig) -> Numerics:
-        """Return the dtypes of a policy."""
+        """Return the dtypes that a precision config (`precision=`) selects."""
         narrow = None if policy.products is None else policy.products.value
         return Numerics(policy.parameter.value, policy.compute.value, policy.reduction.value, narrow)
 

@@ -69,7 +69,7 @@ def zeros_like(a: Complex) -> Complex:
 
 
 def index_parts(a: Complex, index: Index) -> Complex:
-    """Index the real and the imaginary part."""
+    """Return `a[index]`: both parts indexed in the same way."""
     return a[0][index], a[1][index]
 
 

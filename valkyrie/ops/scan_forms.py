@@ -135,7 +135,7 @@ FORMS: dict[ScanImpl, Form] = {
     ScanImpl.blocked: blocked,
     ScanImpl.kernel: kernel,
 }
-"""Functions that compute the states, by implementation."""
+"""The function of each implementation. `form_for_backend` selects one for a backend."""
 
 
 def form_for_backend(impl: ScanImpl, backend: str) -> Form:

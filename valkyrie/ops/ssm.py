@@ -20,7 +20,7 @@ from valkyrie.ops.choices import CInit, Discretization
 from valkyrie.ops.scan_complex import Eigenvalues, add, div, mul, scale_by
 
 LAMBDA_RE_MAX = -1e-4
-"""Maximum real part of clipped eigenvalues, per unit of time."""
+"""Maximum real part of eigenvalues under `clip_eigenvalues`. It is below 0, so that states decay."""
 
 _SERIES_RADIUS = 0.25
 """Below this |Lambda Delta|, the zero-order hold is computed as a series of `_SERIES_TERMS` terms."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from valkyrie.paths import open_to_append
 
 MAX_LOG_LINES = 20
-"""Number of log lines shown for the process that failed first."""
+"""Maximum number of lines that `ChildProcess.last_lines` returns."""
 _MAX_LOG_BYTES = 64 * 2**10
 _EXEC_SCRIPT = """
 import ctypes, os, sys

@@ -74,7 +74,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Sent regularly to show that the sender is alive."""
+    """Sent every `heartbeat_s / 5` seconds in both directions, to show that the sender is alive."""
 
 
 Message = Hello | Started | Refused | Value | Values | Goodbye | Lost | Heartbeat

@@ -68,7 +68,7 @@ class ProcessInfo(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that pass these values to a child process."""
+        """Environment variables that pass the address, count and index to a child process."""
         return {
             COORDINATOR_VARIABLE: self.coordinator,
             COUNT_VARIABLE: str(self.count),

@@ -70,7 +70,7 @@ class Column(Generic[R]):
 
     @property
     def key(self) -> str:
-        """Key of the values in W&B."""
+        """Key of the values in W&B: `wandb` if it is set, else `name`."""
         return self.wandb or self.name
 
     def text(self, row: R) -> str:
@@ -119,7 +119,7 @@ def terminal_table(
 
 
 def html_table(columns: Iterable[Column[R]], rows: Sequence[R]) -> str:
-    """Return a table in HTML for notebooks."""
+    """Return the rows as an HTML table for notebooks, with values formatted as on a terminal."""
     from html import escape
 
     columns = list(columns)

@@ -80,7 +80,7 @@ class Start:
         return self.end in _PLANNED
 
     def spent(self, kind: str) -> float:
-        """Return the seconds spent on a kind of work (a key of `KINDS`)."""
+        """Return the seconds of this start that were spent on `kind`, a key of `KINDS`, up to its last point."""
         return self.points[-1].seconds.get(kind, 0.0) if self.points else 0.0
 
     def steps_after(self, step: int) -> float:
@@ -238,7 +238,7 @@ class Ledger:
         self._append({**now._asdict(), **({"end": end} if end else {})})
 
     def goodput(self) -> Goodput:
-        """Return the run's goodput up to now."""
+        """Return the run's goodput up to now, over this start and all earlier ones that the file records."""
         now = self._point()
         # The sum over earlier starts is computed once: it only depends on the step from which this start continues.
         if self._earlier_sum is None:

@@ -81,7 +81,7 @@ class Tracker:
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes records."""
+        """Whether this process writes records. Only the leader does."""
         return self._file is not None
 
     @property

@@ -54,7 +54,7 @@ _ENVIRONMENT_MODES = {
 In `shared`, several processes write to one online run.
 """
 _FORBIDDEN = r"[/\\#?%:]"
-"""Regular expression for a character that W&B rejects in run ids and project names."""
+"""Regular expression that matches each character that W&B rejects in run ids and project names."""
 
 
 @dataclass

@@ -66,7 +66,7 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        """Whether every requested step is done."""
+        """Whether the run has reached its last step (`steps`)."""
         return self.step >= self.program.run.config.steps
 
     def is_multiple_of(self, every: int | None) -> bool:
@@ -114,7 +114,7 @@ class Callback:
     """A callback of the training loop. All methods do nothing by default."""
 
     def before_step(self, progress: Progress, step: int) -> None:
-        """Called before a step is dispatched."""
+        """Called before step `step` is dispatched to the devices."""
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
         """Called with the metrics of every step, usually while the next step runs."""
@@ -130,7 +130,7 @@ class Callback:
         """Called after a step for which `is_due` returned true, once its metrics have been passed to `on_metrics`."""
 
     def on_end(self, progress: Progress) -> None:
-        """Called after the last step, or when the training is stopped."""
+        """Called once at the end: after the last step, or when the training is stopped early."""
 
 
 @dataclass

@@ -121,7 +121,7 @@ def describe(rates: dict[str, float]) -> str:
 
 
 def results_table(results: Sequence[CompletionResult], evaluation: CodeEvaluation) -> Table:
-    """Return the table of compile and pass counts by language and difficulty."""
+    """Return a table of how many completions compile and pass, with a row for each language and difficulty."""
     result = Table()
     for column in ("language", "difficulty", "problems", "samples", "compile", "pass", "problems solved"):
         result.add_column(column, justify="left" if column in ("language", "difficulty") else "right")

@@ -68,12 +68,12 @@ class SavedBytes:
 
     @property
     def device_total(self) -> int:
-        """Bytes saved in device memory."""
+        """Bytes per device saved in device memory, over all activations."""
         return sum(self.device.values())
 
     @property
     def host_total(self) -> int:
-        """Bytes saved in host memory."""
+        """Bytes per device saved in host memory, over all activations."""
         return sum(self.host.values())
 
 
@@ -334,5 +334,5 @@ def _is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
 
 @cache
 def memory_estimate_errors() -> MemoryErrors:
-    """Return the measured errors of the estimate against the TPU compiler."""
+    """Return the errors of the estimate against the TPU compiler, as stored in the file `ERRORS`."""
     return read_record(MemoryErrors, ERRORS)

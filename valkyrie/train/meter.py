@@ -36,7 +36,7 @@ class Meter:
         self._finish_time: Future[float] | None = None
 
     def start(self) -> None:
-        """Start the clock of the next step."""
+        """Start the clock of the next step. The time since the previous step does not count."""
         self._since, self._paused, self._waited = time.perf_counter(), 0.0, 0.0
 
     def step_finished(self) -> float:

@@ -82,7 +82,7 @@ class StepProgram:
 
     @cached_property
     def shardings(self) -> TrainState:
-        """The sharding of every array of the train state."""
+        """The sharding of every array of the train state, in a tree of the same structure."""
         return jax.tree.map(lambda x: x.sharding, self.abstract_state)
 
     @cached_property
@@ -91,7 +91,7 @@ class StepProgram:
         return jax.jit(self._init, out_shardings=self.shardings)
 
     def init_with_parameters(self, parameters: Any) -> TrainState:
-        """Return the state before the first step with these parameters, which are donated."""
+        """Return the state before the first step with these parameters, whose buffers are donated."""
 
         def begin(parameters: Any, seed: Any) -> TrainState:
             return state_from_parameters(parameters, self.optimizer, self._keep_ema, seed, self.carry)

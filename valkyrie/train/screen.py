@@ -75,7 +75,7 @@ class Screen:
                 self.console.print(f"step {step}/{self._steps}  {text}", highlight=False)
 
     def say(self, text: str, style: str | None = None) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar, in a style of rich such as `yellow`."""
         with self._detecting_closed_output():
             self.console.print(text, style=style, highlight=False, soft_wrap=True)
 

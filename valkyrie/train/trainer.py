@@ -84,7 +84,7 @@ class FitResult:
 
     @property
     def parameters(self) -> Any:
-        """The parameters to use: the average, if the run has one."""
+        """The parameters to evaluate and sample from: the average (`ema_decay`) if the run has one."""
         return self.state.eval_parameters
 
 

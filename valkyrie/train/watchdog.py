@@ -98,7 +98,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Stop watching until the next step begins, because evaluations and saves may take any time."""
+        """Stop watching from here until the next call of `step`, because evaluations and saves may take any time."""
         self._rest()
         yield
 

@@ -159,7 +159,7 @@ def _cudnn_problem(request: AttentionRequest) -> str | None:
 def _check_pattern(
     q: Array, k: Array, window: int | None, causal: bool, dilation: int, soft_cap: float | None
 ) -> Pattern:
-    """Return the pattern. Raises ValueError if an argument is invalid."""
+    """Return the arguments as a `Pattern`. Raises ValueError if one of them or the number of key heads is invalid."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
         raise ValueError(

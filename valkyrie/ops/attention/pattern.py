@@ -110,13 +110,13 @@ class KeyRange(NamedTuple):
 def heads_first(
     x: Float[Array, "batch seq heads head_dim"], kv_heads: int
 ) -> Float[Array, "batch kv_heads group seq head_dim"]:
-    """Group the query heads that share a key head: head h uses key head h // group."""
+    """Reshape queries so that heads that share a key head form a group. Head h uses key head h // group."""
     batch, seq, heads, head_dim = x.shape
     return x.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
 
 
 def heads_last(x: Float[Array, "batch kv_heads group seq head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
-    """Invert `heads_first`."""
+    """Invert `heads_first`: restore the order of dimensions and merge the groups."""
     batch, kv_heads, group, seq, head_dim = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, seq, kv_heads * group, head_dim)
 

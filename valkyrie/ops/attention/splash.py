@@ -27,7 +27,7 @@ from valkyrie.ops.attention.pattern import Columns, KeyRange, Keys, Pattern, Que
 from valkyrie.ops.choices import CONTEXT
 
 LANES = 128
-"""Lengths up to `BLOCK` are padded to a multiple of this."""
+"""Lanes of a TPU vector register. Lengths up to `BLOCK` are padded to a multiple of this."""
 
 BLOCK = 512
 """Block length with a window, or for short sequences."""
@@ -120,7 +120,7 @@ def splash_causal_shard(
 
 
 def needs_no_padding(length: int) -> bool:
-    """Return whether a chunk of `length` queries needs no padding."""
+    """Return whether a chunk of `length` queries already consists of whole blocks."""
     return length == _padded_length(length)
 
 
