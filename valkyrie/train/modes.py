@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> int:
-    """Train, print the results, a text sample and the commands to continue, and return the exit status (`ending.py`)."""
+    """Train, print the results, a text sample and commands to continue, and return the exit status (`ending.py`)."""
     began = time.time()
     with join_processes(run) as team:
         return _train(run, team, began)
