@@ -77,7 +77,10 @@ def correct_replay(uncorrected: Replay, target: TargetConfig) -> Replay:
 
 
 def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Position]) -> Replay:
-    """Replay a scheduled module on a slice. Raises ValueError if the link bandwidth of the chip is unknown.
+    """Replay a scheduled module on a slice.
+
+    Raises ValueError if the module is for another number of devices, or if the chip lacks a value that the replay
+    needs, such as `ici_link_gbs`.
 
     `axes` are the names and sizes of the mesh's axes, in order. `positions` are those of its devices, in the order of
     `mesh.devices.flat`.

@@ -334,7 +334,7 @@ def _partition_space(
 def _distinct_meshes(
     target: TargetConfig, largest: MeshConfig, classes: Sequence[Sequence[str]]
 ) -> tuple[list[dict[str, int]], int]:
-    """Return the sizes of every mesh on a target that shards differently, and the number of equivalent meshes left out.
+    """Return the axis sizes of all meshes that shard differently, and the number of equivalent meshes left out.
 
     The sizes are those of the axes of `largest`. `classes` are its axes that a partition uses, grouped by the rules
     that they appear in; all devices of a class are on its first axis.

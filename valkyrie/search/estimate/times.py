@@ -28,7 +28,10 @@ from valkyrie.search.estimate.work import Mixing, Product, StepWork
 BACKWARD = 2.0
 """FLOPs of a matmul's backward pass relative to its forward pass: two matmuls of the same size."""
 MIXING_BACKWARD = 2.5
-"""The same ratio for attention: five matmuls backward, two forward (FlashAttention-2, arXiv 2307.08691)."""
+"""FLOPs of attention's backward pass relative to its forward pass: five matmuls to two (FlashAttention-2).
+
+Source: arXiv 2307.08691.
+"""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class StepWork:
 
     @property
     def lanes(self) -> int:
-        """The head dimension of attention is padded to a multiple of this (`Platform.lanes`)."""
+        """Number of which the padded head dimension of attention is a multiple (`Platform.lanes`)."""
         return get_platform(self.run.config.target.platform).lanes
 
     @property

@@ -45,11 +45,11 @@ class CompilerOption:
 
     @property
     def is_switch(self) -> bool:
-        """Whether all its values are booleans."""
+        """Whether all values to try are booleans."""
         return all(isinstance(value, bool) for value in self.values)
 
     def settings(self) -> list[Options]:
-        """Return the options to set, by name, for each value to try."""
+        """Return a dict for each value to try, with this option and its companions by name."""
         return [{self.name: value, **self.companion_options} for value in self.values]
 
 

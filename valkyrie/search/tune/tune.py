@@ -109,7 +109,7 @@ def tuning_refusal(target: TargetConfig) -> str | None:
 
 
 def implementations(run: Run, fixed_keys: Collection[str] = ()) -> list[tuple[str, Enum]]:
-    """Return the settings that choose another implementation of a block, such as `("model.s5.scan", blocked)`.
+    """Return (key, value) pairs that choose another implementation of a block, such as `("model.s5.scan", blocked)`.
 
     Leaves out the keys in `fixed_keys`.
     """
