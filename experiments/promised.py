@@ -32,9 +32,9 @@ class Promise:
 
     Args:
         experiment: Name of the experiment.
-        rate: Claimed rate as text, or None.
+        rate: Claimed rate as text, or None if only a layout is claimed.
         requested: Overrides of the experiment for the claimed layout, or empty if there is none.
-        layout: Description of the claimed layout, or None.
+        layout: Description of the claimed layout, or None if only a rate is claimed.
     """
 
     experiment: str

@@ -96,9 +96,9 @@ def test_a_backward_kernel_pays_for_the_ends_of_columns_once_per_group_of_heads(
 
 
 def test_interpolated_block_sizes_are_close_to_the_compiled_kernel():
-    """Cycles of the compiled fused backward kernel on v6e with 1024 x 2048 blocks.
+    """The compiled fused backward kernel on v6e, with 1024 x 2048 blocks, takes 538 cycles per grid step.
 
-    It takes 538 per grid step, 11,345 more per block that the mask does not skip, and 724 per column of blocks.
+    It takes 11,345 more per block that the mask does not skip, and 724 per column of blocks.
     """
     entry = causal(8, 4, 2) + "  q = bf16[1,8192,128] parameter(0)\n  k = bf16[1,8192,128] parameter(1)\n"
     sums = "f32[1024,128], f32[2048,128], f32[2048,128]"  # dq's too, as dq is summed over halves of a block

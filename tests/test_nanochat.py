@@ -23,7 +23,7 @@ FORMS = {
     "2025": ("model=nanochat_2025", "model.norm_epsilon=1e-6", "model.attention.qk_norm_epsilon=1e-6"),
     "2026": ("model=nanochat", "model.context=200"),
 }
-"""Both versions of nanochat, with the settings of the public code.
+"""Overrides for both versions of nanochat, with the settings of the public code.
 
 The norms of transformers and nanochat have different epsilons. With a context of 200, short windows have 129 tokens.
 """

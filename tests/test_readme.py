@@ -184,7 +184,7 @@ SETTINGS = [span for span in SPANS if re.fullmatch(r"[a-z][\w./]*=[^ ,=]\S*", sp
 
 KEYS = {setting.split("=")[0] for setting in SETTINGS} - {"quiet"}
 SEARCHED = {"batch=auto", "batch=N", "device_batch=[2,4,8]"}
-"""Values of the command line that become settings of mode=search."""
+"""Settings in the documentation that become settings of `mode=search`, so the config does not have these values."""
 
 
 @pytest.mark.parametrize("key", sorted(key for key in KEYS if not key.startswith("hydra")))

@@ -128,7 +128,7 @@ def gathered(name: str, operand: str, config: str, groups: str = PLANE) -> str:
 
 
 def module_with_fused_gather(cycles: int, alone: str = "") -> Module:
-    """Return a module with a gather as libtpu fuses it. `alone` is HLO text to insert before the gather.
+    """Return a module with a gather as libtpu fuses it, after the HLO instructions in `alone`.
 
     One fusion starts the gather, a matrix product of `cycles` cycles continues it, and a third fusion ends it.
     """

@@ -91,7 +91,7 @@ def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
 
 
 def row_details(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
-    """Return the details of a row, with indices replaced by texts as in the page's script."""
+    """Return the details of row `place`, with indices replaced by the texts they refer to, as the page does."""
     texts = data["texts"]
     details = data["details"][place].items()
     return {name: [texts[i] for i in at] if isinstance(at, list) else texts[at] for name, at in details}

@@ -30,7 +30,7 @@ SHAPES = ("model", "optimizer", "mesh", "precision", "partition")
 """Config groups that determine the training step, together with the run's `SIZES`."""
 SIZES = ("batch", "seq", "microbatches")
 LONG = ("data.max_bytes", "data.shard_tokens", "data.generator_seed")
-"""Keys with 64-bit integers."""
+"""Keys whose values are 64-bit integers, so that 2**31 is legal."""
 
 
 @lru_cache

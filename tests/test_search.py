@@ -411,7 +411,7 @@ AUTO = ("mode.search_batch=true", "partition=fsdp")
 
 @cache
 def make_batch_request(*arguments: str) -> SearchRequest:
-    """Return a search for the batch of a GPT that fits a v5e-8 with some batches only."""
+    """Return a request to search for the batch of a GPT that fits a v5e-8 only with small batches."""
     return parse_request(parse_run(["mode=search", "target=v5e-8", "model=gpt_125m", *AUTO, *arguments]))
 
 

@@ -136,7 +136,7 @@ def test_C_tilde_has_the_spread_of_its_initialiser(method: CInit, deviation: flo
 
 
 def test_C_tilde_equals_C_times_V() -> None:
-    """With half of the eigenvectors, C cannot be recovered. With all of them it can, so C itself is checked there."""
+    """C can be recovered only from all eigenvectors, so C itself is checked without conjugate symmetry."""
     full, half = block_hippo(16, 2, conjugate_symmetric=False), block_hippo(16, 2)
     V = np.asarray(scipy.linalg.block_diag(full.V, full.V))
     C_tilde = _last_axis(init_C_tilde(KEY, full, 5, CInit.trunc_standard_normal))

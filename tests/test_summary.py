@@ -74,7 +74,7 @@ def replay(uses: list[CollectiveUse], step: float = 1.0) -> Replay:
 
 
 def predict(run: Run, result: Replay | None, outcome: CompileOutcome = FITS) -> Prediction:
-    """Return the prediction without hints, after writing it to a record and reading it back."""
+    """Return the prediction of a run, after encoding it as a record and decoding it. It has no hints."""
     compiled = CompiledRun(outcome, Path("cache"), Path("cache"), False, 3.0)
     prediction = summarise(run, compiled, result, result.collectives if result else [])
     return decode(Prediction, encode(prediction), "compile.json")
