@@ -22,7 +22,13 @@ _SANDBOX_COMPILER_FOLDERS = ("/usr", "/bin")
 
 
 class Program(NamedTuple):
-    """The files of a program by name, and the commands that compile and run it."""
+    """A program to judge.
+
+    Args:
+        files: Text of each file, by name.
+        compile: Command that compiles the program, or checks its syntax.
+        run: Command that runs the program.
+    """
 
     files: dict[str, str]
     compile: tuple[str, ...]

@@ -97,7 +97,7 @@ def run_steps(
 
 
 def _namespace_command(isolation: Isolation | None) -> list[str]:
-    """Return the command that creates the namespaces, or an empty list without isolation.
+    """Return the command that creates the namespaces, to prepend to a command. Empty if `isolation` is None.
 
     If this process dies, everything in the namespaces is killed.
     """
@@ -109,7 +109,10 @@ def _namespace_command(isolation: Isolation | None) -> list[str]:
 
 
 def choose_isolation() -> Isolation:
-    """Return how to isolate programs: as an unused user ID if this process runs as root, else in a user namespace."""
+    """Return how to isolate programs: under an unused user ID if this process is root, else in a user namespace.
+
+    If the user namespace of this process does not contain the unused IDs, root uses 65534 (`nobody`).
+    """
     if os.geteuid() != 0:
         return Isolation(None, nested=False, limits_processes=_counts_by_namespace())
     user = _FIRST_USER + next(_user_numbers) % _USERS

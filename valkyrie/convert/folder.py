@@ -112,7 +112,7 @@ class Weights:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return the names of the safetensors files. Raises ValueError if there are none, or if the index lists others."""
+    """Return the names of the safetensors files. Raises ValueError if there are none, or if a listed one is missing."""
     if (folder / INDEX).is_file():
         index = _read_json(folder / INDEX, folder)
         by_tensor = index.get("weight_map", {})

@@ -92,7 +92,7 @@ def import_folder(
 
 
 def _check_tied(weights: Weights, embedding: str) -> None:
-    """Raise ValueError if the folder has an output matrix that differs from the embedding, although they are tied."""
+    """Raise ValueError if the folder of a model with tied embeddings has an output matrix unlike the embedding."""
     import numpy as np
 
     if _UNEMBEDDING in weights.shapes and not np.array_equal(weights.read(_UNEMBEDDING), weights.read(embedding)):

@@ -45,12 +45,12 @@ def export_run(
     Raises ValueError if the checkpoint does not exist, the model cannot be converted, or `folder` is not empty.
 
     Args:
-        run_folder: the run folder. Its averaged parameters are written if it has them.
+        run_folder: the run folder. If its checkpoint has averaged parameters (`ema_decay`), these are written.
         folder: the folder to write.
         step: step of the checkpoint, or None for the newest.
         dtype: dtype of the weights. None for the original dtype if the run was converted from a folder, else float32.
         file_bytes: approximate maximum bytes of a file.
-        say: called with a progress message.
+        say: called with a message before the tensors are written.
     """
     run = load_run(run_folder, [])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -137,7 +137,7 @@ def full_path(path: str) -> str:
 
 
 def is_tokenizer_file(tokenizer: str) -> bool:
-    """Return whether the name of a tokenizer is a path."""
+    """Return whether a tokenizer is named by a path, such as `gpt2.tiktoken`, `mine.json` or `folder/mine`."""
     return tokenizer.endswith((".tiktoken", ".json")) or "/" in tokenizer
 
 

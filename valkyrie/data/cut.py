@@ -67,7 +67,7 @@ class Census:
     highest_hash: int = 0
 
     def add(self, document: Document | TokenDocument, size: int, digest: int) -> None:
-        """Add a document with its size, counted like `bytes`, and its hash."""
+        """Add a document. `size` is in the unit of `bytes`, and `digest` is the 64-bit hash of its content."""
         self.documents += 1
         self.bytes += size
         if isinstance(document, Document) and document.replaced:

@@ -86,7 +86,7 @@ class PreparedText(Manifest):
     path: Path = field(kw_only=True)
 
     def split(self, name: str) -> Split:
-        """Return the split called `train` or `validation`."""
+        """Return the split called `train` or `validation`. Raises ValueError for other names."""
         if name not in SPLITS:
             raise ValueError(f"there is no split {name!r}: use {' or '.join(SPLITS)}.")
         return self.train if name == "train" else self.validation

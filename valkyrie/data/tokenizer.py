@@ -108,7 +108,7 @@ def check_tokenizer_name(name: str) -> None:
 
 
 def tokenizer_identity(name: str) -> dict[str, str]:
-    """Return the name and fingerprint of a tokenizer, as stored in checkpoints."""
+    """Return a dict with the `name` and `fingerprint` of a tokenizer, as stored in checkpoints."""
     return {"name": name, "fingerprint": name if name == NO_TOKENIZER else fingerprint_of(name)}
 
 

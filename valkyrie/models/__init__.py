@@ -78,7 +78,7 @@ class Model(Protocol):
         ...
 
     def step_flops_per_token(self, seq: int) -> float:
-        """Return FLOPs per token of a training step, forward and backward, over sequences of `seq` tokens."""
+        """Return forward and backward FLOPs per token of a training step, over sequences of `seq` tokens."""
         ...
 
     def saved_activations(self) -> list[SavedActivation]:
@@ -90,7 +90,7 @@ class Model(Protocol):
         ...
 
     def build(self, *, numerics: Numerics, key: Array) -> Any:
-        """Build the module. Imports JAX."""
+        """Build the Flax module, with parameters initialised from `key`. Imports JAX."""
         ...
 
 
@@ -121,7 +121,7 @@ def activation_names(model: Model) -> list[str]:
 
 
 def known_axes() -> dict[str, str]:
-    """Return the logical axes of all families, including the user's, each with a description."""
+    """Return a description of each logical axis of all families, including the user's, by axis."""
     return _axis_descriptions((*FAMILIES.names(), *FAMILIES.user_names()))
 
 

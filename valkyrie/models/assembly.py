@@ -35,7 +35,7 @@ class Assembly:
         return nnx.to_pure_dict(nnx.state(self._build(key)))
 
     def module(self, parameters: Any) -> Any:
-        """Return the module that holds these parameters."""
+        """Return the Flax module with these parameters, which are nested dicts as returned by `init`."""
         state = jax.tree.map(lambda leaf: leaf, self._state)  # a copy, because the next line changes it in place
         nnx.replace_by_pure_dict(state, parameters)
         return nnx.merge(self._graph, state)

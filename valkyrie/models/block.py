@@ -51,7 +51,7 @@ class BlockContext:
 
 
 class Weight(NamedTuple):
-    """A parameter that a block declares with `weight`."""
+    """A parameter that a block declares with `weight`, which describes the fields."""
 
     dims: tuple[str | int, ...]
     group: str
@@ -60,7 +60,7 @@ class Weight(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Activations for the backward pass that a block declares with `saved`."""
+    """Activations for the backward pass that a block declares with `saved`, which describes the fields."""
 
     dims: tuple[str | int, ...]
     name: str | None
@@ -368,7 +368,7 @@ class Layer:
 
     @property
     def auxiliary(self) -> dict[str, float]:
-        """Weights of the auxiliary values of its blocks, by `KIND/NAME` (see `Block.auxiliary`)."""
+        """Weight of each auxiliary value of its blocks in the objective, by `KIND/NAME` (see `Block.auxiliary`)."""
         return {
             f"{kind}/{name}": weight
             for kind, (block, _) in self.blocks.items()

@@ -218,7 +218,7 @@ class LanguageModel(nnx.Module):
         return Boundaries(jnp.pad(same.astype(jnp.float32), ((0, 0), (1, 0))), segment_ids)
 
     def embed(self, tokens: Int[Array, "batch seq"], *, shard: Shard = UNSHARDED) -> Float[Array, "batch seq embed"]:
-        """Return the residual stream before the first block."""
+        """Return the scaled embeddings of the tokens: the residual stream before the first block."""
         x = lookup(self.embedding[...], tokens, axes=("vocab", "embed"), shard=shard, numerics=self.numerics)
         return shard(self._scale(x), "batch", "seq", "embed")
 

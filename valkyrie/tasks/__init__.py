@@ -34,10 +34,15 @@ class Array(NamedTuple):
 
 
 class BatchLoss(NamedTuple):
-    """The objective to differentiate, summed metrics, and the carry for the next step.
+    """Result of a task's loss on a batch.
 
-    Objective and sums are not means, so that they can be added over microbatches and devices. Divide them by
-    `sums["weight"]` for means.
+    `objective` and `sums` are sums over the batch, not means, so that they can be added over microbatches and devices.
+    Divided by `sums["weight"]`, they become means.
+
+    Args:
+        objective: The quantity to differentiate.
+        sums: Sums of the metrics, by name.
+        carry: The arrays for the next step, as `Task.carry` describes them.
     """
 
     objective: jax.Array

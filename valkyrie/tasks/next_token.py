@@ -63,7 +63,7 @@ class Config(Task):
         return problems
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
-        """Describe the arrays of a global batch: the shape (batch, seq), dtype and logical axes of each, by name."""
+        """Return the shape (batch, seq), the dtype and the logical axes of each array in a global batch, by name."""
         return {name: Array((batch, seq), dtype, ("batch", "seq")) for name, dtype in _DTYPES.items()}
 
     def random_batch(
@@ -88,7 +88,7 @@ class Config(Task):
         checkpoint: Checkpoint,
         key: jax.Array | None,
     ) -> BatchLoss:
-        """Return the objective, including z-loss and auxiliary losses, and the sums.
+        """Return the objective, including z-loss and auxiliary losses, the sums, and the unchanged carry.
 
         The sums are `loss` (nats, cross-entropy only), `weight` (targets) and the auxiliary values of the model's
         blocks.

@@ -110,7 +110,7 @@ class Config(Task):
         return [Problem(ProblemCode.conflict, "data", data.name, text)]
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
-        """Describe the arrays of a global batch: inputs and labels of each cell, and the identifier of each puzzle."""
+        """Return the shape, dtype and axes of `inputs` and `labels` (per cell) and `puzzles` (identifier per row)."""
         cells = Array((batch, seq), "int32", ("batch", "seq"))
         return {"inputs": cells, "labels": cells, "puzzles": Array((batch,), "int32", ("batch",))}
 
@@ -147,7 +147,10 @@ class Config(Task):
         checkpoint: Checkpoint,
         key: jax.Array | None,
     ) -> BatchLoss:
-        """Refine every row's answer by one step. Returns the objective, sums over the batch, and the new carry."""
+        """Refine every row's answer by one step. Returns the objective, sums over the batch, and the new carry.
+
+        The objective is the sum of the answer losses and half the halting losses of all rows.
+        """
         import jax.numpy as jnp
 
         assert key is not None, "a training step has a key"

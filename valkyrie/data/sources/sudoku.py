@@ -19,7 +19,7 @@ class SudokuConfig(SampleConfig):
     """Settings of generated Sudokus, each with a unique solution.
 
     Args:
-        side: cells of a row, 4 or 9.
+        side: number of cells in a row, 4 or 9.
         clues: minimum number of given cells. 0 removes digits for as long as the solution stays unique.
     """
 

@@ -34,8 +34,8 @@ class Config(DocumentConfig):
 
     Args:
         documents: number of documents.
-        mean_length: their mean length, in tokens.
-        states: states of the chain.
+        mean_length: mean length of the documents, in tokens.
+        states: number of states of the chain, each with a token id.
         generator_seed: seed of the chain and its documents.
     """
 

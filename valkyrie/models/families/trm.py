@@ -77,12 +77,12 @@ class Config:
 
     @property
     def vocab_rows(self) -> int:
-        """Number of rows of the token embedding."""
+        """Number of rows of the embedding of cell values, which has no padding: `vocab_size`."""
         return self.vocab_size
 
     @property
     def has_attention(self) -> bool:
-        """Whether attention mixes positions. Puzzles may then have any length."""
+        """Whether attention mixes positions, not an MLP over the length. `seq` may then differ from `context`."""
         return self.mixer is MixerKind.attention
 
     @property
