@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(words: list[str]) -> None:
+    for word in words:
+        if word.startswith(("data=", "data.", "tokenizer=")) and (option := _name_options(word)) != word:
+            raise ValueError(f"{word} is a setting of valkyrie-train. Write {option}.")
     arguments = _parser().parse_args(words)
     try:
         with signals_as_exceptions():  # SIGTERM, too, deletes the shards written so far

@@ -33,11 +33,14 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> Any:
         """Parse the arguments. An unknown argument is an error whose message suggests a correction."""
         words = sys.argv[1:] if args is None else list(args)
-        parsed, unknown = self.parse_known_args(words, namespace)
+        command, subcommands = self, _subcommands(self)
+        if subcommands and words and words[0] in subcommands:
+            command, words = subcommands[words[0]], words[1:]
+        if command is self and subcommands:
+            parsed, unknown = self.parse_known_args(words, namespace)
+        else:
+            parsed, unknown = command.parse_known_intermixed_args(words, namespace)  # paths may follow options
         if unknown:
-            command: argparse.ArgumentParser = self
-            for word in words:
-                command = _subcommands(command).get(word, command)
             command.error(f"{unknown[0]} is not an argument{_advice(command, unknown[0])}")
         return parsed
 

@@ -137,7 +137,10 @@ def _fetch(file: Any) -> Any:
 def _match(system: Any, path: str, pattern: str) -> Mapping[str, Mapping[str, Any]]:
     try:
         info = system.info(path)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        # fsspec also raises this if an HTTP server cannot be reached
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise error.__cause__ from None
         info = None
     if info is not None and info["type"] == "file":
         return {path: info}

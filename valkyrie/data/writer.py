@@ -103,17 +103,17 @@ class ShardWriter:
 
     def add(self, tokens: EncodedDocuments) -> None:
         """Append encoded documents to the shards. Raises ValueError if more than `MAX_SHARDS` files are needed."""
+        if self.tokens + tokens.ids.size > MAX_SHARDS * self._shard_tokens:
+            raise ValueError(
+                f"data.shard_tokens={self._shard_tokens}: this data needs more than {MAX_SHARDS:,} files. Use a larger "
+                "value, or leave it out."
+            )
         self.documents += tokens.documents
         self.bytes += tokens.bytes
         self.tokens += tokens.ids.size
         rest = tokens.ids
         while rest.size:
             if self._file is None:
-                if len(self._shards) == MAX_SHARDS:
-                    raise ValueError(
-                        f"data.shard_tokens={self._shard_tokens}: this data needs more than {MAX_SHARDS:,} files. "
-                        "Use a larger value."
-                    )
                 self._file = (self._path / self._name()).open("wb")
             part, rest = np.split(rest, [self._shard_tokens - self._tokens_in_shard])
             data = part.astype(self._dtype).tobytes()
