@@ -23,7 +23,7 @@ from valkyrie.cli import launch
 from valkyrie.hardware.names import parse_target
 from valkyrie.launch.choose import ENGINES, TPU_ENGINE, read_config
 from valkyrie.launch.dockerfile import dockerfile
-from valkyrie.launch.engine import add_name
+from valkyrie.launch.engine import add_name, disk_notes
 from valkyrie.launch.engines import gke, skypilot, slurm, ssh, tpu_vm
 from valkyrie.launch.engines.local import PROCESSES_PER_CORE
 from valkyrie.launch.gcloud import accelerator_type, resource_name
@@ -247,6 +247,12 @@ def test_a_long_command_is_wrapped_before_its_flags():
         "--config-dir nowhere target=local -- a",
         "target=local --restarts -1 -- a",
         "target=local --restarts=-1 -- a",
+        "target=v5e-8 -- model=gpt_tiny mesh=2x4x1 --run",
+        "target=v5e-8 -- model=gpt_tiny mesh=2x4x1 mode=compile",
+        "target=slurm slice=h100-16 -- mode=search target=h100-16",
+        "target=v4-64 -- model=gpt_tiny mesh=4x4x2 distributed=off",
+        "target=ssh hosts=[a,b] -- distributed=off",
+        "target=local -- distributed=off",
         "logs target=v4-64",
         "delete target=local name=a",
         "list target=ssh hosts=[a]",
@@ -301,6 +307,19 @@ def test_a_config_folder_outside_the_clone_is_noted(target: str):
     for words, noted in (*((words, 1) for words in outside), (["-cd", "mine"], 0)):
         plan = config_of(target).plan(("name=a", *words))
         assert sum("is not a relative path inside the clone" in note for note in plan.notes) == noted
+
+
+@pytest.mark.parametrize(
+    ("override", "noted"),
+    [
+        ("data.paths=[docs/*.txt,gs://b/c]", "data.paths=docs/*.txt is read from the disk of each machine"),
+        ("data.paths=[gs://b/c]", None),
+        (f"runs={Path.home()}/runs", f"runs={Path.home()}/runs is on the local disk of each machine"),
+    ],
+)
+def test_local_folders_that_a_slice_does_not_have_are_noted(override: str, noted: str | None):
+    notes = disk_notes(["model=gpt_tiny", "runs=/mnt/shared/runs", override])
+    assert [note[: len(noted or "")] for note in notes] == ([noted] if noted else [])
 
 
 def test_a_run_name_is_added_if_a_restart_would_start_over(capsys: pytest.CaptureFixture[str]):

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, run_command
+from valkyrie.config.modes import MODES, Needs
 from valkyrie.extensions import add_import_path
 from valkyrie.hardware.target import AUTO, TargetConfig
 from valkyrie.launch.choose import ENGINES, read_config
 from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.engine import EngineConfig, SliceConfig, add_name, is_single_training
-from valkyrie.launch.plan import CommandStep
+from valkyrie.launch.plan import CommandStep, shell_text
 from valkyrie.launch.supervisor import print_message
 from valkyrie.problems import refuse
 from valkyrie.processes.child import module_command
@@ -70,14 +71,37 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     if action:
         return _act(config, words, action, parsed.run)
     if overrides is None:
-        launch_words = " ".join(words)
         raise ValueError(
-            f"The settings of the training are missing. Write them after --: valkyrie-launch {launch_words} -- "
-            "model=gpt_tiny"
+            "The settings of the training are missing. Write them after --: "
+            f"valkyrie-launch {shell_text(words)} -- model=gpt_tiny"
         )
     if "name" in (launch_values := key_values(words)):
         _refuse_other_name(launch_values["name"], overrides)
+    _refuse_useless_launch(config, overrides)
     return _train(config, overrides, command, parsed.run)
+
+
+def _refuse_useless_launch(config: EngineConfig, overrides: Sequence[str]) -> None:
+    """Raise ValueError for flags in the wrong place, and for runs that would not use the hosts or devices."""
+    if "--run" in overrides:
+        raise ValueError("--run: valkyrie-train has no such flag. Write --run before the --.")
+    values = key_values(overrides)
+    if values.get("distributed") == "off" and (count := config.process_count) > 1:
+        raise ValueError(
+            f"distributed=off: each of the {count} processes of target={config.target} would train alone. Leave it out."
+        )
+    mode = values.get("mode", "train")
+    if (
+        isinstance(config, SliceConfig)
+        and config.slice
+        and mode in MODES
+        and MODES.config_class(mode).needs is not Needs.devices
+    ):
+        target = () if "target" in values else (f"target={config.slice}",)
+        raise ValueError(
+            f"mode={mode} does not use devices, so {config.slice_setting} would be idle. Run it on this machine: "
+            f"valkyrie-train {shell_text((*overrides, *target))}"
+        )
 
 
 def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> int:

@@ -40,6 +40,11 @@ class EngineConfig(ABC):
     runs_immediately: ClassVar[bool] = False
     """Whether the training starts without `--run`. The plan is then not printed."""
 
+    @property
+    def process_count(self) -> int:
+        """Number of processes of the training run."""
+        return 1
+
     def problems(self) -> list[str]:
         """Return an error message for each invalid key."""
         problems = [f"--restarts {self.restarts} is negative. Use 0 or more."] if self.restarts < 0 else []
@@ -119,6 +124,12 @@ class SliceConfig(EngineConfig):
         """The hardware of all slices, as the target of the training, or None if `slice` is empty."""
         hardware = self.hardware
         return None if hardware is None else replace(hardware, slices=self.slices)
+
+    @property
+    def process_count(self) -> int:
+        """Number of processes of the training run: one per host of the slices."""
+        hardware = self.hardware
+        return 1 if hardware is None else hardware.hosts * self.slices
 
     @property
     def slice_setting(self) -> str:
@@ -202,23 +213,25 @@ def add_name(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool
 
 
 def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machines") -> tuple[str, ...]:
-    """Return a warning if a training run saves its checkpoints to a local disk of each machine, otherwise ().
+    """Return warnings if a training run reads its data or saves its checkpoints on a local disk of each machine.
 
     Args:
         overrides: the arguments of `valkyrie-train`.
         risk: risk for checkpoints on such a disk, as the text after "checkpoints" in the warning.
     """
-    values = key_values(overrides)
+    values, notes = key_values(overrides), []
+    paths = values.get("data.paths", "null")
+    if local_paths := [path for path in paths.strip("[]").split(",") if path and path != "null" and "://" not in path]:
+        notes.append(
+            f"data.paths={','.join(local_paths)} is read from the disk of each machine, which only has the files of "
+            "the last commit. Use gs://BUCKET/..., or a disk that all hosts mount."
+        )
     runs, folder = values.get("runs", "runs"), values.get("checkpoint.folder", "null")
-    if (
-        not overrides
-        or not is_single_training(overrides)
-        or Path(runs).is_absolute()
-        or "://" in folder
-        or folder.startswith("/")
-    ):
-        return ()
+    is_shared = Path(runs).is_absolute() and not Path(runs).is_relative_to(Path.home())
+    if not overrides or not is_single_training(overrides) or is_shared or "://" in folder or folder.startswith("/"):
+        return tuple(notes)
     return (
+        *notes,
         f"runs={runs} is on the local disk of each machine: checkpoints {risk}. Set runs=DIR to a folder on a disk "
         "that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR.",
     )

@@ -16,6 +16,11 @@ class Config(EngineConfig):
 
     processes = 1  # without an annotation it is not a key; `local.Config` makes it one
 
+    @property
+    def process_count(self) -> int:
+        """Number of processes of the training run."""
+        return self.processes
+
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return a plan with one step, the training command."""
         return Plan((), (CommandStep("train", (("valkyrie-train", *overrides),)),))

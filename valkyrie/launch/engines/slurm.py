@@ -37,6 +37,12 @@ class Config(SliceConfig):
     partition: str = ""
     account: str = ""
 
+    @property
+    def process_count(self) -> int:
+        """Number of processes of the training run: one per GPU, or one per node without GPUs."""
+        hardware = self.hardware
+        return self.nodes * max(1, self.gpus_per_node) if hardware is None else hardware.chips or 1
+
     def problems(self) -> list[str]:
         """Return an error message for each invalid key."""
         problems = super().problems()

@@ -30,6 +30,11 @@ class Config(EngineConfig):
     folder: str = "valkyrie"
     extra: str = ""
 
+    @property
+    def process_count(self) -> int:
+        """Number of processes of the training run: one per host."""
+        return len(self.hosts)
+
     def problems(self) -> list[str]:
         """Return an error message for each invalid key."""
         problems = [*super().problems(), *remote.folder_problems(self.folder)]
