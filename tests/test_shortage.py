@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.compiled.hlo import parse
+from valkyrie.compiled.whole import WholeProgram
 from valkyrie.foreign_errors import Allocation
 from valkyrie.report.program import program_page
 from valkyrie.results import Result
@@ -17,9 +18,9 @@ from valkyrie.search.compile.shortage import ListedArgument, explain_shortage, l
 from valkyrie.units import GIB
 
 ARGUMENTS = [
-    ListedArgument("params['w']", "float32[30,8192,8192]", 8 * GIB, {"data": 2, "model": 4}),
-    ListedArgument("x", "bfloat16[131072,8192]", GIB, {"model": 4}),
-    ListedArgument("b", "float32[8192]", 2**15, {"data": 2, "model": 4}),
+    ListedArgument("params['w']", "f32[30,8192,8192]", 8 * GIB, {"data": 2, "model": 4}),
+    ListedArgument("x", "bf16[131072,8192]", GIB, {"model": 4}),
+    ListedArgument("b", "f32[8192]", 2**15, {"data": 2, "model": 4}),
 ]
 
 
@@ -33,23 +34,25 @@ def test_arguments_are_listed_with_the_axes_that_do_not_shard_them():
         return x @ params["w"].T + params["v"].sum()
 
     parameters = {"w": struct(), "v": struct(("data", "model"))}
-    arguments = list_arguments(jax.jit(step).lower(parameters, struct(), struct(None, "model")))
+    lowered = jax.jit(step).lower(parameters, struct(), struct(None, "model"))
+    arguments = list_arguments(WholeProgram.from_lowered(lowered), mesh.shape)
     assert [(each.name, each.shape, each.bytes) for each in arguments] == [
-        ("params['w']", "bfloat16[64,128]", 2 * 64 * 128),
-        ("x", "bfloat16[64,128]", 2 * 64 * 32),
-        ("params['v']", "bfloat16[64,128]", 2 * 64 * 16),
+        ("params['w']", "bf16[64,128]", 2 * 64 * 128),
+        ("x", "bf16[64,128]", 2 * 64 * 32),
+        ("params['v']", "bf16[64,128]", 2 * 64 * 16),
     ]
     assert [each.replicated_over for each in arguments] == [{"data": 2, "model": 4}, {"data": 2}, {}]
     assert arguments[0].savable == 7 * arguments[0].bytes / 8
-    assert list_arguments(jax.jit(lambda x: x).lower(jnp.zeros(8))) == []
+    unsharded = WholeProgram.from_lowered(jax.jit(lambda x: x).lower(jnp.zeros(8)))
+    assert list_arguments(unsharded, mesh.shape) == []
 
 
 def test_hints_name_replicated_arguments_and_temporaries():
     memory = MemoryReport(needed=20 * GIB, usable=16 * GIB)
     explained, hints = explain_shortage(memory, ARGUMENTS)
     assert [(entry.bytes, entry.shape) for entry in explained.largest] == [
-        (8 * GIB, "argument params['w'] float32[30,8192,8192]"),
-        (GIB, "argument x bfloat16[131072,8192]"),
+        (8 * GIB, "argument params['w'] f32[30,8192,8192]"),
+        (GIB, "argument x bf16[131072,8192]"),
     ]
     assert [hint.text for hint in hints] == [
         "shard params['w'] (8.0 GiB, replicated over data and model), x (1.0 GiB, replicated over model): saves up to "

@@ -128,36 +128,38 @@ def predict_function(
         result = _compile_here(lowered, mesh, user_options)
     else:
         result = _compile_in_child(captured, mesh, target, user_options, name or "a program", time_limit_s, progress)
+    whole = None if lowered is None else WholeProgram.from_lowered(lowered)
     if isinstance(result, CompileOutcome):
         if result.status is CompileStatus.refused:
             raise ValueError(result.reason)
         program = foreign_program(work, name or "program", target, axes)
         prediction = Prediction(None, result.status, result.reason, versions(), CompileTimes(lower_s), program=program)
-        return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), lowered, None)
-    whole = None if lowered is None else WholeProgram.from_lowered(lowered)
+        return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), whole, axes, None)
     program = foreign_program(work, name or result.module.name.removeprefix("jit_"), target, axes)
     positions = device_positions(mesh)
     predicted = _predict_module(
         *(program, result.module, target, axes, positions, result.memory, work, result.options), whole=whole
     )
     times = CompileTimes(lower_s, result.compile_s, result.cached)
-    return _explain(replace(predicted, prediction=replace(predicted.prediction, compile=times)), lowered, result.module)
+    return _explain(
+        replace(predicted, prediction=replace(predicted.prediction, compile=times)), whole, axes, result.module
+    )
 
 
 def _explain(
-    predicted: PredictedProgram, lowered: jax.stages.Lowered | None, module: Module | None
+    predicted: PredictedProgram, whole: WholeProgram | None, axes: Mapping[str, int], module: Module | None
 ) -> PredictedProgram:
     """Add the largest allocations and hints to the prediction of a program that does not fit.
 
     Returns other predictions, and those of programs that were passed compiled (`lowered` is None), unchanged.
     """
     prediction = predicted.prediction
-    if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or lowered is None:
+    if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or whole is None:
         return predicted
     results = [] if module is None else list_results(module)
     is_reported = any(fault.code is FaultCode.replicated_state for fault in prediction.faults)
     memory, hints = explain_shortage(
-        *(prediction.memory, list_arguments(lowered), results), hint_replicated=not is_reported
+        *(prediction.memory, list_arguments(whole, axes), results), hint_replicated=not is_reported
     )
     return replace(predicted, prediction=replace(prediction, memory=memory, hints=tuple(hints)))
 

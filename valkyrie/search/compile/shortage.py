@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 from valkyrie.compiled.hlo import HBM, Module
+from valkyrie.compiled.whole import WholeProgram
 from valkyrie.foreign_errors import Allocation
 from valkyrie.search.compile.prediction import Hint, HintCode, MemoryReport
 from valkyrie.units import gib, percent
-
-if TYPE_CHECKING:
-    import jax
 
 MIN_SHARE = 0.01
 """Arrays below this share of the usable memory are not listed, and hints do not suggest sharding them."""
@@ -46,24 +43,18 @@ class ListedArgument:
         return self.bytes - self.bytes // math.prod(self.replicated_over.values())
 
 
-def list_arguments(lowered: jax.stages.Lowered) -> list[ListedArgument]:
-    """Return those arguments of a program that have a `NamedSharding`, the largest on a device first."""
-    import jax
-
-    values: dict[str, Any] = getattr(getattr(lowered, "_lowering", None), "compile_args", {})
-    info = getattr(values.get("all_args_info"), "debug_info", None)  # JAX has no public way to read names and shardings
-    names, used_indices = getattr(info, "arg_names", None) or (), sorted(values.get("kept_var_idx") or ())
-    labels = [names[i] if i < len(names) and names[i] else f"argument {i}" for i in used_indices]
+def list_arguments(whole: WholeProgram, axes: Mapping[str, int]) -> list[ListedArgument]:
+    """Return the arguments that have a sharding, the largest on a device first. `axes` maps mesh axes to sizes."""
     arguments = []
-    for name, aval, sharding in zip(
-        labels, values.get("global_in_avals", ()), values.get("in_shardings", ()), strict=False
-    ):
-        if not isinstance(sharding, jax.sharding.NamedSharding) or not hasattr(aval, "dtype"):
+    for argument in whole.arguments:
+        if not argument.mesh_axes:  # no sharding, or a scalar
             continue
-        used = {axis for entry in sharding.spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
-        replicated = {str(axis): size for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in used}
-        size = math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
-        arguments.append(ListedArgument(name, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", size, replicated))
+        shape, used = argument.shape, {axis for of_dimension in argument.mesh_axes for axis in of_dimension}
+        parts = [math.prod(axes[axis] for axis in of_dimension) for of_dimension in argument.mesh_axes]
+        elements = math.prod(-(-dim // number) for dim, number in zip(shape.dims, parts, strict=True))
+        replicated = {axis: size for axis, size in axes.items() if size > 1 and axis not in used}
+        text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
+        arguments.append(ListedArgument(argument.name, text, -(-elements * shape.bits // 8), replicated))
     return sorted(arguments, key=lambda argument: -argument.bytes)
 
 
