@@ -27,7 +27,7 @@ RESULTS = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
-class Promise:
+class Claim:
     """The claimed rate and layout of an experiment.
 
     Args:
@@ -43,30 +43,30 @@ class Promise:
     layout: str | None = None
 
 
-PROMISES = [
-    Promise(
+CLAIMS = [
+    Claim(
         "valkyrie_1b_v4_64",
         None,
         ("partition=2d_tp", "microbatches=4"),
         "4x4x2, weights in two dimensions",
     ),
-    Promise("nanochat_v5e8", "175,000 tokens/s"),
-    Promise("nanochat_v6e4", "320,000 tokens/s"),
-    Promise("nanochat_v6e4_16k", "470,000 to 630,000 tokens/s"),
-    Promise("trm_sudoku_v4_64", "360,000 puzzles/s"),
-    Promise(
+    Claim("nanochat_v5e8", "175,000 tokens/s"),
+    Claim("nanochat_v6e4", "320,000 tokens/s"),
+    Claim("nanochat_v6e4_16k", "470,000 to 630,000 tokens/s"),
+    Claim("trm_sudoku_v4_64", "360,000 puzzles/s"),
+    Claim(
         "llama_7b_v4_64",
         None,
         ("partition=data_model_fsdp", "microbatches=2", "remat=full", "remat.save=[]"),
         "data x model x fsdp = 4x4x2",
     ),
-    Promise(
+    Claim(
         "gpt_16b_v4_64",
         "42.5% MFU (Pax, measured)",
         ("mesh=4x2x4", "partition=fsdp_tp", "remat=full", "remat.save=[]"),
         "data 16 by model 2",
     ),
-    Promise(
+    Claim(
         "multihost_v5p_128",
         None,
         ("mesh=8x16x1", "partition=data_model_fsdp", "remat=full"),
@@ -87,22 +87,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="only experiments with one of these words in their name")
     args = parser.parse_args()
     stored = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    for promise in [] if args.kept else PROMISES:
-        if not args.only or any(word in promise.experiment for word in args.only):
-            stored[promise.experiment] = compile_layouts(promise)
+    for claim in [] if args.kept else CLAIMS:
+        if not args.only or any(word in claim.experiment for word in args.only):
+            stored[claim.experiment] = compile_layouts(claim)
             write_atomic(RESULTS, json.dumps(stored, indent=1) + "\n")
     print(table(stored))
 
 
-def compile_layouts(promise: Promise) -> dict[str, Any]:
+def compile_layouts(claim: Claim) -> dict[str, Any]:
     """Return the prediction of the experiment's layout as `best`, and of the claimed layout, if any, as `asked`."""
-    results = {"best": predict_layout(promise, ())}
-    if promise.requested:
-        results["asked"] = predict_layout(promise, promise.requested)
+    results = {"best": predict_layout(claim, ())}
+    if claim.requested:
+        results["asked"] = predict_layout(claim, claim.requested)
     return results
 
 
-def predict_layout(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]:
+def predict_layout(claim: Claim, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the prediction of an experiment with overrides, as numbers for the table.
 
     If the experiment's slice is too small for the overrides, adds those in `LARGER_SLICES`. `refused` in the result is
@@ -110,13 +110,13 @@ def predict_layout(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]
     and has no entry in `LARGER_SLICES`.
     """
     try:
-        run, refused = compose_run(promise, overrides), None
+        run, refused = compose_run(claim, overrides), None
     except ValueError as error:
-        if not overrides or promise.experiment not in LARGER_SLICES:
+        if not overrides or claim.experiment not in LARGER_SLICES:
             raise
-        overrides = (*overrides, *LARGER_SLICES[promise.experiment])
-        run, refused = compose_run(promise, overrides), str(error)
-    print(f"{promise.experiment} {' '.join(overrides)}", flush=True)
+        overrides = (*overrides, *LARGER_SLICES[claim.experiment])
+        run, refused = compose_run(claim, overrides), str(error)
+    print(f"{claim.experiment} {' '.join(overrides)}", flush=True)
     result = valkyrie.predict(run, quiet=True)
     target = run.config.target
     assert target.chip is not None and target.chips is not None
@@ -142,27 +142,27 @@ def predict_layout(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]
     }
 
 
-def compose_run(promise: Promise, overrides: Sequence[str]) -> Run:
+def compose_run(claim: Claim, overrides: Sequence[str]) -> Run:
     """Return the run of an experiment with overrides. Raises ValueError if it is illegal."""
-    return valkyrie.compose(f"experiment={promise.experiment}", *overrides, "mode=compile")
+    return valkyrie.compose(f"experiment={claim.experiment}", *overrides, "mode=compile")
 
 
 def table(stored: dict[str, dict[str, Any]]) -> str:
-    """Return the table in Markdown, with a row for each of the `PROMISES` that has a stored result."""
+    """Return the table in Markdown, with a row for each of the `CLAIMS` that has a stored result."""
     titles = ("claimed", "at the chips' peak", "claimed layout, predicted", "fastest layout found, predicted")
     lines = [f"| `+experiment=` | {' | '.join(titles)} |", "|---|---|---:|---|---|"]
-    for promise in PROMISES:
-        results = stored.get(promise.experiment)
+    for claim in CLAIMS:
+        results = stored.get(claim.experiment)
         if results is None:
             continue
         best, requested = results["best"], results.get("asked")
-        promised = "; ".join(text for text in (promise.rate, promise.layout) if text)
+        promised = "; ".join(text for text in (claim.rate, claim.layout) if text)
         cells = [promised, f"{best['possible']:,.0f} {best['unit']}"]
         cells += [
             "none" if requested is None else format_prediction(requested, best),
             format_prediction(best, best),
         ]
-        lines.append(f"| `{promise.experiment}` | {' | '.join(cells)} |")
+        lines.append(f"| `{claim.experiment}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -209,8 +209,8 @@ def test_large_phases_are_exact_up_to_rounding_of_the_step() -> None:
     re, im, log_step = _hippo_parameters(256, 0.1)
     exact = np.exp(_complex((re, im)) * np.exp(np.float64(log_step)))
     lam_bar, scale = map(_complex, discretized(re, im, log_step))
-    turned = np.abs(np.asarray(im, np.float64)) * np.exp(np.float64(log_step))
-    assert (np.abs(lam_bar - exact) < 5e-7 + 1.2e-7 * turned).all()
+    phase = np.abs(np.asarray(im, np.float64)) * np.exp(np.float64(log_step))
+    assert (np.abs(lam_bar - exact) < 5e-7 + 1.2e-7 * phase).all()
     np.testing.assert_allclose(scale, (lam_bar - 1) / _complex((re, im)), rtol=5e-6)
 
 

@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="tokenise a source into shards, unless the cache has them")
     prepare.set_defaults(run=_prepare)
     prepare.add_argument("source", nargs="?", default="stdlib", metavar=f"{{{','.join(_SOURCES)}}}")
-    prepare.add_argument("paths", nargs="*", help="files, directories or globs, for text; gs://, s3:// too")
+    prepare.add_argument(
+        "paths", nargs="*", help="files, directories or globs, local or at gs:// or s3://; only for the source text"
+    )
     tokenizer_help = (
         "bytes, gpt2, a tiktoken encoding, FILE.tiktoken, tokenizer.json, or the name of a tokenizer you trained"
     )

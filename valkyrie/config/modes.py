@@ -110,10 +110,10 @@ class ModeConfig(ABC):
     """Whether other trials on the same machine at the same time would disturb the results."""
     tracked: ClassVar[bool] = False
     """Whether the mode itself reports to W&B."""
-    any_model: ClassVar[bool] = False
+    accepts_untrainable_models: ClassVar[bool] = False
     """Whether the mode also accepts models that no task can train."""
-    any_layout: ClassVar[bool] = False
-    """Whether the run may have an illegal layout, for example because the mode searches for a legal one."""
+    ignores_layout: ClassVar[bool] = False
+    """Whether the mode uses other layouts than the run's, which therefore need not be legal."""
     neutral_keys: ClassVar[frozenset[str]] = NEUTRAL_KEYS
     """Keys of the run that do not change a trial's result. Used only if `result_keys` returns None."""
     unread: ClassVar[frozenset[str]] = frozenset()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -31,7 +31,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shorten
 from valkyrie.paths import config_names
 from valkyrie.problems import Problem, ProblemCode, first_line, suggest
-from valkyrie.trees import flatten, get_value
+from valkyrie.trees import flatten
 
 _SYNONYMS = {
     "lr": "optimizer.learning_rate",
@@ -304,21 +304,20 @@ def unknown_key_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
     return problems
 
 
-def nested_value_problems(config: Any) -> list[Problem]:
-    """Return a problem for each list of words or numbers that contains a list or mapping.
-
-    OmegaConf does not report them.
-    """
-    problems = []
-    for key, value in flatten(asdict(config)).items():
-        if not isinstance(value, list) or not any(isinstance(item, list | dict) for item in value):
+def nested_value_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
+    """Return a problem for each list of words or numbers that contains a list or mapping, which OmegaConf accepts."""
+    config_class, problems = OmegaConf.get_type(values), []
+    hints = get_type_hints(config_class) if is_dataclass(config_class) else {}
+    for name in values:
+        if OmegaConf.is_missing(values, name):
             continue
-        parent, _, name = key.rpartition(".")
-        owner = get_value(config, parent) if parent else config
-        hint = get_type_hints(type(owner)).get(name) if is_dataclass(owner) else None
-        if set(get_args(hint)) & {str, int, float, bool}:
-            text = _NESTED_LIST.format(key=key)
-            problems.append(Problem(ProblemCode.malformed, key, value, text))
+        key, value = f"{prefix}{name}", values[name]
+        if isinstance(value, DictConfig):
+            problems += nested_value_problems(value, f"{key}.")
+        elif isinstance(value, ListConfig) and set(get_args(hints.get(str(name)))) & {str, int, float, bool}:
+            items = OmegaConf.to_container(value)
+            if any(isinstance(item, list | dict) for item in items):
+                problems.append(Problem(ProblemCode.malformed, key, items, _NESTED_LIST.format(key=key)))
     return problems
 
 

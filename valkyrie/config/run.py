@@ -158,7 +158,8 @@ class Run:
         return f"<Run {record.model}, {layout}, {record.batch} x {record.seq} tokens, {record.precision}>"
 
     def _repr_html_(self) -> str:
-        record, layout = self.request_record(), None if self.config.mode.any_layout else self._layout(advise=False)[0]
+        record = self.request_record()
+        layout = None if self.config.mode.ignores_layout else self._layout(advise=False)[0]
         facts = {"model": f"{record.model}, {self.model.parameter_count():,} parameters", "target": record.described}
         layout_facts = {} if layout is None else {"layout": layout.name, "roles": layout.describe_roles()}
         return html_facts(
@@ -278,14 +279,13 @@ class Run:
             merged = OmegaConf.merge(_schema_of(tuple(classes.items())), composed)
             OmegaConf.resolve(merged)
             assert isinstance(merged, DictConfig)
-            refuse(refusals.unknown_key_problems(merged))
+            refuse(refusals.unknown_key_problems(merged) or refusals.nested_value_problems(merged))
             typed = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
             raise ProblemError(
                 [refusals.wrong_interpolation(composed, error) or refusals.problem_from_error(error)]
             ) from error
         assert isinstance(typed, RunConfig)
-        refuse(refusals.nested_value_problems(typed))
         if typed.task is None:
             folders.append(TASKS.user_folder(typed.model.task))
         user_folders = dict.fromkeys(str(folder) for folder in folders if folder is not None)
@@ -305,13 +305,13 @@ class Run:
             return self
         counts = {"batch": batches.batch, "microbatches": batches.microbatches}
         resolved = replace(c, **counts, batch_tokens=None, device_batch=None)
-        if self.config.mode.any_layout:  # each layout has its own number of microbatches
+        if self.config.mode.ignores_layout:  # each layout has its own number of microbatches
             return replace(self, config=replace(resolved, microbatches=c.microbatches, device_batch=c.device_batch))
         return replace(self, config=resolved, batch_note=batches.describe(c.seq, c.device_batch))
 
     def _batches(self) -> BatchSizes:
         c = self.config
-        has_shards = c.device_batch is not None and not c.mesh.problems() and not self.config.mode.any_layout
+        has_shards = c.device_batch is not None and not c.mesh.problems() and not self.config.mode.ignores_layout
         shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if has_shards else 1
         return resolve_batches(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
 
@@ -325,7 +325,7 @@ class Run:
             return huge
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
         problems += [*c.distributed.problems(), *self._batches().problems, *c.code_eval.refusals(c.code_eval_every)]
-        searches = c.mode.any_layout and c.mode.needs is Needs.nothing
+        searches = c.mode.ignores_layout and c.mode.needs is Needs.nothing
         hardware_problems = c.target.problems() if searches else target_problems(c.target, c.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_LAYOUT_COUNTS):
             problems += check_range(key, get_value(c, key), least=1)
@@ -341,7 +341,7 @@ class Run:
         problems += check_range("sample_tokens", c.sample_tokens, least=0)
         problems += check_range("seed", c.seed, least=0, most=MAX_SEED)
         problems += self._name_problems()
-        if not c.mode.any_model:
+        if not c.mode.accepts_untrainable_models:
             problems += self._task_problems()
         keys = {problem.key for problem in (*problems, *hardware_problems)}
         for key, value in flatten(asdict(c)).items():
@@ -349,7 +349,7 @@ class Run:
                 problems.append(Problem(ProblemCode.not_finite, key, value))
         if not problems:
             problems += c.remat.problems(partial(activation_names, self.model))
-            problems += [] if self.config.mode.any_layout else self._layout(advise)[1]
+            problems += [] if self.config.mode.ignores_layout else self._layout(advise)[1]
         return problems + hardware_problems
 
     def _name_problems(self) -> list[Problem]:

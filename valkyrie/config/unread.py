@@ -71,7 +71,7 @@ def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
     config, mode = run.config, run.config.mode
     if config.target.slices > 1 and config.target.chips is None:
         yield ("target.slices",), f"target={config.target.name} has no slices. Name one, such as target=v5e-8"
-    if not mode.any_layout and run.layout.pipeline is None:
+    if not mode.ignores_layout and run.layout.pipeline is None:
         reason = f"partition={config.partition.name} has no pipeline on mesh={config.mesh.name}"
         yield ("partition.schedule", "partition.rounds"), reason
 

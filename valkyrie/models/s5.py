@@ -91,12 +91,14 @@ class S5(Block):
 
     def problems(self, key: str) -> list[Problem]:
         problems = []
-        per_block, size_multiple = self.state_size // max(self.blocks, 1), 2 * max(self.blocks, 1)
-        uneven = self.blocks < 1 or self.state_size < 1 or self.state_size % self.blocks
+        problems += check_range(f"{key}.blocks", self.blocks, least=1)
+        blocks = max(self.blocks, 1)
+        per_block, size_multiple = self.state_size // blocks, 2 * blocks
+        uneven = self.state_size < 1 or self.state_size % blocks
         if uneven or (self.conjugate_symmetric and per_block % 2):
             nearest = max(1, (2 * self.state_size + size_multiple) // (2 * size_multiple)) * size_multiple
             text = (
-                f"{key}.state_size={self.state_size} must split into {key}.blocks={self.blocks} equal blocks"
+                f"{key}.state_size={self.state_size} does not split into {key}.blocks={self.blocks} equal blocks"
                 f"{' of even size (conjugate pairs)' if self.conjugate_symmetric else ''}. "
                 f"Use {key}.state_size={nearest}."
             )

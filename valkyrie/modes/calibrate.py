@@ -24,7 +24,7 @@ class Config(ModeConfig):
     )
     needs: ClassVar[Needs] = Needs.nothing
     short_keys: ClassVar[tuple[str, ...]] = ("paths",)
-    any_layout: ClassVar[bool] = True
+    ignores_layout: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = None
 
     unread: ClassVar[frozenset[str]] = TRAINING_KEYS | set(SHAPING_KEYS)

@@ -18,7 +18,7 @@ class Config(ModeConfig):
     description: ClassVar[str] = "list the checkpoints of a trained run and verify their checksums"
     needs: ClassVar[Needs] = Needs.nothing
     reads_run: ClassVar[bool] = True
-    any_model: ClassVar[bool] = True
+    accepts_untrainable_models: ClassVar[bool] = True
 
     unread: ClassVar[frozenset[str]] = LOOP_KEYS | SAMPLE_KEYS | {"code_eval"}
 

@@ -23,7 +23,7 @@ class Config(CompilingMode):
     description: ClassVar[str] = "explain why one of two layouts is faster: what each waits for, recomputes and saves"
     needs: ClassVar[Needs] = Needs.nothing
     short_keys: ClassVar[tuple[str, ...]] = ("first", "second")
-    any_layout: ClassVar[bool] = True
+    ignores_layout: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = None
 
     unread: ClassVar[frozenset[str]] = TRAINING_KEYS

@@ -17,8 +17,8 @@ class Config(ModeConfig):
 
     description: ClassVar[str] = "time matrix products, memory and collectives on the devices of this machine"
     timed: ClassVar[bool] = True
-    any_model: ClassVar[bool] = True
-    any_layout: ClassVar[bool] = True
+    accepts_untrainable_models: ClassVar[bool] = True
+    ignores_layout: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = 600.0
 
     unread: ClassVar[frozenset[str]] = TRAINING_KEYS | (set(SHAPING_KEYS) - {"target", "mesh", "precision"})

@@ -36,7 +36,7 @@ class Config(CompilingMode, MeasuringMode):
     )
     needs: ClassVar[Needs] = Needs.nothing
     short_keys: ClassVar[tuple[str, ...]] = ("tokens", "budget_usd", "budget")
-    any_layout: ClassVar[bool] = True
+    ignores_layout: ClassVar[bool] = True
     trial_limit_s: ClassVar[float | None] = None
 
     unread: ClassVar[frozenset[str]] = TRAINING_KEYS - {"seed"}  # measurements initialise the weights

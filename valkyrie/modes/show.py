@@ -17,7 +17,7 @@ class Config(ModeConfig):
 
     description: ClassVar[str] = "print every parameter with its placement and bytes"
     needs: ClassVar[Needs] = Needs.nothing
-    any_model: ClassVar[bool] = True
+    accepts_untrainable_models: ClassVar[bool] = True
 
     unread: ClassVar[frozenset[str]] = TRAINING_KEYS
 

@@ -164,7 +164,7 @@ def memory(rows: Sequence[Row]) -> Values:
     ]
 
 
-def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: float) -> set[str]:
+def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: float | int) -> set[str]:
     """Return the ids of rows whose name fits next to their point without overlap. Better rows take precedence.
 
     Returns an empty set if more than `MAX_NAMES` names fit. `widest` is the largest memory in the chart, in bytes.

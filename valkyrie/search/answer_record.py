@@ -225,5 +225,5 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
         *(cost if answer.tokens is not None else []),
         *([budget] if answer.budget_usd is not None else []),
         column("bottleneck", "bound by", "text", lambda r: r.bottleneck, min_width=0),
-        column("stage", "by", "text", lambda r: r.stage.value, min_width=0),
+        column("stage", "source", "text", lambda r: r.stage.value, min_width=0),
     ]

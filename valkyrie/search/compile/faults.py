@@ -209,10 +209,10 @@ def _find_repeated_compute(program: CheckedProgram, known_lines: set[str]) -> It
     if not lines or seconds < MIN_SHARE * program.step_s:
         return
     slowest = max(lines, key=lambda line: program.seconds([line], PartKind.matmul))
+    ratio = max(program.flops_ratios[line] for line in lines)
     text = (
-        f"Several devices compute the same products in {_list_lines(program, lines)}: the products of "
-        f"{short_source(slowest)} are computed {program.flops_ratios[slowest]:.1f} times. This costs about "
-        f"{duration(seconds)} of {duration(program.step_s)} a step."
+        f"Several devices compute the same matrix products, up to {ratio:.1f} times, in "
+        f"{_list_lines(program, lines)}. This takes about {duration(seconds)} of the {duration(program.step_s)} step."
     )
     remedy = "Shard an operand of these products over the mesh axes that do not split them yet."
     yield Fault(FaultCode.repeated_compute, text, remedy, slowest, (), seconds)

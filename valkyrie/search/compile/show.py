@@ -210,7 +210,7 @@ def describe_range(interval: StepInterval | None) -> str:
     """Describe the range of a predicted step, and the measured runs behind it."""
     if interval is None:
         return (
-            "unknown, because no published run is of such a program; mode=calibrate derives a range from your own runs"
+            "unknown, because all published runs are of dense transformers; mode=calibrate derives a range from yours"
         )
     runs = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "
     runs += f"on {interval.chip}" if interval.chip else "on all chips (this one has too few)"
