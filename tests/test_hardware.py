@@ -202,6 +202,7 @@ def test_a_missing_libtpu_is_reported_in_one_line_with_what_to_install(monkeypat
         raise RuntimeError("no plugin")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    monkeypatch.setattr(compiling, "_described_devices", {})  # other tests may have described this slice
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as refused:
         compile_devices(parse_target("v4-64"))

@@ -145,7 +145,7 @@ def memory(rows: Sequence[Row]) -> Values:
         far = f"All layouts fit easily: the limit of {memory_text(usable)} per device is outside the chart."
         usable = None
     unit, scale = ("GiB", 2**30) if largest > 2**30 / 10 else ("MiB", 2**20)
-    named_ids = _rows_with_room(fitting_rows, row_labels, max(largest, usable or 0)) if has_speeds else set()
+    named_ids = _rows_with_room(fitting_rows, row_labels, max(largest, usable or 0, 1)) if has_speeds else set()
     return [
         {
             "label": row_labels[row.id],
