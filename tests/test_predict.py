@@ -181,6 +181,13 @@ def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsy
     assert json.loads(step.with_name("r.json").read_text())["program"]["axes"] == MESH
     status, _, err = run("--target", "v5e-8", "--mesh", "8")
     assert status == 2 and err.startswith("valkyrie-predict: --mesh 8: ")
+    for more, start in (
+        (("--time-limit", "5"), "--time-limit 5 is only for a function"),
+        (("--places", '["0:0,0,0:0"]'), '--places ["0:0,0,0:0"]: write the list to a file'),
+    ):
+        status, _, err = run(*overrides, *more)
+        assert status == 2 and err.startswith(f"valkyrie-predict: {start}") and err.count("\n") == 1
+    assert "% of 197 TFLOP/s of a v5e chip (bfloat16) (more than 100%: " in run(*overrides, "--flops", "1e30")[1]
     assert run("--target", "v5e-7", "--mesh", "data=7")[0] == 2
     assert parse_mesh_axes("data=8, model=4") == {"data": 8, "model": 4}
 
@@ -238,6 +245,8 @@ def test_the_command_predicts_a_function_of_a_file(
         ("builders.py:two", "has the arguments a, b. It may have one, the slice."),
         ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
         ("missing.py:step", "there is no file "),
+        ("builders:step", "write the name of the file in full: "),
+        ("missing.hlo", "missing.hlo: no such file or directory."),
         ("step.hlo", "--mesh: name the mesh axes of a compiled module in order"),
     ):
         status, err = run(words)

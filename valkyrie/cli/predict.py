@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import inspect
 import json
@@ -84,6 +85,12 @@ def _predict(words: list[str]) -> int:
     settings = {"slice": target, "mesh": mesh, "tokens": options.tokens, "flops": options.flops, "unit": options.unit}
     file, function = split_function(options.module)
     if function is None:
+        if not file.is_file():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
+        if options.time_limit is not None:
+            raise ValueError(
+                f"--time-limit {options.time_limit:g} is only for a function, which is compiled. Leave it out."
+            )
         if mesh is None:
             raise ValueError("--mesh: name the mesh axes of a compiled module in order, such as --mesh data=8,model=4.")
         places = None if options.places is None else _read_places(options.places)
@@ -105,13 +112,15 @@ def _predict(words: list[str]) -> int:
 def split_function(module: str) -> tuple[Path, str | None]:
     """Split `FILE.py:FUNCTION` into the file and the function's name. For a compiled module, the name is None.
 
-    Raises ValueError for a Python file without a function.
+    Raises ValueError for a Python file without a function, or without its suffix.
     """
     file, colon, function = module.rpartition(":")
     if colon and file.endswith(".py"):
         return Path(file), function
     if module.endswith(".py"):
         raise ValueError(f"{module}: name the function that returns the step and its arguments: {module}:step.")
+    if colon and Path(f"{file}.py").is_file():
+        raise ValueError(f"{module}: write the name of the file in full: {file}.py:{function}.")
     return Path(module), None
 
 
@@ -199,6 +208,8 @@ def parse_mesh_axes(text: str) -> dict[str, int]:
 def _read_places(file: Path) -> list[Position]:
     from valkyrie.hardware.position import Position
 
+    if not file.exists() and str(file).startswith("["):
+        raise ValueError(f"--places {file}: write the list to a file, such as --places places.json.")
     try:
         places = json.loads(file.read_text())
     except ValueError:

@@ -182,7 +182,8 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
         facts.append(f"{step.tokens_per_second:,.0f} {result.unit}/s{simulated}")
         facts.append(f"{step.tokens_per_second_per_chip:,.0f} {result.unit}/s/chip{simulated}")
     if step.mfu is not None:
-        facts.append(f"MFU {100 * step.mfu:.1f}% of {step.mfu_denominator}")
+        impossible = " (more than 100%: check the FLOPs per step)" if step.mfu > 1 else ""
+        facts.append(f"MFU {100 * step.mfu:{'.3g' if impossible else '.1f'}}% of {step.mfu_denominator}{impossible}")
     elif isinstance(step, PredictedStep) and step.hardware_utilisation is not None and step.executed_flops is not None:
         executed = f"{step.executed_flops / 1e12:,.1f} TFLOP of matrix products per device"
         facts.append(f"{executed} at {100 * step.hardware_utilisation:.1f}% of {step.mfu_denominator}")
