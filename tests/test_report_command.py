@@ -93,6 +93,12 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     assert f"trials.jsonl in {tmp_path}" in err and "valkyrie-train -m" in err
     (tmp_path / "notes.txt").write_text("")
     assert "is a file" in fails(capsys, tmp_path / "notes.txt")
+    for file, message in (
+        ("run.yaml", "is a run without metrics.jsonl: no training step has finished."),
+        ("search.json", "is a search that only estimated its layouts: "),
+    ):
+        (tmp_path / file).write_text("")
+        assert f"{tmp_path} {message}" in fails(capsys, tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "trials.jsonl").write_text("")
     assert "no trial has ended yet" in fails(capsys, tmp_path / "empty")

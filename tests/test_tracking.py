@@ -44,7 +44,7 @@ def test_a_line_cut_off_by_a_crash_does_not_damage_later_records(tmp_path: Path)
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_records_of_repeated_steps_are_replaced(tmp_path: Path) -> None:
+def test_records_of_repeated_steps_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     before = [
         {"step": 5, "loss": 2.0},
@@ -59,6 +59,7 @@ def test_records_of_repeated_steps_are_replaced(tmp_path: Path) -> None:
     tracker(tmp_path, start=6).close()
     assert path.read_bytes() == damaged + b"".join(written[: len(before)]), "a damaged line takes no other with it"
     assert read_metrics(path) == before
+    assert capsys.readouterr().err == f"{path}: skipped 1 damaged line\n"
 
 
 def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:

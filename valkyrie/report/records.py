@@ -59,10 +59,20 @@ def find_result_folders(paths: Sequence[Path]) -> list[Path]:
             sweeps = sorted(file.parent for pattern in patterns for file in path.glob(pattern))
             sweeps += find_trainings(path, SEARCH_DEPTH, sweeps)
         if not sweeps:
-            problem = f"{path} is a file" if path.is_file() else f"no {TRIALS} in {path} or its subfolders"
-            raise ValueError(f"{problem}. {_ADVICE}")
+            raise ValueError(f"{_missing_results(path)}. {_ADVICE}")
         folders |= {folder.resolve(): folder for folder in sweeps}
     return list(folders.values())
+
+
+def _missing_results(path: Path) -> str:
+    """Return the reason why there is nothing to report at a path."""
+    if path.is_file():
+        return f"{path} is a file"
+    if (path / ANSWER_FILE).is_file():
+        return f"{path} is a search that only estimated its layouts: they are in its report.html and {ANSWER_FILE}"
+    if (path / RUN).is_file():
+        return f"{path} is a run without {METRICS_FILE}: no training step has finished"
+    return f"no {TRIALS} in {path} or its subfolders"
 
 
 _ADVICE = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from valkyrie.paths import error_reason, is_disk_full, open_to_append, write_atomic
 from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summary
+from valkyrie.units import count_text
 
 
 def parse_profile_window(window: str) -> tuple[int, int]:
@@ -175,13 +177,15 @@ def _record_step(line: bytes, default: int) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records in a `metrics.jsonl`, oldest first. Skips damaged and incomplete lines."""
-    records = []
-    for line in path.read_text(errors="replace").splitlines():
+    """Return the records in a `metrics.jsonl`, oldest first. Skips damaged and incomplete lines, and prints how many."""
+    records, lines = [], path.read_text(errors="replace").splitlines()
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             records.append(record)
+    if damaged := len(lines) - len(records):
+        print(f"{path}: skipped {count_text(damaged, 'damaged line')}", file=sys.stderr)
     return records
