@@ -177,7 +177,7 @@ def _record_step(line: bytes, default: int) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records in a `metrics.jsonl`, oldest first. Skips damaged and incomplete lines, and prints how many."""
+    """Return the records in a `metrics.jsonl`, oldest first. Prints how many damaged or incomplete lines it skips."""
     records, lines = [], path.read_text(errors="replace").splitlines()
     for line in lines:
         try:
