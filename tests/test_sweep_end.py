@@ -43,10 +43,22 @@ def test_ctrl_c_ends_a_sweep_and_prints_its_table(
     command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, runs: str
 ):
     fake_outcomes(monkeypatch, dp=Status.ok, fsdp=KeyboardInterrupt(), sp=Status.ok)
-    ended = command(*ASKED, "partition=dp,fsdp,sp", f"hydra/launcher={runs}")
+    arguments = [*ASKED, "partition=dp,fsdp,sp", f"hydra/launcher={runs}"]
+    ended = command(*arguments)
     assert ended.status == 130
-    assert "s5_tiny 2x2x1-dp measure" in ended.out and end.INTERRUPTED_NOTE in ended.out and "1 ok" in ended.out
+    assert "s5_tiny 2x2x1-dp measure" in ended.out and "1 ok" in ended.out
+    note = "sweep interrupted: 1 trial recorded. To do the remaining ones: valkyrie-train " + " ".join(arguments)
+    assert note in ended.out.splitlines()
     assert tracker.logged == ["dp"]
+
+
+def test_ctrl_c_before_a_trial_ends_prints_the_command_that_continues(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
+):
+    fake_outcomes(monkeypatch, dp=KeyboardInterrupt())
+    ended = command(*ASKED, "partition=dp")
+    note = f"sweep interrupted: 0 trials recorded. To do the remaining ones: valkyrie-train {' '.join(ASKED)}"
+    assert (ended.status, ended.out) == (130, f"{note} partition=dp\n")
 
 
 @pytest.mark.slow
@@ -59,7 +71,7 @@ def test_a_record_that_cannot_be_written_ends_the_sweep_and_prints_its_table(
     )
     ended = command(*ASKED, "partition=dp,fsdp", f"hydra/launcher={runs}")
     assert ended.status == 2 and "not recorded" in ended.err.splitlines()[-1]
-    assert "1 ok" in ended.out and "same command" in ended.out
+    assert "1 ok" in ended.out and "sweep failed: 1 trial recorded" in ended.out
     assert tracker.logged == ["dp"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from valkyrie.paths import cache_root
 from valkyrie.problems import Problem
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
+from valkyrie.runs.folder import command_name
 from valkyrie.sweep.end import SweepEndError, print_results_at_end
 from valkyrie.sweep.members import join_multirun
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
@@ -48,6 +50,7 @@ def dispatch() -> None:
     """
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = strip_comment(sys.argv[1:])
+    command = f"{command_name()} {shlex.join(arguments)}"
     try:
         current_folder = os.getcwd()
     except OSError:
@@ -73,9 +76,9 @@ def dispatch() -> None:
         sys.argv[1:] = primary.arguments
         if multirun is not None:
             with join_multirun(hydra_arguments) as is_leader, signals_as_exceptions():
-                config = _compose(primary) if is_leader else None
+                config = _compose(primary, command) if is_leader else None
         else:
-            config = _compose(primary)
+            config = _compose(primary, command)
         if config is not None:
             run = replace(Run.from_config(config), arguments=tuple(arguments))
             if problems := run.problems():
@@ -101,8 +104,11 @@ def dispatch() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _compose(primary: PrimaryConfig) -> DictConfig | None:
-    """Return the config that Hydra composes, or None if Hydra has done the work itself (multirun, help, completion)."""
+def _compose(primary: PrimaryConfig, command: str) -> DictConfig | None:
+    """Return the config that Hydra composes, or None if Hydra has done the work itself (multirun, help, completion).
+
+    `command` is the command as typed.
+    """
     composed: list[DictConfig] = []
 
     def task(config: DictConfig) -> float | None:
@@ -117,7 +123,7 @@ def _compose(primary: PrimaryConfig) -> DictConfig | None:
     os.environ[FULL_ERROR] = "1"  # Hydra raises, and `explain` writes the message
     try:
         folder = register()
-        with print_results_at_end(), composition_errors(sys.argv[1:]):
+        with print_results_at_end(command), composition_errors(sys.argv[1:]):
             hydra.main(config_path=str(folder), config_name=primary.name, version_base="1.3")(task)()
     except RuntimeError as error:
         deepest = traceback.extract_tb(error.__traceback__)[-1].filename

@@ -23,15 +23,12 @@ from valkyrie.sweep.table import NO_RESULT_STATUSES, closing_lines, sweep_table
 from valkyrie.sweep.tracking import SweepTracker
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
+from valkyrie.units import count_text
 
 NO_RESULT_EXIT = 1
 """Exit status of a sweep if any trial failed, was killed or timed out."""
 ALL_REFUSED_EXIT = 2
 """Exit status of a sweep if all its trials were refused."""
-INTERRUPTED_NOTE = (
-    "sweep interrupted: finished trials are recorded. Run the same command again to do the remaining ones."
-)
-_FAILED_NOTE = "sweep failed: finished trials are recorded. Run the same command again to do the remaining ones."
 
 _started_sweeps: ContextVar[list[SweepEnd]] = ContextVar("_started_sweeps")
 """The `SweepEnd` callbacks of the multirun inside `print_results_at_end`.
@@ -50,8 +47,10 @@ class SweepEndError(Exception):
 
 
 @contextmanager
-def print_results_at_end() -> Iterator[None]:
+def print_results_at_end(command: str) -> Iterator[None]:
     """Print a multirun's results at the end of this context, even if the multirun failed or was interrupted.
+
+    In the latter case, also prints `command`, which does the remaining trials.
 
     Raises SystemExit if the multirun completed but its exit status is not 0, and SweepEndError if printing fails.
     Exceptions raised inside the context propagate.
@@ -60,17 +59,17 @@ def print_results_at_end() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _finish_sweeps(INTERRUPTED_NOTE if isinstance(error, KeyboardInterrupt) else _FAILED_NOTE)
+        _finish_sweeps("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", command)
         raise
-    if status := _finish_sweeps():
+    if status := _finish_sweeps(None, command):
         sys.exit(status)
 
 
-def _finish_sweeps(note: str | None = None) -> int:
+def _finish_sweeps(early_end: str | None, command: str) -> int:
     status = 0
     for sweep_end in _started_sweeps.get():
         try:
-            status = max(status, sweep_end.finish(note))
+            status = max(status, sweep_end.finish(early_end, command))
         except BrokenPipeError:
             raise
         except Exception as error:
@@ -116,21 +115,23 @@ class SweepEnd(Callback):
         if self._tracker is not None and has_results(trial.stage):
             self._tracker.log(trial)
 
-    def finish(self, note: str | None = None) -> int:
+    def finish(self, early_end: str | None, command: str) -> int:
         """Print the table of the trials and the next steps, wait for W&B, and return the exit status.
 
         The exit status is 0, `NO_RESULT_EXIT` or `ALL_REFUSED_EXIT`.
 
-        `note` is the message for an interrupted or failed sweep, or None if the sweep finished. Prints nothing if there
-        is a note and no trial has ended.
+        Args:
+            early_end: `interrupted` or `failed`, or None if all trials have ended. Of a sweep that failed before any
+                trial ended, prints nothing.
+            command: The command that does the remaining trials.
         """
         try:
             if not self._has_all_trials:
                 for trial in TrialLog(self.folder).read():
                     self.add(trial)
             trials = list(self._trials.values())
-            if trials or note is None:
-                self._print(trials, note)
+            if trials or early_end != "failed":
+                self._print(trials, early_end, command)
         finally:
             if self._tracker is not None:
                 self._tracker.close()
@@ -138,9 +139,13 @@ class SweepEnd(Callback):
             return NO_RESULT_EXIT
         return ALL_REFUSED_EXIT if trials and all(trial.status is Status.refused for trial in trials) else 0
 
-    def _print(self, trials: list[Trial], note: str | None) -> None:
+    def _print(self, trials: list[Trial], early_end: str | None, command: str) -> None:
         console = make_console()
         if any(trial.status is not Status.refused for trial in trials):
             console.print(sweep_table(trials, self.folder), soft_wrap=False)
-        for line in [*([note] if note else []), *closing_lines(trials, self.folder, complete=note is None)]:
-            console.print(line, markup=False, highlight=False)
+        lines = closing_lines(trials, self.folder, complete=early_end is None)
+        if early_end is not None:
+            kept = f"{count_text(len(trials), 'trial')} recorded"
+            lines = [f"sweep {early_end}: {kept}. To do the remaining ones: {command}", *(lines if trials else [])]
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
