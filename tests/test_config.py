@@ -398,6 +398,30 @@ def test_a_mistake_in_a_users_file_is_refused_with_its_remedy(
     assert_golden_message("config", [file, text.replace("\n", " "), override], message)
 
 
+def test_all_wrong_values_of_a_users_file_are_refused_at_once(command: Any, tmp_path: Path):
+    body = (
+        b"defaults: [partition_schema]\nname: m\nzero1: maybe\nparameters: {mlp: x, heads: [x]}\nactivations: {seq: y}"
+    )
+    path = write_own(tmp_path, "partition/m.yaml", b"defaults: [partition_schema]\nname: m\nzero1: maybe\n" + rules)
+    start, *problems = command("--config-dir", "own", "partition=m").err.splitlines()
+    assert start == "valkyrie-train: 3 problems" and "partition.zero1=maybe: must be true or false." in problems[0]
+    assert problems[1] == f"  - {path}: partition.parameters.mlp must be a list. Write mlp: [x]."
+    assert problems[2] == f"  - {path}: partition.activations.seq must be a list. Write seq: [y]."
+
+
+def test_a_choice_that_is_a_folder_or_a_broken_link_is_refused(command: Any, tmp_path: Path):
+    for name in ("folder", "folder_2.yaml"):
+        (tmp_path / "own" / "model" / name).mkdir(parents=True)
+    (tmp_path / "own" / "model" / "link.yaml").symlink_to("gone.yaml")
+    for name, fact in (
+        ("folder", "folder is a folder"),
+        ("folder_2", "is a folder"),
+        ("link", "a link to gone.yaml, "),
+    ):
+        refused = command("--config-dir", "own", f"model={name}")
+        assert refused.err.startswith(f"valkyrie-train: model={name}: {tmp_path}/own/model/") and fact in refused.err
+
+
 @pytest.mark.parametrize(
     ("asked", "ids"),
     [("model.tokenizer=gpt2", 50257), ("data.tokenizer=cl100k_base", 100277), ("model.vocab_size=300", 300)],

@@ -42,7 +42,10 @@ _WRONG_VALUES = {
     WrongValue.not_a_choice: (
         r"Invalid value '(.*)', expected one of \[(.*)\]|Value (.*) \(\w+\) is not a valid input for <enum"
     ),
-    WrongValue.not_a_list: r".*is not a ListConfig, list or tuple|Cannot merge DictConfig with ListConfig",
+    WrongValue.not_a_list: (
+        r"Value '(.*)' \(\w+\) is incompatible with type hint 'typing\.List|"
+        r".*is not a ListConfig, list or tuple|Cannot merge DictConfig with ListConfig"
+    ),
     WrongValue.not_an_item: r"'\w+' is incompatible with type hint",
     WrongValue.not_a_group: r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)",
     WrongValue.not_a_text: r"Cannot convert '\w+' to string: '(.*)'",

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from inspect import getsourcefile, isabstract
-from os.path import isfile  # unlike Path.is_file, returns False for a name that is too long
+from os.path import exists, isdir, isfile, islink  # unlike those of Path, return False for a name that is too long
 from pathlib import Path
 
+import yaml
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -36,6 +38,7 @@ from valkyrie.foreign_errors import (
 )
 from valkyrie.paths import read_defaults
 from valkyrie.problems import Problem, ProblemError, first_line, suggest
+from valkyrie.trees import flatten
 
 _OVERLAYS = ("experiment", "sweep")
 """Groups with YAMLs that set keys of other groups."""
@@ -61,10 +64,10 @@ def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
     if isinstance(error, ProblemError):
         return error
     refusal = _rewrite(error, folders)
-    return ProblemError([refusal]) if isinstance(refusal, Problem) else ValueError(refusal)
+    return ValueError(refusal) if isinstance(refusal, str) else ProblemError(refusal)
 
 
-def _rewrite(error: Exception, folders: Sequence[str]) -> Problem | str:
+def _rewrite(error: Exception, folders: Sequence[str]) -> list[Problem] | str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
     if isinstance(error, OverrideParseException):
@@ -80,10 +83,10 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> Problem | str:
     if variable := missing_variable(f"{error} {cause}"):  # of a choice such as mesh=${oc.env:MESH}
         return f"${{oc.env:{variable}}}: {unset_variable(variable)}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _missing_package_line(cause.full_key) if cause.full_key in _OVERLAYS else problem_from_error(cause)
+        return _missing_package_line(cause.full_key) if cause.full_key in _OVERLAYS else [problem_from_error(cause)]
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         config = unmergeable_config(str(error))
-        return problem_from_error(cause, None if config is None else _config_path(config, folders))
+        return [problem_from_error(cause)] if config is None else _file_problems(cause, config, folders)
     if isinstance(error, HydraException) and (message := _wrong_user_file(str(error))):
         return message
     if message := _missing_members(error):
@@ -117,6 +120,11 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
     yml_file = next((f for folder in folders if isfile(f := Path(folder) / group / f"{name}.yml")), None)
     if yml_file is not None:
         return f"{group}={name}: {yml_file} is not read, because its name ends in .yml. Rename it to {name}.yaml."
+    for path in (Path(folder) / group / f"{name}{suffix}" for folder in folders for suffix in (".yaml", "")):
+        if islink(path) and not exists(path):
+            return f"{group}={name}: {path} is a link to {path.readlink()}, which does not exist."
+        if isdir(path):
+            return f"{group}={name}: {path} is a folder, but a choice is a file {name}.yaml."
     for folder in folders:
         if isfile(file := Path(folder) / f"{name}.yaml"):
             is_group_folder = Path(folder).name == group
@@ -129,6 +137,24 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
     hint = f" Did you mean {group}={suggestion}?" if suggestion else ""
     mesh_hint = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
     return f"{group}={name} is not a choice.{hint}{mesh_hint} Choices: {', '.join(options) or 'none'}."
+
+
+def _file_problems(cause: OmegaConfBaseException, config: str, folders: Sequence[str]) -> list[Problem]:
+    """Return the problems of all values of a config such as `partition/mine`, of which `cause` is the first."""
+    file, group = _config_path(config, folders), config.rpartition("/")[0].replace("/", ".")
+    root = cause.parent_node._get_root() if isinstance(cause.parent_node, DictConfig) else None
+    problems = [problem_from_error(cause, file)]
+    if not isinstance(root, DictConfig) or not str(cause.full_key).startswith(f"{group}.") or not isfile(file):
+        return problems
+    values = yaml.safe_load(Path(file).read_text())
+    for key, value in flatten({key: values[key] for key in values if key != "defaults"}).items():
+        leaf = OmegaConf.create()
+        OmegaConf.update(leaf, f"{group}.{key}", value)
+        try:
+            root.merge_with(leaf)
+        except OmegaConfBaseException as error:
+            problems.append(problem_from_error(error, file))
+    return list({problem.key: problem for problem in problems}.values())
 
 
 def _config_path(config: str, folders: Sequence[str]) -> str:

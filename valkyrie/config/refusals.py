@@ -276,8 +276,10 @@ def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
             return _NESTED_LIST.format(key=key)
         case WrongValue.not_a_text:
             return f"{key}={value}: must be text, not a list or mapping: {key}=TEXT."
+        case WrongValue.not_a_list if file is not None:
+            return f"{file}: {key} must be a list. Write {key.rpartition('.')[2]}: [{value or '...'}]."
         case WrongValue.not_a_list:
-            return f"{key}: must be a list: {key}=[...]."
+            return f"{key}: must be a list: {key}=[{value or '...'}]."
         case WrongValue.not_a_group if key == "target.chip":
             return (
                 f"{key}={value} is not known. Known chips: {', '.join(known_chips())}. Write {key}=NAME "
