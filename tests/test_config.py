@@ -399,9 +399,7 @@ def test_a_mistake_in_a_users_file_is_refused_with_its_remedy(
 
 
 def test_all_wrong_values_of_a_users_file_are_refused_at_once(command: Any, tmp_path: Path):
-    body = (
-        b"defaults: [partition_schema]\nname: m\nzero1: maybe\nparameters: {mlp: x, heads: [x]}\nactivations: {seq: y}"
-    )
+    rules = b"parameters: {mlp: x, heads: [x]}\nactivations: {seq: y}\n"
     path = write_own(tmp_path, "partition/m.yaml", b"defaults: [partition_schema]\nname: m\nzero1: maybe\n" + rules)
     start, *problems = command("--config-dir", "own", "partition=m").err.splitlines()
     assert start == "valkyrie-train: 3 problems" and "partition.zero1=maybe: must be true or false." in problems[0]
