@@ -318,7 +318,7 @@ def nested_value_problems(values: DictConfig, prefix: str = "") -> list[Problem]
             problems += nested_value_problems(value, f"{key}.")
         elif isinstance(value, ListConfig) and set(get_args(hints.get(str(name)))) & {str, int, float, bool}:
             items = OmegaConf.to_container(value)
-            if any(isinstance(item, list | dict) for item in items):
+            if isinstance(items, list) and any(isinstance(item, list | dict) for item in items):
                 problems.append(Problem(ProblemCode.malformed, key, items, _NESTED_LIST.format(key=key)))
     return problems
 
