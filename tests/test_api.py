@@ -362,6 +362,8 @@ except KeyboardInterrupt:
 
 def test_runs_and_slices_are_short_tables_in_notebooks():
     run = valkyrie.compose(*SEARCHED, "mesh=2x4x1", "partition=fsdp")
+    search = valkyrie.compose("model=gpt_tiny", "mode=search", "target=[v4-8,v5e-8]")
+    assert repr(search).startswith("<Run gpt_tiny, mode=search target=v4-8,v5e-8, ")
     assert "<td" in run._repr_html_() and "x=2 FSDP" in run._repr_html_() and len(repr(run)) < 120
     assert "layout" not in valkyrie.compose(*SEARCHED, "mode=search")._repr_html_()
     assert "8 v5e chips" in valkyrie.slice("v5e-8")._repr_html_() and "$" in valkyrie.slice("v5e-8")._repr_html_()

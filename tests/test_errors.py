@@ -66,6 +66,8 @@ MISTAKES: dict[str, list[str]] = {
     "a run that is not there": ["resume=nothing"],
     "a key of the run in a group": ["mode=show", "mode.batch=8"],
     "a foreign key of the run in a group": ["model.batch_size=8"],
+    "several settings in one argument": ["model=gpt_tiny mesh=1x1x1"],
+    "an empty argument": [""],
     "a newest run where there is none": ["resume=latest"],
 }
 MISTAKES |= {

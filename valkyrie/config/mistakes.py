@@ -51,6 +51,8 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
     overrides = split_flags(arguments)[1]
     if multirun:
         _refuse_search_in_sweep(overrides)
+    for argument in overrides:
+        _refuse_joined_settings(argument, in_python)
     for argument, next_argument in zip_longest(overrides, overrides[1:], fillvalue=""):
         _refuse_missing_value(argument, next_argument)
     for argument in overrides:
@@ -69,6 +71,15 @@ def _refuse_dashes(flag: str, next_argument: str) -> None:
                 "VALUE" if "=" in next_argument or next_argument.startswith("-") or not next_argument else next_argument
             )
         raise ValueError(f"{flag}: write settings without dashes: {key}={value}.")
+
+
+def _refuse_joined_settings(argument: str, in_python: bool) -> None:
+    """Raise ValueError for several settings in one argument, except in a prompt."""
+    words = argument.split()
+    keys = [word.partition("=")[0].partition(".")[0] if "=" in word else None for word in words]
+    if len(words) > 1 and _KEYS.issuperset(keys) and keys[0] != "prompt":
+        separate = (", " if in_python else " ").join(f'"{word}"' for word in words)
+        raise ValueError(f"{argument}: {len(words)} settings in one argument. Write {separate}.")
 
 
 def _refuse_missing_value(argument: str, next_argument: str) -> None:

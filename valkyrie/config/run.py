@@ -153,9 +153,12 @@ class Run:
     """Describes how `batch_tokens` and `device_batch` were converted, for printing. None if neither was given."""
 
     def __repr__(self) -> str:
-        record = self.request_record()
-        layout = f"mesh={record.mesh} partition={record.partition} target={record.target}"
-        return f"<Run {record.model}, {layout}, {record.batch} x {record.seq} tokens, {record.precision}>"
+        record, mode = self.request_record(), self.config.mode
+        layout = f"mode={mode.name}" if mode.ignores_layout else f"mesh={record.mesh} partition={record.partition}"
+        targets = ",".join(getattr(mode, "targets", ())) or record.target  # only mode=search compares several
+        return (
+            f"<Run {record.model}, {layout} target={targets}, {record.batch} x {record.seq} tokens, {record.precision}>"
+        )
 
     def _repr_html_(self) -> str:
         record = self.request_record()
