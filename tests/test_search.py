@@ -277,6 +277,10 @@ def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
     assert (rows[0].stage.value, rows[0].overrides) == ("estimate", fast.candidate.overrides)
     comparison = format_comparison(Rival(FASTEST_FSDP, slow), compiles, rows[0])
     assert "(by estimate)" in comparison and f"{slow.step_s / fast.step_s:.2f} times " in comparison
+    compiler.steps[tuple(slow.candidate.overrides)] *= 3
+    corrected = CompiledLayouts([CompiledLayout(slow, compiler(plan, lambda: None))])
+    comparison = format_comparison(Rival(FASTEST_FSDP, slow), corrected, rows[0])
+    assert f"{3 * slow.step_s / fast.step_s:.2f} times " in comparison
 
 
 def test_the_cheapest_slice_is_compiled_first_if_prices_are_known(compiler: ScaledCompiler, tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def format_comparison(
 ) -> str:
     """Format the speedup of the best layout over a rival. `measured_s` is the rival's measured step time or None.
 
-    Compares measured times if both layouts have one, otherwise compiled times if both have one, otherwise estimates.
+    Compares measured times if both layouts have one, otherwise compiled times if both have one, otherwise estimates,
+    which are corrected as in the table.
     For a rival without a layout, or with one that failed to compile, the line has the reason instead.
     """
     name, layout = rival.name, rival.layout
@@ -101,8 +102,10 @@ def format_comparison(
         return (
             f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times {as_long} as the best; {description}"
         )
-    times = scale * layout.step_s / sum(best.parts_s.values())
+    rival_s, estimated_best_s = layout.step_s, sum(best.parts_s.values())
+    if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
+        rival_s, estimated_best_s = compiles.corrected_s(layout), best_s or best.step_s
+    times = scale * rival_s / estimated_best_s
     return (
-        f"{name}: {duration(layout.step_s)} (by estimate), {times:.2f} times {as_long} as the best by estimate; "
-        f"{description}"
+        f"{name}: {duration(rival_s)} (by estimate), {times:.2f} times {as_long} as the best by estimate; {description}"
     )
