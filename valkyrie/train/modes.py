@@ -95,6 +95,13 @@ def evaluate(run: Run) -> int:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         console = make_console()
         prepared = prepare_run(run, console, team)
+        from valkyrie.data.manifest import PreparedText
+
+        seq, data = run.config.seq, prepared.data
+        if isinstance(data, PreparedText) and seq >= data.validation.tokens:
+            targets = data.validation.tokens - 1
+            note = f"the validation split fills only {targets:,} tokens of one row. Use seq<={targets}."
+            console.print(f"seq={seq}: {note}", style="yellow", highlight=False)
         program, step, parameters = restore(run, prepared.devices, folder, team)
         from valkyrie.train.evaluate import Evaluator
 
