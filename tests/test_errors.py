@@ -146,7 +146,7 @@ def test_legal_partitions_are_suggested(command: Any):
 
 
 def test_several_invalid_numbers_are_reported_together(command: Any):
-    wrong = ["steps=0", "seq=0", "optimizer.clip_norm=-1", "model.layers=0"]
+    wrong = ["steps=-3", "seq=0", "optimizer.clip_norm=-1", "model.layers=0"]
     keys = [problem.key for problem in parse_run(wrong).problems()]
     assert keys == ["model.layers", "optimizer.clip_norm", "steps", "seq"]
     assert len(command(*wrong).err.splitlines()) == 1 + len(keys)

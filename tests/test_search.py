@@ -571,6 +571,7 @@ def test_devices_without_a_torus_have_one_topology() -> None:
         ),
         (("target=cpu",), "target=cpu is not a chip with known speed"),
         (("target=auto", "target.chips=64"), "target.chips=64 needs a kind of chip"),
+        (("mode.tokens=1e9", "steps=50"), "steps=50: tokens=1e+09 sets the steps of the training."),
         (("mode.search_batch=true",), "batch: batch=auto searches the batch."),
         (("mode.device_batches=[2,4]", "microbatches=2"), "microbatches: device_batch=[2,4] sets the microbatches"),
         (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 is unknown"),
@@ -609,6 +610,7 @@ def test_a_recursive_model_is_refused() -> None:
         ),
         (["target.chip.hbm_gib=9", "tokens=1"], ["target.chip.hbm_gib=9", "tokens=1"]),
         (["mode=search", "batch=auto"], ["mode=search", "mode.search_batch=true"]),
+        (["mode=search", "batch=Auto"], ["mode=search", "mode.search_batch=true"]),
         (["mode=search", "device_batch=[2,4]"], ["mode=search", "mode.device_batches=[2,4]"]),
         (["device_batch=2,4"], ["device_batch=2,4"]),
     ],
@@ -617,6 +619,11 @@ def test_shorthand_arguments_are_expanded(typed: list[str], written: list[str]) 
     assert expand_shorthand(typed) == written
     assert expand_shorthand(written) == written
     assert "mode=search" not in written or expand_shorthand(abbreviate_search(written)) == written
+
+
+def test_a_key_with_and_without_its_prefix_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^budget=1min and mode.budget=2min set the same key\."):
+        expand_shorthand(["mode=search", "budget=1min", "mode.budget=2min"])
 
 
 def test_only_a_search_finds_a_batch() -> None:

@@ -99,15 +99,19 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
             if not names:
                 raise ValueError(f"{argument} names no slice. Write target=[v4-64,v5e-64].")
             expanded += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
-        elif key == "batch" and value == "auto":
+        elif key == "batch" and value.lower() == "auto":
             if not is_search:
                 raise ValueError(
-                    "batch=auto: only mode=search finds a batch. Use mode=search batch=auto, whose answer names one, "
+                    f"{argument}: only mode=search finds a batch. Use mode=search batch=auto, whose answer names one, "
                     "or a number, such as batch=32."
                 )
             expanded.append("mode.search_batch=true")
         elif is_search and key == "device_batch" and value.startswith("["):
             expanded.append(f"mode.device_batches={value}")
+        elif key in short_keys and f"mode.{key}" in values:
+            raise ValueError(
+                f"{argument} and mode.{key}={values[f'mode.{key}']} set the same key. Leave out one of them."
+            )
         elif key in short_keys:
             needs_brackets = key == "paths" and not value.startswith("[")
             expanded.append(f"mode.{key}={f'[{value}]' if needs_brackets else value}")

@@ -26,8 +26,10 @@ def parse_profile_window(window: str) -> tuple[int, int]:
 
 def profile_problems(window: str | None, steps: int) -> list[Problem]:
     """Return the problems of `profile=window` in a run of `steps` steps. There are none if `window` is None."""
+    if window is None:
+        return []
     try:
-        last = 0 if window is None else parse_profile_window(window)[1]
+        last = parse_profile_window(window)[1]
     except ProblemError as error:
         return [*error.problems]
     text = f"profile={window}: the last step to trace must be at most steps={steps}."

@@ -110,10 +110,9 @@ class SearchRequest:
     def train_command(self, batch: int | None) -> list[str]:
         """Return `command` with `steps=` added to train on `tokens`.
 
-        Adds nothing if `tokens` is None or the user set `steps`. `batch` is the batch of the layout, or None if the
-        search does not vary it.
+        Adds nothing if `tokens` is None. `batch` is the batch of the layout, or None if the search does not vary it.
         """
-        if self.tokens is None or any(key_value(override)[0] == "steps" for override in self.command):
+        if self.tokens is None:
             return self.command
         return [*self.command, f"steps={math.ceil(self.tokens / self.step_tokens(batch))}"]
 
@@ -129,6 +128,10 @@ def parse_request(run: Run) -> SearchRequest:
         )
     if mode.search_batch and (wrong := sorted(keys & {"batch", "batch_tokens"})):
         raise ValueError(f"{wrong[0]}: batch=auto searches the batch. Remove one of the two.")
+    if mode.tokens is not None and "steps" in keys:
+        raise ValueError(
+            f"steps={config.steps}: tokens={mode.tokens:g} sets the steps of the training. Remove one of the two."
+        )
     if mode.device_batches and (wrong := sorted(keys & {"device_batch", "microbatches"})):
         values = ",".join(map(str, mode.device_batches))
         raise ValueError(
