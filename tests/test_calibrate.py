@@ -17,7 +17,7 @@ from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.report.records import read_rows
-from valkyrie.runs.folder import RUN
+from valkyrie.runs.folder import RUN_FILE
 from valkyrie.search.calibrate import mode as calibrate
 from valkyrie.search.calibrate.mode import FITTED_CONSTANTS, fit_calibration
 from valkyrie.search.calibrate.replay_fit import fit_replays
@@ -94,7 +94,7 @@ def saved_sweep(folder: Path, made: Sequence[Trial]) -> Path:
     named = [replace(named_trial, name=f"trial-{i}", folder=f"trial-{i}") for i, named_trial in enumerate(made)]
     for named_trial in named:
         (folder / named_trial.name).mkdir(parents=True)
-        shared_run(*named_trial.overrides).save(folder / named_trial.name / RUN)
+        shared_run(*named_trial.overrides).save(folder / named_trial.name / RUN_FILE)
     return sweep_folder(folder, named)
 
 
@@ -269,7 +269,7 @@ def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(truth: Efficiency, 
     (row,) = read_rows([sweep])
     saved = calibrate._saved_run(row)
     assert saved is not None and saved.config.model.layers == 2
-    (sweep / "trial-0" / RUN).unlink()
+    (sweep / "trial-0" / RUN_FILE).unlink()
     assert calibrate._saved_run(row) is None
 
 
@@ -279,11 +279,11 @@ def test_skipped_trials_are_named_with_the_reason(
     *usable, first, second, unsaved = trials((32, 64), truth)
     wrong = [replace(t, results=replace(t.results, step=replace(t.results.step, step_s=-1.0))) for t in (first, second)]
     sweep = saved_sweep(tmp_path / "sweep", [*usable, *wrong, unsaved])
-    (sweep / "trial-7" / RUN).unlink()
+    (sweep / "trial-7" / RUN_FILE).unlink()
     assert command("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2, "too few are left"
     printed = capfd.readouterr().out
     assert f"skipping 2 of 8 trials, because the step time is not a number above 0: {sweep}:{first.key}, " in printed
-    assert f"skipping 1 of 8 trials, because the folder has no {RUN}: {sweep}:{unsaved.key}\n" in printed
+    assert f"skipping 1 of 8 trials, because the folder has no {RUN_FILE}: {sweep}:{unsaved.key}\n" in printed
     assert "using 5 of 8 trials\n" in printed
 
 

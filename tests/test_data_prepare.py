@@ -17,7 +17,7 @@ import pytest
 from valkyrie.data import prepare as preparing
 from valkyrie.data import writer
 from valkyrie.data.loader import open_split
-from valkyrie.data.manifest import MANIFEST, CorruptShardsError, PreparedText, open_prepared, verify
+from valkyrie.data.manifest import MANIFEST_FILE, CorruptShardsError, PreparedText, open_prepared, verify
 from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import synthetic
 from valkyrie.data.sources import text as text_source
@@ -67,7 +67,7 @@ def test_the_shards_have_every_document_once_after_a_bos(config: text_source.Con
         assert split.tokens == len(all_tokens(prepared, name)) == sum(shard.tokens for shard in split.shards)
         assert [shard.tokens for shard in split.shards[:-1]] == [300] * (len(split.shards) - 1)
     assert len(prepared.train.shards) > 2 and prepared.dtype == "uint16"
-    assert json.loads((prepared.path / MANIFEST).read_text())["version"] == 1
+    assert json.loads((prepared.path / MANIFEST_FILE).read_text())["version"] == 1
 
 
 def test_a_long_file_is_one_document_in_each_split(config: text_source.Config, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_killed_preparation_leaves_no_usable_result(config: text_source.Config
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     (leftover,) = Path(config.cache_dir).glob(".*tmp*")
-    assert not (leftover / MANIFEST).exists() and list(leftover.iterdir())
+    assert not (leftover / MANIFEST_FILE).exists() and list(leftover.iterdir())
     prepared = prepare(config, "bytes")
     assert verify(prepared.path).train.documents > 0
     assert not leftover.exists()
@@ -304,7 +304,7 @@ def test_short_and_missing_shards_are_named_together(config: text_source.Config)
 )
 def test_a_damaged_manifest_is_refused(config: text_source.Config, content: str, pattern: str) -> None:
     path = prepare(config, "bytes").path
-    (path / MANIFEST).write_text(content)
+    (path / MANIFEST_FILE).write_text(content)
     with pytest.raises(ValueError, match=pattern):
         open_prepared(path)
 

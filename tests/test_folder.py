@@ -15,9 +15,9 @@ from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.tiers import Checkpoints
 from valkyrie.config.modes import MODES
 from valkyrie.config.unread import replacement_notes
-from valkyrie.processes.locks import WRITER, write_lock
+from valkyrie.processes.locks import WRITER_FILE, write_lock
 from valkyrie.runs.folder import (
-    RUN,
+    RUN_FILE,
     changed_settings,
     command_name,
     describe_schedule_change,
@@ -38,7 +38,7 @@ def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:
     checkpoint = runs / name / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
-    compose_run(*(arguments or ("model=s5_tiny",)), f"name={name}").save(runs / name / RUN)
+    compose_run(*(arguments or ("model=s5_tiny",)), f"name={name}").save(runs / name / RUN_FILE)
     os.utime(checkpoint.parent, (when, when))
     return runs / name
 
@@ -115,7 +115,7 @@ def again(folder: Path) -> str:
 
 def test_the_error_for_a_missing_run_yaml_names_it_and_the_remedy(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "one")
-    (folder / RUN).unlink()
+    (folder / RUN_FILE).unlink()
     with pytest.raises(ValueError) as caught:
         saved_config(folder)
     lost = f"{folder} has checkpoints, but run.yaml with the settings of the run is missing. "
@@ -124,24 +124,24 @@ def test_the_error_for_a_missing_run_yaml_names_it_and_the_remedy(tmp_path: Path
 
 def test_the_error_for_a_damaged_run_yaml_names_it_and_the_remedy(tmp_path: Path) -> None:
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
-    run.save(tmp_path / RUN)
-    text = (tmp_path / RUN).read_text()
+    run.save(tmp_path / RUN_FILE)
+    text = (tmp_path / RUN_FILE).read_text()
     remedy = f"Restore it from a backup, or delete it and {again(tmp_path)}"
     ends = [text.index("hydra:") + n for n in (0, len("hydra:"), len("hydra:\n  run"))]
     for length in (0, 30, 200, 211, 300, *ends, len(text) - len("    root: null\n"), len(text) - 2):
-        (tmp_path / RUN).write_text(text[:length])
+        (tmp_path / RUN_FILE).write_text(text[:length])
         with pytest.raises(ValueError) as caught:
             saved_config(tmp_path)
-        assert str(caught.value).startswith(f"{tmp_path / RUN} is damaged (")
+        assert str(caught.value).startswith(f"{tmp_path / RUN_FILE} is damaged (")
         assert str(caught.value).endswith(f"). {remedy}")
     with pytest.raises(ValueError, match="is damaged"):
         changed_settings(run, tmp_path)
 
 
 def test_trial_and_compile_processes_refuse_an_incomplete_run_yaml(tmp_path: Path) -> None:
-    compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp").save(tmp_path / RUN)
-    text = (tmp_path / RUN).read_text()
-    (tmp_path / RUN).write_text(text[: text.index("optimizer:")])
+    compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp").save(tmp_path / RUN_FILE)
+    text = (tmp_path / RUN_FILE).read_text()
+    (tmp_path / RUN_FILE).write_text(text[: text.index("optimizer:")])
     for carry_out in (trial_child._run_mode, lambda folder: compile_child._compile_run(folder, ignore_cache=False)):
         with pytest.raises(ValueError, match="run.yaml is damaged"):
             carry_out(tmp_path)
@@ -170,7 +170,7 @@ def test_every_module_writes_records_atomically() -> None:
 
 def test_a_resumed_run_warns_if_its_learning_rate_jumps(tmp_path: Path) -> None:
     arguments = ["model=gpt_tiny", "mesh=1x1x1", "partition=dp", "optimizer.learning_rate=1e-3"]
-    compose_run(*arguments, "steps=200").save(tmp_path / RUN)
+    compose_run(*arguments, "steps=200").save(tmp_path / RUN_FILE)
 
     def note(*overrides: str, step: int = 200) -> str | None:
         return describe_schedule_change(compose_run(*arguments, *overrides), tmp_path, step)
@@ -182,7 +182,7 @@ def test_a_resumed_run_warns_if_its_learning_rate_jumps(tmp_path: Path) -> None:
     assert note("steps=400", "optimizer.decay_steps=200") is None
     assert note("steps=200", step=50) is None
     assert note("steps=200", "optimizer.learning_rate=2e-3") is None, "that is said with the other changed settings"
-    compose_run(*arguments, "steps=400", "optimizer.decay_steps=200").save(tmp_path / RUN)
+    compose_run(*arguments, "steps=400", "optimizer.decay_steps=200").save(tmp_path / RUN_FILE)
     assert note("steps=800", "optimizer.decay_steps=200", step=400) is None
     assert re.search("800 .*200", str(note("steps=800", step=400)))
 
@@ -231,8 +231,8 @@ def test_code_is_only_imported_from_folders_that_a_command_named(tmp_path: Path,
     code = folder / "code"
     code.mkdir()
     (code / "theirs.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
-    text = (folder / RUN).read_text().replace("modules: []", f"modules: [{code}]")
-    (folder / RUN).write_text(text.replace("family: valkyrie", "family: theirs"))
+    text = (folder / RUN_FILE).read_text().replace("modules: []", f"modules: [{code}]")
+    (folder / RUN_FILE).write_text(text.replace("family: valkyrie", "family: theirs"))
     with pytest.raises(ValueError, match=re.escape(f"modules=[{code}]")):
         valkyrie.load(folder)
     assert not (tmp_path / "ran").exists()
@@ -247,16 +247,16 @@ def test_a_folder_with_other_files_is_refused_as_a_run_folder(tmp_path: Path):
     with pytest.raises(ValueError, match="name=project"):
         run_folder(compose_run("model=s5_tiny", f"runs={tmp_path}", "name=project"))
     make_run(tmp_path, "ours")
-    (tmp_path / "ours" / RUN).unlink()  # it still has a checkpoint
+    (tmp_path / "ours" / RUN_FILE).unlink()  # it still has a checkpoint
     assert run_folder(compose_run("model=s5_tiny", f"runs={tmp_path}", "name=ours")) == tmp_path / "ours"
 
 
 def test_links_in_a_run_folder_are_not_written_through(tmp_path: Path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "run").mkdir()
-    for name in (WRITER, "metrics.jsonl"):
+    for name in (WRITER_FILE, "metrics.jsonl"):
         (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
-    with pytest.raises(ValueError, match=WRITER), write_lock(tmp_path / "run"):
+    with pytest.raises(ValueError, match=WRITER_FILE), write_lock(tmp_path / "run"):
         pass
     with pytest.raises(ValueError, match="metrics"):
         Tracker(TrackingConfig(), tmp_path / "run", run_name="a", fields={}, group="a", start=3)

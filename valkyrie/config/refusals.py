@@ -161,7 +161,7 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
     """Return a problem for an unknown key. Its message lists the valid keys and suggests the most similar one."""
     prefix, _, last = full_key.rpartition(".")
     dotted_prefix = f"{prefix}." if prefix else ""
-    valid_keys = sorted(_names(parent))
+    valid_keys = sorted(_direct_keys(parent))
     candidates = [key for key in valid_keys if sorted(key) == sorted(last)]
     candidates = candidates or [key for key in valid_keys if key.lower() == last.lower()]
     candidates = [f"{dotted_prefix}{key}" for key in candidates] or _likely_keys(last, parent, prefix)
@@ -209,7 +209,9 @@ def _likely_keys(name: str, parent: Any, prefix: str) -> list[str]:
     if prefix or not isinstance(parent, DictConfig):
         return []
     unread_keys = _unread_keys(parent)
-    matches = [key for key in _keys(parent) if key.rpartition(".")[2] == name and key.split(".")[0] not in unread_keys]
+    matches = [
+        key for key in _nested_keys(parent) if key.rpartition(".")[2] == name and key.split(".")[0] not in unread_keys
+    ]
     return matches if len(matches) == 1 else []
 
 
@@ -218,7 +220,7 @@ def _top_level_keys(name: str, root: Any) -> list[str]:
 
     This is the key with the same name, or Valkyrie's key for a name of another framework.
     """
-    return [key for key in (name, _SYNONYMS.get(name.lower())) if key in _names(root)][:1]
+    return [key for key in (name, _SYNONYMS.get(name.lower())) if key in _direct_keys(root)][:1]
 
 
 def _longer_keys(name: str, root: Any) -> list[str]:
@@ -228,13 +230,13 @@ def _longer_keys(name: str, root: Any) -> list[str]:
     reads. Returns an empty list if several keys match.
     """
     unread_keys = _unread_keys(root)
-    longer = [key for key in _names(root) if name in key.split("_") and key not in unread_keys]
+    longer = [key for key in _direct_keys(root) if name in key.split("_") and key not in unread_keys]
     specific = [key for key in longer if any(key in MODES.config_class(mode).unread for mode in MODES.names())]
     matches = specific or longer
     return matches if len(matches) == 1 else []
 
 
-def _names(root: Any) -> list[str]:
+def _direct_keys(root: Any) -> list[str]:
     return [str(key) for key in root if key != "hydra"] if isinstance(root, DictConfig) else []
 
 
@@ -244,12 +246,12 @@ def _unread_keys(root: Any) -> frozenset[str]:
     return frozenset() if mode is None else mode.unread
 
 
-def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+def _nested_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
     for key in config:
         yield f"{prefix}{key}"
         has_value = not (OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, str(key)))
         if has_value and isinstance(inner := config[key], DictConfig):  # null is None here
-            yield from _keys(inner, f"{prefix}{key}.")
+            yield from _nested_keys(inner, f"{prefix}{key}.")
 
 
 def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:

@@ -26,7 +26,7 @@ from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, RunConfig, dr
 from valkyrie.extensions import add_import_path
 from valkyrie.paths import conf_dir, unused_path
 from valkyrie.runs.folder import (
-    RUN,
+    RUN_FILE,
     find_run,
     key_value,
     key_values,
@@ -126,7 +126,7 @@ def complete_config_file(arguments: Sequence[str]) -> Path | None:
     check_file(file)
     if not re.search(r"^defaults\s*:", file.read_text(), re.MULTILINE):
         return file
-    if file.name == RUN:
+    if file.name == RUN_FILE:
         raise ValueError(
             f"{file} has a defaults list, which the record of a run never has. If you wrote the file, rename it."
         )

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from valkyrie.data.loader import TokenStream
 
 VERSION = 1
-MANIFEST = "manifest.json"
-_VERIFIED = "verified.json"
+MANIFEST_FILE = "manifest.json"
+_VERIFIED_FILE = "verified.json"
 _TOKEN_SIZES = {"uint16": 2, "uint32": 4}
 SPLITS = ("train", "validation")
 UNDECODABLE = "undecodable"
@@ -147,7 +147,7 @@ def content_hash(train: Split, validation: Split, dtype: str, bos_id: int) -> st
 def write_manifest(prepared: PreparedText) -> None:
     """Write `manifest.json`. Called after all shards are written, so that a folder with a manifest is complete."""
     values = {key: value for key, value in encode(prepared).items() if key != "path"}
-    write_atomic(prepared.path / MANIFEST, json.dumps({"version": VERSION, **values}, indent=1))
+    write_atomic(prepared.path / MANIFEST_FILE, json.dumps({"version": VERSION, **values}, indent=1))
 
 
 class CorruptShardsError(ValueError):
@@ -174,7 +174,7 @@ def open_prepared(path: Path | str) -> PreparedText:
     _check_shards(prepared, trusted)
     if len(trusted) < len(prepared.shards) and os.access(prepared.path, os.W_OK):
         stamps = {shard.file: _stamp(prepared, shard) for shard in prepared.shards}
-        write_atomic(prepared.path / _VERIFIED, json.dumps(stamps))
+        write_atomic(prepared.path / _VERIFIED_FILE, json.dumps(stamps))
     return prepared
 
 
@@ -188,14 +188,14 @@ def verify(path: Path | str) -> PreparedText:
         _check_shards(prepared)
     except CorruptShardsError:
         with contextlib.suppress(OSError):  # the folder may be read-only
-            (prepared.path / _VERIFIED).unlink()
+            (prepared.path / _VERIFIED_FILE).unlink()
         raise
     return prepared
 
 
 def read_manifest(path: Path) -> PreparedText:
     """Read `manifest.json`. Raises ValueError if it is missing, damaged or of another version."""
-    file = path / MANIFEST
+    file = path / MANIFEST_FILE
     if not file.is_file():
         raise ValueError(f"{path} is not a dataset written by valkyrie-data prepare: {_describe_other(path)}")
     try:
@@ -222,11 +222,11 @@ def _describe_other(path: Path) -> str:
     if not path.exists():
         return f"there is no such folder (looked from {Path.cwd()})."
     if not path.is_dir():
-        return f"it is a file. Pass its folder: {path.parent}." if path.name == MANIFEST else "it is a file."
-    if datasets := sorted(file.parent for file in path.glob(f"*/{MANIFEST}")):
+        return f"it is a file. Pass its folder: {path.parent}." if path.name == MANIFEST_FILE else "it is a file."
+    if datasets := sorted(file.parent for file in path.glob(f"*/{MANIFEST_FILE}")):
         more = f" ({len(datasets) - 1} more)" if len(datasets) > 1 else ""
         return f"it contains {count_text(len(datasets), 'dataset')}. Pass one of them: {datasets[-1]}{more}."
-    return f"it has no {MANIFEST}. Pass the path that `valkyrie-data prepare` printed."
+    return f"it has no {MANIFEST_FILE}. Pass the path that `valkyrie-data prepare` printed."
 
 
 def _check_shards(prepared: PreparedText, trusted: Sequence[str] = ()) -> None:
@@ -245,7 +245,7 @@ def _stamp(prepared: PreparedText, shard: TokenShard) -> list[int | str] | None:
 
 def _read_verified(prepared: PreparedText) -> Mapping[str, object]:
     try:
-        stamps = json.loads((prepared.path / _VERIFIED).read_bytes())
+        stamps = json.loads((prepared.path / _VERIFIED_FILE).read_bytes())
     except (OSError, ValueError):
         return {}
     return stamps if isinstance(stamps, dict) else {}

@@ -1,9 +1,9 @@
 """Rotary position embeddings: pairs of channels rotated by position (RoFormer, arXiv 2104.09864).
 
 Channel i of the first half is paired with channel i of the second half. Position p rotates the pair by
-p * theta ** (-2 i / head_dim) radians. On a TPU the halves are swapped by a product with a matrix of 0, 1 and
--1. The product is exact and nearly free on the matrix unit, while moving lanes costs a fifth of attention's projections
-(compiler estimates, experiments/LOG.md).
+p * theta ** (-2 i / head_dim) radians. On a TPU, the halves are swapped by multiplying with a matrix of 0, 1 and -1,
+which is exact and nearly free on the matrix unit. Swapping them by moving vector lanes would take a fifth as long as
+attention's projections (compiler estimates, experiments/LOG.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The S5 recurrence: chooses an implementation, and defines the derivative of all implementations.
+"""The S5 recurrence: selects an implementation and defines the custom derivative that all of them share.
 
-h_t = keep_t Lambda_bar h_{t-1} + bu_t is the part of an S5 layer between its two projections (arXiv 2208.04933,
-equation 2). The backward pass is the same recurrence in the opposite direction with the conjugate of Lambda_bar. It
-needs only the states, for every implementation and for any number of sequence shards.
+Computes h_t = keep_t Lambda_bar h_{t-1} + bu_t, the part of an S5 layer between its two projections (arXiv 2208.04933,
+equation 2). `keep_t` is 0 where a document starts and 1 elsewhere. The backward pass runs the same recurrence in the
+opposite direction with the conjugate of Lambda_bar. The states are the only intermediate values saved for it, for every
+implementation and any number of sequence shards.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ def sequential(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, r
 
 
 def associative(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, reverse: bool, block: int) -> States:
-    """Compute the states with `jax.lax.associative_scan`, in log2(seq) passes over all positions. Ignores `block`.
+    """Compute the states with `jax.lax.associative_scan`, in O(log(seq)) dependent steps and O(seq) work.
+
+    Ignores `block`.
 
     This form is slow to compile.
     """

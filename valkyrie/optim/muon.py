@@ -78,7 +78,10 @@ class MuonState(NamedTuple):
 
 
 def muon(recipe: Recipe, specs: Any, sharding: StackSharding | None = None) -> optax.GradientTransformation:
-    """Build the transformation of the matrices in `specs`, a tree with masked nodes for other parameters.
+    """Build the optax transformation for Muon, or for NorMuon if `recipe.beta2` is set.
+
+    Its updates include the learning rate and weight decay. `specs` is a tree with the `Parameter` of each matrix and
+    `optax.MaskedNode` for all other parameters.
 
     Rows are a parameter's first dimension after `layers`; columns are all later dimensions, flattened.
     """

@@ -24,7 +24,7 @@ from valkyrie.paths import open_to_append
 from valkyrie.processes.child import signal_group
 from valkyrie.records import RecordError, dump, load
 
-WRITER = ".writer"
+WRITER_FILE = ".writer"
 """File in a run folder that names the process writing to it."""
 _KILL_TIMEOUT_S = 10.0
 """Seconds to wait for a process to end after SIGKILL."""
@@ -68,7 +68,7 @@ def write_lock(folder: Path) -> Iterator[None]:
     Takes over the lock of a process that was killed. Raises ValueError if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / WRITER
+    path = folder / WRITER_FILE
     with open_to_append(path) as file:
         state, writer = lock(file, wait=False), _read_holder(file)
         if state is LockState.another or (state is LockState.unsupported and _may_run(writer)):

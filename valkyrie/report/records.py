@@ -13,7 +13,7 @@ import yaml
 
 from valkyrie.config.modes import ANSWER_FILE, METRICS_FILE
 from valkyrie.records import RecordError, read_record
-from valkyrie.runs.folder import RUN
+from valkyrie.runs.folder import RUN_FILE
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.results import training_results
 from valkyrie.sweep.rows import Row, make_rows
@@ -70,7 +70,7 @@ def _missing_results(path: Path) -> str:
         return f"{path} is a file"
     if (path / ANSWER_FILE).is_file():
         return f"{path} is a search that only estimated its layouts: they are in its report.html and {ANSWER_FILE}"
-    if (path / RUN).is_file():
+    if (path / RUN_FILE).is_file():
         return f"{path} is a run without {METRICS_FILE}: no training step has finished"
     return f"no {TRIALS} in {path} or its subfolders"
 
@@ -110,7 +110,7 @@ def read_answer(folder: Path) -> SearchAnswer | None:
 
 def read_command(folder: Path) -> str | None:
     """Return the command that created the folder of a search, sweep or training run, or None if it is not recorded."""
-    answer, settings, sweep = read_answer(folder), folder / RUN, folder / MULTIRUN
+    answer, settings, sweep = read_answer(folder), folder / RUN_FILE, folder / MULTIRUN
     if answer is not None:
         return f"valkyrie-train {shlex.join(answer.command)}"
     if sweep.is_file():
@@ -163,7 +163,7 @@ def _trial(
     values: dict[str, str],
     results: TrialResult,
 ) -> Trial:
-    resolved, settings = folder.resolve(), folder / RUN
+    resolved, settings = folder.resolve(), folder / RUN_FILE
     started = datetime.fromtimestamp(settings.stat().st_mtime, UTC).isoformat() if settings.is_file() else ""
     return Trial(
         key=f"{TRAIN}:{resolved}",

@@ -27,10 +27,10 @@ from valkyrie.hardware.chips import add_shipped_figures
 from valkyrie.optim import OptimizerConfig, convert_old_settings, learning_rate_schedule
 from valkyrie.paths import disk_errors, unused_path, write_atomic
 from valkyrie.problems import first_line, suggest
-from valkyrie.processes.locks import WRITER
+from valkyrie.processes.locks import WRITER_FILE
 from valkyrie.trees import override_text
 
-RUN = "run.yaml"
+RUN_FILE = "run.yaml"
 """File in a run folder with all settings of its last training. `resume` starts from these settings."""
 
 _UNREPORTED_SETTINGS = {
@@ -116,7 +116,7 @@ def run_folder(run: Run) -> Path:
         folder = runs / (f"{name}-{mode}" if needs_separate_folder else name)
         if _has_other_files(folder):
             raise ValueError(
-                f"name={name}: {folder} contains files but no {RUN}, so it is not a run folder. Use another name."
+                f"name={name}: {folder} contains files but no {RUN_FILE}, so it is not a run folder. Use another name."
             )
         return folder
     folder = runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -144,7 +144,7 @@ def claim_run_folder(run: Run, folder: Path) -> Path:
 
 def _has_other_files(folder: Path) -> bool:
     """Return whether a folder contains files but is not a run folder. Hidden files do not count."""
-    if not folder.is_dir() or any((folder / name).exists() for name in (RUN, WRITER)) or is_resumable(folder):
+    if not folder.is_dir() or any((folder / name).exists() for name in (RUN_FILE, WRITER_FILE)) or is_resumable(folder):
         return False
     return any(not entry.name.startswith(".") for entry in folder.iterdir())
 
@@ -160,7 +160,7 @@ def write_run_files(run: Run, folder: Path) -> None:
     """Write `run.yaml` (all settings) and `versions.json` (`versions`) into the run folder, creating it if missing."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    run.save(folder / RUN)
+    run.save(folder / RUN_FILE)
     write_atomic(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
 
 
@@ -180,16 +180,16 @@ def resume_command(folder: Path) -> str:
 
 def saved_config(folder: Path) -> DictConfig:
     """Read the settings in a run folder's `run.yaml`. Raises ValueError if it is missing or damaged."""
-    file = folder / RUN
+    file = folder / RUN_FILE
     if file.is_file():
         return read_settings(file)
     if not folder.exists():
         raise ValueError(f"{folder} does not exist. Pass the path of a run folder.")
     if latest_step(folder) is None:
-        raise ValueError(f"{folder} is not a run folder: it has no {RUN}.")
+        raise ValueError(f"{folder} is not a run folder: it has no {RUN_FILE}.")
     raise ValueError(
-        f"{folder} has checkpoints, but {RUN} with the settings of the run is missing. Restore it from a backup, or "
-        f"{_continue_hint(folder)}."
+        f"{folder} has checkpoints, but {RUN_FILE} with the settings of the run is missing. Restore it from a backup, "
+        f"or {_continue_hint(folder)}."
     )
 
 
@@ -200,7 +200,7 @@ def saved_run(folder: Path) -> Run:
     """
     saved = saved_config(folder)
     saved.mode = {"name": "train"}  # the keys of the mode may have changed since
-    return run_from_record(saved, folder / RUN)
+    return run_from_record(saved, folder / RUN_FILE)
 
 
 def run_from_record(values: DictConfig, file: Path) -> Run:
@@ -222,7 +222,7 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
     Raises ValueError if the file is damaged, or names a folder of Python modules that the user has not trusted.
     """
     remedy = "Create it again."
-    if file.name == RUN:
+    if file.name == RUN_FILE:
         remedy = f"Restore it from a backup, or delete it and {_continue_hint(file.absolute().parent)}."
     try:
         config = OmegaConf.load(file)
@@ -252,7 +252,7 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
     Omits those that may change freely, such as `steps`. If a group has a different choice, only the choice is listed.
     Empty if there is no `run.yaml`. Raises ValueError if `run.yaml` is damaged.
     """
-    if not (folder / RUN).is_file():
+    if not (folder / RUN_FILE).is_file():
         return {}
     saved = OmegaConf.to_container(saved_config(folder))
     assert isinstance(saved, dict)
@@ -262,7 +262,7 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
 def describe_continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
     """Return a line about a run that continues: its first and last step, and the settings that have changed."""
     config = run.config
-    saved_steps = saved_config(folder).steps if (folder / RUN).is_file() else config.steps
+    saved_steps = saved_config(folder).steps if (folder / RUN_FILE).is_file() else config.steps
     differs = {"steps": (str(config.steps), str(saved_steps))} if saved_steps != config.steps else {}
     listed = ", ".join(f"{key}={now} (was {before})" for key, (now, before) in (differs | changed).items())
     return f"continuing {folder.name} from step {step} to step {config.steps}{': ' if listed else ''}{listed}"
@@ -273,7 +273,7 @@ def describe_schedule_change(run: Run, folder: Path, step: int) -> str | None:
 
     Raises ValueError if `run.yaml` is damaged.
     """
-    if not (folder / RUN).is_file():
+    if not (folder / RUN_FILE).is_file():
         return None
     config, saved = run.config, saved_config(folder)
     known = {f.name: saved.optimizer[f.name] for f in fields(OptimizerConfig) if f.name in saved.optimizer}

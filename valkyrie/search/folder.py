@@ -10,7 +10,7 @@ from valkyrie.checksums import digest
 from valkyrie.config.modes import ANSWER_FILE
 from valkyrie.paths import disk_errors
 from valkyrie.records import RecordError, read_record, write_record
-from valkyrie.runs.folder import RUN
+from valkyrie.runs.folder import RUN_FILE
 from valkyrie.search.answer_record import MeasureReport, SearchAnswer
 from valkyrie.search.request import SearchRequest
 
@@ -53,8 +53,8 @@ def create_folder(folder: Path, request: SearchRequest) -> None:
     name = request.run.config.name
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, but the search needs this folder. Use another name=.")
-    if (folder / RUN).exists():
-        raise ValueError(f"name={name}: {folder} is the run folder of another command ({RUN}). Use another name=.")
+    if (folder / RUN_FILE).exists():
+        raise ValueError(f"name={name}: {folder} is the run folder of another command ({RUN_FILE}). Use another name=.")
     earlier = _read_earlier(folder)
     if earlier is not None and earlier.question is None:
         raise ValueError(f"{folder / ANSWER_FILE} is not an answer of mode=search. Delete it, or use another name=.")

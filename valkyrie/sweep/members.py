@@ -26,7 +26,7 @@ from valkyrie.processes.distributed import DistributedConfig, join_team
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.hub import free_port, parse_address
 from valkyrie.processes.team import ConnectedTeam, ProcessInfo
-from valkyrie.runs.folder import RUN, key_values
+from valkyrie.runs.folder import RUN_FILE, key_values
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 
@@ -58,7 +58,7 @@ class Members:
         self._trials += 1
         host, _ = parse_address(self._team.process_info.coordinator)
         address = f"{f'[{host}]' if ':' in host else host}:{free_port()}"
-        run = (plan.trial_folder / RUN).read_text()
+        run = (plan.trial_folder / RUN_FILE).read_text()
         task = {"run": run, "address": address, "environment": plan.environment}
         self._team.exchange(f"trial {self._trials}", task)
         return ProcessInfo(address, self._team.count, 0).environment
@@ -182,7 +182,7 @@ def _run_requested_trials(team: ConnectedTeam) -> None:
         if task is None:
             return team.finish()
         with tempfile.TemporaryDirectory(prefix="valkyrie-trial-") as folder:
-            write_atomic(Path(folder) / RUN, task["run"])
+            write_atomic(Path(folder) / RUN_FILE, task["run"])
             process_info = ProcessInfo(task["address"], team.count, team.index)
             command = module_command("valkyrie.sweep.child", folder, WORKER_ARGUMENT)
             # If this process is killed, the trial must not keep using the devices. Process 0 of a trial does the same.

@@ -18,7 +18,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.paths import conf_dir
 from valkyrie.problems import Problem
 from valkyrie.processes.child import module_command
-from valkyrie.runs.folder import RUN, find_run, versions
+from valkyrie.runs.folder import RUN_FILE, find_run, versions
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.cache import package_digest
 from valkyrie.sweep.composer import search_path
@@ -121,7 +121,7 @@ class TrialPlan:
         if self.mode.tracked:  # the training and the sweep report to the same W&B run
             tracking = replace(run.config.tracking, id=wandb_run_id(run.config.tracking, self.folder, self.key))
             run = run.changed(tracking=tracking)
-        run.save(folder / RUN)
+        run.save(folder / RUN_FILE)
 
     def to_trial(
         self, status: Status, reason: str | None, started: str, wall_s: float, results: TrialResult | None = None

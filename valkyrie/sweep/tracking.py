@@ -25,7 +25,7 @@ from valkyrie.config.modes import get_mode
 from valkyrie.paths import open_to_append, write_atomic
 from valkyrie.processes.locks import lock
 from valkyrie.records import encode
-from valkyrie.runs.folder import RUN
+from valkyrie.runs.folder import RUN_FILE
 from valkyrie.runs.wandb_writer import (
     OFFLINE_SUFFIX,
     TAG_GROUPS,
@@ -226,7 +226,7 @@ def _row(trial: Trial, folder: Path) -> Row:
 
 def _settings(trial: Trial, folder: Path) -> dict[str, object]:
     """Return all settings of a trial's run as nested dicts, or those in its record if the trial never ran."""
-    file = None if trial.folder is None else folder / trial.folder / RUN
+    file = None if trial.folder is None else folder / trial.folder / RUN_FILE
     if file is not None and file.is_file():
         values = OmegaConf.to_container(OmegaConf.load(file))
         assert isinstance(values, dict)

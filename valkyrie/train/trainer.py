@@ -25,7 +25,7 @@ from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.records import encode
 from valkyrie.runs.folder import (
-    RUN,
+    RUN_FILE,
     changed_settings,
     claim_run_folder,
     describe_continuation,
@@ -137,7 +137,7 @@ def fit(
         interrupt.restored_step = start or None
         ledger.count_setup(start)  # records the restored step before the compile, which may crash
         # A run that has no step to do keeps its record, so that the next one does not report `steps` as changed.
-        if team.is_leader and (start < config.steps or not (folder / RUN).is_file()):
+        if team.is_leader and (start < config.steps or not (folder / RUN_FILE).is_file()):
             write_run_files(run, folder)
         if start < config.steps and not console.is_terminal:
             console.print("compiling the step")

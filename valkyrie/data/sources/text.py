@@ -59,9 +59,9 @@ class Config(CorpusConfig):
         return one_file and self.chunk is Chunk.whole
 
     def prepared_folder(self) -> Path | None:
-        from valkyrie.data.manifest import MANIFEST
+        from valkyrie.data.manifest import MANIFEST_FILE
 
         if len(self.paths) != 1 or url_scheme(self.paths[0]):
             return None
         path = Path(self.paths[0]).expanduser()
-        return path if (path / MANIFEST).is_file() else None
+        return path if (path / MANIFEST_FILE).is_file() else None

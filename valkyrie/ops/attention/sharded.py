@@ -183,7 +183,11 @@ def _add_halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], sh
 
 
 def _take_from_owner(x: Array, local_positions: Int[Array, "batch globals"], axis_names: tuple[str, ...]) -> Array:
-    """Return the entries of `x` (batch, seq, ...) at positions relative to this shard, from the owning shards."""
+    """Gather entries of a sequence-sharded array onto every shard.
+
+    `x` (batch, seq, ...) is this shard's part. `local_positions` are relative to its start, and those outside it are
+    taken from the shard that holds them.
+    """
     owned = (local_positions >= 0) & (local_positions < x.shape[1])
     entries = take_positions(x, local_positions)
     return jax.lax.psum(jnp.where(owned.reshape(*owned.shape, *[1] * (x.ndim - 2)), entries, 0), axis_names)

@@ -113,7 +113,7 @@ def splash_causal_shard(
         tables(blocks.block_q, blocks.block_kv),
         None if blocks.use_fused_bwd_kernel else tables(blocks.block_q_dq, blocks.block_kv_dq),
         tables(blocks.block_q_dkv, blocks.block_kv_dkv, by_key=True),
-        **_kernel_options(blocks, _is_causal, soft_cap, interpret),
+        **_kernel_options(blocks, _causal_mask, soft_cap, interpret),
     )
     segments = _segment_ids(key_range, True, q.shape[0], q.shape[1], k.shape[1], rows_padded, keys_padded)
     return _run_kernel(kernel, q, k, v, segments, key_range.columns, rows_padded, keys_padded)
@@ -124,7 +124,7 @@ def needs_no_padding(length: int) -> bool:
     return length == _padded_length(length)
 
 
-def _is_causal(query: Int[Array, "*both"], key: Int[Array, "*both"]) -> Array:
+def _causal_mask(query: Int[Array, "*both"], key: Int[Array, "*both"]) -> Array:
     return query >= key
 
 

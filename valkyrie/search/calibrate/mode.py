@@ -25,7 +25,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.modes.calibrate import Config as CalibrateMode
 from valkyrie.paths import write_atomic
 from valkyrie.report.records import find_result_folders, read_rows
-from valkyrie.runs.folder import RUN, run_folder, saved_run, write_run_files
+from valkyrie.runs.folder import RUN_FILE, run_folder, saved_run, write_run_files
 from valkyrie.search.calibrate.replay_fit import ReplayFit, fit_replays, percent_errors, round_digits
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import FITTED_CONSTANTS, cross_validate, fit_constants, timed_layouts
@@ -96,7 +96,7 @@ def calibrate_mode(run: Run) -> int:
         if not 0.0 < (row.step_s or 0.0) < math.inf:
             skipped["the step time is not a number above 0"].append(row)
         elif (trial_run := _saved_run(row)) is None:
-            skipped[f"the folder has no {RUN}"].append(row)
+            skipped[f"the folder has no {RUN_FILE}"].append(row)
         elif (chip := trial_run.config.target.chip) is None:
             skipped["the chip is not known"].append(row)
         else:
@@ -106,8 +106,8 @@ def calibrate_mode(run: Run) -> int:
         console.print(message, style="yellow", markup=False, soft_wrap=True)
     if not by_chip:
         raise ValueError(
-            f"paths: no trial in {', '.join(map(str, paths))} can be used. A trial needs a step time, its {RUN}, and a "
-            f"target whose chip is known (conf/target/chip). {_PATHS_HINT}"
+            f"paths: no trial in {', '.join(map(str, paths))} can be used. A trial needs a step time, its {RUN_FILE}, "
+            f"and a target whose chip is known (conf/target/chip). {_PATHS_HINT}"
         )
     console.print(f"using {sum(map(len, by_chip.values()))} of {len(rows)} trials")
     too_few = [
@@ -139,7 +139,7 @@ def _saved_run(row: Row) -> Run | None:
 
     Composing the trial's overrides again would not be enough: other settings would take today's defaults.
     """
-    if row.folder is None or not (row.folder / RUN).is_file():
+    if row.folder is None or not (row.folder / RUN_FILE).is_file():
         return None
     return saved_run(row.folder)
 

@@ -118,9 +118,11 @@ def _fill_forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Exclude digits that are set in a unit from its other cells, then set digits with one possible cell in a unit.
+    """Run one pass of constraint propagation.
 
-    Returns the same values as `_fill_forced`.
+    If a cell's digit is known, rules that digit out in the other cells of its row, column and box. Then fills in digits
+    that have only one possible cell in a row, column or box. Returns the new masks, and False for each grid with a
+    contradiction.
     """
     single = _is_single(masks)
     certain = np.where(single, masks, 0)
