@@ -31,19 +31,19 @@ def main() -> None:
     parser.add_argument("--member", type=Path, help="run as one of the processes, which share this folder")
     args = parser.parse_args()
     if args.member:
-        return member(args.member, args.processes)
+        return run_process(args.member, args.processes)
     print(f"{args.processes} processes on {os.cpu_count()} cores; seconds of the slowest, medians of {args.repeats}")
     print("| | meet | compare versions | compare configuration | together | jax.distributed.initialize |")
     print("|---|---:|---:|---:|---:|---:|")
     for agree in (True, False):
-        starts = [start(args.processes, agree) for _ in range(args.repeats)]
-        row = {name: statistics.median(times[name] for times in starts) for name in (*TIMED, "agreed")}
-        cells = [row["meet"], row["versions"], row["configuration"], row["agreed"], row["jax"]]
+        starts = [start_processes(args.processes, agree) for _ in range(args.repeats)]
+        row = {name: statistics.median(times[name] for times in starts) for name in (*TIMED, "before_jax_s")}
+        cells = [row["meet"], row["versions"], row["configuration"], row["before_jax_s"], row["jax"]]
         print(f"| {'as a run starts' if agree else 'JAX alone'} | {' | '.join(f'{s:.2f}' for s in cells)} |")
 
 
-def start(processes: int, agree: bool) -> dict[str, float]:
-    """Start the processes once. Return the seconds of the slowest process, by activity (`TIMED` and `agreed`).
+def start_processes(processes: int, agree: bool) -> dict[str, float]:
+    """Start the processes once. Return the seconds of the slowest process, by activity (`TIMED`), and those before JAX.
 
     If `agree` is False, the processes only start JAX.
     """
@@ -61,7 +61,7 @@ def start(processes: int, agree: bool) -> dict[str, float]:
     return {name: max(member_times[name] for member_times in times) for name in times[0]}
 
 
-def member(folder: Path, processes: int) -> None:
+def run_process(folder: Path, processes: int) -> None:
     """Run as one process: wait until all are ready, start, and write the time of each activity."""
     import jax
 
@@ -90,10 +90,10 @@ def member(folder: Path, processes: int) -> None:
         now = record("versions", now)
         agree_on_configuration(team, run)
         now = record("configuration", now)
-    agreed = time.perf_counter() - began
+    before_jax_s = time.perf_counter() - began
     start_jax(DistributedConfig(), place)
     record("jax", now)
-    (folder / f"times-{index}").write_text(json.dumps(times | {"agreed": agreed}))
+    (folder / f"times-{index}").write_text(json.dumps(times | {"before_jax_s": before_jax_s}))
     if team is not None:
         team.finish()
 

@@ -180,11 +180,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    turns.begin(config)
+    turns.store_end_time(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    turns.order(config, items)
+    turns.sort_items(config, items)
 
 
 def pytest_collection_finish() -> None:
@@ -197,7 +197,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    turns.summarise(terminalreporter, config)
+    turns.print_skipped(terminalreporter, config)
 
 
 class Command(NamedTuple):

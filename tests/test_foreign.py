@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "foreign"
 CASES = yaml.safe_load((FOLDER / "cases.yml").read_text())
 PAGE = (ROOT / "README.md").read_text()
-EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.split("## Predict any JAX program")[1], re.DOTALL)[0]
+README_EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.split("## Predict any JAX program")[1], re.DOTALL)[0]
 
 
 def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -81,7 +81,7 @@ def test_a_plain_flax_step_is_predicted(monkeypatch: pytest.MonkeyPatch):
 def test_the_example_of_the_readme_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(compile(EXAMPLE, "example.py", "exec"), names)
+    exec(compile(README_EXAMPLE, "example.py", "exec"), names)
     report = names["report"]
     assert report.fits and report.tokens_per_second and (tmp_path / "t.json").is_file()
     assert "predicted step" in (tmp_path / "r.html").read_text()

@@ -13,22 +13,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "experiments"))
 promised = import_module("promised")  # a script, found by the line above
 
-KEPT = json.loads(promised.RESULTS.read_text())
+STORED = json.loads(promised.RESULTS.read_text())
 
 
 def test_the_page_has_the_table_that_the_script_prints():
-    assert {*KEPT} == {promise.experiment for promise in promised.PROMISES}
-    assert promised.table(KEPT) in (ROOT / "experiments" / "README.md").read_text()
+    assert {*STORED} == {claim.experiment for claim in promised.CLAIMS}
+    assert promised.table(STORED) in (ROOT / "experiments" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("promise", promised.PROMISES, ids=lambda promise: promise.experiment)
-def test_the_stored_results_are_of_the_current_experiments(promise):
-    for overrides, key in ((), "best"), (promise.requested, "asked"):
-        if key not in KEPT[promise.experiment]:
-            assert not promise.requested
+@pytest.mark.parametrize("claim", promised.CLAIMS, ids=lambda claim: claim.experiment)
+def test_the_stored_results_are_of_the_current_experiments(claim):
+    for overrides, key in ((), "best"), (claim.requested, "asked"):
+        if key not in STORED[claim.experiment]:
+            assert not claim.requested
             continue
-        stored = KEPT[promise.experiment][key]
-        run = promised.compose_run(promise, stored["overrides"])
+        stored = STORED[claim.experiment][key]
+        run = promised.compose_run(claim, stored["overrides"])
         assert tuple(stored["overrides"])[: len(overrides)] == overrides
         assert (stored["layout"], stored["target"]) == (run.layout.name, run.config.target.name)
         assert stored["count"] == run.config.batch * (run.config.seq if stored["unit"] == "tokens/s" else 1)

@@ -329,11 +329,11 @@ def test_figures_are_measured_once(tmp_path: Path) -> None:
 
 def test_estimated_rows_are_chosen_by_their_corrected_estimates(tmp_path: Path) -> None:
     request = make_request()
-    listed = make_shortlist(request)
-    best = listed.best(describe_chips(request.targets[0]), 18)
-    compiles = CompiledLayouts([compiled(request, best[0], 50.0, tmp_path)])
-    rows = [row for row in rank_layouts(request, listed, compiles, 9) if row.stage is Stage.estimate]
-    candidates = [layout for layout in best if compiles.get(layout.candidate) is None]
-    corrected = sorted(candidates, key=compiles.corrected_s)[: len(rows)]
-    assert [row.candidate for row in rows] == [layout.candidate for layout in corrected]
-    assert corrected != candidates[: len(rows)], "the correction changes the choice"
+    shortlist = make_shortlist(request)
+    best_layouts = shortlist.best(describe_chips(request.targets[0]), 18)
+    compiled_layouts = CompiledLayouts([compiled(request, best_layouts[0], 50.0, tmp_path)])
+    rows = [row for row in rank_layouts(request, shortlist, compiled_layouts, 9) if row.stage is Stage.estimate]
+    uncompiled_layouts = [layout for layout in best_layouts if compiled_layouts.get(layout.candidate) is None]
+    ranked_layouts = sorted(uncompiled_layouts, key=compiled_layouts.corrected_s)[: len(rows)]
+    assert [row.candidate for row in rows] == [layout.candidate for layout in ranked_layouts]
+    assert ranked_layouts != uncompiled_layouts[: len(rows)], "the correction changes the choice"

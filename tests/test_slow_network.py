@@ -71,8 +71,8 @@ def test_two_slow_networks_are_separate_and_leave_nothing_behind() -> None:
 @pytest.mark.usefixtures("networks_possible")
 def test_the_estimates_choice_is_fastest_on_this_machine(tmp_path: Path) -> None:
     with slow_network.slow_network(100.0) as networks:
-        figures = slow_network.timed(networks, tmp_path / "figures.json")
-        rows = slow_network.measured(networks, slow_network.layouts(figures, 16), 16, 4, Console(quiet=True))
+        figures = slow_network.measure_figures(networks, tmp_path / "figures.json")
+        rows = slow_network.measure_layouts(networks, slow_network.layouts(figures, 16), 16, 4, Console(quiet=True))
     measured = np.array([float(row["measured_s"]) for row in rows])
     assert len(rows) >= 4 and measured.max() > 2 * measured.min()
     assert measured[0] <= 1.05 * measured.min()

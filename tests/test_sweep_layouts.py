@@ -151,7 +151,11 @@ SWEPT_KEYS = [[], ["partition.zero1=true"], ["mesh.placement=null"], ["experimen
 
 @pytest.mark.parametrize("fixed", mark_slow_except(SWEPT_KEYS, [["experiment=sized"]]), ids=str)
 def test_a_run_equals_the_one_that_hydra_composes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fixed: list[str]):
-    """Runs that differ only in mesh, partition and values share one composition, unless the config links these keys."""
+    """`compose_run` returns the same run as composing with Hydra.
+
+    It composes only once for jobs that differ in mesh, shipped partition and overridden values, unless the config
+    refers to the mesh or partition (`${mesh.name}`).
+    """
     (tmp_path / "experiment").mkdir()
     (tmp_path / "partition").mkdir()
     texts = {

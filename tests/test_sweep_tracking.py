@@ -231,19 +231,19 @@ def test_reporting_twice_writes_only_changed_trials(tmp_path: Path) -> None:
     assert again["laptop"]["summary"]["trials/ok"] == 2
 
 
-def file_of(folder: Path, one: Trial) -> Path:
+def latest_wandb_file(folder: Path, reported_trial: Trial) -> Path:
     """Return the latest W&B file of a trial's run."""
-    return max(folder.rglob(f"run-{wandb_run_id(TrackingConfig(), folder, one.key)}.wandb"))
+    return max(folder.rglob(f"run-{wandb_run_id(TrackingConfig(), folder, reported_trial.key)}.wandb"))
 
 
-def test_an_uploaded_run_is_never_removed_and_one_cut_short_is_reported_again(tmp_path: Path) -> None:
+def test_an_interrupted_report_is_repeated_and_keeps_the_uploaded_run(tmp_path: Path) -> None:
     report(tmp_path, [OK])
-    run = file_of(tmp_path, OK)
+    run = latest_wandb_file(tmp_path, OK)
     run.with_suffix(".wandb.synced").touch()
     (run.parent / REPORTED).unlink()  # the sweep was killed before W&B had the run
     time.sleep(1)  # W&B names folders by the second
     report(tmp_path, [OK])
-    assert run.is_file() and file_of(tmp_path, OK) != run
+    assert run.is_file() and latest_wandb_file(tmp_path, OK) != run
     assert len(list(tmp_path.rglob("*.wandb"))) == 3
 
 
@@ -316,7 +316,7 @@ def test_a_training_that_succeeds_on_retry_leaves_no_failed_run(tmp_path: Path) 
 def test_an_uploaded_failed_run_is_kept_next_to_the_trainings(tmp_path: Path) -> None:
     slow = trial("2x2x2", "2d_tp", Status.timeout, "it took longer than trial.limit_s=13 seconds", stage="train")
     report(tmp_path, [slow])
-    run = file_of(tmp_path, slow)
+    run = latest_wandb_file(tmp_path, slow)
     run.with_suffix(".wandb.synced").touch()
     (tmp_path / slow.name / "wandb" / "offline-run-20260102_030405-own").mkdir(parents=True)
     report(tmp_path, [trial("2x2x2", "2d_tp", Status.ok, stage="train")])

@@ -1,4 +1,7 @@
-"""Tests of the order of slow tests under a time limit: tests of changed files run first, and a few runs reach all."""
+"""Tests of how slow tests are ordered under `--minutes`.
+
+Files affected by changes run first, and a few time-limited runs together cover every file.
+"""
 
 from __future__ import annotations
 

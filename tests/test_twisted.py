@@ -21,49 +21,51 @@ from valkyrie.search.request import parse_request
 SHAPES = [(4, 4, 8), (4, 8, 8)]
 
 
-def topology(shape: tuple[int, ...], twisted: bool = True) -> Topology:
+def make_topology(shape: tuple[int, ...], twisted: bool = True) -> Topology:
     return Topology(shape, (True,) * 3, (2, 2, 1), twisted=twisted)
 
 
-def torus(shape: tuple[int, ...], twisted: bool = True) -> Torus:
-    places = [Position(0, at, 0) for at in itertools.product(*map(range, shape))]
-    return Torus(topology(shape, twisted), places)
+def make_torus(shape: tuple[int, ...], twisted: bool = True) -> Torus:
+    positions = [Position(0, position, 0) for position in itertools.product(*map(range, shape))]
+    return Torus(make_topology(shape, twisted), positions)
 
 
 def all_to_all_crossings(shape: tuple[int, ...], twisted: bool) -> float:
     """Return how often the busiest link is crossed when every chip sends to every other."""
     chips = int(np.prod(shape))
-    source, target = (side.ravel() for side in np.meshgrid(np.arange(chips), np.arange(chips)))
-    crossings = torus(shape, twisted).crossings(source[source != target], target[source != target])
-    return max(along.load for along in crossings.values())
+    sources, targets = (side.ravel() for side in np.meshgrid(np.arange(chips), np.arange(chips)))
+    crossings = make_torus(shape, twisted).crossings(sources[sources != targets], targets[sources != targets])
+    return max(direction.load for direction in crossings.values())
 
 
-def neighbours(at: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+def neighbours(position: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the six neighbours of a chip. Wrapping around a shortest axis moves halfway along the longer axes."""
     n, positions = shape[0], []
     for axis, step in itertools.product(range(3), (1, -1)):
-        to = list(at)
-        to[axis] += step
-        if shape[axis] == n and not 0 <= to[axis] < n:
-            to = [place + (n if length == 2 * n else 0) for place, length in zip(to, shape, strict=True)]
-        positions.append(tuple(place % length for place, length in zip(to, shape, strict=True)))
+        neighbour = list(position)
+        neighbour[axis] += step
+        if shape[axis] == n and not 0 <= neighbour[axis] < n:
+            neighbour = [
+                coordinate + (n if length == 2 * n else 0) for coordinate, length in zip(neighbour, shape, strict=True)
+            ]
+        positions.append(tuple(coordinate % length for coordinate, length in zip(neighbour, shape, strict=True)))
     return positions
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_paths_are_as_short_as_those_of_breadth_first_search(shape: tuple[int, ...]) -> None:
-    begin = (1, 2, 3)
-    far, waiting = {begin: 0}, deque([begin])
-    while waiting:
-        at = waiting.popleft()
-        for to in neighbours(at, shape):
-            if to not in far:
-                far[to] = far[at] + 1
-                waiting.append(to)
-    chips, of = list(itertools.product(*map(range, shape))), torus(shape)
-    for number, chip in enumerate(chips):
-        crossings = of.crossings(np.array([chips.index(begin)]), np.array([number]))
-        assert sum(c.loads.sum() for c in crossings.values()) == pytest.approx(far[chip]), chip
+    origin = (1, 2, 3)
+    distances, queue = {origin: 0}, deque([origin])
+    while queue:
+        position = queue.popleft()
+        for neighbour in neighbours(position, shape):
+            if neighbour not in distances:
+                distances[neighbour] = distances[position] + 1
+                queue.append(neighbour)
+    chips, torus = list(itertools.product(*map(range, shape))), make_torus(shape)
+    for index, chip in enumerate(chips):
+        crossings = torus.crossings(np.array([chips.index(origin)]), np.array([index]))
+        assert sum(c.loads.sum() for c in crossings.values()) == pytest.approx(distances[chip]), chip
 
 
 @pytest.mark.parametrize(("shape", "ours", "published"), [((4, 4, 8), 1.745, 1.63), ((4, 8, 8), 1.391, 1.31)], ids=str)
@@ -76,38 +78,40 @@ def test_twisting_speeds_up_all_to_all_as_in_the_tpu_v4_paper(
 
 
 def test_an_untwisted_torus_has_no_shift() -> None:
-    assert topology((4, 4, 8), False).shifts == ((0, 0, 0),) * 3
-    assert topology((4, 4, 8)).shifts == ((0, 0, 4), (0, 0, 4), (0, 0, 0))
-    assert topology((4, 8, 8)).shifts == ((0, 4, 4), (0, 0, 0), (0, 0, 0))
+    assert make_topology((4, 4, 8), False).shifts == ((0, 0, 0),) * 3
+    assert make_topology((4, 4, 8)).shifts == ((0, 0, 4), (0, 0, 4), (0, 0, 0))
+    assert make_topology((4, 8, 8)).shifts == ((0, 4, 4), (0, 0, 0), (0, 0, 0))
 
 
 def test_an_axis_that_wraps_to_other_chips_is_a_line() -> None:
     axes = {"x": 4, "y": 4, "z": 8}
-    described = describe_entries(["x", "y", "z"], axes, topology((4, 4, 8)))
-    assert {name: (axis.ring, axis.links) for name, axis in described.items()} == {
+    axis_links = describe_entries(["x", "y", "z"], axes, make_topology((4, 4, 8)))
+    assert {name: (axis.ring, axis.links) for name, axis in axis_links.items()} == {
         "x": (False, 1),
         "y": (False, 1),
         "z": (True, 2),
     }
-    plane = describe_entries(["x", "y"], {"x": 4, "y": 32}, topology((4, 4, 8)))
-    assert (plane["y"].ring, plane["y"].links) == (True, 4)
+    plane_links = describe_entries(["x", "y"], {"x": 4, "y": 32}, make_topology((4, 4, 8)))
+    assert (plane_links["y"].ring, plane_links["y"].links) == (True, 4)
 
 
 def test_a_collective_over_a_plane_uses_a_ring_around_it() -> None:
-    plane = np.array([[x * 32 + y * 8 + z for y in range(4) for z in range(8)] for x in range(4)])
-    lines = np.array([[x * 32 + y * 8 + z for y in range(4)] for x in range(4) for z in range(8)])
-    of_plane, of_lines = (torus((4, 4, 8)).dimensions(groups) for groups in (plane, lines))
-    assert of_plane is not None and {d.axis: d.load for d in of_plane} == {"b": 0.5, "c": 0.5}
-    assert of_lines is not None and {d.axis: d.load for d in of_lines} == {"b": 1.0}
+    plane_groups = np.array([[x * 32 + y * 8 + z for y in range(4) for z in range(8)] for x in range(4)])
+    line_groups = np.array([[x * 32 + y * 8 + z for y in range(4)] for x in range(4) for z in range(8)])
+    plane_dimensions, line_dimensions = (
+        make_torus((4, 4, 8)).dimensions(groups) for groups in (plane_groups, line_groups)
+    )
+    assert plane_dimensions is not None and {d.axis: d.load for d in plane_dimensions} == {"b": 0.5, "c": 0.5}
+    assert line_dimensions is not None and {d.axis: d.load for d in line_dimensions} == {"b": 1.0}
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 8), (16, 8), (4, 32), (2, 8, 8), (128,)], ids=str)
 def test_estimates_place_mesh_axes_like_layouts(sizes: tuple[int, ...]) -> None:
     names = ["x", "y", "z"][: len(sizes)]
-    for placed in undominated_placements(sizes, topology((4, 4, 8)), True):
-        entries = placed.entries(names, sizes)
-        described = describe_entries(entries, dict(zip(names, sizes, strict=True)), topology((4, 4, 8)))
-        assert [axis.links for axis in placed.axes] == [described[name].links for name in names], entries
+    for placement in undominated_placements(sizes, make_topology((4, 4, 8)), True):
+        entries = placement.entries(names, sizes)
+        axis_links = describe_entries(entries, dict(zip(names, sizes, strict=True)), make_topology((4, 4, 8)))
+        assert [axis.links for axis in placement.axes] == [axis_links[name].links for name in names], entries
 
 
 def test_a_twisted_slice_is_named_as_google_cloud_names_it() -> None:

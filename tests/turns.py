@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-UNTIL = "VALKYRIE_TESTS_UNTIL"
+END_TIME_VARIABLE = "VALKYRIE_TESTS_UNTIL"
 """Environment variable that passes the end time to the workers of pytest-xdist, in seconds since the epoch."""
-NOT_REACHED = "not reached: the minutes of --minutes are over"
-GOLDEN = 0.6180339887
+NOT_REACHED_REASON = "not reached: the minutes of --minutes are over"
+GOLDEN_FRACTION = 0.6180339887
 """Golden ratio minus one. Its multiples modulo one are spread evenly, so consecutive runs begin far apart."""
 
 
@@ -29,16 +29,16 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, help="start no test after this many minutes; take turns by commit")
 
 
-def begin(config: pytest.Config) -> None:
-    """Store the end time in the environment variable `UNTIL`, before the workers start."""
+def store_end_time(config: pytest.Config) -> None:
+    """Store the end time in the environment variable `END_TIME_VARIABLE`, before the workers start."""
     minutes = config.getoption("--minutes")
     if minutes is not None and not hasattr(config, "workerinput"):  # a worker has it from the process that started it
-        os.environ[UNTIL] = str(time.time() + 60 * minutes)
+        os.environ[END_TIME_VARIABLE] = str(time.time() + 60 * minutes)
 
 
 def rotate_files(files: list[str], changed: set[str], turn: int) -> list[str]:
     """Return the test files in running order: files affected by changes, then the rest, rotated by `turn`."""
-    start = int(len(files) * (turn * GOLDEN % 1.0))
+    start = int(len(files) * (turn * GOLDEN_FRACTION % 1.0))
     rotated = files[start:] + files[:start]
     return sorted(rotated, key=lambda file: not is_affected(file, changed))
 
@@ -50,39 +50,39 @@ def is_affected(file: str, changed: set[str]) -> bool:
     text = (ROOT / file).read_text()
     modules = re.findall(r"^\s*(?:from|import) (valkyrie[\w.]*)", text, re.M)
     sources = {module.replace(".", "/") for module in modules}
-    return any(f"{source}{end}" in changed for source in sources for end in (".py", "/__init__.py"))
+    return any(f"{source}{suffix}" in changed for source in sources for suffix in (".py", "/__init__.py"))
 
 
-def order(config: pytest.Config, items: list[pytest.Item]) -> None:
+def sort_items(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the collected tests by turn if `--minutes` bounds them."""
     if config.getoption("--minutes") is None:
         return
     names = [_file(item) for item in items]
-    rank = {file: i for i, file in enumerate(rotate_files(sorted(set(names)), changed_files(), commits()))}
+    rank = {file: i for i, file in enumerate(rotate_files(sorted(set(names)), changed_files(), count_commits()))}
     items.sort(key=lambda item: rank[_file(item)])
 
 
 def skip_when_over(item: pytest.Item) -> None:
     """Skip a test if the time is up. The summary counts the skipped tests."""
-    until = os.environ.get(UNTIL)
-    if until is not None and item.config.getoption("--minutes") is not None and time.time() > float(until):
+    end_time = os.environ.get(END_TIME_VARIABLE)
+    if end_time is not None and item.config.getoption("--minutes") is not None and time.time() > float(end_time):
         # --minutes asks for a run that ends in time. A test that was not reached must not count as passed, so it is
         # skipped and listed in the summary. Without --minutes, as in the default run, this skips nothing.
-        pytest.skip(NOT_REACHED)
+        pytest.skip(NOT_REACHED_REASON)
 
 
-def summarise(terminal: Any, config: pytest.Config) -> None:
+def print_skipped(terminal: Any, config: pytest.Config) -> None:
     """Print the number of tests that were not reached, in total and by file."""
     minutes = config.getoption("--minutes")
     if minutes is None:
         return
-    missed = Counter(
+    skipped = Counter(
         report.nodeid.partition("::")[0]
         for report in terminal.stats.get("skipped", [])
-        if NOT_REACHED in str(report.longrepr)
+        if NOT_REACHED_REASON in str(report.longrepr)
     )
-    files = ", ".join(f"{file} {count}" for file, count in missed.items())
-    terminal.write_line(f"{missed.total()} tests not reached in {minutes:g} minutes{': ' if files else ''}{files}")
+    files = ", ".join(f"{file} {count}" for file, count in skipped.items())
+    terminal.write_line(f"{skipped.total()} tests not reached in {minutes:g} minutes{': ' if files else ''}{files}")
 
 
 def changed_files() -> set[str]:
@@ -93,7 +93,7 @@ def changed_files() -> set[str]:
     return set(_git("diff", "--name-only", base).splitlines())
 
 
-def commits() -> int:
+def count_commits() -> int:
     """Return the number of commits up to this one, or 0 outside a checkout."""
     return int(_git("rev-list", "--count", "HEAD") or 0)
 

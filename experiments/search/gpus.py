@@ -269,7 +269,11 @@ def numbers(rows: Sequence[Row], key: str) -> np.ndarray:
 
 @cache
 def megatron(sharded: bool, sequence_parallel: bool) -> PartitionConfig:
-    """Return Megatron-LM's partition: layers over x, data and FSDP over y, heads and hidden channels over z."""
+    """Return Megatron-LM's partition: layers over x, data over y, heads, hidden channels and vocabulary over z.
+
+    With `sharded`, parameters are also sharded over y (FSDP). With `sequence_parallel`, activations between blocks are
+    also sharded over z, along `embed`.
+    """
     split = {axis: ["z"] for axis in ("mlp", "heads", "kv_heads", "vocab")}
     stored = {"layers": ["x"], **split} | ({"embed": ["y"]} if sharded else {})
     active = {"batch": ["y"], **split} | ({"embed": ["z"]} if sequence_parallel else {})

@@ -74,12 +74,12 @@ def main() -> None:
     asked, console = parser.parse_args(), Console(width=130, highlight=False)
     if asked.measure:
         with slow_network(asked.rate) as networks:
-            figures = timed(networks, KEPT)
+            figures = measure_figures(networks, KEPT)
             console.print(describe_figures(figures), soft_wrap=True)
             rows = [
                 row
                 for batch in BATCHES
-                for row in measured(networks, layouts(figures, batch), batch, asked.most, console)
+                for row in measure_layouts(networks, layouts(figures, batch), batch, asked.most, console)
             ]
         with FILE.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -156,15 +156,15 @@ def why_unavailable() -> str | None:
         return str(error)
 
 
-def timed(networks: Sequence[Network], file: Path) -> ChipConfig:
+def measure_figures(networks: Sequence[Network], file: Path) -> ChipConfig:
     """Measure the speeds of the devices and the network with `mode=figures`, and store its result as `file`."""
     with tempfile.TemporaryDirectory() as folder:
-        _together(networks, ["mode=figures", f"target=cpu{HOSTS}", f"mesh={HOSTS}x1x1", *WORK, f"runs={folder}"])
+        run_together(networks, ["mode=figures", f"target=cpu{HOSTS}", f"mesh={HOSTS}x1x1", *WORK, f"runs={folder}"])
         shutil.copyfile(Path(folder) / "timed" / FIGURES_FILE, file)
     return read_figures(file)
 
 
-def measured(
+def measure_layouts(
     networks: Sequence[Network], estimates: Sequence[EstimatedLayout], batch: int, most: int, console: Console
 ) -> list[dict[str, str]]:
     """Measure layouts, and return the rows of the CSV file.
@@ -173,15 +173,15 @@ def measured(
     measures about that many layouts, evenly spaced. The layout with the shortest estimate and the one measured as the
     fastest are then measured twice more in alternation.
     """
-    every = estimates[:: max(len(estimates) // most, 1)] if most else estimates
+    layouts = estimates[:: max(len(estimates) // most, 1)] if most else estimates
     seconds = {}
-    for layout in every:
+    for layout in layouts:
         seconds[name(layout)] = [step_s(networks, layout, batch)]
         console.print(
             f"{name(layout)}: estimated {layout.step_s:.3f} s, measured {seconds[name(layout)][0]:.3f} s", markup=False
         )
-    best = min(every, key=lambda layout: seconds[name(layout)][0])
-    for layout in [every[0], best] * 2 if best is not every[0] else []:
+    best = min(layouts, key=lambda layout: seconds[name(layout)][0])
+    for layout in [layouts[0], best] * 2 if best is not layouts[0] else []:
         seconds[name(layout)].append(step_s(networks, layout, batch))
     return [
         {
@@ -190,7 +190,7 @@ def measured(
             "measured_s": f"{np.median(seconds[name(layout)]):.4f}",
             "times": str(len(seconds[name(layout)])),
         }
-        for layout in every
+        for layout in layouts
     ]
 
 
@@ -203,11 +203,11 @@ def step_s(networks: Sequence[Network], layout: EstimatedLayout, batch: int) -> 
     """Return the median seconds per step of a layout, run by a process in each network."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["mode=measure", "mode.repeats=5", *WORK, f"batch={batch}", *name(layout).split(), f"runs={folder}"]
-        _together(networks, arguments)
+        run_together(networks, arguments)
         return json.loads((Path(folder) / "timed" / MEASURE_FILE).read_text())["step"]["step_s"]
 
 
-def _together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
+def run_together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
     """Run a command in all networks, as the processes of one run.
 
     Raises RuntimeError with the output of a failed process.
@@ -215,7 +215,7 @@ def _together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
     shared = [*arguments, "name=timed", f"distributed.coordinator={NETWORK}.1:{PORT}"]
     command = " ".join([sys.executable, "-m", "valkyrie.cli.train", *shared, f"distributed.processes={len(networks)}"])
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    started = [
+    processes = [
         subprocess.Popen(
             network.inside(f"{command} distributed.process={i}"),
             env=environment,
@@ -226,28 +226,28 @@ def _together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
         for i, network in enumerate(networks)
     ]
     try:
-        errors = [process.communicate(timeout=LIMIT_S)[1] for process in started]
+        errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
             process.wait()
             if process.stderr is not None:
                 process.stderr.close()
-    if failed := [error for process, error in zip(started, errors, strict=True) if process.returncode]:
+    if failed := [error for process, error in zip(processes, errors, strict=True) if process.returncode]:
         raise RuntimeError(f"{' '.join(arguments)} failed:\n{failed[0][-2000:]}")
 
 
 def show(batch: int, rows: Sequence[tuple[str, float, float]], console: Console) -> None:
     """Print all layouts, and by how much the search's choice and the median layout are slower than the fastest one."""
     table = Table("layout", "estimated", "measured", "slower than the best")
-    names, estimated, known = [row[0] for row in rows], *np.array([row[1:] for row in rows]).T
-    for i in np.argsort(known):
-        more = f"{100 * (known[i] / known.min() - 1):.0f}%"
-        table.add_row(names[i], f"{1e3 * estimated[i]:.0f} ms", f"{1e3 * known[i]:.0f} ms", more)
+    names, estimated, measured = [row[0] for row in rows], *np.array([row[1:] for row in rows]).T
+    for i in np.argsort(measured):
+        slowdown = f"{100 * (measured[i] / measured.min() - 1):.0f}%"
+        table.add_row(names[i], f"{1e3 * estimated[i]:.0f} ms", f"{1e3 * measured[i]:.0f} ms", slowdown)
     console.print(table)
     choice = int(estimated.argmin())
-    regret, median = known[choice] / known.min() - 1, np.median(known) / known.min() - 1
-    agreement = spearmanr(estimated, known)[0]
+    regret, median = measured[choice] / measured.min() - 1, np.median(measured) / measured.min() - 1
+    agreement = spearmanr(estimated, measured)[0]
     console.print(
         f"batch={batch}, {len(rows)} layouts: Spearman {agreement:.3f}; the search chooses {names[choice]}, "
         f"{100 * regret:.1f}% slower than the best measured; the median layout is {100 * median:.0f}% slower.",

@@ -34,12 +34,12 @@ from valkyrie.sweep.cells import Cell, enumerate_space
 from valkyrie.sweep.layouts import sample_evenly
 from valkyrie.sweep.space import MeshEquivalence, RunVariant, SpaceConfig
 
-FILE = Path(__file__).with_name("compiled.json")
+COMPILED_FILE = Path(__file__).with_name("compiled.json")
 PARTITIONS = ("dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")
 
 
 @dataclass(frozen=True)
-class Judged:
+class ComparisonSpace:
     """A space of layouts that are compiled, to compare their estimates with.
 
     Args:
@@ -67,19 +67,19 @@ class Judged:
 
 
 SPACES = (
-    Judged(
+    ComparisonSpace(
         "gpt",
         ("target=v5e-32", "model=gpt_125m", "precision=bf16_mixed", "batch=128", "seq=1024"),
         remats=("full", "none"),
         count=64,
     ),
-    Judged(
+    ComparisonSpace(
         "valkyrie",
         ("target=v4-64", "model=valkyrie_1b", "precision=bf16_mixed", "batch=64", "seq=4096"),
         remats=("full", "none"),
         count=9,
     ),
-    Judged(
+    ComparisonSpace(
         "llama",
         ("target=v5p-64", "model=llama_7b", "precision=bf16_mixed", "batch=64", "seq=4096"),
         remats=("full", "none"),
@@ -93,10 +93,10 @@ def main() -> None:
     """Compile the layouts of the requested spaces that have no result yet, and store the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=[space.name for space in SPACES])
-    asked, console = parser.parse_args(), Console(width=140, highlight=False)
-    rows = kept_rows()
+    args, console = parser.parse_args(), Console(width=140, highlight=False)
+    rows = read_rows()
     for space in SPACES:
-        if asked.only and space.name not in asked.only:
+        if args.only and space.name not in args.only:
             continue
         cells = space.cells()
         for number, cell in enumerate(cells, 1):
@@ -104,16 +104,16 @@ def main() -> None:
                 continue
             row = compile_row(space.name, cell.run, cell.overrides)
             rows.append(row)
-            write_atomic(FILE, json.dumps(rows, indent=0) + "\n")
-            what = f"{1e3 * row['step_s']:.1f} ms" if row["step_s"] else row["reason"]
+            write_atomic(COMPILED_FILE, json.dumps(rows, indent=0) + "\n")
+            result = f"{1e3 * row['step_s']:.1f} ms" if row["step_s"] else row["reason"]
             console.print(
-                f"{space.name} {number}/{len(cells)} {row['layout']}: {row['status']}, {what}", soft_wrap=True
+                f"{space.name} {number}/{len(cells)} {row['layout']}: {row['status']}, {result}", soft_wrap=True
             )
 
 
-def kept_rows() -> list[dict[str, Any]]:
+def read_rows() -> list[dict[str, Any]]:
     """Return the rows of compiled.json, or an empty list if it does not exist."""
-    return json.loads(FILE.read_text()) if FILE.is_file() else []
+    return json.loads(COMPILED_FILE.read_text()) if COMPILED_FILE.is_file() else []
 
 
 def compile_row(space: str, run: Run, overrides: Sequence[str]) -> dict[str, Any]:
@@ -122,24 +122,24 @@ def compile_row(space: str, run: Run, overrides: Sequence[str]) -> dict[str, Any
     `step_s`, `parts_s` and `sent` (bytes by mesh axes) are from the replay. `step_s` is None and `reason` is set if the
     layout does not compile or fit. `peak` and `usable` are bytes of memory.
     """
-    began = time.perf_counter()
-    _, found, replay = compile_and_summarise(run, Console(quiet=True))
-    memory, sent = found.memory or MemoryReport(), found.communication
+    start_s = time.perf_counter()
+    _, prediction, replay = compile_and_summarise(run, Console(quiet=True))
+    memory, sent = prediction.memory or MemoryReport(), prediction.communication
     parts = [] if replay is None else replay.parts
     return {
         "space": space,
         "overrides": list(overrides),
         "layout": run.layout.name,
-        "status": found.status.value,
-        "reason": found.reason,
+        "status": prediction.status.value,
+        "reason": prediction.reason,
         "step_s": None if replay is None else round(replay.step_s / replay.correction, 6),
         "parts_s": {format_category(part.kind, part.mesh_axes): round(part.seconds, 6) for part in parts},
         "executed_flops": None if replay is None else replay.flops,
         "sent": None if sent is None else {axes_text(axes): size for axes, size in sent.by_mesh_axes.items()},
         "peak": memory.needed if memory.peak is None else memory.peak,
         "usable": memory.usable,
-        "compile_s": round(time.perf_counter() - began, 1),
-        "libtpu": found.versions.get("libtpu"),
+        "compile_s": round(time.perf_counter() - start_s, 1),
+        "libtpu": prediction.versions.get("libtpu"),
     }
 
 

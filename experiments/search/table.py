@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
-from spaces import kept_rows
+from spaces import read_rows
 
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
@@ -37,7 +37,7 @@ def main() -> None:
         parser.add_argument(flag, action="store_true")
     asked, console = parser.parse_args(), Console(width=140, highlight=False)
     alike: dict[str, list[tuple[dict[str, Any], Run]]] = defaultdict(list)
-    for row in kept_rows():
+    for row in read_rows():
         run = parse_run(row["overrides"])
         alike[repr((row["space"], run.config.partition, run.config.remat))].append((row, run))
     known = {key: compiled_of(pairs) for key, pairs in alike.items() if any(row["step_s"] for row, _ in pairs)}
