@@ -222,6 +222,10 @@ def test_two_run_folders_are_compared(tmp_path: Path, capfd: pytest.CaptureFixtu
         (("first=no/such/folder", "second=partition=fsdp"), ["no/such/folder "]),
         (("first=partition=nothing", "second=partition=fsdp"), ["nothing"]),
         (
+            ("first=[partition=dp, mesh=2x2x1]", "second=partition=pp,batch=8"),
+            ["space between overrides: 'partition=dp mesh=2x2x1'.", "overrides: 'partition=pp batch=8'."],
+        ),
+        (
             ("first=mesh=3x1x1 partition=fsdp", "second=mesh=5x1x1 steps=0", "target=cpu8"),
             ["mesh=3x1x1 partition=fsdp: ", "mesh=5x1x1 steps=0: steps=0: ", "target=cpu8 "],
         ),

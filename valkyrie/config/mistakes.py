@@ -74,10 +74,11 @@ def _refuse_dashes(flag: str, next_argument: str) -> None:
 
 
 def _refuse_joined_settings(argument: str, in_python: bool) -> None:
-    """Raise ValueError for several settings in one argument, except in a prompt."""
+    """Raise ValueError for several settings in one argument, except in a prompt or a layout of `mode=explain`."""
     words = argument.split()
     keys = [word.partition("=")[0].partition(".")[0] if "=" in word else None for word in words]
-    if len(words) > 1 and _KEYS.issuperset(keys) and keys[0] != "prompt":
+    is_text = argument.partition("=")[0] in ("prompt", "mode.first", "mode.second")
+    if len(words) > 1 and _KEYS.issuperset(keys) and not is_text:
         separate = (", " if in_python else " ").join(f'"{word}"' for word in words)
         raise ValueError(f"{argument}: {len(words)} settings in one argument. Write {separate}.")
 

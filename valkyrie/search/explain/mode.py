@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -135,6 +136,9 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
     for folder in (Path(request).expanduser(), Path(run.config.runs) / request):
         if folder.is_dir():
             return _read_folder(folder)
+    spaced = re.sub(r",\s*(?=[+\w./@]+=)", " ", request[1:-1] if request.startswith("[") else request)
+    if spaced != request:
+        raise ValueError(f"{request}: write a layout as text with a space between overrides: {spaced!r}.")
     try:
         changes = shlex.split(request)
     except ValueError as error:

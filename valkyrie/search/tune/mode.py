@@ -18,7 +18,7 @@ from valkyrie.records import write_record
 from valkyrie.runs.columns import Column, terminal_line
 from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_run_files
 from valkyrie.search.tune.compiler_options import Options
-from valkyrie.search.tune.tune import tune
+from valkyrie.search.tune.tune import refuse_untunable, tune
 from valkyrie.search.tune.tuned import Attempt, TunedRun, TuneRecord, Verdict, assignments
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
@@ -39,6 +39,7 @@ def tune_mode(run: Run) -> int:
 
     Ctrl-C stops the search and keeps the results so far. The same command resumes it, using cached programs.
     """
+    refuse_untunable(run.config.target)
     console, folder = make_console(), run_folder(run)
     budget = settings_for(TuneMode, run.config.mode).budget
     results: list[TunedRun] = []

@@ -84,8 +84,7 @@ def tune(
         on_result: Called with all results so far after each attempt.
         progress: Called with a status line during compiles.
     """
-    if reason := tuning_refusal(run.config.target):
-        raise ValueError(reason)
+    refuse_untunable(run.config.target)
     assert run.config.target.chip is not None
     tuner = _Tuner(run, budget_s, on_result or (lambda tuned: None), progress or (lambda line: None))
     tuner.start()
@@ -98,14 +97,13 @@ def tune(
     return replace(tuner.tuned, finished=True)
 
 
-def tuning_refusal(target: TargetConfig) -> str | None:
-    """Return an error message if a target has no compiler options to tune, or None if it has some."""
-    if get_platform(target.platform).replay is not None:
-        return None
-    return (
-        f"mode=tune predicts the effect of compiler options on TPU slices, and target={target.describe()} is not one. "
-        "Use a slice such as target=v4-64."
-    )
+def refuse_untunable(target: TargetConfig) -> None:
+    """Raise ValueError if a target has no compiler options to tune."""
+    if get_platform(target.platform).replay is None:
+        raise ValueError(
+            f"target={target.describe()} is not a TPU slice, for which mode=tune predicts the effect of compiler "
+            "options. Use a slice such as target=v4-64."
+        )
 
 
 def implementations(run: Run, fixed_keys: Collection[str] = ()) -> list[tuple[str, Enum]]:
