@@ -109,6 +109,17 @@ def test_reading_does_not_disturb_a_save_in_progress(tmp_path: Path) -> None:
     assert unfinished.is_dir()
 
 
+def test_a_renamed_checkpoint_is_refused_with_the_step_that_it_holds(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    renamed = (tmp_path / "checkpoints" / "10").rename(tmp_path / "checkpoints" / "20")
+    with (
+        closing(checkpoints(tmp_path)) as tier,
+        pytest.raises(ValueError, match="at step 20 .* saved at step 10") as no,
+    ):
+        tier.restore(abstract(make_state(0)))
+    assert f"Rename {renamed} to 10." in str(no.value)
+
+
 def test_the_refusal_of_another_model_names_a_parameter(tmp_path: Path) -> None:
     save(tmp_path, 5)
     with closing(checkpoints(tmp_path)) as tier:

@@ -141,6 +141,11 @@ class Checkpoints:
         """
         wanted, path = state_arrays(abstract_state), self.durable.folder_of(step)
         info = read_info(path)
+        if info.step not in (None, step):
+            raise ValueError(
+                f"The durable checkpoint at step {step} in {path.parent} was saved at step {info.step}, so its folder "
+                f"has been renamed. Rename {path} to {info.step}."
+            )
         refuse_other_model(path, info.parameters, parameter_shapes(wanted["parameters"]))
         refuse_other_tokenizer(path, info.tokenizer, self._info.tokenizer)
         if info.holds == PARAMETERS_ONLY:
