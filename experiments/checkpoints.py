@@ -45,12 +45,16 @@ def main() -> None:
         print(f"| {tier} | {' | '.join(row)} |")
 
 
-def make_state(numbers: int) -> TrainState:
-    """Return a state of parameters and two moments, each with `LAYERS` arrays of `numbers` float32 values."""
+def make_state(size: int) -> TrainState:
+    """Return a state of parameters and two moments, each with `LAYERS` arrays of `size` float32 values."""
     key = jax.random.key(0)
-    trees = [{f"layer{i}": jax.random.normal(jax.random.fold_in(key, i), (numbers,)) for i in range(LAYERS)}] * 3
-    parameters, first, second = (jax.tree.map(lambda x, n=n: x * n, tree) for n, tree in enumerate(trees, start=1))
-    return TrainState(jnp.int32(0), parameters, {"mu": first, "nu": second}, None, jax.random.key_data(key))
+    trees = [{f"layer{i}": jax.random.normal(jax.random.fold_in(key, i), (size,)) for i in range(LAYERS)}] * 3
+    parameters, first_moment, second_moment = (
+        jax.tree.map(lambda x, n=n: x * n, tree) for n, tree in enumerate(trees, start=1)
+    )
+    return TrainState(
+        jnp.int32(0), parameters, {"mu": first_moment, "nu": second_moment}, None, jax.random.key_data(key)
+    )
 
 
 def measure(tier: str, state: TrainState, folder: Path, repeats: int) -> list[str]:
@@ -66,39 +70,41 @@ def measure(tier: str, state: TrainState, folder: Path, repeats: int) -> list[st
     tier_checkpoints = checkpoints.durable if tier == "durable" else checkpoints.fast
     assert tier_checkpoints is not None
     waits, saves, restores, copies, reads = [], [], [], [], []
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    abstract_state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     for step in range(1, repeats + 2):
-        began = time.perf_counter()
-        if failed := tier_checkpoints.save(step, state, {}):
-            raise OSError(failed)
-        waits.append(time.perf_counter() - began)
-        if failed := tier_checkpoints.wait():
-            raise OSError(failed)
+        start = time.perf_counter()
+        if error := tier_checkpoints.save(step, state, {}):
+            raise OSError(error)
+        waits.append(time.perf_counter() - start)
+        if error := tier_checkpoints.wait():
+            raise OSError(error)
         os.sync()
-        saves.append(time.perf_counter() - began)
-        copies.append(seconds_of(lambda step=step: copy_and_sync(tier_checkpoints.folder_of(step), folder / "copy")))
-        restores.append(seconds_of(lambda: jax.block_until_ready(checkpoints.restore(abstract).state)))
-        reads.append(seconds_of(lambda step=step: read_all(tier_checkpoints.folder_of(step))))
+        saves.append(time.perf_counter() - start)
+        copies.append(
+            measure_seconds(lambda step=step: copy_and_sync(tier_checkpoints.folder_of(step), folder / "copy"))
+        )
+        restores.append(measure_seconds(lambda: jax.block_until_ready(checkpoints.restore(abstract_state).state)))
+        reads.append(measure_seconds(lambda step=step: read_all(tier_checkpoints.folder_of(step))))
     checkpoints.close()
     shutil.rmtree(folder)
     wait_s, save_s, restore_s, copy_s, read_s = (
         statistics.median(t[1:]) for t in (waits, saves, restores, copies, reads)
     )
-    seconds = [f"{wait_s:.2f} s ({wait_s / copy_s:.2f}x copy)", f"{save_s:.2f} s ({save_s / copy_s:.2f}x copy)"]
-    return [*seconds, f"{restore_s:.2f} s", f"{copy_s:.2f} s", f"{restore_s / read_s:.2f}x of {read_s:.2f} s"]
+    save_cells = [f"{wait_s:.2f} s ({wait_s / copy_s:.2f}x copy)", f"{save_s:.2f} s ({save_s / copy_s:.2f}x copy)"]
+    return [*save_cells, f"{restore_s:.2f} s", f"{copy_s:.2f} s", f"{restore_s / read_s:.2f}x of {read_s:.2f} s"]
 
 
-def seconds_of(work: Callable[[], object]) -> float:
+def measure_seconds(work: Callable[[], object]) -> float:
     """Call `work` and return the seconds it takes."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def copy_and_sync(source: Path, to: Path) -> None:
+def copy_and_sync(source: Path, target: Path) -> None:
     """Copy a folder and flush it to disk."""
-    shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(source, to)
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
     os.sync()
 
 

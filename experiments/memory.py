@@ -28,7 +28,7 @@ from valkyrie.train.memory import ERRORS, expected_memory
 from valkyrie.train.program import StepProgram
 
 HERE = Path(__file__).resolve().parent
-LIMIT = "target.chip.xla_options.xla_tpu_max_hbm_size_mib=100"
+LIMIT_OVERRIDE = "target.chip.xla_options.xla_tpu_max_hbm_size_mib=100"
 MODELS = {
     "gpt_125m": ["batch=64"],
     "valkyrie_125m": ["batch=64", "seq=1024"],
@@ -55,7 +55,12 @@ def main() -> None:
                     continue
                 try:
                     run = valkyrie.compose(
-                        f"model={model}", *overrides, *TARGETS, f"partition={partition}", f"remat={remat}", LIMIT
+                        f"model={model}",
+                        *overrides,
+                        *TARGETS,
+                        f"partition={partition}",
+                        f"remat={remat}",
+                        LIMIT_OVERRIDE,
                     )
                 except ValueError as error:
                     print(f"{name}: left out: {str(error).splitlines()[0][:100]}", flush=True)
@@ -64,7 +69,7 @@ def main() -> None:
                 stored[name] = {"layout": name} | result
                 print(name, result, flush=True)
                 write_atomic(args.json, json.dumps(list(stored.values()), indent=1) + "\n")
-    errors = summary(list(stored.values()))
+    errors = summarise_errors(list(stored.values()))
     print(json.dumps(errors, indent=1))
     if args.ship:
         write_atomic(ERRORS, json.dumps(errors, indent=1) + "\n")
@@ -77,7 +82,7 @@ def compare(run: Run, needed: int | None) -> dict[str, Any]:
     optimizer state) and `gradients` are bytes. `ratio` is `needed` over `expected`, and `temporary_ratio` is the same
     without `at_rest`. `seconds` is the duration of the comparison.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     devices = get_platform(run.config.target.platform).devices_to_compile_for(run.config.target, run.config.mesh.size)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend="tpu")
     expected = expected_memory(run, program.abstract_state)
@@ -95,11 +100,11 @@ def compare(run: Run, needed: int | None) -> dict[str, Any]:
         "gradients": expected.gradients,
         "ratio": needed / expected.total,
         "temporary_ratio": (needed - at_rest) / (expected.total - at_rest),
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - start, 1),
     }
 
 
-def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise_errors(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the numbers of layouts and models, and the low, high and median ratio of needed to estimated bytes.
 
     `within_15_percent` is the number of layouts with a ratio between 0.85 and 1.15.

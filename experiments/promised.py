@@ -23,7 +23,7 @@ import valkyrie
 from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
 
-RESULTS = Path(__file__).with_suffix(".json")
+RESULTS_FILE = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Claim:
     Args:
         experiment: Name of the experiment.
         rate: Claimed rate as text, or None if only a layout is claimed.
-        requested: Overrides of the experiment for the claimed layout, or empty if there is none.
+        overrides: Overrides of the experiment for the claimed layout, or empty if there is none.
         layout: Description of the claimed layout, or None if only a rate is claimed.
     """
 
     experiment: str
     rate: str | None = None
-    requested: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     layout: str | None = None
 
 
@@ -86,19 +86,19 @@ def main() -> None:
     parser.add_argument("--kept", action="store_true", help="compile nothing: print the table of stored results")
     parser.add_argument("--only", nargs="*", default=[], help="only experiments with one of these words in their name")
     args = parser.parse_args()
-    stored = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    stored = json.loads(RESULTS_FILE.read_text()) if RESULTS_FILE.is_file() else {}
     for claim in [] if args.kept else CLAIMS:
         if not args.only or any(word in claim.experiment for word in args.only):
             stored[claim.experiment] = compile_layouts(claim)
-            write_atomic(RESULTS, json.dumps(stored, indent=1) + "\n")
-    print(table(stored))
+            write_atomic(RESULTS_FILE, json.dumps(stored, indent=1) + "\n")
+    print(format_table(stored))
 
 
 def compile_layouts(claim: Claim) -> dict[str, Any]:
     """Return the prediction of the experiment's layout as `best`, and of the claimed layout, if any, as `asked`."""
     results = {"best": predict_layout(claim, ())}
-    if claim.requested:
-        results["asked"] = predict_layout(claim, claim.requested)
+    if claim.overrides:
+        results["asked"] = predict_layout(claim, claim.overrides)
     return results
 
 
@@ -147,7 +147,7 @@ def compose_run(claim: Claim, overrides: Sequence[str]) -> Run:
     return valkyrie.compose(f"experiment={claim.experiment}", *overrides, "mode=compile")
 
 
-def table(stored: dict[str, dict[str, Any]]) -> str:
+def format_table(stored: dict[str, dict[str, Any]]) -> str:
     """Return the table in Markdown, with a row for each of the `CLAIMS` that has a stored result."""
     titles = ("claimed", "at the chips' peak", "claimed layout, predicted", "fastest layout found, predicted")
     lines = [f"| `+experiment=` | {' | '.join(titles)} |", "|---|---|---:|---|---|"]
@@ -155,25 +155,25 @@ def table(stored: dict[str, dict[str, Any]]) -> str:
         results = stored.get(claim.experiment)
         if results is None:
             continue
-        best, requested = results["best"], results.get("asked")
-        promised = "; ".join(text for text in (claim.rate, claim.layout) if text)
-        cells = [promised, f"{best['possible']:,.0f} {best['unit']}"]
+        best_result, claimed_result = results["best"], results.get("asked")
+        claimed = "; ".join(text for text in (claim.rate, claim.layout) if text)
+        cells = [claimed, f"{best_result['possible']:,.0f} {best_result['unit']}"]
         cells += [
-            "none" if requested is None else format_prediction(requested, best),
-            format_prediction(best, best),
+            "none" if claimed_result is None else format_prediction(claimed_result, best_result),
+            format_prediction(best_result, best_result),
         ]
         lines.append(f"| `{claim.experiment}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def format_prediction(result: dict[str, Any], best: dict[str, Any]) -> str:
+def format_prediction(result: dict[str, Any], best_result: dict[str, Any]) -> str:
     """Return the cell of a prediction, or the reason that there is none.
 
     The cell has the rate, step time, MFU, memory and layout, and the slice if it differs from the experiment's.
     """
-    note = "" if result["target"] == best["target"] else f" on {result['target']}"
+    note = "" if result["target"] == best_result["target"] else f" on {result['target']}"
     if result["refused"]:
-        note = f"refused: {best['chips']} chips;{note}"
+        note = f"refused: {best_result['chips']} chips;{note}"
     if result["status"] != "ok":
         return f"{note} {result['reason']}".strip()
     rate = f"{result['count'] / result['step_s']:,.0f} {result['unit']}"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from valkyrie.processes.hub import free_port
 
-TIMED = ("meet", "versions", "configuration", "jax")
+ACTIVITIES = ("meet", "versions", "configuration", "jax")
 
 
 def main() -> None:
@@ -37,13 +37,13 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|")
     for agree in (True, False):
         starts = [start_processes(args.processes, agree) for _ in range(args.repeats)]
-        row = {name: statistics.median(times[name] for times in starts) for name in (*TIMED, "before_jax_s")}
+        row = {name: statistics.median(times[name] for times in starts) for name in (*ACTIVITIES, "before_jax_s")}
         cells = [row["meet"], row["versions"], row["configuration"], row["before_jax_s"], row["jax"]]
         print(f"| {'as a run starts' if agree else 'JAX alone'} | {' | '.join(f'{s:.2f}' for s in cells)} |")
 
 
 def start_processes(processes: int, agree: bool) -> dict[str, float]:
-    """Start the processes once. Return the seconds of the slowest process, by activity (`TIMED`), and those before JAX.
+    """Start the processes once. Return the seconds of the slowest process by activity (`ACTIVITIES`) and before JAX.
 
     If `agree` is False, the processes only start JAX.
     """
@@ -72,27 +72,27 @@ def run_process(folder: Path, processes: int) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     settings, index = json.loads((folder / "settings").read_text()), int(os.environ["MEMBER"])
-    run, place = compose("name=startup"), ProcessInfo(settings["address"], processes, index)
+    run, process_info = compose("name=startup"), ProcessInfo(settings["address"], processes, index)
     (folder / f"ready-{index}").touch()
     while len(list(folder.glob("ready-*"))) < processes:
         time.sleep(0.01)
-    began, times, team = time.perf_counter(), dict.fromkeys(TIMED, 0.0), None
+    start, times, team = time.perf_counter(), dict.fromkeys(ACTIVITIES, 0.0), None
 
-    def record(name: str, since: float) -> float:
-        times[name] = time.perf_counter() - since
+    def record(name: str, start_of_activity: float) -> float:
+        times[name] = time.perf_counter() - start_of_activity
         return time.perf_counter()
 
-    now = began
+    last = start
     if settings["agree"]:
-        team = ConnectedTeam(place, timeout_s=60, heartbeat_s=60)
-        now = record("meet", now)
+        team = ConnectedTeam(process_info, timeout_s=60, heartbeat_s=60)
+        last = record("meet", last)
         agree_on_versions(team)
-        now = record("versions", now)
+        last = record("versions", last)
         agree_on_configuration(team, run)
-        now = record("configuration", now)
-    before_jax_s = time.perf_counter() - began
-    start_jax(DistributedConfig(), place)
-    record("jax", now)
+        last = record("configuration", last)
+    before_jax_s = time.perf_counter() - start
+    start_jax(DistributedConfig(), process_info)
+    record("jax", last)
     (folder / f"times-{index}").write_text(json.dumps(times | {"before_jax_s": before_jax_s}))
     if team is not None:
         team.finish()

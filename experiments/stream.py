@@ -30,7 +30,7 @@ from valkyrie.data.tokenizer import load_tokenizer
 from valkyrie.data.vocabulary import TiktokenTokenizer
 
 BATCH, SEQ, SHARDS = 32, 2048, 8
-STARTING = 12
+WARMUP_BATCHES = 12
 """Number of batches that are read before timing starts, because the loader may have prepared them in advance."""
 
 
@@ -40,20 +40,20 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        texts = write_shards(Path(name), args.mib * 2**20)
-        sides = {"tiktoken": lambda: tiktoken_speed(texts)}
+    with tempfile.TemporaryDirectory() as folder:
+        texts = write_shards(Path(folder), args.mib * 2**20)
+        measurements = {"tiktoken": lambda: tiktoken_speed(texts)}
         for packing in Packing:
-            sides[f"stream, packing={packing.value}"] = partial(stream_speed, Path(name), packing, args.mib)
-        turns = [{side: run() for side, run in sides.items()} for _ in range(args.repeats)]
+            measurements[f"stream, packing={packing.value}"] = partial(stream_speed, Path(folder), packing, args.mib)
+        rounds = [{name: run() for name, run in measurements.items()} for _ in range(args.repeats)]
     size = statistics.mean(map(len, texts))
     print(f"{args.mib} MiB of Python in {SHARDS} shards, documents of {size:,.0f} characters, {os.cpu_count()} cores")
     print("| | million tokens/s | relative to tiktoken |")
     print("|---|---:|---:|")
-    for side in sides:
-        speed = statistics.median(turn[side] for turn in turns) / 1e6
-        ratio = statistics.median(turn[side] / turn["tiktoken"] for turn in turns)
-        print(f"| {side} | {speed:.2f} | {ratio:.2f} |")
+    for name in measurements:
+        speed = statistics.median(speeds[name] for speeds in rounds) / 1e6
+        ratio = statistics.median(speeds[name] / speeds["tiktoken"] for speeds in rounds)
+        print(f"| {name} | {speed:.2f} | {ratio:.2f} |")
 
 
 def write_shards(folder: Path, size: int) -> list[str]:
@@ -62,13 +62,13 @@ def write_shards(folder: Path, size: int) -> list[str]:
     The last shard is for validation.
     """
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    functions = [text for path in paths for text in chunks(path.read_text(encoding="utf-8"), Language.python)]
+    function_texts = [text for path in paths for text in chunks(path.read_text(encoding="utf-8"), Language.python)]
     texts: list[str] = []
-    written = 0
-    for text in cycle(functions):
+    total = 0
+    for text in cycle(function_texts):
         texts.append(text)
-        written += len(text)
-        if written >= size:
+        total += len(text)
+        if total >= size:
             break
     for shard in range(SHARDS):
         part = arrow.table({"text": texts[shard::SHARDS]})
@@ -91,7 +91,7 @@ def stream_speed(folder: Path, packing: Packing, mib: int) -> float:
     data = open_stream(config, "gpt2")
     steps = mib * 2**20 // (4 * BATCH * SEQ)
     with make_loader(data, "train", batch=BATCH, seq=SEQ, seed=0, repeat=True) as loader:
-        for _ in range(STARTING):
+        for _ in range(WARMUP_BATCHES):
             next(loader)
         start = time.perf_counter()
         for _ in range(steps):

@@ -368,7 +368,7 @@ def test_estimates_rank_the_pairs_of_the_tpu_v4_paper_correctly(pair: str, monke
     monkeypatch.syspath_prepend(str(COMPILED.parent))
     paper = importlib.import_module("paper")
     _, model, _, fast, slow = next(p for p in paper.PAIRS if p[0] == pair)
-    assert paper.estimate(model, fast) < paper.estimate(model, slow)
+    assert paper.estimate_step_s(model, fast) < paper.estimate_step_s(model, slow)
 
 
 def estimated_seconds(*overrides: str, **constants: float) -> dict[str, float]:

@@ -53,11 +53,11 @@ def table_row(table: str) -> list[str]:
 
 
 def test_the_table_has_our_speedup(monkeypatch: pytest.MonkeyPatch):
-    table = example("compare", monkeypatch).markdown
+    format_table = example("compare", monkeypatch).format_table
     program = {"status": "ok", "step_s": 0.5, "hidden": 0.25}
     result = {"work": "dense 1B", "slice": "v4-64", "ours": program, "maxtext": program | {"step_s": 0.6}}
-    assert table_row(table([result])) == ["dense 1B", "v4-64", "0.500 s", "25%", "0.600 s", "25%", "1.20x"]
-    refused = table([result | {"maxtext": {"status": "does not fit"}}])
+    assert table_row(format_table([result])) == ["dense 1B", "v4-64", "0.500 s", "25%", "0.600 s", "25%", "1.20x"]
+    refused = format_table([result | {"maxtext": {"status": "does not fit"}}])
     assert table_row(refused) == ["dense 1B", "v4-64", "0.500 s", "25%", "does not fit", "", ""]
 
 

@@ -24,9 +24,9 @@ from valkyrie.search.compile.correction import (
 )
 from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, PredictedStep, Prediction
 
-TABLE = Path(__file__).parents[1] / "experiments" / "published" / "rows.csv"
-ROWS = list(csv.DictReader(TABLE.read_text().splitlines()))
-STATED = [row for row in ROWS if row["experiment"]]
+TABLE_FILE = Path(__file__).parents[1] / "experiments" / "published" / "rows.csv"
+ROWS = list(csv.DictReader(TABLE_FILE.read_text().splitlines()))
+COMPARABLE_ROWS = [row for row in ROWS if row["experiment"]]
 PARAMETERS = {
     "llama_8b_v6e": 8_030_261_248,
     "maxtext_128b": 125_079_396_352,
@@ -39,7 +39,7 @@ PARAMETERS = {
 """Parameters of every published model; the sources state 8.03, 125.08, 15.83, 22, 31.66, 16 and 32 billion."""
 
 
-@pytest.mark.parametrize("row", STATED, ids=lambda row: row["row"])
+@pytest.mark.parametrize("row", COMPARABLE_ROWS, ids=lambda row: row["row"])
 def test_every_row_is_a_legal_run(row):
     overrides = [word for word in row["overrides"].split() if not word.startswith("target")]
     run = compose_run(f"experiment={row['experiment']}", *overrides, "target=auto")
@@ -50,35 +50,38 @@ def test_every_row_is_a_legal_run(row):
 
 
 def test_rows_that_cannot_be_matched_have_a_reason():
-    assert len(STATED) == 24
-    assert {row["note"] for row in ROWS if not row["experiment"]} == {"batch not stated", "layout not stated"}
+    assert len(COMPARABLE_ROWS) == 24
+    assert {row["note"] for row in ROWS if not row["experiment"]} == {
+        "batch not stated",
+        "layout not stated",
+    }
     assert len({row["row"] for row in ROWS}) == len(ROWS)
 
 
 @pytest.fixture
 def predict(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [str(TABLE.parent), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(TABLE_FILE.parent), *sys.path])
     for name in ("predict", "guesses", "tables"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("predict")
 
 
-def row(predict: ModuleType, name: str, chip: str, ideal: float, measured: float, **values: Any) -> Any:
+def make_row(predict: ModuleType, name: str, chip: str, ideal_s: float, measured_s: float, **values: Any) -> Any:
     values = {
         "model": "m",
         "family": "f",
         "layout": "dp",
         "slices": 1,
-        "repeated": 4 / 3,
+        "executed_ratio": 4 / 3,
         "tokens_per_chip": 100.0,
     } | values
-    return sys.modules["guesses"].Row(name, chip=chip, ideal_s=ideal, measured_s=measured, **values)
+    return sys.modules["guesses"].Row(name, chip=chip, ideal_s=ideal_s, measured_s=measured_s, **values)
 
 
 def test_guesses_use_the_median_mfu_of_other_rows_and_the_peak(predict: ModuleType):
     guesses = sys.modules["guesses"]
     rows = [("a", "v4", 1.0, 2.0), ("b", "v4", 3.0, 4.0), ("c", "v4", 1.0, 4.0), ("d", "v5e", 1.0, 9.0)]
-    rows = [row(predict, *values) for values in rows]
+    rows = [make_row(predict, *values) for values in rows]
     assert guesses.constant_mfu(rows[1], rows) == pytest.approx(3.0 / ((0.5 + 0.25) / 2))
     assert guesses.constant_mfu(rows[3], rows) is None
     assert guesses.roofline(rows[1]) == pytest.approx(4.0)
@@ -86,25 +89,29 @@ def test_guesses_use_the_median_mfu_of_other_rows_and_the_peak(predict: ModuleTy
 
 def test_tables_have_errors_of_prediction_and_guesses_by_chip_and_family(predict: ModuleType):
     tables = sys.modules["tables"]
-    rows = [row(predict, "a", "v4", 1.0, 2.0), row(predict, "b", "v4", 1.0, 2.5), row(predict, "c", "v4", 1.5, 2.02)]
+    rows = [
+        make_row(predict, "a", "v4", 1.0, 2.0),
+        make_row(predict, "b", "v4", 1.0, 2.5),
+        make_row(predict, "c", "v4", 1.5, 2.02),
+    ]
     results = [
         {"row": name, "status": "ok", "libtpu": "0.0.1", "replayed_s": replayed}
         for name, replayed in (("a", 1.8), ("b", 1.7), ("c", 1.9))
     ]
-    published = [run_of("other", "v4", 1.1), run_of("a", "v4", 9.0, family="f")]
-    corrected = tables.with_guesses(results[0], rows[0], rows, published)
+    published = [published_run("other", "v4", 1.1), published_run("a", "v4", 9.0, family="f")]
+    corrected = tables.add_guesses(results[0], rows[0], rows, published)
     assert corrected["seconds_by"]["predicted"] == pytest.approx(1.8 * 1.1), "its own family is left out"
-    results = [tables.with_guesses(result, of, rows, []) for result, of in zip(results, rows, strict=True)]
-    table = tables.markdown([*results, {"row": "x", "status": "failed", "reason": "it crashed"}], [])
+    results = [tables.add_guesses(result, row, rows, []) for result, row in zip(results, rows, strict=True)]
+    table = tables.format_tables([*results, {"row": "x", "status": "failed", "reason": "it crashed"}], [])
     guesses = [("1.800", "-10.0%"), ("1.800", "-10.0%"), ("1.750", "-12.5%"), ("1.333", "-33.3%")]
-    assert cells(table, "a") == ["dp", "2.000", *(cell for guess in guesses for cell in guess)]
-    assert cells(table, "x") == ["", "", "failed: it crashed"]
-    assert cells(table, "v4")[:2] == ["3", "10.0%, 32.0%, 32.0%"]
-    assert all(cells(table, name)[1].startswith("10.0%") for name in ("f", "all"))
+    assert row_cells(table, "a") == ["dp", "2.000", *(cell for guess in guesses for cell in guess)]
+    assert row_cells(table, "x") == ["", "", "failed: it crashed"]
+    assert row_cells(table, "v4")[:2] == ["3", "10.0%, 32.0%, 32.0%"]
+    assert all(row_cells(table, name)[1].startswith("10.0%") for name in ("f", "all"))
     assert "3 of 4" in table and "libtpu 0.0.1." in table
-    order = tables.order(results, rows)
-    assert cells(order, "m on v4") == cells(order, "all") == ["0 of 2", "1 of 3"]
-    assert "missed: a is" in order
+    pair_table = tables.format_pair_table(results, rows)
+    assert row_cells(pair_table, "m on v4") == row_cells(pair_table, "all") == ["0 of 2", "1 of 3"]
+    assert "missed: a is" in pair_table
 
 
 def test_a_users_table_is_predicted_with_failures_reported_and_results_stored(
@@ -119,25 +126,25 @@ def test_a_users_table_is_predicted_with_failures_reported_and_results_stored(
         "row,experiment,overrides,step_s,chips\nfine,mine,batch=8,0.5,4\nworse,mine,batch=16,0.5,4\n"
         "illegal,mine,batch=7,0.5,4\nlacking,none,,0.5,4\ncontrary,mine,,0.5,8\nunstated,,,,\n"
     )
-    calls = []
+    compiled_batches = []
 
-    def compiled(run: Any, console: Any) -> tuple[Any, Prediction, None]:
-        calls.append(run.config.batch)
+    def compile_fake(run: Any, console: Any) -> tuple[Any, Prediction, None]:
+        compiled_batches.append(run.config.batch)
         if run.config.batch == 16:
-            failed = Prediction(None, CompileStatus.failed, "it crashed")
-            return SimpleNamespace(status=failed.status), failed, None
+            prediction = Prediction(None, CompileStatus.failed, "it crashed")
+            return SimpleNamespace(status=prediction.status), prediction, None
         step, parts = PredictedStep(0.4, replayed_s=0.4), (StepPart(PartKind.matmul, (), 0.4),)
         prediction = Prediction(None, CompileStatus.ok, step=step, parts=parts, memory=MemoryReport(peak=2**30))
         return SimpleNamespace(status=prediction.status), prediction, None
 
-    monkeypatch.setattr(predict, "compile_and_summarise", compiled)
-    monkeypatch.setattr(predict, "program_of", lambda run: "its program")
+    monkeypatch.setattr(predict, "compile_and_summarise", compile_fake)
+    monkeypatch.setattr(predict, "program_digest", lambda run: "its program")
     monkeypatch.setattr(predict, "published_runs", tuple)  # nothing to correct a replay by
     table = str(tmp_path / "rows.csv")
     monkeypatch.setattr(sys, "argv", ["predict.py", "--rows", table, "--config-dir", str(tmp_path / "own")])
     predict.main()
     text = capsys.readouterr().out
-    assert cells(text, "fine")[:4] == ["2x2x1-fsdp", "0.500", "0.400", "-20.0%"]
+    assert row_cells(text, "fine")[:4] == ["2x2x1-fsdp", "0.500", "0.400", "-20.0%"]
     reasons = {
         "worse": "failed: it crashed",
         "illegal": "refused: batch=7 is",
@@ -145,63 +152,67 @@ def test_a_users_table_is_predicted_with_failures_reported_and_results_stored(
         "unstated": "not comparable: ",
         "lacking": "refused:",
     }
-    assert all(cells(text, name)[2].startswith(reason) for name, reason in reasons.items()), text
+    assert all(row_cells(text, name)[2].startswith(reason) for name, reason in reasons.items()), text
     predict.main()
-    assert calls == [8, 16, 16]  # what is final is kept, what failed is tried again
+    assert compiled_batches == [8, 16, 16]  # what is final is kept, what failed is tried again
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--kept"])
     predict.main()
-    assert calls == [8, 16, 16] and "1 of 6" in capsys.readouterr().out
+    assert compiled_batches == [8, 16, 16] and "1 of 6" in capsys.readouterr().out
 
 
 def test_a_result_stays_valid_if_sources_change_but_the_program_does_not(
     predict: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
-    programs = sys.modules[predict.still_of.__module__]
-    monkeypatch.setattr(programs, "program_of", lambda run: "this one")
+    programs = sys.modules[predict.is_still_valid.__module__]
+    monkeypatch.setattr(programs, "program_digest", lambda run: "this one")
     stored = {"made_by": "sources replay", "libtpu": "1", "program": "this one"}
-    assert predict.still_of(stored, "sources replay", "2", None)
-    assert predict.still_of(stored, "others replay", "1", None)
-    assert not predict.still_of(stored, "others replay", "2", None)
-    assert not predict.still_of(stored, "others another", "1", None)
-    assert not predict.still_of(stored | {"program": "another"}, "others replay", "1", None)
-    assert not predict.still_of({**stored, "program": None}, "others replay", "1", None)
+    assert predict.is_still_valid(stored, "sources replay", "2", None)
+    assert predict.is_still_valid(stored, "others replay", "1", None)
+    assert not predict.is_still_valid(stored, "others replay", "2", None)
+    assert not predict.is_still_valid(stored, "others another", "1", None)
+    assert not predict.is_still_valid(stored | {"program": "another"}, "others replay", "1", None)
+    assert not predict.is_still_valid({**stored, "program": None}, "others replay", "1", None)
 
 
-def cells(text: str, name: str) -> list[str]:
+def row_cells(text: str, name: str) -> list[str]:
     """Return the cells of the table row with this name, without the name."""
     (line,) = (line for line in text.splitlines() if line.startswith(f"| {name} |"))
     return [cell.strip() for cell in line.strip("| ").split("|")][1:]
 
 
-def run_of(row: str, chip: str, ratio: float, slices: int = 1, family: str = "") -> PublishedRun:
+def published_run(row: str, chip: str, ratio: float, slices: int = 1, family: str = "") -> PublishedRun:
     return PublishedRun(row, f"m{family}", family or row, chip, slices, ratio, "0.0.1")
 
 
-SLOW = [run_of(f"a{n}", "v4", 1.2 * 1.05**n, slices=2**n, family="a") for n in range(3)]
-SLOW += [run_of("b", "v4", 1.1, family="b"), run_of("c", "v6e", 0.9, family="c"), run_of("d", "v6e", 0.9, family="c")]
+PUBLISHED_RUNS = [published_run(f"a{n}", "v4", 1.2 * 1.05**n, slices=2**n, family="a") for n in range(3)]
+PUBLISHED_RUNS += [
+    published_run("b", "v4", 1.1, family="b"),
+    published_run("c", "v6e", 0.9, family="c"),
+    published_run("d", "v6e", 0.9, family="c"),
+]
 
 
 def test_a_replay_is_corrected_by_families_on_its_chip_and_by_slices():
-    fit = published_correction(SLOW, "v4", slices=1)
+    fit = published_correction(PUBLISHED_RUNS, "v4", slices=1)
     assert fit.chip_factor == pytest.approx((1.2 * 1.1) ** 0.5), "recipes count alike, however many rows they have"
     assert (fit.slices_factor, fit.run_count, fit.family_count) == (1.0, 4, 2)
-    assert published_correction(SLOW, "v4", slices=8).slices_factor == pytest.approx(1.05**3)
-    alone = published_correction(SLOW, "v4", slices=2, without="a")
-    assert (alone.chip_factor, alone.slices_factor) == (pytest.approx(1.1), 1.0), (
+    assert published_correction(PUBLISHED_RUNS, "v4", slices=8).slices_factor == pytest.approx(1.05**3)
+    without_family_a = published_correction(PUBLISHED_RUNS, "v4", slices=2, without="a")
+    assert (without_family_a.chip_factor, without_family_a.slices_factor) == (pytest.approx(1.1), 1.0), (
         "no other recipe says what slices lose"
     )
-    assert published_correction(SLOW, "v6e", slices=1).factor == pytest.approx(0.9)
-    assert published_correction(SLOW, "v5e", slices=1).factor == 1.0
+    assert published_correction(PUBLISHED_RUNS, "v6e", slices=1).factor == pytest.approx(0.9)
+    assert published_correction(PUBLISHED_RUNS, "v5e", slices=1).factor == 1.0
 
 
 def test_error_intervals_are_cross_validated_over_families():
-    bounds = published_interval(SLOW, "v4", 1.0)
+    bounds = published_interval(PUBLISHED_RUNS, "v4", 1.0)
     assert bounds is not None and (bounds.rows, bounds.models, bounds.chip) == (4, 2, "v4")
     assert (bounds.low, bounds.high) == (pytest.approx(1.1 / 1.2), pytest.approx(1.2 * 1.05**2 / 1.1))
-    elsewhere = published_interval(SLOW, "v6e", 1.0)
-    assert elsewhere is not None and (elsewhere.rows, elsewhere.chip) == (4, None), "v6e's have no other recipe"
-    assert published_interval(SLOW[1:], "v4", 1.0) is None
-    new_chip = published_interval(SLOW, "v5e", 1.0)
+    other_chip = published_interval(PUBLISHED_RUNS, "v6e", 1.0)
+    assert other_chip is not None and (other_chip.rows, other_chip.chip) == (4, None), "v6e's have no other recipe"
+    assert published_interval(PUBLISHED_RUNS[1:], "v4", 1.0) is None
+    new_chip = published_interval(PUBLISHED_RUNS, "v5e", 1.0)
     assert new_chip is not None and new_chip.is_new and new_chip.chip is None
     assert new_chip.high == pytest.approx(1.2) and new_chip.low == pytest.approx(1 / 1.2), "either direction"
 
@@ -217,18 +228,21 @@ def test_only_dense_transformers_have_the_error_interval_of_published_runs():
 
 
 def test_shipped_error_intervals_equal_those_of_the_script(predict: ModuleType):
-    results = {r["row"]: r for r in json.loads(TABLE.with_name("results.json").read_text())}
-    measured = {line["row"]: float(line["step_s"]) for line in STATED}
+    results = {r["row"]: r for r in json.loads(TABLE_FILE.with_name("results.json").read_text())}
+    measured = {line["row"]: float(line["step_s"]) for line in COMPARABLE_ROWS}
     for row in published_runs():
         assert row.ratio == pytest.approx(measured[row.row] / results[row.row]["replayed_s"])
-    assert {row.family for row in published_runs()} == {line["family"] for line in STATED}
+    assert {row.family for row in published_runs()} == {line["family"] for line in COMPARABLE_ROWS}
 
 
 def test_new_rows_of_a_family_replace_its_shipped_rows(predict: ModuleType, monkeypatch: Any):
-    monkeypatch.setattr(predict, "published_runs", lambda: tuple(SLOW))
-    anew = [run_of("d", "v6e", 1.0, family="c")]
-    assert predict.known_runs(SimpleNamespace(rows=TABLE), anew) == [*SLOW[:4], *anew]
-    assert predict.known_runs(SimpleNamespace(rows=Path("others.csv")), anew) == SLOW
+    monkeypatch.setattr(predict, "published_runs", lambda: tuple(PUBLISHED_RUNS))
+    replayed_runs = [published_run("d", "v6e", 1.0, family="c")]
+    assert predict.replace_published_runs(SimpleNamespace(rows=TABLE_FILE), replayed_runs) == [
+        *PUBLISHED_RUNS[:4],
+        *replayed_runs,
+    ]
+    assert predict.replace_published_runs(SimpleNamespace(rows=Path("others.csv")), replayed_runs) == PUBLISHED_RUNS
 
 
 @pytest.mark.parametrize("experiment", config_names("experiment/published"))

@@ -23,13 +23,13 @@ sys.path.append(str(Path(__file__).parents[1] / "experiments" / "search"))
 gpus = import_module("gpus")  # a script, found by the line above
 
 
-GROUP = """
+GROUP_PROGRAM = """
 import sys
 sys.path.append(sys.argv[1])
 import gpus
-published = gpus.rows_of(gpus.FILE)
-asked = [row for row in published if row.line["group"] == sys.argv[2]]
-for pairs in gpus.estimated(asked, published).values():
+published = gpus.read_rows(gpus.ROWS_FILE)
+group_rows = [row for row in published if row.line["group"] == sys.argv[2]]
+for pairs in gpus.estimate_by_group(group_rows, published).values():
     for row, estimate in pairs:
         print(row.step_s, estimate)
 """
@@ -41,7 +41,7 @@ for pairs in gpus.estimated(asked, published).values():
 )
 def test_a_group_is_estimated_with_constants_of_the_other_groups(group: str, order: float, error: float) -> None:
     # In a new process, because the type checks of this one would take nine tenths of the time of a fit.
-    command = [sys.executable, "-c", GROUP, str(gpus.FILE.parent), group]
+    command = [sys.executable, "-c", GROUP_PROGRAM, str(gpus.ROWS_FILE.parent), group]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     measured, estimates = np.array([line.split() for line in done.stdout.splitlines()], float).T
     assert len(measured) > 20 and spearmanr(measured, estimates).statistic >= order
@@ -54,8 +54,8 @@ def sending_seconds(**changes: bool) -> float:
 
     The run has 8-way tensor parallelism. `changes` replaces fields of its `Candidates`.
     """
-    rows = [row for row in gpus.rows_of(gpus.FILE) if "175B_512" in row.line["group"] and row.line["tp"] == "8"]
-    timed, efficiency = gpus.timed_layouts(rows[:1]), Efficiency()
+    rows = [row for row in gpus.read_rows(gpus.ROWS_FILE) if "175B_512" in row.line["group"] and row.line["tp"] == "8"]
+    timed, efficiency = gpus.stack_rows(rows[:1]), Efficiency()
     layouts = replace(timed.layouts, **changes)
     times = StepEstimator(
         timed.work, layouts, timed.chip, efficiency, collective_model(timed.chip, efficiency)
@@ -68,8 +68,8 @@ def test_devices_with_the_same_activations_each_send_a_part() -> None:
 
 
 def test_attention_scores_go_through_memory_without_a_fused_kernel() -> None:
-    rows = [row for row in gpus.rows_of(gpus.FILE) if "3.6B_64" in row.line["group"]][:1]
-    timed = gpus.timed_layouts(rows)
+    rows = [row for row in gpus.read_rows(gpus.ROWS_FILE) if "3.6B_64" in row.line["group"]][:1]
+    timed = gpus.stack_rows(rows)
     seconds = [float(timed.estimate(replace(Efficiency(), scores_passes=n))[0]) for n in (0.0, 1.0)]
     layers, heads, seq, tokens = 30, 32, 2048, 512 * 2048 / 64
     moved = 2 * 4 * layers * heads * seq * tokens  # float16; forward, again, and twice backward
@@ -77,8 +77,10 @@ def test_attention_scores_go_through_memory_without_a_fused_kernel() -> None:
 
 
 def test_host_figures_stated_by_a_source_are_used() -> None:
-    (row,) = [r for r in gpus.rows_of(gpus.FILE) if r.line["group"] == "tt_8b_8"]
-    assert gpus.timed_layouts([row]).chip.hbm_gbs == 2400
+    (row,) = [r for r in gpus.read_rows(gpus.ROWS_FILE) if r.line["group"] == "tt_8b_8"]
+    assert gpus.stack_rows([row]).chip.hbm_gbs == 2400
     assert {
-        gpus.timed_layouts([r]).chip.dcn_gbs_per_host for r in gpus.rows_of(gpus.FILE) if "3.6B_64" in r.line["group"]
+        gpus.stack_rows([r]).chip.dcn_gbs_per_host
+        for r in gpus.read_rows(gpus.ROWS_FILE)
+        if "3.6B_64" in r.line["group"]
     } == {100}

@@ -37,52 +37,55 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write the table here too")
     parser.add_argument("--json", type=Path, help="write every case's numbers here")
     parser.add_argument("--compile", metavar="CASE", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    cases = {case["name"]: case for case in yaml.safe_load(asked.cases_file.read_text())}
-    if unknown := set(asked.cases) - cases.keys():
+    args = parser.parse_args()
+    cases = {case["name"]: case for case in yaml.safe_load(args.cases_file.read_text())}
+    if unknown := set(args.cases) - cases.keys():
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
-    asked.modules.mkdir(parents=True, exist_ok=True)
-    if asked.compile:
-        keep_maxtext(cases[asked.compile], asked.modules)
+    args.modules.mkdir(parents=True, exist_ok=True)
+    if args.compile:
+        compile_maxtext(cases[args.compile], args.modules)
         return
     results = []
-    for case in [cases[name] for name in asked.cases or cases]:
-        results.append(compare(case, asked))
+    for case in [cases[name] for name in args.cases or cases]:
+        results.append(compare(case, args))
         print(json.dumps(results[-1]), flush=True)
-        if asked.json:
-            asked.json.write_text(json.dumps(results, indent=1) + "\n")
-    table = markdown(results)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+    table = format_table(results)
     print(table)
-    if asked.markdown:
-        asked.markdown.write_text(table)
+    if args.markdown:
+        args.markdown.write_text(table)
 
 
-def compare(case: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
-    """Return a case's results: `name`, `work`, `slice`, `libtpu`, and the `numbers` of both programs.
+def compare(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return a case's results: `name`, `work`, `slice`, `libtpu`, and the numbers of both programs.
 
     The programs are `ours` and `maxtext`. If MaxText's program does not fit, its only value is `status`, XLA's error.
     """
     run = valkyrie.compose(*case["ours"], f"target={case['slice']}")
     ours = valkyrie.predict(run, quiet=True)
-    kept = asked.modules / f"{case['name']}.json"
-    if not kept.is_file():
-        command = [sys.executable, __file__, "--compile", case["name"], "--modules", str(asked.modules)]
-        subprocess.run([*command, "--cases-file", str(asked.cases_file)], check=True, stdout=sys.stderr)
-    about = json.loads(kept.read_text())
+    maxtext_file = args.modules / f"{case['name']}.json"
+    if not maxtext_file.is_file():
+        command = [sys.executable, __file__, "--compile", case["name"], "--modules", str(args.modules)]
+        subprocess.run([*command, "--cases-file", str(args.cases_file)], check=True, stdout=sys.stderr)
+    maxtext_record = json.loads(maxtext_file.read_text())
     result = {"name": case["name"], "work": case["work"], "slice": case["slice"], "libtpu": version("libtpu")}
-    result["ours"] = numbers(ours)
-    if "refused" in about:
-        return result | {"maxtext": {"status": about["refused"]}}
+    result["ours"] = prediction_numbers(ours)
+    if "refused" in maxtext_record:
+        return result | {"maxtext": {"status": maxtext_record["refused"]}}
     theirs = valkyrie.predict(
-        kept.with_suffix(".hlo.pb"),
+        maxtext_file.with_suffix(".hlo.pb"),
         slice=valkyrie.slice(case["slice"]),
-        mesh=about["axes"],
-        places=[Position.parse(place) for place in about["places"]],
+        mesh=maxtext_record["axes"],
+        places=[Position.parse(place) for place in maxtext_record["places"]],
     )
-    return result | {"maxtext": numbers(theirs) | {"peak_gib": about["peak_gib"], "libtpu": about["libtpu"]}}
+    return result | {
+        "maxtext": prediction_numbers(theirs)
+        | {"peak_gib": maxtext_record["peak_gib"], "libtpu": maxtext_record["libtpu"]}
+    }
 
 
-def numbers(result: Any) -> dict[str, Any]:
+def prediction_numbers(result: Any) -> dict[str, Any]:
     """Return the compared values of a prediction: seconds, GiB, GB sent, and the hidden share of communication.
 
     If the prediction failed, the only value is `status`, the reason.
@@ -97,7 +100,7 @@ def numbers(result: Any) -> dict[str, Any]:
     return parts | {"sent_gb": sent.bytes / 1e9, "seconds": seconds, "notes": record.notes}
 
 
-def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
+def compile_maxtext(case: dict[str, Any], modules: Path) -> None:
     """Compile MaxText's step of a case, and store its module, device positions and peak memory in `modules`.
 
     If the program does not fit, stores XLA's error instead.
@@ -107,7 +110,7 @@ def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
     from valkyrie.search.compile.executable import compiled_program
 
     options = " ".join(f"--{option}" for option in case["options"])
-    about: dict[str, Any] = {"libtpu": version("libtpu"), "maxtext": version("maxtext"), "arguments": case["maxtext"]}
+    record: dict[str, Any] = {"libtpu": version("libtpu"), "maxtext": version("maxtext"), "arguments": case["maxtext"]}
     try:
         compiled, mesh = compile_step(
             [f"compile_topology={case['slice']}", *case["maxtext"], f"compile_xla_flags={options}"]
@@ -115,16 +118,16 @@ def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
     except Exception as error:  # a program that does not fit raises XLA's error, which is a result
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        about["refused"] = str(error).splitlines()[0][:300]
+        record["refused"] = str(error).splitlines()[0][:300]
     else:
-        built = compiled_program(compiled, mesh)
-        (modules / f"{case['name']}.hlo.pb").write_bytes(built.module)
-        about |= {"axes": built.axes, "places": [str(position) for position in built.positions]}
-        about["peak_gib"] = built.memory.peak / 2**30
-    (modules / f"{case['name']}.json").write_text(json.dumps(about, indent=1) + "\n")
+        program = compiled_program(compiled, mesh)
+        (modules / f"{case['name']}.hlo.pb").write_bytes(program.module)
+        record |= {"axes": program.axes, "places": [str(position) for position in program.positions]}
+        record["peak_gib"] = program.memory.peak / 2**30
+    (modules / f"{case['name']}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def markdown(results: list[dict[str, Any]]) -> str:
+def format_table(results: list[dict[str, Any]]) -> str:
     """Return a Markdown table: seconds per step, hidden share of communication, and our speedup over MaxText."""
     lines = [
         "| work | slice | ours | hidden | MaxText's own | hidden | ours is faster by |",
@@ -132,8 +135,8 @@ def markdown(results: list[dict[str, Any]]) -> str:
     ]
     for result in results:
         ours, theirs = result["ours"], result["maxtext"]
-        both = ours["status"] == theirs["status"] == "ok"
-        ratio = f"{theirs['step_s'] / ours['step_s']:.2f}x" if both else ""
+        both_fit = ours["status"] == theirs["status"] == "ok"
+        ratio = f"{theirs['step_s'] / ours['step_s']:.2f}x" if both_fit else ""
         cells = [result["work"], result["slice"], *_cells(ours), *_cells(theirs), ratio]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

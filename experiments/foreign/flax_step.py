@@ -27,15 +27,15 @@ class Block(nnx.Module):
     """A Transformer block: attention and an MLP, each with an RMSNorm and a residual connection."""
 
     def __init__(self, embed: int, heads: int, rngs: nnx.Rngs):
-        self.first, self.second = (nnx.RMSNorm(embed, rngs=rngs) for _ in range(2))
+        self.attention_norm, self.mlp_norm = (nnx.RMSNorm(embed, rngs=rngs) for _ in range(2))
         self.attention = nnx.MultiHeadAttention(heads, embed, dtype=jnp.bfloat16, decode=False, rngs=rngs)
         self.up = nnx.Linear(embed, 4 * embed, dtype=jnp.bfloat16, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(4 * embed, embed, dtype=jnp.bfloat16, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the block to a residual stream of shape (batch, seq, embed)."""
-        x = x + self.attention(self.first(x), mask=nnx.make_causal_mask(x[..., 0]))
-        return x + self.down(nnx.gelu(self.up(self.second(x))))
+        x = x + self.attention(self.attention_norm(x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
 
 
 class Decoder(nnx.Module):
@@ -72,33 +72,35 @@ def training_step(mesh: Mesh, batch: int = 32, seq: int = 1024, **sizes: int) ->
     """
     sizes = {"vocab": 32000, "embed": 1024, "heads": 8, "layers": 4} | sizes
     model = nnx.eval_shape(lambda: Decoder(**sizes, rngs=nnx.Rngs(0)))
-    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    graph, parameters, other_state = nnx.split(model, nnx.Param, ...)
     optimizer = optax.adam(1e-3)
 
     def step(parameters: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         def loss(parameters: Any) -> jax.Array:
-            logits = nnx.merge(graph, parameters, rest)(tokens[:, :-1])
+            logits = nnx.merge(graph, parameters, other_state)(tokens[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
 
         value, gradients = jax.value_and_grad(loss)(parameters)
         updates, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, value
 
-    parameters = sharded(parameters, mesh)
-    state = sharded(jax.eval_shape(optimizer.init, parameters), mesh)
+    parameters = add_shardings(parameters, mesh)
+    state = add_shardings(jax.eval_shape(optimizer.init, parameters), mesh)
     tokens = jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data")))
     return jax.jit(step, donate_argnums=(0, 1)), (parameters, state, tokens)
 
 
-def sharded(tree: Any, mesh: Mesh) -> Any:
+def add_shardings(tree: Any, mesh: Mesh) -> Any:
     """Return the shapes of a tree's arrays, with the shardings from `SPECS`. Vectors are replicated."""
 
-    def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        names = jax.tree_util.keystr(path)
-        spec = next((spec for name, spec in SPECS.items() if f"'{name}'" in names and leaf.ndim > 1), PartitionSpec())
+    def add_sharding(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        path_text = jax.tree_util.keystr(path)
+        spec = next(
+            (spec for name, spec in SPECS.items() if f"'{name}'" in path_text and leaf.ndim > 1), PartitionSpec()
+        )
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree_util.tree_map_with_path(add_sharding, tree)
 
 
 def main() -> None:
@@ -107,14 +109,14 @@ def main() -> None:
     parser.add_argument("--target", default="v5e-8", help="the slice")
     parser.add_argument("--mesh", default="data=2,model=4", help="its axes data and model, in order")
     parser.add_argument("--html", type=Path, help="write the report as a page")
-    asked = parser.parse_args()
-    slice = valkyrie.slice(asked.target)
-    axes = parse_mesh_axes(asked.mesh)
+    args = parser.parse_args()
+    slice = valkyrie.slice(args.target)
+    axes = parse_mesh_axes(args.mesh)
     step, arguments = training_step(slice.mesh(list(axes.values()), list(axes)))
     report = valkyrie.predict(step, *arguments, slice=slice, tokens=32 * 1024)
     print(report)
-    if asked.html:
-        print(report.html(asked.html))
+    if args.html:
+        print(report.html(args.html))
 
 
 if __name__ == "__main__":

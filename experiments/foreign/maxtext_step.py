@@ -20,7 +20,12 @@ ENVIRONMENT = {
 }
 """Environment variables to set before libtpu and JAX are loaded on a machine without a TPU."""
 
-QUIET = ("dataset_type=synthetic", "enable_checkpointing=False", "base_output_directory=/tmp/maxtext", "run_name=step")
+OFFLINE_SETTINGS = (
+    "dataset_type=synthetic",
+    "enable_checkpointing=False",
+    "base_output_directory=/tmp/maxtext",
+    "run_name=step",
+)
 """Settings with which MaxText requires no dataset, bucket or run name. They do not change the program."""
 
 
@@ -28,10 +33,10 @@ def main(arguments: Sequence[str]) -> None:
     """Compile the step for these arguments and print its prediction."""
     import valkyrie
 
-    asked = dict(argument.partition("=")[::2] for argument in arguments)
+    settings = dict(argument.partition("=")[::2] for argument in arguments)
     compiled, mesh = compile_step(arguments)
-    slices = int(asked.get("compile_topology_num_slices", 1))
-    print(valkyrie.predict(compiled, slice=valkyrie.slice(asked["compile_topology"], slices=slices), mesh=mesh))
+    slices = int(settings.get("compile_topology_num_slices", 1))
+    print(valkyrie.predict(compiled, slice=valkyrie.slice(settings["compile_topology"], slices=slices), mesh=mesh))
 
 
 def compile_step(arguments: Sequence[str]) -> tuple[Any, Any]:
@@ -52,23 +57,23 @@ def compile_step(arguments: Sequence[str]) -> tuple[Any, Any]:
 
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     base = os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")
-    slices = (
+    slice_setting = (
         []
         if any(a.startswith("compile_topology_num_slices=") for a in arguments)
         else ["compile_topology_num_slices=1"]
     )
-    config = pyconfig.initialize(["train_compile", base, *QUIET, *slices, *arguments])
+    config = pyconfig.initialize(["train_compile", base, *OFFLINE_SETTINGS, *slice_setting, *arguments])
     train_compile.validate_config(config)
     mesh = train_compile.get_topology_mesh(config)
-    inputs, named, shardings, _, model = train_compile.get_shaped_inputs(mesh, config)
-    of_parameters, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
-    at_start = sharding.build_zero1_input_state_mesh_shardings(config, shardings, of_parameters)
-    of_data = sharding.get_input_data_sharding(config, mesh)
-    step, *jitted_with = maxtext_utils.get_functional_train_with_signature(
-        train.train_step, of_data, at_start, model, config, of_parameters
+    shaped_args, shaped_kwargs, state_shardings, _, model = train_compile.get_shaped_inputs(mesh, config)
+    parameter_shardings, state_shardings = sharding.maybe_update_params_sharding_with_opt(config, state_shardings)
+    input_shardings = sharding.build_zero1_input_state_mesh_shardings(config, state_shardings, parameter_shardings)
+    data_sharding = sharding.get_input_data_sharding(config, mesh)
+    step, *jit_arguments = maxtext_utils.get_functional_train_with_signature(
+        train.train_step, data_sharding, input_shardings, model, config, parameter_shardings
     )
     rules = logical_axis_rules(config.logical_axis_rules)
-    return train_compile.jit_and_compile(step, inputs, named, mesh, *jitted_with, config, rules), mesh
+    return train_compile.jit_and_compile(step, shaped_args, shaped_kwargs, mesh, *jit_arguments, config, rules), mesh
 
 
 if __name__ == "__main__":

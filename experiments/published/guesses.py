@@ -29,12 +29,12 @@ class Row:
     layout: str
     slices: int
     ideal_s: float
-    repeated: float
+    executed_ratio: float
     tokens_per_chip: float
     measured_s: float
 
 
-def row_of(line: dict[str, str], run: Run) -> Row:
+def make_row(line: dict[str, str], run: Run) -> Row:
     """Return the row for a line of the table and its composed run.
 
     Rows of the same `family` are not independent: they are one recipe on one chip. If the table has no column `family`,
@@ -47,8 +47,8 @@ def row_of(line: dict[str, str], run: Run) -> Row:
     chips = config.mesh.size // chip.devices
     if line.get("chips") and int(line["chips"]) != chips:
         raise ValueError(f"chips={line['chips']}, but mesh={config.mesh.name} has {chips}.")
-    measured = float(line["step_s"])
-    if not 0 < measured < float("inf"):
+    measured_s = float(line["step_s"])
+    if not 0 < measured_s < float("inf"):
         raise ValueError(f"step_s={line['step_s']}: seconds above 0 are needed.")
     return Row(
         row=line["row"],
@@ -58,9 +58,9 @@ def row_of(line: dict[str, str], run: Run) -> Row:
         layout=run.layout.name,
         slices=config.target.slices,
         ideal_s=run.step_flops / (chips * chip.peak_tflops["bfloat16"] * 1e12),
-        repeated=1.0 if run.layout_record().remat in PRODUCTS_ONCE else 4 / 3,
+        executed_ratio=1.0 if run.layout_record().remat in PRODUCTS_ONCE else 4 / 3,
         tokens_per_chip=config.batch * config.seq / chips,
-        measured_s=measured,
+        measured_s=measured_s,
     )
 
 
@@ -78,21 +78,21 @@ def roofline(row: Row) -> float:
     FLOPs are those of the model. If rematerialisation recomputes the products of a block, another forward pass is
     added: 4/3 of the model's FLOPs.
     """
-    return row.ideal_s * row.repeated
+    return row.ideal_s * row.executed_ratio
 
 
-def pairs(rows: Sequence[Row], differ: float = 0.0) -> list[tuple[Row, Row]]:
+def ordered_pairs(rows: Sequence[Row], min_difference: float = 0.0) -> list[tuple[Row, Row]]:
     """Return all pairs of rows with the same model and chip, with the row with more measured tokens/s/chip first.
 
-    Leaves out pairs with equal rates, or with rates that differ by a smaller fraction than `differ`.
+    Leaves out pairs with equal rates, or with rates that differ by a smaller fraction than `min_difference`.
     """
-    found = []
-    for n, one in enumerate(rows):
-        for other in rows[n + 1 :]:
-            if (one.model, one.chip) != (other.model, other.chip):
+    pairs = []
+    for i, first in enumerate(rows):
+        for other in rows[i + 1 :]:
+            if (first.model, first.chip) != (other.model, other.chip):
                 continue
-            slow, fast = sorted((one, other), key=lambda row: row.tokens_per_chip / row.measured_s)
+            slow, fast = sorted((first, other), key=lambda row: row.tokens_per_chip / row.measured_s)
             ratio = (fast.tokens_per_chip / fast.measured_s) / (slow.tokens_per_chip / slow.measured_s)
-            if ratio > 1 + differ:
-                found.append((fast, slow))
-    return found
+            if ratio > 1 + min_difference:
+                pairs.append((fast, slow))
+    return pairs

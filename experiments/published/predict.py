@@ -47,57 +47,63 @@ from valkyrie.search.modes import compile_and_summarise
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from guesses import row_of  # noqa: E402  # beside this script
-from programs import program_of, replay_of, still_of  # noqa: E402
-from tables import markdown, order, shipped_errors, with_guesses  # noqa: E402
+from guesses import make_row  # noqa: E402  # beside this script
+from programs import is_still_valid, program_digest, replay_digest  # noqa: E402
+from tables import add_guesses, format_pair_table, format_tables, published_ratios  # noqa: E402
 
-NEEDED = ("row", "experiment", "overrides", "step_s")
+REQUIRED_COLUMNS = ("row", "experiment", "overrides", "step_s")
 """Required columns of a table."""
 
 
 def main() -> None:
     """Predict the requested rows and print the predictions with the measured times."""
-    asked, console = arguments(), Console(width=140, highlight=False)
+    args, console = parse_arguments(), Console(width=140, highlight=False)
     rows, runs, results = {}, {}, {}
-    lines = [line for line in read_rows(asked.rows) if chosen(line, asked)]
-    for line in read_rows(asked.rows):
+    lines = [line for line in read_rows(args.rows) if is_selected(line, args)]
+    for line in read_rows(args.rows):
         try:
-            if comparable(line):
-                run = compose_row(line, asked.config_dir)
-                rows[line["row"]], runs[line["row"]] = row_of(line, run), run
+            if is_comparable(line):
+                run = compose_row(line, args.config_dir)
+                rows[line["row"]], runs[line["row"]] = make_row(line, run), run
         except ValueError as error:
             results[line["row"]] = {"status": "refused", "reason": " ".join(str(error).split())}
-    made_by, kept = {name: made_by_now(run) for name, run in runs.items()}, read_kept(asked.json)
-    for name, result in kept.items():
-        if name in runs and "made_by" in result and still_of(result, made_by[name], libtpu(), runs[name]):
-            result["made_by"] = made_by[name]
+    prediction_keys, stored = {name: prediction_key(run) for name, run in runs.items()}, read_stored_results(args.json)
+    for name, result in stored.items():
+        if (
+            name in runs
+            and "made_by" in result
+            and is_still_valid(result, prediction_keys[name], libtpu_version(), runs[name])
+        ):
+            result["made_by"] = prediction_keys[name]
     for line in lines:
         name = line["row"]
-        if name in runs and not asked.kept:
-            results[name] = kept_or_predicted(name, made_by[name], runs[name], kept, console)
-            kept[name] = {"row": name} | results[name]
-            write_atomic(asked.json, json.dumps(list(kept.values()), indent=1) + "\n")
-            console.print(describe(results[name], rows[name].measured_s, name), soft_wrap=True)
+        if name in runs and not args.kept:
+            results[name] = reuse_or_predict(name, prediction_keys[name], runs[name], stored, console)
+            stored[name] = {"row": name} | results[name]
+            write_atomic(args.json, json.dumps(list(stored.values()), indent=1) + "\n")
+            console.print(format_result(results[name], rows[name].measured_s, name), soft_wrap=True)
         elif name in runs:
-            results[name] = kept.get(name, {"status": "not done", "reason": f"{asked.json} has no result of it"})
+            results[name] = stored.get(name, {"status": "not done", "reason": f"{args.json} has no result of it"})
         else:
             results.setdefault(name, {"status": "not comparable", "reason": line.get("note") or "says too little"})
-    every = list(rows.values())
-    listed = [{"row": n} | results[n] for n in (line["row"] for line in lines)]
-    for result in [*kept.values(), *listed]:
+    all_rows = list(rows.values())
+    table_results = [{"row": n} | results[n] for n in (line["row"] for line in lines)]
+    for result in [*stored.values(), *table_results]:
         name = result["row"]
-        result["earlier"] = "made_by" in result and name in runs and result["made_by"] != made_by[name]
-    runs_known = known_runs(asked, shipped_errors([r for r in kept.values() if not r["earlier"]], rows))
-    listed = [with_guesses(r, rows[r["row"]], every, runs_known) if r["row"] in rows else r for r in listed]
-    table = markdown(listed, runs_known) + "\n\n" + order(listed, every)
+        result["earlier"] = "made_by" in result and name in runs and result["made_by"] != prediction_keys[name]
+    published = replace_published_runs(args, published_ratios([r for r in stored.values() if not r["earlier"]], rows))
+    table_results = [
+        add_guesses(r, rows[r["row"]], all_rows, published) if r["row"] in rows else r for r in table_results
+    ]
+    table = format_tables(table_results, published) + "\n\n" + format_pair_table(table_results, all_rows)
     console.print(table, soft_wrap=True)
-    if asked.markdown:
-        asked.markdown.write_text(table + "\n")
-    if asked.ship:
-        write_atomic(FILE, as_json(runs_known))
+    if args.markdown:
+        args.markdown.write_text(table + "\n")
+    if args.ship:
+        write_atomic(FILE, as_json(published))
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Parse the command line. By default, `json` is results.json in the folder of the rows."""
     parser = argparse.ArgumentParser(description="Predicted against published step times.")
     parser.add_argument("--rows", type=Path, default=HERE / "rows.csv", help="a CSV of published runs")
@@ -108,20 +114,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kept", action="store_true", help="compile nothing: the tables of the kept results")
     parser.add_argument("--markdown", type=Path, help="write the tables here too")
     parser.add_argument("--ship", action="store_true", help="write the errors that reports hold predictions to")
-    asked = parser.parse_args()
-    asked.json = asked.json or asked.rows.with_name("results.json")
-    return asked
+    args = parser.parse_args()
+    args.json = args.json or args.rows.with_name("results.json")
+    return args
 
 
-def known_runs(asked: argparse.Namespace, anew: Sequence[PublishedRun]) -> list[PublishedRun]:
+def replace_published_runs(args: argparse.Namespace, replayed_runs: Sequence[PublishedRun]) -> list[PublishedRun]:
     """Return the published runs from which replay corrections are derived.
 
-    These are the runs that ship with the package. Model families in `anew`, the runs replayed by this script, replace
-    the shipped ones, unless `--rows` is a table other than the default `rows.csv`.
+    These are the runs that ship with the package. Model families in `replayed_runs`, the runs replayed by this script,
+    replace the shipped ones, unless `--rows` is a table other than the default `rows.csv`.
     """
-    anew = anew if asked.rows.resolve() == HERE / "rows.csv" else []
-    families = {run.family for run in anew}
-    return [*(run for run in published_runs() if run.family not in families), *anew]
+    replayed_runs = replayed_runs if args.rows.resolve() == HERE / "rows.csv" else []
+    families = {run.family for run in replayed_runs}
+    return [*(run for run in published_runs() if run.family not in families), *replayed_runs]
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
@@ -131,25 +137,25 @@ def read_rows(file: Path) -> list[dict[str, str]]:
             lines = list(csv.DictReader(text))
     except OSError as error:
         sys.exit(f"--rows {file}: {error.strerror}")
-    missing = [column for column in NEEDED if lines and column not in lines[0]]
+    missing = [column for column in REQUIRED_COLUMNS if lines and column not in lines[0]]
     if missing or not lines:
         sys.exit(f"--rows {file}: {'no column ' + ', '.join(missing) if missing else 'no rows'}")
     return [{key: value or "" for key, value in line.items() if key} for line in lines]
 
 
-def read_kept(file: Path) -> dict[str, dict[str, Any]]:
+def read_stored_results(file: Path) -> dict[str, dict[str, Any]]:
     """Return the results of earlier runs of this script, by row. Empty if the file does not exist."""
     return {result["row"]: result for result in json.loads(file.read_text())} if file.is_file() else {}
 
 
-def chosen(line: dict[str, str], asked: argparse.Namespace) -> bool:
+def is_selected(line: dict[str, str], args: argparse.Namespace) -> bool:
     """Return whether a row passes the `--only` and `--max-chips` filters."""
-    named = not asked.only or any(word in line["row"] for word in asked.only)
+    is_named = not args.only or any(word in line["row"] for word in args.only)
     chips = line.get("chips") or "0"
-    return named and (not chips.isdecimal() or int(chips) <= asked.max_chips)
+    return is_named and (not chips.isdecimal() or int(chips) <= args.max_chips)
 
 
-def comparable(line: dict[str, str]) -> bool:
+def is_comparable(line: dict[str, str]) -> bool:
     """Return whether a row has an experiment and a measured step time, which are needed to compare it."""
     return bool(line["experiment"] and line["step_s"])
 
@@ -162,38 +168,45 @@ def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
     return run
 
 
-def kept_or_predicted(
-    name: str, made_by: str, run: Run, kept: dict[str, dict[str, Any]], console: Console
+def reuse_or_predict(
+    name: str, key: str, run: Run, stored: dict[str, dict[str, Any]], console: Console
 ) -> dict[str, Any]:
     """Return a row's result.
 
     Reuses the stored result if its status is `ok` or `does_not_fit` and it is from the same program, compiler and
-    replay (`made_by`). Otherwise compiles the run.
+    replay (`key`). Otherwise compiles the run.
     """
-    before = kept.get(name, {})
-    if before.get("made_by") == made_by and before["status"] in ("ok", "does_not_fit"):
-        return before
+    earlier = stored.get(name, {})
+    if earlier.get("made_by") == key and earlier["status"] in ("ok", "does_not_fit"):
+        return earlier
     try:
-        compiled, found, _ = compile_and_summarise(run, console)
+        compiled_run, prediction, _ = compile_and_summarise(run, console)
     except ValueError as error:
-        return {"status": "refused", "reason": str(error), "made_by": made_by}
-    result = {"status": compiled.status.value, "reason": found.reason, "made_by": made_by, "libtpu": libtpu()}
-    result["program"] = program_of(run)
-    if found.step is not None and found.step.replayed_s is not None:
-        result["replayed_s"] = found.step.replayed_s
-        by = found.step.replayed_s / found.step.step_s
-        result["seconds"] = {format_category(p.kind, p.mesh_axes): round(by * p.seconds, 4) for p in found.parts}
-    if found.memory is not None and found.memory.peak is not None:
-        result["peak_gib"] = found.memory.peak / 2**30
+        return {"status": "refused", "reason": str(error), "made_by": key}
+    result = {
+        "status": compiled_run.status.value,
+        "reason": prediction.reason,
+        "made_by": key,
+        "libtpu": libtpu_version(),
+    }
+    result["program"] = program_digest(run)
+    if prediction.step is not None and prediction.step.replayed_s is not None:
+        result["replayed_s"] = prediction.step.replayed_s
+        correction = prediction.step.replayed_s / prediction.step.step_s
+        result["seconds"] = {
+            format_category(p.kind, p.mesh_axes): round(correction * p.seconds, 4) for p in prediction.parts
+        }
+    if prediction.memory is not None and prediction.memory.peak is not None:
+        result["peak_gib"] = prediction.memory.peak / 2**30
     return result
 
 
-def made_by_now(run: Run) -> str:
+def prediction_key(run: Run) -> str:
     """Return a key of everything that determines a prediction: the program, the compiler, and the replay's sources."""
-    return f"{request_key(run)} {replay_of(run)}"
+    return f"{request_key(run)} {replay_digest(run)}"
 
 
-def libtpu() -> str:
+def libtpu_version() -> str:
     """Return the installed version of libtpu, or "not installed"."""
     try:
         return version("libtpu")
@@ -201,7 +214,7 @@ def libtpu() -> str:
         return "not installed"
 
 
-def describe(result: dict[str, Any], measured_s: float, name: str) -> str:
+def format_result(result: dict[str, Any], measured_s: float, name: str) -> str:
     """Return a one-line comparison of a row's replayed and measured times, or the reason that it was not replayed."""
     if "replayed_s" not in result:
         return f"{name}: {result['status']}: {result['reason']}"

@@ -10,12 +10,12 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import build_topology
 from valkyrie.paths import source_digest
 
-FIGURES = ("name", "peak_tflops", "hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "devices", "ici_axes")
-FIGURES += ("ici_link_gbs", "hop_us", "host_bounds", "dcn_gbs_per_host")
+CHIP_FIELDS = ("name", "peak_tflops", "hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "devices", "ici_axes")
+CHIP_FIELDS += ("ici_link_gbs", "hop_us", "host_bounds", "dcn_gbs_per_host")
 """Names of the fields of `ChipConfig` that the replay reads."""
 
 
-def program_of(run: Run) -> str:
+def program_digest(run: Run) -> str:
     """Return a digest of the compiler's input for a run: the lowered step and the options."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compiling needs only a description of the chips
     import jax
@@ -36,21 +36,25 @@ def program_of(run: Run) -> str:
     return digest.hexdigest()[:32]
 
 
-def replay_of(run: Run) -> str:
-    """Return a digest of all that a run's replay depends on: source code, topology, and the settings in `FIGURES`."""
+def replay_digest(run: Run) -> str:
+    """Return a digest of all that a run's replay depends on: source code, topology, and the chip's `CHIP_FIELDS`."""
     chip = run.config.target.chip
-    figures = [getattr(chip, name) for name in FIGURES]
-    text = repr([source_digest("compiled", "machine"), build_topology(run.config.target), figures])
+    values = [getattr(chip, name) for name in CHIP_FIELDS]
+    text = repr([source_digest("compiled", "machine"), build_topology(run.config.target), values])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def still_of(result: dict[str, Any], made_by: str, libtpu: str, run: Run) -> bool:
-    """Return whether a stored result is still valid for `made_by`, the key of the current sources and settings.
+def is_still_valid(result: dict[str, Any], current_key: str, libtpu_version: str, run: Run) -> bool:
+    """Return whether a stored result is still valid for `current_key`, the key of the current sources and settings.
 
     If the keys differ, it is valid if libtpu, the replay and the lowered program are the same.
     """
-    if result.get("made_by") == made_by:
+    if result.get("made_by") == current_key:
         return True
-    replay = made_by.rpartition(" ")[2]
-    known = result.get("program") is not None and result["libtpu"] == libtpu
-    return known and result["made_by"].rpartition(" ")[2] == replay and result["program"] == program_of(run)
+    current_replay = current_key.rpartition(" ")[2]
+    same_libtpu = result.get("program") is not None and result["libtpu"] == libtpu_version
+    return (
+        same_libtpu
+        and result["made_by"].rpartition(" ")[2] == current_replay
+        and result["program"] == program_digest(run)
+    )

@@ -37,8 +37,8 @@ from valkyrie.search.estimate.fit import TimedLayouts, fit_constants
 from valkyrie.search.estimate.links import host_axis_links
 from valkyrie.search.estimate.work import step_work
 
-FILE = Path(__file__).with_name("measured_gpus.csv")
-START = Efficiency(
+ROWS_FILE = Path(__file__).with_name("measured_gpus.csv")
+INITIAL_CONSTANTS = Efficiency(
     products=0.9,
     mixing=0.5,
     half_rate_flops=2e9,
@@ -63,19 +63,19 @@ START = Efficiency(
 `products`, `sums` and `outside` (achieved shares of peak FLOP/s, NVLink bandwidth and InfiniBand bandwidth) are
 Calculon's values for the A100 (arXiv 2305.11375).
 """
-FITTED = ("products", "scores_passes", "half_rate_flops", "passes", "launch_s", "sums", "outside")
-FIRST = "a100"
+FITTED_CONSTANTS = ("products", "scores_passes", "half_rate_flops", "passes", "launch_s", "sums", "outside")
+FIRST_CHIP = "a100"
 """The chip with the most rows. Its constants are the initial values for other chips."""
-WITH_KERNEL = ("products", "mixing")
-"""Constants fitted for chips other than `FIRST`, which have too few runs to fit more.
+FITTED_WITH_KERNEL = ("products", "mixing")
+"""Constants fitted for chips other than `FIRST_CHIP`, which have too few runs to fit more.
 
 `scores_passes` is fixed at 0, because fused attention kernels keep the scores on the chip.
 """
-FULL = RematConfig("full", [])
-ATTENTION_ALONE = RematConfig("selective", ["products"])
+FULL_REMAT = RematConfig("full", [])
+ATTENTION_REMAT = RematConfig("selective", ["products"])
 """Megatron-LM's selective recomputation (arXiv 2205.05198): only attention is recomputed, from its scores onwards."""
-NOTHING = RematConfig("none", ["all"])
-SELECTIVE = {"a100": ATTENTION_ALONE, "h100": NOTHING}
+NO_REMAT = RematConfig("none", ["all"])
+SELECTIVE_REMATS = {"a100": ATTENTION_REMAT, "h100": NO_REMAT}
 
 
 @dataclass(frozen=True)
@@ -90,70 +90,76 @@ class Row:
 def main() -> None:
     """Print the table of all groups, and the fitted constants of each chip."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", type=Path, default=FILE)
+    parser.add_argument("--rows", type=Path, default=ROWS_FILE)
     parser.add_argument("--each", action="store_true", help="print every row too")
-    asked, console = parser.parse_args(), Console(width=140, highlight=False)
-    published, rows = rows_of(FILE), rows_of(asked.rows)
-    by_group = estimated(rows, published)
-    console.print(table_of(by_group))
-    if asked.each:
+    args, console = parser.parse_args(), Console(width=140, highlight=False)
+    published, rows = read_rows(ROWS_FILE), read_rows(args.rows)
+    by_group = estimate_by_group(rows, published)
+    console.print(make_table(by_group))
+    if args.each:
         for pairs in by_group.values():
             for row, estimate in pairs:
-                told = " ".join(
+                settings = " ".join(
                     f"{k}={row.line[k]}" for k in ("model", "dp", "fsdp", "tp", "pp", "vpp", "micro_bs", "remat")
                 )
                 console.print(
-                    f"{told}: {row.step_s:.3f} s, estimated {estimate:.3f} ({estimate / row.step_s - 1:+.1%})"
+                    f"{settings}: {row.step_s:.3f} s, estimated {estimate:.3f} ({estimate / row.step_s - 1:+.1%})"
                 )
-    for chip, constants in constants_of([timed_layouts(alike) for alike in alike_of(published)]).items():
+    for chip, constants in fit_by_chip([stack_rows(group) for group in group_rows(published)]).items():
         console.print(chip, constants)
 
 
-def rows_of(file: Path) -> list[Row]:
+def read_rows(file: Path) -> list[Row]:
     """Return the rows of a file, except those that cannot be estimated."""
     with file.open() as lines:
-        return [row for line in csv.DictReader(lines) if (row := row_of(line)) is not None]
+        return [row for line in csv.DictReader(lines) if (row := parse_row(line)) is not None]
 
 
-def estimated(rows: Sequence[Row], published: Sequence[Row]) -> dict[str, list[tuple[Row, float]]]:
+def estimate_by_group(rows: Sequence[Row], published: Sequence[Row]) -> dict[str, list[tuple[Row, float]]]:
     """Return pairs of a row and its estimated seconds per step, by group.
 
     Constants are fitted to the published rows of other groups.
     """
-    known = [timed_layouts(alike) for alike in alike_of(published)]
-    own = {one.family for one in known}
+    timed_groups = [stack_rows(similar_rows) for similar_rows in group_rows(published)]
+    published_groups = {layouts.family for layouts in timed_groups}
 
     @cache
-    def without(group: str | None) -> dict[str, Efficiency]:
-        return constants_of([one for one in known if one.family != group])
+    def constants_without(group: str | None) -> dict[str, Efficiency]:
+        return fit_by_chip([layouts for layouts in timed_groups if layouts.family != group])
 
     by_group: dict[str, list[tuple[Row, float]]] = defaultdict(list)
-    for alike in alike_of(rows):
-        one = timed_layouts(alike)
-        constants = without(one.family if one.family in own else None)
-        by_group[one.family] += zip(alike, map(float, one.estimate(constants[one.chip.name])), strict=True)
+    for similar_rows in group_rows(rows):
+        layouts = stack_rows(similar_rows)
+        constants = constants_without(layouts.family if layouts.family in published_groups else None)
+        by_group[layouts.family] += zip(
+            similar_rows, map(float, layouts.estimate(constants[layouts.chip.name])), strict=True
+        )
     return by_group
 
 
-def constants_of(known: Sequence[TimedLayouts]) -> dict[str, Efficiency]:
+def fit_by_chip(timed_groups: Sequence[TimedLayouts]) -> dict[str, Efficiency]:
     """Return the efficiency constants by chip name, fitted to known step times."""
-    first = fit_constants([one for one in known if one.chip.name == FIRST], START, FITTED)
-    constants, begin = {FIRST: first}, replace(first, scores_passes=0.0)
-    for chip in dict.fromkeys(one.chip.name for one in known if one.chip.name != FIRST):
-        constants[chip] = fit_constants([one for one in known if one.chip.name == chip], begin, WITH_KERNEL)
+    first_constants = fit_constants(
+        [timed for timed in timed_groups if timed.chip.name == FIRST_CHIP], INITIAL_CONSTANTS, FITTED_CONSTANTS
+    )
+    constants, initial = {FIRST_CHIP: first_constants}, replace(first_constants, scores_passes=0.0)
+    for chip in dict.fromkeys(timed.chip.name for timed in timed_groups if timed.chip.name != FIRST_CHIP):
+        constants[chip] = fit_constants(
+            [timed for timed in timed_groups if timed.chip.name == chip], initial, FITTED_WITH_KERNEL
+        )
     return constants
 
 
-def alike_of(rows: Sequence[Row]) -> list[list[Row]]:
+def group_rows(rows: Sequence[Row]) -> list[list[Row]]:
     """Split rows into lists with the same group, model, remat and partition."""
-    alike: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
         key = row.line["group"], id(row.run.model), row.line["remat"], row.line["seq_par"], row.line["fsdp"]
-        alike[key].append(row)
-    return list(alike.values())
+        groups[key].append(row)
+    return list(groups.values())
 
 
-def table_of(by_group: dict[str, list[tuple[Row, float]]]) -> Table:
+def make_table(by_group: dict[str, list[tuple[Row, float]]]) -> Table:
     """Return the table by group: rows, rank correlation, errors, and regret of choosing the shortest estimate."""
     table = Table()
     for name in ("group", "rows", "Spearman", "mean error", "median error", "worst", "regret of the best estimated"):
@@ -172,7 +178,7 @@ def table_of(by_group: dict[str, list[tuple[Row, float]]]) -> Table:
     return table
 
 
-def row_of(line: dict[str, str]) -> Row | None:
+def parse_row(line: dict[str, str]) -> Row | None:
     """Return the row of a line, or None if the estimate does not support it.
 
     Supports fp16 and bf16 without asynchronous tensor parallelism, eager execution or context parallelism.
@@ -184,7 +190,7 @@ def row_of(line: dict[str, str]) -> Row | None:
         or int(line["cp"] or 1) > 1
     ):
         return None
-    run = model_of(
+    run = make_run(
         *(line[k] for k in ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len", "model"))
     )
     run = run.changed(batch=int(line["gbs_seqs"]))
@@ -198,7 +204,7 @@ def row_of(line: dict[str, str]) -> Row | None:
 
 
 @cache
-def model_of(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab: str, seq: str, name: str) -> Run:
+def make_run(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab: str, seq: str, name: str) -> Run:
     """Return a run with this shape: Llama's blocks if the name starts with `llama`, otherwise GPT's (two matrices)."""
     llama = name.startswith("llama")
     head_dim = int(embed) // int(heads)
@@ -219,24 +225,28 @@ def model_of(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab
     return parse_run(["model=gpt_1b", "precision=bf16", f"seq={seq}", "mode=show", *overrides])
 
 
-def timed_layouts(rows: Sequence[Row]) -> TimedLayouts:
+def stack_rows(rows: Sequence[Row]) -> TimedLayouts:
     """Stack rows of one model as layouts with pipeline (x), data (y) and tensor parallelism (z, within a host)."""
     line, chip = rows[0].line, known_chips()[rows[0].line["chip_kind"].lower()]
     for column, figure in (("host_gbs", "dcn_gbs_per_host"), ("hbm_gbs", "hbm_gbs")):
         if line.get(column):
             chip = replace(chip, **{figure: float(line[column])})
     sharded = bool(line["fsdp"])
-    partition = megatron(sharded, line["seq_par"] == "1")
+    partition = megatron_partition(sharded, line["seq_par"] == "1")
     parameters, activations, problems = resolve_rules(
         partition, parse_mesh("2x2x2"), rows[0].run.arrays.axes, known_axes()
     )
     assert not problems, problems
-    sizes = {"x": numbers(rows, "pp"), "y": numbers(rows, "dp") * numbers(rows, "fsdp"), "z": numbers(rows, "tp")}
-    batch = numbers(rows, "gbs_seqs") // sizes["y"]
+    sizes = {
+        "x": read_column(rows, "pp"),
+        "y": read_column(rows, "dp") * read_column(rows, "fsdp"),
+        "z": read_column(rows, "tp"),
+    }
+    batch = read_column(rows, "gbs_seqs") // sizes["y"]
     # Without a pipeline, more rows at a time are never slower. With one, Megatron-LM reports that 1 was best.
-    of_each = np.array([int(row.line["micro_bs"] or (1 if row.line["pp"] != "1" else 4)) for row in rows])
-    count = np.where(sharded, 1, batch // of_each)
-    rounds = numbers(rows, "vpp").astype(float)
+    microbatch_sizes = np.array([int(row.line["micro_bs"] or (1 if row.line["pp"] != "1" else 4)) for row in rows])
+    microbatches = np.where(sharded, 1, batch // microbatch_sizes)
+    rounds = read_column(rows, "vpp").astype(float)
     layouts = Candidates(
         partition,
         parameters,
@@ -244,13 +254,13 @@ def timed_layouts(rows: Sequence[Row]) -> TimedLayouts:
         rows[0].run.arrays,
         sizes,
         host_axis_links(sizes, chip),
-        count,
+        microbatches,
         rounds,
         sums_once=True,
         shares_loss=False,
         sends_parts=True,
     )
-    remat = FULL if line["remat"] == "full" else SELECTIVE[chip.name]
+    remat = FULL_REMAT if line["remat"] == "full" else SELECTIVE_REMATS[chip.name]
     run = rows[0].run.changed(target=replace(rows[0].run.config.target, chip=chip))
     return TimedLayouts(
         step_work(run, recompute_last_matmul=True),
@@ -262,22 +272,22 @@ def timed_layouts(rows: Sequence[Row]) -> TimedLayouts:
     )
 
 
-def numbers(rows: Sequence[Row], key: str) -> np.ndarray:
+def read_column(rows: Sequence[Row], key: str) -> np.ndarray:
     """Return a column as integers, with 1 for empty cells."""
     return np.array([int(row.line[key] or 1) for row in rows])
 
 
 @cache
-def megatron(sharded: bool, sequence_parallel: bool) -> PartitionConfig:
+def megatron_partition(sharded: bool, sequence_parallel: bool) -> PartitionConfig:
     """Return Megatron-LM's partition: layers over x, data over y, heads, hidden channels and vocabulary over z.
 
     With `sharded`, parameters are also sharded over y (FSDP). With `sequence_parallel`, activations between blocks are
     also sharded over z, along `embed`.
     """
-    split = {axis: ["z"] for axis in ("mlp", "heads", "kv_heads", "vocab")}
-    stored = {"layers": ["x"], **split} | ({"embed": ["y"]} if sharded else {})
-    active = {"batch": ["y"], **split} | ({"embed": ["z"]} if sequence_parallel else {})
-    return PartitionConfig("megatron", stored, active)
+    model_axes = {axis: ["z"] for axis in ("mlp", "heads", "kv_heads", "vocab")}
+    parameter_rules = {"layers": ["x"], **model_axes} | ({"embed": ["y"]} if sharded else {})
+    activation_rules = {"batch": ["y"], **model_axes} | ({"embed": ["z"]} if sequence_parallel else {})
+    return PartitionConfig("megatron", parameter_rules, activation_rules)
 
 
 def _megatron_flops(line: dict[str, str]) -> float:

@@ -17,9 +17,9 @@ from valkyrie.config.arguments import parse_run
 from valkyrie.search.estimate.rank import rank
 from valkyrie.search.request import parse_request
 
-LLM = ("model=gpt_1b", "model.name=llm", "model.layers=64", "model.embed=16384", "model.mlp=65536")
-LLM += ("model.feed_forward=gelu", "model.attention.heads=128", "model.attention.kv_heads=128", "batch=256")
-GPT3 = ("model=gpt3_175b", "batch=1024")
+LLM_OVERRIDES = ("model=gpt_1b", "model.name=llm", "model.layers=64", "model.embed=16384", "model.mlp=65536")
+LLM_OVERRIDES += ("model.feed_forward=gelu", "model.attention.heads=128", "model.attention.kv_heads=128", "batch=256")
+GPT3_OVERRIDES = ("model=gpt3_175b", "batch=1024")
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Layout:
 PAIRS: Sequence[tuple[str, Sequence[str], float, Layout, Layout]] = (
     (
         "LLM",
-        LLM,
+        LLM_OVERRIDES,
         2.3,
         Layout("8x8x8", "2d_tp", {"x": 64, "y": 8, "z": 1}),
         Layout("4x8x16", "2d_tp", {"x": 16, "y": 32, "z": 1}),
     ),
     (
         "GPT-3",
-        GPT3,
+        GPT3_OVERRIDES,
         1.2,
         Layout("4x8x16", "pp_2d_tp", {"z": 16, "w": 4, "x": 1, "y": 8}),
         Layout("8x8x8", "pp_2d_tp", {"z": 8, "w": 1, "x": 8, "y": 8}),
@@ -51,25 +51,25 @@ PAIRS: Sequence[tuple[str, Sequence[str], float, Layout, Layout]] = (
 
 def main() -> None:
     """Print the published and estimated speedup of the first layout of each pair."""
-    for name, model, published, fast, slow in PAIRS:
-        times = [estimate(model, layout) for layout in (fast, slow)]
+    for name, overrides, published_speedup, fast, slow in PAIRS:
+        steps_s = [estimate_step_s(overrides, layout) for layout in (fast, slow)]
         print(
-            f"{name}: {fast.shape} {published} times faster than {slow.shape}, estimated {times[1] / times[0]:.2f} "
-            f"({times[0]:.2f} s and {times[1]:.2f} s a step)"
+            f"{name}: {fast.shape} {published_speedup} times faster than {slow.shape}, "
+            f"estimated {steps_s[1] / steps_s[0]:.2f} ({steps_s[0]:.2f} s and {steps_s[1]:.2f} s a step)"
         )
 
 
-def estimate(model: Sequence[str], layout: Layout) -> float:
+def estimate_step_s(overrides: Sequence[str], layout: Layout) -> float:
     """Return the shortest estimate of a layout over placements and microbatches, in seconds per step.
 
-    `model` are overrides that select the model. Raises ValueError if the layout is illegal.
+    `overrides` select the model. Raises ValueError if the layout is illegal.
     """
-    run = parse_run(["mode=search", f"target=v4-{layout.shape}", "precision=bf16_mixed", "remat=full", *model])
+    run = parse_run(["mode=search", f"target=v4-{layout.shape}", "precision=bf16_mixed", "remat=full", *overrides])
     space = parse_request(run).space()
-    for one in rank(run, space).for_partition(layout.partition):
-        sizes = one.group.candidates.sizes
-        if all(int(sizes[axis][one.index]) == n for axis, n in layout.sizes.items()):
-            return one.step_s
+    for estimated in rank(run, space).for_partition(layout.partition):
+        sizes = estimated.group.candidates.sizes
+        if all(int(sizes[axis][estimated.index]) == n for axis, n in layout.sizes.items()):
+            return estimated.step_s
     raise ValueError(f"{layout} is no legal layout")
 
 

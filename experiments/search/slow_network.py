@@ -39,14 +39,14 @@ from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.estimate.space import enumerate_layouts
 from valkyrie.search.measure.figures_file import describe_figures, read_figures
 
-FILE = Path(__file__).with_name("measured_slow_network.csv")
-KEPT = Path(__file__).with_name("slow_network_figures.json")
-HOSTS, NETWORK, PORT = 4, "10.77.0", 8476
-LIMIT_S = 180
-WORK = ("model=gpt_tiny", "precision=float32", "remat=none")
+MEASURED_FILE = Path(__file__).with_name("measured_slow_network.csv")
+STORED_FIGURES_FILE = Path(__file__).with_name("slow_network_figures.json")
+HOSTS, NETWORK_PREFIX, PORT = 4, "10.77.0", 8476
+TIME_LIMIT_S = 180
+WORK_OVERRIDES = ("model=gpt_tiny", "precision=float32", "remat=none")
 BATCHES = (16,)
 """Sequences per step. One table is printed for each."""
-_HELD = 'mount --bind "$0" /etc/hosts && echo ready && exec cat'
+_NAMESPACE_COMMAND = 'mount --bind "$0" /etc/hosts && echo ready && exec cat'
 """Command that keeps a namespace alive. It exits when its stdin is closed."""
 
 
@@ -56,13 +56,13 @@ class Network:
 
     process: subprocess.Popen[str]
 
-    def inside(self, command: str) -> list[str]:
+    def command_inside(self, command: str) -> list[str]:
         """Return `command` as a list of arguments that runs it in this network."""
         return ["nsenter", "--target", str(self.process.pid), "--net", "--mount", *command.split()]
 
     def run(self, command: str) -> None:
         """Run a command in this network. Raises CalledProcessError if it fails."""
-        subprocess.run(self.inside(command), check=True)
+        subprocess.run(self.command_inside(command), check=True)
 
 
 def main() -> None:
@@ -71,38 +71,40 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s that each process may send")
     parser.add_argument("--most", type=int, default=0, help="measure at most so many layouts; 0: all")
-    asked, console = parser.parse_args(), Console(width=130, highlight=False)
-    if asked.measure:
-        with slow_network(asked.rate) as networks:
-            figures = measure_figures(networks, KEPT)
+    args, console = parser.parse_args(), Console(width=130, highlight=False)
+    if args.measure:
+        with slow_network(args.rate) as networks:
+            figures = measure_figures(networks, STORED_FIGURES_FILE)
             console.print(describe_figures(figures), soft_wrap=True)
             rows = [
                 row
                 for batch in BATCHES
-                for row in measure_layouts(networks, layouts(figures, batch), batch, asked.most, console)
+                for row in measure_layouts(networks, estimate_layouts(figures, batch), batch, args.most, console)
             ]
-        with FILE.open("w", newline="") as file:
+        with MEASURED_FILE.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
     for batch in BATCHES:
-        show(batch, kept(batch), console)
+        print_table(batch, read_measured(batch), console)
 
 
-def kept(batch: int) -> list[tuple[str, float, float]]:
+def read_measured(batch: int) -> list[tuple[str, float, float]]:
     """Return each measured layout with its current estimate and its measured median, both in seconds."""
-    estimates = {name(layout): layout.step_s for layout in layouts(read_figures(KEPT), batch)}
-    with FILE.open() as file:
+    estimates = {
+        layout_name(layout): layout.step_s for layout in estimate_layouts(read_figures(STORED_FIGURES_FILE), batch)
+    }
+    with MEASURED_FILE.open() as file:
         rows = [row for row in csv.DictReader(file) if row["batch"] == str(batch)]
     return [(row["layout"], estimates[row["layout"]], float(row["measured_s"])) for row in rows]
 
 
-def layouts(figures: ChipConfig, batch: int) -> list[EstimatedLayout]:
+def estimate_layouts(figures: ChipConfig, batch: int) -> list[EstimatedLayout]:
     """Return the layouts that are legal on `HOSTS` devices, without pipelines, ordered from the shortest estimate.
 
     The estimates are computed from `figures`, the measured speeds of the devices and the network.
     """
-    run = parse_run(["mode=show", *WORK, f"batch={batch}"])
+    run = parse_run(["mode=show", *WORK_OVERRIDES, f"batch={batch}"])
     target = TargetConfig(f"cpu{HOSTS}", "cpu", figures, chips=HOSTS, hosts=HOSTS)
     partitions = [p for p in read_group("partition", PartitionConfig) if not p.name.startswith("pp")]
     return list(rank(run, enumerate_layouts(run, [target], partitions, (), microbatches=1)))
@@ -116,17 +118,17 @@ def slow_network(rate_mbit: float) -> Iterator[list[Network]]:
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bridge = stack.enter_context(_network(Path("/etc/hosts")))
+        bridge = stack.enter_context(create_network(Path("/etc/hosts")))
         bridge.run("ip link add bridge type bridge")
         bridge.run("ip link set bridge up")
         networks = []
         for i in range(HOSTS):
-            hosts = folder / str(i)  # gloo binds to the address of the machine's host name
-            hosts.write_text(f"127.0.0.1 localhost\n{NETWORK}.{i + 1} {socket.gethostname()}\n")
-            network = stack.enter_context(_network(hosts))
+            hosts_file = folder / str(i)  # gloo binds to the address of the machine's host name
+            hosts_file.write_text(f"127.0.0.1 localhost\n{NETWORK_PREFIX}.{i + 1} {socket.gethostname()}\n")
+            network = stack.enter_context(create_network(hosts_file))
             bridge.run(f"ip link add host{i} type veth peer name eth0 netns {network.process.pid}")
             bridge.run(f"ip link set host{i} master bridge up")
-            network.run(f"ip addr add {NETWORK}.{i + 1}/24 dev eth0")
+            network.run(f"ip addr add {NETWORK_PREFIX}.{i + 1}/24 dev eth0")
             for device in ("eth0", "lo"):
                 network.run(f"ip link set {device} up")
             network.run(f"tc qdisc add dev eth0 root tbf rate {rate_mbit}mbit burst 64kb latency 100ms")
@@ -135,9 +137,9 @@ def slow_network(rate_mbit: float) -> Iterator[list[Network]]:
 
 
 @contextmanager
-def _network(hosts: Path) -> Iterator[Network]:
-    """Yield a network without devices. Its processes read the file `hosts` as /etc/hosts."""
-    command = ["unshare", "--net", "--mount", "sh", "-c", _HELD, str(hosts)]
+def create_network(hosts_file: Path) -> Iterator[Network]:
+    """Yield a network without devices. Its processes read the file `hosts_file` as /etc/hosts."""
+    command = ["unshare", "--net", "--mount", "sh", "-c", _NAMESPACE_COMMAND, str(hosts_file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
@@ -145,7 +147,7 @@ def _network(hosts: Path) -> Iterator[Network]:
         yield Network(process)  # on exit, Popen closes its stdin, which ends the process
 
 
-def why_unavailable() -> str | None:
+def unavailable_reason() -> str | None:
     """Return the reason that no slow network can be created on this machine, or None if it can."""
     if missing := [tool for tool in ("unshare", "nsenter", "ip", "tc") if not shutil.which(tool)]:
         return f"{missing[0]} is not installed"
@@ -159,7 +161,9 @@ def why_unavailable() -> str | None:
 def measure_figures(networks: Sequence[Network], file: Path) -> ChipConfig:
     """Measure the speeds of the devices and the network with `mode=figures`, and store its result as `file`."""
     with tempfile.TemporaryDirectory() as folder:
-        run_together(networks, ["mode=figures", f"target=cpu{HOSTS}", f"mesh={HOSTS}x1x1", *WORK, f"runs={folder}"])
+        run_together(
+            networks, ["mode=figures", f"target=cpu{HOSTS}", f"mesh={HOSTS}x1x1", *WORK_OVERRIDES, f"runs={folder}"]
+        )
         shutil.copyfile(Path(folder) / "timed" / FIGURES_FILE, file)
     return read_figures(file)
 
@@ -173,36 +177,44 @@ def measure_layouts(
     measures about that many layouts, evenly spaced. The layout with the shortest estimate and the one measured as the
     fastest are then measured twice more in alternation.
     """
-    layouts = estimates[:: max(len(estimates) // most, 1)] if most else estimates
+    estimate_layouts = estimates[:: max(len(estimates) // most, 1)] if most else estimates
     seconds = {}
-    for layout in layouts:
-        seconds[name(layout)] = [step_s(networks, layout, batch)]
+    for layout in estimate_layouts:
+        seconds[layout_name(layout)] = [measure_step_s(networks, layout, batch)]
         console.print(
-            f"{name(layout)}: estimated {layout.step_s:.3f} s, measured {seconds[name(layout)][0]:.3f} s", markup=False
+            f"{layout_name(layout)}: estimated {layout.step_s:.3f} s, measured {seconds[layout_name(layout)][0]:.3f} s",
+            markup=False,
         )
-    best = min(layouts, key=lambda layout: seconds[name(layout)][0])
-    for layout in [layouts[0], best] * 2 if best is not layouts[0] else []:
-        seconds[name(layout)].append(step_s(networks, layout, batch))
+    best = min(estimate_layouts, key=lambda layout: seconds[layout_name(layout)][0])
+    for layout in [estimate_layouts[0], best] * 2 if best is not estimate_layouts[0] else []:
+        seconds[layout_name(layout)].append(measure_step_s(networks, layout, batch))
     return [
         {
             "batch": str(batch),
-            "layout": name(layout),
-            "measured_s": f"{np.median(seconds[name(layout)]):.4f}",
-            "times": str(len(seconds[name(layout)])),
+            "layout": layout_name(layout),
+            "measured_s": f"{np.median(seconds[layout_name(layout)]):.4f}",
+            "times": str(len(seconds[layout_name(layout)])),
         }
-        for layout in layouts
+        for layout in estimate_layouts
     ]
 
 
-def name(layout: EstimatedLayout) -> str:
+def layout_name(layout: EstimatedLayout) -> str:
     """Return the overrides of a layout in one line, without target, remat and placement."""
     return " ".join(o for o in layout.candidate.overrides[1:] if not o.startswith(("remat=", "mesh.placement=")))
 
 
-def step_s(networks: Sequence[Network], layout: EstimatedLayout, batch: int) -> float:
+def measure_step_s(networks: Sequence[Network], layout: EstimatedLayout, batch: int) -> float:
     """Return the median seconds per step of a layout, run by a process in each network."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["mode=measure", "mode.repeats=5", *WORK, f"batch={batch}", *name(layout).split(), f"runs={folder}"]
+        arguments = [
+            "mode=measure",
+            "mode.repeats=5",
+            *WORK_OVERRIDES,
+            f"batch={batch}",
+            *layout_name(layout).split(),
+            f"runs={folder}",
+        ]
         run_together(networks, arguments)
         return json.loads((Path(folder) / "timed" / MEASURE_FILE).read_text())["step"]["step_s"]
 
@@ -212,12 +224,12 @@ def run_together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
 
     Raises RuntimeError with the output of a failed process.
     """
-    shared = [*arguments, "name=timed", f"distributed.coordinator={NETWORK}.1:{PORT}"]
+    shared = [*arguments, "name=timed", f"distributed.coordinator={NETWORK_PREFIX}.1:{PORT}"]
     command = " ".join([sys.executable, "-m", "valkyrie.cli.train", *shared, f"distributed.processes={len(networks)}"])
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(
-            network.inside(f"{command} distributed.process={i}"),
+            network.command_inside(f"{command} distributed.process={i}"),
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -226,7 +238,7 @@ def run_together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
         for i, network in enumerate(networks)
     ]
     try:
-        errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+        errors = [process.communicate(timeout=TIME_LIMIT_S)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -237,7 +249,7 @@ def run_together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
         raise RuntimeError(f"{' '.join(arguments)} failed:\n{failed[0][-2000:]}")
 
 
-def show(batch: int, rows: Sequence[tuple[str, float, float]], console: Console) -> None:
+def print_table(batch: int, rows: Sequence[tuple[str, float, float]], console: Console) -> None:
     """Print all layouts, and by how much the search's choice and the median layout are slower than the fastest one."""
     table = Table("layout", "estimated", "measured", "slower than the best")
     names, estimated, measured = [row[0] for row in rows], *np.array([row[1:] for row in rows]).T

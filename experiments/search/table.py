@@ -35,39 +35,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for flag in ("--fit", "--ship", "--each"):
         parser.add_argument(flag, action="store_true")
-    asked, console = parser.parse_args(), Console(width=140, highlight=False)
-    alike: dict[str, list[tuple[dict[str, Any], Run]]] = defaultdict(list)
+    args, console = parser.parse_args(), Console(width=140, highlight=False)
+    groups: dict[str, list[tuple[dict[str, Any], Run]]] = defaultdict(list)
     for row in read_rows():
         run = parse_run(row["overrides"])
-        alike[repr((row["space"], run.config.partition, run.config.remat))].append((row, run))
-    known = {key: compiled_of(pairs) for key, pairs in alike.items() if any(row["step_s"] for row, _ in pairs)}
-    names = FITTED_CONSTANTS if asked.fit else ()
-    estimates = {id(one): e for one, e in cross_validate(list(known.values()), Efficiency(), names)}
-    steps: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
-    needs: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
-    for key, pairs in alike.items():
+        groups[repr((row["space"], run.config.partition, run.config.remat))].append((row, run))
+    timed_groups = {
+        key: stack_compiled(pairs) for key, pairs in groups.items() if any(row["step_s"] for row, _ in pairs)
+    }
+    names = FITTED_CONSTANTS if args.fit else ()
+    estimates = {
+        id(timed): seconds for timed, seconds in cross_validate(list(timed_groups.values()), Efficiency(), names)
+    }
+    step_estimates: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
+    memory_estimates: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
+    for key, pairs in groups.items():
         rows = [row for row, _ in pairs]
         layouts = stack_runs([run for _, run in pairs])
-        need = MemoryEstimator(pairs[0][1], layouts).estimate(pairs[0][1].config.remat).total
-        needs[rows[0]["space"]] += zip(rows, map(float, need), strict=True)
-        if key in known:
+        memory = MemoryEstimator(pairs[0][1], layouts).estimate(pairs[0][1].config.remat).total
+        memory_estimates[rows[0]["space"]] += zip(rows, map(float, memory), strict=True)
+        if key in timed_groups:
             compiled = [row for row in rows if row["step_s"]]
-            steps[rows[0]["space"]] += zip(compiled, map(float, estimates[id(known[key])]), strict=True)
-    console.print(table_of(steps, needs))
-    if asked.each:
-        for pairs in steps.values():
+            step_estimates[rows[0]["space"]] += zip(compiled, map(float, estimates[id(timed_groups[key])]), strict=True)
+    console.print(make_table(step_estimates, memory_estimates))
+    if args.each:
+        for pairs in step_estimates.values():
             for row, estimate in pairs:
                 ratio = estimate / row["step_s"]
                 console.print(
                     f"{row['space']} {row['layout']}: {1e3 * row['step_s']:.1f} ms, estimated {ratio:.2f} of it"
                 )
-    if asked.fit:
-        console.print(fit_constants(list(known.values()), Efficiency(), names))
-    if asked.ship:
-        ship(steps, needs)
+    if args.fit:
+        console.print(fit_constants(list(timed_groups.values()), Efficiency(), names))
+    if args.ship:
+        write_errors(step_estimates, memory_estimates)
 
 
-def compiled_of(pairs: list[tuple[dict[str, Any], Run]]) -> TimedLayouts:
+def stack_compiled(pairs: list[tuple[dict[str, Any], Run]]) -> TimedLayouts:
     """Stack layouts of one partition and remat with their compiled step times. Leaves out those without a step time.
 
     The `family` is the space of the layouts, so that cross-validation leaves out a whole space at a time.
@@ -76,55 +80,57 @@ def compiled_of(pairs: list[tuple[dict[str, Any], Run]]) -> TimedLayouts:
     return timed_layouts([run for _, run in compiled], [row["step_s"] for row, _ in compiled], compiled[0][0]["space"])
 
 
-def table_of(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> Table:
+def make_table(step_estimates: dict[str, list[Any]], memory_estimates: dict[str, list[Any]]) -> Table:
     """Return the table that compares estimated with compiled step times and memory, by space."""
     table = Table()
     columns = ("layouts", "Spearman", "mean error", "median", "worst", "regret", "memory median", "verdicts right")
     columns += ("funnel's regret", "compiles", "of the time")
     for name in ("space", *columns):
         table.add_column(name, justify="left" if name == "space" else "right")
-    for space in needs:
-        compiled, estimated = (np.array(v) for v in zip(*((r["step_s"], e) for r, e in steps[space]), strict=True))
+    for space in memory_estimates:
+        compiled, estimated = (
+            np.array(v) for v in zip(*((r["step_s"], e) for r, e in step_estimates[space]), strict=True)
+        )
         errors = np.abs(estimated / compiled - 1)
-        peaks = [(e, r["peak"]) for r, e in needs[space] if r["peak"]]
-        verdicts = [(e <= r["usable"]) == (r["status"] == "ok") for r, e in needs[space]]
+        peaks = [(e, r["peak"]) for r, e in memory_estimates[space] if r["peak"]]
+        verdicts = [(e <= r["usable"]) == (r["status"] == "ok") for r, e in memory_estimates[space]]
         regret = compiled[np.argmin(estimated)] / compiled.min() - 1
         values = [f"{spearmanr(compiled, estimated).statistic:.3f}"]
         values += [f"{100 * f(errors):.1f}%" for f in (np.mean, np.median, np.max)] + [f"{100 * regret:.1f}%"]
         values.append(f"{100 * np.median([abs(e / p - 1) for e, p in peaks]):.1f}%")
-        funnel = funnel_of(steps[space], [row for row, _ in needs[space]])
-        table.add_row(space, str(len(needs[space])), *values, f"{sum(verdicts)} of {len(verdicts)}", *funnel)
+        funnel = simulate_funnel(step_estimates[space], [row for row, _ in memory_estimates[space]])
+        table.add_row(space, str(len(memory_estimates[space])), *values, f"{sum(verdicts)} of {len(verdicts)}", *funnel)
     return table
 
 
-def funnel_of(pairs: list[tuple[dict[str, Any], float]], every: list[dict[str, Any]]) -> list[str]:
+def simulate_funnel(pairs: list[tuple[dict[str, Any], float]], all_rows: list[dict[str, Any]]) -> list[str]:
     """Simulate a search that compiles the shortest estimates first, until no other layout can be faster.
 
     Returns table cells: the regret, the number of compiles, and their share of the time of compiling all layouts.
     """
-    best, spent, count = float("inf"), 0.0, 0
+    best_s, spent_s, count = float("inf"), 0.0, 0
     for row, estimate in sorted(pairs, key=lambda pair: pair[1]):
-        if estimate * estimate_errors().low > best:
+        if estimate * estimate_errors().low > best_s:
             break
-        best, spent, count = min(best, row["step_s"]), spent + row["compile_s"], count + 1
-    regret = best / min(row["step_s"] for row, _ in pairs) - 1
-    share = spent / sum(row["compile_s"] for row in every)
-    return [f"{100 * regret:.1f}%", f"{count} of {len(every)}", f"{100 * share:.0f}%"]
+        best_s, spent_s, count = min(best_s, row["step_s"]), spent_s + row["compile_s"], count + 1
+    regret = best_s / min(row["step_s"] for row, _ in pairs) - 1
+    share = spent_s / sum(row["compile_s"] for row in all_rows)
+    return [f"{100 * regret:.1f}%", f"{count} of {len(all_rows)}", f"{100 * share:.0f}%"]
 
 
-def ship(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> None:
+def write_errors(step_estimates: dict[str, list[Any]], memory_estimates: dict[str, list[Any]]) -> None:
     """Write the error intervals of the estimates, as ratios of compiled to estimated values.
 
     The intervals contain 90% of the step times and 50% of the memory peaks.
     """
-    ratios = [row["step_s"] / estimate for pairs in steps.values() for row, estimate in pairs]
-    peaks = [row["peak"] / estimate for pairs in needs.values() for row, estimate in pairs if row["peak"]]
-    told: dict[str, Any] = {"rows": len(ratios), "spaces": len(steps)}
-    for prefix, values, beyond in (("", ratios, 0.05), ("memory_", peaks, 0.25)):
-        low, high = (float(np.quantile(values, share)) for share in (beyond, 1 - beyond))
-        told |= {f"{prefix}low": low, f"{prefix}high": high}
-        told[f"{prefix}median"] = float(np.median(np.abs(np.array(values) - 1)))
-    rounded = {key: round(value, 3) for key, value in told.items()}
+    ratios = [row["step_s"] / estimate for pairs in step_estimates.values() for row, estimate in pairs]
+    peaks = [row["peak"] / estimate for pairs in memory_estimates.values() for row, estimate in pairs if row["peak"]]
+    errors: dict[str, Any] = {"rows": len(ratios), "spaces": len(step_estimates)}
+    for prefix, values, tail in (("", ratios, 0.05), ("memory_", peaks, 0.25)):
+        low, high = (float(np.quantile(values, share)) for share in (tail, 1 - tail))
+        errors |= {f"{prefix}low": low, f"{prefix}high": high}
+        errors[f"{prefix}median"] = float(np.median(np.abs(np.array(values) - 1)))
+    rounded = {key: round(value, 3) for key, value in errors.items()}
     write_atomic(Path(FILE), json.dumps(rounded, indent=1) + "\n")
 
 
