@@ -122,6 +122,17 @@ def compiled_by(
     return compiles
 
 
+def test_a_wrong_flag_of_libtpu_ends_the_search(search: Callable[..., Finished], monkeypatch) -> None:
+    reason = "LIBTPU_INIT_ARGS=--xla_foo=1: libtpu has no flag xla_foo. Change the variable, or unset it."
+
+    def refuse(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
+        return plan.to_trial(Status.refused, reason, "2026-01-01T00:00:00+00:00", 1.0)
+
+    monkeypatch.setattr(compiling, "compile_trial", refuse)
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        search("partition=fsdp", "mesh=2x2x2")
+
+
 def test_search_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
     listed = make_shortlist(request)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from valkyrie.config.modes import COMPILE_FILE, settings_for
 from valkyrie.config.run import Run
+from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.records import RecordError
@@ -211,6 +212,8 @@ def compile_best(
             overrides = " ".join(layout.candidate.overrides)
             compiles.why = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
             return
+        if trial.status is Status.refused and str(trial.reason).startswith(LIBTPU_FLAGS):
+            raise ValueError(trial.reason)  # a wrong flag refuses every layout alike
         longest = max(longest, time.monotonic() - start)
         compiles.done.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
         on_result(compiles.done[-1], compiles)
