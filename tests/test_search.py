@@ -25,12 +25,12 @@ from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, rank_layout, rank_layouts, show, train_command
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
+from valkyrie.search.baselines import FASTEST_FSDP, PAPER_RULE, Baseline, find_baselines, format_comparison
 from valkyrie.search.compile.prediction import MemoryReport, read_prediction
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.folder import request_digest, save_answer
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.rivals import FASTEST_FSDP, PAPER_RULE, Rival, format_comparison, rivals_on
 from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition, shortlist, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
@@ -286,11 +286,11 @@ def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
     compiles.done.append(CompiledLayout(slow, compiler(plan, lambda: None)))
     rows = rank_layouts(request, listed, compiles, 10)
     assert (rows[0].stage.value, rows[0].overrides) == ("estimate", fast.candidate.overrides)
-    comparison = format_comparison(Rival(FASTEST_FSDP, slow), compiles, rows[0])
+    comparison = format_comparison(Baseline(FASTEST_FSDP, slow), compiles, rows[0])
     assert "(by estimate)" in comparison and f"{slow.step_s / fast.step_s:.2f} times " in comparison
     compiler.steps[tuple(slow.candidate.overrides)] *= 3
     corrected = CompiledLayouts([CompiledLayout(slow, compiler(plan, lambda: None))])
-    comparison = format_comparison(Rival(FASTEST_FSDP, slow), corrected, rows[0])
+    comparison = format_comparison(Baseline(FASTEST_FSDP, slow), corrected, rows[0])
     assert f"{3 * slow.step_s / fast.step_s:.2f} times " in comparison
 
 
@@ -365,20 +365,22 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
     assert len(set(layouts)) == len(layouts) == 10
 
 
-def rivals_of(*arguments: str) -> dict[str, tuple[list[str] | None, str]]:
+def describe_baselines(*arguments: str) -> dict[str, tuple[list[str] | None, str]]:
     """Return the baselines on the last slice of a search, by name.
 
     Each is a pair: the overrides of target, mesh and partition, or None, and the reason if there is no such layout.
     """
     request = parse_request(parse_run(["mode=search", "model=gpt_tiny", "precision=bf16_mixed", *arguments]))
-    rivals = rivals_on(request, rank(request.run, request.space()), request.targets[-1])
-    return {rival.name: (rival.layout and rival.layout.candidate.overrides[:3], rival.why) for rival in rivals}
+    baselines = find_baselines(request, rank(request.run, request.space()), request.targets[-1])
+    return {b.name: (b.layout and b.layout.candidate.overrides[:3], b.why) for b in baselines}
 
 
 def test_baselines_are_for_one_slice() -> None:
-    rivals = rivals_of("target=v4-64", "model=gpt_1b", "batch=64", "partition.zero1=false", "mode.targets=[v4-8,v4-64]")
-    assert rivals[PAPER_RULE][0] == ["target=v4-64", "mesh=4x4x2", "partition=2d_tp"]
-    assert rivals[FASTEST_FSDP][0] == ["target=v4-64", "mesh=32x1x1", "partition=fsdp"]
+    baselines = describe_baselines(
+        "target=v4-64", "model=gpt_1b", "batch=64", "partition.zero1=false", "mode.targets=[v4-8,v4-64]"
+    )
+    assert baselines[PAPER_RULE][0] == ["target=v4-64", "mesh=4x4x2", "partition=2d_tp"]
+    assert baselines[FASTEST_FSDP][0] == ["target=v4-64", "mesh=32x1x1", "partition=fsdp"]
 
 
 @pytest.mark.parametrize(
@@ -397,7 +399,7 @@ def test_baselines_are_for_one_slice() -> None:
 def test_an_excluded_baseline_is_omitted_and_others_have_a_reason(
     arguments: Sequence[str], expected: dict[str, str]
 ) -> None:
-    assert {name: why for name, (_, why) in rivals_of(*arguments).items()} == expected
+    assert {name: why for name, (_, why) in describe_baselines(*arguments).items()} == expected
 
 
 def test_slices_that_cannot_be_compiled_for_do_not_stop_the_others(
@@ -508,7 +510,7 @@ def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: Scaled
     assert best is not None and best.estimate.ranked_s == min(entry.estimate.ranked_s for entry in compiles.done)
     rows = rank_layouts(request, make_shortlist(request), compiles, 10)
     slower = next(entry for entry in compiles.done if entry is not best)
-    compared = format_comparison(Rival(FASTEST_FSDP, slower.estimate), compiles, rows[0])
+    compared = format_comparison(Baseline(FASTEST_FSDP, slower.estimate), compiles, rows[0])
     assert f"{slower.estimate.ranked_s / best.estimate.ranked_s:.2f} times as long per token" in compared
 
 
@@ -520,8 +522,8 @@ def test_a_mesh_in_the_command_is_the_only_one() -> None:
     step_s = {tuple(entry.candidate.overrides): entry.step_s for entry in rank(every.run, every.space())}
     known = [entry for entry in layouts if tuple(entry.candidate.overrides) in step_s]
     assert known and all(entry.step_s == step_s[tuple(entry.candidate.overrides)] for entry in known)
-    rivals = rivals_on(named, rank(named.run, named.space()), named.targets[0])
-    assert [rival.name for rival in rivals] == [FASTEST_FSDP]
+    baselines = find_baselines(named, rank(named.run, named.space()), named.targets[0])
+    assert [baseline.name for baseline in baselines] == [FASTEST_FSDP]
     ((idle, _),) = make_request("mesh=1x4x2", "partition=dp", "partition.activations.batch=[z]").space().refused.items()
     assert (idle.code, idle.mesh_axes, idle.mesh_sizes) == (ProblemCode.idle_mesh_axis, ("y",), (4,))
 

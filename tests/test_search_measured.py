@@ -23,6 +23,7 @@ from valkyrie.precision import DType
 from valkyrie.search import local_devices, measuring
 from valkyrie.search.answer import rank_layouts
 from valkyrie.search.answer_record import Stage
+from valkyrie.search.baselines import FASTEST_FSDP, Baseline, format_comparison
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, plan_compile
 from valkyrie.search.estimate.efficiency import chip_efficiency
@@ -38,7 +39,6 @@ from valkyrie.search.measuring import (
     rank_measured,
 )
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.rivals import FASTEST_FSDP, Rival, format_comparison
 from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition, shortlist
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
@@ -164,14 +164,19 @@ def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.
     rows = rank_measured(
         request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
     )
-    rival = measures.timed[1].estimate
-    assert measures.step_s(rival) == pytest.approx(2 * rival.step_s)
-    line = format_comparison(Rival(FASTEST_FSDP, rival), CompiledLayouts(), rows[0], measures.step_s(rival))
-    assert f"(measured), {rival.step_s / measures.timed[0].estimate.step_s:.2f} times as long as the best;" in line
+    baseline_layout = measures.timed[1].estimate
+    assert measures.step_s(baseline_layout) == pytest.approx(2 * baseline_layout.step_s)
+    line = format_comparison(
+        Baseline(FASTEST_FSDP, baseline_layout), CompiledLayouts(), rows[0], measures.step_s(baseline_layout)
+    )
+    assert (
+        f"(measured), {baseline_layout.step_s / measures.timed[0].estimate.step_s:.2f} times as long as the best;"
+        in line
+    )
     other = make_shortlist(request).fitting[-1]
     assert measures.step_s(other) is None
     assert "(by estimate)" in format_comparison(
-        Rival(FASTEST_FSDP, other), CompiledLayouts(), rows[0], measures.step_s(other)
+        Baseline(FASTEST_FSDP, other), CompiledLayouts(), rows[0], measures.step_s(other)
     )
 
 
@@ -198,17 +203,17 @@ def compiled(request: SearchRequest, entry: EstimatedLayout, factor: float, fold
 def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=1")
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
-    best, rival = measures.timed[0].estimate, make_shortlist(request).fitting[-1]
-    compiles = CompiledLayouts([compiled(request, rival, 5.0, tmp_path)])
+    best, baseline_layout = measures.timed[0].estimate, make_shortlist(request).fitting[-1]
+    compiles = CompiledLayouts([compiled(request, baseline_layout, 5.0, tmp_path)])
     (row, *_) = rank_measured(
         request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
     )
-    line = format_comparison(Rival(FASTEST_FSDP, rival), compiles, row)
-    times = rival.step_s / sum(row.parts_s.values())
+    line = format_comparison(Baseline(FASTEST_FSDP, baseline_layout), compiles, row)
+    times = baseline_layout.step_s / sum(row.parts_s.values())
     assert f"(by estimate), {times:.2f} times" in line
     compiles.done.append(compiled(request, best, 4.0, tmp_path))
-    line = format_comparison(Rival(FASTEST_FSDP, rival), compiles, row)
-    assert f"(by compile), {5 * rival.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
+    line = format_comparison(Baseline(FASTEST_FSDP, baseline_layout), compiles, row)
+    assert f"(by compile), {5 * baseline_layout.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
     (row,) = rank_measured(request, [], measures, compiles)
     assert (row.stage, row.memory) == (Stage.measure, 2**30), "a measured layout without a row keeps its compiled peak"
     failed = MeasuredTrials([replace(measures.done[0], trial=replace(measures.done[0].trial, status=Status.failed))])

@@ -248,11 +248,12 @@ def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
 
 
 def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int | None = 40) -> str:
-    """Continue a prompt with a trained run by at most `tokens` tokens. Returns the new text without the prompt.
+    """Generate up to `tokens` tokens that continue `prompt`, with a trained model. Returns the text without the prompt.
 
-    Uses the run of `resume=` or `name=`, or else the latest. Each token is sampled from the `top_k` most likely ones,
-    or from all if `top_k` is None. `temperature=0` always takes the most likely token. Raises ValueError if there is no
-    run.
+    The run's `resume` or `name` setting selects the checkpoint's run folder. If neither is set, the run with the newest
+    checkpoint is used. Each token is sampled from the `top_k` most likely ones, or from all if `top_k` is None.
+    `temperature=0` always takes the most likely token. Raises ValueError if no trained run is found or a sampling
+    argument is invalid.
     """
     _require_run("generate", run)
     from valkyrie.train.prepare import check_sampling

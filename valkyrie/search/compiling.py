@@ -149,7 +149,7 @@ class BudgetOver(BaseException):
 def compile_best(
     request: SearchRequest,
     shortlisted: Shortlist,
-    rivals: Callable[[TargetConfig], Sequence[EstimatedLayout]],
+    find_baseline_layouts: Callable[[TargetConfig], Sequence[EstimatedLayout]],
     folder: Path,
     limit: int,
     compiles: CompiledLayouts,
@@ -168,8 +168,9 @@ def compile_best(
     Args:
         request: The search.
         shortlisted: Layouts that may be the best.
-        rivals: Returns the layouts to compare with on a slice. Those on the slice of the best layout are compiled next,
-            however slow their estimates, once all kinds and numbers of chips have a compile and a layout fits.
+        find_baseline_layouts: Returns the baseline layouts for a slice, to which the best layout will be compared. Once
+            a layout fits and each kind and number of chips has been tried, the baselines on the best layout's slice are
+            compiled next, even if their estimates are slow.
         folder: Folder of the search. Layouts in its records are not compiled again.
         limit: Largest number of compiles.
         compiles: Receives the results. Those that it already has count towards `limit`.
@@ -189,8 +190,10 @@ def compile_best(
     while True:
         possible = [layout for layout in waiting if compiles.may_fit(layout) and not compiles.beats(layout)]
         best = None if compiles.on_uncompiled_chips(possible) else compiles.best(request)
-        # Rivals wait until each kind of chip has a layout and one fits: with a short budget, these matter more.
-        required = [] if best is None else [r for r in rivals(best.target) if compiles.get(r.candidate) is None]
+        # Baselines wait until each kind of chip has a layout and one fits: with a short budget, these matter more.
+        required = (
+            [] if best is None else [b for b in find_baseline_layouts(best.target) if compiles.get(b.candidate) is None]
+        )
         layout = required[0] if required else _pick_next(request, possible, compiles)
         lower_bound = min((request.cost(other, _lower_bound_s(other, compiles)) for other in possible), default=0.0)
         if layout is None:

@@ -22,6 +22,7 @@ from valkyrie.report.search import explain_command
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
+from valkyrie.search.baselines import baseline_layouts, find_baselines, format_comparison
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, add_recorded, compile_best, compile_run
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.runs import WiderHeads, wider_heads
@@ -38,7 +39,6 @@ from valkyrie.search.measuring import (
     rank_measured,
 )
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.rivals import format_comparison, rival_layouts, rivals_on
 from valkyrie.search.shortlist import Shortlist, chip_name, shortlist
 from valkyrie.search.tuning import tune_best
 from valkyrie.sweep.members import join_multirun
@@ -196,11 +196,11 @@ def _remarks(
     lines = []
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append("Plain FSDP is the best layout found.")
-    for rival in rivals_on(request, ranked, _target_slice(best, request)):
-        if rival.layout is not None and rival.layout.candidate == best.candidate:
+    for baseline in find_baselines(request, ranked, _target_slice(best, request)):
+        if baseline.layout is not None and baseline.layout.candidate == best.candidate:
             continue
-        measured_s = None if rival.layout is None else measured.step_s(rival.layout)
-        lines.append(format_comparison(rival, compiles, best, measured_s))
+        measured_s = None if baseline.layout is None else measured.step_s(baseline.layout)
+        lines.append(format_comparison(baseline, compiles, best, measured_s))
     if (wider := _wider_heads(request, best, shortlisted)) is not None:
         lines.append(str(wider))
     return lines
@@ -232,8 +232,8 @@ def _compile(
     compiles: CompiledLayouts,
     console: Console,
 ) -> int:
-    def rivals(target: TargetConfig) -> list[EstimatedLayout]:
-        return rival_layouts(rivals_on(request, ranked, target))
+    def find_baseline_layouts(target: TargetConfig) -> list[EstimatedLayout]:
+        return baseline_layouts(find_baselines(request, ranked, target))
 
     limit = request.mode.compiles
     add_recorded(request, [*shortlisted.fitting, *shortlisted.doubtful], folder, compiles)
@@ -279,7 +279,7 @@ def _compile(
             best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
             status.update(escape(text + best_so_far))
 
-        compile_best(request, shortlisted, rivals, folder, limit, compiles, print_result, show_progress)
+        compile_best(request, shortlisted, find_baseline_layouts, folder, limit, compiles, print_result, show_progress)
     console.print(f"{len(compiles.done)} compiled: {compiles.why}", markup=False, soft_wrap=True)
     if compiles.done:
         return 0 if compiles.best(request) is not None else NO_STEP_TIME

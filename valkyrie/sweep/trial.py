@@ -295,9 +295,9 @@ def _malformed_line(why: str) -> ValueError:
 
 
 def drop_unknown(value: Any) -> Any:
-    """Return JSON values without unknown entries of objects: None, empty objects, and numbers that are not finite.
+    """Remove entries that are None, empty objects or non-finite numbers from JSON objects, recursively.
 
-    Lists keep all their items, but numbers that are not finite become None.
+    Lists keep their length: non-finite numbers in them become None.
     """
     if isinstance(value, dict):
         known_items = {key: drop_unknown(item) for key, item in value.items()}

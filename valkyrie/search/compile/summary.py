@@ -141,8 +141,8 @@ def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
 def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
     """Return the activations that a run saves for its backward pass, and those that it recomputes.
 
-    The seconds of a recomputed activation are the total of the recomputed operations in `costs` with its name in their
-    scope. They include the operations of other activations that are recomputed only to obtain this one.
+    The time of a recomputed activation is the sum over the recomputed operations in `costs` that have the activation's
+    name in their scope. It includes the time of activations that are recomputed only as its inputs.
     """
     saved, remat = saved_bytes(run), run.config.remat
     recomputed_costs = [

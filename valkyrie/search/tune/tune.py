@@ -211,7 +211,10 @@ class _Tuner:
                 break
 
     def try_implementations(self, alternatives: Sequence[tuple[str, Enum]]) -> None:
-        """Try each implementation with the best options."""
+        """Try each alternative, a (model setting, value) pair, on top of the best settings so far.
+
+        Adopts it if the step gets shorter by at least `MIN_GAIN`.
+        """
         for key, value in alternatives:
             self._attempt(_Move({}, {key: value}), 1)
 

@@ -19,7 +19,7 @@ FASTEST_FSDP = "fastest fsdp layout"
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """A baseline for the search: the layout with the shortest estimate among those of one kind that fit.
 
     If there is none, `layout` is None and `why` has the reason.
@@ -30,31 +30,31 @@ class Rival:
     why: str = ""
 
 
-def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> list[Rival]:
+def find_baselines(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> list[Baseline]:
     """Return the baselines on a slice: the TPU v4 paper's rule, and the fastest `fsdp` layout.
 
     The rule is left out if the torus does not have three axes, or if the command sets a mesh. Each baseline is left out
     if the search does not include its partition (`2d_tp` or `fsdp`).
     """
     partitions, ranked_here = {partition.name for partition in request.partitions}, ranked.for_target(target.name)
-    rivals = []
+    baselines = []
     torus = parse_shape(target.topology) or () if get_platform(target.platform).has_torus else ()
     if "2d_tp" in partitions and len(torus) == 3 and request.mesh is None:
-        rivals.append(
+        baselines.append(
             _fastest(PAPER_RULE, (layout for layout in ranked_here.for_partition("2d_tp") if _matches_torus(layout)))
         )
     if "fsdp" in partitions:
-        rivals.append(_fastest(FASTEST_FSDP, ranked_here.for_partition("fsdp")))
-    return rivals
+        baselines.append(_fastest(FASTEST_FSDP, ranked_here.for_partition("fsdp")))
+    return baselines
 
 
-def _fastest(name: str, layouts: Iterator[EstimatedLayout] | Ranking) -> Rival:
+def _fastest(name: str, layouts: Iterator[EstimatedLayout] | Ranking) -> Baseline:
     why = "no legal layout"
     for layout in layouts:
         if layout.fits:
-            return Rival(name, layout)
+            return Baseline(name, layout)
         why = "no layout fits"
-    return Rival(name, None, why)
+    return Baseline(name, None, why)
 
 
 def _matches_torus(layout: EstimatedLayout) -> bool:
@@ -66,23 +66,23 @@ def _matches_torus(layout: EstimatedLayout) -> bool:
     return sorted(sizes) == sorted(parse_shape(layout.group.target.topology) or ()) and sizes[2] == min(sizes)
 
 
-def rival_layouts(rivals: Sequence[Rival]) -> list[EstimatedLayout]:
-    """Return the layouts of all rivals for which a layout fits."""
-    return [rival.layout for rival in rivals if rival.layout is not None]
+def baseline_layouts(baselines: Sequence[Baseline]) -> list[EstimatedLayout]:
+    """Return the layouts of the baselines that have one."""
+    return [baseline.layout for baseline in baselines if baseline.layout is not None]
 
 
 def format_comparison(
-    rival: Rival, compiles: CompiledLayouts, best: RankedLayout, measured_s: float | None = None
+    baseline: Baseline, compiles: CompiledLayouts, best: RankedLayout, measured_s: float | None = None
 ) -> str:
-    """Format the speedup of the best layout over a rival. `measured_s` is the rival's measured step time or None.
+    """Format the speedup of the best layout over a baseline. `measured_s` is the baseline's measured step time or None.
 
     Compares measured times if both layouts have one, otherwise compiled times if both have one, otherwise estimates,
     which are corrected as in the table.
-    For a rival without a layout, or with one that failed to compile, the line has the reason instead.
+    For a baseline without a layout, or with one that failed to compile, the line has the reason instead.
     """
-    name, layout = rival.name, rival.layout
+    name, layout = baseline.name, baseline.layout
     if layout is None:
-        return f"{name}: {rival.why}"
+        return f"{name}: {baseline.why}"
     # With a searched batch, times are compared per token.
     scale = (best.candidate.batch or 1) / (layout.batch or 1)
     as_long = "as long" if layout.batch is None else "as long per token"
@@ -102,10 +102,8 @@ def format_comparison(
         return (
             f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times {as_long} as the best; {description}"
         )
-    rival_s, estimated_best_s = layout.step_s, sum(best.parts_s.values())
+    baseline_s, estimated_best_s = layout.step_s, sum(best.parts_s.values())
     if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
-        rival_s, estimated_best_s = compiles.corrected_s(layout), best_s or best.step_s
-    times = scale * rival_s / estimated_best_s
-    return (
-        f"{name}: {duration(rival_s)} (by estimate), {times:.2f} times {as_long} as the best by estimate; {description}"
-    )
+        baseline_s, estimated_best_s = compiles.corrected_s(layout), best_s or best.step_s
+    times = scale * baseline_s / estimated_best_s
+    return f"{name}: {duration(baseline_s)} (by estimate), {times:.2f} times {as_long} as the best by estimate; {description}"
