@@ -25,7 +25,7 @@ from runs import SINGLE, TINY, command
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints
 from valkyrie.cli import predict
 from valkyrie.cli.parser import output_error
-from valkyrie.compiled.dumped import MAX_BYTES, read_dumped
+from valkyrie.compiled.dumped import MAX_FILE_BYTES, read_dumped
 from valkyrie.config.mistakes import refuse_typos
 from valkyrie.config.refusals import unknown_key
 from valkyrie.paths import DiskError
@@ -136,7 +136,7 @@ def test_predict_refuses_to_overwrite_inputs_and_negative_numbers(
 
 def test_an_implausibly_large_module_is_not_read(tmp_path: Path):
     with (tmp_path / "step.hlo").open("wb") as file:
-        file.truncate(MAX_BYTES + 1)
+        file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(ValueError, match="too large for a module"):
         read_dumped(tmp_path / "step.hlo")
 

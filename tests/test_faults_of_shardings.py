@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import valkyrie
 from machines import needs_libtpu
-from valkyrie.compiled.collectives import cause
+from valkyrie.compiled.collectives import find_cause
 from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import parse
 from valkyrie.compiled.shards import match_shard
@@ -164,7 +164,7 @@ def test_narrow_products_are_found_by_their_time() -> None:
     shape = struct(mesh, (8, 512, 64), DATA)
     program = checked(mesh, jax.jit(scores), (shape, shape))
     (product,) = program.local_products
-    cost = Cost(PartKind.matmul, (), *cause(product.operation), 1.0, 0.8)
+    cost = Cost(PartKind.matmul, (), *find_cause(product.operation), 1.0, 0.8)
     program = replace(program, replay=Replay(1.0, [], 0.0, 0.0, [], [cost], [], []))
     found = faults(program)
     assert found.keys() == {FaultCode.padding}

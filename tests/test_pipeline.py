@@ -19,7 +19,7 @@ from helpers import (
     small_run,
     two_steps,
 )
-from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.hlo import parse
 from valkyrie.parallel.partition import PipelineSchedule, RoleKind
 from valkyrie.parallel.pipeline import SEND_SCOPE
@@ -86,7 +86,7 @@ def test_a_compiled_step_has_the_sends_of_the_formula(overrides: tuple[str, ...]
     arguments = ("mesh=1x1x4", "partition=pp", "microbatches=8", "batch=32", "model.layers=8", "seq=16", *overrides)
     run = small_run("gpt_tiny", *arguments)
     module = parse(serialised_module(make_program(run).compile_step()))
-    uses = [use for use in traffic(module, run.config.mesh.axes) if SEND_SCOPE in use.op_name]
+    uses = [use for use in collective_uses(module, run.config.mesh.axes) if SEND_SCOPE in use.op_name]
     assert {(use.kind, use.mesh_axes) for use in uses} == {("collective-permute", ("z",))}
     pipeline = run.layout.pipeline
     assert pipeline is not None

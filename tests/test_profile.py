@@ -11,7 +11,7 @@ import pytest
 
 from helpers import compose_run, make_batch, make_program
 from runs import TINY
-from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.communication import CollectiveTime
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.search.measure import profile
@@ -96,7 +96,7 @@ def test_a_real_trace_has_every_run_of_every_collective():
         if event.op in collectives:
             seen[collectives[event.op].label, collectives[event.op].kind] += 1
     expected: Counter[tuple[str, str]] = Counter()
-    for use in traffic(module, AXES):
+    for use in collective_uses(module, AXES):
         expected[",".join(use.mesh_axes), use.kind] += round(use.calls * 8 * STEPS)
     assert seen == expected and len(expected) > 3
     assert {event.device for event in events} == {f"/host:CPU/{i}" for i in range(8)}

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from machines import CHIPS, machine, torus
-from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import Links, Transfer
@@ -111,7 +111,7 @@ def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():
     )
     named = 'metadata={op_name="gradient" source_file="step.py" source_line=7}'
     module = program(f"  ROOT f = f32[256,1024] fusion(a), kind=kCustom, calls=scatter, {named}\n", head)
-    for (use,) in (played(module).collectives, traffic(module, {"x": 4, "y": 4, "z": 4})):
+    for (use,) in (played(module).collectives, collective_uses(module, {"x": 4, "y": 4, "z": 4})):
         assert use.kind == "reduce-scatter" and use.bytes_sent == 0.75 * BYTES
         assert (use.op_name, use.source) == ("gradient", "step.py:7"), "the all-reduce inside has no name of its own"
 
@@ -230,7 +230,7 @@ def test_the_longest_branch_is_used_and_noted():
 
 
 def test_bytes_are_counted_for_any_backend_without_a_machine():
-    (use,) = traffic(program(RUN, HEAD + LESS + LOOP), {"x": 4, "y": 4, "z": 4})
+    (use,) = collective_uses(program(RUN, HEAD + LESS + LOOP), {"x": 4, "y": 4, "z": 4})
     assert (use.kind, use.mesh_axes, use.calls) == ("all-reduce", ("x",), 10)
     assert use.bytes_sent == 10 * 2 * 0.75 * BYTES and use.busy_s == 0 and not use.torus_axes
 
@@ -242,7 +242,7 @@ def test_bytes_are_counted_for_cpu_programs():
     b = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=columns)
     done = jax.jit(lambda a, b: a @ b, out_shardings=rows).lower(a, b).compile()
     module = parse(serialised_module(done))
-    (use,) = traffic(module, {"x": 2, "y": 4})
+    (use,) = collective_uses(module, {"x": 2, "y": 4})
     assert (use.kind, use.mesh_axes, use.calls) == ("all-reduce", ("y",), 1)
     assert use.bytes_sent == 2 * 3 / 4 * (32 * 128 * 4)
     assert use.source.split(":")[0].endswith("test_replay.py")

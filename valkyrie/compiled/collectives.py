@@ -24,7 +24,7 @@ KINDS = (
 )
 """Opcodes of collectives, without `-start`."""
 
-FUSED = "async_collective_fusion_config"
+FUSED_CONFIG_KEY = "async_collective_fusion_config"
 """Key in the configuration of a collective that is fused into matrix products."""
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 """Custom calls that mark the fusions in which a collective starts and ends. Fusions in between execute parts of it."""
@@ -82,8 +82,8 @@ class CollectiveUse:
         self.bytes_sent += times * other.bytes_sent
         self.busy_s += times * other.busy_s
         self.exposed_s += times * other.exposed_s
-        for axis, sent in other.bytes_by_torus_axis.items():
-            self.bytes_by_torus_axis[axis] = self.bytes_by_torus_axis.get(axis, 0.0) + times * sent
+        for axis, bytes_sent in other.bytes_by_torus_axis.items():
+            self.bytes_by_torus_axis[axis] = self.bytes_by_torus_axis.get(axis, 0.0) + times * bytes_sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +96,8 @@ class Collective:
         op_name: Name of the JAX operation that caused it.
         source: File and line of that operation.
         bytes_sent: Bytes that one device sends.
-        full_bytes: Bytes of a group's whole array, as in `payload`. For a permute and for collectives between slices,
-            the bytes of one device's operand.
+        full_bytes: Bytes of a group's whole array, as in `min_bytes_sent`. For a permute and for collectives between
+            slices, the bytes of one device's operand.
         groups: Indices [groups, members] into the flattened devices of the mesh or of one slice; None for a permute and
             for collectives between slices.
         pairs: (source, target) indices [pairs, 2] of a permute, or None for other collectives.
@@ -126,7 +126,7 @@ class Collective:
         return CollectiveUse(self.kind, self.mesh_axes, torus_axes, self.op_name, self.source)
 
 
-def payload(kind: str, full_bytes: float, members: int) -> float:
+def min_bytes_sent(kind: str, full_bytes: float, members: int) -> float:
     """Return the bytes that each of `members` devices sends in a collective.
 
     These are the bytes of a ring, the minimum for each kind (TPU v4 paper, arXiv 2304.01433; scaling book).
@@ -171,18 +171,18 @@ class CollectiveReader:
     """
 
     def __init__(self, module: Module, mesh_axes: dict[str, int], slices: Sequence[int] | None = None) -> None:
-        shape = tuple(mesh_axes.values())
-        devices = math.prod(shape)
+        mesh_shape = tuple(mesh_axes.values())
+        device_count = math.prod(mesh_shape)
         if slices is None:
-            slices = [device // module.partitions for device in range(devices)]
-        mask = slice_mask(slices, module.partitions)
-        slice_by_position = np.asarray(slices).reshape(shape)
-        places = np.stack(np.unravel_index(np.arange(devices), shape), axis=-1)
+            slices = [device // module.partitions for device in range(device_count)]
+        in_first_slice = slice_mask(slices, module.partitions)
+        slice_by_position = np.asarray(slices).reshape(mesh_shape)
+        mesh_coords = np.stack(np.unravel_index(np.arange(device_count), mesh_shape), axis=-1)
         self._module = module
         self._axes = mesh_axes
         self._slices = len(np.unique(slice_by_position))
         self._slice_axes = tuple(name for d, name in enumerate(mesh_axes) if np.diff(slice_by_position, axis=d).any())
-        self._places = places if mask is None else places[mask]
+        self._mesh_coords = mesh_coords if in_first_slice is None else mesh_coords[in_first_slice]
         self._cache: dict[str, Collective] = {}
         self._algorithms: dict[tuple[str, bytes], Mapping[str, Any]] | None = None
 
@@ -205,24 +205,24 @@ class CollectiveReader:
             sum(o.shape.bytes for o in instruction.operands if o.shape.elements != 1 or len(o.shape.dims))
         )
         operand_bytes = operand_bytes or float(sum(o.shape.bytes for o in instruction.operands))
-        op_name, source = cause(instruction)
+        op_name, source = find_cause(instruction)
         if caller is not None and not op_name:
-            op_name, source = cause(caller)
+            op_name, source = find_cause(caller)
         if kind == "collective-permute":
             pairs = permute_pairs(instruction)
-            sent = operand_bytes if len(pairs) else 0.0
-            return Collective(kind, self._varying_axes(pairs), op_name, source, sent, operand_bytes, pairs=pairs)
-        arrays = [g for g in replica_groups(instruction, self._module.partitions) if g.shape[1] > 1]
-        if not arrays:
+            bytes_sent = operand_bytes if len(pairs) else 0.0
+            return Collective(kind, self._varying_axes(pairs), op_name, source, bytes_sent, operand_bytes, pairs=pairs)
+        group_arrays = [g for g in replica_groups(instruction, self._module.partitions) if g.shape[1] > 1]
+        if not group_arrays:
             return Collective(kind, (), op_name, source, 0.0)
-        groups = max(arrays, key=lambda g: g.shape[1])
+        groups = max(group_arrays, key=lambda g: g.shape[1])
         full_bytes = operand_bytes * groups.shape[1] if kind == "all-gather" else operand_bytes
-        sent = payload(kind, full_bytes, groups.shape[1])
+        bytes_sent = min_bytes_sent(kind, full_bytes, groups.shape[1])
         axes = self._varying_axes(groups)
         config = instruction.config
-        if FUSED in config:
+        if FUSED_CONFIG_KEY in config:
             config = self._stated_algorithms().get((kind, groups.tobytes()), config)
-        return Collective(kind, axes, op_name, source, sent, full_bytes, groups=groups, config=config)
+        return Collective(kind, axes, op_name, source, bytes_sent, full_bytes, groups=groups, config=config)
 
     def _stated_algorithms(self) -> dict[tuple[str, bytes], Mapping[str, Any]]:
         """Return the backend configurations that name an algorithm, by kind of collective and replica groups.
@@ -234,8 +234,10 @@ class CollectiveReader:
         if self._algorithms is None:
             self._algorithms = {}
             instructions = (i for c in self._module.computations for i in c.instructions if collective_kind(i.opcode))
-            with_algorithm = [i for i in instructions if "collective_algorithm_config" in i.config]
-            for i in sorted(with_algorithm, key=lambda i: i.config["collective_algorithm_config"].get("emitter", "")):
+            instructions_with_algorithm = [i for i in instructions if "collective_algorithm_config" in i.config]
+            for i in sorted(
+                instructions_with_algorithm, key=lambda i: i.config["collective_algorithm_config"].get("emitter", "")
+            ):
                 for groups in replica_groups(i, self._module.partitions):
                     self._algorithms.setdefault((collective_kind(i.opcode), groups.tobytes()), i.config)
         return self._algorithms
@@ -245,18 +247,18 @@ class CollectiveReader:
         attributes = instruction.attributes
         kind = _RUNTIME_KINDS.get(attributes.get("_xla_megascale_transfer_type", ""), "collective-permute")
         operand_bytes = float(instruction.operands[0].shape.bytes)
-        op_name, source = cause(instruction)
+        op_name, source = find_cause(instruction)
         full_bytes = operand_bytes * self._slices if kind == "all-gather" else operand_bytes
-        sent = payload(kind, full_bytes, self._slices)
-        return Collective(kind, self._slice_axes, op_name, source, sent, operand_bytes, slices=self._slices)
+        bytes_sent = min_bytes_sent(kind, full_bytes, self._slices)
+        return Collective(kind, self._slice_axes, op_name, source, bytes_sent, operand_bytes, slices=self._slices)
 
     def _varying_axes(self, groups: np.ndarray) -> tuple[str, ...]:
         """Return the mesh axes along which the members of any group, or the two devices of any pair, differ."""
         if not len(groups):
             return ()
-        places = self._places[groups]
-        differ = (places != places[:, :1]).any(axis=(0, 1))
-        return tuple(name for name, d in zip(self._axes, differ, strict=True) if d)
+        mesh_coords = self._mesh_coords[groups]
+        is_varying = (mesh_coords != mesh_coords[:, :1]).any(axis=(0, 1))
+        return tuple(name for name, d in zip(self._axes, is_varying, strict=True) if d)
 
 
 def collective_kind(opcode: str) -> str:
@@ -270,17 +272,17 @@ def is_between_slices(instruction: Instruction) -> bool:
     return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.attributes
 
 
-def cause(instruction: Instruction) -> tuple[str, str]:
+def find_cause(instruction: Instruction) -> tuple[str, str]:
     """Return (op_name, source) of an instruction or, if it has no op_name, of the nearest producer with one.
 
     Searches at most 16 producers, breadth first. If none of them has an op_name, the returned op_name is empty.
     """
     if instruction.op_name:
         return instruction.op_name, instruction.source
-    queue, seen = list(instruction.operands), 0
-    while queue and seen < 16:
+    queue, producer_count = list(instruction.operands), 0
+    while queue and producer_count < 16:
         producer = queue.pop(0)
-        seen += 1
+        producer_count += 1
         if producer.op_name:
             return producer.op_name, producer.source
         queue += producer.operands
@@ -290,25 +292,25 @@ def cause(instruction: Instruction) -> tuple[str, str]:
 def inner_collectives(computation: Computation) -> list[Instruction]:
     """Return the collectives in a computation, including nested computations."""
     if computation.collectives is None:
-        direct = [i for i in computation.instructions if collective_kind(i.opcode)]
-        callers = (i for i in computation.instructions if i.opcode in ("fusion", "call", "async-start"))
-        computation.collectives = direct + [
-            i for caller in callers for c in caller.called for i in inner_collectives(c)
+        direct_collectives = [i for i in computation.instructions if collective_kind(i.opcode)]
+        calling_instructions = (i for i in computation.instructions if i.opcode in ("fusion", "call", "async-start"))
+        computation.collectives = direct_collectives + [
+            i for caller in calling_instructions for c in caller.called for i in inner_collectives(c)
         ]
     return computation.collectives
 
 
 def wrapped_collectives(target: str, computation: Computation) -> list[Instruction]:
     """Return the collectives that are operands of custom calls with this target, including those in nested fusions."""
-    wrapped = [
+    direct_collectives = [
         operand
         for i in computation.instructions
         if i.opcode == "custom-call" and i.target == target
         for operand in i.operands
         if collective_kind(operand.opcode)
     ]
-    nested = (c for i in computation.instructions if i.opcode == "fusion" for c in i.called)
-    return wrapped + [i for c in nested for i in wrapped_collectives(target, c)]
+    nested_computations = (c for i in computation.instructions if i.opcode == "fusion" for c in i.called)
+    return direct_collectives + [i for c in nested_computations for i in wrapped_collectives(target, c)]
 
 
 def fused_kind(fusion: Instruction, inner: Instruction) -> str:
@@ -317,12 +319,12 @@ def fused_kind(fusion: Instruction, inner: Instruction) -> str:
     An all-reduce counts as a reduce-scatter if the fusion returns only a part of the reduced array.
     """
     kind = collective_kind(inner.opcode)
-    returned = max((leaf.elements for leaf in fusion.shape.leaves), default=0)
-    whole = max((o.shape.elements for o in inner.operands), default=0)
-    return "reduce-scatter" if kind == "all-reduce" and returned < whole else kind
+    returned_elements = max((leaf.elements for leaf in fusion.shape.leaves), default=0)
+    operand_elements = max((o.shape.elements for o in inner.operands), default=0)
+    return "reduce-scatter" if kind == "all-reduce" and returned_elements < operand_elements else kind
 
 
-def traffic(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
+def collective_uses(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
     """Return the collectives that one device runs per step, grouped by kind, axes and source, most bytes first.
 
     Works for any backend. Loops with an unknown trip count are counted once, and the branches of a conditional are
@@ -334,35 +336,37 @@ def traffic(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
     """
     reader = CollectiveReader(module, mesh_axes)
     uses: dict[tuple[object, ...], CollectiveUse] = {}
-    _collect(module.entry, 1.0, reader, uses)
+    _add_computation_uses(module.entry, 1.0, reader, uses)
     return sorted(uses.values(), key=lambda use: -use.bytes_sent)
 
 
-def _collect(
+def _add_computation_uses(
     computation: Computation, calls: float, reader: CollectiveReader, uses: dict[tuple[object, ...], CollectiveUse]
 ) -> None:
     for instruction in computation.instructions:
         if instruction.opcode == "while":
             count = trip_count(instruction)
-            _collect(condition_and_body(instruction)[1], calls * (1 if count is None else count), reader, uses)
+            _add_computation_uses(
+                condition_and_body(instruction)[1], calls * (1 if count is None else count), reader, uses
+            )
         elif instruction.opcode == "conditional":
             for branch in instruction.called:
-                _collect(branch, calls / len(instruction.called), reader, uses)
+                _add_computation_uses(branch, calls / len(instruction.called), reader, uses)
         elif is_between_slices(instruction):
-            _add(reader.read_between_slices(instruction), calls, uses)
+            _add_use(reader.read_between_slices(instruction), calls, uses)
         elif collective_kind(instruction.opcode):
-            _add(reader.read(instruction), calls, uses)
+            _add_use(reader.read(instruction), calls, uses)
         elif instruction.opcode in ("fusion", "call", "async-start"):
             for called in instruction.called:
                 started = wrapped_collectives(ASYNC_START, called)
                 for inner in inner_collectives(called):
-                    if FUSED in inner.config and inner not in started:
+                    if FUSED_CONFIG_KEY in inner.config and inner not in started:
                         continue
                     kind = fused_kind(instruction, inner) if instruction.opcode == "fusion" else None
-                    _add(reader.read(inner, kind, instruction), calls, uses)
+                    _add_use(reader.read(inner, kind, instruction), calls, uses)
 
 
-def _add(collective: Collective, calls: float, uses: dict[tuple[object, ...], CollectiveUse]) -> None:
+def _add_use(collective: Collective, calls: float, uses: dict[tuple[object, ...], CollectiveUse]) -> None:
     use = collective.empty_use()
     use = uses.setdefault(use.key, use)
     use.calls += calls

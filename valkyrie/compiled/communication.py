@@ -71,7 +71,7 @@ class Communication:
     @property
     def by_mesh_axes(self) -> dict[tuple[str, ...], float]:
         """`bytes_by_mesh_axes` as a dict from mesh axes to bytes."""
-        return {over.mesh_axes: over.bytes for over in self.bytes_by_mesh_axes}
+        return {entry.mesh_axes: entry.bytes for entry in self.bytes_by_mesh_axes}
 
     @property
     def by_label(self) -> dict[str, float]:
@@ -111,14 +111,14 @@ def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple
     """
     if trace is None or not trace.times or not trace.step_s or step_s is None:
         return ()
-    seconds: dict[tuple[str, ...], float] = {}
-    for time in trace.times:
-        seconds[time.mesh_axes] = seconds.get(time.mesh_axes, 0.0) + time.seconds
-    shares = {axes: total / trace.step_s for axes, total in seconds.items()}
-    whole = max(1.0, sum(shares.values()))
-    seconds_by_axes = {axes: share / whole * step_s for axes, share in shares.items()}
+    traced_s_by_axes: dict[tuple[str, ...], float] = {}
+    for collective in trace.times:
+        traced_s_by_axes[collective.mesh_axes] = traced_s_by_axes.get(collective.mesh_axes, 0.0) + collective.seconds
+    shares = {axes: traced_s / trace.step_s for axes, traced_s in traced_s_by_axes.items()}
+    share_sum = max(1.0, sum(shares.values()))
+    seconds_by_axes = {axes: share / share_sum * step_s for axes, share in shares.items()}
     remainder = StepPart(PartKind.rest, (), max(0.0, step_s - sum(seconds_by_axes.values())))
-    return (*(StepPart(PartKind.collectives, axes, part) for axes, part in seconds_by_axes.items()), remainder)
+    return (*(StepPart(PartKind.collectives, axes, seconds) for axes, seconds in seconds_by_axes.items()), remainder)
 
 
 def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,25 +126,35 @@ def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns newer values unchanged. Raises AttributeError, TypeError or ValueError for malformed values.
     """
-    sent = results.get("communication")
-    if not isinstance(sent, dict) or not isinstance(sizes := sent.get("bytes_by_mesh_axes", {}), dict):
+    communication = results.get("communication")
+    if not isinstance(communication, dict) or not isinstance(
+        sizes := communication.get("bytes_by_mesh_axes", {}), dict
+    ):
         return dict(results)
     by_axes = [{"mesh_axes": parse_axes(axes), "bytes": size} for axes, size in sizes.items()]
-    new = {**results, "communication": sent | {"bytes_by_mesh_axes": by_axes, "collectives": sent.get("causes", [])}}
-    if "collective_note" in sent or "collective_s" in sent:
-        by_kind = sent.get("collective_s")
+    upgraded = {
+        **results,
+        "communication": communication
+        | {"bytes_by_mesh_axes": by_axes, "collectives": communication.get("causes", [])},
+    }
+    if "collective_note" in communication or "collective_s" in communication:
+        seconds_by_kind = communication.get("collective_s")
         times = (
             None
-            if by_kind is None
+            if seconds_by_kind is None
             else [
                 {"kind": kind, "mesh_axes": parse_axes(axes), "seconds": seconds}
-                for axes, kinds in by_kind.items()
+                for axes, kinds in seconds_by_kind.items()
                 for kind, seconds in kinds.items()
             ]
         )
         # Files without the time of traced steps count overlapping collectives twice.
-        new["trace"] = {"times": times, "note": sent.get("collective_note"), "step_s": sent.get("traced_step_s")}
-    return new
+        upgraded["trace"] = {
+            "times": times,
+            "note": communication.get("collective_note"),
+            "step_s": communication.get("traced_step_s"),
+        }
+    return upgraded
 
 
 def sum_communication(uses: Iterable[CollectiveUse], sending_s: float | None = None) -> Communication:
@@ -152,16 +162,16 @@ def sum_communication(uses: Iterable[CollectiveUse], sending_s: float | None = N
 
     `sending_s`: Seconds during which any collective is in progress, or None if unknown.
     """
-    by_mesh: dict[tuple[str, ...], float] = defaultdict(float)
-    by_torus: dict[str, float] = defaultdict(float)
-    by_kind: dict[str, float] = defaultdict(float)
-    records, exposed = [], 0.0
+    bytes_by_mesh_axes: dict[tuple[str, ...], float] = defaultdict(float)
+    bytes_by_torus_axis: dict[str, float] = defaultdict(float)
+    bytes_by_kind: dict[str, float] = defaultdict(float)
+    records, exposed_s = [], 0.0
     for use in sorted(uses, key=lambda u: -u.bytes_sent):
-        by_mesh[use.mesh_axes] += use.bytes_sent
-        by_kind[use.kind] += use.bytes_sent
-        for axis, sent in use.bytes_by_torus_axis.items():
-            by_torus[axis] += sent
-        exposed += use.exposed_s
+        bytes_by_mesh_axes[use.mesh_axes] += use.bytes_sent
+        bytes_by_kind[use.kind] += use.bytes_sent
+        for axis, bytes_sent in use.bytes_by_torus_axis.items():
+            bytes_by_torus_axis[axis] += bytes_sent
+        exposed_s += use.exposed_s
         records.append(
             CollectiveRecord(
                 kind=use.kind,
@@ -176,11 +186,11 @@ def sum_communication(uses: Iterable[CollectiveUse], sending_s: float | None = N
             )
         )
     return Communication(
-        bytes=sum(by_mesh.values(), 0.0),
-        bytes_by_mesh_axes=tuple(AxesBytes(axes, sent) for axes, sent in by_mesh.items()),
-        bytes_by_torus_axis=dict(by_torus),
-        bytes_by_kind=dict(by_kind),
+        bytes=sum(bytes_by_mesh_axes.values(), 0.0),
+        bytes_by_mesh_axes=tuple(AxesBytes(axes, bytes_sent) for axes, bytes_sent in bytes_by_mesh_axes.items()),
+        bytes_by_torus_axis=dict(bytes_by_torus_axis),
+        bytes_by_kind=dict(bytes_by_kind),
         sending_s=sending_s,
-        exposed_s=exposed,
+        exposed_s=exposed_s,
         collectives=tuple(records),
     )

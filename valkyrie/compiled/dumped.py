@@ -27,13 +27,13 @@ HOW_TO_DUMP = (
     "FOLDER/*.after_optimizations.hlo.pb, or save compiled.as_text()"
 )
 """How to dump the scheduled module of any JAX program."""
-MAX_BYTES = 2 * 2**30
+MAX_FILE_BYTES = 2 * 2**30
 """Maximum size of a file in bytes. Protos are limited to 2 GiB; the HLO text of a large model has a few hundred MiB."""
-_REPLICAS = re.compile(r"replica_count=(\d+)")
-_PARTITIONS = re.compile(r"num_partitions=(\d+)")
-_ENTRY = re.compile(r"^\s*ENTRY\b", re.MULTILINE)
+_REPLICAS_PATTERN = re.compile(r"replica_count=(\d+)")
+_PARTITIONS_PATTERN = re.compile(r"num_partitions=(\d+)")
+_ENTRY_PATTERN = re.compile(r"^\s*ENTRY\b", re.MULTILINE)
 _GPU_TARGETS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
-_CMEM = 3
+_CMEM_SPACE = 3
 """ID of the memory space CMEM, which only v4 chips have."""
 _LARGE_PRODUCT_FLOPS = 1e9
 """Minimum FLOPs of the matrix products that are compared with a chip's peak."""
@@ -62,20 +62,20 @@ def read_dumped(path: Path) -> DumpedModule:
         raise ValueError(f"{path} does not exist.")
     if path.is_dir():
         raise ValueError(f"{path} is a folder. Use one of the *.after_optimizations.txt or .hlo.pb files in it.")
-    if (size := path.stat().st_size) > MAX_BYTES:
+    if (size := path.stat().st_size) > MAX_FILE_BYTES:
         raise ValueError(f"{path} is too large for a module ({size / 2**30:.1f} GiB). {HOW_TO_DUMP}.")
-    raw = path.read_bytes()
-    if not raw.strip():
+    content = path.read_bytes()
+    if not content.strip():
         raise ValueError(f"{path} is empty. {HOW_TO_DUMP}.")
-    if raw.startswith(b"ML\xefR") or raw.lstrip().startswith((b"module @", b"module attributes", b"#loc")):
+    if content.startswith(b"ML\xefR") or content.lstrip().startswith((b"module @", b"module attributes", b"#loc")):
         raise ValueError(f"{path} is StableHLO, the program before compilation. {HOW_TO_DUMP}.")
-    if raw.lstrip().startswith(b"HloModule"):
-        module, devices, memory = _read_text(path, raw.decode(errors="replace").lstrip())
+    if content.lstrip().startswith(b"HloModule"):
+        module, devices, memory = _read_text(path, content.decode(errors="replace").lstrip())
     else:
-        module, devices, memory = _read_proto(path, raw)
+        module, devices, memory = _read_proto(path, content)
     _check_replayable(path, module)
-    arguments = sum(p.shape.padded_bytes for p in module.entry.parameters.values() if _is_in_hbm(p))
-    return DumpedModule(module, devices, memory, arguments)
+    argument_bytes = sum(p.shape.padded_bytes for p in module.entry.parameters.values() if _is_in_hbm(p))
+    return DumpedModule(module, devices, memory, argument_bytes)
 
 
 def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle: float, name: str) -> None:
@@ -93,21 +93,21 @@ def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle
         name: Name of the module, for the message.
     """
     instructions = [i for i in module.instructions.values() if i.cycles is not None]
-    products = [
+    product_rates = [
         (product_flops(i) / i.cycles, i) for i in instructions if i.cycles and product_flops(i) >= _LARGE_PRODUCT_FLOPS
     ]
-    split = any(b'"megacore_config"' in i.message.backend_config for i in instructions)
-    cmem = any(leaf.memory == _CMEM for i in module.instructions.values() for leaf in i.shape.leaves)
+    is_split = any(b'"megacore_config"' in i.message.backend_config for i in instructions)
+    uses_cmem = any(leaf.memory == _CMEM_SPACE for i in module.instructions.values() for leaf in i.shape.leaves)
     evidence = None
-    if cmem and chip != "v4":
+    if uses_cmem and chip != "v4":
         evidence = "it uses arrays in CMEM, which only v4 chips have"
-    elif split and not megacore:
+    elif is_split and not megacore:
         evidence = "its operations are split over two cores, as on v4 and v5p"
-    elif products and megacore and not split:
+    elif product_rates and megacore and not is_split:
         evidence = f"its products are not split over the two cores of {chip} chips"
-    elif fast := [i for rate, i in products if rate > 1.1 * flops_per_cycle]:
-        times = max(rate for rate, _ in products) / flops_per_cycle
-        evidence = f"{fast[0].name} would run {times:.1f} times as fast as the peak of {chip}"
+    elif too_fast := [i for rate, i in product_rates if rate > 1.1 * flops_per_cycle]:
+        rate_ratio = max(rate for rate, _ in product_rates) / flops_per_cycle
+        evidence = f"{too_fast[0].name} would run {rate_ratio:.1f} times as fast as the peak of {chip}"
     if evidence:
         raise ValueError(f"{name} was not compiled for {chip}: {evidence}. Use the slice that it was compiled for.")
 
@@ -123,16 +123,16 @@ def fastest_product_rate(module: Module, flops_per_cycle: float) -> float | None
 
 
 def _read_text(path: Path, text: str) -> tuple[Module, int | None, ProgramMemory | None]:
-    head = text.partition("\n")[0]
-    if (replicas := _REPLICAS.search(head)) and int(replicas[1]) > 1:
+    first_line = text.partition("\n")[0]
+    if (replicas := _REPLICAS_PATTERN.search(first_line)) and int(replicas[1]) > 1:
         raise ValueError(_replicas_message(path, int(replicas[1])))
-    if _ENTRY.search(text) is None:  # XLA's parser would use the last computation instead
+    if _ENTRY_PATTERN.search(text) is None:  # XLA's parser would use the last computation instead
         raise ValueError(f"{path} is incomplete: it has no ENTRY computation. {HOW_TO_DUMP}.")
     try:
         module = parse(text)
     except Exception as error:  # XLA's parser raises several types
         raise ValueError(f"{path} is not HLO text, or is incomplete{_parser_detail(error)}. {HOW_TO_DUMP}.") from None
-    partitions = _PARTITIONS.search(head)
+    partitions = _PARTITIONS_PATTERN.search(first_line)
     return module, int(partitions[1]) if partitions else 1, None
 
 
@@ -143,17 +143,17 @@ def _parser_detail(error: Exception) -> str:
     return f": {detail[:200].rstrip('.')}" if detail else ""
 
 
-def _read_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemory | None]:
+def _read_proto(path: Path, content: bytes) -> tuple[Module, int | None, ProgramMemory | None]:
     memory = None
     try:
-        message = dump_class().FromString(raw)
+        message = dump_class().FromString(content)
         if message.module.computations:
             memory = _program_memory(message.memory.allocations)
-            raw = message.module.SerializeToString()
+            content = message.module.SerializeToString()
     except DecodeError:
         pass  # not a HloProto: try a HloModuleProto next
     try:
-        module = parse(raw)
+        module = parse(content)
     except (DecodeError, KeyError, IndexError, ValueError):
         raise ValueError(
             f"{path} is neither HLO text nor a serialised HloProto or HloModuleProto, or is incomplete. {HOW_TO_DUMP}."
@@ -176,11 +176,13 @@ def _program_memory(allocations: Sequence[Any]) -> ProgramMemory | None:
     Outputs that reuse arguments count as arguments.
     """
     sizes: dict[str, int] = dict.fromkeys(("arguments", "outputs", "temporary"), 0)
-    entries = [a for a in allocations if a.memory_space == HBM and not a.thread_local]
-    for entry in entries:
-        key = "arguments" if entry.argument else "outputs" if entry.output else "temporary"
-        sizes[key] += entry.size
-    return ProgramMemory(**sizes, aliased=0, code=0, peak=sum(sizes.values())) if entries else None
+    buffers = [
+        allocation for allocation in allocations if allocation.memory_space == HBM and not allocation.thread_local
+    ]
+    for buffer in buffers:
+        kind = "arguments" if buffer.argument else "outputs" if buffer.output else "temporary"
+        sizes[kind] += buffer.size
+    return ProgramMemory(**sizes, aliased=0, code=0, peak=sum(sizes.values())) if buffers else None
 
 
 def _is_in_hbm(instruction: Instruction) -> bool:
@@ -189,10 +191,10 @@ def _is_in_hbm(instruction: Instruction) -> bool:
 
 def _device_groups(instruction: Instruction) -> Iterator[np.ndarray]:
     message = instruction.message
-    explicit_groups = (message.iota_groups.size, message.device_list.iota.size, message.replica_groups)
+    group_fields = (message.iota_groups.size, message.device_list.iota.size, message.replica_groups)
     if instruction.opcode.startswith("collective-permute"):
         yield permute_pairs(instruction)
-    elif message.HasField("mesh_groups") or any(explicit_groups) or message.device_list.replica_groups:
+    elif message.HasField("mesh_groups") or any(group_fields) or message.device_list.replica_groups:
         yield from replica_groups(instruction, 1)
 
 
@@ -206,8 +208,8 @@ def _check_replayable(path: Path, module: Module) -> None:
         )
     if not module.scheduled:
         raise ValueError(f"{path} is not scheduled: it is the program before optimisation. {HOW_TO_DUMP}.")
-    tiled = any(leaf.tile for i in instructions for leaf in i.shape.leaves)
-    if not tiled and all(i.cycles is None for i in instructions):
+    has_tiles = any(leaf.tile for i in instructions for leaf in i.shape.leaves)
+    if not has_tiles and all(i.cycles is None for i in instructions):
         raise ValueError(
             f"{path} was compiled for a CPU, or not by XLA's TPU compiler: its arrays have no tiles and its "
             "operations no cost estimates. Compile it for a TPU slice, which needs libtpu but no TPU."

@@ -15,57 +15,64 @@ import numpy as np
 from valkyrie.compiled.hlo import Computation, Instruction, Module
 from valkyrie.compiled.loops import condition_and_body, trip_count
 
-_KERNELS = ("tpu_custom_call", "Mosaic")
+_KERNEL_TARGETS = ("tpu_custom_call", "Mosaic")
 """Custom calls that run a Pallas kernel."""
 
 
 def product_flops(instruction: Instruction) -> float:
     """Return the FLOPs of an instruction's dots and convolutions, including those in a fusion."""
     if instruction.opcode == "dot":
-        return _dot(instruction)
+        return _dot_flops(instruction)
     if instruction.opcode == "convolution":
-        return _convolution(instruction)
+        return _convolution_flops(instruction)
     if instruction.opcode in ("fusion", "call"):
         return sum(product_flops(i) for c in instruction.called for i in c.instructions)
     return 0.0
 
 
-def _dot(instruction: Instruction) -> float:
+def _dot_flops(instruction: Instruction) -> float:
     contracted = instruction.message.dot.lhs_contracting
     lhs_dims = instruction.operands[0].shape.dims
     return 2.0 * instruction.shape.elements * math.prod(lhs_dims[d] for d in contracted)
 
 
-def _convolution(instruction: Instruction) -> float:
+def _convolution_flops(instruction: Instruction) -> float:
     """Return the FLOPs of a convolution. Like XLA's HloCostAnalysis, skips window positions in the padding."""
     message = instruction.message
-    dims = message.convolution
-    image, kernel, out = instruction.operands[0].shape.dims, instruction.operands[1].shape.dims, instruction.shape.dims
+    numbers = message.convolution
+    image_dims, kernel_dims, out_dims = (
+        instruction.operands[0].shape.dims,
+        instruction.operands[1].shape.dims,
+        instruction.shape.dims,
+    )
     positions = 1
     for i, window in enumerate(message.window.dimensions):
-        positions *= _valid_positions(window, image[dims.input_spatial[i]], out[dims.output_spatial[i]])
-    features = kernel[dims.kernel_input_feature] * out[dims.output_feature]
-    batch = image[dims.input_batch] / max(message.batch_group_count, 1)
+        positions *= _valid_positions(window, image_dims[numbers.input_spatial[i]], out_dims[numbers.output_spatial[i]])
+    features = kernel_dims[numbers.kernel_input_feature] * out_dims[numbers.output_feature]
+    batch = image_dims[numbers.input_batch] / max(message.batch_group_count, 1)
     return 2.0 * features * batch * positions
 
 
-def _valid_positions(window: Any, size: int, out: int) -> int:
+def _valid_positions(window: Any, in_size: int, out_size: int) -> int:
     """Count the (output, window position) pairs that read an input element, not padding, along one dimension."""
     taps = np.arange(window.size)
     stride, dilation = max(window.stride, 1), max(window.base_dilation, 1)
-    first = taps * max(window.window_dilation, 1) - window.padding_low
-    last = (size - 1) * dilation
+    first_position = taps * max(window.window_dilation, 1) - window.padding_low
+    last_element = (in_size - 1) * dilation
     if dilation == 1:
-        low = np.maximum(-(first // stride), 0)
-        high = np.minimum((last - first) // stride, out - 1)
+        first_output = np.maximum(-(first_position // stride), 0)
+        last_output = np.minimum((last_element - first_position) // stride, out_size - 1)
     elif stride == 1:
-        low, high = -(np.maximum(-first, 0) // -1), np.minimum(last - first, out - 1)
-        low = np.maximum(low, 0) + first
-        return int(np.maximum((high + first) // dilation - -(-low // dilation) + 1, 0).sum())
+        first_output, last_output = (
+            -(np.maximum(-first_position, 0) // -1),
+            np.minimum(last_element - first_position, out_size - 1),
+        )
+        first_output = np.maximum(first_output, 0) + first_position
+        return int(np.maximum((last_output + first_position) // dilation - -(-first_output // dilation) + 1, 0).sum())
     else:
-        positions = first[:, None] + np.arange(out) * stride
-        return int(((positions >= 0) & (positions <= last) & (positions % dilation == 0)).sum())
-    return int(np.maximum(high - low + 1, 0).sum())
+        positions = first_position[:, None] + np.arange(out_size) * stride
+        return int(((positions >= 0) & (positions <= last_element) & (positions % dilation == 0)).sum())
+    return int(np.maximum(last_output - first_output + 1, 0).sum())
 
 
 class Product(NamedTuple):
@@ -93,7 +100,7 @@ def products(module: Module, mesh_axes: Mapping[str, int]) -> list[Product]:
     A product in a loop is listed once, with `calls` multiplied by the trip count, or by 1 if the trip count is unknown.
     The branches of a conditional are weighted equally. `mesh_axes` has the sizes of the mesh axes by name.
     """
-    return list(_products(module.entry, 1.0, mesh_axes))
+    return list(_iterate_products(module.entry, 1.0, mesh_axes))
 
 
 def model_flops(module: Module, mesh_axes: Mapping[str, int]) -> float | None:
@@ -101,12 +108,12 @@ def model_flops(module: Module, mesh_axes: Mapping[str, int]) -> float | None:
 
     Returns None if the program has Pallas kernels, because their FLOPs are unknown.
     """
-    if any(i.target in _KERNELS for c in module.computations for i in c.instructions):
+    if any(i.target in _KERNEL_TARGETS for c in module.computations for i in c.instructions):
         return None
     return sum(p.flops for p in products(module, mesh_axes) if "rematted_computation" not in p.instruction.op_name)
 
 
-def _products(
+def _iterate_products(
     computation: Computation, calls: float, mesh_axes: Mapping[str, int], fusion: Instruction | None = None
 ) -> Iterator[Product]:
     for instruction in computation.instructions:
@@ -115,14 +122,18 @@ def _products(
             yield Product(instruction, fusion or instruction, calls)
         elif opcode == "while":
             trips = trip_count(instruction)
-            yield from _products(condition_and_body(instruction)[1], calls * (1 if trips is None else trips), mesh_axes)
+            yield from _iterate_products(
+                condition_and_body(instruction)[1], calls * (1 if trips is None else trips), mesh_axes
+            )
         elif opcode == "conditional":
             for branch in instruction.called:
-                yield from _products(branch, calls / len(instruction.called), mesh_axes)
+                yield from _iterate_products(branch, calls / len(instruction.called), mesh_axes)
         elif opcode in ("fusion", "call", "async-start"):
-            outer = fusion or (instruction if opcode == "fusion" else None)
+            outer_fusion = fusion or (instruction if opcode == "fusion" else None)
             for called in instruction.called:
-                yield from _products(called, calls * _manual_devices(instruction, mesh_axes), mesh_axes, outer)
+                yield from _iterate_products(
+                    called, calls * _manual_devices(instruction, mesh_axes), mesh_axes, outer_fusion
+                )
 
 
 def _manual_devices(call: Instruction, mesh_axes: Mapping[str, int]) -> int:

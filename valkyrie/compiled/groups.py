@@ -27,11 +27,11 @@ def replica_groups(instruction: Instruction, partitions: int) -> list[Groups]:
         if iota.size:
             ids = np.arange(iota.groups * iota.size).reshape(tuple(iota.dimensions))
             return [ids.transpose(tuple(iota.transpose)).reshape(iota.groups, iota.size)]
-    explicit = [tuple(g.replica_ids) for g in (*message.replica_groups, *message.device_list.replica_groups)]
-    if not any(explicit):
+    listed_groups = [tuple(g.replica_ids) for g in (*message.replica_groups, *message.device_list.replica_groups)]
+    if not any(listed_groups):
         return [np.arange(partitions)[None]]
-    sizes = sorted({len(group) for group in explicit})
-    return [np.array([group for group in explicit if len(group) == size]) for size in sizes]
+    group_sizes = sorted({len(group) for group in listed_groups})
+    return [np.array([group for group in listed_groups if len(group) == size]) for size in group_sizes]
 
 
 def permute_pairs(instruction: Instruction) -> np.ndarray:
@@ -46,23 +46,25 @@ def _mesh_groups(message: Any) -> Groups:
     `message` is a protobuf message of a class created at run time (`valkyrie.compiled.schema`).
     """
     mesh, references = message.mesh, message.axes
-    sizes = [axis.size for axis in mesh.axes]
-    ids = np.array(mesh.device_ids) if mesh.device_ids else np.arange(int(np.prod(sizes)))
-    cuts: list[set[int]] = [{1, size} for size in sizes]
+    axis_sizes = [axis.size for axis in mesh.axes]
+    ids = np.array(mesh.device_ids) if mesh.device_ids else np.arange(int(np.prod(axis_sizes)))
+    cuts_by_axis: list[set[int]] = [{1, size} for size in axis_sizes]
     spans = []
     for reference in references:
-        size = sizes[reference.axis]
+        size = axis_sizes[reference.axis]
         part = (reference.sub_axis.pre_size, reference.sub_axis.size) if reference.HasField("sub_axis") else (1, size)
-        cuts[reference.axis] |= {part[0], part[0] * part[1]}
+        cuts_by_axis[reference.axis] |= {part[0], part[0] * part[1]}
         spans.append((reference.axis, part[0], part[0] * part[1]))
-    shape, starts = [], {}
-    for axis, marks in enumerate(cuts):
-        ordered = sorted(marks)
-        for low, high in zip(ordered, ordered[1:], strict=False):
-            starts[axis, low] = len(shape)
+    shape, dim_by_axis_cut = [], {}
+    for axis, axis_cuts in enumerate(cuts_by_axis):
+        sorted_cuts = sorted(axis_cuts)
+        for low, high in zip(sorted_cuts, sorted_cuts[1:], strict=False):
+            dim_by_axis_cut[axis, low] = len(shape)
             shape.append(high // low)
-        starts[axis, ordered[-1]] = len(shape)
-    group_dims = [d for axis, low, high in spans for d in range(starts[axis, low], starts[axis, high])]
+        dim_by_axis_cut[axis, sorted_cuts[-1]] = len(shape)
+    group_dims = [
+        d for axis, low, high in spans for d in range(dim_by_axis_cut[axis, low], dim_by_axis_cut[axis, high])
+    ]
     other_dims = [d for d in range(len(shape)) if d not in group_dims]
     members = int(np.prod([shape[d] for d in group_dims]))
     return ids.reshape(shape).transpose(other_dims + group_dims).reshape(-1, members)

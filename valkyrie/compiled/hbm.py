@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from valkyrie.compiled.hlo import HBM, Computation, Instruction, Shape
 
-_SLICES = {"dynamic-slice", "slice", "gather"}
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+_SLICE_OPCODES = {"dynamic-slice", "slice", "gather"}
+_UPDATE_OPERAND_INDEX = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that overwrite a part of their first operand, with the index of the operand that has the new values."""
-_PASS_THROUGH = {"bitcast", "copy", "convert", "reshape"}
-_NOT_BANDWIDTH_BOUND = {
+_PASS_THROUGH_OPCODES = {"bitcast", "copy", "convert", "reshape"}
+_NOT_BANDWIDTH_BOUND_OPCODES = {
     "copy",
     "transpose",
     "reverse",
@@ -31,10 +31,10 @@ def hbm_bytes(instruction: Instruction) -> float:
     """
     if instruction.opcode == "fusion":
         return _fusion_bytes(instruction)
-    if instruction.opcode in _SLICES:
+    if instruction.opcode in _SLICE_OPCODES:
         return _bytes_in_hbm(instruction.operands[0].shape, instruction.shape) + _bytes_in_hbm(instruction.shape)
-    if instruction.opcode in _UPDATES:
-        part = instruction.operands[_UPDATES[instruction.opcode]].shape
+    if instruction.opcode in _UPDATE_OPERAND_INDEX:
+        part = instruction.operands[_UPDATE_OPERAND_INDEX[instruction.opcode]].shape
         return _bytes_in_hbm(part) + _bytes_in_hbm(instruction.shape, part)
     return sum(_bytes_in_hbm(o.shape) for o in instruction.operands) + _bytes_in_hbm(instruction.shape)
 
@@ -46,7 +46,7 @@ def is_bandwidth_bound(instruction: Instruction) -> bool:
     """
     if instruction.opcode == "fusion":
         return all(is_bandwidth_bound(i) for i in instruction.called[0].instructions)
-    return instruction.opcode not in _NOT_BANDWIDTH_BOUND
+    return instruction.opcode not in _NOT_BANDWIDTH_BOUND_OPCODES
 
 
 def _bytes_in_hbm(array: Shape, part: Shape | None = None) -> float:
@@ -58,8 +58,8 @@ def _bytes_in_hbm(array: Shape, part: Shape | None = None) -> float:
 
 def _fusion_bytes(fusion: Instruction) -> float:
     body = fusion.called[0]
-    read = sum(_bytes_read(fusion.operands[n].shape, parameter) for n, parameter in body.parameters.items())
-    return read + _bytes_written(fusion, body)
+    bytes_read = sum(_bytes_read(fusion.operands[n].shape, parameter) for n, parameter in body.parameters.items())
+    return bytes_read + _bytes_written(fusion, body)
 
 
 def map_users(computation: Computation) -> dict[Instruction, list[Instruction]]:
@@ -76,27 +76,32 @@ def map_users(computation: Computation) -> dict[Instruction, list[Instruction]]:
 
 def _bytes_read(operand_shape: Shape, parameter: Instruction) -> float:
     """Return the bytes that a fusion reads from one operand, following its uses in the fusion and in nested fusions."""
-    whole = _bytes_in_hbm(operand_shape)
-    if operand_shape.parts or not whole:
-        return whole
+    whole_bytes = _bytes_in_hbm(operand_shape)
+    if operand_shape.parts or not whole_bytes:
+        return whole_bytes
     users = map_users(parameter.computation)
-    total = 0.0
+    bytes_read = 0.0
     for value in _aliases(parameter, users):
         for user in users.get(value, []):
-            if user.opcode in _SLICES and user.operands[0] is value:
-                total += _bytes_in_hbm(operand_shape, user.shape)
+            if user.opcode in _SLICE_OPCODES and user.operands[0] is value:
+                bytes_read += _bytes_in_hbm(operand_shape, user.shape)
             elif user.opcode == "fusion":
-                inner = user.called[0].parameters
-                total += sum(_bytes_read(operand_shape, inner[n]) for n, o in enumerate(user.operands) if o is value)
-            elif not (user.opcode in _UPDATES and user.operands[0] is value) and user.opcode not in _PASS_THROUGH:
-                return whole
-    return min(total, whole)
+                nested_parameters = user.called[0].parameters
+                bytes_read += sum(
+                    _bytes_read(operand_shape, nested_parameters[n]) for n, o in enumerate(user.operands) if o is value
+                )
+            elif (
+                not (user.opcode in _UPDATE_OPERAND_INDEX and user.operands[0] is value)
+                and user.opcode not in _PASS_THROUGH_OPCODES
+            ):
+                return whole_bytes
+    return min(bytes_read, whole_bytes)
 
 
 def _aliases(value: Instruction, users: dict[Instruction, list[Instruction]]) -> list[Instruction]:
     aliases = [value]
-    for seen in aliases:
-        aliases += [u for u in users.get(seen, []) if u.opcode in _PASS_THROUGH]
+    for alias in aliases:
+        aliases += [user for user in users.get(alias, []) if user.opcode in _PASS_THROUGH_OPCODES]
     return aliases
 
 
@@ -105,10 +110,12 @@ def _bytes_written(fusion: Instruction, body: Computation) -> float:
     if root is None:
         return _bytes_in_hbm(fusion.shape)
     roots = root.operands if root.opcode == "tuple" else [root]
-    total = 0.0
+    bytes_written = 0.0
     for value, shape in zip(roots, fusion.shape.parts or (fusion.shape,), strict=False):
-        while value.opcode in _PASS_THROUGH:
+        while value.opcode in _PASS_THROUGH_OPCODES:
             value = value.operands[0]
-        part = value.operands[_UPDATES[value.opcode]].shape if value.opcode in _UPDATES else None
-        total += _bytes_in_hbm(shape, part)
-    return total
+        part = (
+            value.operands[_UPDATE_OPERAND_INDEX[value.opcode]].shape if value.opcode in _UPDATE_OPERAND_INDEX else None
+        )
+        bytes_written += _bytes_in_hbm(shape, part)
+    return bytes_written

@@ -55,11 +55,11 @@ Tuples, tokens and opaque values have no bytes.
 HBM, HOST = 0, 5
 """Memory space IDs in libtpu's HLO. The remaining IDs are on-chip memories: 1 is VMEM, 2 flags, 3 CMEM."""
 
-_CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
+_CYCLES_PATTERN = re.compile(rb'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**53
 """Estimates of at least this many cycles mean unknown. Offloaded gathers have the largest 64-bit integer."""
-_PARTITIONS = re.compile(r"num_partitions=(\d+)")
-_LIBRARY = re.compile(
+_PARTITIONS_PATTERN = re.compile(r"num_partitions=(\d+)")
+_LIBRARY_PATTERN = re.compile(
     r"(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|orbax|chex|haiku|equinox|numpy|tokamax|qwix|aqt)\b|/lib/python[^/]*/"
     r"(?!site-packages|dist-packages)"
 )
@@ -212,7 +212,7 @@ def parse(source: bytes | str) -> Module:
     match = None
     if isinstance(source, str):
         hlo_module_from_text = importlib.import_module("jaxlib._hlo").hlo_module_from_text  # XLA's own parser
-        match = _PARTITIONS.search(source.partition("\n")[0])
+        match = _PARTITIONS_PATTERN.search(source.partition("\n")[0])
         source = hlo_module_from_text(source).as_serialized_hlo_module_proto()
     message = module_class().FromString(source)
     if not message.computations:
@@ -235,9 +235,9 @@ class _Reader:
     def module(self) -> Module:
         message = self._message
         computations = {c.id: Computation(c.name) for c in message.computations}
-        order = {entry.key: entry.value.instruction_ids for entry in message.schedule.sequences}
+        instruction_ids = {entry.key: entry.value.instruction_ids for entry in message.schedule.sequences}
         for c in message.computations:
-            self._fill(computations[c.id], c, order.get(c.id))
+            self._fill_computation(computations[c.id], c, instruction_ids.get(c.id))
         for computation in computations.values():
             for instruction in computation.instructions:
                 for i in instruction.message.called_computation_ids:
@@ -248,31 +248,31 @@ class _Reader:
             entry=computations[message.entry_computation_id],
             computations=list(computations.values()),
             partitions=max(message.device_assignment.partitions, 1),
-            scheduled=bool(order),
+            scheduled=bool(instruction_ids),
             assigned_devices=message.device_assignment.partitions or None,
             replicas=max(message.device_assignment.replicas, 1),
         )
 
-    def _fill(self, computation: Computation, message: Any, order: Any) -> None:
+    def _fill_computation(self, computation: Computation, message: Any, instruction_ids: Any) -> None:
         by_id: dict[int, Instruction] = {}
-        for m in message.instructions:
-            found_cycles = _CYCLES.search(m.backend_config)
-            cycles = int(found_cycles[1]) if found_cycles else _UNKNOWN_CYCLES
-            by_id[m.id] = Instruction(
-                name=m.name,
-                opcode=m.opcode,
-                shape=self._shape(m.shape),
-                op_name=m.metadata.op_name,
-                source=self._source(m.metadata),
+        for instruction_message in message.instructions:
+            cycles_match = _CYCLES_PATTERN.search(instruction_message.backend_config)
+            cycles = int(cycles_match[1]) if cycles_match else _UNKNOWN_CYCLES
+            by_id[instruction_message.id] = Instruction(
+                name=instruction_message.name,
+                opcode=instruction_message.opcode,
+                shape=self._shape(instruction_message.shape),
+                op_name=instruction_message.metadata.op_name,
+                source=self._source_line(instruction_message.metadata),
                 cycles=cycles if cycles < _UNKNOWN_CYCLES else None,
-                message=m,
+                message=instruction_message,
                 computation=computation,
             )
-            if m.opcode == "parameter":
-                computation.parameters[m.parameter_number] = by_id[m.id]
-        for m in message.instructions:
-            by_id[m.id].operands = [by_id[i] for i in m.operand_ids]
-        computation.instructions = [by_id[i] for i in order] if order else list(by_id.values())
+            if instruction_message.opcode == "parameter":
+                computation.parameters[instruction_message.parameter_number] = by_id[instruction_message.id]
+        for instruction_message in message.instructions:
+            by_id[instruction_message.id].operands = [by_id[i] for i in instruction_message.operand_ids]
+        computation.instructions = [by_id[i] for i in instruction_ids] if instruction_ids else list(by_id.values())
         computation.root = by_id[message.root_id]
 
     def _shape(self, message: Any) -> Shape:
@@ -292,7 +292,7 @@ class _Reader:
             )
         return shape
 
-    def _source(self, metadata: Any) -> str:
+    def _source_line(self, metadata: Any) -> str:
         """Return the source line that caused an operation, as `file:line`.
 
         This is the innermost stack frame in `valkyrie/models`. If there is none, it is the innermost frame outside of
@@ -301,15 +301,17 @@ class _Reader:
         if not metadata.stack_frame_id:
             return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""
         if metadata.stack_frame_id not in self._sources:
-            lines = list(self._stack(metadata.stack_frame_id))
-            models = (line for line in lines if _MODELS_PATH in line)
-            outside_libraries = (line for line in lines if not _LIBRARY.search(line))
-            self._sources[metadata.stack_frame_id] = next(models, None) or next(outside_libraries, None) or lines[0]
+            lines = list(self._stack_lines(metadata.stack_frame_id))
+            lines_in_models = (line for line in lines if _MODELS_PATH in line)
+            lines_outside_libraries = (line for line in lines if not _LIBRARY_PATTERN.search(line))
+            self._sources[metadata.stack_frame_id] = (
+                next(lines_in_models, None) or next(lines_outside_libraries, None) or lines[0]
+            )
         return self._sources[metadata.stack_frame_id]
 
-    def _stack(self, frame: int) -> Any:
-        while frame:
-            stack_frame = self._frames.frames[frame - 1]
-            location = self._frames.locations[stack_frame.location - 1]
+    def _stack_lines(self, frame_id: int) -> Any:
+        while frame_id:
+            frame = self._frames.frames[frame_id - 1]
+            location = self._frames.locations[frame.location - 1]
             yield f"{self._frames.file_names[location.file - 1]}:{location.line}"
-            frame = stack_frame.parent
+            frame_id = frame.parent

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from valkyrie.compiled.hlo import Computation, Instruction
 
-_TRIPS = re.compile(rb'"known_trip_count":(\{[^}]*\})')
-_PASS_THROUGH = {
+_TRIP_COUNT_PATTERN = re.compile(rb'"known_trip_count":(\{[^}]*\})')
+_PASS_THROUGH_OPCODES = {
     "copy",
     "bitcast",
     "reshape",
@@ -20,7 +20,7 @@ _PASS_THROUGH = {
     "broadcast",
 }
 """Operations that do not change the value of their operand."""
-_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
+_MIRRORED_COMPARISONS = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 
 
 class Counter(NamedTuple):
@@ -32,7 +32,7 @@ class Counter(NamedTuple):
 
 def trip_count(loop: Instruction) -> int | None:
     """Return the number of iterations of a `while` instruction, or None if it is not static."""
-    match = _TRIPS.search(loop.message.backend_config)
+    match = _TRIP_COUNT_PATTERN.search(loop.message.backend_config)
     if match:
         return int(json.loads(match[1])["n"])
     condition, body = condition_and_body(loop)
@@ -42,11 +42,11 @@ def trip_count(loop: Instruction) -> int | None:
     counter, limit = (_resolve(operand) for operand in compare.operands)
     direction = compare.message.comparison_direction
     if isinstance(limit, Counter):
-        counter, limit, direction = limit, counter, _MIRRORED[direction]
+        counter, limit, direction = limit, counter, _MIRRORED_COMPARISONS[direction]
     if not isinstance(counter, Counter) or counter.loop is not loop or not isinstance(limit, int):
         return None
     start = _initial_value(loop.operands[0], counter.index)
-    step = _step(body, counter)
+    step = _counter_step(body, counter)
     if not isinstance(start, int) or not step:
         return None
     return _iterations(start, limit, step, direction)
@@ -86,23 +86,23 @@ def _iterations(start: int, limit: int, step: int, direction: str) -> int | None
 
 def _literal(instruction: Instruction) -> int | None:
     literal = instruction.message.literal
-    for numbers in (literal.s32s, literal.s64s, literal.u32s, literal.u64s):
-        if len(numbers) == 1:
-            return numbers[0]
-    for raw in (literal.s8s, literal.u8s, literal.preds):
-        if len(raw) == 1:
-            return raw[0]
+    for values in (literal.s32s, literal.s64s, literal.u32s, literal.u64s):
+        if len(values) == 1:
+            return values[0]
+    for byte_values in (literal.s8s, literal.u8s, literal.preds):
+        if len(byte_values) == 1:
+            return byte_values[0]
     return 0 if instruction.shape.elements == 1 and instruction.shape.dtype[0] in "su" else None
 
 
 def _resolve(instruction: Instruction) -> int | Counter | None:
     """Return the constant or the element of a loop's carry that an instruction forwards, or None if it is neither."""
-    end = origin(instruction)
-    if end.opcode == "constant":
-        return _literal(end)
-    if end.opcode == "get-tuple-element" and end.operands[0].opcode == "parameter":
-        loop = _enclosing_loop(end.operands[0])
-        return None if loop is None else Counter(loop, end.message.tuple_index)
+    producer = origin(instruction)
+    if producer.opcode == "constant":
+        return _literal(producer)
+    if producer.opcode == "get-tuple-element" and producer.operands[0].opcode == "parameter":
+        loop = _enclosing_loop(producer.operands[0])
+        return None if loop is None else Counter(loop, producer.message.tuple_index)
     return None
 
 
@@ -125,12 +125,12 @@ def _enclosing_loop(parameter: Instruction) -> Instruction | None:
 def _copied_from(instruction: Instruction) -> Instruction | None:
     """Return the instruction that this one forwards without a change, or None if it computes a new value."""
     opcode = instruction.opcode
-    if opcode in _PASS_THROUGH:
+    if opcode in _PASS_THROUGH_OPCODES:
         return instruction.operands[0]
     if opcode in ("fusion", "call") and not instruction.shape.parts:
         root = instruction.called[0].root
-        passed = root is not None and root.opcode in ("parameter", "constant", *_PASS_THROUGH)
-        return root if passed else None
+        is_forwarded = root is not None and root.opcode in ("parameter", "constant", *_PASS_THROUGH_OPCODES)
+        return root if is_forwarded else None
     if opcode == "parameter":
         caller = _caller(instruction.computation)
         if caller is None or caller.opcode not in ("fusion", "call"):
@@ -141,27 +141,27 @@ def _copied_from(instruction: Instruction) -> Instruction | None:
     return None
 
 
-def _element(whole: Instruction, index: int) -> Instruction | None:
+def _element(tuple_value: Instruction, index: int) -> Instruction | None:
     """Return the instruction that computes an element of a tuple, or None if unknown.
 
     Looks through loops that do not change the element.
     """
-    if whole.opcode == "tuple":
-        return whole.operands[index]
-    if whole.opcode == "optimization-barrier":
-        return _element(whole.operands[0], index)
-    if whole.opcode == "while":
-        return _element(whole.operands[0], index) if _is_loop_invariant(whole, index) else None
-    if whole.opcode == "parameter":
-        loop = _enclosing_loop(whole)
+    if tuple_value.opcode == "tuple":
+        return tuple_value.operands[index]
+    if tuple_value.opcode == "optimization-barrier":
+        return _element(tuple_value.operands[0], index)
+    if tuple_value.opcode == "while":
+        return _element(tuple_value.operands[0], index) if _is_loop_invariant(tuple_value, index) else None
+    if tuple_value.opcode == "parameter":
+        loop = _enclosing_loop(tuple_value)
         if loop is not None:
             return _element(loop.operands[0], index) if _is_loop_invariant(loop, index) else None
-        caller = _caller(whole.computation)
+        caller = _caller(tuple_value.computation)
         if caller is not None and caller.opcode in ("fusion", "call"):
-            return _element(caller.operands[whole.message.parameter_number], index)
-    if whole.opcode == "get-tuple-element":
-        inner = _element(whole.operands[0], whole.message.tuple_index)
-        return None if inner is None else _element(inner, index)
+            return _element(caller.operands[tuple_value.message.parameter_number], index)
+    if tuple_value.opcode == "get-tuple-element":
+        producer = _element(tuple_value.operands[0], tuple_value.message.tuple_index)
+        return None if producer is None else _element(producer, index)
     return None
 
 
@@ -170,18 +170,18 @@ def _is_loop_invariant(loop: Instruction, index: int) -> bool:
     if body.root is None or body.root.opcode != "tuple":
         return False
     value = body.root.operands[index]
-    while value.opcode in _PASS_THROUGH:
+    while value.opcode in _PASS_THROUGH_OPCODES:
         value = value.operands[0]
     parameter = body.parameters[0]
     return value.opcode == "get-tuple-element" and value.operands[0] is parameter and value.message.tuple_index == index
 
 
-def _initial_value(start: Instruction, index: int) -> int | Counter | None:
-    first = _element(start, index)
-    return None if first is None else _resolve(first)
+def _initial_value(initial_carry: Instruction, index: int) -> int | Counter | None:
+    producer = _element(initial_carry, index)
+    return None if producer is None else _resolve(producer)
 
 
-def _step(body: Computation, counter: Counter) -> int | None:
+def _counter_step(body: Computation, counter: Counter) -> int | None:
     """Return the increment of the counter per iteration, or None if it is not a known constant."""
     if body.root is None or body.root.opcode != "tuple":
         return None
@@ -190,19 +190,19 @@ def _step(body: Computation, counter: Counter) -> int | None:
 
 def _increment(value: Instruction, counter: Counter, depth: int) -> int | None:
     """Return the constant that `value` adds to the counter, or None if it is not counter + constant."""
-    end = origin(value)
-    if _resolve(end) == counter:
+    producer = origin(value)
+    if _resolve(producer) == counter:
         return 0
-    inner = _fused_root(end)
-    if inner is None or depth == 0:
+    operation = _fused_root(producer)
+    if operation is None or depth == 0:
         return None
-    if inner.opcode in ("add", "subtract"):
-        lhs, rhs = inner.operands
-        sign = 1 if inner.opcode == "add" else -1
-        amount, base = constant_value(rhs), _increment(lhs, counter, depth - 1)
-        if amount is None and sign == 1:
-            amount, base = constant_value(lhs), _increment(rhs, counter, depth - 1)
-        return None if amount is None or base is None else base + sign * amount
-    if inner is not end:
-        return _increment(inner, counter, depth - 1)
+    if operation.opcode in ("add", "subtract"):
+        lhs, rhs = operation.operands
+        sign = 1 if operation.opcode == "add" else -1
+        constant, base = constant_value(rhs), _increment(lhs, counter, depth - 1)
+        if constant is None and sign == 1:
+            constant, base = constant_value(lhs), _increment(rhs, counter, depth - 1)
+        return None if constant is None or base is None else base + sign * constant
+    if operation is not producer:
+        return _increment(operation, counter, depth - 1)
     return None

@@ -13,29 +13,29 @@ from valkyrie.compiled.hlo import Instruction
 _MAX_RANK = 6
 """Largest rank of arrays that are matched, because all ways to merge their dimensions are tried."""
 
-Unsplit = frozenset[int]
+UnsplitDimensions = frozenset[int]
 """Indices of an array's dimensions that are not split, so that each shard has their full size."""
 
 
-def match_product(local: Instruction, whole: Instruction) -> tuple[Unsplit, ...] | None:
+def match_product(local: Instruction, whole: Instruction) -> tuple[UnsplitDimensions, ...] | None:
     """Match a product of one device with one of the whole program.
 
     Returns the dimensions that are not split, for the result and the two operands of `whole`, or None if `local` cannot
     be a part of `whole`.
     """
-    (result, *factors), (whole_result, *whole_factors) = (
-        [array.shape.dims for array in (product, *product.operands[:2])] for product in (local, whole)
+    (result_dims, *factor_dims), (whole_result_dims, *whole_factor_dims) = (
+        [whole_dims.shape.dims for whole_dims in (product, *product.operands[:2])] for product in (local, whole)
     )
-    for order in permutations(factors):
-        pairs = [(result, whole_result), *zip(order, whole_factors, strict=True)]
-        unsplit = [match_shard(part, array) for part, array in pairs]
+    for order in permutations(factor_dims):
+        pairs = [(result_dims, whole_result_dims), *zip(order, whole_factor_dims, strict=True)]
+        unsplit = [match_shard(shard_dims, whole_dims) for shard_dims, whole_dims in pairs]
         if all(dimensions is not None for dimensions in unsplit):
             return tuple(dimensions for dimensions in unsplit if dimensions is not None)
     return None
 
 
 @cache
-def match_shard(local: tuple[int, ...], whole: tuple[int, ...]) -> Unsplit | None:
+def match_shard(local: tuple[int, ...], whole: tuple[int, ...]) -> UnsplitDimensions | None:
     """Return the dimensions of `whole` that are not split in its shard `local`, or None if it cannot be a shard.
 
     The shard may have its dimensions in another order, with adjacent dimensions merged and with additional dimensions
@@ -45,28 +45,38 @@ def match_shard(local: tuple[int, ...], whole: tuple[int, ...]) -> Unsplit | Non
     dimensions = [dimension for dimension, size in enumerate(whole) if size > 1]
     if len(dimensions) > _MAX_RANK:
         return None
-    ones = frozenset(range(len(whole))) - set(dimensions)
+    unit_dimensions = frozenset(range(len(whole))) - set(dimensions)
     best: tuple[int, int] | None = None
-    unsplit: Unsplit | None = None
-    for groups in _merges(dimensions):
+    unsplit: UnsplitDimensions | None = None
+    for groups in _iterate_merges(dimensions):
         sizes = [math.prod(whole[dimension] for dimension in group) for group in groups]
-        equal = Counter(local) & Counter(sizes)
-        parts, split = list((Counter(local) - equal).elements()), list((Counter(sizes) - equal).elements())
-        parts += [1] * (len(split) - len(parts))
-        score = len(groups), equal.total()  # few merges and many unsplit dimensions are the likeliest explanation
-        if (best is None or score > best) and len(parts) == len(split) and _divide(split, parts):
+        equal_sizes = Counter(local) & Counter(sizes)
+        shard_sizes, split_sizes = (
+            list((Counter(local) - equal_sizes).elements()),
+            list((Counter(sizes) - equal_sizes).elements()),
+        )
+        shard_sizes += [1] * (len(split_sizes) - len(shard_sizes))
+        score = len(groups), equal_sizes.total()  # few merges and many unsplit dimensions are the likeliest explanation
+        if (
+            (best is None or score > best)
+            and len(shard_sizes) == len(split_sizes)
+            and _can_divide(split_sizes, shard_sizes)
+        ):
             best = score
-            whole_groups = (group for group, size in zip(groups, sizes, strict=True) if size not in split)
-            unsplit = ones.union(*whole_groups)
+            whole_groups = (group for group, size in zip(groups, sizes, strict=True) if size not in split_sizes)
+            unsplit = unit_dimensions.union(*whole_groups)
     return unsplit
 
 
-def _divide(sizes: list[int], parts: list[int]) -> bool:
+def _can_divide(sizes: list[int], shard_sizes: list[int]) -> bool:
     """Return whether the parts can be ordered so that each size is a multiple of its part."""
-    return any(all(size % part == 0 for size, part in zip(sizes, order, strict=True)) for order in permutations(parts))
+    return any(
+        all(size % shard_size == 0 for size, shard_size in zip(sizes, order, strict=True))
+        for order in permutations(shard_sizes)
+    )
 
 
-def _merges(dimensions: list[int]) -> Iterator[list[list[int]]]:
+def _iterate_merges(dimensions: list[int]) -> Iterator[list[list[int]]]:
     """Yield all ways to merge adjacent dimensions."""
     gaps = range(1, len(dimensions))
     for count in range(len(dimensions)):

@@ -17,11 +17,11 @@ from valkyrie.compiled.loops import condition_and_body
 if TYPE_CHECKING:
     import jax
 
-_SHARDING = "xla.sdy.sharding"
+_SHARDING_ATTRIBUTE = "xla.sdy.sharding"
 """Frontend attribute with the sharding of a value, written by Shardy, JAX's partitioner."""
-_DIMENSION = re.compile(r"\{([^}]*)\}")
-_AXIS = re.compile(r'"([^"]+)"')
-_NONE: frozenset[int] = frozenset()
+_DIMENSION_PATTERN = re.compile(r"\{([^}]*)\}")
+_AXIS_PATTERN = re.compile(r'"([^"]+)"')
+_NO_MARKS: frozenset[int] = frozenset()
 _MAX_PASSES = 4
 """Maximum number of passes over the body of a loop. Passes end earlier if the marks of its carry no longer change."""
 
@@ -84,16 +84,20 @@ class WholeProgram:
 
 def read_arguments(module: Module) -> tuple[Argument, ...]:
     """Return the arguments of a lowered program, in order."""
-    root = module.entry.root
-    returned = Counter((leaf.dtype, leaf.dims) for leaf in (root.shape.leaves if root else ()) if leaf.dims)
+    result = module.entry.root
+    unmatched_results = Counter(
+        (leaf.dtype, leaf.dims) for leaf in (result.shape.leaves if result else ()) if leaf.dims
+    )
     arguments = []
     for _, parameter in sorted(module.entry.parameters.items()):
         shape = parameter.shape
         key = (shape.dtype, shape.dims)
-        is_state = returned[key] > 0
-        returned[key] -= is_state
+        is_state = unmatched_results[key] > 0
+        unmatched_results[key] -= is_state
         name = parameter.op_name or parameter.name
-        arguments.append(Argument(name, shape, parse_sharding(parameter.attributes.get(_SHARDING, "")), is_state))
+        arguments.append(
+            Argument(name, shape, parse_sharding(parameter.attributes.get(_SHARDING_ATTRIBUTE, "")), is_state)
+        )
     return tuple(arguments)
 
 
@@ -103,7 +107,7 @@ def parse_sharding(text: str) -> tuple[tuple[str, ...], ...]:
     Parts of an axis, written as `"data":(1)2`, count as the axis. Returns () if there is no sharding.
     """
     inner = text[text.find("[{") + 1 : text.find("}]") + 1] if "[{" in text else ""
-    return tuple(tuple(_AXIS.findall(dimension)) for dimension in _DIMENSION.findall(inner))
+    return tuple(tuple(_AXIS_PATTERN.findall(dimension)) for dimension in _DIMENSION_PATTERN.findall(inner))
 
 
 class _Tracer:
@@ -123,14 +127,14 @@ class _Tracer:
             if argument.is_state:
                 continue
             self._from_batch.add(parameter)
-            self.marks[parameter] = self._mark(argument.name, argument.shape.dims, argument.mesh_axes)
+            self.marks[parameter] = self._create_marks(argument.name, argument.shape.dims, argument.mesh_axes)
         self._follow(module.entry)
 
     def batch_dimensions(self) -> dict[int, BatchDimension]:
         return {number: batch for number, batch in enumerate(self._candidates) if number not in self._contracted}
 
-    def _mark(self, name: str, dims: Sequence[int], mesh_axes: Sequence[tuple[str, ...]]) -> Marks:
-        marks = [_NONE] * len(dims)
+    def _create_marks(self, name: str, dims: Sequence[int], mesh_axes: Sequence[tuple[str, ...]]) -> Marks:
+        marks = [_NO_MARKS] * len(dims)
         for dimension, axes in enumerate(mesh_axes):
             if axes:
                 marks[dimension] = frozenset({len(self._candidates)})
@@ -141,121 +145,135 @@ class _Tracer:
         """Add the marks of all instructions of a computation. Returns the marks of the computation's result."""
         for instruction in computation.instructions:
             if instruction.opcode != "parameter":
-                self._add(instruction, self._result(instruction))
+                self._add_marks(instruction, self._result_marks(instruction))
         return self.marks.get(computation.root) if computation.root else None
 
-    def _add(self, instruction: Instruction, marks: Any) -> None:
-        self.marks[instruction] = _union(self.marks.get(instruction), marks)
+    def _add_marks(self, instruction: Instruction, marks: Any) -> None:
+        self.marks[instruction] = _union_marks(self.marks.get(instruction), marks)
 
-    def _call(self, computation: Computation, operands: Iterable[Any]) -> Any:
+    def _follow_call(self, computation: Computation, operands: Iterable[Any]) -> Any:
         for (_, parameter), marks in zip(sorted(computation.parameters.items()), operands, strict=False):
-            self._add(parameter, marks)
+            self._add_marks(parameter, marks)
         return self._follow(computation)
 
-    def _result(self, instruction: Instruction) -> Any:
-        opcode, message, sources = instruction.opcode, instruction.message, instruction.operands
-        operands = [self.marks.get(operand) for operand in sources]
-        if sources and all(operand in self._from_batch or not operand.shape.dims for operand in sources):
+    def _result_marks(self, instruction: Instruction) -> Any:
+        opcode, message, operands = instruction.opcode, instruction.message, instruction.operands
+        operand_marks = [self.marks.get(operand) for operand in operands]
+        if operands and all(operand in self._from_batch or not operand.shape.dims for operand in operands):
             self._from_batch.add(instruction)
         if opcode == "tuple":
-            return operands
+            return operand_marks
         if opcode == "get-tuple-element":
-            return operands[0][message.tuple_index] if isinstance(operands[0], list) else None
+            return operand_marks[0][message.tuple_index] if isinstance(operand_marks[0], list) else None
         if opcode == "while":
-            return self._loop(instruction, operands[0])
+            return self._loop_marks(instruction, operand_marks[0])
         if opcode in ("call", "conditional", "async-start"):
-            inputs = [operands] if opcode != "conditional" else [[marks] for marks in operands[1:]]
-            results = [self._call(c, inputs[min(n, len(inputs) - 1)]) for n, c in enumerate(instruction.called)]
+            inputs_by_computation = (
+                [operand_marks] if opcode != "conditional" else [[marks] for marks in operand_marks[1:]]
+            )
+            results = [
+                self._follow_call(computation, inputs_by_computation[min(number, len(inputs_by_computation) - 1)])
+                for number, computation in enumerate(instruction.called)
+            ]
             result = None
             for marks in results:
-                result = _union(result, marks)
+                result = _union_marks(result, marks)
             return result
         if opcode in ("optimization-barrier", "custom-call") and instruction.shape.parts:
-            return operands[0] if opcode == "optimization-barrier" else None
+            return operand_marks[0] if opcode == "optimization-barrier" else None
         if instruction.shape.parts:
-            marks = self._array_marks(instruction, operands)
+            marks = self._array_marks(instruction, operand_marks)
             return [marks for _ in instruction.shape.parts]
         if opcode == "custom-call" and instruction in self._from_batch and instruction.target == "Sharding":
-            return self._constrain(instruction, operands[0])
-        return self._array_marks(instruction, operands)
+            return self._constrained_marks(instruction, operand_marks[0])
+        return self._array_marks(instruction, operand_marks)
 
-    def _constrain(self, instruction: Instruction, marks: Any) -> Any:
+    def _constrained_marks(self, instruction: Instruction, marks: Any) -> Any:
         """Return the marks of a batch argument after a sharding constraint, which may split further dimensions."""
         dims = instruction.shape.dims
-        old = marks if isinstance(marks, tuple) else (_NONE,) * len(dims)
-        axes = parse_sharding(instruction.attributes.get(_SHARDING, ""))
-        unmarked = [() if mark else names for mark, names in zip(old, axes, strict=False)]
-        if instruction in self.marks or not any(unmarked):
+        old_marks = marks if isinstance(marks, tuple) else (_NO_MARKS,) * len(dims)
+        mesh_axes = parse_sharding(instruction.attributes.get(_SHARDING_ATTRIBUTE, ""))
+        new_axes = [() if mark else axes for mark, axes in zip(old_marks, mesh_axes, strict=False)]
+        if instruction in self.marks or not any(new_axes):
             return marks
-        return _union(marks, self._mark(_argument_name(instruction), dims, unmarked))
+        return _union_marks(marks, self._create_marks(_argument_name(instruction), dims, new_axes))
 
-    def _loop(self, loop: Instruction, carry: Any) -> Any:
+    def _loop_marks(self, loop: Instruction, carry: Any) -> Any:
         condition, body = condition_and_body(loop)
         for _ in range(_MAX_PASSES):
-            result = _union(carry, self._call(body, [carry]))
+            result = _union_marks(carry, self._follow_call(body, [carry]))
             if result == carry:
                 break
             carry = result
         return carry
 
-    def _array_marks(self, instruction: Instruction, operands: Sequence[Any]) -> Marks | None:
+    def _array_marks(self, instruction: Instruction, operand_marks: Sequence[Any]) -> Marks | None:
         opcode, message, rank = instruction.opcode, instruction.message, len(instruction.shape.leaves[0].dims)
-        arrays = [marks if isinstance(marks, tuple) else None for marks in operands]
-        if not any(any(marks) for marks in arrays if marks):
+        array_marks = [marks if isinstance(marks, tuple) else None for marks in operand_marks]
+        if not any(any(marks) for marks in array_marks if marks):
             return None
-        first, result = arrays[0], [_NONE] * rank
+        first_marks, result = array_marks[0], [_NO_MARKS] * rank
         if opcode == "broadcast":
-            for mark, dimension in zip(first or (), message.dimensions, strict=True):
+            for mark, dimension in zip(first_marks or (), message.dimensions, strict=True):
                 result[dimension] = mark
         elif opcode == "transpose":
-            result = [first[dimension] for dimension in message.dimensions] if first else result
+            result = [first_marks[dimension] for dimension in message.dimensions] if first_marks else result
         elif opcode in ("reshape", "bitcast"):
-            result = _reshape(first, instruction.operands[0].shape.dims, instruction.shape.dims) if first else result
+            result = (
+                _reshape_marks(first_marks, instruction.operands[0].shape.dims, instruction.shape.dims)
+                if first_marks
+                else result
+            )
         elif opcode == "reduce":
             result = [
-                mark for dimension, mark in enumerate(first or ()) if dimension not in message.dimensions
+                mark for dimension, mark in enumerate(first_marks or ()) if dimension not in message.dimensions
             ] or result
         elif opcode == "dot":
-            result = self._dot(instruction, arrays)
+            result = self._dot_marks(instruction, array_marks)
         elif opcode == "convolution":
             numbers = message.convolution
-            self._contract(arrays, [numbers.input_feature], [numbers.kernel_input_feature])
-            if first:
-                result[numbers.output_batch] |= first[numbers.input_batch]
-            if (kernel := arrays[1]) is not None:
-                result[numbers.output_feature] |= kernel[numbers.kernel_output_feature]
+            self._record_contraction(array_marks, [numbers.input_feature], [numbers.kernel_input_feature])
+            if first_marks:
+                result[numbers.output_batch] |= first_marks[numbers.input_batch]
+            if (kernel_marks := array_marks[1]) is not None:
+                result[numbers.output_feature] |= kernel_marks[numbers.kernel_output_feature]
         elif opcode == "gather":
-            offsets, vector = set(message.gather.offset_dims), message.gather.index_vector_dim
-            outer = [dimension for dimension in range(rank) if dimension not in offsets]
-            indices = [mark for dimension, mark in enumerate(arrays[1] or ()) if dimension != vector]
-            for dimension, mark in zip(outer, indices, strict=False):
+            offset_dims, vector_dim = set(message.gather.offset_dims), message.gather.index_vector_dim
+            outer_dims = [dimension for dimension in range(rank) if dimension not in offset_dims]
+            index_marks = [mark for dimension, mark in enumerate(array_marks[1] or ()) if dimension != vector_dim]
+            for dimension, mark in zip(outer_dims, index_marks, strict=False):
                 result[dimension] = mark
         else:
             dims = instruction.shape.leaves[0].dims
-            for operand, marks in zip(instruction.operands, arrays, strict=True):
+            for operand, marks in zip(instruction.operands, array_marks, strict=True):
                 if marks is not None and len(marks) == rank:
-                    same = (size == other for size, other in zip(operand.shape.dims, dims, strict=True))
-                    result = [a | (b if equal else _NONE) for a, b, equal in zip(result, marks, same, strict=True)]
+                    is_same_size = (size == other for size, other in zip(operand.shape.dims, dims, strict=True))
+                    result = [
+                        a | (b if is_equal else _NO_MARKS)
+                        for a, b, is_equal in zip(result, marks, is_same_size, strict=True)
+                    ]
         return tuple(result)
 
-    def _dot(self, instruction: Instruction, arrays: Sequence[Marks | None]) -> list[frozenset[int]]:
+    def _dot_marks(self, instruction: Instruction, array_marks: Sequence[Marks | None]) -> list[frozenset[int]]:
         numbers = instruction.message.dot
         (left, left_dims), (right, right_dims) = (
-            (marks or (_NONE,) * len(operand.shape.dims), range(len(operand.shape.dims)))
-            for marks, operand in zip(arrays, instruction.operands, strict=False)
+            (marks or (_NO_MARKS,) * len(operand.shape.dims), range(len(operand.shape.dims)))
+            for marks, operand in zip(array_marks, instruction.operands, strict=False)
         )
-        self._contract((left, right), numbers.lhs_contracting, numbers.rhs_contracting)
-        left_used = {*numbers.lhs_batch, *numbers.lhs_contracting}
-        right_used = {*numbers.rhs_batch, *numbers.rhs_contracting}
+        self._record_contraction((left, right), numbers.lhs_contracting, numbers.rhs_contracting)
+        left_excluded = {*numbers.lhs_batch, *numbers.lhs_contracting}
+        right_excluded = {*numbers.rhs_batch, *numbers.rhs_contracting}
         return [
             *(left[a] | right[b] for a, b in zip(numbers.lhs_batch, numbers.rhs_batch, strict=True)),
-            *(left[dimension] for dimension in left_dims if dimension not in left_used),
-            *(right[dimension] for dimension in right_dims if dimension not in right_used),
+            *(left[dimension] for dimension in left_dims if dimension not in left_excluded),
+            *(right[dimension] for dimension in right_dims if dimension not in right_excluded),
         ]
 
-    def _contract(self, arrays: Sequence[Marks | None], left: Sequence[int], right: Sequence[int]) -> None:
-        for a, b in zip(left, right, strict=True):
-            first, second = (marks[d] if marks else _NONE for marks, d in zip(arrays, (a, b), strict=False))
+    def _record_contraction(
+        self, array_marks: Sequence[Marks | None], left_dims: Sequence[int], right_dims: Sequence[int]
+    ) -> None:
+        for a, b in zip(left_dims, right_dims, strict=True):
+            first, second = (marks[d] if marks else _NO_MARKS for marks, d in zip(array_marks, (a, b), strict=False))
             if not first & second:
                 self._contracted |= first | second
 
@@ -267,7 +285,7 @@ def _argument_name(instruction: Instruction) -> str:
     return instruction.op_name or instruction.name
 
 
-def _union(first: Any, second: Any) -> Any:
+def _union_marks(first: Any, second: Any) -> Any:
     """Return the union of the marks of two values of the same shape.
 
     The marks of an array are a `Marks`, those of an HLO tuple a list with one entry per element, and None means no
@@ -276,34 +294,34 @@ def _union(first: Any, second: Any) -> Any:
     if first is None or second is None:
         return second if first is None else first
     if isinstance(first, list):
-        return [_union(a, b) for a, b in zip(first, second, strict=True)]
+        return [_union_marks(a, b) for a, b in zip(first, second, strict=True)]
     return tuple(a | b for a, b in zip(first, second, strict=True))
 
 
-def _reshape(marks: Marks, old: Sequence[int], new: Sequence[int]) -> list[frozenset[int]]:
+def _reshape_marks(marks: Marks, old_shape: Sequence[int], new_shape: Sequence[int]) -> list[frozenset[int]]:
     """Return the marks after a reshape. If dimensions are merged or split, the major one keeps its marks."""
-    result = [_NONE] * len(new)
-    for before, after in _groups(old, new):
-        first = next((d for d in before if old[d] > 1), None)
-        target = next((d for d in after if new[d] > 1), None)
-        if first is not None and target is not None:
-            result[target] = marks[first]
+    result = [_NO_MARKS] * len(new_shape)
+    for old_dims, new_dims in _reshape_groups(old_shape, new_shape):
+        source = next((dim for dim in old_dims if old_shape[dim] > 1), None)
+        target = next((dim for dim in new_dims if new_shape[dim] > 1), None)
+        if source is not None and target is not None:
+            result[target] = marks[source]
     return result
 
 
-def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+def _reshape_groups(old_shape: Sequence[int], new_shape: Sequence[int]) -> Iterator[tuple[range, range]]:
     """Yield the smallest groups of adjacent dimensions with the same number of elements before and after a reshape."""
     i = j = 0
-    while i < len(old) and j < len(new):
+    while i < len(old_shape) and j < len(new_shape):
         start_i, start_j = i, j
-        size_i, size_j, i, j = old[i], new[j], i + 1, j + 1
+        size_i, size_j, i, j = old_shape[i], new_shape[j], i + 1, j + 1
         while size_i != size_j:
             if size_i < size_j:
-                if i == len(old):
+                if i == len(old_shape):
                     return
-                size_i, i = size_i * old[i], i + 1
+                size_i, i = size_i * old_shape[i], i + 1
             else:
-                if j == len(new):
+                if j == len(new_shape):
                     return
-                size_j, j = size_j * new[j], j + 1
+                size_j, j = size_j * new_shape[j], j + 1
         yield range(start_i, i), range(start_j, j)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from valkyrie.compiled.collectives import Collective, payload
+from valkyrie.compiled.collectives import Collective, min_bytes_sent
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import ChipConfig, Topology
 from valkyrie.machine import assumptions
@@ -143,7 +143,7 @@ class LinkModel:
     ) -> LinkTraffic:
         """Return the cost of one collective that all groups run at the same time.
 
-        `full_bytes`: Size of a group's whole array, as in `payload`.
+        `full_bytes`: Size of a group's whole array, as in `min_bytes_sent`.
         """
         members = groups.shape[1]
         if members < 2 or full_bytes <= 0:
@@ -178,7 +178,7 @@ class LinkModel:
         the input of each device.
         """
         full = input_bytes * slices if kind == "all-gather" else input_bytes
-        sent = payload(kind, full, slices)
+        sent = min_bytes_sent(kind, full, slices)
         busy = sent / self._dcn
         latency = assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
         return LinkTraffic(latency + busy, latency, {DCN: busy}, sent, {DCN: sent})
@@ -203,7 +203,7 @@ class LinkModel:
             hops += passes * phase.hops
         latency = assumptions.COLLECTIVE_START_S + hops * self._hop
         transfer = passes * sum(max((s for s, _ in phase.loads.values()), default=0.0) for phase in phases)
-        return LinkTraffic(latency + transfer, latency, busy, payload(kind, full, groups.shape[1]), by_axis)
+        return LinkTraffic(latency + transfer, latency, busy, min_bytes_sent(kind, full, groups.shape[1]), by_axis)
 
     def _across_slices(self, kind: str, groups: np.ndarray, full: float, slices: int) -> LinkTraffic:
         """Return the cost of a scatter within slices, an exchange over the network, and a gather within slices."""
@@ -211,7 +211,7 @@ class LinkModel:
         slice_members = members // slices
         order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
         local = np.take_along_axis(groups, order, axis=1).reshape(-1, slice_members)
-        sent = payload(kind, full / slice_members if kind != "all-to-all" else full, slices)
+        sent = min_bytes_sent(kind, full / slice_members if kind != "all-to-all" else full, slices)
         inner_traffic = LinkTraffic()
         if slice_members > 1:
             inner_traffic = _apply_efficiency(kind, self._within_slice(kind, local, full, None))
@@ -239,7 +239,7 @@ class LinkModel:
         busy = self._busy(by_axis, message_bytes)
         latency = assumptions.COLLECTIVE_START_S + sum(c.hops for c in by_axis.values()) * self._hop
         bytes_by_axis = {axis: crossings.share * message_bytes for axis, crossings in by_axis.items()}
-        sent = payload("all-to-all", full, members)
+        sent = min_bytes_sent("all-to-all", full, members)
         return LinkTraffic(latency + max(busy.values()), latency, busy, sent, bytes_by_axis)
 
     def _one_ring(self, groups: np.ndarray, full: float, algorithm: _Algorithm | None) -> _Phase:

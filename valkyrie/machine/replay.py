@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from valkyrie.compiled.collectives import (
     ASYNC_DONE,
     ASYNC_START,
-    FUSED,
+    FUSED_CONFIG_KEY,
     Collective,
     CollectiveReader,
     CollectiveUse,
-    cause,
     collective_kind,
+    find_cause,
     fused_kind,
     inner_collectives,
     is_between_slices,
@@ -219,7 +219,7 @@ class _Replayer:
         if cost.seconds <= 0 and not cost.flops:
             return
         totals, links = self._totals, self._links
-        op_name, source = cause(instruction)
+        op_name, source = find_cause(instruction)
         totals.spans.append(
             TimelineSpan("compute", instruction.name, cost.kind.value, op_name, source, links.now, cost.seconds)
         )
@@ -230,7 +230,7 @@ class _Replayer:
     def _run_fusion(self, instruction: Instruction, inner: list[Instruction]) -> None:
         """Replay a fusion that starts, continues or ends an asynchronous collective, or contains a synchronous one."""
         starts, ends = (wrapped_collectives(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
-        async_parts = [i for i in inner if FUSED in i.config]
+        async_parts = [i for i in inner if FUSED_CONFIG_KEY in i.config]
         if not async_parts and not starts and not ends:
             collective = self._collectives.read(inner[0], fused_kind(instruction, inner[0]), instruction)
             self._wait(self._begin_transfer(instruction.name, collective))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from valkyrie.compiled.collectives import cause
+from valkyrie.compiled.collectives import find_cause
 from valkyrie.compiled.flops import Product, products
 from valkyrie.compiled.hlo import Module
 from valkyrie.compiled.whole import WholeProgram
@@ -82,5 +82,5 @@ class CheckedProgram:
 def _flops_by_source(group: Iterable[Product]) -> dict[str, float]:
     flops: dict[str, float] = defaultdict(float)
     for product in group:
-        flops[cause(product.instruction)[1]] += product.flops
+        flops[find_cause(product.instruction)[1]] += product.flops
     return flops

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from valkyrie.axes import axes_text
-from valkyrie.compiled.collectives import CollectiveReader, cause, collective_kind
+from valkyrie.compiled.collectives import CollectiveReader, collective_kind, find_cause
 from valkyrie.compiled.flops import Product
 from valkyrie.compiled.hbm import map_users
 from valkyrie.compiled.hlo import Instruction, Shape
-from valkyrie.compiled.shards import Unsplit, match_product
+from valkyrie.compiled.shards import UnsplitDimensions, match_product
 from valkyrie.compiled.whole import BatchDimension
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.checked import CheckedProgram
@@ -79,7 +79,7 @@ class _Origin(NamedTuple):
 
 
 def _origin(instruction: Instruction) -> _Origin:
-    op_name, source = cause(instruction)
+    op_name, source = find_cause(instruction)
     return _Origin(source, "/".join(op_name.split("/")[-2:]))
 
 
@@ -117,7 +117,9 @@ def _find_whole_batches(program: CheckedProgram) -> tuple[list[Fault], set[str]]
     return faults, lines
 
 
-def _whole_batch(program: CheckedProgram, product: Instruction, unsplit: Sequence[Unsplit]) -> BatchDimension | None:
+def _whole_batch(
+    program: CheckedProgram, product: Instruction, unsplit: Sequence[UnsplitDimensions]
+) -> BatchDimension | None:
     """Return the batch dimension of a product that each device computes completely, or None if there is none.
 
     `unsplit` has the dimensions that are not split, for the result and each operand of the product.
@@ -289,7 +291,7 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
     for computation in program.module.computations:
         users = map_users(computation)
         for instruction in computation.instructions:
-            kind, source = collective_kind(instruction.opcode), cause(instruction)[1]
+            kind, source = collective_kind(instruction.opcode), find_cause(instruction)[1]
             if kind == "all-gather":
                 result = instruction.shape.leaves[-1]
                 dims = _sorted_dims(result)
@@ -407,7 +409,7 @@ def _find_padding(program: CheckedProgram) -> Iterator[Fault]:
     padded_flops: Counter[tuple[str, str]] = Counter()
     narrow_sizes: dict[str, Counter[int]] = defaultdict(Counter)
     for product in program.local_products:
-        key = cause(product.operation)
+        key = find_cause(product.operation)
         sizes = [size for size in _product_widths(product.instruction) if size <= LANES // 2]
         useful_flops[key] += int(product.flops)
         padded_flops[key] += int(product.flops * math.prod(LANES / size for size in sizes))

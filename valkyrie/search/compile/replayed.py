@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from valkyrie.checksums import digest
-from valkyrie.compiled.collectives import CollectiveUse, traffic
+from valkyrie.compiled.collectives import CollectiveUse, collective_uses
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
@@ -32,7 +32,7 @@ def replay_program(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list
     assert step is not None, "only a layout that fits is replayed"
     replay_module = REPLAYS.get(get_platform(target.platform).replay)
     if replay_module is None:
-        return None, traffic(parse(compiled.module.read_bytes()), step.axes)
+        return None, collective_uses(parse(compiled.module.read_bytes()), step.axes)
     file = compiled.program / f"replay-{_replay_key(target)}.json"
     try:
         result = read_record(Replay, file)

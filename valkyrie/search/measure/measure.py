@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.communication import sum_communication
 from valkyrie.compiled.hlo import parse
 from valkyrie.config.modes import settings_for
@@ -105,7 +105,7 @@ def _time_steps(
         options=tuple(program.options),
         memory=replace(memory, reported_peak=_reported_peak(devices)),
         step=_summarise_steps(run, devices, seconds, mode.warmup),
-        communication=sum_communication(traffic(module, axes)),
+        communication=sum_communication(collective_uses(module, axes)),
         trace=times,
         loss=loss,
     )
