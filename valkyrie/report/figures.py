@@ -21,6 +21,7 @@ class Figure:
         caption: Explanation for a first-time reader.
         values: Returns the data, given ranked rows.
         spec: Returns the Vega-Lite specification, given the data.
+        min_labels: Minimum number of labels in the data, such as layouts, for which the figure is worth drawing.
     """
 
     id: str
@@ -28,12 +29,13 @@ class Figure:
     caption: str
     values: Callable[[Sequence[Row]], Values]
     spec: Callable[[Values], Spec]
+    min_labels: int = 2
 
 
 def figure_spec(figure: Figure, rows: Sequence[Row]) -> Spec | None:
-    """Return the complete Vega-Lite specification of a figure, or None if it would show fewer than two layouts."""
+    """Return the complete Vega-Lite specification of a figure, or None if its data has too few labels."""
     data = figure.values(rows)
-    if len({v["label"] for v in data}) < 2:
+    if len({v["label"] for v in data}) < figure.min_labels:
         return None
     common = {"$schema": SCHEMA, "config": CONFIG, "description": figure.title}
     return {**common, **figure.spec(data), "data": {"values": data}}
@@ -82,6 +84,15 @@ SENT = Figure(
     values.sent,
     specs.stacked_bars("sent per device and step", "mesh axes", lambda v: colours.axes_colour(v["part"])),
 )
+LOSS = Figure(
+    "loss",
+    "Loss by step",
+    "Training loss of the recorded steps, and validation loss (dashed) where it was evaluated. Long runs show "
+    f"{values.MAX_POINTS} evenly spaced steps.",
+    values.losses,
+    specs.losses,
+    min_labels=1,
+)
 WALL_TIME = Figure(
     "walltime",
     "Where the wall time of a training run goes",
@@ -109,3 +120,5 @@ GROUP_FIGURES = [SPEED, PARTS_OF_STEP, SENT, MEMORY, HEAT]
 """Figures drawn separately for each kind of speed (`SpeedKind`)."""
 OVERALL_FIGURES = [PAIRS, PRICE]
 """Figures that show all trials together."""
+TRAINING_FIGURES = [LOSS, WALL_TIME]
+"""Figures of training runs."""

@@ -22,7 +22,7 @@ from valkyrie.paths import cache_root, write_atomic
 from valkyrie.records import encode
 from valkyrie.report import tables, words
 from valkyrie.report.colours import axes_colour, part_colour
-from valkyrie.report.figures import GROUP_FIGURES, OVERALL_FIGURES, WALL_TIME, figure_spec
+from valkyrie.report.figures import GROUP_FIGURES, OVERALL_FIGURES, TRAINING_FIGURES, figure_spec
 from valkyrie.report.rank import SweepComparison, best_per_workload, group_unsuccessful
 from valkyrie.report.records import read_answer, read_command, read_rows
 from valkyrie.report.search import SearchPage, search_page
@@ -166,6 +166,7 @@ def _template_values(rows: Sequence[Row], comparison: SweepComparison | None, da
     return {
         "question": "how did it train?" if trainings_only else "which layout?",
         "trainings_only": trainings_only,
+        "one_training": trainings_only and len(rows) == 1,
         "rows": rows,
         "title": words.title(rows),
         "facts": words.facts(rows),
@@ -178,7 +179,7 @@ def _template_values(rows: Sequence[Row], comparison: SweepComparison | None, da
         "wide": max(map(len, labels(rows).values()), default=0) > LONG_LABEL,
         "overall_figures": [figure for figure in OVERALL_FIGURES if data.overall_figures[figure.id]],
         "trained": trained if trained.rows else None,
-        "times": [WALL_TIME] if data.overall_figures[WALL_TIME.id] else [],
+        "training_figures": [figure for figure in TRAINING_FIGURES if data.overall_figures[figure.id]],
         "agreement": words.agreement_line(rows),
         "comparison": comparison and {"summary": comparison.summary, "table": tables.comparison_table(comparison)},
         "refusals": group_unsuccessful(rows),
@@ -217,7 +218,7 @@ def _page_data(rows: Sequence[Row], search: SearchPage | None) -> PageData:
         figures={
             figure.id: [figure_spec(figure, members) for members in rows_by_kind.values()] for figure in GROUP_FIGURES
         },
-        overall_figures={figure.id: figure_spec(figure, ordered) for figure in [*OVERALL_FIGURES, WALL_TIME]}
+        overall_figures={figure.id: figure_spec(figure, ordered) for figure in [*OVERALL_FIGURES, *TRAINING_FIGURES]}
         | ({} if search is None else {figure.id: figure.spec for figure in search.figures}),
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
         rows=tables.cells(rows_by_kind),

@@ -311,6 +311,30 @@ def costs(data: Values, time: str) -> Spec:
     return _chart(280, _point_layer({"x": x, "y": y, "color": color, "tooltip": tooltip}), names)
 
 
+def losses(data: Values) -> Spec:
+    """Return a line chart of losses by step, with a colour for each training and dashes for validation losses."""
+    many = len({v["label"] for v in data}) > 1
+    encoding = {
+        "x": _quantitative("step", title="step", axis={"tickCount": 8, "format": "~s"}),
+        "y": _quantitative("loss", title="loss", scale={"zero": False}),
+        "color": _nominal("label", title=None, legend={"orient": "top"} if many else None),
+        "strokeDash": _nominal(
+            "kind",
+            scale={"domain": ["training", "validation"], "range": [[1, 0], [5, 3]]},
+            legend={
+                "orient": "top",
+                "title": None,
+                "symbolType": "stroke",
+                "symbolSize": 300,
+                "symbolStrokeColor": "currentColor",
+            },
+        ),
+        "tooltip": _tooltip(("label", "training"), ("kind", "loss of"), ("step", "step", ",d"), ("loss", "loss")),
+    }
+    point = {"filled": True, "size": 20}
+    return _chart(280, {"mark": {"type": "line", "strokeWidth": 1.6, "point": point}, "encoding": encoding})
+
+
 def memory_shares(data: Values) -> Spec:
     """Return a bar chart of the shares of usable memory, with a line at the limit."""
     end = max(1.1, *(1.05 * v["share"] for v in data))

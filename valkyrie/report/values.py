@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from valkyrie.axes import axes_text
+from valkyrie.config.modes import METRICS_FILE
 from valkyrie.parts import PART_LABELS, PartKind, describe_part
 from valkyrie.report.rank import chip_price, pareto_ids, peak_memory
 from valkyrie.runs.goodput import KINDS
+from valkyrie.runs.tracking import read_metrics
 from valkyrie.sweep.rows import Row, pair_predictions
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory_text, percent
 
 Values = list[dict[str, Any]]
 
+MAX_CURVES, MAX_POINTS = 8, 300
+"""Maximum number of training runs whose losses are drawn, and of points of a curve."""
 MAX_BARS = 40
 """Maximum number of layouts in a bar chart, which shows the best ones."""
 _LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))
@@ -219,6 +224,25 @@ def sent(rows: Sequence[Row]) -> Values:
     unit, scale = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6) if largest >= 1e6 else ("kB", 1e-3)
     entries = [(row, row.sent, sum(row.sent.values()) or 1.0) for row in shown_rows]
     return _stacked(labels(rows), entries, order, {}, unit, scale)
+
+
+def losses(rows: Sequence[Row]) -> Values:
+    """Return the training and validation losses of training runs (`loss`, `kind`) by `step`, as recorded.
+
+    Shows at most `MAX_CURVES` runs, fastest first, with at most `MAX_POINTS` points per curve.
+    """
+    values: Values = []
+    for row in [row for row in rows if row.is_training and row.folder is not None][:MAX_CURVES]:
+        assert row.folder is not None
+        file = row.folder / METRICS_FILE
+        records = read_metrics(file) if file.is_file() else []
+        for kind, key in (("training", "loss"), ("validation", "eval_loss")):
+            points = [(r.get("step"), r.get(key)) for r in records]
+            points = [point for point in points if all(isinstance(n, int | float) and math.isfinite(n) for n in point)]
+            stride = -(-len(points) // MAX_POINTS) or 1
+            shown = [*points[::stride], *points[-1:]] if len(points) > 1 else points
+            values += [{"label": row.trial.name, "kind": kind, "step": x, "loss": round_digits(y)} for x, y in shown]
+    return values
 
 
 def wall_times(rows: Sequence[Row]) -> Values:
