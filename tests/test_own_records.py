@@ -23,6 +23,7 @@ from valkyrie.processes.locks import _read_holder
 from valkyrie.report.page import render_page
 from valkyrie.report.records import read_answer, read_command, read_rows, read_training
 from valkyrie.report.text import as_csv, as_markdown
+from valkyrie.report.values import losses
 from valkyrie.runs.folder import saved_run, write_run_files
 from valkyrie.search.compile.prediction import read_prediction
 from valkyrie.search.measure.figures_file import read_figures
@@ -82,6 +83,16 @@ def check_line(data: st.DataObject, path: Path, read: Callable[[], object]) -> N
     finally:
         path.write_bytes(whole)
     assert path.name in message or str(path.parent) in message
+
+
+def test_the_page_of_a_training_draws_its_losses(run_folder: Path) -> None:
+    rows = read_rows([run_folder])
+    assert [(value["kind"], value["step"], value["loss"]) for value in losses(rows)] == [
+        ("training", 1, 4.5),
+        ("training", 2, 4.4),
+    ]
+    page = render_page(rows)
+    assert 'data-figure="loss"' in page and f"{rows[0].trial.results.parameters:,} parameters" in page
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "goodput.jsonl"])

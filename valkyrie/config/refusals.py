@@ -17,7 +17,9 @@ from omegaconf.errors import (
 )
 
 from valkyrie import optim
+from valkyrie.config import modes
 from valkyrie.config.modes import MODES, get_mode
+from valkyrie.data import config as data
 from valkyrie.data.config import SOURCES
 from valkyrie.foreign_errors import (
     WrongValue,
@@ -306,6 +308,15 @@ def unknown_key_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
         if not OmegaConf.is_missing(known, key) and isinstance(child := values[key], DictConfig):
             problems += unknown_key_problems(child, f"{prefix}{key}.")
     return problems
+
+
+def drop_foreign_keys(values: DictConfig, group: str) -> None:
+    """Drop keys of other modes or data sources from a group of an earlier version's `run.yaml`, in place."""
+    without_foreign_keys = {"mode": modes.without_foreign_keys, "data": data.without_foreign_keys}.get(group)
+    settings = OmegaConf.to_container(values[group])
+    valid_settings = without_foreign_keys(settings) if without_foreign_keys and isinstance(settings, dict) else settings
+    if valid_settings != settings:
+        values[group] = valid_settings
 
 
 def nested_value_problems(values: DictConfig, prefix: str = "") -> list[Problem]:

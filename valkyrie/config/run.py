@@ -20,9 +20,8 @@ from valkyrie.axes import BATCH, Arrays
 from valkyrie.buckets import bucket_problems
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
-from valkyrie.config import modes, refusals
+from valkyrie.config import refusals
 from valkyrie.config.modes import MODES, ModeConfig, Needs
-from valkyrie.data import config as data
 from valkyrie.data.config import MAX_SEED, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path, remember_modules
 from valkyrie.hardware.target import TargetConfig
@@ -272,7 +271,7 @@ class Run:
                 continue
             if family is None:
                 raise ValueError(f"{families.key} is missing. Known: {', '.join(families.names())}.")
-            drop_foreign_keys(composed, group)
+            refusals.drop_foreign_keys(composed, group)
             known_types = (dict, families.config_class(family))
             if group == "data" and OmegaConf.get_type(composed.data) not in known_types:
                 raise ValueError(f"data.source={family} changes the source but not its settings. Write data={family}.")
@@ -492,12 +491,3 @@ def _schema_of(classes: tuple[tuple[str, type], ...]) -> DictConfig:
     for group, config_class in classes:
         schema[group] = OmegaConf.structured(config_class)
     return schema
-
-
-def drop_foreign_keys(values: DictConfig, group: str) -> None:
-    """Drop keys of other modes or data sources from a group of an earlier version's `run.yaml`, in place."""
-    without_foreign_keys = {"mode": modes.without_foreign_keys, "data": data.without_foreign_keys}.get(group)
-    settings = OmegaConf.to_container(values[group])
-    valid_settings = without_foreign_keys(settings) if without_foreign_keys and isinstance(settings, dict) else settings
-    if valid_settings != settings:
-        values[group] = valid_settings

@@ -22,7 +22,8 @@ from valkyrie.checkpoint import latest_step
 from valkyrie.config.compose import AS_SAVED, GROUPS, saved_groups
 from valkyrie.config.files import check_file
 from valkyrie.config.modes import reads_run
-from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, RunConfig, drop_foreign_keys
+from valkyrie.config.refusals import drop_foreign_keys
+from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, RunConfig
 from valkyrie.extensions import add_import_path
 from valkyrie.paths import conf_dir, unused_path
 from valkyrie.runs.folder import (

@@ -240,7 +240,8 @@ def losses(rows: Sequence[Row]) -> Values:
             points = [(r.get("step"), r.get(key)) for r in records]
             points = [point for point in points if all(isinstance(n, int | float) and math.isfinite(n) for n in point)]
             stride = -(-len(points) // MAX_POINTS) or 1
-            shown = [*points[::stride], *points[-1:]] if len(points) > 1 else points
+            last = points[-1:] if (len(points) - 1) % stride else []
+            shown = [*points[::stride], *last]
             values += [{"label": row.trial.name, "kind": kind, "step": x, "loss": round_digits(y)} for x, y in shown]
     return values
 
