@@ -91,6 +91,14 @@ def test_an_error_at_the_end_of_a_sweep_sets_the_exit_status(
     assert line.startswith("valkyrie-train: ") and "(KeyError: 'mesh')" in line and "runs/swept" in line
 
 
+def test_a_sweep_of_a_mode_without_results_names_one_with_results(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
+):
+    fake_outcomes(monkeypatch, dp=Status.ok)
+    ended = command(*ASKED, "mode=show", "partition=dp")
+    assert "mode=show records no numbers. To compare memory and step time, use mode=compile" in ended.out.splitlines()
+
+
 @pytest.mark.parametrize("sweeper", [[], ["hydra/sweeper=layouts"]])
 def test_every_sweeper_ends_the_same_way_if_no_trial_is_legal(
     command: Any, tracker: Tracker, tmp_path: Path, sweeper: list[str]
