@@ -141,8 +141,8 @@ def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: st
         return {plan.key: plan.to_trial(Status.ok, None, "", 0.0) for plan in asked}
 
     monkeypatch.setattr(launcher, "run_trials", carry_out)
-    ended = command(*arguments)
-    assert ended.status == 0, ended.err
+    result = command(*arguments)
+    assert result.status == 0, result.err
     return plans
 
 

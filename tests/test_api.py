@@ -82,9 +82,9 @@ def test_the_prediction_examples_run_as_written(here: Path, capsys: pytest.Captu
 @pytest.mark.timeout(300)
 def test_the_example_of_the_readme_runs_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
     exec(smaller(example_in(".")), {})
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split(" ")[:2] for line in printed if " True " in line] == [["fsdp", "True"], ["dp", "True"]]
-    assert (here / printed[-1].split(" ")[0] / "run.yaml").is_file()
+    output = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[:2] for line in output if " True " in line] == [["fsdp", "True"], ["dp", "True"]]
+    assert (here / output[-1].split(" ")[0] / "run.yaml").is_file()
 
 
 @pytest.mark.slow
@@ -114,8 +114,8 @@ def test_the_search_example_runs_as_written(here: Path, capsys: pytest.CaptureFi
     example = smaller(example_in("valkyrie", 2)).replace("mode.compiles=4", "mode.compiles=1")
     names: dict[str, Any] = {}
     exec(example, names)
-    answer, printed = names["answer"], capsys.readouterr().out
-    assert f"train it: {answer.command}" in printed and "where the step time goes" in printed
+    answer, output = names["answer"], capsys.readouterr().out
+    assert f"train it: {answer.command}" in output and "where the step time goes" in output
     assert (answer.folder / "search.json").is_file() and "compiled" in [row.status for row in answer.rows]
     assert names["best"].config.partition.name in answer.best.layout
 
@@ -123,8 +123,8 @@ def test_the_search_example_runs_as_written(here: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_the_example_of_reading_trials_runs_as_written(here: Path):
     command = [sys.executable, "-m", "valkyrie.cli.train", "-m", *TINY, "partition=dp,fsdp", "mode=compile"]
-    done = subprocess.run([*command, "mesh=2x2x1", "name=laptop_8"], cwd=here, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([*command, "mesh=2x2x1", "name=laptop_8"], cwd=here, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     example = example_in("sweeps").replace("if row.tokens_per_second", "")
     example = example.replace("row.tokens_per_second", "row.layout")
     exec(example, {"valkyrie": valkyrie})
@@ -145,8 +145,8 @@ def test_nothing_is_imported_before_it_is_used():
         assert valkyrie.slice("v4-64").chips == 32 and callable(valkyrie.fit)
         assert "jax" not in sys.modules
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_showing_a_run_does_not_initialise_jax():
@@ -159,8 +159,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 print(jax.device_count())
 """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.endswith("\n8\n"), done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.stdout.endswith("\n8\n"), result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(

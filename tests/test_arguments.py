@@ -71,9 +71,9 @@ def test_a_prompt_is_taken_as_it_is_typed(folder: Path, prompt: str):
 
 @pytest.mark.parametrize("override", ["mesh=8", "--cfg"])
 def test_an_override_that_compose_cannot_read_is_refused(override: str):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         valkyrie.compose("model=gpt_tiny", override)
-    assert_golden_message("arguments", ["compose", override], str(refused.value))
+    assert_golden_message("arguments", ["compose", override], str(error.value))
 
 
 def test_load_can_choose_other_groups_like_resume(folder: Path):
@@ -98,9 +98,9 @@ def test_values_are_parsed_like_those_of_the_command(folder: Path):
     ["name=foo", "resume=latest", "mesh=8", "mesh=nix", "stps=8", "steps=8,9", "~steps", "steps", "steps=abc"],
 )
 def test_an_override_that_load_cannot_apply_is_refused(folder: Path, override: str):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         valkyrie.load(folder, override)
-    assert_golden_message("arguments", ["load", override], str(refused.value).replace(str(folder), "FOLDER"))
+    assert_golden_message("arguments", ["load", override], str(error.value).replace(str(folder), "FOLDER"))
 
 
 def test_a_loaded_run_does_not_need_the_users_folder(own: Path, tmp_path: Path):
@@ -150,16 +150,16 @@ def test_a_run_is_resumed_only_from_its_run_yaml(folder: Path, tmp_path: Path, m
 
 @pytest.mark.parametrize("asked", ["resume=", "resume=''"])
 def test_an_empty_resume_is_refused(folder: Path, asked: str):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         valkyrie.compose(asked, f"runs={folder.parent}")
-    assert str(refused.value).startswith("resume= ") and "resume=latest" in str(refused.value)
+    assert str(error.value).startswith("resume= ") and "resume=latest" in str(error.value)
 
 
 def test_a_resumed_run_cannot_be_renamed(folder: Path):
     resume_arguments = [f"resume={folder}", f"runs={folder.parent}"]
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         valkyrie.compose(*resume_arguments, "name=fresh")
-    message = str(refused.value)
+    message = str(error.value)
     assert message.startswith(f"resume={folder} ") and "name=fresh" in message and " one" in message
     for name in ("one", "null"):
         assert run_folder(valkyrie.compose(*resume_arguments, f"name={name}")) == folder
@@ -203,9 +203,9 @@ def test_a_record_has_the_full_paths_of_what_it_reads(tmp_path: Path, monkeypatc
 
 def test_an_incomplete_configuration_is_refused(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("model: gpt_tiny\nsteps: 5\n")
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         valkyrie.compose("--config-path", str(tmp_path), "--config-name", "mine")
-    message = str(refused.value)
+    message = str(error.value)
     assert message.startswith(f"{tmp_path}/mine.yaml ")
     assert all(re.search(rf"\b{key}\b", message) for key in ("mode", "target", "mesh", "partition", "trial", "model"))
     assert not re.search(r"\bsteps\b", message), "it is set in the file"
@@ -213,9 +213,9 @@ def test_an_incomplete_configuration_is_refused(tmp_path: Path):
 
 
 def test_a_key_of_a_null_group_is_refused():
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         valkyrie.compose("model=s5_tiny", "target.chip.hbm_gib=9")
-    assert str(refused.value).startswith("target.chip.hbm_gib=9: ") and "target=v5e-8" in str(refused.value)
+    assert str(error.value).startswith("target.chip.hbm_gib=9: ") and "target=v5e-8" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_the_error_for_a_typo_in_run_yaml_names_file_and_key(folder: Path, line:
     text = (folder / "run.yaml").read_text()
     assert line in text
     (folder / "run.yaml").write_text(text.replace(line, typo))
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         valkyrie.compose(f"resume={folder}")
-    assert str(refused.value).startswith(f"{folder}/run.yaml: {key}")
+    assert str(error.value).startswith(f"{folder}/run.yaml: {key}")
 
 
 def test_a_setting_missing_in_run_yaml_has_its_default(folder: Path):

@@ -281,10 +281,10 @@ def test_skipped_trials_are_named_with_the_reason(
     sweep = saved_sweep(tmp_path / "sweep", [*usable, *wrong, unsaved])
     (sweep / "trial-7" / RUN_FILE).unlink()
     assert command("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2, "too few are left"
-    printed = capfd.readouterr().out
-    assert f"skipping 2 of 8 trials, because the step time is not a number above 0: {sweep}:{first.key}, " in printed
-    assert f"skipping 1 of 8 trials, because the folder has no {RUN_FILE}: {sweep}:{unsaved.key}\n" in printed
-    assert "using 5 of 8 trials\n" in printed
+    output = capfd.readouterr().out
+    assert f"skipping 2 of 8 trials, because the step time is not a number above 0: {sweep}:{first.key}, " in output
+    assert f"skipping 1 of 8 trials, because the folder has no {RUN_FILE}: {sweep}:{unsaved.key}\n" in output
+    assert "using 5 of 8 trials\n" in output
 
 
 def test_fewer_trials_than_constants_are_refused(

@@ -239,14 +239,14 @@ def test_a_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
     step, generator = tmp_path / "checkpoints" / "5", np.random.default_rng(0)
     about_saving = {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}  # without anything of the state
     for path in [p for p in step.rglob("*") if p.is_file() and p.name not in about_saving]:
-        whole = path.read_bytes()
-        bit = int(generator.integers(8 * len(whole)))
-        path.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
+        content = path.read_bytes()
+        bit = int(generator.integers(8 * len(content)))
+        path.write_bytes(content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :])
         name = str(path.relative_to(step))
         with closing(checkpoints(tmp_path)) as tier, pytest.raises(ValueError) as caught:
             tier.restore(abstract(make_state(0)))
         assert f"is damaged: {name} has changed" in str(caught.value)
-        path.write_bytes(whole)
+        path.write_bytes(content)
     with closing(checkpoints(tmp_path)) as tier:
         assert_equal(tier.restore(abstract(make_state(0)))[1], make_state(5))
 

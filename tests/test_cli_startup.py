@@ -34,14 +34,14 @@ def start(cwd: Path, *arguments: str) -> Startup:
     """Run the command in a new process. If it takes 5 s or more, tries once more and returns the faster attempt."""
     attempts = []
     for _ in range(2):
-        before = time.perf_counter()
-        done = subprocess.run(
+        start = time.perf_counter()
+        result = subprocess.run(
             [sys.executable, "-c", PROBE, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60
         )
-        seconds = time.perf_counter() - before
-        *lines, last = done.stderr.splitlines()
-        assert last.startswith("LOADED"), done.stderr
-        attempts.append(Startup(done.returncode, done.stdout, "\n".join(lines), last.split()[1:], seconds))
+        seconds = time.perf_counter() - start
+        *lines, last = result.stderr.splitlines()
+        assert last.startswith("LOADED"), result.stderr
+        attempts.append(Startup(result.returncode, result.stdout, "\n".join(lines), last.split()[1:], seconds))
         if seconds < 5:
             break
     return min(attempts, key=lambda attempt: attempt.seconds)
@@ -55,10 +55,10 @@ def start(cwd: Path, *arguments: str) -> Startup:
     ],
 )
 def test_help_and_configuration_do_not_load_jax(tmp_path: Path, arguments: list[str], shown: str):
-    ended = start(tmp_path, *arguments)
-    assert (ended.status, ended.err, ended.loaded) == (0, "", [])
-    assert shown in ended.out
-    assert ended.seconds < 10
+    result = start(tmp_path, *arguments)
+    assert (result.status, result.err, result.loaded) == (0, "", [])
+    assert shown in result.out
+    assert result.seconds < 10
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,27 +75,27 @@ def test_help_and_configuration_do_not_load_jax(tmp_path: Path, arguments: list[
     ],
 )
 def test_a_refusal_does_not_load_jax(tmp_path: Path, arguments: list[str], message: str):
-    ended = start(tmp_path, *arguments)
-    assert ended.status == 2
-    assert message in ended.err
-    assert "Traceback" not in ended.err
+    result = start(tmp_path, *arguments)
+    assert result.status == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
     looks_further = arguments[0] in ("data=text", "target=v5e-8")  # at files or devices, which needs NumPy
-    assert "jax" not in ended.loaded and (looks_further or ended.loaded == [])
-    assert ended.seconds < 10
+    assert "jax" not in result.loaded and (looks_further or result.loaded == [])
+    assert result.seconds < 10
     assert list(tmp_path.iterdir()) == [], "a refused run leaves nothing behind"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_tab_completion_can_be_installed(tmp_path: Path, shell: str):
-    done = subprocess.run(
+    result = subprocess.run(
         [str(Path(sys.executable).with_name("valkyrie-train")), "-sc", f"install={shell}"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    assert "valkyrie-train" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "valkyrie-train" in result.stdout
 
 
 def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -112,8 +112,8 @@ def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedPr
 
 def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
-    done = shell("cd gone; rmdir ../gone; $command --version", tmp_path)
-    assert done.returncode == 2 and "current folder was deleted" in done.stderr and done.stderr.count("\n") == 1
+    result = shell("cd gone; rmdir ../gone; $command --version", tmp_path)
+    assert result.returncode == 2 and "current folder was deleted" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_closed_streams_and_ascii_encodings_are_handled(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_closed_streams_and_ascii_encodings_are_handled(tmp_path: Path) -> None:
     )
     python = f'{sys.executable} -c "{ascii_only}"'
     for closed in ("", "<&-", "2>&-"):
-        done = shell(f"{python} {closed}", tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-        assert (done.returncode, done.stdout.splitlines()) == (0, ["a ? b", "True"]), (closed, done.stderr)
+        result = shell(f"{python} {closed}", tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+        assert (result.returncode, result.stdout.splitlines()) == (0, ["a ? b", "True"]), (closed, result.stderr)
     assert shell(f"{python} >&-", tmp_path).returncode == 0
     assert shell("$command --version >&-", tmp_path).stderr == ""

@@ -213,9 +213,9 @@ def test_an_invalid_problem_is_refused_with_its_line(tmp_path: Path, change: dic
 def test_all_invalid_lines_are_reported_together(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text("\n".join([json.dumps(ADD), "{", json.dumps(ADD), "[]", *["{}"] * 4]))
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         read_problems(str(path))
-    message = str(refused.value)
+    message = str(error.value)
     for phrase in ("line 2: not", "the name add", "line 4: not", "difficulty, prompt are", "2 more."):
         assert phrase in message
     path.write_text("\n")
@@ -250,9 +250,9 @@ def refused(tmp_path: Path, *arguments: str, **environment: str) -> str:
     """Return the message of a command that is refused without loading JAX."""
     script = "import sys; from valkyrie.cli.train import main\ntry: main()\nfinally: assert 'jax' not in sys.modules"
     words = [sys.executable, "-c", script, *SINGLE, f"runs={tmp_path / 'runs'}", *arguments]
-    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True)
-    assert done.returncode == 2 and not (tmp_path / "runs").exists(), done.stderr
-    return done.stderr
+    result = subprocess.run(words, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert result.returncode == 2 and not (tmp_path / "runs").exists(), result.stderr
+    return result.stderr
 
 
 def test_a_missing_compiler_is_refused_before_jax_loads(tmp_path: Path) -> None:

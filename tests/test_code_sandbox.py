@@ -37,8 +37,8 @@ def running_programs() -> list[str]:
 
 def all_have_ended() -> bool:
     """Return True if all processes of these tests end within 20 s. The kernel may end them with a delay."""
-    until = time.monotonic() + 20
-    while running_programs() and time.monotonic() < until:
+    deadline = time.monotonic() + 20
+    while running_programs() and time.monotonic() < deadline:
         time.sleep(0.05)
     return not running_programs()
 
@@ -58,20 +58,20 @@ def judge_body(
 
 def test_a_correct_program_passes() -> None:
     assert judge_body("return True").passed
-    ended = shell("echo one && echo two >&2")
-    assert ended.ok and ended.output == "one\ntwo\n"
+    result = shell("echo one && echo two >&2")
+    assert result.ok and result.output == "one\ntwo\n"
 
 
 def test_an_endless_loop_ends_at_the_time_limit() -> None:
-    began = time.monotonic()
+    start = time.monotonic()
     result = judge_body("while True: pass", time_s=1.0)
     assert not result.passed and " 1 s" in result.reason
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - start < 30
 
 
 def test_a_sleeping_program_ends_at_the_time_limit_with_its_children() -> None:
-    ended = shell(f"setsid sleep {MARK} & sleep {MARK} & trap '' TERM INT HUP; sleep {MARK}", time_s=1.0)
-    assert (ended.status, ended.limit) == (137, "time") and all_have_ended()
+    result = shell(f"setsid sleep {MARK} & sleep {MARK} & trap '' TERM INT HUP; sleep {MARK}", time_s=1.0)
+    assert (result.status, result.limit) == (137, "time") and all_have_ended()
 
 
 def test_children_end_with_the_program_that_left_them() -> None:
@@ -90,8 +90,8 @@ def test_a_fork_bomb_is_limited_and_ends() -> None:
 def test_endless_output_is_cut_and_ends_the_program() -> None:
     result = judge_body("while True: print('x' * 1000)")
     assert not result.passed and "printed" in result.reason
-    ended = shell("yes")
-    assert ended.limit == "output" and len(ended.output) <= 2 * sandbox.OUTPUT_BYTES
+    outcome = shell("yes")
+    assert outcome.limit == "output" and len(outcome.output) <= 2 * sandbox.OUTPUT_BYTES
 
 
 def test_too_much_memory_is_refused() -> None:
@@ -122,8 +122,8 @@ def test_files_of_the_machine_are_hidden(tmp_path: Path, place: str) -> None:
 
 
 def test_system_files_cannot_be_written() -> None:
-    ended = shell("for f in / /usr /usr/bin /dev /etc; do echo x > $f/valkyrie-x; done; ls /; id -G; touch /box/own")
-    assert ended.status == 0 and ended.output.count("cannot create") == 5
+    result = shell("for f in / /usr /usr/bin /dev /etc; do echo x > $f/valkyrie-x; done; ls /; id -G; touch /box/own")
+    assert result.status == 0 and result.output.count("cannot create") == 5
     assert not any(Path(folder, "valkyrie-x").exists() for folder in ("/", "/usr", "/usr/bin", "/dev", "/etc"))
 
 
@@ -155,8 +155,8 @@ def test_a_program_that_exits_before_its_tests_does_not_pass() -> None:
 
 
 def test_no_step_runs_after_a_failed_one() -> None:
-    done = run_steps({}, [SandboxStep((word,), 20.0, 256) for word in ("true", "false", "true")])
-    assert [ended.status for ended in done] == [0, 1]
+    result = run_steps({}, [SandboxStep((word,), 20.0, 256) for word in ("true", "false", "true")])
+    assert [ended.status for ended in result] == [0, 1]
 
 
 def test_a_killed_evaluation_leaves_no_program(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_a_killed_evaluation_leaves_no_program(tmp_path: Path) -> None:
         f"run_steps({{}}, [SandboxStep(('sh', '-c', 'setsid sleep {MARK} & sleep {MARK}'), 100.0, 256)])"
     )
     job = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
-    until = time.monotonic() + 30
-    while len(running_programs()) < 2 and time.monotonic() < until:
+    deadline = time.monotonic() + 30
+    while len(running_programs()) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(running_programs()) >= 2
     job.send_signal(signal.SIGKILL)
@@ -192,18 +192,18 @@ def test_a_user_without_privileges_has_the_same_sandbox() -> None:
         # Some kernels allow user namespaces only to root. Other users then have no sandbox, so there is none to test.
         pytest.skip("this kernel allows user namespaces only to root")
     environment = {**os.environ, "TMPDIR": "/tmp"}
-    done = subprocess.run([sys.executable, "-c", UNPRIVILEGED], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("No such file") == 2 and done.stdout.strip().endswith("kept apart")
+    result = subprocess.run([sys.executable, "-c", UNPRIVILEGED], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("No such file") == 2 and result.stdout.strip().endswith("kept apart")
 
 
 # Without user namespaces the sandbox changes to another user, which only root can do. The test above covers others.
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
 def test_root_keeps_programs_apart_without_user_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_can_nest_namespaces", lambda: False)
-    ended = shell("id -u; ls -d /root /home /proc/1; touch /box/own && echo wrote")
-    assert int(ended.output.split()[0]) > 1000 and ended.output.count("No such file") == 3
-    assert ended.output.endswith("wrote\n")
+    result = shell("id -u; ls -d /root /home /proc/1; touch /box/own && echo wrote")
+    assert int(result.output.split()[0]) > 1000 and result.output.count("No such file") == 3
+    assert result.output.endswith("wrote\n")
 
 
 def test_two_programs_run_as_different_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,9 +373,9 @@ def test_an_edit_of_a_users_module_takes_effect_in_the_same_process(tmp_path: Pa
 
 
 def test_a_compile_over_its_time_limit_is_a_result(tiny: Run):
-    ended = compile_layout(tiny, 0.3)
-    assert ended.status is CompileStatus.timeout
-    assert "mode.time_limit_s=0.3" in (ended.outcome.reason or "")
+    result = compile_layout(tiny, 0.3)
+    assert result.status is CompileStatus.timeout
+    assert "mode.time_limit_s=0.3" in (result.outcome.reason or "")
     assert not compile_layout(tiny, 0.3).cached
 
 
@@ -393,18 +393,18 @@ def test_a_crash_of_the_compiler_does_not_end_the_command(
     interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
     interpreter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(interpreter))
-    died = compile_layout(tiny, 60)
-    assert (died.status, died.cached) == (CompileStatus.failed, False)
+    outcome = compile_layout(tiny, 60)
+    assert (outcome.status, outcome.cached) == (CompileStatus.failed, False)
     assert [file for file in (tmp_path / "cache" / "compile").rglob("*") if file.is_file()] == []
-    assert phrase in (died.outcome.reason or "")
+    assert phrase in (outcome.outcome.reason or "")
 
 
 def test_a_gpu_target_without_a_gpu_is_refused_with_what_is_missing(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
     run = compose_run("model=s5_tiny", "mesh=2x2x2", "partition=fsdp", "target=h100-8", "batch=8", "seq=16")
-    refused = compile_layout(run, 120)
-    assert refused.status is CompileStatus.refused
-    assert "CUDA backend" in (refused.outcome.reason or "")
+    refusal = compile_layout(run, 120)
+    assert refusal.status is CompileStatus.refused
+    assert "CUDA backend" in (refusal.outcome.reason or "")
 
 
 @pytest.mark.parametrize("lived_s", [0, 3])
@@ -421,8 +421,8 @@ def test_a_killed_command_ends_its_compiler(tmp_path: Path, lived_s: int):
         f"time.sleep({lived_s})\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    child = Path("/proc") / done.stdout.strip()
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    child = Path("/proc") / result.stdout.strip()
     deadline = time.monotonic() + 20
     while child.exists() and time.monotonic() < deadline:
         time.sleep(0.2)

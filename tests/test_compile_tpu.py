@@ -85,9 +85,9 @@ def test_an_equal_layout_is_not_compiled_again(folder: Path, found: dict[str, An
 @pytest.mark.slow
 def test_a_layout_that_does_not_fit_is_a_result(folder: Path):
     large = ("model=gpt_125m", "batch=4096", "remat=none", "name=large")
-    done = compile_command(folder, *TINY, *large)
-    assert (done.returncode, done.stderr) == (3, "")
-    line = next(line for line in done.stdout.splitlines() if line.startswith("does not fit: needs "))
+    result = compile_command(folder, *TINY, *large)
+    assert (result.returncode, result.stderr) == (3, "")
+    line = next(line for line in result.stdout.splitlines() if line.startswith("does not fit: needs "))
     assert "15.8 GiB usable" in line and "largest: activations" in line
     assert "try: " in line and "remat=full" in line
     assert json.loads((folder / "runs" / "large" / "compile.json").read_text())["status"] == "does_not_fit"

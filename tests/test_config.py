@@ -145,17 +145,17 @@ def test_a_job_uses_the_configuration_of_the_multirun(
 
 def test_what_cfg_job_prints_composes_to_the_same_run(command: Any, tmp_path: Path):
     arguments = ["mesh=4x4x2", "partition=fsdp", "model=s5_tiny", "precision=bf16", "optimizer.clip_norm=null"]
-    printed = command(*arguments, "--cfg", "job")
-    assert printed.status == 0
-    assert printed.run is None
+    output = command(*arguments, "--cfg", "job")
+    assert output.status == 0
+    assert output.run is None
     (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "mine.yaml").write_text(printed.out)
+    (tmp_path / "saved" / "mine.yaml").write_text(output.out)
     run = command(*arguments).run
     assert run is not None
     OmegaConf.clear_resolvers()  # as in a process of its own, which reads the file before there are any
     assert command("--config-path", str(tmp_path / "saved"), "--config-name", "mine").run == run
-    again = command("--config-path", str(tmp_path / "saved"), "--config-name", "mine", "steps=9").run
-    assert again.config.steps == 9
+    second_result = command("--config-path", str(tmp_path / "saved"), "--config-name", "mine", "steps=9").run
+    assert second_result.config.steps == 9
     assert [path.name for path in tmp_path.iterdir()] == ["saved"], "no folder and no log of Hydra's is left behind"
 
 
@@ -240,8 +240,8 @@ def test_a_composed_file_accepts_keys_and_choices(command: Any, tmp_path: Path):
     add_checkpoint(folder)
     assert command(*arguments, "mode=eval").run.config.resume == str(folder)
     assert command("resume=a", "mode=eval").run.model.name == "s5_tiny"
-    refused = command("resume=a", "partition=nix")
-    assert "as_saved" not in refused.err and "Choices: 1d_tp" in refused.err
+    result = command("resume=a", "partition=nix")
+    assert "as_saved" not in result.err and "Choices: 1d_tp" in result.err
 
 
 def test_a_run_yaml_that_ends_too_early_is_not_completed_from_defaults(command: Any, tmp_path: Path):
@@ -251,11 +251,11 @@ def test_a_run_yaml_that_ends_too_early_is_not_completed_from_defaults(command: 
     for name in ("run", "copied"):
         for cut in (text[: text.index("steps:")], text[:-2], text[:-30] + "\0", text.splitlines()[0]):
             (folder / f"{name}.yaml").write_text(cut)
-            refused = command("--config-path", "runs/a", "--config-name", name)
-            assert (refused.status, refused.run) == (2, None)
-            assert refused.err.startswith(f"valkyrie-train: {folder}/{name}.yaml is damaged (")
-            assert ("name=a" in refused.err) is (name == "run"), "a copy is no run that a name could continue"
-            assert len(refused.err.splitlines()) == 1
+            result = command("--config-path", "runs/a", "--config-name", name)
+            assert (result.status, result.run) == (2, None)
+            assert result.err.startswith(f"valkyrie-train: {folder}/{name}.yaml is damaged (")
+            assert ("name=a" in result.err) is (name == "run"), "a copy is no run that a name could continue"
+            assert len(result.err.splitlines()) == 1
     (folder / "run.yaml").write_text("\n".join(line for line in text[: text.index("hydra:")].splitlines()[1:]))
     assert command("--config-path", "runs/a", "--config-name", "run").run.config.steps == 9, "as of --cfg job"
 
@@ -290,18 +290,18 @@ def test_a_users_own_files_are_choices_like_any_other(command: Any, own_folder: 
 
 
 def test_the_refusal_of_an_unknown_choice_lists_the_users_files(command: Any, own_folder: Path):
-    refused = command("--config-dir", str(own_folder), "partition=mien")
-    assert "partition=mine" in refused.err
-    assert all(name in refused.err for name in [*CHOICES["partition"], "mine"])
+    result = command("--config-dir", str(own_folder), "partition=mien")
+    assert "partition=mine" in result.err
+    assert all(name in result.err for name in [*CHOICES["partition"], "mine"])
 
 
 def test_help_has_every_choice_with_a_file_and_no_schema(command: Any):
-    shown = command("--help").out
-    assert "_schema" not in shown
+    output = command("--help").out
+    assert "_schema" not in output
     for name in chain(*CHOICES.values(), EXPERIMENTS, SWEEPS):
-        assert name in shown
-    assert "\ntarget: auto, cpu\n" in shown
-    assert all(target in shown for target in ("v4-64", "v5litepod-16", "tpu7x-128", "h100-16"))
+        assert name in output
+    assert "\ntarget: auto, cpu\n" in output
+    assert all(target in output for target in ("v4-64", "v5litepod-16", "tpu7x-128", "h100-16"))
 
 
 def test_the_launch_environment_gives_mesh_and_partition(command: Any, monkeypatch: pytest.MonkeyPatch):
@@ -355,10 +355,10 @@ def test_the_launch_environment_is_ignored_if_a_mesh_is_set(
 
 def test_an_impossible_launch_environment_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TPU_MESH_CONFIG", "4x4x2")
-    refused = command()
-    assert refused.status == 2
-    assert refused.err.startswith("valkyrie-train: TPU_MESH_CONFIG=4x4x2: ") and "4,4,2" in refused.err
-    assert refused.err.count("\n") == 1
+    result = command()
+    assert result.status == 2
+    assert result.err.startswith("valkyrie-train: TPU_MESH_CONFIG=4x4x2: ") and "4,4,2" in result.err
+    assert result.err.count("\n") == 1
     monkeypatch.setenv("TPU_MESH_CONFIG", "2,2,2")
     monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,expert")
     assert ("unknown_role", "expert") in [(p.code.value, p.value) for p in parse_run([]).problems()]
@@ -392,9 +392,9 @@ def test_a_mistake_in_a_users_file_is_refused_with_its_remedy(
     path = tmp_path / "own" / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    refused = command("--config-dir", "own", override)
-    assert refused.status == 2 and refused.err.startswith("valkyrie-train: ") and refused.err.count("\n") == 1
-    message = refused.err.replace(f"{tmp_path}/", "")
+    result = command("--config-dir", "own", override)
+    assert result.status == 2 and result.err.startswith("valkyrie-train: ") and result.err.count("\n") == 1
+    message = result.err.replace(f"{tmp_path}/", "")
     assert_golden_message("config", [file, text.replace("\n", " "), override], message)
 
 
@@ -416,8 +416,8 @@ def test_a_choice_that_is_a_folder_or_a_broken_link_is_refused(command: Any, tmp
         ("folder_2", "is a folder"),
         ("link", "a link to gone.yaml, "),
     ):
-        refused = command("--config-dir", "own", f"model={name}")
-        assert refused.err.startswith(f"valkyrie-train: model={name}: {tmp_path}/own/model/") and fact in refused.err
+        result = command("--config-dir", "own", f"model={name}")
+        assert result.err.startswith(f"valkyrie-train: model={name}: {tmp_path}/own/model/") and fact in result.err
 
 
 @pytest.mark.parametrize(
@@ -429,9 +429,9 @@ def test_a_model_has_the_vocabulary_of_its_tokenizer(command: Any, asked: str, i
 
 
 def test_an_unknown_tokenizer_is_refused_when_the_model_is_composed(command: Any):
-    refused = command("model=gpt_tiny", "data.tokenizer=nope")
-    assert refused.status == 2 and refused.err.startswith("valkyrie-train: tokenizer=nope ")
-    assert all(name in refused.err for name in ("bytes", "gpt2"))
+    result = command("model=gpt_tiny", "data.tokenizer=nope")
+    assert result.status == 2 and result.err.startswith("valkyrie-train: tokenizer=nope ")
+    assert all(name in result.err for name in ("bytes", "gpt2"))
 
 
 @pytest.mark.parametrize("asked", ["runs=gs://bucket/x", "data.cache_dir=s3://bucket/x"])
@@ -478,8 +478,8 @@ def test_the_error_for_an_unreadable_config_file_names_it(
     command: Any, tmp_path: Path, file: str, body: bytes, argument: str, phrase: str
 ):
     path = write_own(tmp_path, file, body)
-    refused = command("--config-dir", str(tmp_path / "own"), argument, "mode=show")
-    assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}") and phrase in refused.err
+    result = command("--config-dir", str(tmp_path / "own"), argument, "mode=show")
+    assert result.status == 2 and result.err.startswith(f"valkyrie-train: {path}") and phrase in result.err
 
 
 @pytest.mark.parametrize(
@@ -497,9 +497,9 @@ def test_a_users_file_needs_its_own_name(
     command: Any, tmp_path: Path, file: str, text: str, argument: str, phrase: str
 ):
     path = write_own(tmp_path, f"{file}.yaml", text.encode())
-    refused = command("--config-dir", "own", argument, "mode=show")
-    assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}") and phrase in refused.err
-    assert refused.err.endswith("Write name: m.\n")
+    result = command("--config-dir", "own", argument, "mode=show")
+    assert result.status == 2 and result.err.startswith(f"valkyrie-train: {path}") and phrase in result.err
+    assert result.err.endswith("Write name: m.\n")
     assert command("--config-dir", "own", "mode=show").run is not None, "the file is not chosen"
     path.write_text(f"{re.sub('name: .*', '', text)}name: m\n")
     assert "Write name" not in command("--config-dir", "own", argument, "mode=show").err
@@ -520,8 +520,8 @@ def test_a_file_that_others_only_include_needs_no_name_until_it_is_chosen(comman
     (folder / "base.yaml").write_text("defaults: [fsdp, _self_]\nzero1: true\n")
     (folder / "m.yaml").write_text("defaults: [base, _self_]\nname: m\n")
     assert command("--config-dir", "own", "partition=m").run.config.partition.name == "m"
-    swept = command("--config-dir", "own", "-m", "partition=m,base", "mode=show")
-    assert "partition/base.yaml has no name. Write name: base." in swept.out + swept.err
+    result = command("--config-dir", "own", "-m", "partition=m,base", "mode=show")
+    assert "partition/base.yaml has no name. Write name: base." in result.out + result.err
 
 
 @pytest.mark.parametrize(
@@ -536,15 +536,15 @@ def test_an_included_file_is_checked_before_it_is_read(command: Any, tmp_path: P
     (folder / "m.yaml").write_text("defaults: [base, _self_]\n")
     assert "m.yaml has no name" in command("--config-dir", "own", "partition=m").err
     (folder / "m.yaml").write_text("defaults: [base, _self_]\nname: m\n")
-    refused = command("--config-dir", "own", "partition=m")
-    assert refused.status == 2 and phrase in refused.err
+    result = command("--config-dir", "own", "partition=m")
+    assert result.status == 2 and phrase in result.err
 
 
 def test_a_sweep_refuses_trials_with_a_file_that_has_a_shipped_name(command: Any, tmp_path: Path):
     (tmp_path / "own/partition").mkdir(parents=True)
     (tmp_path / "own/partition/m.yaml").write_text("defaults: [fsdp, _self_]\nzero1: true\n")
-    swept = command("--config-dir", "own", "-m", "partition=m,fsdp", "mode=show")
-    assert "partition/m.yaml has no name" in swept.out + swept.err
+    result = command("--config-dir", "own", "-m", "partition=m,fsdp", "mode=show")
+    assert "partition/m.yaml has no name" in result.out + result.err
 
 
 @pytest.mark.parametrize(
@@ -561,8 +561,8 @@ def test_invalid_yaml_is_refused_with_its_line_only_if_it_is_chosen(
     path = tmp_path / "own/model/m.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(body)
-    refused = command("--config-dir", "own", "model=m", "mode=show")
-    assert (refused.status, refused.err) == (2, f"valkyrie-train: {path}, {phrase}\n")
+    result = command("--config-dir", "own", "model=m", "mode=show")
+    assert (result.status, result.err) == (2, f"valkyrie-train: {path}, {phrase}\n")
     assert read_defaults(path) == []
     assert command("--config-dir", "own", "model=gpt_tiny", "mode=search", "target=v5e-8").run is not None
     unknown = command("--config-dir", "own", "model=no")
@@ -573,9 +573,9 @@ def test_a_choice_with_spaces_in_its_name_is_refused_with_a_new_name(command: An
     path = tmp_path / "own/model/mein modell ü.yaml"
     path.parent.mkdir(parents=True)
     path.write_text("defaults: [s5_tiny, _self_]\n")
-    refused = command("--config-dir", "own", "model=mein modell ü")
-    assert refused.status == 2 and "without spaces" in refused.err
-    assert refused.err.endswith(f"Rename {path} to mein_modell.yaml and write model=mein_modell.\n")
+    result = command("--config-dir", "own", "model=mein modell ü")
+    assert result.status == 2 and "without spaces" in result.err
+    assert result.err.endswith(f"Rename {path} to mein_modell.yaml and write model=mein_modell.\n")
 
 
 @pytest.mark.parametrize(
@@ -591,18 +591,18 @@ def test_a_file_directly_in_the_config_folder_is_refused_with_the_right_folder(
 ):
     (tmp_path / folder).mkdir(parents=True)
     (tmp_path / folder / "lr.yaml").write_text("# @package _global_\nsteps: 5\n")
-    refused = command("--config-dir", folder, "+experiment=lr")
+    result = command("--config-dir", folder, "+experiment=lr")
     path = tmp_path / folder
     text = f"experiment=lr: {path}/lr.yaml is not read, because it is not in a folder experiment of --config-dir."
-    assert refused.status == 2 and refused.err == f"valkyrie-train: {text} {remedy.format(tmp_path)}\n"
+    assert result.status == 2 and result.err == f"valkyrie-train: {text} {remedy.format(tmp_path)}\n"
 
 
 @pytest.mark.parametrize("second", [["--config-dir", "b"], ["-cd=b"]])
 def test_a_second_config_folder_is_refused(command: Any, tmp_path: Path, second: list[str]):
     for name in "ab":
         (tmp_path / name).mkdir()
-    refused = command("--config-dir", "a", *second, "mode=show")
-    assert refused.status == 2 and refused.err.startswith("valkyrie-train: --config-dir can be given once.")
+    result = command("--config-dir", "a", *second, "mode=show")
+    assert result.status == 2 and result.err.startswith("valkyrie-train: --config-dir can be given once.")
 
 
 @pytest.mark.parametrize(
@@ -616,8 +616,8 @@ def test_a_key_without_a_value_is_refused_with_its_file(
     command: Any, tmp_path: Path, file: str, text: str, argument: str, phrase: str
 ):
     path = write_own(tmp_path, f"{file}.yaml", text.encode())
-    refused = command("--config-dir", "own", argument)
-    assert refused.status == 2 and refused.err.startswith(f"valkyrie-train: {path}: {phrase}")
+    result = command("--config-dir", "own", argument)
+    assert result.status == 2 and result.err.startswith(f"valkyrie-train: {path}: {phrase}")
 
 
 @pytest.mark.parametrize(
@@ -631,8 +631,8 @@ def test_settings_that_wandb_rejects_are_refused(
     command: Any, monkeypatch: pytest.MonkeyPatch, mode: str, project: str, phrase: str
 ):
     monkeypatch.setenv("WANDB_MODE", mode)
-    refused = command("model=gpt_tiny", f"tracking.project={project}")
-    assert refused.status == 2 and phrase in refused.err
+    result = command("model=gpt_tiny", f"tracking.project={project}")
+    assert result.status == 2 and phrase in result.err
     assert command("model=gpt_tiny", f"tracking.project={project}", "tracking=off").run is not None
 
 
@@ -669,8 +669,8 @@ def test_the_error_for_a_failed_import_names_the_module(
     (tmp_path / f"{module}.py").write_text(code)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text(f"defaults: [{module}_schema, _self_]\nname: mine\n")
-    refused = command("--config-dir", str(tmp_path), "model=mine")
-    assert refused.status == 2 and f"{module}.py, {phrase}" in refused.err
+    result = command("--config-dir", str(tmp_path), "model=mine")
+    assert result.status == 2 and f"{module}.py, {phrase}" in result.err
 
 
 def test_a_run_folder_from_elsewhere_runs_no_code(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -688,11 +688,11 @@ def test_a_run_folder_from_elsewhere_runs_no_code(command: Any, tmp_path: Path, 
     evil = tmp_path / "evil"
     evil.mkdir()
     (folder / "run.yaml").write_text(record.replace("modules: []", f"modules: [{evil}]"))
-    refused = command("resume=theirs", "runs=runs")
-    assert refused.status == 2 and f"modules=[{evil}]" in refused.err and str(evil) not in sys.path
+    result = command("resume=theirs", "runs=runs")
+    assert result.status == 2 and f"modules=[{evil}]" in result.err and str(evil) not in sys.path
     (folder / "run.yaml").write_text(f"defaults: [run_schema, _self_]\nhydra:\n  {CALLBACK}")
-    refused = command("--config-path", str(folder), "--config-name", "run")
-    assert refused.status == 2 and "the record of a run never has" in refused.err
+    result = command("--config-path", str(folder), "--config-name", "run")
+    assert result.status == 2 and "the record of a run never has" in result.err
     assert not (tmp_path / "stolen").exists()
 
 
@@ -727,8 +727,8 @@ def test_the_refusal_of_a_key_suggests_a_longer_one_that_the_mode_reads(key: str
 
 
 def test_a_search_cannot_be_a_trial(command: Any):
-    refused = command("-m", "mode=search", "target=v4-8,v5e-8")
-    assert refused.status == 2 and "target=[v4-8,v5e-8]" in refused.err
+    result = command("-m", "mode=search", "target=v4-8,v5e-8")
+    assert result.status == 2 and "target=[v4-8,v5e-8]" in result.err
 
 
 @pytest.mark.parametrize(

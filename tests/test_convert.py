@@ -156,9 +156,9 @@ def test_a_converted_run_trains_on_another_mesh_and_is_exported(tmp_path):
     arguments = ["resume=model", "mesh=1x2x2", "partition=2d_tp", "data=synthetic", "data.documents=50", "steps=3"]
     arguments += ["batch=8", "seq=32", "sample_tokens=4", "tracking=off", "optimizer.ema_decay=0.9"]
     command = [sys.executable, "-m", "valkyrie.cli.train", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "from step 0" in done.stdout and "so far" not in done.stdout
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "from step 0" in result.stdout and "so far" not in result.stdout
     back = export_run(folder, tmp_path / "back", say=lambda line: None)
     before, after = tensors_in(tmp_path / "model"), tensors_in(back)
     assert before.keys() == after.keys()
@@ -166,8 +166,8 @@ def test_a_converted_run_trains_on_another_mesh_and_is_exported(tmp_path):
     assert not np.array_equal(before["lm_head.weight"], after["lm_head.weight"])
     for mode in ("eval", "generate"):
         command = [sys.executable, "-m", "valkyrie.cli.train", "resume=model", f"mode={mode}"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 def changed_tensors(folder: Path, **changed: np.ndarray | None) -> None:
@@ -176,9 +176,9 @@ def changed_tensors(folder: Path, **changed: np.ndarray | None) -> None:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         main([*arguments])
-    assert ended.value.code == 2
+    assert error.value.code == 2
     return capsys.readouterr().err.strip().removeprefix("valkyrie-convert: ")
 
 
@@ -250,8 +250,8 @@ def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     )
     message = refusal(capsys, *load)
     assert "does not have: model.layers.0.self_attn.q_proj.bias." in message and name not in message
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:1000])
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:1000])
     assert refusal(capsys, *load).startswith("model/model.safetensors is not a complete safetensors file ")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")

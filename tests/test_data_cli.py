@@ -39,15 +39,15 @@ def test_prepare_verify_and_show(corpus: Path, capsys: pytest.CaptureFixture[str
     size = sum(len(file.read_bytes()) + 1 for file in corpus.iterdir()) * 2
     assert f"{size:,} bytes: all" in capsys.readouterr().out
     main(["show", path, "--tokens", "30"])
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in ("text: kind=text", "bytes, 257 ids", "bytes/token", "30 tokens of train", "text of document"):
-        assert text in shown
+        assert text in output
 
 
 def test_tokenizer_and_byte_limit_are_used(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["show", prepared(corpus, capsys, "--tokenizer", "gpt2", "--max-bytes", "100")])
-    shown = capsys.readouterr().out
-    assert "gpt2, 50,257 ids" in shown and "max_bytes=100" in shown
+    output = capsys.readouterr().out
+    assert "gpt2, 50,257 ids" in output and "max_bytes=100" in output
 
 
 def test_synthetic_data_needs_no_files(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,10 +96,10 @@ def test_a_mistake_gives_one_line_and_status_2(
     values: list[str],
 ) -> None:
     monkeypatch.chdir(corpus.parent)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         main(arguments)
     out, errors = capsys.readouterr()
-    assert (stopped.value.code, out, errors.count("\n")) == (2, "", 1)
+    assert (error.value.code, out, errors.count("\n")) == (2, "", 1)
     assert errors.startswith("valkyrie-data") and all(value in errors for value in values)
 
 
@@ -189,5 +189,5 @@ def test_the_command_does_not_load_jax(corpus: Path) -> None:
         f"import sys; from valkyrie.cli.data import main; main(['prepare', 'text', {str(corpus)!r}]);"
         "assert 'jax' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -89,15 +89,15 @@ def test_a_target_other_than_this_machine_is_refused_without_jax(
         "try: main()\n"
         "finally: print('jax' in sys.modules, 'orbax' in sys.modules)"
     )
-    began = time.perf_counter()
-    done = subprocess.run(
+    start = time.perf_counter()
+    result = subprocess.run(
         [sys.executable, "-c", program, "target=v5e-8", "mesh=2x2x2"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert time.perf_counter() - began < 10
-    assert done.returncode == 2
-    assert done.stdout == "False False\n"
-    assert done.stderr.startswith("valkyrie-train: target=v5e-8 ")
-    assert "needs accelerators" in done.stderr
+    assert time.perf_counter() - start < 10
+    assert result.returncode == 2
+    assert result.stdout == "False False\n"
+    assert result.stderr.startswith("valkyrie-train: target=v5e-8 ")
+    assert "needs accelerators" in result.stderr
     assert not list(tmp_path.iterdir())
 
 

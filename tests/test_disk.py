@@ -95,8 +95,8 @@ def test_a_result_is_printed_although_the_disk_is_full(
     monkeypatch.setattr(modes, "compile_and_summarise", lambda run, *_: (None, result(Prediction, run), None))
     monkeypatch.setattr(modes, "write_run_files", full_for(1))
     assert command(*TINY, *SINGLE, f"mode={mode}", f"runs={tmp_path}", "name=mine") == 2
-    shown = capsys.readouterr()
-    assert "does not fit" in shown.out and "no space left" in shown.err.lower()
+    output = capsys.readouterr()
+    assert "does not fit" in output.out and "no space left" in output.err.lower()
 
 
 @pytest.mark.parametrize("mode", ["compile", "measure"])
@@ -218,8 +218,8 @@ def test_a_full_disk_for_the_output_does_not_stop_a_training(capfd: pytest.Captu
 
 def test_a_cache_that_is_a_file_is_refused_before_any_work(a_file: Path, command: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VALKYRIE_CACHE", str(a_file))
-    refused = command("mode=show", "model=gpt_tiny")
-    assert refused.status == 2 and f"VALKYRIE_CACHE={a_file} is a file" in refused.err
+    result = command("mode=show", "model=gpt_tiny")
+    assert result.status == 2 and f"VALKYRIE_CACHE={a_file} is a file" in result.err
     monkeypatch.setenv("VALKYRIE_CACHE", "")
     assert cache_root() == Path("~/.cache/valkyrie").expanduser()
 

@@ -455,8 +455,8 @@ def test_jax_is_not_imported_if_a_cheap_check_fails(tmp_path: Path):
         "import sys\nfrom valkyrie.cli.doctor import main\n"
         f"try: main({list(SMALL)!r})\nexcept SystemExit as end: print(end.code, 'jax' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "1 False", done.stdout
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "1 False", result.stdout
 
 
 def run_several_processes(count: int, arguments: Sequence[str], cwd: Path) -> list[tuple[int, str, str]]:

@@ -108,12 +108,12 @@ MISTAKES |= {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_is_reported_in_one_message(command: Any, case: str):
     arguments = MISTAKES[case]
-    refused = command(*arguments)
-    assert refused.run is None
-    lines = [line for line in refused.err.splitlines() if not line.startswith("  - Partitions that work with ")]
+    result = command(*arguments)
+    assert result.run is None
+    lines = [line for line in result.err.splitlines() if not line.startswith("  - Partitions that work with ")]
     head = lines[0] if len(lines) == 1 else lines[1].replace("  - ", "valkyrie-train: ", 1)
     assert head.startswith("valkyrie-train: ") and len(lines) <= 2
-    assert (refused.status, refused.out) == (2, "")
+    assert (result.status, result.out) == (2, "")
     message = head.removeprefix("valkyrie-train: ")
     for group in ("experiment", "sweep"):  # an example that is added changes no golden
         message = message.replace(", ".join(config_names(group)), f"{{{group}}}")
@@ -121,9 +121,9 @@ def test_a_mistake_is_reported_in_one_message(command: Any, case: str):
 
 
 def test_all_problems_of_a_layout_are_reported_at_once(command: Any):
-    refused = command("model=valkyrie_tiny", "mesh=3x2x1", "partition=2d_tp", "batch=32")
-    assert refused.status == 2
-    start, *problems = refused.err.splitlines()
+    result = command("model=valkyrie_tiny", "mesh=3x2x1", "partition=2d_tp", "batch=32")
+    assert result.status == 2
+    start, *problems = result.err.splitlines()
     assert start == f"valkyrie-train: {len(problems)} problems"
     found = parse_run(["model=valkyrie_tiny", "mesh=3x2x1", "partition=2d_tp", "batch=32"]).problems()
     assert [problem.removeprefix("  - ") for problem in problems[: len(found)]] == list(map(str, found))
@@ -132,16 +132,16 @@ def test_all_problems_of_a_layout_are_reported_at_once(command: Any):
 
 
 def test_all_wrong_values_and_keys_are_reported_at_once(command: Any):
-    refused = command("steps=a", "batch=4.5", "seq=64", "optimizer.lr=3", "stps=3", "debug=some")
-    start, *problems = refused.err.splitlines()
+    result = command("steps=a", "batch=4.5", "seq=64", "optimizer.lr=3", "stps=3", "debug=some")
+    start, *problems = result.err.splitlines()
     assert start == "valkyrie-train: 5 problems"
     named = [problem.removeprefix("  - ").partition(":")[0].partition(" ")[0] for problem in problems]
     assert sorted(named) == sorted(["steps=a", "batch=4.5", "debug=some", "optimizer.lr", "stps"])
 
 
 def test_legal_partitions_are_suggested(command: Any):
-    refused = command("mesh=4x4x2", "partition=2d_tp", "model=valkyrie_tiny", "model.mlp=130")
-    subject, _, partitions = refused.err.splitlines()[-1].rstrip(".").partition("partition=")
+    result = command("mesh=4x4x2", "partition=2d_tp", "model=valkyrie_tiny", "model.mlp=130")
+    subject, _, partitions = result.err.splitlines()[-1].rstrip(".").partition("partition=")
     assert "mesh=4x4x2" in subject and partitions.split(", ") == ["dp", "fsdp", "pp", "pp_fsdp", "sp"]
 
 
@@ -153,9 +153,9 @@ def test_several_invalid_numbers_are_reported_together(command: Any):
 
 
 def test_a_bidirectional_model_can_be_shown_but_not_trained(command: Any):
-    refused = command("model.attention.causal=false")
-    assert refused.status == 2
-    assert "next_token" in refused.err and "mode=show" in refused.err
+    result = command("model.attention.causal=false")
+    assert result.status == 2
+    assert "next_token" in result.err and "mode=show" in result.err
     assert command("model.attention.causal=false", "mode=show").status == 0
 
 
@@ -164,9 +164,9 @@ def test_a_broken_yaml_is_reported_as_a_mistake(command: Any, tmp_path: Any):
     folder.mkdir(parents=True)
     (folder / "broken.yaml").write_text("name: [1,\n")
     (folder / "unknown.yaml").write_text("defaults: [partition_schema, _self_]\nnaem: mine\nname: unknown\n")
-    broken = command("--config-dir", str(folder.parent), "partition=broken")
-    assert broken.status == 2
-    assert "broken.yaml" in broken.err
+    result = command("--config-dir", str(folder.parent), "partition=broken")
+    assert result.status == 2
+    assert "broken.yaml" in result.err
     unknown = command("--config-dir", str(folder.parent), "partition=unknown")
     assert unknown.status == 2
     assert "partition.naem " in unknown.err and "partition.name?" in unknown.err
@@ -182,9 +182,9 @@ def test_the_refusal_on_the_configuration_page_equals_the_output(command: Any):
     page = (Path(__file__).parent.parent / "conf" / "README.md").read_text()
     block = page.split("$ valkyrie-train partition=2d_tp ")[1]
     arguments, *shown = block.split("```")[0].splitlines()
-    refused = command("partition=2d_tp", *arguments.split())
-    assert refused.status == 2
-    printed = refused.err.splitlines()
+    result = command("partition=2d_tp", *arguments.split())
+    assert result.status == 2
+    printed = result.err.splitlines()
     assert printed[0] == shown[0]
     for line in shown[1:]:
         assert any(printed_line.startswith(line.removesuffix("...")) for printed_line in printed), line

@@ -94,9 +94,9 @@ def test_zero1_shards_only_arrays_that_a_data_axis_divides() -> None:
 
 def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:
     run, ranking = tiny
-    checked = some(ranking, 150)
-    assert len(checked) >= 150
-    for entry in checked:
+    checked_entries = some(ranking, 150)
+    assert len(checked_entries) >= 150
+    for entry in checked_entries:
         layout = entry.run(run)
         layout = layout.changed(mode=CompileMode())
         assert layout.problems(advise=False) == [], entry.candidate.overrides
@@ -135,13 +135,16 @@ def test_several_slices_get_a_mesh_axis_between_them(target: str) -> None:
     few = ("microbatches=4", "remat=full", "partition.zero1=false")
     run, ranking = searched(target, "target.slices=2", "model=gpt_tiny", "batch=64", *few)
     assert run.problems() == []
-    checked = some(ranking, 5)
-    for entry in checked:
+    checked_entries = some(ranking, 5)
+    for entry in checked_entries:
         assert refused_by(run, entry) == [], entry.candidate.overrides
         layout = entry.run(run).layout
         assert layout.mesh.axes["s"] == 2 and layout.mesh.size == entry.group.target.devices
         assert layout.activations["batch"][0] == "s" or layout.pipeline is not None
-    assert "target.slices=2" in checked[0].candidate.overrides and "target.slices=2" not in parse_request(run).command
+    assert (
+        "target.slices=2" in checked_entries[0].candidate.overrides
+        and "target.slices=2" not in parse_request(run).command
+    )
 
 
 def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
@@ -163,9 +166,9 @@ def test_runs_on_one_and_on_several_slices_can_be_estimated_together() -> None:
 
 
 def test_a_partition_that_does_not_use_the_slice_axis_is_refused() -> None:
-    with pytest.raises(ProblemError) as refused:
+    with pytest.raises(ProblemError) as error:
         searched("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition.activations.batch=[x]")
-    assert {p.identity for p in refused.value.problems} == {(ProblemCode.idle_mesh_axis, None, (), ("s",))}
+    assert {p.identity for p in error.value.problems} == {(ProblemCode.idle_mesh_axis, None, (), ("s",))}
 
 
 def test_every_target_of_a_search_has_the_same_number_of_slices() -> None:
@@ -207,9 +210,9 @@ def test_a_schedule_has_no_effect_without_a_pipeline() -> None:
     ],
 )
 def test_a_request_without_a_legal_mesh_is_refused(given: Sequence[str], code: str, key: str, advice: str) -> None:
-    with pytest.raises(ProblemError) as refused:
+    with pytest.raises(ProblemError) as error:
         searched("target=v5e-8", "model=gpt_tiny", "batch=128", *given)
-    (problem,) = refused.value.problems
+    (problem,) = error.value.problems
     assert (problem.code, problem.key) == (ProblemCode(code), key) and advice in str(problem)
 
 
@@ -252,8 +255,8 @@ print(len(space) / min(seconds))
 
 def test_estimates_100000_layouts_per_second() -> None:
     # In a new process, because this one checks the types of every call.
-    done = subprocess.run([sys.executable, "-c", RATE], capture_output=True, text=True, check=True)
-    assert float(done.stdout) > 100_000
+    result = subprocess.run([sys.executable, "-c", RATE], capture_output=True, text=True, check=True)
+    assert float(result.stdout) > 100_000
 
 
 def test_the_idle_time_of_a_pipeline_follows_its_formula() -> None:

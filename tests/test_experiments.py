@@ -32,9 +32,9 @@ def test_an_experiment_is_legal_at_both_sizes_with_a_tiny_model_of_its_family(ex
 def test_an_experiment_trains_at_size_tiny(experiment, tmp_path):
     command = [sys.executable, "-m", "valkyrie.cli.train", f"experiment={experiment}", "size=tiny"]
     more = ["mesh=1x1x2", "steps=6", "eval_every=6", "tracking=off", "name=tiny"]
-    done = subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 6/6" in done.stdout
+    result = subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "step 6/6" in result.stdout
 
 
 def test_an_experiment_without_a_tiny_model_is_refused():

@@ -204,8 +204,8 @@ def test_two_run_folders_are_compared(tmp_path: Path, capfd: pytest.CaptureFixtu
     first = folder_of(replace(prediction(), memory=MemoryReport(peak=3 * 2**30)), tmp_path / "one")
     second = folder_of(prediction("2d_tp", exposed_y=1.2), tmp_path / "other")
     assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}", "name=why") == 0
-    printed = capfd.readouterr().out
-    assert "A is 4.00" in printed and "+1.200 s" in printed
+    output = capfd.readouterr().out
+    assert "A is 4.00" in output and "+1.200 s" in output
     record = json.loads((tmp_path / "why" / "explain.json").read_text())
     assert record["step_s"] == pytest.approx([0.4, 1.6]) and record["names"] == ["8x1-fsdp", "8x1-2d_tp"]
     assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}") == 0
@@ -241,8 +241,8 @@ def test_an_invalid_pair_is_refused_before_a_compile(
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     assert command("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", *arguments) == 2
-    printed = capfd.readouterr().err
-    assert all(value in printed for value in values), printed
+    output = capfd.readouterr().err
+    assert all(value in output for value in values), output
 
 
 def test_a_folder_without_a_step_is_refused_before_a_compile(
@@ -267,8 +267,8 @@ def test_different_implementations_of_one_model_are_compared(
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     arguments = ("model=s5_tiny", "target=v5e-8", "batch=8", f"runs={tmp_path}", "name=why")
     assert command("mode=explain", *arguments, "first=model.s5.scan=kernel", "second=model.s5.scan=blocked") == 0
-    printed = capfd.readouterr().out
-    assert "A: 8x1-fsdp model.s5.scan=kernel" in printed and "A is 1.25" in printed
+    output = capfd.readouterr().out
+    assert "A: 8x1-fsdp model.s5.scan=kernel" in output and "A is 1.25" in output
 
 
 def test_a_folder_without_a_compile_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

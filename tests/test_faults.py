@@ -74,21 +74,21 @@ def test_disabled_jit_is_refused(monkeypatch, capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("variables", [{"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}])
 def test_a_full_output_device_is_reported(variables: dict[str, str]):
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "valkyrie.cli.train", "mode=show", "model=gpt_tiny"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **variables},
         )
-    assert ended.returncode == 2 and "the output (stdout) cannot be written: no space left" in ended.stderr
+    assert result.returncode == 2 and "the output (stdout) cannot be written: no space left" in result.stderr
 
 
 def test_an_ascii_terminal_shows_question_marks():
     line = "from valkyrie.processes.interrupt import repair_std_streams as r; r(); print('a \\u00b7 b')"
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    ended = subprocess.run([sys.executable, "-c", line], capture_output=True, env={**os.environ, **plain})
-    assert ended.stdout == b"a ? b\n", ended.stderr
+    result = subprocess.run([sys.executable, "-c", line], capture_output=True, env={**os.environ, **plain})
+    assert result.stdout == b"a ? b\n", result.stderr
 
 
 def test_trainings_started_in_the_same_second_have_separate_folders(tmp_path: Path, monkeypatch):
@@ -127,9 +127,9 @@ def test_predict_refuses_to_overwrite_inputs_and_negative_numbers(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step.hlo").write_text("HloModule a")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         predict.main(["step.hlo", "--target", "v5e-1", "--mesh", "data=1", *arguments])
-    assert ended.value.code == 2
+    assert error.value.code == 2
     assert words in capfd.readouterr().err
     assert (tmp_path / "step.hlo").read_text() == "HloModule a"
 
@@ -163,9 +163,9 @@ def test_threads_of_libraries_do_not_keep_a_failed_process_alive(start: str):
         "import threading, time, sys; from concurrent.futures import ThreadPoolExecutor\n"
         f"from valkyrie.processes.ending import limit_exit\n{start}; limit_exit(3, 0.2); sys.exit(2)"
     )
-    began = time.monotonic()
+    start_time = time.monotonic()
     assert subprocess.run([sys.executable, "-c", line], timeout=50).returncode == 3
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - start_time < 30
 
 
 def test_a_failed_command_limits_its_exit_once(monkeypatch: pytest.MonkeyPatch):
@@ -251,8 +251,8 @@ def test_a_resumed_run_keeps_its_tokenizer_and_its_finished_steps(tmp_path: Path
     (tmp_path / "base" / "checkpoints" / "6").mkdir()
     capfd.readouterr()
     assert command(*resume, "mode=checkpoints") == 1
-    listed = capfd.readouterr().out
-    assert "base step 3: durable" in listed and "base step 6: durable, 0 B, damaged: the folder is empty" in listed
+    output = capfd.readouterr().out
+    assert "base step 3: durable" in output and "base step 6: durable, 0 B, damaged: the folder is empty" in output
     assert command(*resume, "steps=4") == 0
     assert " step 6 in " in (error := capfd.readouterr().err) and "empty. Continuing from step 3." in error
 

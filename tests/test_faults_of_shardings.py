@@ -70,8 +70,8 @@ def language_model(
     )
     parameters = {"table": struct(mesh, (VOCAB, EMBED), PartitionSpec(None, embed)), "layers": [(up, down)] * 2}
     shardings = jax.tree.map(lambda array: array.sharding, parameters)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())))
-    return jitted, (parameters, struct(mesh, (BATCH, SEQ), batch, jnp.int32))
+    jitted_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())))
+    return jitted_step, (parameters, struct(mesh, (BATCH, SEQ), batch, jnp.int32))
 
 
 def cpu_mesh(**axes: int) -> Mesh:
@@ -97,9 +97,9 @@ def faults(program: CheckedProgram) -> dict[FaultCode, Fault]:
 
 def test_a_batch_that_is_not_split_is_found_at_its_line() -> None:
     mesh = cpu_mesh(data=8)
-    found = faults(checked(mesh, *language_model(mesh, PartitionSpec("data"))))
-    assert list(found) == [FaultCode.whole_batch]
-    fault = found[FaultCode.whole_batch]
+    found_faults = faults(checked(mesh, *language_model(mesh, PartitionSpec("data"))))
+    assert list(found_faults) == [FaultCode.whole_batch]
+    fault = found_faults[FaultCode.whole_batch]
     file, _, line = fault.source.rpartition(":")
     assert file == __file__ and "jax.nn.relu(x @ up)" in linecache.getline(file, int(line))
     assert fault.mesh_axes == ("data",) and "all 64 there" in fault.text
@@ -125,10 +125,10 @@ def test_sound_shardings_have_no_faults(axes: dict[str, int], weights: Partition
 
 def test_an_axis_that_splits_nothing_is_found() -> None:
     mesh = cpu_mesh(data=4, spare=2)
-    found = faults(checked(mesh, *language_model(mesh, PartitionSpec("data"), DATA)))
-    assert found.keys() == {FaultCode.unused_axis}
-    assert found[FaultCode.unused_axis].mesh_axes == ("spare",)
-    assert "4 of the 8 devices" in found[FaultCode.unused_axis].text
+    found_faults = faults(checked(mesh, *language_model(mesh, PartitionSpec("data"), DATA)))
+    assert found_faults.keys() == {FaultCode.unused_axis}
+    assert found_faults[FaultCode.unused_axis].mesh_axes == ("spare",)
+    assert "4 of the 8 devices" in found_faults[FaultCode.unused_axis].text
 
 
 def test_products_that_devices_repeat_are_found() -> None:
@@ -140,19 +140,19 @@ def test_products_that_devices_repeat_are_found() -> None:
 
     shapes = (EMBED, EMBED), (EMBED, MLP), (BATCH, EMBED)
     specs = PartitionSpec(), PartitionSpec(None, "model"), DATA
-    found = faults(checked(mesh, jax.jit(step), tuple(map(lambda s, p: struct(mesh, s, p), shapes, specs))))
-    assert found.keys() == {FaultCode.repeated_compute}
-    assert "up to 2.0 times" in found[FaultCode.repeated_compute].text
+    found_faults = faults(checked(mesh, jax.jit(step), tuple(map(lambda s, p: struct(mesh, s, p), shapes, specs))))
+    assert found_faults.keys() == {FaultCode.repeated_compute}
+    assert "up to 2.0 times" in found_faults[FaultCode.repeated_compute].text
 
 
 def test_replicated_state_is_found_if_memory_is_short() -> None:
     mesh = cpu_mesh(data=8)
-    jitted, arguments = language_model(mesh, PartitionSpec())
+    jitted_step, arguments = language_model(mesh, PartitionSpec())
     state = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(arguments[0]))
-    found = faults(checked(mesh, jitted, arguments, usable=2 * state))
-    assert found.keys() == {FaultCode.replicated_state}
-    assert found[FaultCode.replicated_state].bytes == pytest.approx(state * 7 / 8)
-    assert "parameters" in found[FaultCode.replicated_state].text
+    found_faults = faults(checked(mesh, jitted_step, arguments, usable=2 * state))
+    assert found_faults.keys() == {FaultCode.replicated_state}
+    assert found_faults[FaultCode.replicated_state].bytes == pytest.approx(state * 7 / 8)
+    assert "parameters" in found_faults[FaultCode.replicated_state].text
 
 
 def test_narrow_products_are_found_by_their_time() -> None:
@@ -166,9 +166,9 @@ def test_narrow_products_are_found_by_their_time() -> None:
     (product,) = program.local_products
     cost = Cost(PartKind.matmul, (), *find_cause(product.operation), 1.0, 0.8)
     program = replace(program, replay=Replay(1.0, [], 0.0, 0.0, [], [cost], [], []))
-    found = faults(program)
-    assert found.keys() == {FaultCode.padding}
-    assert found[FaultCode.padding].seconds == pytest.approx(0.4)  # 64 of 128 lanes
+    found_faults = faults(program)
+    assert found_faults.keys() == {FaultCode.padding}
+    assert found_faults[FaultCode.padding].seconds == pytest.approx(0.4)  # 64 of 128 lanes
 
 
 def test_flops_of_loops_recomputation_and_shard_map_are_counted() -> None:

@@ -36,9 +36,9 @@ from valkyrie.foreign_errors import (
 def test_python_errors_about_abstract_classes_are_parsed():
     for members in (["sizes"], ["sizes", "weights"]):
         abstract = ABCMeta("Own", (), {name: abstractmethod(lambda self: None) for name in members})
-        with pytest.raises(TypeError) as raised:
+        with pytest.raises(TypeError) as error:
             abstract()
-        assert abstract_class(str(raised.value)) == ("Own", members)
+        assert abstract_class(str(error.value)) == ("Own", members)
     message = "Can't instantiate abstract class Own without an implementation for abstract methods 'sizes', 'weights'"
     assert abstract_class(message) == ("Own", ["sizes", "weights"])
     assert abstract_class("sizes") is None
@@ -59,9 +59,9 @@ def test_python_errors_about_abstract_classes_are_parsed():
     ],
 )
 def test_omegaconf_errors_about_values_are_explained(key: str, value: Any, kind: WrongValue, words: list[str]):
-    with pytest.raises(OmegaConfBaseException) as raised:
+    with pytest.raises(OmegaConfBaseException) as error:
         OmegaConf.update(OmegaConf.structured(RunConfig), key, value)
-    assert wrong_value(str(raised.value).splitlines()[0].rstrip(".")) == (kind, words)
+    assert wrong_value(str(error.value).splitlines()[0].rstrip(".")) == (kind, words)
     assert wrong_value("something else") is None
 
 
@@ -78,9 +78,9 @@ def test_hydra_errors_are_explained():
     composing = "ValidationError raised while composing config:\nMerge error: str is not a subclass. value: gpt_tiny\n"
     assert scalar_for_group(f"In 'experiment/m': {composing}") == ("experiment/m", "gpt_tiny")
     assert scalar_for_group("another") is None
-    with pytest.raises(OverrideParseException) as raised:
+    with pytest.raises(OverrideParseException) as error:
         OverridesParser.create().parse_overrides(["modules=[é.txt]"])
-    assert needs_quotes(str(raised.value)) and not needs_quotes("no viable alternative at input '[3'")
+    assert needs_quotes(str(error.value)) and not needs_quotes("no viable alternative at input '[3'")
 
 
 def test_wrong_flags_of_libtpu_are_explained():

@@ -84,16 +84,16 @@ def folder_of_weights(folder: Path, config: Any) -> None:
 @pytest.mark.parametrize("case", ["llama3", "qwen2_windows", "gpt2"])
 @fuzz()
 def test_a_damaged_config_json_is_reported(tmp_path: Path, case: str, data: st.DataObject) -> None:
-    valid = json.loads(str(GOLDEN[f"{case}_config"]))
-    folder_of_weights(tmp_path, valid)
-    check(data, tmp_path / "config.json", valid, lambda: model_settings(Weights(tmp_path).config))
+    valid_content = json.loads(str(GOLDEN[f"{case}_config"]))
+    folder_of_weights(tmp_path, valid_content)
+    check(data, tmp_path / "config.json", valid_content, lambda: model_settings(Weights(tmp_path).config))
 
 
 @fuzz()
 def test_a_damaged_safetensors_index_is_reported(tmp_path: Path, data: st.DataObject) -> None:
     folder_of_weights(tmp_path, {})
-    valid = {"metadata": {"total_size": 4}, "weight_map": {"a": "a.safetensors"}}
-    check(data, tmp_path / "model.safetensors.index.json", valid, lambda: Weights(tmp_path))
+    valid_content = {"metadata": {"total_size": 4}, "weight_map": {"a": "a.safetensors"}}
+    check(data, tmp_path / "model.safetensors.index.json", valid_content, lambda: Weights(tmp_path))
 
 
 @cache
@@ -123,20 +123,20 @@ def test_a_damaged_manifest_is_reported(tmp_path: Path, data: st.DataObject) -> 
         config = Config(paths=[f"{tmp_path}/*.txt"], cache_dir=str(tmp_path / "cache"))
         prepared.symlink_to(prepare(config, "bytes").path)
         (tmp_path / "valid.json").write_text((prepared / "manifest.json").read_text())
-    valid = json.loads((tmp_path / "valid.json").read_text())
-    check(data, prepared / "manifest.json", valid, lambda: open_prepared(prepared))
+    valid_content = json.loads((tmp_path / "valid.json").read_text())
+    check(data, prepared / "manifest.json", valid_content, lambda: open_prepared(prepared))
 
 
 @fuzz()
 def test_a_damaged_line_of_jsonl_is_reported(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "a.jsonl"
-    valid = {"text": "a line", "more": {"n": 1}}
-    check(data, path, valid, lambda: [*read_files(list_paths([str(path)], ReadOptions()), ReadOptions())])
+    valid_content = {"text": "a line", "more": {"n": 1}}
+    check(data, path, valid_content, lambda: [*read_files(list_paths([str(path)], ReadOptions()), ReadOptions())])
 
 
 @fuzz()
 def test_a_damaged_puzzle_dataset_json_is_reported(tmp_path: Path, data: st.DataObject) -> None:
-    valid = {
+    valid_content = {
         "seq_len": 4,
         "vocab_size": 5,
         "num_puzzle_identifiers": 1,
@@ -153,7 +153,7 @@ def test_a_damaged_puzzle_dataset_json_is_reported(tmp_path: Path, data: st.Data
     }
     for name in ("train", "test"):
         (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "dataset.json").write_text(json.dumps(valid))
+        (tmp_path / name / "dataset.json").write_text(json.dumps(valid_content))
         for key, array in arrays.items():
             np.save(tmp_path / name / f"all__{key}.npy", array)
-    check(data, tmp_path / "train" / "dataset.json", valid, lambda: open_puzzles(tmp_path, "puzzles"))
+    check(data, tmp_path / "train" / "dataset.json", valid_content, lambda: open_puzzles(tmp_path, "puzzles"))

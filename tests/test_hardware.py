@@ -118,9 +118,9 @@ def test_a_target_without_a_torus_is_a_line_of_chips():
 def test_an_impossible_topology_is_refused_with_the_nearest_ones(name: str, topology: str):
     requested = target(name, topology=topology)
     (problem,) = requested.problems()
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         build_topology(requested)
-    assert str(refused.value) == str(problem)
+    assert str(error.value) == str(problem)
     assert_golden_message("hardware", [f"target={name}", f"target.topology={topology}"], str(problem))
 
 
@@ -188,11 +188,11 @@ def test_devices_have_the_index_of_their_slice():
 @needs_libtpu
 def test_a_refusal_by_libtpu_is_one_line_with_the_nearest_slices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiling, "_topology_options", lambda _: {"chips_per_host_bounds": (3, 2, 1)})
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         compile_devices(parse_target("v4-64"))
     for part in ("refused by libtpu", '"v4:2x4x4"', '"3x2x1"', "topology=2x2x4 (16", "topology=4x4x4 (64"):
-        assert part in str(refused.value)
-    assert "\n" not in str(refused.value)
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_missing_libtpu_is_reported_in_one_line_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
@@ -204,9 +204,9 @@ def test_a_missing_libtpu_is_reported_in_one_line_with_what_to_install(monkeypat
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
     monkeypatch.setattr(compiling, "_described_devices", {})  # other tests may have described this slice
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         compile_devices(parse_target("v4-64"))
-    assert str(refused.value).startswith("target=v4-64 ") and "--extra tpu" in str(refused.value)
+    assert str(error.value).startswith("target=v4-64 ") and "--extra tpu" in str(error.value)
 
 
 def test_chips_with_other_slice_rules_need_no_code():

@@ -20,8 +20,8 @@ HEAD = "HloModule m, is_scheduled=true, entry_computation_layout={(f32[8,128])->
 def module_of(function, *shapes: tuple[int, ...]) -> Module:
     """Return the module of a function compiled for one CPU device."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    done = jax.jit(function).lower(*arguments).compile()
-    return parse(serialised_module(done))
+    compiled = jax.jit(function).lower(*arguments).compile()
+    return parse(serialised_module(compiled))
 
 
 def loops(module: Module) -> list[int | None]:

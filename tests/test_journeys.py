@@ -38,7 +38,7 @@ class Ended(NamedTuple):
 
 def run_command(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **environment: str) -> Ended:
     """Run `valkyrie-train` and return its status and output. It must end in time, without a traceback."""
-    began = time.monotonic()
+    start = time.monotonic()
     process = start_training(*arguments, cwd=cwd, **environment)
     try:
         out, err = process.communicate(timeout=limit_s)
@@ -47,7 +47,7 @@ def run_command(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **enviro
         raise AssertionError(f"{arguments} did not end within {limit_s} s: {process.communicate()}") from None
     text = out + err
     assert "Traceback" not in text, text
-    assert time.monotonic() - began < limit_s
+    assert time.monotonic() - start < limit_s
     return Ended(process.returncode, text)
 
 
@@ -119,10 +119,10 @@ def test_a_mistake_is_refused_at_once_with_what_to_write(tmp_path: Path, line: s
     (experiments / "no_header.yaml").write_text("steps: 5\n")
     (experiments / "short.yml").write_text("# @package _global_\nsteps: 5\n")
     (tmp_path / "own" / "partial.yaml").write_text("steps: 5\n")
-    ended = run_command(*line.split(), cwd=tmp_path, limit_s=REFUSED_S)
-    assert ended.status == 2
+    result = run_command(*line.split(), cwd=tmp_path, limit_s=REFUSED_S)
+    assert result.status == 2
     for words in MISTAKES[line]:
-        assert words in ended.text
+        assert words in result.text
     if not line.startswith("-m"):  # Hydra begins a sweep's folder before it composes the jobs
         assert not (tmp_path / "runs").exists(), "a refusal leaves nothing"
 
@@ -138,20 +138,20 @@ def test_a_mistake_is_refused_at_once_with_what_to_write(tmp_path: Path, line: s
     ],
 )
 def test_an_impossible_environment_is_named(tmp_path: Path, variable: str, value: str, words: str):
-    ended = run_command(*TRAINING[:-1], "steps=1", cwd=tmp_path, **{variable: value})
+    result = run_command(*TRAINING[:-1], "steps=1", cwd=tmp_path, **{variable: value})
     if variable == "TPU_MESH_CONFIG":  # not read beside a mesh
-        ended = run_command(cwd=tmp_path, **{variable: value})
-    assert ended.status != 0 and words in ended.text
-    assert len([line for line in ended.text.splitlines() if line.startswith("valkyrie-train:")]) == 1
+        result = run_command(cwd=tmp_path, **{variable: value})
+    assert result.status != 0 and words in result.text
+    assert len([line for line in result.text.splitlines() if line.startswith("valkyrie-train:")]) == 1
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run with two checkpoints."""
     folder = tmp_path_factory.mktemp("day")
-    ended = run_command(*TRAINING, "steps=6", "name=live", cwd=folder)
-    assert ended.status == 0, ended.text
-    assert "valkyrie-train resume=live steps=12" in ended.text
+    result = run_command(*TRAINING, "steps=6", "name=live", cwd=folder)
+    assert result.status == 0, result.text
+    assert "valkyrie-train resume=live steps=12" in result.text
     return folder / "runs" / "live"
 
 
@@ -181,23 +181,24 @@ def test_a_run_is_repeated_resumed_evaluated_and_moved_from_any_directory(live: 
         ("mode=generate", "resume=live-2", "sample_tokens=3"): "live-2 at step 8",
         (*again, "mode=eval"): "live at step 6",
     }.items():
-        ended = run_command(*arguments, cwd=tmp_path)
-        assert ended.status == 0 and words in ended.text, ended.text
-    ended = run_command(f"resume={live}", "steps=7", cwd=elsewhere)
-    assert ended.status == 0 and "steps=7 (was 6)" in ended.text and sorted(training_records(live)) == list(range(1, 8))
+        result = run_command(*arguments, cwd=tmp_path)
+        assert result.status == 0 and words in result.text, result.text
+    result = run_command(f"resume={live}", "steps=7", cwd=elsewhere)
+    assert result.status == 0 and "steps=7 (was 6)" in result.text
+    assert sorted(training_records(live)) == list(range(1, 8))
 
 
 def test_lost_settings_are_named_and_not_replaced_by_defaults(live: Path, tmp_path: Path):
     text = (live / "run.yaml").read_text()
     for damaged in (text[:300], text[: len(text) // 2], ""):
         (live / "run.yaml").write_text(damaged)
-        ended = run_command("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
-        assert ended.status == 2 and "run.yaml is damaged" in ended.text and "name=live" in ended.text
+        result = run_command("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
+        assert result.status == 2 and "run.yaml is damaged" in result.text and "name=live" in result.text
     (live / "run.yaml").unlink()
-    ended = run_command("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
-    assert ended.status == 2 and "but run.yaml with the settings" in ended.text
-    ended = run_command(*TRAINING, "name=live", "steps=8", cwd=tmp_path)
-    assert ended.status == 0 and " 7 to 8" in ended.text
+    result = run_command("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
+    assert result.status == 2 and "but run.yaml with the settings" in result.text
+    result = run_command(*TRAINING, "name=live", "steps=8", cwd=tmp_path)
+    assert result.status == 0 and " 7 to 8" in result.text
 
 
 def test_a_flipped_bit_is_found_and_the_previous_checkpoint_is_used(live: Path, tmp_path: Path):
@@ -208,8 +209,8 @@ def test_a_flipped_bit_is_found_and_the_previous_checkpoint_is_used(live: Path, 
     largest.write_bytes(content)
     looked = run_command("mode=checkpoints", "resume=live", cwd=tmp_path)
     assert looked.status == 1 and "step 6" in looked.text and "damaged" in looked.text and "as saved" in looked.text
-    ended = run_command("resume=live", "steps=6", cwd=tmp_path)
-    assert ended.status == 0 and "damaged" in ended.text and " 4 to 6" in ended.text
+    result = run_command("resume=live", "steps=6", cwd=tmp_path)
+    assert result.status == 0 and "damaged" in result.text and " 4 to 6" in result.text
     steps = [record["step"] for record in read_metrics(live / "metrics.jsonl") if "loss" in record]
     assert steps == sorted(set(steps)), "steps that are done again are not in the record twice"
 
@@ -234,8 +235,8 @@ def running(tmp_path: Path):
 
 def test_only_one_process_at_a_time_writes_a_run(running: subprocess.Popen[str], tmp_path: Path):
     for how in (["resume=latest"], [*TRAINING, "name=live", "steps=9"]):
-        ended = run_command(*how, cwd=tmp_path)
-        assert ended.status != 0 and str(running.pid) in ended.text, ended.text
+        result = run_command(*how, cwd=tmp_path)
+        assert result.status != 0 and str(running.pid) in result.text, result.text
     running.send_signal(signal.SIGTERM)
     out, _ = running.communicate(timeout=60)
     assert running.returncode == 75 and "valkyrie-train resume=live" in out
@@ -246,8 +247,8 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(running: subprocess.Popen
     running.kill()
     running.communicate()
     last = saved_steps(tmp_path / "runs" / "live")[-1]
-    ended = run_command("resume=latest", f"steps={last + 2}", cwd=tmp_path)
-    assert ended.status == 0 and f" {last + 1} to {last + 2}" in ended.text
+    result = run_command("resume=latest", f"steps={last + 2}", cwd=tmp_path)
+    assert result.status == 0 and f" {last + 1} to {last + 2}" in result.text
     steps = [
         record["step"] for record in read_metrics(tmp_path / "runs" / "live" / "metrics.jsonl") if "loss" in record
     ]
@@ -265,16 +266,16 @@ def test_a_closed_pipe_saves_the_training(tmp_path: Path):
     arguments = shlex.join([*TRAINING, "steps=1000000", "log_every=1"])
     command = f"{shlex.quote(sys.executable)} -m valkyrie.cli.train {arguments}"
     piped = f"set -o pipefail; {command} name=piped | head -n 12"
-    began = subprocess.run(["bash", "-c", piped], cwd=tmp_path, capture_output=True, text=True, timeout=TRAINED_S)
-    assert began.returncode == 130 and "Traceback" not in began.stderr
+    result = subprocess.run(["bash", "-c", piped], cwd=tmp_path, capture_output=True, text=True, timeout=TRAINED_S)
+    assert result.returncode == 130 and "Traceback" not in result.stderr
     assert saved_steps(tmp_path / "runs" / "piped")
 
 
 def test_an_unreachable_wandb_is_used_offline(tmp_path: Path):
     nobody = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": "online"}
     arguments = [argument for argument in TRAINING if argument != "tracking=off"]
-    ended = run_command(*arguments, "steps=3", "name=a", "tracking.init_timeout=2", cwd=tmp_path, **nobody)
-    assert ended.status == 0 and "wandb sync" in ended.text and "offline" in ended.text
+    result = run_command(*arguments, "steps=3", "name=a", "tracking.init_timeout=2", cwd=tmp_path, **nobody)
+    assert result.status == 0 and "wandb sync" in result.text and "offline" in result.text
     assert list((tmp_path / "runs" / "a" / "wandb").glob("offline-run-*"))
 
 
@@ -285,8 +286,8 @@ def test_the_users_text_trains_as_in_the_readme(tmp_path: Path):
         (books / f"{name}.txt").write_text(f"The book {name} is about a run that never ended.\n" * 40)
     arguments = [argument for argument in TRAINING if not argument.startswith("data")]
     for paths in ("data.paths=[~/books/**/*.txt]", "data.paths=~/books", "data.paths=books/**/*.txt"):
-        ended = run_command(*arguments, "data=text", paths, "steps=2", cwd=tmp_path, HOME=str(tmp_path))
-        assert ended.status == 0 and re.search(r"text: [\d,]+ training", ended.text), ended.text
+        result = run_command(*arguments, "data=text", paths, "steps=2", cwd=tmp_path, HOME=str(tmp_path))
+        assert result.status == 0 and re.search(r"text: [\d,]+ training", result.text), result.text
 
 
 def test_a_full_disk_and_a_read_only_home_are_reported(tmp_path: Path):
@@ -294,6 +295,6 @@ def test_a_full_disk_and_a_read_only_home_are_reported(tmp_path: Path):
     blocked = run_command(*TRAINING, "steps=3", f"runs={tmp_path}/file/runs", cwd=tmp_path)
     assert blocked.status != 0 and f"{tmp_path}/file/runs" in blocked.text and "runs=" in blocked.text
     cache = {"VALKYRIE_CACHE": f"{tmp_path}/file/cache", "HOME": f"{tmp_path}/file/home"}
-    ended = run_command(*TRAINING, "steps=3", "name=a", cwd=tmp_path, **cache)
-    assert ended.status == 0 and "VALKYRIE_CACHE" in ended.text, ended.text
+    result = run_command(*TRAINING, "steps=3", "name=a", cwd=tmp_path, **cache)
+    assert result.status == 0 and "VALKYRIE_CACHE" in result.text, result.text
     assert os.listdir(tmp_path / "runs" / "a" / "checkpoints")

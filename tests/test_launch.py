@@ -51,10 +51,10 @@ CASES = {
 
 def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     """Return the exit status, stdout and stderr of `valkyrie-launch`."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         launch.main(arguments)
-    shown = capsys.readouterr()
-    return int(ended.value.code or 0), shown.out, shown.err
+    output = capsys.readouterr()
+    return int(error.value.code or 0), output.out, output.err
 
 
 def config_of(line: str, restarts: int = 3) -> Any:
@@ -172,11 +172,9 @@ def test_bash_runs_the_planned_commands(tmp_path_factory: pytest.TempPathFactory
     training = folder / "valkyrie/.venv/bin/valkyrie-train"
     training.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     training.chmod(0o755)
-    remotely = subprocess.run(
-        ["bash", "-c", planned[-1][-1].removeprefix("--command=")], cwd=folder, capture_output=True
-    )
+    result = subprocess.run(["bash", "-c", planned[-1][-1].removeprefix("--command=")], cwd=folder, capture_output=True)
     read = "".join(f"{word}\0" for word in ("name=mine", *arguments)).encode()
-    assert (remotely.returncode, remotely.stdout) == (0, read) and (folder / "valkyrie/launch.log").read_bytes() == read
+    assert (result.returncode, result.stdout) == (0, read) and (folder / "valkyrie/launch.log").read_bytes() == read
     content = "".join(f"{argument}\n" for argument in arguments)
     wrote = Plan((), (FileStep("write", "it's here", content),))
     run_and_record_commands(wrote.text(), folder)

@@ -58,9 +58,9 @@ def pids() -> list[int]:
 
 
 def wait_until(condition: Any, seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it did not happen"
+        assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
 
 

@@ -120,13 +120,13 @@ def test_a_window_includes_the_token_itself():
 def test_logits_and_softmax_are_float32_under_a_narrow_policy():
     narrow = layer(6, numerics=Numerics("float32", "bfloat16", "float32"))
     x = jnp.zeros((2, SEQ, EMBED), jnp.bfloat16)
-    traced = jax.make_jaxpr(lambda x: narrow(x, Boundaries(), UNSHARDED))(x)
-    exponentials = [e for e in traced.jaxpr.eqns if e.primitive.name == "exp"] or [
-        line for line in str(traced).splitlines() if "= exp" in line
+    jaxpr = jax.make_jaxpr(lambda x: narrow(x, Boundaries(), UNSHARDED))(x)
+    exponentials = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "exp"] or [
+        line for line in str(jaxpr).splitlines() if "= exp" in line
     ]
     assert exponentials
     assert all("f32" in str(e) and "bf16[" not in str(e).split("=")[0] for e in exponentials)
-    assert traced.out_avals[0].dtype == jnp.bfloat16
+    assert jaxpr.out_avals[0].dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(narrow))} == {jnp.dtype("float32")}
 
 

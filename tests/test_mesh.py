@@ -48,9 +48,9 @@ def test_other_mesh_names_are_refused_with_a_valid_example(name: str):
     "name", ["banana", "4x4x2\n", "4x-4x2", "8", "2s8", "4x4", "2x2x2x2x2", "2s2x2x2x2x3", "4x0x2", "0s1x1x1"]
 )
 def test_refusals_of_a_mesh_say_what_to_write(name: str):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         parse_mesh(name)
-    assert_golden_message("mesh", [f"mesh={name}"], str(refused.value))
+    assert_golden_message("mesh", [f"mesh={name}"], str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_the_launch_environment_gives_sizes_and_roles():
     ],
 )
 def test_an_invalid_launch_environment_is_refused(environment: dict[str, str]):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         mesh_from_environment(environment)
-    assert_golden_message("mesh", [f"{name}={value}" for name, value in environment.items()], str(refused.value))
+    assert_golden_message("mesh", [f"{name}={value}" for name, value in environment.items()], str(error.value))
 
 
 def ids(mesh: jax.sharding.Mesh) -> np.ndarray:
@@ -168,7 +168,7 @@ def test_each_of_several_slices_has_the_mesh_of_a_single_slice(inner: str, monke
 
 @pytest.mark.parametrize(("name", "slices"), [("8x8x2", "1 slice"), ("4s4x4x2", "4 slices")])
 def test_a_mesh_with_another_number_of_slices_than_the_devices_is_refused(name: str, slices: str):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         build_mesh(parse_mesh(name), tpu_slices((4, 4, 4), 2))
     for part in (f"mesh={name} is for {slices},", "such as mesh=2s64x1x1", "in 2 slices"):
-        assert part in str(refused.value)
+        assert part in str(error.value)

@@ -276,10 +276,10 @@ def test_flops_of_the_config_equal_those_of_the_program(case):
     assembly, seq = assembly_of(run), 32
     shapes = assembly.abstract_parameters
     batch = {k: jax.ShapeDtypeStruct((2, seq), v.dtype) for k, v in make_batch(run).items()}
-    traced = jax.make_jaxpr(lambda p, b: losses_of(assembly.module(p), b).loss_sum)(shapes, batch)
+    jaxpr = jax.make_jaxpr(lambda p, b: losses_of(assembly.module(p), b).loss_sum)(shapes, batch)
     expected = run.model.flops_per_token(seq)
     recurrence = 8 * run.model.s5.state_count * run.model.mixer_kinds.count("s5")
-    counted = products(traced.jaxpr) / (2 * seq)
+    counted = products(jaxpr.jaxpr) / (2 * seq)
     np.testing.assert_allclose(counted, expected - recurrence, rtol=1e-6)
 
 

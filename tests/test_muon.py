@@ -123,10 +123,10 @@ def test_every_group_has_its_own_rate():
     values = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     optimizer = make_optimizer(config, specs, Training(10))
     gradient = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"w": jnp.eye(4)}
-    moved = optimizer.update(gradient, optimizer.init(values), values)[0]
+    updates = optimizer.update(gradient, optimizer.init(values), values)[0]
     for name, rate in {"bias": 0.07, "table": 0.03, "scale": 0.5}.items():
-        np.testing.assert_allclose(moved[name], -rate, rtol=1e-4, err_msg=name)
-    np.testing.assert_allclose(moved["w"], -0.02 * np.eye(4), atol=1e-6)
+        np.testing.assert_allclose(updates[name], -rate, rtol=1e-4, err_msg=name)
+    np.testing.assert_allclose(updates["w"], -0.02 * np.eye(4), atol=1e-6)
 
 
 def test_the_estimate_counts_the_state_and_products_of_muon():

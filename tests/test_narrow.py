@@ -57,8 +57,8 @@ def test_parameter_gradients_are_not_quantised():
         y = linear("bse,em->bsm", x, w, axes=("embed", "mlp"), shard=UNSHARDED, numerics=numerics)
         return y.astype(jnp.float32).sum()
 
-    traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(normal(2, 3, 8), normal(8, 4))
-    assert sorted(operands(traced.jaxpr)) == ["bfloat16", "int8", "int8"]
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(normal(2, 3, 8), normal(8, 4))
+    assert sorted(operands(jaxpr.jaxpr)) == ["bfloat16", "int8", "int8"]
 
 
 @pytest.mark.slow
@@ -87,10 +87,10 @@ def test_narrow_products_on_eight_devices_equal_those_on_one(partition: str):
     overrides = (*small_overrides("gpt_tiny"), "precision=int8", "precision.compute=float32")
     host = initial_state(overrides)
     single = two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), host)
-    many = two_steps(
+    sharded_steps = two_steps(
         small_run("gpt_tiny", "precision=int8", "precision.compute=float32", "mesh=2x2x2", f"partition={partition}"),
         host,
     )
-    for metrics, expected in zip(many.metrics, single.metrics, strict=True):
+    for metrics, expected in zip(sharded_steps.metrics, single.metrics, strict=True):
         np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=5e-4)
         np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-2)

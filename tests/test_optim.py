@@ -66,10 +66,10 @@ def test_schedule_of_a_run_shorter_than_its_warmup_stays_within_the_peak(steps: 
 
 def test_only_matrices_are_decayed_and_state_spaces_have_a_lower_rate() -> None:
     config = Config(learning_rate=1.0, warmup_steps=0, weight_decay=0.1, ssm_learning_rate_ratio=0.25, clip_norm=None)
-    moved = one_update(config)
-    np.testing.assert_allclose(moved["scale"], -1.0, rtol=1e-5)
-    np.testing.assert_allclose(moved["w"], -1.0 - 0.1 * 2.0, rtol=1e-5)
-    np.testing.assert_allclose(moved["B"], -0.25, rtol=1e-5)
+    updates = one_update(config)
+    np.testing.assert_allclose(updates["scale"], -1.0, rtol=1e-5)
+    np.testing.assert_allclose(updates["w"], -1.0 - 0.1 * 2.0, rtol=1e-5)
+    np.testing.assert_allclose(updates["B"], -0.25, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("gradient", "clipped"), [(100.0, 1.0 / math.sqrt(2 * len(GROUPS))), (0.1, 0.1)])

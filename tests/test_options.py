@@ -87,9 +87,9 @@ def test_a_null_option_without_a_default_is_not_listed():
 
 
 def test_a_list_is_refused_as_the_value_of_an_option(command: Any):
-    refused = command("model=s5_tiny", "target=v4-8", f"{KEY}.{GATHERS}=[1]", "mode=show")
-    assert refused.status == 2
-    assert f"{KEY}.{GATHERS}=[1]: " in refused.err
+    result = command("model=s5_tiny", "target=v4-8", f"{KEY}.{GATHERS}=[1]", "mode=show")
+    assert result.status == 2
+    assert f"{KEY}.{GATHERS}=[1]: " in result.err
 
 
 def test_compiler_errors_about_options_are_explained():

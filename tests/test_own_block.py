@@ -41,9 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, *arguments: str) -> str:
     """Run `valkyrie-train` in a subprocess and return its output."""
-    done = train_with(folder, *SMALL, *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    result = train_with(folder, *SMALL, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +85,16 @@ def test_a_users_block_trains_resumes_and_generates_text(folder):
 
 
 def test_mode_show_has_the_axis_and_memory_of_a_users_block(folder):
-    shown = train(folder, "mode=show", "mesh=2x2x1", "partition=mine", "partition.parameters.channels=[x]")
-    assert "48 channels/x" in shown
-    assert "expected memory" in shown
+    output = train(folder, "mode=show", "mesh=2x2x1", "partition=mine", "partition.parameters.channels=[x]")
+    assert "48 channels/x" in output
+    assert "expected memory" in output
 
 
 @pytest.mark.slow
 @needs_libtpu
 def test_a_users_block_compiles_for_a_slice(folder):
-    shown = train(folder, "mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "seq=128", "name=compiled")
-    assert "predicted step" in shown
+    output = train(folder, "mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "seq=128", "name=compiled")
+    assert "predicted step" in output
     assert json.loads((folder.parent / "runs" / "compiled" / "compile.json").read_text())["status"] == "ok"
 
 
@@ -108,17 +108,17 @@ def test_a_users_block_can_be_swept(folder):
 def test_a_gated_feed_forward_of_a_users_folder_trains(tmp_path):
     folder = write_folder(tmp_path / "folder")
     settings = ("steps=2", "sample_tokens=3", "mesh=2x2x1", "partition=units", "name=own", "log_every=1")
-    done = train_with(folder, *OWN_FEED_FORWARD, *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2/2" in done.stdout
+    result = train_with(folder, *OWN_FEED_FORWARD, *settings)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "step 2/2" in result.stdout
     records = [json.loads(line) for line in (tmp_path / "runs" / "own" / "metrics.jsonl").read_text().splitlines()]
     assert [record["unit/size"] > 0 for record in records if "unit/largest" in record] == [True, True]
     for setting, words in (
         ("model.unit.units=0", "model.unit.units=0: "),
         ("model.feed_forward_pattern=[unit,none]", "feed_forward, unit"),
     ):
-        refused = train_with(folder, *OWN_FEED_FORWARD, setting)
-        assert refused.returncode == 2 and words in refused.stderr
+        refusal = train_with(folder, *OWN_FEED_FORWARD, setting)
+        assert refusal.returncode == 2 and words in refusal.stderr
 
 
 def test_mode_show_notes_an_axis_that_model_parallelism_does_not_split(folder):
@@ -129,10 +129,10 @@ def test_mode_show_notes_an_axis_that_model_parallelism_does_not_split(folder):
 
 
 def test_checks_of_a_users_block_refuse_mistakes(folder):
-    done = train_with(folder, *SMALL, "model.gated_conv.width=0")
-    assert done.returncode == 2 and done.stderr.startswith("valkyrie-train: model.gated_conv.width=0: ")
-    done = train_with(folder, *SMALL, "model.block_pattern=[s5]")
-    assert "no block s5" in done.stderr and "gated_conv, attention" in done.stderr
+    result = train_with(folder, *SMALL, "model.gated_conv.width=0")
+    assert result.returncode == 2 and result.stderr.startswith("valkyrie-train: model.gated_conv.width=0: ")
+    result = train_with(folder, *SMALL, "model.block_pattern=[s5]")
+    assert "no block s5" in result.stderr and "gated_conv, attention" in result.stderr
 
 
 def test_earlier_names_are_refused(tmp_path):
@@ -144,8 +144,8 @@ def test_earlier_names_are_refused(tmp_path):
         ("(Stack):", "def known_blocks(self): ...", "mixer_blocks"),
     ):
         module.write_text(code.replace(base, f"{base}\n    {member}\n"))
-        refused = train_with(folder, *OWN_FEED_FORWARD)
-        assert refused.returncode == 2 and f"{module}, line " in refused.stderr and f"called {name}." in refused.stderr
+        refusal = train_with(folder, *OWN_FEED_FORWARD)
+        assert refusal.returncode == 2 and f"{module}, line " in refusal.stderr and f"called {name}." in refusal.stderr
 
 
 def test_an_incomplete_block_is_refused(tmp_path):
@@ -163,8 +163,8 @@ def test_an_incomplete_block_is_refused(tmp_path):
     ):
         assert code.count(old) == 1
         module.write_text(code.replace(old, new))
-        refused = train_with(folder, *OWN_FEED_FORWARD, "mode=show")
-        assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+        refusal = train_with(folder, *OWN_FEED_FORWARD, "mode=show")
+        assert refusal.returncode == 2 and message in refusal.stderr, refusal.stderr
 
 
 def test_new_fields_may_have_an_earlier_name():

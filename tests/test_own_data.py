@@ -41,9 +41,9 @@ def losses(folder: Path, name: str) -> list[float]:
 
 def test_a_users_source_and_task_train(folder: Path):
     data = ("data.paths=[tickets.db]", f"data.cache_dir={folder}/cache")
-    done = train(folder, *data, "name=source", "steps=2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2/2" in done.stdout and len(list((folder / "cache").glob("tickets-*"))) == 1
+    result = train(folder, *data, "name=source", "steps=2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "step 2/2" in result.stdout and len(list((folder / "cache").glob("tickets-*"))) == 1
     other = train(folder, *data, "name=task", "steps=2", "task=sparse_targets", "task.share=0.25")
     assert other.returncode == 0, other.stdout + other.stderr
     first, second = losses(folder, "source"), losses(folder, "task")
@@ -66,9 +66,9 @@ def test_the_doctor_checks_a_users_source_and_does_not_suggest_valkyrie_data(fol
         "data.paths=[tickets.db]",
     ]
     command.append(f"data.cache_dir={folder}/unused")
-    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
-    checked = " ".join(done.stdout.split())
-    assert "data=tickets is not prepared yet: process 0 prepares it when the run starts" in checked, done.stderr
+    result = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
+    checked = " ".join(result.stdout.split())
+    assert "data=tickets is not prepared yet: process 0 prepares it when the run starts" in checked, result.stderr
     assert "valkyrie-data prepare" not in checked
 
 
@@ -77,15 +77,15 @@ def test_an_error_in_a_users_source_names_the_document(folder: Path):
     code = module.read_text()
     try:
         module.write_text(code.replace("yield Document", "yield {}[number] if number == 2 else Document"))
-        done = train(folder, "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
+        result = train(folder, "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
     finally:
         module.write_text(code)
-    assert done.returncode and "while reading data.source=tickets, document 3" in done.stderr, done.stderr
+    assert result.returncode and "while reading data.source=tickets, document 3" in result.stderr, result.stderr
 
 
 def test_checks_of_a_users_source_and_task_refuse_mistakes(folder: Path):
-    done = train(folder, "data.paths=[none.db]", "task=sparse_targets", "task.share=2")
-    assert done.returncode == 2
-    assert done.stderr.count("data.paths=none.db") == done.stderr.count("task.share=2.0") == 1
-    done = train(folder, "data.packing=best_fit")
-    assert done.returncode == 2 and "data=parquet_stream" in done.stderr
+    result = train(folder, "data.paths=[none.db]", "task=sparse_targets", "task.share=2")
+    assert result.returncode == 2
+    assert result.stderr.count("data.paths=none.db") == result.stderr.count("task.share=2.0") == 1
+    result = train(folder, "data.packing=best_fit")
+    assert result.returncode == 2 and "data=parquet_stream" in result.stderr

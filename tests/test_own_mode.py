@@ -48,9 +48,9 @@ def test_the_run_folder_of_a_users_mode_loads(folder: Path, tmp_path: Path) -> N
 
 
 def problem_of(*arguments: str) -> tuple[ProblemCode, str | None]:
-    with pytest.raises(ProblemError) as refused:
+    with pytest.raises(ProblemError) as error:
         parse_run([*arguments, *SMALL])
-    (problem,) = refused.value.problems
+    (problem,) = error.value.problems
     return problem.code, problem.key
 
 
@@ -69,9 +69,9 @@ def test_run_folders_with_keys_of_all_modes_are_read(tmp_path: Path, wrong: dict
     saved.mode = {**saved.mode, "repeats": 10, "data": "random", "budget": None, "targets": [], "keep": None}
     assert vars(Run.from_config(saved).config.mode)["time_limit_s"] == 60
     saved.mode = {**saved.mode, **wrong}
-    with pytest.raises(ProblemError) as refused:
+    with pytest.raises(ProblemError) as error:
         Run.from_config(saved)
-    assert [problem.key for problem in refused.value.problems] == [f"mode.{key}" for key in wrong]
+    assert [problem.key for problem in error.value.problems] == [f"mode.{key}" for key in wrong]
 
 
 def test_every_mode_names_keys_that_it_has() -> None:

@@ -83,9 +83,9 @@ def test_wrong_groups_are_refused_by_name(folder: Path) -> None:
             ('"vector"', "no rule for matrix, which the model has."),
         ):
             module.write_text(code.replace('"matrix"', wrong, 1))
-            refused = train(folder, "mode=show")
+            refusal = train(folder, "mode=show")
             message = f"optimizer=lion: rules() returned {words}"
-            assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+            assert refusal.returncode == 2 and message in refusal.stderr, refusal.stderr
     finally:
         module.write_text(code)
 
@@ -94,9 +94,9 @@ def test_a_missing_module_is_named_with_its_yaml(tmp_path: Path) -> None:
     (tmp_path / "mine" / "optimizer").mkdir(parents=True)
     file = tmp_path / "mine" / "optimizer" / "foo.yaml"
     file.write_text("defaults: [foo_schema, _self_]\nname: foo\n")
-    refused = train_with(tmp_path / "mine", "optimizer=foo")
+    refusal = train_with(tmp_path / "mine", "optimizer=foo")
     message = f"{file} needs foo_schema, but there is no {tmp_path / 'mine' / 'foo.py'} with a class Config."
-    assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+    assert refusal.returncode == 2 and message in refusal.stderr, refusal.stderr
 
 
 def test_a_module_without_an_optimizer_is_refused(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def check_line(data: st.DataObject, path: Path, read: Callable[[], object]) -> N
 
     Asserts that the reader returns, or raises an error that names the file or its folder.
     """
-    whole = path.read_bytes()
-    lines = whole.splitlines(keepends=True)
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
     number = data.draw(st.integers(0, len(lines) - 1))
     lines[number] = data.draw(damaged(json.loads(lines[number]))) + b"\n"
     path.write_bytes(b"".join(lines))
@@ -81,7 +81,7 @@ def check_line(data: st.DataObject, path: Path, read: Callable[[], object]) -> N
     except (ValueError, OSError) as error:
         message = str(error)
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert path.name in message or str(path.parent) in message
 
 
@@ -105,8 +105,8 @@ def test_damaged_training_records_are_reported(run_folder: Path, name: str, data
 @fuzz(20)
 def test_a_damaged_run_yaml_is_reported(run_folder: Path, tmp_path: Path, data: st.DataObject) -> None:
     assert saved_run(run_folder).config.batch == 8
-    valid = yaml.safe_load((run_folder / "run.yaml").read_text())
-    check(data, tmp_path / "run.yaml", valid, lambda: saved_run(tmp_path))
+    valid_content = yaml.safe_load((run_folder / "run.yaml").read_text())
+    check(data, tmp_path / "run.yaml", valid_content, lambda: saved_run(tmp_path))
 
 
 @pytest.mark.parametrize("group", ["data", "model", "optimizer", "task"])
@@ -126,11 +126,11 @@ def test_damaged_trial_records_are_reported(sweep_folder: Path, data: st.DataObj
 @fuzz(30)
 def test_a_report_skips_damaged_files_of_trials(sweep_folder: Path, name: str, data: st.DataObject) -> None:
     file = sweep_folder / name
-    whole = file.read_bytes()
+    content = file.read_bytes()
     try:
-        check(data, file, json.loads(whole), lambda: report(sweep_folder))
+        check(data, file, json.loads(content), lambda: report(sweep_folder))
     finally:
-        file.write_bytes(whole)
+        file.write_bytes(content)
 
 
 def read_writer(path: Path) -> object:

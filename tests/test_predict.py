@@ -63,28 +63,28 @@ def refusal(path: Path, content: str | bytes, slice: str = "v5e-8", **more: Any)
 
 
 def test_a_dumped_module_has_the_same_report_as_our_step(step: Path, tmp_path: Path):
-    done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH, tokens=1000)
-    record = done.record
+    prediction = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH, tokens=1000)
+    record = prediction.record
     parts = {(part.kind, part.mesh_axes): part.seconds for part in record.parts}
-    assert done.step_s == pytest.approx(sum(parts.values()))
+    assert prediction.step_s == pytest.approx(sum(parts.values()))
     waited, times = parts[PartKind.exposed, ("model",)], record.step.replayed_s / record.step.step_s
     assert parts[PartKind.matmul, ()] * times == pytest.approx(1.2e6 / 1.5e9)
     assert waited > 1e-4
-    assert done.tokens_per_second == pytest.approx(1000 / done.step_s) and done.mfu is None
+    assert prediction.tokens_per_second == pytest.approx(1000 / prediction.step_s) and prediction.mfu is None
     assert record.lines[0].source == "their/step.py:7"
     assert record.lines[0].waiting_s == pytest.approx(waited)
-    text = str(done)
+    text = str(prediction)
     for part in ("step on v5e-8 ", "data=2 · model=4", "their/step.py:7", "predicted step"):
         assert part in text, part
     assert "call OtherKernel" in text
-    assert "arguments need" in text and done.fits is None
-    events = json.loads(done.timeline(tmp_path / "t.json").read_text())["traceEvents"]
-    assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(1e6 * done.step_s, rel=1e-3)
-    page = done.html(tmp_path / "r.html").read_text()
+    assert "arguments need" in text and prediction.fits is None
+    events = json.loads(prediction.timeline(tmp_path / "t.json").read_text())["traceEvents"]
+    assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(1e6 * prediction.step_s, rel=1e-3)
+    page = prediction.html(tmp_path / "r.html").read_text()
     assert "<svg" in page and "their/step.py:7" in page and "http" not in page
     assert {"where the step time goes", "communication by cause"} <= set(re.findall("<h2>(.*?)</h2>", page))
     assert "<li><i " in page and "<dt>waiting for communication</dt>" in page
-    assert done._repr_html_().startswith("<iframe srcdoc=") and len(repr(done)) < 80
+    assert prediction._repr_html_().startswith("<iframe srcdoc=") and len(repr(prediction)) < 80
 
 
 def test_a_proto_predicts_like_text_and_with_buffers_whether_it_fits(step: Path, tmp_path: Path):
@@ -137,8 +137,8 @@ def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
 
 
 def test_a_module_for_cpus_is_refused(tmp_path: Path):
-    done = jax.jit(lambda x: x @ x).lower(jnp.zeros((8, 8))).compile()
-    assert "for a CPU" in refusal(tmp_path / "cpu.pb", serialised_module(done), "v5e-1", mesh={"data": 1})
+    compiled = jax.jit(lambda x: x @ x).lower(jnp.zeros((8, 8))).compile()
+    assert "for a CPU" in refusal(tmp_path / "cpu.pb", serialised_module(compiled), "v5e-1", mesh={"data": 1})
 
 
 def test_a_module_for_another_chip_or_device_count_is_refused(step: Path):
@@ -152,8 +152,8 @@ def test_a_module_for_another_chip_or_device_count_is_refused(step: Path):
     split = STEP.replace('"estimated_cycles"', '"megacore_config":{},"estimated_cycles"')
     assert "over two cores" in refusal(step, split)
     step.write_text(STEP)
-    done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
-    assert "does not record its chip" in done.record.notes[-1] and "compiled for v5e" in str(done)
+    prediction = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
+    assert "does not record its chip" in prediction.record.notes[-1] and "compiled for v5e" in str(prediction)
     slow = valkyrie.predict(step, slice=valkyrie.slice("v6e-8"), mesh=MESH)
     assert any("for this chip" in note for note in slow.record.notes)
 
@@ -171,9 +171,9 @@ def test_places_must_be_all_devices_of_the_slice(step: Path):
 
 def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsys: pytest.CaptureFixture[str]):
     def run(*arguments: str) -> tuple[object, str, str]:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as error:
             main([str(step), *arguments])
-        return ended.value.code, *capsys.readouterr()
+        return error.value.code, *capsys.readouterr()
 
     overrides = ("--target", "v5e-8", "--mesh", "data=2,model=4")
     status, out, err = run(*overrides, "--json", str(step.with_name("r.json")), "--html", str(step.with_name("r.html")))
@@ -227,9 +227,9 @@ def test_the_command_predicts_a_function_of_a_file(
     (tmp_path / "damaged.py").write_text("import no_such_library\n")
 
     def run(name: str, *more: str) -> tuple[object, str]:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as error:
             main([str(tmp_path / name), "--target", "v5e-8", *more])
-        return ended.value.code, capsys.readouterr().err
+        return error.value.code, capsys.readouterr().err
 
     assert run("builders.py:step", "--tokens", "512", "--unit", "images", "--time-limit", "60") == (0, "")
     (function, name), settings = calls[0]
@@ -260,13 +260,13 @@ def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, ca
     if (full := Path("/dev/full")).exists():  # only Linux has it
         places.append((full, "no space left on device"))
     for path, reason in places:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as error:
             main([*words, "--html", str(path)])
-        assert ended.value.code == 2
+        assert error.value.code == 2
         err = capsys.readouterr().err
         assert err.startswith(f"valkyrie-predict: {path} cannot be written ({reason}). ") and "another path" in err
-    done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
-    for write in (done.html, done.timeline):
+    prediction = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
+    for write in (prediction.html, prediction.timeline):
         with pytest.raises(DiskError, match="cannot be written"):
             write(tmp_path)
 
@@ -286,8 +286,8 @@ RAGGED = """  o = s32[4]{0:T(128)} constant({0,1,2,3})
 )
 def test_notes_name_unsupported_parts_of_foreign_programs(step: Path, added: str, note: str):
     step.write_text(STEP.replace("  ROOT d", added.replace("TILED", TILED) + "  ROOT d"))
-    done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
-    assert any(line.startswith(note) for line in done.record.notes), done.record.notes
+    prediction = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
+    assert any(line.startswith(note) for line in prediction.record.notes), prediction.record.notes
 
 
 def test_objects_that_are_not_programs_are_refused():
@@ -364,28 +364,28 @@ def test_a_jitted_function_is_predicted_unchanged(tmp_path: Path):
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return jax.nn.relu(x @ w) @ w.T
 
-    jitted = jax.jit(step)
-    done = valkyrie.predict(jitted, w, x, slice=slice, options={"xla_tpu_scoped_vmem_limit_kib": 32768})
-    assert done.fits and done.record.program.name == "step"
-    assert done.record.memory.split["arguments"] == 2048 * 8192 * 2 // 8 + 4096 * 2048 * 2 // 2
-    assert {"data", "model"} & {axis for use in done.replay.collectives for axis in use.mesh_axes}
-    assert "test_predict.py" in done.record.lines[0].source
-    assert "jax.nn.relu(x @ w)" in str(done) and "xla_tpu_scoped_vmem_limit_kib=32768 (you)" in str(done)
+    jitted_step = jax.jit(step)
+    prediction = valkyrie.predict(jitted_step, w, x, slice=slice, options={"xla_tpu_scoped_vmem_limit_kib": 32768})
+    assert prediction.fits and prediction.record.program.name == "step"
+    assert prediction.record.memory.split["arguments"] == 2048 * 8192 * 2 // 8 + 4096 * 2048 * 2 // 2
+    assert {"data", "model"} & {axis for use in prediction.replay.collectives for axis in use.mesh_axes}
+    assert "test_predict.py" in prediction.record.lines[0].source
+    assert "jax.nn.relu(x @ w)" in str(prediction) and "xla_tpu_scoped_vmem_limit_kib=32768 (you)" in str(prediction)
     with without_cache():
-        compiled = jitted.lower(w, x).compile()
+        compiled = jitted_step.lower(w, x).compile()
     whole = valkyrie.predict(compiled, slice=slice)
     (tmp_path / "step.hlo").write_text(compiled.as_text())
     dumped = valkyrie.predict(tmp_path / "step.hlo", slice=slice, mesh=dict(mesh.shape))
     assert dumped.step_s == pytest.approx(whole.step_s, rel=1e-9)
     with pytest.raises(ValueError, match="has no such option"):
-        valkyrie.predict(jitted, w, x, slice=slice, options={"xla_no_such_option": 1})
+        valkyrie.predict(jitted_step, w, x, slice=slice, options={"xla_no_such_option": 1})
     with pytest.raises(ValueError, match="8 devices, but v5e-16"):
         valkyrie.predict(compiled, slice=valkyrie.slice("v5e-16"))
     with pytest.raises(ValueError, match="v5 lite devices"):
         valkyrie.predict(compiled, slice=valkyrie.slice("v6e-8"))
     large = jax.ShapeDtypeStruct((2**21, 16384), jnp.bfloat16, sharding=x.sharding)
-    refused = valkyrie.predict(jax.jit(lambda x: x * 2), large, slice=slice)
-    assert refused.fits is False and str(refused).count("fit: needs") == 1
+    refusal = valkyrie.predict(jax.jit(lambda x: x * 2), large, slice=slice)
+    assert refusal.fits is False and str(refusal).count("fit: needs") == 1
 
 
 def test_operations_of_unrolled_layers_share_a_row():

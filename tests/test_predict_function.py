@@ -200,8 +200,8 @@ def test_a_function_slightly_over_the_memory_is_compiled_again(monkeypatch: pyte
     slice = valkyrie.slice("v5e-8")
     rows = NamedSharding(slice.mesh((8,), ("data",)), PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((8 * 2**17, 16384), jnp.bfloat16, sharding=rows)  # 4 GiB, and as much of the result
-    done = valkyrie.predict(jax.jit(lambda x: x * 2), x, slice=slice, options={limit: 8000})
-    assert done.fits and f"{limit}=12000 ({train_options.TO_FIT})" in str(done)
+    prediction = valkyrie.predict(jax.jit(lambda x: x * 2), x, slice=slice, options={limit: 8000})
+    assert prediction.fits and f"{limit}=12000 ({train_options.TO_FIT})" in str(prediction)
 
 
 @pytest.mark.slow  # several small compiles for a TPU
@@ -286,6 +286,6 @@ def test_meshes_of_one_slice_have_the_same_devices() -> None:
 
 def test_a_mesh_that_differs_from_the_shardings_is_refused() -> None:
     slice = valkyrie.slice("v5e-8")
-    jitted, arguments = products(slice.mesh((2, 4), ("data", "model")))
+    jitted_step, arguments = products(slice.mesh((2, 4), ("data", "model")))
     with pytest.raises(ValueError, match=r"data=8, model=1 differs from .* data=2, model=4"):
-        valkyrie.predict(jitted, *arguments, slice=slice, mesh={"data": 8, "model": 1})
+        valkyrie.predict(jitted_step, *arguments, slice=slice, mesh={"data": 8, "model": 1})

@@ -78,10 +78,10 @@ LAYOUTS = {"slow": (0.4,), "large": (0,), "fast": {"args": (0.1,)}, "broken": ("
 
 
 def test_layouts_are_ranked_and_printed():
-    compared = valkyrie.predict(step, layouts=LAYOUTS, slice=SLICE, tokens=512, unit="images")
-    assert [*compared.results] == ["fast", "slow", "large", "broken"]
-    assert compared.best == "fast" and compared["fast"].step_s == 0.1 and compared.ratio is None
-    lines = str(compared).splitlines()
+    comparison = valkyrie.predict(step, layouts=LAYOUTS, slice=SLICE, tokens=512, unit="images")
+    assert [*comparison.results] == ["fast", "slow", "large", "broken"]
+    assert comparison.best == "fast" and comparison["fast"].step_s == 0.1 and comparison.ratio is None
+    lines = str(comparison).splitlines()
     assert lines[1].split() == ["layout", "fits", "step", "images/s", "peak", "waiting", "faults"]
     assert [line.split()[:3] for line in lines[3:7]] == [
         ["fast", "yes", "100.0"],
@@ -91,14 +91,16 @@ def test_layouts_are_ranked_and_printed():
     ]
     assert "25%" in lines[3] and "5,120" in lines[3]
     assert lines[-1].startswith("broken: failed: KeyError: 'x' (test_predict_layouts.py:")
-    assert compared._repr_html_().startswith("<iframe") and "best: fast" in repr(compared)
-    assert "5,120 images/s" in str(compared["fast"]) and "step (fast) on v5e-8" in str(compared["fast"])
+    assert comparison._repr_html_().startswith("<iframe") and "best: fast" in repr(comparison)
+    assert "5,120 images/s" in str(comparison["fast"]) and "step (fast) on v5e-8" in str(comparison["fast"])
 
 
 def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
-    compared = valkyrie.predict(step, layouts=LAYOUTS, slice=SLICE, tokens=512, measured_s={"fast": 0.6, "slow": 0.48})
-    assert compared.ratio == pytest.approx((6 + 1.2) / 2)
-    assert compared.best == "slow" and compared.step_s("slow") == 0.48
+    comparison = valkyrie.predict(
+        step, layouts=LAYOUTS, slice=SLICE, tokens=512, measured_s={"fast": 0.6, "slow": 0.48}
+    )
+    assert comparison.ratio == pytest.approx((6 + 1.2) / 2)
+    assert comparison.best == "slow" and comparison.step_s("slow") == 0.48
     three = valkyrie.predict(step, layouts=LAYOUTS | {"other": (0.2,)}, slice=SLICE, measured_s={"fast": 0.12})
     assert three.step_s("other") == pytest.approx(0.24) and three["other"].step_s == 0.2
     assert "multiplied by 1.200, the ratio of measured to predicted time of fast" in str(three)
@@ -139,13 +141,13 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
         return step, (rule,)
 
     rules = {"a": 0.2, "b": 0.1, "c": "raise"}
-    found = valkyrie.search_program(
+    search_result = valkyrie.search_program(
         build, slice=SLICE, meshes=[(2, 4), {"data": 8}], rules=rules, folder=tmp_path / "out", quiet=True
     )
-    assert len(found.results) == 6 and found.best == "data=2,model=4 b"
-    assert "RuntimeError: no such partition (test_predict_layouts.py:" in str(found)
+    assert len(search_result.results) == 6 and search_result.best == "data=2,model=4 b"
+    assert "RuntimeError: no such partition (test_predict_layouts.py:" in str(search_result)
     record = read_record(ComparisonRecord, tmp_path / "out" / SEARCH_FILE)
-    assert record.best == found.best and [row.name for row in record.rows] == [*found.results]
+    assert record.best == search_result.best and [row.name for row in record.rows] == [*search_result.results]
     assert "data=8 b" in (tmp_path / "out" / "report.html").read_text()
     alone = valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, axes=("data",), quiet=True)
     assert [*alone.results] == ["data=8"]
@@ -161,11 +163,11 @@ def test_all_divisions_of_the_devices():
 def test_a_search_ends_before_it_would_exceed_its_budget(monkeypatch: pytest.MonkeyPatch):
     clock = iter_seconds(4.0)
     monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    found = valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, budget="20s", quiet=True)
-    assert 0 < len(found.results) < 4
-    assert "another compile would likely exceed the budget" in str(found) and "of 4 layouts are not compiled" in str(
-        found
-    )
+    search_result = valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, budget="20s", quiet=True)
+    assert 0 < len(search_result.results) < 4
+    assert "another compile would likely exceed the budget" in str(
+        search_result
+    ) and "of 4 layouts are not compiled" in str(search_result)
 
 
 def iter_seconds(stride: float) -> Iterator[float]:
@@ -185,11 +187,13 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(programs, "predict_function", time_out)
     search: Callable[..., valkyrie.Comparison] = valkyrie.search_program
-    found = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
-    assert not found.results and "the budget ended during the compile of data=1,model=8; 4 of 4" in str(found)
+    search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
+    assert not search_result.results and "the budget ended during the compile of data=1,model=8; 4 of 4" in str(
+        search_result
+    )
     assert 59 < limits[0] <= 60
-    found = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, time_limit_s=5, quiet=True)
-    assert len(found.results) == 4 and limits[1] == 5
+    search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, time_limit_s=5, quiet=True)
+    assert len(search_result.results) == 4 and limits[1] == 5
 
 
 @pytest.mark.parametrize(

@@ -190,9 +190,9 @@ def test_numbers_out_of_range_are_problems(bounds: dict[str, Any], inside: float
 def test_an_error_lists_each_problem_once():
     problem = Problem(ProblemCode.malformed, "k", text="k: no.")
     refuse([])
-    with pytest.raises(ProblemError) as refused:
+    with pytest.raises(ProblemError) as error:
         refuse([problem, problem])
-    assert refused.value.problems == (problem,)
+    assert error.value.problems == (problem,)
 
 
 YAMLS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}

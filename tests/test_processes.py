@@ -37,8 +37,8 @@ def test_a_run_of_one_process_agrees_with_itself():
 
 def test_a_child_imports_nothing_from_the_current_folder(tmp_path: Path):
     (tmp_path / "this.py").write_text("raise SystemExit('this folder')")
-    ran = subprocess.run(module_command("this"), cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0 and "Zen" in ran.stdout
+    result = subprocess.run(module_command("this"), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "Zen" in result.stdout
 
 
 def test_values_are_exchanged_and_those_of_process_0_are_used():
@@ -70,10 +70,10 @@ def test_an_error_of_process_0_is_raised_on_all_processes():
 
 
 def test_a_missing_process_is_named_within_the_timeout():
-    began = time.monotonic()
+    start = time.monotonic()
     for error in run_teams(2, lambda team: None, counts=[3, 3], timeout_s=1.0):
         assert "1 of 3" in str(error) and "in time: 2." in str(error)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - start < 15
 
 
 def test_a_process_with_another_process_count_is_named():
@@ -173,9 +173,9 @@ def test_the_command_line_overrides_the_environment():
     ],
 )
 def test_incomplete_process_settings_are_refused(change: dict[str, str], says: str):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         find_process(DistributedConfig(), environment=GIVEN | change)
-    assert says in str(refused.value)
+    assert says in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -206,11 +206,11 @@ def test_several_processes_train_like_one(partition: str, processes: int, tmp_pa
     for folder in ("one", "many"):
         (tmp_path / folder).mkdir()
     (alone,) = wait_for_processes([start_training(*overrides, cwd=tmp_path / "one")])
-    many = wait_for_processes(start_processes(processes, *overrides, cwd=tmp_path / "many"))
+    sharded_steps = wait_for_processes(start_processes(processes, *overrides, cwd=tmp_path / "many"))
     assert alone[0] == 0, alone[2]
-    assert [status for status, _, _ in many] == [0] * processes, many
+    assert [status for status, _, _ in sharded_steps] == [0] * processes, sharded_steps
     np.testing.assert_allclose(losses(tmp_path / "many/runs/run"), losses(tmp_path / "one/runs/run"), rtol=2e-5)
-    assert all(out == "" for _, out, _ in many[1:])
+    assert all(out == "" for _, out, _ in sharded_steps[1:])
     logs = sorted(path.name for path in (tmp_path / "many/runs/run/logs").iterdir())
     assert logs == [f"process-{index}.log" for index in range(1, processes)]
 
@@ -261,13 +261,13 @@ def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted: in
     processes = start_processes(2, *overrides, cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 5)
     processes[preempted].terminate()
-    began = time.monotonic()
+    start = time.monotonic()
     assert [status for status, _, _ in wait_for_processes(processes)] == [PREEMPTED] * 2
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - start < 30
     (step,) = (int(path.name) for path in (tmp_path / "runs/run/checkpoints").iterdir())
     assert step >= 5
-    again = start_processes(2, *overrides, f"steps={step + 2}", cwd=tmp_path)
-    first, _ = wait_for_processes(again)
+    resumed_processes = start_processes(2, *overrides, f"steps={step + 2}", cwd=tmp_path)
+    first, _ = wait_for_processes(resumed_processes)
     assert first[0] == 0 and f"step {step} to" in first[1]
 
 
@@ -278,9 +278,9 @@ def test_the_others_end_if_a_process_is_killed_and_the_run_resumes(killed: int, 
     processes = start_processes(2, *overrides, "steps=100000", cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 20)
     processes[killed].kill()
-    began = time.monotonic()
+    start = time.monotonic()
     survivor = wait_for_processes(processes)[1 - killed]
-    assert survivor[0] in (LOST, -6) and time.monotonic() - began < 15  # -6: JAX's own end, where it is faster
+    assert survivor[0] in (LOST, -6) and time.monotonic() - start < 15  # -6: JAX's own end, where it is faster
     again = wait_for_processes(start_processes(2, *overrides, "steps=40", cwd=tmp_path))
     assert [status for status, _, _ in again] == [0, 0] and "continuing run" in again[0][1]
 

@@ -42,8 +42,8 @@ for pairs in gpus.estimate_by_group(group_rows, published).values():
 def test_a_group_is_estimated_with_constants_of_the_other_groups(group: str, order: float, error: float) -> None:
     # In a new process, because the type checks of this one would take nine tenths of the time of a fit.
     command = [sys.executable, "-c", GROUP_PROGRAM, str(gpus.ROWS_FILE.parent), group]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    measured, estimates = np.array([line.split() for line in done.stdout.splitlines()], float).T
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    measured, estimates = np.array([line.split() for line in result.stdout.splitlines()], float).T
     assert len(measured) > 20 and spearmanr(measured, estimates).statistic >= order
     assert np.abs(estimates / measured - 1).mean() < error
     assert measured[np.argmin(estimates)] < 1.02 * measured.min()

@@ -144,10 +144,10 @@ def test_the_listed_sweep_runs(command: Any, monkeypatch: pytest.MonkeyPatch, tm
     (folder / "sweep").mkdir(parents=True)
     (folder / "sweep" / "mine.yaml").write_text(listing)
     fake_outcomes(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
-    ended = command("tracking=off", "--config-dir", str(folder), "-m", "+sweep=mine")
+    result = command("tracking=off", "--config-dir", str(folder), "-m", "+sweep=mine")
     (sweep,) = (tmp_path / "runs").iterdir()
     trials = list(TrialLog(sweep).read())
-    assert ended.status == 0 and len(trials) >= 8, ended.err
+    assert result.status == 0 and len(trials) >= 8, result.err
 
 
 LAUNCHED = [line for line in COMMANDS if line.startswith("valkyrie-launch")]

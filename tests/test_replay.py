@@ -42,10 +42,10 @@ LESS = "less {\n  p = f32[] parameter(0)\n  q = f32[] parameter(1)\n  ROOT b = p
 
 
 def played(module: Module) -> Replay:
-    done = replay(module, machine("v4", torus((4, 4, 4))))
-    assert sum(part.seconds for part in done.parts) == pytest.approx(done.step_s)
-    assert sum(cost.seconds for cost in done.costs) == pytest.approx(done.step_s)
-    return done
+    result = replay(module, machine("v4", torus((4, 4, 4))))
+    assert sum(part.seconds for part in result.parts) == pytest.approx(result.step_s)
+    assert sum(cost.seconds for cost in result.costs) == pytest.approx(result.step_s)
+    return result
 
 
 def gather_seconds() -> float:
@@ -62,16 +62,16 @@ def start_and_done(between: str, kind: str = "all-gather") -> Module:
 
 
 def test_work_takes_the_cycles_estimated_by_the_compiler():
-    done = played(program(work("first", "a", 1000) + work("ROOT second", "first", 500), HEAD + LESS))
-    assert done.step_s == pytest.approx(1500 / CLOCK)
-    assert {cost.op_name for cost in done.costs} == {"first", "second"}
+    result = played(program(work("first", "a", 1000) + work("ROOT second", "first", 500), HEAD + LESS))
+    assert result.step_s == pytest.approx(1500 / CLOCK)
+    assert {cost.op_name for cost in result.costs} == {"first", "second"}
 
 
 def test_a_collective_without_overlapping_work_is_exposed():
-    done = played(start_and_done(""))
-    assert done.step_s == pytest.approx(gather_seconds())
-    assert [(part.kind, part.mesh_axes) for part in done.parts] == [(PartKind.exposed, ("x",))]
-    (use,) = done.collectives
+    result = played(start_and_done(""))
+    assert result.step_s == pytest.approx(gather_seconds())
+    assert [(part.kind, part.mesh_axes) for part in result.parts] == [(PartKind.exposed, ("x",))]
+    (use,) = result.collectives
     assert (use.kind, use.mesh_axes, use.torus_axes, use.op_name) == ("all-gather", ("x",), ("a",), "gathered")
     assert use.bytes_sent == 3 * BYTES and use.bytes_by_torus_axis == {"a": 3 * BYTES}
     assert use.calls == 1 and use.exposed_s == pytest.approx(use.busy_s)
@@ -79,13 +79,13 @@ def test_a_collective_without_overlapping_work_is_exposed():
 
 def test_overlapping_work_hides_a_collective():
     cycles = int(gather_seconds() * CLOCK * 0.6)
-    done = played(start_and_done(work("hidden", "a", cycles)))
-    assert done.step_s == pytest.approx(gather_seconds(), rel=1e-3)
-    assert sum_seconds(done.parts, PartKind.exposed) == pytest.approx(0.4 * gather_seconds(), rel=1e-2)
-    done = played(start_and_done(work("longer", "a", 3 * cycles)))
-    assert not sum_seconds(done.parts, PartKind.exposed) and done.sending_s == pytest.approx(gather_seconds())
-    assert done.step_s == pytest.approx(3 * cycles / CLOCK)
-    assert done.collectives[0].busy_s == pytest.approx(gather_seconds())
+    result = played(start_and_done(work("hidden", "a", cycles)))
+    assert result.step_s == pytest.approx(gather_seconds(), rel=1e-3)
+    assert sum_seconds(result.parts, PartKind.exposed) == pytest.approx(0.4 * gather_seconds(), rel=1e-2)
+    result = played(start_and_done(work("longer", "a", 3 * cycles)))
+    assert not sum_seconds(result.parts, PartKind.exposed) and result.sending_s == pytest.approx(gather_seconds())
+    assert result.step_s == pytest.approx(3 * cycles / CLOCK)
+    assert result.collectives[0].busy_s == pytest.approx(gather_seconds())
 
 
 @pytest.mark.parametrize(("groups", "slower"), [(X_GROUPS, 2), (Y_GROUPS, 1)])
@@ -97,9 +97,9 @@ def test_collectives_on_the_same_links_share_them(groups, slower):
         "  ROOT r = (f32[4096,1024], f32[4096,1024]) tuple(d, f)\n"
     )
     latency = assumptions.COLLECTIVE_START_S + 2e-6
-    done = played(module)
-    assert done.step_s == pytest.approx(latency + slower * (gather_seconds() - latency))
-    assert done.sending_s == pytest.approx(done.step_s), "two at once are not twice the time"
+    result = played(module)
+    assert result.step_s == pytest.approx(latency + slower * (gather_seconds() - latency))
+    assert result.sending_s == pytest.approx(result.step_s), "two at once are not twice the time"
 
 
 def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():
@@ -160,15 +160,17 @@ def test_a_gather_fused_into_products_uses_the_ring_of_separate_gathers():
 def test_a_product_with_a_fused_gather_hides_it():
     (use,) = played(module_with_fused_gather(1000)).collectives
     assert use.calls == 1 and use.exposed_s == pytest.approx(use.busy_s - 1000 / CLOCK)
-    done = played(module_with_fused_gather(int(2 * use.busy_s * CLOCK)))
-    assert [part.kind for part in done.parts] == [PartKind.matmul] and done.sending_s == pytest.approx(use.busy_s)
+    result = played(module_with_fused_gather(int(2 * use.busy_s * CLOCK)))
+    assert [part.kind for part in result.parts] == [PartKind.matmul] and result.sending_s == pytest.approx(use.busy_s)
 
 
 def test_a_product_without_a_cycle_estimate_runs_at_the_bfloat16_peak():
     sizes = "bf16[8192,8192]"
     product = f"  ROOT d = {sizes} dot(a, a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n"
-    done = replay(parse(f"{HEAD}ENTRY e {{\n  a = {sizes} parameter(0)\n{product}}}\n"), machine("v5e", torus((8, 8))))
-    (part,) = done.parts
+    result = replay(
+        parse(f"{HEAD}ENTRY e {{\n  a = {sizes} parameter(0)\n{product}}}\n"), machine("v5e", torus((8, 8)))
+    )
+    (part,) = result.parts
     assert (part.kind, part.mesh_axes) == (PartKind.matmul, ())
     assert part.seconds == pytest.approx(2 * 8192**3 / 197e12), "not of int8"
 
@@ -190,15 +192,15 @@ RUN = (
 
 
 def test_a_loop_counts_all_its_iterations():
-    done = played(program(RUN, HEAD + LESS + LOOP))
-    (use,) = done.collectives
+    result = played(program(RUN, HEAD + LESS + LOOP))
+    (use,) = result.collectives
     assert use.calls == 10 and use.bytes_sent == 10 * 2 * 0.75 * BYTES
     once = 1000 / CLOCK + use.busy_s / 10
-    assert done.sending_s == pytest.approx(use.busy_s)
-    assert done.step_s == pytest.approx(10 * (once + assumptions.LOOP_ITERATION_S))
-    names = [span.name for span in done.spans if span.track == "compute"]
+    assert result.sending_s == pytest.approx(use.busy_s)
+    assert result.step_s == pytest.approx(10 * (once + assumptions.LOOP_ITERATION_S))
+    names = [span.name for span in result.spans if span.track == "compute"]
     assert names.count("w") == 2 and "iterations 2 to" in str(names)
-    assert max(s.start_s + s.duration_s for s in done.spans) == pytest.approx(done.step_s, rel=1e-2)
+    assert max(s.start_s + s.duration_s for s in result.spans) == pytest.approx(result.step_s, rel=1e-2)
 
 
 def test_a_transfer_started_before_a_loop_continues_inside_it():
@@ -208,9 +210,9 @@ def test_a_transfer_started_before_a_loop_continues_inside_it():
         + "  d = f32[4096,1024] all-gather-done(s)\n"
         "  ROOT r = (f32[1024,1024], f32[4096,1024]) tuple(out, d)\n"
     )
-    done = played(program(body, HEAD + LESS + LOOP))
-    assert not any(part.mesh_axes == ("y",) for part in done.parts)
-    assert done.step_s == pytest.approx(played(program(RUN, HEAD + LESS + LOOP)).step_s)
+    result = played(program(body, HEAD + LESS + LOOP))
+    assert not any(part.mesh_axes == ("y",) for part in result.parts)
+    assert result.step_s == pytest.approx(played(program(RUN, HEAD + LESS + LOOP)).step_s)
 
 
 def test_the_longest_branch_is_used_and_noted():
@@ -223,9 +225,9 @@ def test_the_longest_branch_is_used_and_noted():
         "  ROOT c = f32[1024,1024] conditional(which, a, a), true_computation=short, false_computation=long\n",
         HEAD + LESS + branches,
     )
-    done = played(module)
-    assert done.step_s == pytest.approx(5000 / CLOCK)
-    (note,) = done.notes
+    result = played(module)
+    assert result.step_s == pytest.approx(5000 / CLOCK)
+    (note,) = result.notes
     assert "longest branch" in note
 
 
@@ -240,8 +242,8 @@ def test_bytes_are_counted_for_cpu_programs():
     rows, columns = NamedSharding(mesh, P("x")), NamedSharding(mesh, P("y"))
     a = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
     b = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=columns)
-    done = jax.jit(lambda a, b: a @ b, out_shardings=rows).lower(a, b).compile()
-    module = parse(serialised_module(done))
+    compiled = jax.jit(lambda a, b: a @ b, out_shardings=rows).lower(a, b).compile()
+    module = parse(serialised_module(compiled))
     (use,) = collective_uses(module, {"x": 2, "y": 4})
     assert (use.kind, use.mesh_axes, use.calls) == ("all-reduce", ("y",), 1)
     assert use.bytes_sent == 2 * 3 / 4 * (32 * 128 * 4)

@@ -102,11 +102,11 @@ def test_an_all_reduce_between_two_slices_uses_the_network():
 
 
 def test_an_all_reduce_within_and_between_slices_takes_its_closed_form_time():
-    done = collective("all-reduce", ("s", "x", "y"), 2, "v4:2x2x1")
-    between = [u for u in done.collectives if u.mesh_axes == ("s",)]
+    result = collective("all-reduce", ("s", "x", "y"), 2, "v4:2x2x1")
+    between = [u for u in result.collectives if u.mesh_axes == ("s",)]
     assert sum(u.bytes_sent for u in between) == pytest.approx(BYTES / 4, rel=0.01)
-    assert {u.mesh_axes for u in done.collectives} >= {("s",), ("x",)} or {("x", "y")} <= {
-        u.mesh_axes for u in done.collectives
+    assert {u.mesh_axes for u in result.collectives} >= {("s",), ("x",)} or {("x", "y")} <= {
+        u.mesh_axes for u in result.collectives
     }
 
 
@@ -114,20 +114,20 @@ def test_an_all_reduce_within_and_between_slices_takes_its_closed_form_time():
 def test_a_matrix_product_runs_near_the_chips_peak(name, share):
     mesh, machine = tpu_mesh(name)
     matrix = ((8192, 8192), jnp.bfloat16)
-    done = replay(compile_module(lambda a, b: a @ b, mesh, matrix, matrix), machine)
-    assert done.flops == 2 * 8192**3
+    result = replay(compile_module(lambda a, b: a @ b, mesh, matrix, matrix), machine)
+    assert result.flops == 2 * 8192**3
     peak = CHIPS[name[:-4].partition(":")[0]].peak_tflops["bfloat16"] * 1e12
-    assert done.flops / sum_seconds(done.parts, PartKind.matmul) == pytest.approx(share * peak, rel=0.05)
-    assert done.step_s == pytest.approx(done.flops / (share * peak), rel=0.1)
+    assert result.flops / sum_seconds(result.parts, PartKind.matmul) == pytest.approx(share * peak, rel=0.05)
+    assert result.step_s == pytest.approx(result.flops / (share * peak), rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_memory_bound_operation_runs_at_memory_bandwidth(dtype):
     mesh, machine = tpu_mesh("v4:2x2x1")
-    done = replay(compile_module(lambda a: a * 2 + 1, mesh, ((2**15, 8192), dtype)), machine)
+    result = replay(compile_module(lambda a: a * 2 + 1, mesh, ((2**15, 8192), dtype)), machine)
     moved = 2 * 2**28 * jnp.dtype(dtype).itemsize
-    assert done.step_s == pytest.approx(moved / (assumptions.HBM_EFFICIENCY * 1200e9), rel=0.1)
-    assert {part.kind for part in done.parts} == {PartKind.memory}
+    assert result.step_s == pytest.approx(moved / (assumptions.HBM_EFFICIENCY * 1200e9), rel=0.1)
+    assert {part.kind for part in result.parts} == {PartKind.memory}
 
 
 def test_loops_multiply_the_cost_of_their_body():
@@ -142,8 +142,10 @@ def test_loops_multiply_the_cost_of_their_body():
     def nested(x, w):
         return jax.lax.scan(lambda x, _: outer(x, _, w), x, length=3)[0]
 
-    done = replay(compile_module(nested, mesh, ((1024, 1024), jnp.bfloat16), ((5, 1024, 1024), jnp.bfloat16)), machine)
-    assert done.flops == 3 * 5 * 2 * 1024**3
+    result = replay(
+        compile_module(nested, mesh, ((1024, 1024), jnp.bfloat16), ((5, 1024, 1024), jnp.bfloat16)), machine
+    )
+    assert result.flops == 3 * 5 * 2 * 1024**3
 
 
 @pytest.mark.slow
@@ -161,8 +163,8 @@ def test_a_permute_overlaps_with_a_matrix_product():
         ((8192, 1024), jnp.bfloat16),
         matrix,
     )
-    done = replay(module, machine)
-    use = use_of(done, "collective-permute")
+    result = replay(module, machine)
+    use = use_of(result, "collective-permute")
     assert use.busy_s == pytest.approx(8192 * 1024 * 2 / links(use.kind), rel=0.1)
     assert use.exposed_s < 0.05 * use.busy_s
 
@@ -210,11 +212,11 @@ def test_a_pallas_kernel_declares_its_cost():
         )(x)
 
     mesh, machine = tpu_mesh("v4:2x2x1")
-    done = replay(compile_module(everywhere(kernel, mesh), mesh, ((64 * 1024, 1024), jnp.float32)), machine)
-    assert done.flops == 7_000_000
+    result = replay(compile_module(everywhere(kernel, mesh), mesh, ((64 * 1024, 1024), jnp.float32)), machine)
+    assert result.flops == 7_000_000
     expected = 2 * 64 * 4 * MIB / (assumptions.HBM_EFFICIENCY * 1200e9)
-    assert sum_seconds(done.parts, PartKind.kernel) == pytest.approx(expected, rel=0.01)
-    assert not done.notes
+    assert sum_seconds(result.parts, PartKind.kernel) == pytest.approx(expected, rel=0.01)
+    assert not result.notes
 
 
 @lru_cache
@@ -224,8 +226,8 @@ def step(model: str, *overrides: str) -> tuple[Any, bytes]:
     run = compose_run(f"model={model}", "mesh=2x2x1", "partition=dp", "precision=bf16_mixed", *overrides)
     program = StepProgram(run, build_mesh(run.config.mesh, list(mesh.devices.flat)), backend="tpu")
     with without_cache():
-        done = program.lower_step().compile()
-    return run, serialised_module(done)
+        compiled = program.lower_step().compile()
+    return run, serialised_module(compiled)
 
 
 SMALL = ("model.layers=2", "model.embed=512", "model.mlp=2048", "batch=8", "seq=1024", "model.vocab_size=8192")
@@ -271,10 +273,10 @@ def test_flops_of_a_step_equal_those_of_the_model(model):
     run, raw = step(model, *SMALL, *FAMILIES[model])
     _, machine = tpu_mesh("v4:2x2x1")
     chip = replace(machine.chip, splash_bundles=known_chips()["v4"].splash_bundles)
-    done = replay(parse(raw), replace(machine, chip=chip))
-    assert done.flops == pytest.approx(expected_flops(run, 4), rel=0.03)
-    assert sum(part.seconds for part in done.parts) == pytest.approx(done.step_s)
-    assert not done.notes
+    result = replay(parse(raw), replace(machine, chip=chip))
+    assert result.flops == pytest.approx(expected_flops(run, 4), rel=0.03)
+    assert sum(part.seconds for part in result.parts) == pytest.approx(result.step_s)
+    assert not result.notes
 
 
 @pytest.mark.slow

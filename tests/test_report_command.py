@@ -158,8 +158,8 @@ def test_a_report_does_not_load_jax(tmp_path: Path):
         "print(*(name for name in ('jax', 'flax', 'numpy') if name in sys.modules))\n"
     )
     command = [sys.executable, "-c", script, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == f"2 trials: {folder}/report.html\n\n"
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == f"2 trials: {folder}/report.html\n\n"
 
 
 def test_a_page_that_cannot_be_written_leaves_no_stale_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -724,8 +724,8 @@ def test_the_answer_if_no_layout_fits(
     monkeypatch.chdir(tmp_path)
     run = parse_run(["mode=search", "target=v5e-4", "model=llama_7b", "batch=64", "precision=bf16_mixed"])
     assert run.config.mode.run(run) != 0
-    printed = capsys.readouterr().out
-    assert "nothing fits" in printed and "target=v5e-16." in printed
+    output = capsys.readouterr().out
+    assert "nothing fits" in output and "target=v5e-16." in output
     both = ["mode=search", "mode.targets=[v5e-4,v4-8]", "model=llama_7b", "batch=64", "precision=bf16_mixed"]
     request = parse_request(
         parse_run([*both, "mode.targets=[v5e-4,v4-8]", "target.slices=1", "partition=fsdp", "remat=full"])

@@ -302,14 +302,14 @@ def test_the_cost_of_scatters_follows_the_chips_constant() -> None:
 def test_a_search_on_cpu_devices_is_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "valkyrie.cli.train", *TINY, "mode=search", "target=cpu4", "batch=12"]
     command += ["mode.measure=3", "mode.repeats=3", "name=found"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     answer = json.loads((tmp_path / "runs/found/search.json").read_text())
     assert len(answer["measured"]["layouts"]) == 3 and answer["measured"]["regret"] >= 0
-    assert answer["best"][0]["stage"] == "measure" and "predicted to be the fastest" in done.stdout
+    assert answer["best"][0]["stage"] == "measure" and "predicted to be the fastest" in result.stdout
     assert all(trial.stage == "measure" for trial in TrialLog(tmp_path / "runs/found").read())
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert again.returncode == 0
+    second_result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert second_result.returncode == 0
     assert json.loads((tmp_path / "runs/found/search.json").read_text())["measured"] == answer["measured"]
 
 

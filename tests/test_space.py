@@ -303,10 +303,10 @@ def test_parameter_counts_equal_those_of_the_built_model(model: str):
 def test_enumerating_a_layout_takes_less_than_20_ms():
     space = SpaceConfig(placements=["all"])
     run = compose_run("target=v4-64", "mesh=4x4x2", "partition=2d_tp", "model=valkyrie_1b", "batch=64")
-    started = time.process_time()
+    start = time.process_time()
     enumerated = cells(space, run, run.config.partition)
     assert len(enumerated.cells) > 200
-    assert (time.process_time() - started) / len(enumerated.cells) < 0.02
+    assert (time.process_time() - start) / len(enumerated.cells) < 0.02
 
 
 def test_an_enumerated_layout_equals_that_of_its_run():

@@ -112,8 +112,8 @@ def test_the_key_of_a_trial_depends_on_what_its_stage_uses(mode: str, same: list
 def test_only_missing_trials_run(stage: Stage, capfd: pytest.CaptureFixture):
     assert command(*stage.arguments("partition=dp,fsdp")) == 0
     assert command(*stage.arguments("partition=dp,fsdp,1d_tp", "resume=true")) == 0
-    printed = capfd.readouterr().out
-    assert "[2/3] 2" in printed and "3 ok" in printed
+    output = capfd.readouterr().out
+    assert "[2/3] 2" in output and "3 ok" in output
     assert list(stage.trials()) == ["1d_tp", "dp", "fsdp"]
     assert len(stage.started()) == stage.lines() == 3
     assert command(*stage.arguments("partition=dp", "batch=4")) == 0
@@ -143,9 +143,9 @@ def test_every_trial_is_a_run_of_one_group(stage: Stage):
 
 def test_illegal_layouts_are_rows_and_start_nothing(stage: Stage, capfd: pytest.CaptureFixture):
     assert command(*stage.arguments("mesh=2x2x1,1x1x3", "partition=dp")) == 0
-    printed = capfd.readouterr().out
-    assert "1x1x3-dp measure: refused:" in printed
-    assert "1 refused" in printed and f"page: {stage.sweep / 'report.html'}" in printed
+    output = capfd.readouterr().out
+    assert "1x1x3-dp measure: refused:" in output
+    assert "1 refused" in output and f"page: {stage.sweep / 'report.html'}" in output
     assert len(stage.started()) == 1
     capfd.readouterr()
     for _ in range(2):  # a refusal is not written twice
@@ -161,8 +161,8 @@ def test_a_mode_without_results_runs_every_time(
     stage.enter(monkeypatch, dp="real")
     for _ in range(2):
         assert command(*stage.arguments("partition=dp", "mode=show")) == 0
-        printed = capfd.readouterr().out
-        assert "embedding" in printed and "1 ok" in printed
+        output = capfd.readouterr().out
+        assert "embedding" in output and "1 ok" in output
     assert len(stage.started()) == 2
 
 

@@ -44,11 +44,11 @@ def test_ctrl_c_ends_a_sweep_and_prints_its_table(
 ):
     fake_outcomes(monkeypatch, dp=Status.ok, fsdp=KeyboardInterrupt(), sp=Status.ok)
     arguments = [*ASKED, "partition=dp,fsdp,sp", f"hydra/launcher={runs}"]
-    ended = command(*arguments)
-    assert ended.status == 130
-    assert "s5_tiny 2x2x1-dp measure" in ended.out and "1 ok" in ended.out
+    result = command(*arguments)
+    assert result.status == 130
+    assert "s5_tiny 2x2x1-dp measure" in result.out and "1 ok" in result.out
     note = "sweep interrupted: 1 trial recorded. To do the remaining ones: valkyrie-train " + " ".join(arguments)
-    assert note in ended.out.splitlines()
+    assert note in result.out.splitlines()
     assert tracker.logged == ["dp"]
 
 
@@ -56,9 +56,9 @@ def test_ctrl_c_before_a_trial_ends_prints_the_command_that_continues(
     command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
 ):
     fake_outcomes(monkeypatch, dp=KeyboardInterrupt())
-    ended = command(*ASKED, "partition=dp")
+    result = command(*ASKED, "partition=dp")
     note = f"sweep interrupted: 0 trials recorded. To do the remaining ones: valkyrie-train {' '.join(ASKED)}"
-    assert (ended.status, ended.out) == (130, f"{note} partition=dp\n")
+    assert (result.status, result.out) == (130, f"{note} partition=dp\n")
 
 
 @pytest.mark.slow
@@ -69,9 +69,9 @@ def test_a_record_that_cannot_be_written_ends_the_sweep_and_prints_its_table(
     fake_outcomes(
         monkeypatch, dp=Status.ok, fsdp=OSError(28, "No space left on device: a trial was not recorded", "trials.jsonl")
     )
-    ended = command(*ASKED, "partition=dp,fsdp", f"hydra/launcher={runs}")
-    assert ended.status == 2 and "not recorded" in ended.err.splitlines()[-1]
-    assert "1 ok" in ended.out and "sweep failed: 1 trial recorded" in ended.out
+    result = command(*ASKED, "partition=dp,fsdp", f"hydra/launcher={runs}")
+    assert result.status == 2 and "not recorded" in result.err.splitlines()[-1]
+    assert "1 ok" in result.out and "sweep failed: 1 trial recorded" in result.out
     assert tracker.logged == ["dp"]
 
 
@@ -85,9 +85,9 @@ def test_an_error_at_the_end_of_a_sweep_sets_the_exit_status(
 
     fake_outcomes(monkeypatch, dp=Status.failed)
     monkeypatch.setattr(end, "sweep_table", broken)
-    ended = command(*ASKED, "partition=dp")
-    assert ended.status == 1
-    (line,) = ended.err.splitlines()
+    result = command(*ASKED, "partition=dp")
+    assert result.status == 1
+    (line,) = result.err.splitlines()
     assert line.startswith("valkyrie-train: ") and "(KeyError: 'mesh')" in line and "runs/swept" in line
 
 
@@ -103,9 +103,9 @@ def test_a_sweep_of_a_mode_without_results_names_one_with_results(
 def test_every_sweeper_ends_the_same_way_if_no_trial_is_legal(
     command: Any, tracker: Tracker, tmp_path: Path, sweeper: list[str]
 ):
-    ended = command(*ASKED, "mesh=2x2x2", "target=cpu8", "batch=3", "partition=dp,fsdp", *sweeper)
-    assert ended.status == end.ALL_REFUSED_EXIT and ended.err == ""
-    assert "measure: batch=3 is" in ended.out and "folder: runs/swept" in ended.out and "2 refused" in ended.out
+    result = command(*ASKED, "mesh=2x2x2", "target=cpu8", "batch=3", "partition=dp,fsdp", *sweeper)
+    assert result.status == end.ALL_REFUSED_EXIT and result.err == ""
+    assert "measure: batch=3 is" in result.out and "folder: runs/swept" in result.out and "2 refused" in result.out
     assert [trial.status for trial in TrialLog(tmp_path / "runs" / "swept").read()] == [Status.refused] * 2
     assert tracker.logged == ["dp", "fsdp"]
 
@@ -119,6 +119,6 @@ def test_every_sweeper_ends_the_same_way_if_no_trial_is_legal(
     ],
 )
 def test_a_mistake_before_any_trial_prints_only_the_error(command: Any, tracker: Tracker, argument: str, phrase: str):
-    ended = command(*ASKED, *([] if argument.startswith("partition") else ["partition=dp"]), argument)
-    assert (ended.status, ended.out) == (2, "")
-    assert phrase in ended.err
+    result = command(*ASKED, *([] if argument.startswith("partition") else ["partition=dp"]), argument)
+    assert (result.status, result.out) == (2, "")
+    assert phrase in result.err

@@ -327,10 +327,10 @@ WRONG = {
 def test_errors_of_the_sweeper_say_what_to_write(command: Any, tmp_path: Path, case: str):
     arguments, message = WRONG[case]
     folder = f"hydra.sweep.dir={tmp_path}/out"
-    ended = command("-m", "hydra/sweeper=layouts", "target=cpu8", "hydra/launcher=basic", folder, *arguments)
-    assert ended.status == 2
-    assert message in ended.err
-    assert "Traceback" not in ended.err
+    result = command("-m", "hydra/sweeper=layouts", "target=cpu8", "hydra/launcher=basic", folder, *arguments)
+    assert result.status == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
 
 
 # Real trials, one process each

@@ -23,9 +23,9 @@ from valkyrie.sweep.trial import Status, TrialLog
 def test_a_multirun_cannot_use_one_run_folder_for_all_trials(command: Any, tmp_path: Path):
     """Both trials would continue the run `base`, one after the other, and overwrite its recorded command."""
     base = make_run(tmp_path / "runs", "base", "model=s5_tiny")
-    refused = command("-m", "resume=base", "mesh=1x1x1", "partition=dp", "seed=0,1")
-    assert refused.status == 2
-    assert "valkyrie-train resume=base" in refused.err and "Omit resume" in refused.err
+    result = command("-m", "resume=base", "mesh=1x1x1", "partition=dp", "seed=0,1")
+    assert result.status == 2
+    assert "valkyrie-train resume=base" in result.err and "Omit resume" in result.err
     assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "run.yaml"]
     assert not list((tmp_path / "runs").rglob("trials.jsonl"))
 
@@ -139,8 +139,8 @@ def test_parallel_trials_that_distort_each_other_cause_a_warning(
     command: Any, monkeypatch: pytest.MonkeyPatch, asked: list[str], warned: bool
 ):
     fake_outcomes(monkeypatch, dp=Status.ok, fsdp=Status.ok)
-    ended = command("-m", "model=s5_tiny", "batch=8", "mesh=1x1x1", "partition=dp,fsdp", "tracking=off", *asked)
-    assert (ended.status, "CONCURRENT MEASUREMENTS" in ended.out) == (0, warned)
+    result = command("-m", "model=s5_tiny", "batch=8", "mesh=1x1x1", "partition=dp,fsdp", "tracking=off", *asked)
+    assert (result.status, "CONCURRENT MEASUREMENTS" in result.out) == (0, warned)
 
 
 @pytest.mark.slow

@@ -280,10 +280,10 @@ def test_a_sweep_does_not_wait_for_wandb(tmp_path: Path, monkeypatch: pytest.Mon
     gate = threading.Event()
     monkeypatch.setattr(wandb, "init", lambda **_: gate.wait(20))
     tracker = SweepTracker(TrackingConfig(wandb=WandbMode.offline), tmp_path, "laptop", lambda _: None)
-    began = time.perf_counter()
+    start = time.perf_counter()
     for sweep_trial in SWEEP:
         tracker.log(sweep_trial)
-    assert time.perf_counter() - began < 1 and not gate.is_set()
+    assert time.perf_counter() - start < 1 and not gate.is_set()
     gate.set()
     tracker.close()
 
@@ -343,9 +343,9 @@ def test_a_later_sweep_in_the_folder_replaces_the_report_of_a_trial(tmp_path: Pa
     first, other = (SweepTracker(config, tmp_path, "laptop", lambda _: None) for _ in range(2))
     TrialLog(tmp_path).append([FAILED])
     other.log(OK)
-    until = time.monotonic() + 20
+    deadline = time.monotonic() + 20
     while not list(tmp_path.rglob(REPORTED)):
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     first.log(FAILED)
     first.close()

@@ -113,9 +113,9 @@ REFUSED = [
 
 def refusal(name: str) -> str:
     """Return the error message of a target name."""
-    with pytest.raises(ValueError, match=re.escape(f"target={name}")) as refused:
+    with pytest.raises(ValueError, match=re.escape(f"target={name}")) as error:
         parse_target(name, files=["auto", "cpu"])
-    return str(refused.value)
+    return str(error.value)
 
 
 def test_refused_names_have_the_golden_messages():
@@ -128,8 +128,8 @@ def test_refused_names_have_the_golden_messages():
 
 @pytest.mark.parametrize(("name", "arguments"), [("v4-72", []), ("v9-8", ["mesh=4x4x4", "precision=bf16"])])
 def test_the_command_refuses_a_target_in_one_line(command: Any, name: str, arguments: list[str]):
-    refused = command(f"target={name}", *arguments)
-    assert (refused.status, refused.err) == (2, f"valkyrie-train: {refusal(name)}\n")
+    result = command(f"target={name}", *arguments)
+    assert (result.status, result.err) == (2, f"valkyrie-train: {refusal(name)}\n")
 
 
 def test_parsing_a_name_reads_only_its_chip_file_and_only_once(monkeypatch: pytest.MonkeyPatch):
@@ -229,9 +229,9 @@ WRONG = {
 
 @pytest.mark.parametrize("name", mark_slow_except(WRONG, ["mychip-128", "mchip-8"]))
 def test_an_invalid_user_chip_or_target_is_refused(command: Any, mine: str, name: str):
-    refused = command("--config-dir", mine, f"target={name}")
-    assert refused.status == 2
-    (line,) = refused.err.splitlines()
+    result = command("--config-dir", mine, f"target={name}")
+    assert result.status == 2
+    (line,) = result.err.splitlines()
     assert line.startswith(f"valkyrie-train: target={name}") and WRONG[name] in line
 
 
@@ -287,6 +287,6 @@ def test_an_explicit_topology_determines_chips_and_hosts():
 
 @pytest.mark.parametrize("count", ["4097", "9" * 400])
 def test_more_devices_than_can_be_simulated_are_refused(count: str):
-    with pytest.raises(ValueError, match=r"at most 4096") as refused:
+    with pytest.raises(ValueError, match=r"at most 4096") as error:
         parse_target(f"cpu{count}")
-    assert len(str(refused.value)) < 100
+    assert len(str(error.value)) < 100

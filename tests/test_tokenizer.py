@@ -121,11 +121,11 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_vocabulary_is_refused(tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path / "mine.tiktoken")
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(b"\n", b"\nnot base64!\n", 1))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"\n", b"\nnot base64!\n", 1))
     with pytest.raises(ValueError, match=r"mine\.tiktoken, line 2:"):
         load_tokenizer(str(path))
-    path.write_bytes(b"\n".join(whole.splitlines()[3:]))
+    path.write_bytes(b"\n".join(content.splitlines()[3:]))
     with pytest.raises(ValueError, match=r"mine\.tiktoken lacks 3"):
         load_tokenizer(str(path))
 

@@ -160,7 +160,7 @@ def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, 
     import os
 
     inherited = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", CHILD.format(mode=mode)],
         cwd=folder,
         env={**inherited, **environment},
@@ -168,8 +168,8 @@ def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, 
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    imported, seconds, note = done.stdout.split(maxsplit=2)
+    assert result.returncode == 0, result.stderr
+    imported, seconds, note = result.stdout.split(maxsplit=2)
     return imported == "True", float(seconds), note.strip()
 
 
@@ -187,9 +187,9 @@ def test_nothing_is_sent_without_a_key_and_unusual_names_are_accepted(tmp_path: 
 
 def test_an_unreachable_network_costs_seconds_and_the_key_is_not_written(tmp_path: Path) -> None:
     key = "0123456789abcdef" * 2 + "01234567"
-    began = time.perf_counter()
+    start = time.perf_counter()
     _, seconds, note = in_child(tmp_path, "auto", WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
-    assert seconds < 20 and time.perf_counter() - began < 30
+    assert seconds < 20 and time.perf_counter() - start < 30
     assert "not start online" in note and "wandb sync" in note
     assert len(wandb_log(tmp_path)["history"]) == 1
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]

@@ -323,10 +323,10 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     job.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert job.poll() is None
-    began = time.monotonic()
+    start = time.monotonic()
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=30)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start < 5
     assert job.returncode == 130
     (line,) = err.strip().splitlines()
     assert line.startswith("stopping after")
@@ -364,9 +364,9 @@ def test_a_signal_aborts_the_first_step_but_waits_for_later_steps(
         f"interrupt = Interrupt()\nwith interrupt.handle_signals():\n  interrupt.worth_saving = {worth_saving}\n"
         "  os.kill(os.getpid(), signal.SIGTERM)\n  time.sleep(0.5)\n  assert interrupt.requested"
     )
-    done = subprocess.run([sys.executable, "-c", training], capture_output=True, text=True, timeout=60)
-    (line,) = done.stderr.strip().splitlines()
-    assert done.returncode == status and message in line
+    result = subprocess.run([sys.executable, "-c", training], capture_output=True, text=True, timeout=60)
+    (line,) = result.stderr.strip().splitlines()
+    assert result.returncode == status and message in line
 
 
 def test_ctrl_c_inside_a_finaliser_is_not_lost() -> None:
@@ -376,8 +376,8 @@ def test_ctrl_c_inside_a_finaliser_is_not_lost() -> None:
         "class Dying:\n  def __del__(self):\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**8))\n"
         "with exit_on_ctrl_c('it'):\n  Dying()\nprint('went on')"
     )
-    done = subprocess.run([sys.executable, "-c", lost], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "it: stopped\n")
+    result = subprocess.run([sys.executable, "-c", lost], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "it: stopped\n")
 
 
 @pytest.mark.slow

@@ -31,9 +31,9 @@ def test_every_fault_is_a_row_and_the_sweep_continues(
     stage.enter(monkeypatch, **faults)
     swept = "partition=dp,fsdp,1d_tp,2d_tp,sp,fsdp_tp"
     limits = ["trial.limit_s=2", "hydra.launcher.jobs=6"]
-    began = time.monotonic()
+    start = time.monotonic()
     assert command(*stage.arguments(swept, *limits)) == 1
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start < 60
     output, trials = capfd.readouterr().out, stage.trials()
     assert {partition: trial.status.value for partition, trial in trials.items()} == {
         "1d_tp": "timeout",
@@ -117,9 +117,9 @@ def test_two_sweeps_into_one_folder_share_the_trials(tmp_path: Path):
 
 def _wait(happened: object, limit_s: float = 60.0) -> None:
     assert callable(happened)
-    until = time.monotonic() + limit_s
+    deadline = time.monotonic() + limit_s
     while not happened():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
@@ -191,16 +191,16 @@ def test_the_reason_of_a_failure_is_the_last_error_in_the_log(tmp_path: Path):
     output = tmp_path / "output.log"
     assert last_error(output) == "no output"
     output.write_text(TRACEBACK)
-    ended = read_outcome(tmp_path, 1)
-    assert ended.status is Status.failed, "what a log says decides nothing"
-    assert ended.reason is not None and "RESOURCE_EXHAUSTED: Out" in ended.reason and "17 bytes." in ended.reason
+    result = read_outcome(tmp_path, 1)
+    assert result.status is Status.failed, "what a log says decides nothing"
+    assert result.reason is not None and "RESOURCE_EXHAUSTED: Out" in result.reason and "17 bytes." in result.reason
     assert (
         capture_outcome(lambda: _raise(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))).status is Status.does_not_fit
     )
     output.write_text("F0101 00:00 thing.cc:1] Check failed: a == b\n*** Check failure stack trace: ***\n    @ 0x1\n")
-    ended = read_outcome(tmp_path, -signal.SIGABRT)
-    assert ended.status is Status.killed and ended.reason is not None
-    assert "SIGABRT: F0101" in ended.reason and ended.reason.endswith("a == b")
+    result = read_outcome(tmp_path, -signal.SIGABRT)
+    assert result.status is Status.killed and result.reason is not None
+    assert "SIGABRT: F0101" in result.reason and result.reason.endswith("a == b")
     assert "measure.json" in str(read_results(tmp_path, MODES.config_class("measure")).reason)
     assert read_outcome(tmp_path, 130).status is Status.killed
 
@@ -227,9 +227,9 @@ def test_a_process_that_ends_itself_leaves_its_outcome(
         pytest.raises(SystemExit),
     ):
         end_process(code, reason)
-    ended = read_outcome(tmp_path, code)
-    assert ended.status is status
-    assert status is Status.killed or ended.reason == reason
+    result = read_outcome(tmp_path, code)
+    assert result.status is status
+    assert status is Status.killed or result.reason == reason
 
 
 DAMAGED = ['{"status": "o', "[]", '"weird"', "{}", '{"status": "fine", "reason": null, "results": {}}', "\xff", ""]
@@ -239,9 +239,9 @@ DAMAGED += ['{"status": "ok", "reason": null, "results": null}', '{"status": ["o
 @pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_outcome_fails_only_its_trial(tmp_path: Path, text: str):
     (tmp_path / "outcome.json").write_bytes(text.encode("latin-1"))
-    ended = read_outcome(tmp_path, 0)
-    assert (ended.status, ended.results) == (Status.failed, TrialResult())
-    assert ended.reason is not None and "outcome.json" in ended.reason and "trial.retry=true" in ended.reason
+    result = read_outcome(tmp_path, 0)
+    assert (result.status, result.results) == (Status.failed, TrialResult())
+    assert result.reason is not None and "outcome.json" in result.reason and "trial.retry=true" in result.reason
 
 
 def test_a_training_trial_has_the_results_of_its_last_summary(tmp_path: Path):
@@ -250,10 +250,10 @@ def test_a_training_trial_has_the_results_of_its_last_summary(tmp_path: Path):
     parts = [part | ending for part in parts]
     lines = [line for part in parts for line in ({"step": 1, "loss": part["eval_loss"]}, {"summary": part})]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ended = read_results(tmp_path, MODES.config_class("train"))
-    assert ended.status is Status.ok
+    result = read_results(tmp_path, MODES.config_class("train"))
+    assert result.status is Status.ok
     step, memory = StepResult(step_s=0.4), MemoryReport(peak=2**28)
-    assert ended.results == TrialResult(step=step, memory=memory, eval_loss=2.0, loss=2.0, steps=1, finished=True)
+    assert result.results == TrialResult(step=step, memory=memory, eval_loss=2.0, loss=2.0, steps=1, finished=True)
 
 
 def test_an_exception_gives_a_short_reason_and_a_traceback_in_the_log(tmp_path: Path):

@@ -33,12 +33,12 @@ def test_the_process_id_of_an_earlier_attempt_is_deleted(tmp_path: Path):
         assert earlier is not None
         earlier.hand_over(stranger.pid)
         earlier.release()
-        died = TrialLock.acquire(tmp_path)
-        assert died is not None
-        died._sweep_file.close()  # its process is alive and holds the other lock, but its ID is unknown
+        outcome = TrialLock.acquire(tmp_path)
+        assert outcome is not None
+        outcome._sweep_file.close()  # its process is alive and holds the other lock, but its ID is unknown
         assert TrialLock.acquire(tmp_path) is None
         assert stranger.poll() is None
-        died.process_file.close()
+        outcome.process_file.close()
         after = TrialLock.acquire(tmp_path)
         assert after is not None
         after.release()

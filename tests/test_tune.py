@@ -336,9 +336,9 @@ def test_a_target_without_a_tpu_compiler_is_refused(capfd: pytest.CaptureFixture
 )
 def test_a_layout_that_does_not_compile_is_refused(compiles: Callable[..., OptionCompiler], outcome: Any, why: str):
     compiles(lambda o: outcome)
-    with pytest.raises(ValueError, match="mode=compile") as refused:
+    with pytest.raises(ValueError, match="mode=compile") as error:
         tune(compose_run(*LAYOUT), [A])
-    assert why in str(refused.value) and "2x2x1-fsdp on target=v4-8" in str(refused.value)
+    assert why in str(error.value) and "2x2x1-fsdp on target=v4-8" in str(error.value)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5h", 5400), ("2h", 7200)])

@@ -34,7 +34,7 @@ def test_five_runs_of_a_third_of_the_files_cover_all_files():
 @pytest.mark.slow
 def test_files_that_are_not_reached_are_listed():
     arguments = ["-n=1", "-m", "slow", "--minutes", "0", "tests/test_scan.py"]
-    done = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "minutes: tests/test_scan.py" in done.stdout
-    assert "passed" not in done.stdout.splitlines()[-1]
+    result = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert "minutes: tests/test_scan.py" in result.stdout
+    assert "passed" not in result.stdout.splitlines()[-1]

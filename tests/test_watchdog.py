@@ -117,14 +117,14 @@ with Watchdog(0.3, log=Path(sys.argv[1])) as watchdog:
 
 def test_a_hanging_process_prints_its_stacks_and_ends(tmp_path: Path):
     log = tmp_path / "logs" / "process-0.log"
-    began = time.monotonic()
-    done = subprocess.run(
+    start = time.monotonic()
+    result = subprocess.run(
         [sys.executable, "-c", ALONE_IT_HANGS, str(log)], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == LOST and time.monotonic() - began < 30
-    for text in (done.stderr, log.read_text()):
+    assert result.returncode == LOST and time.monotonic() - start < 30
+    for text in (result.stderr, log.read_text()):
         assert "step 3 hangs" in text and "in where_it_hangs" in text
-    assert "distributed.step_timeout_s" in done.stderr.splitlines()[-1]
+    assert "distributed.step_timeout_s" in result.stderr.splitlines()[-1]
 
 
 def test_a_hang_is_announced_to_the_others_who_check_first():
@@ -135,8 +135,8 @@ def test_a_hang_is_announced_to_the_others_who_check_first():
         team.wait("a step")
         if team.index == 1:
             team.fail(LOST, "step 3 hangs")
-        until = time.monotonic() + 10
-        while len(looked) < 2 and time.monotonic() < until:
+        deadline = time.monotonic() + 10
+        while len(looked) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
 
     run_teams(3, hang)
