@@ -23,7 +23,7 @@ import pyarrow as arrow
 from pyarrow import parquet
 
 from valkyrie.data.batches import make_loader
-from valkyrie.data.chunks import Language, chunks
+from valkyrie.data.chunks import Language, split_into_chunks
 from valkyrie.data.sources.parquet_stream import Config, Packing
 from valkyrie.data.stream import open_stream
 from valkyrie.data.tokenizer import load_tokenizer
@@ -62,7 +62,9 @@ def write_shards(folder: Path, size: int) -> list[str]:
     The last shard is for validation.
     """
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    function_texts = [text for path in paths for text in chunks(path.read_text(encoding="utf-8"), Language.python)]
+    function_texts = [
+        text for path in paths for text in split_into_chunks(path.read_text(encoding="utf-8"), Language.python)
+    ]
     texts: list[str] = []
     total = 0
     for text in cycle(function_texts):

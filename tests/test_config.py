@@ -17,7 +17,7 @@ from helpers import assert_golden_message, compose_config, compose_run, config_n
 from sweeps import multirun_plans
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.compose import GROUPS, count_accelerators, default_mesh, default_partition
-from valkyrie.config.refusals import unknown_key
+from valkyrie.config.refusals import describe_unknown_key
 from valkyrie.config.run import FAMILIES, Run
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import Role, RoleKind
@@ -715,7 +715,7 @@ def test_the_refusal_of_a_key_of_another_choice_lists_the_choices_that_have_it(g
             having = [other for other in families.names() if key in keys[other]]
             parent = OmegaConf.structured(families.config_class(name))
             parent[families.key.partition(".")[2]] = name
-            message = str(unknown_key(f"{group}.{key}", parent))
+            message = str(describe_unknown_key(f"{group}.{key}", parent))
             assert text in message and all(f"{group}={other}" in message for other in having)
 
 
@@ -723,7 +723,7 @@ def test_the_refusal_of_a_key_of_another_choice_lists_the_choices_that_have_it(g
 def test_the_refusal_of_a_key_suggests_a_longer_one_that_the_mode_reads(key: str):
     keys = {"batch_tokens": None, "sample_tokens": 1, "code_eval": {"tokens": 1}, "mode": {"name": "generate"}}
     root = OmegaConf.create(keys)
-    assert "mean sample_tokens? " in str(unknown_key(key, root.mode if "." in key else root))
+    assert "mean sample_tokens? " in str(describe_unknown_key(key, root.mode if "." in key else root))
 
 
 def test_a_search_cannot_be_a_trial(command: Any):

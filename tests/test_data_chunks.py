@@ -12,7 +12,7 @@ import pyarrow as arrow
 import pytest
 from pyarrow import parquet
 
-from valkyrie.data.chunks import Chunk, Language, chunks
+from valkyrie.data.chunks import Chunk, Language, split_into_chunks
 from valkyrie.data.manifest import PreparedText
 from valkyrie.data.prepare import prepare
 from valkyrie.data.readers import read
@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
 
 def test_cpp_is_split_into_functions_and_classes_with_preceding_lines() -> None:
-    pieces = [*chunks(CPP, Language.cpp)]
+    pieces = [*split_into_chunks(CPP, Language.cpp)]
     assert "".join(pieces).replace("\n", "") == CPP.replace("\n", "")
     assert [chunk.splitlines()[-1] for chunk in pieces[:3]] == [
         "int twice(int a) { return 2 * a; }  // as is",
@@ -73,27 +73,27 @@ def test_cpp_is_split_into_functions_and_classes_with_preceding_lines() -> None:
 
 
 def test_python_is_split_into_functions_and_classes() -> None:
-    first, second = chunks(PYTHON, Language.python)
+    first, second = split_into_chunks(PYTHON, Language.python)
     assert first.endswith('        return "é"\n    return inner\n') and second.startswith("class Two:")
     assert first + "\n" + second == PYTHON
 
 
 @pytest.mark.parametrize("code", ["int x = 1;\n", "", "int f( { ] class", "\n\n  \n"])
 def test_a_text_without_functions_is_not_split(code: str) -> None:
-    assert "".join(chunks(code, Language.c)) == code.lstrip("\n")
+    assert "".join(split_into_chunks(code, Language.c)) == code.lstrip("\n")
 
 
 def test_chunks_of_real_files_lose_no_text() -> None:
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py")):
         text = path.read_text(encoding="utf-8")
-        pieces = [*chunks(text, Language.python)]
+        pieces = [*split_into_chunks(text, Language.python)]
         assert "".join(pieces).replace("\n", "") == text.replace("\n", "")
         defined = sum(line.startswith(("def ", "class ", "async def ")) for line in text.splitlines())
         assert len(pieces) >= min(1, defined)
 
 
 def test_two_functions_on_one_line_are_split() -> None:
-    assert [*chunks("int a() {} int b() {}\n", Language.c)] == ["int a() {} ", "int b() {}\n"]
+    assert [*split_into_chunks("int a() {} int b() {}\n", Language.c)] == ["int a() {} ", "int b() {}\n"]
 
 
 def config(*paths: Path, **options: Any) -> text_source.Config:
@@ -131,7 +131,7 @@ def test_shards_can_be_streamed_by_function(tmp_path: Path) -> None:
     places = [place for place, _ in lane.documents(DocumentPosition(0, 0, 0))]
     assert [place.document for place in places] == [*range(8)]
     ((_, tokens),) = lane.fetch([DocumentPosition(0, 0, 5)])
-    assert bytes(tokens[1:].astype("u1")).decode() == [*chunks(CPP, Language.cpp)][1]
+    assert bytes(tokens[1:].astype("u1")).decode() == [*split_into_chunks(CPP, Language.cpp)][1]
 
 
 def test_the_language_of_jsonl_and_parquet_rows_must_be_set(tmp_path: Path) -> None:

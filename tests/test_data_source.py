@@ -22,7 +22,7 @@ from pyarrow import parquet
 from valkyrie.data import cut as cutting
 from valkyrie.data import readers
 from valkyrie.data.config import SOURCES
-from valkyrie.data.cut import HASH_RANGE, Census, TokenDocument, adjusted_threshold, cut, split_into_pieces
+from valkyrie.data.cut import HASH_RANGE, Census, TokenDocument, adjust_threshold, cut, split_into_pieces
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.readers import Document
 from valkyrie.data.sources import stdlib, synthetic
@@ -292,10 +292,10 @@ def test_both_splits_get_at_least_one_document(tmp_path: Path, fraction: float) 
     config = text_config(tmp_path, validation_fraction=fraction)
     first, census = splits_of(config)
     assert min(map(len, first.values())) == 0
-    threshold = adjusted_threshold(config, config.list_files(), census, int(config.validation_fraction * HASH_RANGE))
+    threshold = adjust_threshold(config, config.list_files(), census, int(config.validation_fraction * HASH_RANGE))
     second, _ = splits_of(config, threshold)
     assert sorted(map(len, second.values())) == [1, 2]
-    assert adjusted_threshold(config, config.list_files(), census, threshold) == threshold
+    assert adjust_threshold(config, config.list_files(), census, threshold) == threshold
 
 
 def test_a_single_file_is_split_at_a_line(tmp_path: Path) -> None:

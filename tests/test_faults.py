@@ -27,7 +27,7 @@ from valkyrie.cli import predict
 from valkyrie.cli.parser import output_error
 from valkyrie.compiled.dumped import MAX_FILE_BYTES, read_dumped
 from valkyrie.config.mistakes import refuse_typos
-from valkyrie.config.refusals import unknown_key
+from valkyrie.config.refusals import describe_unknown_key
 from valkyrie.paths import DiskError
 from valkyrie.processes import ending
 from valkyrie.report.text import as_csv, as_markdown
@@ -217,7 +217,7 @@ def test_a_puzzle_without_labels_does_not_count_as_solved():
 
 
 def test_the_refusal_of_a_key_in_a_free_group_says_how_to_add_it():
-    problem = unknown_key("hydra.sweeper.space.vary.nope", OmegaConf.create({}))
+    problem = describe_unknown_key("hydra.sweeper.space.vary.nope", OmegaConf.create({}))
     assert "To add one: +hydra.sweeper.space.vary.nope=VALUE" in str(problem) and "Known" not in str(problem)
 
 

@@ -26,7 +26,7 @@ from valkyrie.data.prepare import prepare
 from valkyrie.data.readers import ReadOptions
 from valkyrie.data.sources.puzzles.folder import open_puzzles
 from valkyrie.data.sources.text import Config
-from valkyrie.data.tokenizer import load_tokenizer, vocab_size_of
+from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size
 from valkyrie.data.tokenizer_json import train_tokenizer
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
@@ -107,7 +107,7 @@ def test_a_damaged_tokenizer_json_is_reported(tmp_path_factory: pytest.TempPathF
     path = tmp_path_factory.getbasetemp() / "foreign.json"
 
     def read() -> None:
-        vocab_size_of(str(path))
+        read_vocab_size(str(path))
         tokenizer = load_tokenizer(str(path))
         tokenizer.decode(tokenizer.encode_ordinary("the text"))
 

@@ -12,7 +12,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valkyrie.data.tokenizer import ByteTokenizer, Tokenizer, fingerprint_of, load_tokenizer, vocab_size_of
+from valkyrie.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, read_fingerprint, read_vocab_size
 
 GPT2 = load_tokenizer("gpt2")
 BOTH = pytest.mark.parametrize("tokenizer", [ByteTokenizer(), GPT2], ids=["bytes", "gpt2"])
@@ -77,14 +77,14 @@ def test_an_id_beyond_the_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_vocab_size_and_fingerprint_are_known_without_loading(name: str) -> None:
     tokenizer = load_tokenizer(name)
-    assert vocab_size_of(name) == tokenizer.vocab_size
-    assert fingerprint_of(name) == tokenizer.fingerprint
+    assert read_vocab_size(name) == tokenizer.vocab_size
+    assert read_fingerprint(name) == tokenizer.fingerprint
 
 
 def test_sizes_of_downloaded_encodings_are_known() -> None:
     sizes = {"r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
-    assert {name: vocab_size_of(name) for name in sizes} == sizes
-    assert len({fingerprint_of(name) for name in ["bytes", "gpt2", *sizes]}) == 6
+    assert {name: read_vocab_size(name) for name in sizes} == sizes
+    assert len({read_fingerprint(name) for name in ["bytes", "gpt2", *sizes]}) == 6
 
 
 def test_a_vocabulary_file_is_read(tmp_path: Path) -> None:
@@ -92,11 +92,11 @@ def test_a_vocabulary_file_is_read(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(path))
     assert (tokenizer.vocab_size, tokenizer.bos_id) == (258, 257)
     assert tokenizer.encode_ordinary("hehy").tolist() == [256, ord("h"), ord("y")]
-    assert vocab_size_of(str(path)) == 258
-    assert load_tokenizer(f"{path}:cl100k").fingerprint != tokenizer.fingerprint == fingerprint_of(str(path))
+    assert read_vocab_size(str(path)) == 258
+    assert load_tokenizer(f"{path}:cl100k").fingerprint != tokenizer.fingerprint == read_fingerprint(str(path))
     before = tokenizer.fingerprint
     path.write_bytes(path.read_bytes() + b"\n" + base64.b64encode(b"ha") + b" 257")
-    assert fingerprint_of(str(path)) != before
+    assert read_fingerprint(str(path)) != before
 
 
 def test_the_pattern_of_a_file_determines_how_text_is_split(tmp_path: Path) -> None:
@@ -111,12 +111,12 @@ def test_the_pattern_of_a_file_determines_how_text_is_split(tmp_path: Path) -> N
 
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer=gtp2 .*cl100k_base, gpt2"):
-        fingerprint_of("gtp2")
+        read_fingerprint("gtp2")
     with pytest.raises(ValueError, match=r"no file .*none\.tiktoken"):
-        fingerprint_of(str(tmp_path / "none.tiktoken"))
+        read_fingerprint(str(tmp_path / "none.tiktoken"))
     path = write_vocabulary(tmp_path / "mine.tiktoken")
     with pytest.raises(ValueError, match="'gpt5' .*r50k, cl100k"):
-        fingerprint_of(f"{path}:gpt5")
+        read_fingerprint(f"{path}:gpt5")
 
 
 def test_a_damaged_vocabulary_is_refused(tmp_path: Path) -> None:

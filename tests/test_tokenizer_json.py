@@ -19,7 +19,7 @@ from valkyrie.checkpoint.contents import refuse_other_tokenizer
 from valkyrie.cli.data import main
 from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import text as text_source
-from valkyrie.data.tokenizer import fingerprint_of, load_tokenizer, tokenizer_identity, vocab_size_of
+from valkyrie.data.tokenizer import load_tokenizer, read_fingerprint, read_vocab_size, tokenizer_identity
 from valkyrie.data.tokenizer_json import train_tokenizer
 from valkyrie.data.vocabulary import PATTERNS, TiktokenTokenizer
 
@@ -50,7 +50,7 @@ def test_a_trained_tokenizer_compresses_and_restores_its_text(trained: Path) -> 
     ids = tokenizer.encode_ordinary(TEXTS[1])
     assert isinstance(tokenizer, TiktokenTokenizer) and tokenizer.decode(ids) == TEXTS[1]
     assert len(TEXTS[1]) / len(ids) > 2.5
-    assert (tokenizer.vocab_size, tokenizer.bos_id, vocab_size_of(str(trained))) == (1000, 999, 1000)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, read_vocab_size(str(trained))) == (1000, 999, 1000)
     assert tokenizer.token_bytes[ids].sum() == len(TEXTS[1].encode()) and tokenizer.token_bytes[999] == 0
     assert tokenizer.bos_id not in tokenizer.encode_ordinary("<|bos|>")
 
@@ -82,15 +82,15 @@ def test_a_saved_tokenizer_is_found_by_name_and_not_overwritten(
     main(arguments)
     notes = capsys.readouterr().out
     assert re.match(r"2\d\d ids, not", notes) and "30 bytes" in notes
-    assert f"fingerprint {fingerprint_of('mine')}" in notes and notes.endswith("data.tokenizer=mine\n")
+    assert f"fingerprint {read_fingerprint('mine')}" in notes and notes.endswith("data.tokenizer=mine\n")
     assert text_source.Config(tokenizer="mine").with_full_paths().tokenizer == "mine"
     assert text_source.Config(tokenizer="mine.json").with_full_paths().tokenizer == str(Path("mine.json").absolute())
-    assert load_tokenizer("mine").vocab_size == vocab_size_of("mine") < 300
+    assert load_tokenizer("mine").vocab_size == read_vocab_size("mine") < 300
     with pytest.raises(SystemExit):
         main(arguments)
     assert "mine.json already exists" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"o200k_base, .*mine, or"):
-        fingerprint_of("mime")
+        read_fingerprint("mime")
 
 
 def test_the_tokenizer_fingerprint_is_in_the_manifest(trained: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_tokenizer_fingerprint_is_in_the_manifest(trained: Path, tmp_path: P
         Path(paths[-1]).write_text(f"{number} " + TEXTS[2])
     config = text_source.Config(paths=paths, cache_dir=str(tmp_path / "cache"), validation_fraction=0.4)
     prepared = prepare(config, str(trained))
-    assert prepared.tokenizer_fingerprint == fingerprint_of(str(trained)) and prepared.vocab_size == 1000
+    assert prepared.tokenizer_fingerprint == read_fingerprint(str(trained)) and prepared.vocab_size == 1000
     assert prepare(config, changed(trained, tmp_path, version="1.1")).key != prepared.key
 
 
@@ -127,7 +127,7 @@ def test_other_tokenizer_types_are_read_by_the_tokenizers_package(tmp_path: Path
     package.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
     assert not isinstance(tokenizer, TiktokenTokenizer)
-    assert tokenizer.vocab_size == vocab_size_of(str(tmp_path)) == package.get_vocab_size()
+    assert tokenizer.vocab_size == read_vocab_size(str(tmp_path)) == package.get_vocab_size()
     ids = tokenizer.encode_ordinary("import csv <s>")
     assert tokenizer.bos_id == 0 and 0 not in ids and tokenizer.decode([0, *ids]).strip() == "import csv <s>"
     assert tokenizer.token_bytes[ids].sum() in (14, 15)
@@ -135,7 +135,7 @@ def test_other_tokenizer_types_are_read_by_the_tokenizers_package(tmp_path: Path
 
 def test_a_bad_file_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"no file .*none\.json"):
-        fingerprint_of(str(tmp_path / "none.json"))
+        read_fingerprint(str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match="beginning of a document"):
         load_tokenizer(changed(trained, tmp_path, added_tokens=[]))
     (tmp_path / "empty.json").write_text("{}")

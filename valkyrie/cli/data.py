@@ -166,7 +166,7 @@ def _refuse_unread_options(config: text.Config) -> None:
 
 
 def _train_tokenizer(arguments: argparse.Namespace) -> None:
-    from valkyrie.data.tokenizer import check_tokenizer_name, fingerprint_of
+    from valkyrie.data.tokenizer import check_tokenizer_name, read_fingerprint
     from valkyrie.data.tokenizer_json import TextCounts, train_tokenizer, trained_path, training_texts
 
     is_path = arguments.save.endswith(".json")
@@ -193,7 +193,7 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
         f"in {time.perf_counter() - start:.1f} s"
     )
     name = str(path) if is_path else arguments.save
-    print(f"{path} (fingerprint {fingerprint_of(name)}). Use it with data.tokenizer={name}")
+    print(f"{path} (fingerprint {read_fingerprint(name)}). Use it with data.tokenizer={name}")
 
 
 def _verify(arguments: argparse.Namespace) -> None:

@@ -87,37 +87,37 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
     short_keys = () if mode is None else mode.short_keys
     is_search = values.get("mode") == "search"
     chip = _find_chip(values["target.chip"], config_dirs(arguments)) if "target.chip" in values else None
-    expanded: list[str] = []
+    expanded_arguments: list[str] = []
     for argument in arguments:
         key, value = key_value(argument) if "=" in argument else (argument, "")
         if key == "target.chip" and chip is not None:
-            expanded += _slice_arguments(value, chip.units_in_name, values.get("target.chips"), is_search)
+            expanded_arguments += _slice_arguments(value, chip.units_in_name, values.get("target.chips"), is_search)
         elif key == "target.chips" and chip is not None:
             continue
         elif is_search and key == "target" and value.startswith("[") and value.endswith("]"):
             names = [name.strip() for name in value[1:-1].split(",") if name.strip()]
             if not names:
                 raise ValueError(f"{argument} names no slice. Write target=[v4-64,v5e-64].")
-            expanded += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
+            expanded_arguments += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
         elif key == "batch" and value.lower() == "auto":
             if not is_search:
                 raise ValueError(
                     f"{argument}: only mode=search finds a batch. Use mode=search batch=auto, whose answer names one, "
                     "or a number, such as batch=32."
                 )
-            expanded.append("mode.search_batch=true")
+            expanded_arguments.append("mode.search_batch=true")
         elif is_search and key == "device_batch" and value.startswith("["):
-            expanded.append(f"mode.device_batches={value}")
+            expanded_arguments.append(f"mode.device_batches={value}")
         elif key in short_keys and f"mode.{key}" in values:
             raise ValueError(
                 f"{argument} and mode.{key}={values[f'mode.{key}']} set the same key. Leave out one of them."
             )
         elif key in short_keys:
             needs_brackets = key == "paths" and not value.startswith("[")
-            expanded.append(f"mode.{key}={f'[{value}]' if needs_brackets else value}")
+            expanded_arguments.append(f"mode.{key}={f'[{value}]' if needs_brackets else value}")
         else:
-            expanded.append(argument)
-    return expanded
+            expanded_arguments.append(argument)
+    return expanded_arguments
 
 
 def abbreviate_search(arguments: Sequence[str]) -> list[str]:
@@ -186,14 +186,14 @@ def add_later_problems(error: ValueError, arguments: Sequence[str]) -> ValueErro
     not about keys, or about groups, without which other keys may be wrong.
     """
     keys = {problem.key for problem in error.problems} if isinstance(error, ProblemError) else set[str | None]()
-    remaining = [argument for argument in arguments if key_value(argument)[0] not in keys - {*GROUPS}]
-    if len(remaining) == len(arguments):
+    remaining_arguments = [argument for argument in arguments if key_value(argument)[0] not in keys - {*GROUPS}]
+    if len(remaining_arguments) == len(arguments):
         return error
     try:
-        parse_run(remaining)
-    except ProblemError as later:
+        parse_run(remaining_arguments)
+    except ProblemError as later_error:
         assert isinstance(error, ProblemError)
-        return ProblemError([*error.problems, *later.problems])
+        return ProblemError([*error.problems, *later_error.problems])
     except (ValueError, OSError):
         pass
     return error
@@ -206,10 +206,10 @@ def load_run(folder: Path, overrides: Sequence[str]) -> Run:
     """
     refuse_typos(overrides, multirun=False, in_python=True)
     hydra_arguments = read_arguments(overrides)
-    if refused := {"name", "resume"} & {key_value(override)[0] for override in hydra_arguments}:
+    if refused_keys := {"name", "resume"} & {key_value(override)[0] for override in hydra_arguments}:
         raise ValueError(
-            f"{refused.pop()}= cannot be passed to load, which continues the run in {folder}. To start another run, "
-            "use valkyrie.compose(..., 'name=NAME')."
+            f"{refused_keys.pop()}= cannot be passed to load, which continues the run in {folder}. To start another "
+            "run, use valkyrie.compose(..., 'name=NAME')."
         )
     try:
         for override in OverridesParser.create().parse_overrides(split_flags(hydra_arguments)[1]):
@@ -225,8 +225,8 @@ def _compose(arguments: Sequence[str], folder: Path | None = None) -> Run:
     Does not catch the errors of Hydra and OmegaConf.
     """
     flags = split_flags(arguments)[0]
-    if unknown := [flag for flag in flags if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS]:
-        raise ValueError(f"{unknown[0]} is a flag of valkyrie-train. Only KEY=VALUE is supported here.")
+    if unknown_flags := [flag for flag in flags if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS]:
+        raise ValueError(f"{unknown_flags[0]} is a flag of valkyrie-train. Only KEY=VALUE is supported here.")
     folders = config_dirs(flags)
     add_import_path(folders)
     primary = find_primary_config(arguments, folder=folder)
@@ -237,13 +237,13 @@ def _compose(arguments: Sequence[str], folder: Path | None = None) -> Run:
 
 
 def _refuse_deletion_or_sweep(override: Override) -> None:
-    line, key = override.input_line, override.key_or_group
+    argument, key = override.input_line, override.key_or_group
     if override.is_delete():
         raise ValueError(
-            f"{line}: settings cannot be removed. Drop this argument to keep the saved value, or set {key}=VALUE."
+            f"{argument}: settings cannot be removed. Drop this argument to keep the saved value, or set {key}=VALUE."
         )
     if override.is_sweep_override():
-        raise ValueError(f"{line} has several values, but a run takes one. Write {key}=VALUE.")
+        raise ValueError(f"{argument} has several values, but a run takes one. Write {key}=VALUE.")
 
 
 def _quote_paths(value: str, multirun: bool) -> str:
@@ -262,8 +262,8 @@ def _quote_paths(value: str, multirun: bool) -> str:
     except HydraException:
         pass
     paths = value.removeprefix("[").removesuffix("]").split(",")
-    quoted = (QuotedString(path.strip().strip("'\""), Quote.single).with_quotes() for path in paths)
-    return f"[{','.join(quoted)}]"
+    quoted_paths = (QuotedString(path.strip().strip("'\""), Quote.single).with_quotes() for path in paths)
+    return f"[{','.join(quoted_paths)}]"
 
 
 def _is_hydra_syntax(value: str, multirun: bool) -> bool:

@@ -155,8 +155,8 @@ def register() -> Path:
     Raises RuntimeError if the folder is missing from the installation.
     """
     Plugins.instance().register(ValkyrieSource)
-    grid = {"_target_": "hydra_plugins.valkyrie_sweeper.GridSweeper", "max_batch_size": None, "params": None}
-    ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=grid, provider="valkyrie")
+    sweeper_config = {"_target_": "hydra_plugins.valkyrie_sweeper.GridSweeper", "max_batch_size": None, "params": None}
+    ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=sweeper_config, provider="valkyrie")
     use_checked_files()
     for name, resolver in _RESOLVERS.items():
         OmegaConf.register_new_resolver(f"valkyrie.{name}", resolver, replace=True)
@@ -178,8 +178,8 @@ def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[No
     """
     for folder in folders:
         check_folder(folder)
-    conf = register()
-    with _suspend_hydra(), initialize_config_dir(primary or str(conf), version_base="1.3"):
+    conf_folder = register()
+    with _suspend_hydra(), initialize_config_dir(primary or str(conf_folder), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
         for folder in folders:
@@ -193,12 +193,12 @@ def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[No
 @contextmanager
 def _suspend_hydra() -> Iterator[None]:
     """Clear Hydra's global state in this context, so that a run can be composed while a multirun composes its jobs."""
-    running = GlobalHydra.instance().hydra
+    running_hydra = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         yield
     finally:
-        GlobalHydra.instance().hydra = running
+        GlobalHydra.instance().hydra = running_hydra
 
 
 def _divide(a: float | int, b: float | int) -> float:
@@ -234,8 +234,8 @@ def default_mesh(target: str = AUTO) -> str:
         sizes = parse_shape(target_config.topology) or (target_config.chips,)
         if get_platform(target_config.platform).runs_on_host:
             sizes = even_shape(target_config.chips, 3)
-        last = sizes[-1] * (target_config.chip.devices if target_config.chip else 1)
-        return format_shape((*[1] * (3 - len(sizes)), *sizes[:-1], last))
+        last_size = sizes[-1] * (target_config.chip.devices if target_config.chip else 1)
+        return format_shape((*[1] * (3 - len(sizes)), *sizes[:-1], last_size))
     count = 0 if get_platform(target_config.platform).runs_on_host else count_accelerators()
     return f"1x1x{count}" if count else SIMULATED_MESH
 
@@ -264,8 +264,8 @@ def default_save(embed: int) -> list[str]:
 
 def default_precision(target: str = AUTO) -> str:
     """Return the default precision policy: `bf16_mixed` on accelerators, `float32` on simulated devices."""
-    simulated = get_platform(get_target(target).platform).is_simulated(count_accelerators())
-    return "float32" if simulated else "bf16_mixed"
+    is_simulated = get_platform(get_target(target).platform).is_simulated(count_accelerators())
+    return "float32" if is_simulated else "bf16_mixed"
 
 
 def vocab_size_for(tokenizer: str | None, default: str) -> int:
@@ -278,9 +278,9 @@ def vocab_size_for(tokenizer: str | None, default: str) -> int:
     name = tokenizer or default
     if name in VOCAB_SIZES:
         return VOCAB_SIZES[name]
-    from valkyrie.data.tokenizer import vocab_size_of
+    from valkyrie.data.tokenizer import read_vocab_size
 
-    return vocab_size_of(name)
+    return read_vocab_size(name)
 
 
 def tiny_model_for(experiment: str | None) -> str:
@@ -351,10 +351,10 @@ def _mesh_config(name: str) -> MeshConfig:
 def _target_config(name: str) -> DictConfig:
     """Build the config that a YAML of this target would contain."""
     target = parse_target(name, Chips(), choice_names("target"))
-    chip = [] if target.chip is None else [f"chip/{target.chip.name}@chip"]
+    chip_entries = [] if target.chip is None else [f"chip/{target.chip.name}@chip"]
     values = {key: getattr(target, key) for key in ("name", "chips", "topology", "hosts")}
-    bases = ["target_schema", *chip, "_self_"]
-    return OmegaConf.create({"defaults": bases, "platform": target.platform, **values})
+    default_entries = ["target_schema", *chip_entries, "_self_"]
+    return OmegaConf.create({"defaults": default_entries, "platform": target.platform, **values})
 
 
 _RESOLVERS: Mapping[str, Callable[..., object]] = {

@@ -22,7 +22,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from valkyrie.config.compose import GROUPS
-from valkyrie.config.refusals import problem_from_error, unset_variable
+from valkyrie.config.refusals import problem_from_error, unset_variable_text
 from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.foreign_errors import (
     abstract_class,
@@ -63,8 +63,8 @@ def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
     """
     if isinstance(error, ProblemError):
         return error
-    refusal = _rewrite(error, folders)
-    return ValueError(refusal) if isinstance(refusal, str) else ProblemError(refusal)
+    problems_or_text = _rewrite(error, folders)
+    return ValueError(problems_or_text) if isinstance(problems_or_text, str) else ProblemError(problems_or_text)
 
 
 def _rewrite(error: Exception, folders: Sequence[str]) -> list[Problem] | str:
@@ -81,7 +81,7 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> list[Problem] | str:
         return str(resolver_error)
     cause = error.__cause__ or error.__context__
     if variable := missing_variable(f"{error} {cause}"):  # of a choice such as mesh=${oc.env:MESH}
-        return f"${{oc.env:{variable}}}: {unset_variable(variable)}"
+        return f"${{oc.env:{variable}}}: {unset_variable_text(variable)}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return _missing_package_line(cause.full_key) if cause.full_key in _OVERLAYS else [problem_from_error(cause)]
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
@@ -103,14 +103,14 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
     extra = _EXTRAS.get(group, {}).get(name)
     if extra:
         return f"{group}={name} needs the extra {extra}. Install it in your clone: uv sync --extra {extra}."
-    first, _, inner = group.partition("/")
-    if first in _GROUPS and inner and group != "target/chip":
-        path = Path(inner) / f"{name}.yaml"
-        folder = path.parent.parent if path.parent.name == first else path.parent
+    top_group, _, subfolder = group.partition("/")
+    if top_group in _GROUPS and subfolder and group != "target/chip":
+        path = Path(subfolder) / f"{name}.yaml"
+        folder = path.parent.parent if path.parent.name == top_group else path.parent
         return (
-            f"{first}={path} is a path, but a choice is a name. To use FOLDER/{first}/{name}.yaml, write "
-            f"--config-dir FOLDER {first}={name}"
-            + (f", here --config-dir {folder}" if path.parent.name == first else "")
+            f"{top_group}={path} is a path, but a choice is a name. To use FOLDER/{top_group}/{name}.yaml, write "
+            f"--config-dir FOLDER {top_group}={name}"
+            + (f", here --config-dir {folder}" if path.parent.name == top_group else "")
         )
     if group in FAMILIES and name == f"{group}_schema":
         schemas = ", ".join(f"{family}_schema" for family in FAMILIES[group].names())
@@ -168,8 +168,8 @@ def _missing_module(group: str, schema: str, folders: Sequence[str]) -> str:
     files = [file for folder in folders for file in sorted((Path(folder) / group).glob("*.yaml"))]
     file = next((file for file in files if schema in read_defaults(file)), None)
     name, folder = schema.removesuffix("_schema"), file.parent.parent if file else Path("FOLDER")
-    near = suggest(name, FAMILIES[group].names())
-    hint = f" Did you mean {near}_schema?" if near else ""
+    nearest_name = suggest(name, FAMILIES[group].names())
+    hint = f" Did you mean {nearest_name}_schema?" if nearest_name else ""
     return f"{file or group} needs {schema}, but there is no {folder / name}.py with a class Config.{hint}"
 
 
@@ -188,12 +188,12 @@ def _missing_package_line(overlay: str) -> str:
 
 def _wrong_user_file(message: str) -> str | None:
     """Return the message for a mistake in a user's YAML that Hydra reports, or None if it is not recognised."""
-    if missing := missing_group(message):
-        file, group = missing
+    if file_and_group := missing_group(message):
+        file, group = file_and_group
         if (overlay := group.partition(".")[0]) in _OVERLAYS and overlay != group:
             return _missing_package_line(file)
-        near = suggest(group, _GROUPS)
-        hint = f" Did you mean {near}?" if near and near != group else ""
+        nearest_group = suggest(group, _GROUPS)
+        hint = f" Did you mean {nearest_group}?" if nearest_group and nearest_group != group else ""
         if group in _GROUPS:
             return f"{file}.yaml: write 'override /{group}: NAME' in its defaults list, with the slash."
         groups = ", ".join(_GROUPS)
@@ -205,10 +205,10 @@ def _wrong_user_file(message: str) -> str | None:
         )
     if argument := hydra_sweep_argument(message):
         return f"{argument}: a sweep cannot vary Hydra's own settings. Vary keys of a run, such as seed=1,2."
-    if unexpected := unexpected_key(message):
-        return f"{unexpected} is not a key of this choice of {unexpected.rpartition('.')[0]}. Leave it out."
-    if scalar := scalar_for_group(message):
-        file, value = scalar
+    if unexpected_name := unexpected_key(message):
+        return f"{unexpected_name} is not a key of this choice of {unexpected_name.rpartition('.')[0]}. Leave it out."
+    if file_and_value := scalar_for_group(message):
+        file, value = file_and_value
         return (
             f"{file}.yaml sets a group to the name {value}. Choose it in the defaults list instead: "
             f"defaults: ['override /GROUP: {value}']."
@@ -220,9 +220,9 @@ def _missing_members(error: BaseException) -> str | None:
     """Return the message for a class in a user's module that lacks abstract methods of its base class, or None."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    if not (parsed := abstract_class(str(error))):
+    if not (name_and_members := abstract_class(str(error))):
         return None
-    name, members = parsed
+    name, members = name_and_members
     classes = [getattr(module, "__dict__", {}).get(name) for module in [*sys.modules.values()]]  # no lazy imports
     file = next((getsourcefile(c) for c in classes if isinstance(c, type) and isabstract(c)), None)
     return f"{file or 'a module'}: {name} has no {', '.join(f'`{member}`' for member in members)}."
@@ -250,8 +250,8 @@ def _unparsable_argument(error: OverrideParseException, folders: Sequence[str]) 
     if key in _SCALAR_KEYS:
         return f"{error.override}: {key} takes {_SCALAR_KEYS[key]}. Write nothing else after =."
     if needs_quotes(reason) or " " in value:
-        quoted = "['...']" if value.startswith("[") else "'...'"
-        return f'{error.override} has characters that need quotes. Write {key}="{quoted}".'
+        quoted_form = "['...']" if value.startswith("[") else "'...'"
+        return f'{error.override} has characters that need quotes. Write {key}="{quoted_form}".'
     return f"{error.override} cannot be parsed as KEY=VALUE: {reason.partition(' expecting ')[0]}."
 
 

@@ -88,8 +88,8 @@ def check_name(path: Path, group: str, name: object) -> None:
         return
     if name is None:
         raise ValueError(f"{path} has no name. Write name: {path.stem}.")
-    shipped = conf_dir() / group / f"{name}.yaml"
-    if shipped.is_file() and shipped.read_bytes() == path.read_bytes():
+    shipped_file = conf_dir() / group / f"{name}.yaml"
+    if shipped_file.is_file() and shipped_file.read_bytes() == path.read_bytes():
         return
     reason = f", but Valkyrie ships another {group} of that name" if name in config_names(group) else ""
     raise ValueError(f"{path} has name: {name}{reason}. Write name: {path.stem}.")
@@ -128,11 +128,11 @@ def check_folder(folder: str) -> None:
     """
     if not Path(folder).is_dir():
         raise ValueError(f"--config-dir {folder} is not a folder.")
-    shipped_files = conf_dir()
-    for shipped in sorted([*shipped_files.glob("*/*.yaml"), *shipped_files.glob("*/*/*.yaml")]):
-        path = shipped.relative_to(shipped_files)
+    conf_folder = conf_dir()
+    for shipped_file in sorted([*conf_folder.glob("*/*.yaml"), *conf_folder.glob("*/*/*.yaml")]):
+        path = shipped_file.relative_to(conf_folder)
         user_file = Path(folder) / path
-        if user_file.is_file() and user_file.read_bytes() != shipped.read_bytes():
+        if user_file.is_file() and user_file.read_bytes() != shipped_file.read_bytes():
             group, name = path.parent.as_posix(), f"my_{path.stem}"
             name_hint = f", set name: {name} in it" if group in NAMED_GROUPS else ""
             raise ValueError(
@@ -148,12 +148,12 @@ def find_inclusion_cycle(folders: Sequence[str], group: str, name: str) -> str |
     """
     paths = {path.stem: path for folder in folders for path in Path(folder, group).glob("*.yaml")}
     names = [name]
-    for current in names:
-        for included in _included_configs(paths.get(current)):
-            if included == name:
-                return str(paths[current])
-            if included in paths and included not in names:
-                names.append(included)
+    for current_name in names:
+        for included_name in _included_configs(paths.get(current_name)):
+            if included_name == name:
+                return str(paths[current_name])
+            if included_name in paths and included_name not in names:
+                names.append(included_name)
     return None
 
 

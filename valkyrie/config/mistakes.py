@@ -79,16 +79,16 @@ def _refuse_joined_settings(argument: str, in_python: bool) -> None:
     keys = [word.partition("=")[0].partition(".")[0] if "=" in word else None for word in words]
     is_text = argument.partition("=")[0] in ("prompt", "mode.first", "mode.second")
     if len(words) > 1 and _KEYS.issuperset(keys) and not is_text:
-        separate = (", " if in_python else " ").join(f'"{word}"' for word in words)
-        raise ValueError(f"{argument}: {len(words)} settings in one argument. Write {separate}.")
+        separate_arguments = (", " if in_python else " ").join(f'"{word}"' for word in words)
+        raise ValueError(f"{argument}: {len(words)} settings in one argument. Write {separate_arguments}.")
 
 
 def _refuse_missing_value(argument: str, next_argument: str) -> None:
     match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", argument)  # a prompt may begin with spaces
     if match and match[2] != "=" and match[1].partition(".")[0] in _KEYS:
         raise ValueError(f"{argument}: write settings as KEY=VALUE, without spaces: {match[1]}={match[3]}.")
-    empty = re.fullmatch(r"[\w.]+=", argument) is not None and argument.rstrip("=").partition(".")[0] in _KEYS
-    if empty and re.match(r"[\w.]", next_argument) and "=" not in next_argument:
+    has_empty_value = re.fullmatch(r"[\w.]+=", argument) is not None and argument.rstrip("=").partition(".")[0] in _KEYS
+    if has_empty_value and re.match(r"[\w.]", next_argument) and "=" not in next_argument:
         raise ValueError(f"{argument} {next_argument}: write {argument}{next_argument}, without a space after =.")
     if argument in MODES.names():
         raise ValueError(f"{argument}: write mode={argument}.")
@@ -137,8 +137,8 @@ def _refuse_wrong_choice(argument: str, key: str, value: str, in_python: bool) -
     if key in _GROUPS and value.startswith("["):
         raise ValueError(f"{argument}: {key}= takes one choice, not a list{_choice_hint(key, value, in_python)}")
     if key != "mesh" and re.fullmatch(r"[+-]?[\d.]+(e\d+)?|true|false", value) and (names := config_names(key)):
-        listed = "target=v5e-8" if key == "target" else f"{key}={names[0]}. Names: {', '.join(names)}"
-        raise ValueError(f"{argument}: {key}= takes a name, such as {listed}.")
+        examples = "target=v5e-8" if key == "target" else f"{key}={names[0]}. Names: {', '.join(names)}"
+        raise ValueError(f"{argument}: {key}= takes a name, such as {examples}.")
     if key in _GROUPS and key != "task" and value == "null":
         raise ValueError(f"{argument}: {key} cannot be null. Leave it out for the default, or choose one.")
 
@@ -158,8 +158,8 @@ def _refuse_several_values(argument: str, key: str, value: str, in_python: bool)
     if re.fullmatch(r"\d+(s?,\d+)+", value) and key == "mesh":
         raise ValueError(f"{argument}: join the sizes of a mesh with the letter x: mesh={value.replace(',', 'x')}.")
     is_text = key in ("prompt", "data.paths")  # a comma is part of it
-    several = r"[\w.+-]+(,[\w.+-]+)+|(choice|range|glob|interval)\(.*\)"
-    if key.partition(".")[0] in _KEYS and not is_text and re.fullmatch(several, value):
+    several_values = r"[\w.+-]+(,[\w.+-]+)+|(choice|range|glob|interval)\(.*\)"
+    if key.partition(".")[0] in _KEYS and not is_text and re.fullmatch(several_values, value):
         remedy = f"Add -m for a sweep over them: valkyrie-train -m {shlex.quote(argument)}"
         if in_python:
             remedy = "Make a run for each."

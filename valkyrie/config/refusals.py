@@ -91,7 +91,7 @@ def problem_from_error(error: OmegaConfBaseException, file: str | None = None) -
     `file` is the config file with the value, or None if it is unknown or not in a file.
     """
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        return unknown_key(str(error.full_key), error.parent_node)
+        return describe_unknown_key(str(error.full_key), error.parent_node)
     cause = error.__cause__ or error.__context__
     if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
         return Problem(ProblemCode.malformed, error.full_key, text=str(cause))  # a resolver's message
@@ -105,52 +105,54 @@ def _choices(error: OmegaConfBaseException) -> str:
     return ", ".join(member.name for member in type(current)) if isinstance(current, Enum) else ""
 
 
-def wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Problem | None:
+def find_wrong_interpolation(config: DictConfig, error: OmegaConfBaseException) -> Problem | None:
     """Return a problem that names the key with the interpolation (`${...}`) that caused `error`, or None if not found.
 
     OmegaConf's error does not name that key.
     """
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    values = flatten({str(key): value for key, value in plain.items()})
+    plain_config = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain_config, dict)
+    values = flatten({str(key): value for key, value in plain_config.items()})
     texts = {key: value for key, value in values.items() if isinstance(value, str) and "${" in value}
-    if missing := missing_key(str(error)):
+    if missing_name := missing_key(str(error)):
         for key, text in texts.items():
-            if re.search(rf"\$\{{{re.escape(missing)}}}", text):
+            if re.search(rf"\$\{{{re.escape(missing_name)}}}", text):
                 return Problem(
-                    ProblemCode.malformed, key, text, f"{key}={text} refers to {missing}, which does not exist."
+                    ProblemCode.malformed, key, text, f"{key}={text} refers to {missing_name}, which does not exist."
                 )
     references = {key: re.findall(r"\$\{(\w[\w.]*)\}", text) for key, text in texts.items()}
     for key in references if is_recursive_interpolation(str(error)) else ():
         chain = [key]
-        while following := next(
+        while next_key := next(
             (reference for reference in references.get(chain[-1], ()) if reference in references), None
         ):
-            if following in chain:
-                cycle = chain[chain.index(following) :]
-                listed = " and ".join(f"{name}={texts[name]}" for name in cycle)
+            if next_key in chain:
+                cycle = chain[chain.index(next_key) :]
+                cycle_text = " and ".join(f"{name}={texts[name]}" for name in cycle)
                 verb = "refer to each other" if len(cycle) > 1 else "refers to itself"
-                text = f"{listed} {verb}. Write a value for {'one of them' if len(cycle) > 1 else 'it'}."
+                text = f"{cycle_text} {verb}. Write a value for {'one of them' if len(cycle) > 1 else 'it'}."
                 return Problem(ProblemCode.malformed, cycle[0], texts[cycle[0]], text)
-            chain.append(following)
+            chain.append(next_key)
     if not isinstance(error, InterpolationResolutionError) or type(error.__cause__ or error.__context__) is ValueError:
         return None
     variable, reason = missing_variable(str(error)), interpolation_reason(first_line(error))
     for key, text in texts.items():
-        if (f"oc.env:{variable}" in text) if variable else _fails(config, key, first_line(error)):
-            message = unset_variable(variable) if variable else f"{reason}. Write a value, or refer to a key: ${{KEY}}."
+        if (f"oc.env:{variable}" in text) if variable else _resolution_fails(config, key, first_line(error)):
+            message = (
+                unset_variable_text(variable) if variable else f"{reason}. Write a value, or refer to a key: ${{KEY}}."
+            )
             return Problem(ProblemCode.malformed, key, text, f"{key}={text}: {message}")
     return None
 
 
-def unset_variable(name: str) -> str:
+def unset_variable_text(name: str) -> str:
     """Return the message for `${oc.env:NAME}` with a variable that is not set."""
     return (
         f"the environment variable {name} is not set. Set it, or write a value for this case: ${{oc.env:{name},VALUE}}."
     )
 
 
-def _fails(config: DictConfig, key: str, message: str) -> bool:
+def _resolution_fails(config: DictConfig, key: str, message: str) -> bool:
     """Return whether resolving a key raises an error with this first line."""
     try:
         OmegaConf.select(config, key)
@@ -159,20 +161,20 @@ def _fails(config: DictConfig, key: str, message: str) -> bool:
     return False
 
 
-def unknown_key(full_key: str, parent: Any) -> Problem:
+def describe_unknown_key(full_key: str, parent: Any) -> Problem:
     """Return a problem for an unknown key. Its message lists the valid keys and suggests the most similar one."""
-    prefix, _, last = full_key.rpartition(".")
+    prefix, _, key_name = full_key.rpartition(".")
     dotted_prefix = f"{prefix}." if prefix else ""
     valid_keys = sorted(_direct_keys(parent))
-    candidates = [key for key in valid_keys if sorted(key) == sorted(last)]
-    candidates = candidates or [key for key in valid_keys if key.lower() == last.lower()]
-    candidates = [f"{dotted_prefix}{key}" for key in candidates] or _likely_keys(last, parent, prefix)
-    root, nearest = parent._get_root() if isinstance(parent, DictConfig) else None, suggest(last, valid_keys)
+    candidates = [key for key in valid_keys if sorted(key) == sorted(key_name)]
+    candidates = candidates or [key for key in valid_keys if key.lower() == key_name.lower()]
+    candidates = [f"{dotted_prefix}{key}" for key in candidates] or _likely_keys(key_name, parent, prefix)
+    root, nearest = parent._get_root() if isinstance(parent, DictConfig) else None, suggest(key_name, valid_keys)
     if prefix and not prefix.startswith("hydra."):
-        candidates = candidates or _top_level_keys(last, root)
+        candidates = candidates or _top_level_keys(key_name, root)
     elif not prefix and not candidates:
-        candidates = _longer_keys(last, root)
-    candidates = candidates or ([f"{dotted_prefix}{nearest}"] if nearest else _longer_keys(last, root))
+        candidates = _longer_keys(key_name, root)
+    candidates = candidates or ([f"{dotted_prefix}{nearest}"] if nearest else _longer_keys(key_name, root))
     hint = f" Did you mean {candidates[0]}?" if candidates else ""
     group, description = prefix.partition(".")[0], "a key"
     families = {families.key.partition(".")[0]: families for families in (MODES, SOURCES, optim.FAMILIES)}.get(group)
@@ -183,15 +185,15 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
             family = parent.get(families.key.removeprefix(f"{group}."))
             description = f"a key of {group if group == 'mode' else families.key}={family}"
     in_prefix = f" in {prefix}" if prefix else ""
-    listed = f"Known{in_prefix}: {', '.join(valid_keys)}."
+    valid_keys_text = f"Known{in_prefix}: {', '.join(valid_keys)}."
     if not valid_keys:
-        listed = f"{prefix} has no keys."
+        valid_keys_text = f"{prefix} has no keys."
         if config_names(prefix):
             sentence = advise_choice(prefix)
-            listed = f"{sentence[0].upper()}{sentence[1:]}"
+            valid_keys_text = f"{sentence[0].upper()}{sentence[1:]}"
         elif OmegaConf.is_dict(parent):  # a free mapping, such as those of Hydra's plugins
-            listed += f" To add one: +{full_key}=VALUE."
-    text = f"{full_key} is not {description}.{hint} {listed}"
+            valid_keys_text += f" To add one: +{full_key}=VALUE."
+    text = f"{full_key} is not {description}.{hint} {valid_keys_text}"
     return Problem(ProblemCode.unknown_name, full_key, text=text)
 
 
@@ -232,9 +234,11 @@ def _longer_keys(name: str, root: Any) -> list[str]:
     reads. Returns an empty list if several keys match.
     """
     unread_keys = _unread_keys(root)
-    longer = [key for key in _direct_keys(root) if name in key.split("_") and key not in unread_keys]
-    specific = [key for key in longer if any(key in MODES.config_class(mode).unread for mode in MODES.names())]
-    matches = specific or longer
+    longer_keys = [key for key in _direct_keys(root) if name in key.split("_") and key not in unread_keys]
+    specific_keys = [
+        key for key in longer_keys if any(key in MODES.config_class(mode).unread for mode in MODES.names())
+    ]
+    matches = specific_keys or longer_keys
     return matches if len(matches) == 1 else []
 
 
@@ -260,14 +264,14 @@ def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
     """Return the message for an illegal value, from OmegaConf's message about it."""
     key, message = error.full_key, interpolation_reason(first_line(error)).rstrip(".")
     kind, parts = wrong_value(message) or (None, [])
-    value, needed, *_ = [*parts, "", ""]
+    value, expected, *_ = [*parts, "", ""]
     match kind:
         case WrongValue.not_a_number if value == "":
             return f"{key}= has no value. Is a shell variable not set?"
         case WrongValue.not_a_number:
-            number = {"Integer": "a whole number", "Float": "a number"}.get(needed, needed)
-            whole = re.fullmatch(r"(\d+)\.0", value)  # 1e6 is a float to YAML
-            return f"{key}={value}: must be {number}.{f' Write {key}={whole[1]}.' if whole else ''}"
+            number_kind = {"Integer": "a whole number", "Float": "a number"}.get(expected, expected)
+            whole_number = re.fullmatch(r"(\d+)\.0", value)  # 1e6 is a float to YAML
+            return f"{key}={value}: must be {number_kind}.{f' Write {key}={whole_number[1]}.' if whole_number else ''}"
         case WrongValue.not_a_bool:
             return f"{key}={value}: must be true or false."
         case WrongValue.null if file is not None:
@@ -275,7 +279,7 @@ def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
         case WrongValue.null:
             return f"{key}=null: must have a value."
         case WrongValue.not_a_choice:
-            return f"{key}={value}: must be one of {needed or _choices(error)}."
+            return f"{key}={value}: must be one of {expected or _choices(error)}."
         case WrongValue.not_an_item:
             return _NESTED_LIST.format(key=key)
         case WrongValue.not_a_text:
@@ -296,16 +300,16 @@ def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
 
 def unknown_key_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
     """Return a problem for each key that the config class of its mapping lacks. Hydra's `++` adds such keys."""
-    config_class, known = OmegaConf.get_type(values), values
-    names = {field.name for field in fields(config_class)} if is_dataclass(config_class) else set(values)
-    if unknown := [str(key) for key in values if key not in names]:
-        known = values.copy()
-        with open_dict(known):
-            for key in unknown:
-                del known[key]
-    problems = [unknown_key(f"{prefix}{key}", known) for key in unknown]
-    for key in known:
-        if not OmegaConf.is_missing(known, key) and isinstance(child := values[key], DictConfig):
+    config_class, known_values = OmegaConf.get_type(values), values
+    known_names = {field.name for field in fields(config_class)} if is_dataclass(config_class) else set(values)
+    if unknown_keys := [str(key) for key in values if key not in known_names]:
+        known_values = values.copy()
+        with open_dict(known_values):
+            for key in unknown_keys:
+                del known_values[key]
+    problems = [describe_unknown_key(f"{prefix}{key}", known_values) for key in unknown_keys]
+    for key in known_values:
+        if not OmegaConf.is_missing(known_values, key) and isinstance(child := values[key], DictConfig):
             problems += unknown_key_problems(child, f"{prefix}{key}.")
     return problems
 

@@ -258,41 +258,41 @@ class Run:
 
         Raises ValueError for unknown keys or families, listing the valid ones, and for values of a wrong type.
         """
-        composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        add_import_path(OmegaConf.select(composed, "modules") or [])
+        composed_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        add_import_path(OmegaConf.select(composed_config, "modules") or [])
         classes, folders = dict[str, type](), []
         for group, families in FAMILIES.items():
-            if not isinstance(settings := composed.get(group), DictConfig | None):
+            if not isinstance(settings := composed_config.get(group), DictConfig | None):
                 raise ValueError(f"{group}={override_text(settings)} must be a mapping of settings.")
-            family = OmegaConf.select(composed, families.key)
+            family = OmegaConf.select(composed_config, families.key)
             if family is None and group in OPTIONAL_GROUPS:
                 if settings:  # keys such as +task.foo=1, without a choice of the group
                     raise ValueError(f"{group}.{next(iter(settings))} is set, but {refusals.advise_choice(group)}")
                 continue
             if family is None:
                 raise ValueError(f"{families.key} is missing. Known: {', '.join(families.names())}.")
-            refusals.drop_foreign_keys(composed, group)
+            refusals.drop_foreign_keys(composed_config, group)
             known_types = (dict, families.config_class(family))
-            if group == "data" and OmegaConf.get_type(composed.data) not in known_types:
+            if group == "data" and OmegaConf.get_type(composed_config.data) not in known_types:
                 raise ValueError(f"data.source={family} changes the source but not its settings. Write data={family}.")
             classes[group] = families.config_class(family)
             folders.append(families.user_folder(family))
         try:
-            merged = OmegaConf.merge(_schema_of(tuple(classes.items())), composed)
-            OmegaConf.resolve(merged)
-            assert isinstance(merged, DictConfig)
-            refuse(refusals.unknown_key_problems(merged) or refusals.nested_value_problems(merged))
-            typed = OmegaConf.to_object(merged)
+            merged_config = OmegaConf.merge(_run_schema(tuple(classes.items())), composed_config)
+            OmegaConf.resolve(merged_config)
+            assert isinstance(merged_config, DictConfig)
+            refuse(refusals.unknown_key_problems(merged_config) or refusals.nested_value_problems(merged_config))
+            typed_config = OmegaConf.to_object(merged_config)
         except OmegaConfBaseException as error:
             raise ProblemError(
-                [refusals.wrong_interpolation(composed, error) or refusals.problem_from_error(error)]
+                [refusals.find_wrong_interpolation(composed_config, error) or refusals.problem_from_error(error)]
             ) from error
-        assert isinstance(typed, RunConfig)
-        if typed.task is None:
-            folders.append(TASKS.user_folder(typed.model.task))
+        assert isinstance(typed_config, RunConfig)
+        if typed_config.task is None:
+            folders.append(TASKS.user_folder(typed_config.model.task))
         user_folders = dict.fromkeys(str(folder) for folder in folders if folder is not None)
-        typed.modules += [folder for folder in user_folders if folder not in typed.modules]
-        return Run(typed, typed.model)._resolve_batch_shape()
+        typed_config.modules += [folder for folder in user_folders if folder not in typed_config.modules]
+        return Run(typed_config, typed_config.model)._resolve_batch_shape()
 
     def _resolve_batch_shape(self) -> Run:
         """Return the run with `batch` and `microbatches` computed from `batch_tokens` and `device_batch`.
@@ -302,16 +302,16 @@ class Run:
         own number of microbatches. If the batch cannot be divided as requested, returns the run unchanged; `problems`
         reports the error.
         """
-        c, batches = self.config, self._batches()
-        if batches.problems or (c.batch_tokens, c.device_batch) == (None, None):
+        c, batch_sizes = self.config, self._batch_sizes()
+        if batch_sizes.problems or (c.batch_tokens, c.device_batch) == (None, None):
             return self
-        counts = {"batch": batches.batch, "microbatches": batches.microbatches}
+        counts = {"batch": batch_sizes.batch, "microbatches": batch_sizes.microbatches}
         resolved = replace(c, **counts, batch_tokens=None, device_batch=None)
         if self.config.mode.ignores_layout:  # each layout has its own number of microbatches
             return replace(self, config=replace(resolved, microbatches=c.microbatches, device_batch=c.device_batch))
-        return replace(self, config=resolved, batch_note=batches.describe(c.seq, c.device_batch))
+        return replace(self, config=resolved, batch_note=batch_sizes.describe(c.seq, c.device_batch))
 
-    def _batches(self) -> BatchSizes:
+    def _batch_sizes(self) -> BatchSizes:
         c = self.config
         has_shards = c.device_batch is not None and not c.mesh.problems() and not self.config.mode.ignores_layout
         shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if has_shards else 1
@@ -323,12 +323,12 @@ class Run:
         With `advise`, messages suggest legal values. Searching for them takes longer than finding the problems.
         """
         c = self.config
-        if huge := refusals.integer_size_problems(asdict(c)):
-            return huge
+        if size_problems := refusals.integer_size_problems(asdict(c)):
+            return size_problems
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
-        problems += [*c.distributed.problems(), *self._batches().problems, *c.code_eval.refusals(c.code_eval_every)]
-        searches = c.mode.ignores_layout and c.mode.needs is Needs.nothing
-        hardware_problems = c.target.problems() if searches else target_problems(c.target, c.mesh)
+        problems += [*c.distributed.problems(), *self._batch_sizes().problems, *c.code_eval.refusals(c.code_eval_every)]
+        is_search = c.mode.ignores_layout and c.mode.needs is Needs.nothing
+        hardware_problems = c.target.problems() if is_search else target_problems(c.target, c.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_LAYOUT_COUNTS):
             problems += check_range(key, get_value(c, key), least=1)
         problems += [*bucket_problems("runs", c.runs), *profile_problems(c.profile, c.steps), *c.tracking.problems()]
@@ -361,8 +361,8 @@ class Run:
         is_saved = self.config.resume is not None or self.config.mode.reads_run  # older runs may have longer names
         if not name.strip() or {".", ".."} & {name, *Path(name).parts}:
             text = f"name={name!r} is not the name of a folder in runs={self.config.runs}. Use a word, or null."
-        elif forbidden := re.search(r"[^\w .+@/-]", name):
-            text = f"name={name}: {forbidden[0]} is not allowed in a name. Use letters, digits, ., _ or -."
+        elif forbidden_character := re.search(r"[^\w .+@/-]", name):
+            text = f"name={name}: {forbidden_character[0]} is not allowed in a name. Use letters, digits, ., _ or -."
         elif not is_saved and (length := max(len(os.fsencode(part)) for part in Path(name).parts)) > _LONGEST_NAME:
             text = (
                 f"name={name[:12]}...: a part of it has {length} bytes, at most {_LONGEST_NAME} are allowed. Use a "
@@ -384,10 +384,10 @@ class Run:
         Paths of inputs are absolute. The coordinator, process count and process index are None, because they may change
         from one start to the next.
         """
-        without_identity = replace(self.config.distributed, coordinator=None, processes=None, process=None)
+        distributed_config = replace(self.config.distributed, coordinator=None, processes=None, process=None)
         config = replace(
             self.config,
-            distributed=without_identity,
+            distributed=distributed_config,
             data=self.config.data.with_full_paths(),
             code_eval=self.config.code_eval.with_absolute_path(),
             modules=list(map(full_path, self.config.modules)),
@@ -401,15 +401,15 @@ class Run:
 
         Also calls `remember_modules`, so that later commands may import the run's modules.
         """
-        silent = {"root": None}
+        silent_logger = {"root": None}
         hydra = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
-        hydra |= {"job_logging": silent, "hydra_logging": silent}
-        body = OmegaConf.merge(self.record(), {"hydra": hydra})
+        hydra |= {"job_logging": silent_logger, "hydra_logging": silent_logger}
+        content = OmegaConf.merge(self.record(), {"hydra": hydra})
         remember_modules(self.config.modules)
-        head = f"{HEADER}{shlex.quote(str(path.resolve().parent))} --config-name {shlex.quote(path.stem)}\n"
+        header = f"{HEADER}{shlex.quote(str(path.resolve().parent))} --config-name {shlex.quote(path.stem)}\n"
         if self.arguments:
-            head += f"# made by: valkyrie-train {' '.join(shlex.join(self.arguments).splitlines())}\n"
-        write_atomic(path, head + OmegaConf.to_yaml(body))
+            header += f"# made by: valkyrie-train {' '.join(shlex.join(self.arguments).splitlines())}\n"
+        write_atomic(path, header + OmegaConf.to_yaml(content))
 
     def _layout(self, advise: bool = True) -> tuple[Layout | None, list[Problem]]:
         c = self.config
@@ -438,25 +438,25 @@ class Run:
         key, other_problems = problem.key, self.layout_problem_identities() - {problem.identity}
         assert key is not None
 
-        def legal(value: int) -> bool:
-            changed = Run(config := with_value(self.config, key, value), config.model)
+        def is_legal(value: int) -> bool:
+            changed_run = Run(config := with_value(self.config, key, value), config.model)
             return (
                 not config.model.problems()
-                and is_removed_by(problem, value, changed.arrays)
-                and (changed.layout_problem_identities() <= other_problems)
+                and is_removed_by(problem, value, changed_run.arrays)
+                and (changed_run.layout_problem_identities() <= other_problems)
             )
 
         value = get_value(self.config, key)
         least = value if key == "model.vocab_size" else 1  # it must cover the ids of the tokenizer
-        return nearest_legal(value, problem.parts, legal, least)
+        return nearest_legal(value, problem.parts, is_legal, least)
 
     def _generation_setting(self) -> tuple[str, object] | None:
         """Return the key and value that require the model to generate text, or None if no setting does."""
-        mode, every = self.config.mode.name, self.config.code_eval_every
-        every = every if mode == "train" else None
+        mode, interval = self.config.mode.name, self.config.code_eval_every
+        interval = interval if mode == "train" else None
         if mode in ("generate", "code_eval"):
             return "mode", mode
-        return None if every is None else ("code_eval_every", every)
+        return None if interval is None else ("code_eval_every", interval)
 
     def _task_problems(self) -> list[Problem]:
         """Return the problems that prevent the task from training the model with these settings."""
@@ -482,7 +482,7 @@ class Run:
 
 
 @cache
-def _schema_of(classes: tuple[tuple[str, type], ...]) -> DictConfig:
+def _run_schema(classes: tuple[tuple[str, type], ...]) -> DictConfig:
     """Return the schema of `RunConfig` with these (group, config class) pairs. `OmegaConf.merge` does not modify it.
 
     Cached, because a report on hundreds of training runs would otherwise spend half its time building schemas.

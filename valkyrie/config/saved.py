@@ -64,18 +64,18 @@ def find_primary_config(
 ) -> PrimaryConfig:
     """Return the primary config for these arguments. Registers saved settings, if any, with Hydra.
 
-    Saved settings come from the file that the arguments name (`complete_config_file`), or else from `folder`, or else,
-    if `read_run` is true, from the trained run that the arguments name (`run_to_read`). Raises ValueError if that run
-    does not exist, if a file is damaged or incomplete, or if `resume=` and `name=` name different runs in a mode that
-    trains.
+    Saved settings come from the file that the arguments name (`find_complete_config`), or else from `folder`, or else,
+    if `read_run` is true, from the trained run that the arguments name (`find_run_to_read`). Raises ValueError if that
+    run does not exist, if a file is damaged or incomplete, or if `resume=` and `name=` name different runs in a mode
+    that trains.
     """
     add_import_path(_module_folders(arguments))
-    file = complete_config_file(arguments)
+    file = find_complete_config(arguments)
     if file is not None:
         values = _read_settings_file(file, arguments)
         _register_settings(values, file)
         return PrimaryConfig(SAVED_RUN, None, _remove_flags(arguments, (*CONFIG_PATH_FLAGS, *_CONFIG_NAME_FLAGS)))
-    folder = folder or (run_to_read(arguments) if read_run else None)
+    folder = folder or (find_run_to_read(arguments) if read_run else None)
     if folder is None:
         return PrimaryConfig(config_name(arguments), config_path(arguments), list(arguments))
     values = OmegaConf.create(saved_run(folder).record())
@@ -85,7 +85,7 @@ def find_primary_config(
     return PrimaryConfig(SAVED_RUN, None, [*flags, *(o for o in overrides if key_value(o)[0] != "resume")])
 
 
-def run_to_read(arguments: Sequence[str]) -> Path | None:
+def find_run_to_read(arguments: Sequence[str]) -> Path | None:
     """Return the folder of the trained run that provides the initial settings, or None if the arguments name none.
 
     It is the folder of `resume=`. Without it, modes that read a run (`mode=eval`, `mode=generate`, ...) use `name=`, or
@@ -112,7 +112,7 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
     return folder
 
 
-def complete_config_file(arguments: Sequence[str]) -> Path | None:
+def find_complete_config(arguments: Sequence[str]) -> Path | None:
     """Return the primary config file that the arguments name, or None if there is none or it has a defaults list.
 
     Raises ValueError for a `run.yaml` with a defaults list: Hydra would obey the `hydra:` section of a file that may
@@ -167,14 +167,15 @@ def _read_settings_file(file: Path, arguments: Sequence[str]) -> DictConfig:
     """
     is_record = file.read_bytes().startswith(HEADER.encode())
     values = read_settings(file, whole=is_record)
-    present = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
-    missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in present | OPTIONAL_GROUPS]
-    groups = present & {*GROUPS} - OPTIONAL_GROUPS
+    # Interpolations are not resolved, because nothing is registered yet.
+    set_keys = {str(key) for key in values if not OmegaConf.is_missing(values, key)}
+    missing_keys = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in set_keys | OPTIONAL_GROUPS]
+    groups = set_keys & {*GROUPS} - OPTIONAL_GROUPS
     malformed = [group for group in GROUPS if group in groups and not isinstance(values.get(group), DictConfig)]
-    if missing or (malformed and not is_record):
+    if missing_keys or (malformed and not is_record):
         raise ValueError(
-            f"{file} has no defaults list, so it must set every key, but {', '.join([*missing, *malformed])} "
-            f"{'is' if len(missing + malformed) == 1 else 'are'} missing. To set only some keys, move it to "
+            f"{file} has no defaults list, so it must set every key, but {', '.join([*missing_keys, *malformed])} "
+            f"{'is' if len(missing_keys + malformed) == 1 else 'are'} missing. To set only some keys, move it to "
             "FOLDER/experiment/"
             f"{file.stem}.yaml with the first line '# @package _global_', and use --config-dir FOLDER "
             f"experiment={file.stem}."
@@ -193,22 +194,24 @@ def _read_settings_file(file: Path, arguments: Sequence[str]) -> DictConfig:
 def _register_settings(values: DictConfig, file: Path | None) -> None:
     """Register these settings with Hydra. If `file` is given, the jobs of a multirun read the settings from it."""
     add_import_path(values.modules)
-    shipped: Any = OmegaConf.load(conf_dir() / "train.yaml")
-    defaults_after_self = shipped.defaults[list(shipped.defaults).index("_self_") :]
+    shipped_config: Any = OmegaConf.load(conf_dir() / "train.yaml")
+    defaults_after_self = shipped_config.defaults[list(shipped_config.defaults).index("_self_") :]
     for group in ("mode", "data"):
         drop_foreign_keys(values, group)
-    saved = [group for group in GROUPS if group not in OPTIONAL_GROUPS or values.get(group) is not None]
-    for group in saved:
+    present_groups = [group for group in GROUPS if group not in OPTIONAL_GROUPS or values.get(group) is not None]
+    for group in present_groups:
         schema = f"{OmegaConf.select(values, FAMILIES[group].key) if group in FAMILIES else group}_schema"
-        nested = ["chip/chip_schema@chip"] if group == "target" and values.target.chip is not None else []
-        saved_groups[group] = OmegaConf.create({"defaults": [schema, *nested, "_self_"], **_plain_dict(values[group])})
+        chip_schema = ["chip/chip_schema@chip"] if group == "target" and values.target.chip is not None else []
+        saved_groups[group] = OmegaConf.create(
+            {"defaults": [schema, *chip_schema, "_self_"], **_plain_dict(values[group])}
+        )
     top_level = {str(key): value for key, value in _plain_dict(values).items() if key not in (*GROUPS, "hydra")}
-    hydra = shipped.hydra
+    hydra = shipped_config.hydra
     if file is not None:
         hydra.job.env_set = {SETTINGS_VARIABLE: str(file)}
     defaults = [
         "run_schema",
-        *({group: AS_SAVED if group in saved else None} for group in GROUPS),
+        *({group: AS_SAVED if group in present_groups else None} for group in GROUPS),
         *defaults_after_self,
     ]
     ConfigStore.instance().store(
@@ -226,18 +229,18 @@ def _remove_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Remove some flags and their values from the arguments."""
     remaining, value_follows = [], False
     for argument in arguments:
-        name, joined, _ = argument.partition("=")
+        name, sign, _ = argument.partition("=")
         if name not in flags and not value_follows:
             remaining.append(argument)
-        value_follows = name in flags and not joined
+        value_follows = name in flags and not sign
     return remaining
 
 
 def _last_flag_value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the last value of a flag, given as `FLAG=VALUE` or `FLAG VALUE`, or None."""
     last_value = None
-    for argument, following in zip_longest(arguments, arguments[1:]):
-        name, joined, value = argument.partition("=")
+    for argument, next_argument in zip_longest(arguments, arguments[1:]):
+        name, sign, value = argument.partition("=")
         if name in names:
-            last_value = value if joined else following
+            last_value = value if sign else next_argument
     return last_value

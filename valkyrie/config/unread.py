@@ -29,9 +29,9 @@ def unread_notes(run: Run) -> list[str]:
     unread_by_mode = [text for key, text in command_line.items() if not mode_reads(run.config.mode, key)]
     notes = [f"mode={run.config.mode.name} does not read {_join_settings(unread_by_mode)}"] if unread_by_mode else []
     for keys, reason in _keys_without_effect(run):
-        unread = [text for key, text in command_line.items() if key in keys or key.partition(".")[0] in keys]
-        if unread and not set(unread) & set(unread_by_mode):
-            notes.append(f"{_join_settings(unread)} {'has' if len(unread) == 1 else 'have'} no effect: {reason}")
+        settings = [text for key, text in command_line.items() if key in keys or key.partition(".")[0] in keys]
+        if settings and not set(settings) & set(unread_by_mode):
+            notes.append(f"{_join_settings(settings)} {'has' if len(settings) == 1 else 'have'} no effect: {reason}")
     return notes
 
 
@@ -44,13 +44,15 @@ def replacement_notes(run: Run) -> list[str]:
     if config.resume is None or config.mode.reads_run or config.mode.name == "train":
         return []
     folder = find_run(Path(config.runs), config.resume)
-    changed = {key: texts for key, texts in changed_settings(run, folder).items() if key.startswith("model.")}
-    replaced = [
-        f"{name}={now} replaces {name}={saved}"
-        for key, (now, saved) in changed.items()
+    changed_model_settings = {
+        key: texts for key, texts in changed_settings(run, folder).items() if key.startswith("model.")
+    }
+    replacements = [
+        f"{name}={new_text} replaces {name}={saved_text}"
+        for key, (new_text, saved_text) in changed_model_settings.items()
         for name in (key.removesuffix(".name"),)
     ]
-    return [f"{_join_settings(replaced)} of {folder.name}"] if replaced else []
+    return [f"{_join_settings(replacements)} of {folder.name}"] if replacements else []
 
 
 def mode_reads(mode: ModeConfig, key: str) -> bool:

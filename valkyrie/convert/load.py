@@ -19,7 +19,7 @@ from valkyrie.config.run import Run
 from valkyrie.convert.architectures import Setting, find_architecture, model_settings
 from valkyrie.convert.folder import CONFIG, Weights, copy_other_files, describe_tensors
 from valkyrie.convert.names import DERIVED_SUFFIXES, GPT2_PREFIX, TensorSlice, tensor_slices
-from valkyrie.data.tokenizer import load_tokenizer, tokenizer_identity, vocab_size_of
+from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size, tokenizer_identity
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.problems import Problem, refuse
@@ -168,7 +168,7 @@ def _with_tokenizer(run: Run, tokenizer: str) -> Run:
 
 
 def _check_tokenizer(run: Run) -> None:
-    ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
+    ids, rows = read_vocab_size(run.tokenizer), run.model.vocab_size
     if ids > rows:
         raise ValueError(
             f"tokenizer={run.tokenizer} has {ids:,} ids, but config.json has vocab_size={rows}, so it belongs to "

@@ -116,8 +116,8 @@ class RowPosition(DataPosition):
     row: int
 
     def to_step(self, batch: int) -> int:
-        step, rest = divmod(self.row, batch)
-        if rest:
+        step, remainder = divmod(self.row, batch)
+        if remainder:
             divisor = next(size for size in range(batch - 1, 0, -1) if self.row % size == 0)
             raise ValueError(
                 f"the data position is row {self.row:,}, which is not a multiple of batch={batch}. "
@@ -190,7 +190,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
         self.close()
 
 
-def _position_refusal(field: str, saved: object, current: object) -> str:
+def _position_refusal(field: str, saved_value: object, current_value: object) -> str:
     if field == "content":
         return (
             "the data differs from the data that the run was trained on: its files, text, tokenizer or split have "
@@ -198,8 +198,8 @@ def _position_refusal(field: str, saved: object, current: object) -> str:
         )
     key = field if field in ("seq", "split", "batch") else f"data.{'shuffle_seed' if field == 'seed' else field}"
     return (
-        f"the data position was saved with {key}={saved}, but this run has {key}={current}, which gives other rows. "
-        f"Use {key}={saved}, or start a new run with another name=."
+        f"the data position was saved with {key}={saved_value}, but this run has {key}={current_value}, which gives "
+        f"other rows. Use {key}={saved_value}, or start a new run with another name=."
     )
 
 
@@ -277,11 +277,11 @@ def make_batch(windows: Sequence[np.ndarray], seq: int, bos_id: int) -> Batch:
     for targets and 0 for padding. The BOS of the next document is a target too, so that models learn where a document
     ends.
     """
-    filled = np.full((len(windows), seq + 1), bos_id, np.int32)
+    padded_windows = np.full((len(windows), seq + 1), bos_id, np.int32)
     lengths = np.array([len(window) for window in windows], np.int64)
-    for row, window in zip(filled, windows, strict=True):
+    for row, window in zip(padded_windows, windows, strict=True):
         row[: len(window)] = window
-    tokens, targets = filled[:, :-1], filled[:, 1:]
+    tokens, targets = padded_windows[:, :-1], padded_windows[:, 1:]
     weights = (np.arange(seq) < (lengths - 1)[:, None]).astype(np.float32)
     is_bos = tokens == bos_id
     segments = np.cumsum(is_bos, axis=1, dtype=np.int32) + ~is_bos[:, :1]

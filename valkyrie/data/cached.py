@@ -29,30 +29,30 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None], *, alte
     Raises DiskError if the cache cannot be written. The error message suggests `alternative`, by default the setting
     that moves the cache.
     """
-    final = cache / name
-    if final.is_dir():
-        return final
+    folder = cache / name
+    if folder.is_dir():
+        return folder
     if alternative is None:
         alternative = "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
-    if trouble := cache_problem(cache, alternative):
-        raise DiskError(trouble)
+    if problem_text := cache_problem(cache, alternative):
+        raise DiskError(problem_text)
     with open_to_append(cache / f".{name}.lock") as file:
-        locked = lock(file) is LockState.ours  # False if the file system has no locks
-        if final.is_dir():
-            return final
-        if locked:
-            for leftover in cache.glob(f".{name}.tmp-*"):
-                shutil.rmtree(leftover)
-        partial = cache / f".{name}.tmp-{uuid.uuid4().hex}"
-        partial.mkdir()
+        has_lock = lock(file) is LockState.ours  # False if the file system has no locks
+        if folder.is_dir():
+            return folder
+        if has_lock:
+            for leftover_folder in cache.glob(f".{name}.tmp-*"):
+                shutil.rmtree(leftover_folder)
+        partial_folder = cache / f".{name}.tmp-{uuid.uuid4().hex}"
+        partial_folder.mkdir()
         try:
-            write(partial)
-            publish_folder(partial, final)
+            write(partial_folder)
+            publish_folder(partial_folder, folder)
         except OSError as error:
             if not is_disk_full(error):
                 raise
             with disk_errors(cache, alternative):
                 raise
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return final
+            shutil.rmtree(partial_folder, ignore_errors=True)
+    return folder

@@ -50,7 +50,7 @@ def chunk_problems(chunk: Chunk) -> list[Problem]:
     return [Problem(ProblemCode.not_installed, "data.chunk", "functions", text)]
 
 
-def chunks(text: str, language: Language) -> Iterator[str]:
+def split_into_chunks(text: str, language: Language) -> Iterator[str]:
     """Split source code into chunks with one function or class each. Methods stay in their class.
 
     A chunk begins where the previous one ends, so it includes the text before its function. The last chunk also
@@ -59,13 +59,16 @@ def chunks(text: str, language: Language) -> Iterator[str]:
     """
     from tree_sitter import Parser
 
-    raw = text.encode("utf-8", errors="replace")
-    ends = [_chunk_end(raw, end) for end in _definition_ends(Parser(_grammar(language)).parse(raw).root_node)]
+    source = text.encode("utf-8", errors="replace")
+    chunk_ends = [
+        _chunk_end(source, chunk_end)
+        for chunk_end in _definition_ends(Parser(_grammar(language)).parse(source).root_node)
+    ]
     start = 0
-    for end in [*ends[:-1], len(raw)]:
-        if chunk := raw[start:end].decode("utf-8", errors="replace").lstrip("\r\n"):
+    for chunk_end in [*chunk_ends[:-1], len(source)]:
+        if chunk := source[start:chunk_end].decode("utf-8", errors="replace").lstrip("\r\n"):
             yield chunk
-        start = max(start, end)
+        start = max(start, chunk_end)
 
 
 def _definition_ends(node: Any) -> Iterator[int]:
@@ -85,18 +88,18 @@ def _is_definition(node: Any) -> bool:
     )
 
 
-def _chunk_end(raw: bytes, position: int) -> int:
-    """Return the byte offset at which to cut after a definition that ends at `position`.
+def _chunk_end(source: bytes, definition_end: int) -> int:
+    """Return the byte offset at which to cut after a definition.
 
     This is the start of the next line if only `;`, spaces or a comment remain on the line. Otherwise, it is the next
     byte that is not `;` or a space.
     """
-    end = raw.find(b"\n", position)
-    line = raw[position : len(raw) if end < 0 else end]
+    line_end = source.find(b"\n", definition_end)
+    line = source[definition_end : len(source) if line_end < 0 else line_end]
     code = line.lstrip(b"; \t\r")
     if not code or code.startswith((b"//", b"#")):
-        return len(raw) if end < 0 else end + 1
-    return position + len(line) - len(code)
+        return len(source) if line_end < 0 else line_end + 1
+    return definition_end + len(line) - len(code)
 
 
 @cache

@@ -34,7 +34,7 @@ VOCAB_SIZES = {
     "cl100k_base": 100277,
     "o200k_base": 200019,
 }
-"""Vocabulary sizes of well-known tokenizers. For other tokenizers, `vocab_size_of` reads the vocabulary."""
+"""Vocabulary sizes of well-known tokenizers. For other tokenizers, `read_vocab_size` reads the vocabulary."""
 MAX_SEED = 2**31 - 1
 """Maximum seed, because JAX takes seeds as signed 32-bit integers."""
 
@@ -81,8 +81,8 @@ class DataConfig(ABC):
 
     def problems(self) -> list[Problem]:
         """Return the problems of the settings, found without reading the data."""
-        seeds = {"least": 0, "most": MAX_SEED}
-        return check_range("data.shuffle_seed", self.shuffle_seed, **seeds, otherwise="null for the seed of the run")
+        limits = {"least": 0, "most": MAX_SEED}
+        return check_range("data.shuffle_seed", self.shuffle_seed, **limits, otherwise="null for the seed of the run")
 
     def raise_problems(self) -> None:
         """Raise ProblemError, listing all `problems` of the settings, if there are any."""
@@ -92,8 +92,11 @@ class DataConfig(ABC):
         """Return this config with absolute paths, which are valid in any working directory."""
         keys = {field.name for field in dataclasses.fields(self)}
         values = {key: getattr(self, key) for key in ("paths", "val_paths", "cache_dir") if key in keys}
-        full = {key: [*map(full_path, v)] if isinstance(v, list) else full_path(v) for key, v in values.items()}
-        return dataclasses.replace(self, **full)
+        full_paths = {
+            key: [*map(full_path, value)] if isinstance(value, list) else full_path(value)
+            for key, value in values.items()
+        }
+        return dataclasses.replace(self, **full_paths)
 
     def tokenizer_for(self, default: str) -> str:
         """Return the name of the tokenizer set in this config, or `default` (the model's tokenizer) if none is set."""

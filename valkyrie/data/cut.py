@@ -76,7 +76,7 @@ class Census:
         self.highest_hash = max(self.highest_hash, digest)
 
 
-def adjusted_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
+def adjust_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
     """Return the hash threshold (see `cut`), adjusted if needed so that both splits have a document.
 
     A source that is a single text is cut into two parts, so its threshold is not used and is returned unchanged. Raises
@@ -107,27 +107,27 @@ def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census
     Adds the documents to `census`. Documents with a 64-bit hash below `threshold` are for validation. If the source is
     a single text, the text is cut into two parts instead.
     """
-    limit, single = config.byte_limit, config.is_single_text(listing)
+    byte_limit, is_single_text = config.byte_limit, config.is_single_text(listing)
     for document in config.read_annotating_errors(listing):
         if isinstance(document, TokenDocument):
             digest = _digest(document.tokens.astype("<i8").tobytes())
             census.add(document, document.tokens.size, digest)
-            yield DocumentPiece(document.tokens, _split(digest, threshold), True)
+            yield DocumentPiece(document.tokens, _choose_split(digest, threshold), True)
             continue
         raw = document.text.encode("utf-8", errors="replace")
         text = document.text
-        last = limit is not None and census.bytes + len(raw) >= limit
-        if limit is not None and last:
-            raw = raw[: limit - census.bytes]
+        is_last = byte_limit is not None and census.bytes + len(raw) >= byte_limit
+        if byte_limit is not None and is_last:
+            raw = raw[: byte_limit - census.bytes]
             text = raw.decode("utf-8", errors="ignore")
         if text:
             digest = _digest(raw)
             census.add(document, len(raw), digest)
-            if single:
+            if is_single_text:
                 yield from _split_single_text(document.id, text, config)
             else:
-                yield from split_into_pieces(text, _split(digest, threshold))
-        if last:
+                yield from split_into_pieces(text, _choose_split(digest, threshold))
+        if is_last:
             return
 
 
@@ -135,14 +135,14 @@ def _digest(raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
 
-def _split(digest: int, threshold: int) -> str:
+def _choose_split(digest: int, threshold: int) -> str:
     return "validation" if digest < threshold else "train"
 
 
 def _split_single_text(name: str, text: str, config: DocumentConfig) -> Iterator[DocumentPiece]:
-    target = int(len(text) * (1 - config.validation_fraction))
-    line = _LINE_END.search(text, target)
-    boundary = line.end() if line is not None and line.end() < len(text) else target
+    target_position = int(len(text) * (1 - config.validation_fraction))
+    line_end = _LINE_END.search(text, target_position)
+    boundary = line_end.end() if line_end is not None and line_end.end() < len(text) else target_position
     if not 0 < boundary < len(text):
         raise ValueError(
             f"{name} has {len(text)} characters, too few for data.validation_fraction={config.validation_fraction}: "

@@ -96,9 +96,9 @@ class DocumentConfig(TextConfig):
 
         If a value changes, the text is tokenised again.
         """
-        common = {field.name for field in dataclasses.fields(DocumentConfig)}
+        excluded_keys = {field.name for field in dataclasses.fields(DocumentConfig)}
         settings = dataclasses.asdict(self.with_full_paths())
-        return {"settings": {key: value for key, value in settings.items() if key not in common}}
+        return {"settings": {key: value for key, value in settings.items() if key not in excluded_keys}}
 
     def source_details(self) -> dict[str, object]:
         """Return details of the source, as JSON values, to record in the manifest of the shards for users to read."""
@@ -159,9 +159,11 @@ class DocumentConfig(TextConfig):
         epochs = steps * batch / count_rows(data, "train", batch, seq)
         shards, content = len(data.train.shards), data.content[:12]
         text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} ({content})"
-        repeats = "Use more text or fewer steps: the data repeats more than four times."
+        repeat_warning = "Use more text or fewer steps: the data repeats more than four times."
         return DataCheck(
-            f"{text}, which steps={steps} reads {epochs:.2g} times", repeats if epochs > _MAX_EPOCHS else None, content
+            f"{text}, which steps={steps} reads {epochs:.2g} times",
+            repeat_warning if epochs > _MAX_EPOCHS else None,
+            content,
         )
 
     def note(self, data: Dataset) -> str | None:
@@ -174,15 +176,15 @@ class DocumentConfig(TextConfig):
         from valkyrie.data.manifest import PreparedText
 
         assert isinstance(data, PreparedText), "what `open` returns"
-        share = data.validation.tokens / (data.train.tokens + data.validation.tokens)
+        validation_share = data.validation.tokens / (data.train.tokens + data.validation.tokens)
         remarks = [remark] if (remark := data.undecodable_note()) else []
-        is_off = not self.validation_fraction / 2 <= share <= 2 * self.validation_fraction
+        is_off = not self.validation_fraction / 2 <= validation_share <= 2 * self.validation_fraction
         # The split of a folder that already holds shards was made with settings that are unknown here.
         if is_off and self.prepared_folder() is None:
             remarks.append(
-                f"validation has {100 * share:.3g}% of the tokens instead of the {100 * self.validation_fraction:.3g}% "
-                f"of data.validation_fraction={self.validation_fraction:g}, because whole documents are held out and "
-                "this data has few, long documents"
+                f"validation has {100 * validation_share:.3g}% of the tokens instead of the "
+                f"{100 * self.validation_fraction:.3g}% of data.validation_fraction={self.validation_fraction:g}, "
+                "because whole documents are held out and this data has few, long documents"
             )
         return "\n".join(remarks) or None
 

@@ -36,8 +36,8 @@ class Listing:
 
 def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
     """Read the non-empty documents, in the order of the listing. Remote files are fetched ahead."""
-    remote = any(isinstance(file, RemoteFile) for file in listing.files)
-    for file in fetch_ahead(listing.files) if remote else listing.files:
+    has_remote_files = any(isinstance(file, RemoteFile) for file in listing.files)
+    for file in fetch_ahead(listing.files) if has_remote_files else listing.files:
         for document in read(file, options):
             if document.text:
                 yield document
@@ -54,26 +54,29 @@ def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.path
             "data=text needs files, such as data.paths=[corpus.txt,'notes/**/*.md']. Supported suffixes: "
             f"{', '.join(SUFFIXES)}."
         )
-    files: dict[Path, SourceFile] = {}
-    remote: dict[str, RemoteFile] = {}
+    local_files: dict[Path, SourceFile] = {}
+    remote_files: dict[str, RemoteFile] = {}
     skipped = 0
     for pattern in paths:
         is_remote = url_scheme(pattern) is not None
-        matched = list_remote(pattern) if is_remote else _match(pattern, key)
-        readable = [path for path in matched if path.suffix.lower() in SUFFIXES]
-        if not readable:
+        matched_files = list_remote(pattern) if is_remote else _match(pattern, key)
+        readable_files = [path for path in matched_files if path.suffix.lower() in SUFFIXES]
+        if not readable_files:
             searched_from = "" if is_remote else f" (looked from {Path.cwd()})"
             raise ValueError(
-                f"{key}: {pattern} matches {count_text(len(matched), 'file')}{searched_from}, none with a supported "
-                f"suffix: {', '.join(SUFFIXES)}."
+                f"{key}: {pattern} matches {count_text(len(matched_files), 'file')}{searched_from}, none with a "
+                f"supported suffix: {', '.join(SUFFIXES)}."
             )
-        skipped += len(matched) - len(readable)
-        for path in readable:
+        skipped += len(matched_files) - len(readable_files)
+        for path in readable_files:
             if isinstance(path, RemoteFile):
-                remote[path.id] = path
+                remote_files[path.id] = path
             else:
-                files[path.resolve()] = local_file(str(path), path)
-    listing = Listing((*(files[path] for path in sorted(files)), *(remote[url] for url in sorted(remote))), skipped)
+                local_files[path.resolve()] = local_file(str(path), path)
+    listing = Listing(
+        (*(local_files[path] for path in sorted(local_files)), *(remote_files[url] for url in sorted(remote_files))),
+        skipped,
+    )
     if options.chunk is not Chunk.whole and options.language is None:
         for file in listing.files:
             if file.suffix not in (*LANGUAGE_BY_SUFFIX, *PROSE_SUFFIXES):
@@ -107,16 +110,16 @@ def _glob(pattern: Path) -> Iterator[str]:
         yield from glob.glob(str(pattern))
         return
     i = pattern.parts.index("**")
-    rest = Path(*pattern.parts[i + 1 :] or "*")
+    remaining_pattern = Path(*pattern.parts[i + 1 :] or "*")
     for root in glob.glob(str(Path(*pattern.parts[:i]))) if i else ["."]:
-        entered: set[str] = set()
+        visited: set[str] = set()
         for directory, directories, _ in os.walk(root, followlinks=True):
-            if (real := os.path.realpath(directory)) in entered:
+            if (real_path := os.path.realpath(directory)) in visited:
                 directories.clear()
                 continue
-            entered.add(real)
+            visited.add(real_path)
             directories[:] = [name for name in directories if not name.startswith(".")]
-            yield from _glob(Path(glob.escape(directory)) / rest)
+            yield from _glob(Path(glob.escape(directory)) / remaining_pattern)
 
 
 def walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:

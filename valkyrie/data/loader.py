@@ -38,9 +38,9 @@ class TokenStream:
         stop = min(stop, len(self))
         parts = [np.zeros(0, np.int32)]
         while start < stop:
-            number = int(np.searchsorted(self._starts, start, side="right")) - 1
-            offset, end = int(self._starts[number]), min(stop, int(self._starts[number + 1]))
-            parts.append(self._shards[number][start - offset : end - offset].astype(np.int32))
+            shard_index = int(np.searchsorted(self._starts, start, side="right")) - 1
+            offset, end = int(self._starts[shard_index]), min(stop, int(self._starts[shard_index + 1]))
+            parts.append(self._shards[shard_index][start - offset : end - offset].astype(np.int32))
             start = end
         return np.concatenate(parts)
 
@@ -72,8 +72,8 @@ class _TextSampler:
         return len(self._rows) // self._plan.batch
 
     def __getitem__(self, index: int) -> Batch:
-        first = index * self._plan.batch
-        return make_batch([self._rows[first + int(row)] for row in self._plan.rows], self._plan.seq, self._bos_id)
+        first_row = index * self._plan.batch
+        return make_batch([self._rows[first_row + int(row)] for row in self._plan.rows], self._plan.seq, self._bos_id)
 
 
 class PreparedLoader(IndexedLoader[RowPosition]):
@@ -84,13 +84,13 @@ class PreparedLoader(IndexedLoader[RowPosition]):
 
         stream = open_split(prepared, split)
         if plan.repeat:
-            count = count_rows(prepared, split, plan.batch, plan.seq)
+            row_count = count_rows(prepared, split, plan.batch, plan.seq)
         else:
-            count = -(-(len(stream) - 1) // (plan.seq * plan.batch)) * plan.batch
-        rows = grain.MapDataset.source(_WindowSource(stream, plan.seq, count))
-        ordered = rows.shuffle(seed=hash_seed("row order", plan.seed)).repeat() if plan.repeat else rows
+            row_count = -(-(len(stream) - 1) // (plan.seq * plan.batch)) * plan.batch
+        rows = grain.MapDataset.source(_WindowSource(stream, plan.seq, row_count))
+        ordered_rows = rows.shuffle(seed=hash_seed("row order", plan.seed)).repeat() if plan.repeat else rows
         start = RowPosition(RowPosition.current_version, split, plan.seed, prepared.content, plan.seq, 0)
-        super().__init__(plan, start, _TextSampler(ordered, plan, prepared.bos_id))
+        super().__init__(plan, start, _TextSampler(ordered_rows, plan, prepared.bos_id))
 
 
 def open_split(prepared: PreparedText, split: str) -> TokenStream:
@@ -101,23 +101,23 @@ def open_split(prepared: PreparedText, split: str) -> TokenStream:
     prepared.split(split)  # refuses other names
     stream = prepared.streams[split]
     if len(stream) < 2:
-        has = count_text(len(stream), "token")
-        raise ValueError(f"data={prepared.name} has {has} in its {split} split, but needs 2 or more.")
+        size_text = count_text(len(stream), "token")
+        raise ValueError(f"data={prepared.name} has {size_text} in its {split} split, but needs 2 or more.")
     return stream
 
 
 def count_rows(prepared: PreparedText, split: str, batch: int, seq: int) -> int:
     """Return the number of complete rows of `seq` tokens in a split. Raises ValueError if it is below `batch`."""
     tokens = prepared.split(split).tokens
-    has = f"data={prepared.name} has {count_text(tokens, 'token')} in its {split} split"
+    size_text = f"data={prepared.name} has {count_text(tokens, 'token')} in its {split} split"
     targets = tokens - 1
     rows = targets // seq
     if rows < 1:
-        raise ValueError(f"{has}, too few for one row of seq={seq}. Use seq<={targets}, or more text.")
+        raise ValueError(f"{size_text}, too few for one row of seq={seq}. Use seq<={targets}, or more text.")
     if rows < batch:
-        shorter = f" or seq<={targets // batch}" if targets >= batch else ""
+        shorter_rows_hint = f" or seq<={targets // batch}" if targets >= batch else ""
         raise ValueError(
-            f"{has}, enough for {count_text(rows, 'row')} of seq={seq}, but batch={batch}. Use batch<={rows}{shorter}, "
-            "or more text."
+            f"{size_text}, enough for {count_text(rows, 'row')} of seq={seq}, but batch={batch}. Use "
+            f"batch<={rows}{shorter_rows_hint}, or more text."
         )
     return rows

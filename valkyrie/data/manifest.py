@@ -120,10 +120,10 @@ class PreparedText(Manifest):
             return None
         name, (replaced, characters) = next(iter(documents.items()))
         total = self.source["undecodable_characters"]
-        more = f" ({total:,} in all documents)" if total != replaced else ""
+        total_text = f" ({total:,} in all documents)" if total != replaced else ""
         share = 100 * replaced / characters
         characters_text = count_text(replaced, "U+FFFD character")
-        return f"{name}: text that is not UTF-8 was replaced by {characters_text} ({share:.2g}%){more}"
+        return f"{name}: text that is not UTF-8 was replaced by {characters_text} ({share:.2g}%){total_text}"
 
     @property
     def shards(self) -> tuple[TokenShard, ...]:
@@ -155,9 +155,9 @@ class CorruptShardsError(ValueError):
 
     def __init__(self, prepared: PreparedText, damages: list[Problem]) -> None:
         self.damages = damages
-        damaged = f"{len(damages)} of {count_text(len(prepared.shards), 'shard')}"
+        damaged_count = f"{len(damages)} of {count_text(len(prepared.shards), 'shard')}"
         super().__init__(
-            f"the dataset {prepared.path} is corrupt: {damaged} {'is' if len(damages) == 1 else 'are'} damaged "
+            f"the dataset {prepared.path} is corrupt: {damaged_count} {'is' if len(damages) == 1 else 'are'} damaged "
             f"({'; '.join(map(str, damages))}). Delete the folder, and the data is prepared again from its source."
         )
 
@@ -169,10 +169,12 @@ def open_prepared(path: Path | str) -> PreparedText:
     files that are new or have changed since they were last verified.
     """
     prepared = read_manifest(Path(path).expanduser())
-    verified = _read_verified(prepared)
-    trusted = [shard.file for shard in prepared.shards if verified.get(shard.file) == _stamp(prepared, shard)]
-    _check_shards(prepared, trusted)
-    if len(trusted) < len(prepared.shards) and os.access(prepared.path, os.W_OK):
+    verified_stamps = _read_verified(prepared)
+    trusted_files = [
+        shard.file for shard in prepared.shards if verified_stamps.get(shard.file) == _stamp(prepared, shard)
+    ]
+    _check_shards(prepared, trusted_files)
+    if len(trusted_files) < len(prepared.shards) and os.access(prepared.path, os.W_OK):
         stamps = {shard.file: _stamp(prepared, shard) for shard in prepared.shards}
         write_atomic(prepared.path / _VERIFIED_FILE, json.dumps(stamps))
     return prepared
@@ -224,14 +226,14 @@ def _describe_other(path: Path) -> str:
     if not path.is_dir():
         return f"it is a file. Pass its folder: {path.parent}." if path.name == MANIFEST_FILE else "it is a file."
     if datasets := sorted(file.parent for file in path.glob(f"*/{MANIFEST_FILE}")):
-        more = f" ({len(datasets) - 1} more)" if len(datasets) > 1 else ""
-        return f"it contains {count_text(len(datasets), 'dataset')}. Pass one of them: {datasets[-1]}{more}."
+        more_text = f" ({len(datasets) - 1} more)" if len(datasets) > 1 else ""
+        return f"it contains {count_text(len(datasets), 'dataset')}. Pass one of them: {datasets[-1]}{more_text}."
     return f"it has no {MANIFEST_FILE}. Pass the path that `valkyrie-data prepare` printed."
 
 
-def _check_shards(prepared: PreparedText, trusted: Sequence[str] = ()) -> None:
+def _check_shards(prepared: PreparedText, trusted_files: Sequence[str] = ()) -> None:
     expected = {shard.file: (shard.tokens * prepared.token_size, shard.sha256) for shard in prepared.shards}
-    if damages := file_problems(prepared.path, expected, trusted):
+    if damages := file_problems(prepared.path, expected, trusted_files):
         raise CorruptShardsError(prepared, damages)
 
 

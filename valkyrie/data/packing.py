@@ -40,7 +40,7 @@ class StreamRows:
             self._parts.append(document)
             self._buffered_tokens += document[1].size
         starts = [self._offset, *[0] * (len(self._parts) - 1)]
-        pieces = [ids[at : at + self._seq + 1] for at, (_, ids) in zip(starts, self._parts, strict=False)]
+        pieces = [ids[start : start + self._seq + 1] for start, (_, ids) in zip(starts, self._parts, strict=False)]
         row = np.concatenate([_EMPTY, *pieces])[: self._seq + 1]
         if row.size <= self._seq:
             self._parts.clear()
@@ -77,10 +77,12 @@ class BestFitRows:
         """Return the next row of seq + 1 tokens. The last row may be shorter, and rows after it are empty."""
         parts, space = [_EMPTY], self._capacity
         while space and self._fill():
-            fitting = bisect_right(self._pool, space, key=_length)
-            if fitting:
-                first = bisect_left(self._pool, self._pool[fitting - 1][0], key=_length)  # the oldest of that size
-                parts.append(self._pool.pop(first)[2][1])
+            fitting_count = bisect_right(self._pool, space, key=_length)
+            if fitting_count:
+                oldest = bisect_left(
+                    self._pool, self._pool[fitting_count - 1][0], key=_length
+                )  # the oldest of that size
+                parts.append(self._pool.pop(oldest)[2][1])
             else:
                 parts.append(self._pool.pop(0)[2][1][:space])
             space -= parts[-1].size
@@ -89,8 +91,8 @@ class BestFitRows:
 
     def position(self) -> LanePosition:
         """Position of the next row."""
-        waiting = sorted(self._pool, key=lambda entry: entry[1])
-        return LanePosition(self._next, pool=tuple(document[0] for _, _, document in waiting))
+        pool_in_order = sorted(self._pool, key=lambda entry: entry[1])
+        return LanePosition(self._next, pool=tuple(document[0] for _, _, document in pool_in_order))
 
     def _fill(self) -> bool:
         while len(self._pool) < self._pool_size and (document := next(self._documents, None)) is not None:
@@ -110,12 +112,12 @@ def _length(entry: tuple[int, int, LaneDocument]) -> int:
     return entry[0]
 
 
-PACKINGS = {Packing.stream: StreamRows, Packing.best_fit: BestFitRows}
+PACKERS = {Packing.stream: StreamRows, Packing.best_fit: BestFitRows}
 
 
-def pack(lane: Lane, seq: int, start: LanePosition) -> StreamRows | BestFitRows:
+def make_packer(lane: Lane, seq: int, start: LanePosition) -> StreamRows | BestFitRows:
     """Return the packer that `data.packing` selects, for the documents of a lane, starting at a position."""
-    return PACKINGS[lane.config.packing](lane, seq, lane.config.pool, start)
+    return PACKERS[lane.config.packing](lane, seq, lane.config.pool, start)
 
 
 def row_batches(lanes: list[StreamRows | BestFitRows], rows_per_lane: int) -> Iterator[list[np.ndarray]]:

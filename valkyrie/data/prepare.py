@@ -16,11 +16,11 @@ import numpy as np
 from valkyrie.checksums import digest
 from valkyrie.data import manifest
 from valkyrie.data.cached import cached_folder
-from valkyrie.data.cut import HASH_RANGE, Census, adjusted_threshold, cut
+from valkyrie.data.cut import HASH_RANGE, Census, adjust_threshold, cut
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
 from valkyrie.data.manifest import UNDECODABLE, PreparedText, Split, open_prepared, read_manifest
-from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
+from valkyrie.data.tokenizer import Tokenizer, load_tokenizer, read_fingerprint
 from valkyrie.data.writer import ShardWriter, encode_all
 
 Progress = Callable[[int, int | None], None]
@@ -28,7 +28,7 @@ Progress = Callable[[int, int | None], None]
 
 _ALGORITHM_VERSION = 2
 """Part of the cache key. Increase it whenever the same text would give different shards."""
-_MAX_LISTED = 10
+_MAX_LISTED_DOCUMENTS = 10
 """Maximum number of documents with undecodable characters that the manifest lists."""
 
 
@@ -77,11 +77,11 @@ def _open_named_folder(config: DocumentConfig, tokenizer: str) -> PreparedText |
     """
     if (path := config.prepared_folder()) is None:
         return None
-    if read_manifest(path).tokenizer_fingerprint != fingerprint_of(tokenizer):
-        saved = read_manifest(path).tokenizer
+    if read_manifest(path).tokenizer_fingerprint != read_fingerprint(tokenizer):
+        saved_tokenizer = read_manifest(path).tokenizer
         raise ValueError(
-            f"{path} was prepared with tokenizer={saved}, not tokenizer={tokenizer}. "
-            f"Set data.tokenizer={saved}, or prepare its source again."
+            f"{path} was prepared with tokenizer={saved_tokenizer}, not tokenizer={tokenizer}. "
+            f"Set data.tokenizer={saved_tokenizer}, or prepare its source again."
         )
     return open_prepared(path)
 
@@ -91,7 +91,7 @@ def _cache_key(config: DocumentConfig, listing: Listing, tokenizer: str) -> str:
         "algorithm": [_ALGORITHM_VERSION, manifest.VERSION],
         "source": config.source,
         "files": listing.signature,
-        "tokenizer": fingerprint_of(tokenizer),
+        "tokenizer": read_fingerprint(tokenizer),
         "split": [config.validation_fraction, config.shard_tokens, config.byte_limit],
         **config.cache_identity(),
     }
@@ -103,10 +103,10 @@ def _write(
 ) -> None:
     threshold, census = int(config.validation_fraction * HASH_RANGE), Census()
     train, validation = _write_shards(config, listing, tokenizer, threshold, census, path, progress)
-    adjusted = adjusted_threshold(config, listing, census, threshold)
-    if adjusted != threshold:  # few documents, all in one split
+    new_threshold = adjust_threshold(config, listing, census, threshold)
+    if new_threshold != threshold:  # few documents, all in one split
         census = Census()
-        train, validation = _write_shards(config, listing, tokenizer, adjusted, census, path, progress)
+        train, validation = _write_shards(config, listing, tokenizer, new_threshold, census, path, progress)
     dtype = _dtype(tokenizer)
     prepared = PreparedText(
         path=path,
@@ -138,8 +138,8 @@ def _write_shards(
     path: Path,
     progress: Progress | None,
 ) -> tuple[Split, ...]:
-    for old in path.iterdir():
-        old.unlink()
+    for old_file in path.iterdir():
+        old_file.unlink()
     dtype = _dtype(tokenizer)
     writers = {name: ShardWriter(path, name, dtype, config.shard_tokens) for name in manifest.SPLITS}
     total = min(listing.bytes, config.byte_limit or listing.bytes) or None
@@ -156,7 +156,7 @@ def _write_shards(
 
 
 def _describe(config: DocumentConfig, listing: Listing, census: Census) -> dict[str, object]:
-    undecodable = dict(sorted(census.undecodable.items(), key=lambda item: -item[1][0])[:_MAX_LISTED])
+    undecodable = dict(sorted(census.undecodable.items(), key=lambda item: -item[1][0])[:_MAX_LISTED_DOCUMENTS])
     files = {
         "files": len(listing.files),
         "file_bytes": listing.bytes,

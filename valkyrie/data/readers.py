@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunk, Language, chunks
+from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunk, Language, split_into_chunks
 from valkyrie.data.records import array_records, record_text, tfrecords
 from valkyrie.data.remote import RemoteFile, reader_suffix
 from valkyrie.host_memory import free_memory
@@ -161,7 +161,7 @@ def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator
         yield from documents
         return
     for document in documents:
-        for number, text in enumerate(chunks(document.text, language), 1):
+        for number, text in enumerate(split_into_chunks(document.text, language), 1):
             yield replace(
                 document,
                 id=f"{document.id}#{number}",
@@ -180,12 +180,12 @@ def count_row_groups(file: File, options: ReadOptions) -> int:
 
 
 def _read_whole(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
-    free = free_memory() if file.size > _LARGE_FILE_BYTES else None
-    if free is not None and _MEMORY_FACTOR * file.size > free:
+    free_bytes = free_memory() if file.size > _LARGE_FILE_BYTES else None
+    if free_bytes is not None and _MEMORY_FACTOR * file.size > free_bytes:
         raise ValueError(
             f"{file.id} has {memory_text(file.size)}. A {file.suffix} file is read whole, which needs "
-            f"{memory_text(_MEMORY_FACTOR * file.size)} of memory, but {memory_text(free)} are free. Split it, or "
-            "write its documents to a .jsonl file, which is read line by line."
+            f"{memory_text(_MEMORY_FACTOR * file.size)} of memory, but {memory_text(free_bytes)} are free. Split it, "
+            "or write its documents to a .jsonl file, which is read line by line."
         )
     yield _decode(file.read(), file.id)
 
@@ -200,9 +200,9 @@ def _read_jsonl_zst(file: File, options: ReadOptions, group: int | None) -> Iter
         import pyarrow as arrow
     except ImportError:
         raise ValueError(f"{file.id}: reading .jsonl.zst {_NEEDS_PYARROW}") from None
-    with file.open() as opened:
+    with file.open() as compressed_file:
         try:
-            with arrow.input_stream(opened, compression="zstd") as stream:
+            with arrow.input_stream(compressed_file, compression="zstd") as stream:
                 yield from _parse_jsonl_lines(io.BufferedReader(stream, 1 << 20), file, options)
         except OSError as error:  # Arrow's error for a stream that is damaged or cut short
             raise ValueError(f"{file.id} is not a readable .zst file, or is cut short: {error}") from None
@@ -218,10 +218,10 @@ def _parse_jsonl_lines(lines: Any, file: File, options: ReadOptions) -> Iterator
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is not JSON ({error}). A .jsonl file has one object on every line.") from None
         if not isinstance(row, dict) or options.field not in row:
-            has = (
+            row_text = (
                 f"has the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"is {_JSON_KINDS[type(row)]}"
             )
-            raise ValueError(f"{name} has no text under data.field={options.field}. It {has}.")
+            raise ValueError(f"{name} has no text under data.field={options.field}. It {row_text}.")
         text = row[options.field]
         if not isinstance(text, str):
             raise ValueError(
@@ -258,18 +258,18 @@ def _parquet(file: File, options: ReadOptions) -> Iterator[Any]:
         from pyarrow import parquet
     except ImportError:
         raise ValueError(f"{file.id}: reading .parquet {_NEEDS_PYARROW}") from None
-    with file.open() as opened:
+    with file.open() as opened_file:
         try:
-            table = parquet.ParquetFile(file.path if isinstance(file, SourceFile) else opened)
+            table = parquet.ParquetFile(file.path if isinstance(file, SourceFile) else opened_file)
         except (arrow.ArrowInvalid, OSError) as error:
             raise ValueError(f"{file.id} is not a readable .parquet file, or is cut short: {error}") from None
         with table:
             schema = table.schema_arrow
-            texts = [field.name for field in schema if _is_text(arrow.types, field.type)]
-            if options.column not in texts:
+            text_columns = [field.name for field in schema if _is_text(arrow.types, field.type)]
+            if options.column not in text_columns:
                 raise ValueError(
                     f"{file.id} has no text column data.column={options.column}. Text columns: "
-                    f"{', '.join(texts) or 'none'}. All columns: {', '.join(schema.names)}."
+                    f"{', '.join(text_columns) or 'none'}. All columns: {', '.join(schema.names)}."
                 )
             yield table
 
@@ -280,8 +280,8 @@ def _is_text(types: Any, kind: Any) -> bool:
 
 
 def _read_tfrecord(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
-    with file.open() as opened:
-        yield from _parse_records(tfrecords(opened, file.id), file, options)
+    with file.open() as opened_file:
+        yield from _parse_records(tfrecords(opened_file, file.id), file, options)
 
 
 def _read_array_record(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:

@@ -96,8 +96,8 @@ def reader_suffix(name: str) -> str:
 
     Ignores shard numbers: the suffix of `x.tfrecord-00001-of-00010` is `.tfrecord`.
     """
-    kinds = PurePosixPath(re.sub(r"-\d+-of-\d+$", "", name.lower())).suffixes
-    return "".join(kinds[-2:]) if kinds[-2:] == [".jsonl", ".zst"] else kinds[-1] if kinds else ""
+    suffixes = PurePosixPath(re.sub(r"-\d+-of-\d+$", "", name.lower())).suffixes
+    return "".join(suffixes[-2:]) if suffixes[-2:] == [".jsonl", ".zst"] else suffixes[-1] if suffixes else ""
 
 
 def list_remote(pattern: str) -> list[RemoteFile]:

@@ -29,7 +29,7 @@ from valkyrie.data.cut import split_into_pieces
 from valkyrie.data.files import list_paths
 from valkyrie.data.readers import File, count_row_groups, read
 from valkyrie.data.sources.parquet_stream import Config
-from valkyrie.data.tokenizer import fingerprint_of, load_tokenizer, vocab_size_of
+from valkyrie.data.tokenizer import load_tokenizer, read_fingerprint, read_vocab_size
 from valkyrie.processes.team import ALONE, Team
 
 MAX_LANES = 16
@@ -100,19 +100,19 @@ class StreamedText:
         Raises ValueError if `data.lanes` does not divide `batch` or exceeds the number of training units.
         """
         lanes = self.config.lanes
-        most = min(lanes or MAX_LANES, len(self.train), batch)
-        nearest = next(count for count in range(most, 0, -1) if batch % count == 0)
+        most_lanes = min(lanes or MAX_LANES, len(self.train), batch)
+        nearest_count = next(count for count in range(most_lanes, 0, -1) if batch % count == 0)
         if lanes is None:
-            return nearest
+            return nearest_count
         if batch % lanes:
             raise ValueError(
                 f"data.lanes={lanes} does not divide batch={batch}, but every lane fills the same number of rows. "
-                f"Use data.lanes={nearest}."
+                f"Use data.lanes={nearest_count}."
             )
         if lanes > len(self.train):
             raise ValueError(
                 f"data.lanes={lanes} exceeds the number of row groups or files for training, {len(self.train)}. "
-                f"Use data.lanes={nearest}."
+                f"Use data.lanes={nearest_count}."
             )
         return lanes
 
@@ -143,32 +143,32 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedT
     config.raise_problems()
     files = list_paths(config.paths, config.read_options).files
     if config.val_paths:
-        held_out = list_paths(config.val_paths, config.read_options, "data.val_paths").files
-        names = {file.id for file in held_out}
-        files = [file for file in files if file.id not in names]
+        validation_files = list_paths(config.val_paths, config.read_options, "data.val_paths").files
+        validation_ids = {file.id for file in validation_files}
+        files = [file for file in files if file.id not in validation_ids]
         if not files:
             raise ValueError("data.val_paths includes every file of data.paths, so none is left for training.")
-        train, validation = _units(files, config), _units(held_out, config)
+        train, validation = _units(files, config), _units(validation_files, config)
     elif len(files) > 1:
         train, validation = _units(files[:-1], config), _units(files[-1:], config)
     else:
         units = _units(files, config)
         train, validation = units[:-1], units[-1:]
-    for units, what, key in ((train, "training", "data.paths"), (validation, "validation", "data.val_paths")):
+    for units, purpose, key in ((train, "training", "data.paths"), (validation, "validation", "data.val_paths")):
         if not units:
             remedy = f"{key}." if config.val_paths else "data.paths, or set data.val_paths=[FILES]."
-            raise ValueError(f"data={config.name} has no file or row group left for {what}. Add a file to {remedy}")
+            raise ValueError(f"data={config.name} has no file or row group left for {purpose}. Add a file to {remedy}")
     unit_ids = [[unit.file.id.rpartition("/")[2], unit.file.size, unit.group] for unit in (*train, *validation)]
     language = config.language.value if config.language else None
     chunking = [config.chunk.value, language]
-    identity = [unit_ids, len(train), config.column, config.field, *chunking, fingerprint_of(tokenizer)]
+    identity = [unit_ids, len(train), config.column, config.field, *chunking, read_fingerprint(tokenizer)]
     return StreamedText(
         config.name,
         digest(identity)[:32],
         config,
         tokenizer,
-        fingerprint_of(tokenizer),
-        vocab_size_of(tokenizer),
+        read_fingerprint(tokenizer),
+        read_vocab_size(tokenizer),
         load_tokenizer(tokenizer).bos_id,
         train,
         validation,
@@ -177,13 +177,13 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedT
 
 
 def _units(files: Sequence[File], config: Config) -> tuple[Unit, ...]:
-    def groups(file: File) -> list[Unit]:
+    def list_units(file: File) -> list[Unit]:
         if file.suffix != ".parquet":
             return [Unit(file, None)]
         return [Unit(file, group) for group in range(count_row_groups(file, config.read_options))]
 
     with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
-        return tuple(unit for units in pool.map(groups, files) for unit in units)
+        return tuple(unit for units in pool.map(list_units, files) for unit in units)
 
 
 @dataclass(frozen=True)
@@ -219,39 +219,39 @@ class Lane:
         texts: dict[DocumentPosition, str] = {}
         requested = set(positions)
         for epoch, unit in sorted({(position.epoch, position.unit) for position in positions}):
-            last = max(position.document for position in positions if position[:2] == (epoch, unit))
-            for number, text in enumerate(islice(self._unit(epoch, unit), last + 1)):
+            last_document = max(position.document for position in positions if position[:2] == (epoch, unit))
+            for number, text in enumerate(islice(self._unit(epoch, unit), last_document + 1)):
                 if (position := DocumentPosition(epoch, unit, number)) in requested:
                     texts[position] = text
         return [*self._encode(iter([(position, texts[position]) for position in positions]))]
 
     def _read_texts(self, start: DocumentPosition) -> Iterator[tuple[DocumentPosition, str]]:
-        epoch, first, document = start
+        epoch, first_unit, first_document = start
         while True:
-            has_text = first > 0 or document > 0
-            for unit in range(first, len(self._order(epoch))):
+            has_text = first_unit > 0 or first_document > 0
+            for unit in range(first_unit, len(self._order(epoch))):
                 for number, text in enumerate(self._unit(epoch, unit)):
                     has_text = True
-                    if number >= document:
+                    if number >= first_document:
                         yield DocumentPosition(epoch, unit, number), text
-                document = 0
+                first_document = 0
             if self.seed is None:
                 return
             if not has_text:
                 raise ValueError(self._no_text_message(epoch))
-            epoch, first = epoch + 1, 0
+            epoch, first_unit = epoch + 1, 0
 
     def _no_text_message(self, epoch: int) -> str:
         order = self._order(epoch)
         first_file = self.units[order[0]].file.id
-        lane, remedy = "", "Add a file with text"
+        lane_text, remedy = "", "Add a file with text"
         if self.lanes > 1:
-            lane = f" of lane {self.number + 1} of {self.lanes}"
+            lane_text = f" of lane {self.number + 1} of {self.lanes}"
             remedy = f"Remove the empty files, or set data.lanes below {self.lanes}"
         if len(order) == 1:
-            fault = f"{first_file}, the only file or row group{lane}, has no text"
+            fault = f"{first_file}, the only file or row group{lane_text}, has no text"
         else:
-            fault = f"none of the {len(order)} files or row groups{lane} ({first_file}, ...) has text"
+            fault = f"none of the {len(order)} files or row groups{lane_text} ({first_file}, ...) has text"
         return f"data={self.config.name}: {fault}. {remedy}."
 
     def _encode(self, texts: Iterator[tuple[DocumentPosition, str]]) -> Iterator[LaneDocument]:

@@ -13,7 +13,7 @@ import numpy as np
 from absl import flags
 
 from valkyrie.data.batches import Batch, BatchPlan, Loader, RowPosition, make_batch
-from valkyrie.data.packing import pack, row_batches
+from valkyrie.data.packing import make_packer, row_batches
 from valkyrie.data.stream import Lane, LanePosition, StreamedText
 from valkyrie.records import decode, encode
 
@@ -107,8 +107,10 @@ class StreamLoader(Loader[StreamPosition]):
             lanes, positions = self._lanes[worker::count], self._positions[worker::count]
             rows = _LaneRows(lanes, _Positions(tuple(positions)), self._seq, self._rows_per_lane, self._data.bos_id)
             options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=_BATCHES_AHEAD)
-            prefetched = rows.mp_prefetch(options, worker_init_fn=_ignore_interrupts) if self._workers else None
-            datasets.append(prefetched or grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=2))
+            prefetched_rows = rows.mp_prefetch(options, worker_init_fn=_ignore_interrupts) if self._workers else None
+            datasets.append(
+                prefetched_rows or grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=2)
+            )
         return datasets
 
     def _join(self, parts: list[np.ndarray]) -> np.ndarray:
@@ -127,10 +129,15 @@ class StreamLoader(Loader[StreamPosition]):
 
         All processes must call this, because each process knows only its own lanes.
         """
-        mine = {str(lane): encode(position) for lane, position in zip(self._my_lanes, self._positions, strict=True)}
+        my_positions = {
+            str(lane): encode(position) for lane, position in zip(self._my_lanes, self._positions, strict=True)
+        }
         places: dict[str, LanePosition | None] = {}
-        for theirs in self._data.team.exchange("positions of the lanes", mine):
-            places |= {lane: position and decode(LanePosition, position, lane) for lane, position in theirs.items()}
+        for positions_of_process in self._data.team.exchange("positions of the lanes", my_positions):
+            places |= {
+                lane: position and decode(LanePosition, position, lane)
+                for lane, position in positions_of_process.items()
+            }
         return replace(super().position(), places=places)
 
     def go_to(self, position: StreamPosition) -> None:
@@ -189,7 +196,7 @@ class _LaneRowsIterator(grain.DatasetIterator):
     def _go_to(self, start: _Positions) -> None:
         rows = self._rows
         self._lanes = [
-            pack(lane, rows.seq, position or LanePosition())
+            make_packer(lane, rows.seq, position or LanePosition())
             for lane, position in zip(rows.lanes, start.lanes, strict=True)
         ]
         self._batches, self._positions = row_batches(self._lanes, rows.rows_per_lane), start

@@ -16,13 +16,13 @@ def map_ahead(
 ) -> Iterator[Output]:
     """Yield `function(item)` of every item in order. `workers` threads compute up to `ahead` results in advance."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="valkyrie-data")
-    waiting: deque[Future[Output]] = deque()
+    futures: deque[Future[Output]] = deque()
     try:
         for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            futures.append(pool.submit(function, item))
+            if len(futures) > ahead:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,6 +1,6 @@
 """Finds and loads tokenizers: bytes, the packaged GPT-2 vocabulary, any tiktoken encoding, files, and trained ones.
 
-`fingerprint_of` does not load a vocabulary, so that a cached dataset opens quickly.
+`read_fingerprint` does not load a vocabulary, so that a cached dataset opens quickly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ByteTokenizer(Tokenizer):
     bos_id = 256
 
     def __init__(self) -> None:
-        self.fingerprint = fingerprint_of("bytes")
+        self.fingerprint = read_fingerprint("bytes")
         self.token_bytes = (np.arange(BYTES_VOCAB) < self.bos_id).astype(np.int32)
 
     def encode_ordinary(self, text: str) -> np.ndarray:
@@ -66,17 +66,17 @@ def load_tokenizer(name: str) -> Tokenizer:
     file = _find_file(name)
     if file is not None:
         if file.pattern is None:
-            return load_json(name, file.path, fingerprint_of(name))
+            return load_json(name, file.path, read_fingerprint(name))
         return _from_ranks(name, _parse_ranks(file.path.read_bytes(), str(file.path)), file.pattern)
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
-        packed = (Path(__file__).parent / "gpt2.tiktoken.xz").read_bytes()
-        return _from_ranks(name, _parse_ranks(lzma.decompress(packed), "gpt2.tiktoken.xz"), "r50k")
+        compressed_ranks = (Path(__file__).parent / "gpt2.tiktoken.xz").read_bytes()
+        return _from_ranks(name, _parse_ranks(lzma.decompress(compressed_ranks), "gpt2.tiktoken.xz"), "r50k")
     return _from_tiktoken(name)
 
 
-def vocab_size_of(name: str) -> int:
+def read_vocab_size(name: str) -> int:
     """Return the vocabulary size of a tokenizer.
 
     Loads the tokenizer only if it is a .tiktoken file or an encoding that is not in `VOCAB_SIZES`.
@@ -87,7 +87,7 @@ def vocab_size_of(name: str) -> int:
     return json_vocab_size(file.path) if file and file.pattern is None else load_tokenizer(name).vocab_size
 
 
-def fingerprint_of(name: str) -> str:
+def read_fingerprint(name: str) -> str:
     """Return the fingerprint of a tokenizer: a hash of its file or, for `bytes` and tiktoken encodings, of its name.
 
     The fingerprint of `gpt2` also covers the packaged vocabulary. Raises ValueError if there is no such tokenizer.
@@ -109,7 +109,7 @@ def check_tokenizer_name(name: str) -> None:
 
 def tokenizer_identity(name: str) -> dict[str, str]:
     """Return a dict with the `name` and `fingerprint` of a tokenizer, as stored in checkpoints."""
-    return {"name": name, "fingerprint": name if name == NO_TOKENIZER else fingerprint_of(name)}
+    return {"name": name, "fingerprint": name if name == NO_TOKENIZER else read_fingerprint(name)}
 
 
 def _find_file(name: str) -> _TokenizerFile | None:
@@ -138,19 +138,21 @@ def _find_file(name: str) -> _TokenizerFile | None:
     return None
 
 
-def _parse_ranks(data: bytes, what: str) -> dict[bytes, int]:
+def _parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(data.splitlines(), 1):
+    for line_number, line in enumerate(data.splitlines(), 1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise ValueError(
-                f"{what}, line {number}: expected a base64 token and its rank, not {line[:60]!r}."
+                f"{source}, line {line_number}: expected a base64 token and its rank, not {line[:60]!r}."
             ) from None
-    missing = [value for value in range(256) if bytes([value]) not in ranks]
-    if missing:
-        raise ValueError(f"{what} lacks {len(missing)} of the 256 single bytes, so it cannot encode every text.")
+    missing_bytes = [value for value in range(256) if bytes([value]) not in ranks]
+    if missing_bytes:
+        raise ValueError(
+            f"{source} lacks {len(missing_bytes)} of the 256 single bytes, so it cannot encode every text."
+        )
     return ranks
 
 
@@ -159,7 +161,7 @@ def _from_ranks(name: str, ranks: dict[bytes, int], pattern: str) -> TiktokenTok
     encoding = tiktoken.Encoding(
         name, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={END_OF_TEXT: bos_id}
     )
-    return TiktokenTokenizer(name, encoding, bos_id, fingerprint_of(name))
+    return TiktokenTokenizer(name, encoding, bos_id, read_fingerprint(name))
 
 
 def _from_tiktoken(name: str) -> TiktokenTokenizer:
@@ -177,4 +179,4 @@ def _from_tiktoken(name: str) -> TiktokenTokenizer:
             f"tokenizer={name} has no {END_OF_TEXT}, which would mark the beginning of a document. Use gpt2 or "
             "cl100k_base."
         )
-    return TiktokenTokenizer(name, encoding, encoding.encode_single_token(END_OF_TEXT), fingerprint_of(name))
+    return TiktokenTokenizer(name, encoding, encoding.encode_single_token(END_OF_TEXT), read_fingerprint(name))

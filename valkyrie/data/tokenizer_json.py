@@ -34,9 +34,9 @@ _CATEGORY_SAMPLES += "\u20ac\xa6\U0001f600\xad\u200b\u2028\u2029\u0378\ue000\x85
 _PROBE_CHARACTERS = [*map(chr, range(128)), *_CATEGORY_SAMPLES]
 """ASCII, and at least one character of each Unicode category."""
 _MAX_IDS = 2**24
-_ELSEWHERE = "--save PATH.json"
+_OTHER_PATH_OPTION = "--save PATH.json"
 """The option that writes a tokenizer to another disk, for messages."""
-_INSTALL = "Install it with `uv sync --extra tokenizers` in the clone, or with `uv pip install tokenizers`."
+_INSTALL_HINT = "Install it with `uv sync --extra tokenizers` in the clone, or with `uv pip install tokenizers`."
 
 
 def json_path(name: str) -> Path | None:
@@ -49,8 +49,8 @@ def json_path(name: str) -> Path | None:
         if not path.is_file():
             raise ValueError(f"tokenizer={name}: there is no file {path} (looked from {Path.cwd()}).")
         return path
-    if "/" not in name and (trained := trained_path(name)).is_file():
-        return trained
+    if "/" not in name and (trained_file := trained_path(name)).is_file():
+        return trained_file
     return path / "tokenizer.json" if (path / "tokenizer.json").is_file() else None
 
 
@@ -137,15 +137,15 @@ def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
     if reading it needs the package tokenizers, which is not installed.
     """
     content = _read(path)
-    added = {token.content: token.id for token in content.added_tokens}
-    bos_id = next((added[bos] for bos in _BOS_TOKENS if bos in added), None)
+    added_ids = {token.content: token.id for token in content.added_tokens}
+    bos_id = next((added_ids[bos] for bos in _BOS_TOKENS if bos in added_ids), None)
     if bos_id is None:
         raise ValueError(
             f"tokenizer={name} has no known token for the beginning of a document. Its special tokens: "
-            f"{', '.join(added) or 'none'}. Add {alternatives(None, _BOS_TOKENS)} to its "
+            f"{', '.join(added_ids) or 'none'}. Add {alternatives(None, _BOS_TOKENS)} to its "
             "added_tokens, or use another tokenizer."
         )
-    encoding = _as_tiktoken(name, content, added)
+    encoding = _as_tiktoken(name, content, added_ids)
     if encoding is not None:
         return TiktokenTokenizer(name, encoding, bos_id, fingerprint)
     return _HuggingFaceTokenizer(name, path, content, bos_id, fingerprint)
@@ -173,8 +173,8 @@ class _HuggingFaceTokenizer(Tokenizer):
         self.token_bytes: Int32[np.ndarray, " vocab"] = np.array([len(value) for value in self._bytes], np.int32)
 
     def encode_ordinary(self, text: str) -> np.ndarray:
-        clean = text.encode("utf-8", errors="replace").decode("utf-8")
-        return np.array(self._encoder.encode(clean, add_special_tokens=False).ids, np.uint32)
+        valid_text = text.encode("utf-8", errors="replace").decode("utf-8")
+        return np.array(self._encoder.encode(valid_text, add_special_tokens=False).ids, np.uint32)
 
     def decode_bytes(self, ids: Ids) -> bytes:
         return b"".join(self._bytes[i] for i in checked_ids(ids, self))
@@ -227,17 +227,17 @@ def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) 
     )
     tokenizer.train_from_iterator(iter(texts), trainer)
     tokenizer.add_special_tokens([BOS])
-    with disk_errors(path, _ELSEWHERE):
+    with disk_errors(path, _OTHER_PATH_OPTION):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, tokenizer.to_str(pretty=True), _ELSEWHERE)
+    write_atomic(path, tokenizer.to_str(pretty=True), _OTHER_PATH_OPTION)
     return tokenizer.get_vocab_size(with_added_tokens=True)
 
 
-def _import_tokenizers(what: str) -> Any:
+def _import_tokenizers(purpose: str) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ValueError(f"{what} needs the package tokenizers. {_INSTALL}") from None
+        raise ValueError(f"{purpose} needs the package tokenizers. {_INSTALL_HINT}") from None
     return tokenizers
 
 
@@ -249,8 +249,8 @@ def _without_possessives(pattern: str) -> str:
 def _read(path: Path) -> _TokenizerJson:
     try:
         content = read_record(_TokenizerJson, path)
-        if wrong := [i for i in content.ids if not 0 <= i < _MAX_IDS]:
-            raise RecordError(str(path), "", f"the id {wrong[0]} is not in 0 to {_MAX_IDS - 1}")
+        if invalid_ids := [i for i in content.ids if not 0 <= i < _MAX_IDS]:
+            raise RecordError(str(path), "", f"the id {invalid_ids[0]} is not in 0 to {_MAX_IDS - 1}")
         return content
     except RecordError as error:
         refuse_git_lfs_pointer(path, "the tokenizer")
@@ -258,29 +258,31 @@ def _read(path: Path) -> _TokenizerJson:
         raise ValueError(f"tokenizer={path} is not a tokenizer.json of Hugging Face ({reason}).") from None
 
 
-def _as_tiktoken(name: str, content: _TokenizerJson, added: Mapping[str, int]) -> tiktoken.Encoding | None:
+def _as_tiktoken(name: str, content: _TokenizerJson, added_ids: Mapping[str, int]) -> tiktoken.Encoding | None:
     """Return an equivalent tiktoken encoding, or None if the file is not a byte-level BPE that tiktoken can run."""
     model, pattern = content.model, _split_pattern(content)
-    plain = not (model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix)
-    if model.type != "BPE" or not isinstance(model.vocab, dict) or not plain:
+    is_plain = not (model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix)
+    if model.type != "BPE" or not isinstance(model.vocab, dict) or not is_plain:
         return None
     if pattern is None or content.normalizer is not None:
         return None
     if not all(token.special for token in content.added_tokens):
         return None
-    table, vocabulary = _bytes_by_character(), {t: i for t, i in model.vocab.items() if t not in added}
+    table, vocabulary = _bytes_by_character(), {t: i for t, i in model.vocab.items() if t not in added_ids}
     if not all(character in vocabulary for character in table) or any(set(t) - table.keys() for t in vocabulary):
         return None
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else pair for pair in model.merges]
-    ids = [*vocabulary.values(), *added.values()]
+    ids = [*vocabulary.values(), *added_ids.values()]
     if any(len(pair) != 2 for pair in pairs) or len({*ids}) != len(ids):
         return None
-    order = [vocabulary.get(first + second, -1) for first, second in pairs]
-    if len(pairs) != len(vocabulary) - len(table) or any(a >= b for a, b in zip(order, order[1:], strict=False)):
+    merged_ids = [vocabulary.get(first + second, -1) for first, second in pairs]
+    if len(pairs) != len(vocabulary) - len(table) or any(
+        a >= b for a, b in zip(merged_ids, merged_ids[1:], strict=False)
+    ):
         return None
     ranks = {bytes(table[character] for character in token): rank for token, rank in vocabulary.items()}
     try:
-        encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(added))
+        encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(added_ids))
     except ValueError:  # a pattern of another engine
         return None
     return encoding if _keeps_text(encoding) else None
@@ -304,16 +306,16 @@ def _keeps_text(encoding: tiktoken.Encoding) -> bool:
 def _split_pattern(content: _TokenizerJson) -> str | None:
     """Return the pattern that a byte-level tokenizer splits text with, or None for a tokenizer of another kind."""
     steps = content.pre_tokenizer.steps if content.pre_tokenizer else ()
-    *before, last = steps or (_Step(),)
-    if last.type != "ByteLevel" or last.add_prefix_space:
+    *first_steps, last_step = steps or (_Step(),)
+    if last_step.type != "ByteLevel" or last_step.add_prefix_space:
         return None
-    if not before and last.use_regex:
+    if not first_steps and last_step.use_regex:
         return PATTERNS["r50k"]
-    if last.use_regex or [step.type for step in before] != ["Split"]:
+    if last_step.use_regex or [step.type for step in first_steps] != ["Split"]:
         return None
-    split = before[0]
-    isolated = split.behavior == "Isolated" and not split.invert
-    return (split.pattern or {}).get("Regex") if isolated else None
+    split = first_steps[0]
+    is_isolated = split.behavior == "Isolated" and not split.invert
+    return (split.pattern or {}).get("Regex") if is_isolated else None
 
 
 def _bytes_by_id(name: str, content: _TokenizerJson, encoder: Any) -> list[bytes]:
@@ -327,9 +329,9 @@ def _bytes_by_id(name: str, content: _TokenizerJson, encoder: Any) -> list[bytes
             f"tokenizer={name} is a {content.model.type} tokenizer that drops spaces, so decoding cannot restore the "
             "text. Use a byte-level BPE or a SentencePiece tokenizer."
         )
-    special = {token.id for token in content.added_tokens if token.special}
+    special_ids = {token.id for token in content.added_tokens if token.special}
     ids = range(content.vocab_size)
-    return [b"" if i in special else _token_bytes(encoder.id_to_token(i) or "", kinds) for i in ids]
+    return [b"" if i in special_ids else _token_bytes(encoder.id_to_token(i) or "", kinds) for i in ids]
 
 
 def _token_bytes(token: str, kinds: set[str]) -> bytes:

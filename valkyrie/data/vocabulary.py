@@ -105,9 +105,9 @@ def checked_ids(ids: Ids, tokenizer: Tokenizer) -> np.ndarray:
     """Return ids as a one-dimensional int64 array. Raises ValueError if an id is not in 0 to `vocab_size` - 1."""
     array = np.asarray(ids, dtype=np.int64).reshape(-1)
     if array.size and not (array.min() >= 0 and array.max() < tokenizer.vocab_size):
-        wrong = array[(array < 0) | (array >= tokenizer.vocab_size)][0]
+        invalid_id = array[(array < 0) | (array >= tokenizer.vocab_size)][0]
         raise ValueError(
-            f"token id {wrong} is outside the {tokenizer.vocab_size} ids of tokenizer={tokenizer.name}. "
+            f"token id {invalid_id} is outside the {tokenizer.vocab_size} ids of tokenizer={tokenizer.name}. "
             f"Mask the padding of the vocabulary before sampling."
         )
     return array

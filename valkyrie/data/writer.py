@@ -39,7 +39,7 @@ def encode(
     `token_bytes` has the number of bytes of each token, to compute the size of documents that are given as tokens.
     """
     bos = np.array([tokenizer.bos_id], dtype)
-    encoded = []
+    encoded_documents = []
     for split in dict.fromkeys(piece.split for piece in pieces):
         parts: list[np.ndarray] = []
         documents = size = 0
@@ -55,8 +55,8 @@ def encode(
             else:
                 parts.append(piece.content.astype(dtype))
                 size += int(token_bytes[piece.content].sum())
-        encoded.append(EncodedDocuments(split, np.concatenate(parts), documents, size))
-    return encoded
+        encoded_documents.append(EncodedDocuments(split, np.concatenate(parts), documents, size))
+    return encoded_documents
 
 
 def encode_all(
@@ -64,8 +64,8 @@ def encode_all(
 ) -> Iterator[EncodedDocuments]:
     """Encode pieces in order with `workers` threads. Groups of about `PIECE_CHARS` characters are encoded together."""
     function = partial(encode, tokenizer=tokenizer, token_bytes=tokenizer.token_bytes, dtype=dtype)
-    for encoded in map_ahead(function, _groups(pieces), workers=workers, ahead=2 * workers):
-        yield from encoded
+    for encoded_documents in map_ahead(function, _groups(pieces), workers=workers, ahead=2 * workers):
+        yield from encoded_documents
 
 
 def _groups(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
@@ -111,11 +111,11 @@ class ShardWriter:
         self.documents += tokens.documents
         self.bytes += tokens.bytes
         self.tokens += tokens.ids.size
-        rest = tokens.ids
-        while rest.size:
+        remaining_ids = tokens.ids
+        while remaining_ids.size:
             if self._file is None:
                 self._file = (self._path / self._name()).open("wb")
-            part, rest = np.split(rest, [self._shard_tokens - self._tokens_in_shard])
+            part, remaining_ids = np.split(remaining_ids, [self._shard_tokens - self._tokens_in_shard])
             data = part.astype(self._dtype).tobytes()
             self._file.write(data)
             self._hash.update(data)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from valkyrie.config.explain import explain
-from valkyrie.config.refusals import problem_from_error, unknown_key
+from valkyrie.config.refusals import describe_unknown_key, problem_from_error
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.problems import Problem, ProblemCode, check_range, first_line, refuse
@@ -147,7 +147,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
         try:
             config_node = OmegaConf.merge(config_node, {str(name): value})
         except (ConfigKeyError, ConfigAttributeError) as error:
-            problems.append(unknown_key(f"{SPACE}.{error.full_key}", error.parent_node))
+            problems.append(describe_unknown_key(f"{SPACE}.{error.full_key}", error.parent_node))
         except OmegaConfBaseException as error:
             problem = problem_from_error(error)
             problems.append(replace(problem, key=f"{SPACE}.{problem.key}", text=f"{SPACE}.{problem}"))

@@ -90,12 +90,12 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
 
     Raises ValueError if the task has no text, or if the tokenizer has more ids than the model's vocabulary.
     """
-    from valkyrie.data.tokenizer import load_tokenizer, vocab_size_of
+    from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size
 
     if not run.task.is_text:
         raise ValueError(f"model={run.model.name} has no tokenizer and cannot continue text: it solves puzzles.")
 
-    ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
+    ids, rows = read_vocab_size(run.tokenizer), run.model.vocab_size
     if ids > rows:
         key = "data.tokenizer" if run.tokenizer != run.model.tokenizer else "model.tokenizer"
         resume = run.config.resume

@@ -56,7 +56,7 @@ class Config(CorpusConfig):
 
 def _list_zip(archive: Path) -> Iterator[SourceFile]:
     mtime_ns = archive.stat().st_mtime_ns
-    with zipfile.ZipFile(archive) as opened:
-        for info in opened.infolist():
+    with zipfile.ZipFile(archive) as zip_file:
+        for info in zip_file.infolist():
             if info.filename.endswith(".py") and not _SKIPPED.intersection(Path(info.filename).parts):
                 yield SourceFile(info.filename, archive, info.file_size, mtime_ns, info.filename)

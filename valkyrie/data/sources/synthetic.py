@@ -25,7 +25,7 @@ MAX_STATES = 224
 """Maximum number of states: the byte values from `FIRST_ID` to 255."""
 FIRST_ID = 32
 """First token id used by the chain: the space. Printable ASCII characters follow."""
-_BLOCK = 512
+_DOCUMENTS_PER_BLOCK = 512
 
 
 @dataclass
@@ -65,16 +65,16 @@ class Config(DocumentConfig):
         from valkyrie.data.cut import TokenDocument
 
         rng = np.random.default_rng(self.generator_seed)
-        choices = np.argsort(rng.random((self.states, self.states)), axis=1)[:, : len(SUCCESSOR_WEIGHTS)]
+        successors = np.argsort(rng.random((self.states, self.states)), axis=1)[:, : len(SUCCESSOR_WEIGHTS)]
         bounds = np.cumsum(SUCCESSOR_WEIGHTS)[:-1]
-        for start in range(0, self.documents, _BLOCK):
-            count = min(_BLOCK, self.documents - start)
+        for start in range(0, self.documents, _DOCUMENTS_PER_BLOCK):
+            count = min(_DOCUMENTS_PER_BLOCK, self.documents - start)
             lengths = rng.integers(self.mean_length // 2, self.mean_length * 3 // 2 + 1, count)
             states = np.empty((count, int(lengths.max())), np.int64)
             states[:, 0] = rng.integers(0, self.states, count)
-            picks = np.searchsorted(bounds, rng.random(states.shape), side="right")
+            successor_indices = np.searchsorted(bounds, rng.random(states.shape), side="right")
             for position in range(1, states.shape[1]):
-                states[:, position] = choices[states[:, position - 1], picks[:, position]]
+                states[:, position] = successors[states[:, position - 1], successor_indices[:, position]]
             for row in range(count):
                 yield TokenDocument(f"synthetic:{start + row}", states[row, : lengths[row]] + FIRST_ID)
 

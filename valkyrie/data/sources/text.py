@@ -55,8 +55,8 @@ class Config(CorpusConfig):
         return {"paths": self.paths}
 
     def is_single_text(self, listing: Listing) -> bool:
-        one_file = len(listing.files) == 1 and listing.files[0].suffix in SINGLE_DOCUMENT_SUFFIXES
-        return one_file and self.chunk is Chunk.whole
+        is_single_file = len(listing.files) == 1 and listing.files[0].suffix in SINGLE_DOCUMENT_SUFFIXES
+        return is_single_file and self.chunk is Chunk.whole
 
     def prepared_folder(self) -> Path | None:
         from valkyrie.data.manifest import MANIFEST_FILE

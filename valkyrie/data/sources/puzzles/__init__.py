@@ -18,7 +18,7 @@ from valkyrie.processes.team import ALONE, Team
 if TYPE_CHECKING:
     from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
 
-ALL = 1_000_000_000
+ALL_PUZZLES = 1_000_000_000
 """Sample size that includes every puzzle."""
 
 
@@ -42,14 +42,14 @@ class SampleConfig:
         seed: seed of the sample.
     """
 
-    train: int = ALL
-    validation: int = ALL
+    train: int = ALL_PUZZLES
+    validation: int = ALL_PUZZLES
     guesses: int = 0
     seed: int = 0
 
     def problems(self) -> list[Problem]:
-        counts = {"train": 1, "validation": 1, "guesses": 0, "seed": 0}
-        checks = (check_range(f"data.sudoku.{key}", getattr(self, key), least=least) for key, least in counts.items())
+        minima = {"train": 1, "validation": 1, "guesses": 0, "seed": 0}
+        checks = (check_range(f"data.sudoku.{key}", getattr(self, key), least=least) for key, least in minima.items())
         return [problem for problems in checks for problem in problems]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.records import RecordError, read_record
 
-METADATA = "dataset.json"
+METADATA_FILE = "dataset.json"
 _INDICES = ("puzzle_identifiers", "puzzle_indices", "group_indices")
 FOLDERS = {"train": "train", "validation": "test"}
 """The folder of each split."""
@@ -119,16 +119,21 @@ def open_puzzles(path: Path, name: str, side: int | None = None) -> PreparedPuzz
     splits = {split: _open_split(path / folder) for split, folder in FOLDERS.items()}
     train, validation = splits["train"], splits["validation"]
     for key, attribute in (("seq_len", "cells"), ("vocab_size", "vocab_size")):
-        ours, theirs = getattr(train, attribute), getattr(validation, attribute)
-        if ours != theirs:
-            raise ValueError(f"{path}: {key} is {ours} in train/{METADATA}, but {theirs} in test/{METADATA}.")
+        training_size, validation_size = getattr(train, attribute), getattr(validation, attribute)
+        if training_size != validation_size:
+            raise ValueError(
+                f"{path}: {key} is {training_size} in train/{METADATA_FILE}, but {validation_size} in "
+                f"test/{METADATA_FILE}."
+            )
     return PreparedPuzzles(path.resolve(), name, _content_hash(path), train, validation, side)
 
 
 def _open_split(path: Path) -> PuzzleSplit:
-    file = path / METADATA
+    file = path / METADATA_FILE
     if not file.is_file():
-        raise ValueError(f"{file} is missing. A folder of puzzles needs train/{METADATA} and test/{METADATA}.")
+        raise ValueError(
+            f"{file} is missing. A folder of puzzles needs train/{METADATA_FILE} and test/{METADATA_FILE}."
+        )
     try:
         metadata = read_record(_Metadata, file)
     except RecordError:
@@ -157,8 +162,8 @@ def _load(file: Path) -> np.ndarray:
         return np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError):
         raise ValueError(
-            f'{file} is missing or not a NumPy array, but "sets" in {METADATA} lists it. Restore the file, or remove '
-            'its set from "sets".'
+            f'{file} is missing or not a NumPy array, but "sets" in {METADATA_FILE} lists it. Restore the file, or '
+            'remove its set from "sets".'
         ) from None
 
 
@@ -168,21 +173,23 @@ def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarr
         raise ValueError(f"{file} is {array.dtype}{list(array.shape)}, but must be integers of [examples, cells].")
     if array.shape[1] != metadata.seq_len:
         raise ValueError(
-            f"{file} has puzzles of {array.shape[1]} cells, but {file.parent / METADATA} has "
+            f"{file} has puzzles of {array.shape[1]} cells, but {file.parent / METADATA_FILE} has "
             f"seq_len={metadata.seq_len}."
         )
     rows = array[: max(_CHECKED_BYTES // (array.dtype.itemsize * metadata.seq_len), 1)]
     if rows.size and (rows.max() >= metadata.vocab_size or rows.min() < 0):
-        bad = rows.max() if rows.max() >= metadata.vocab_size else rows.min()
-        raise ValueError(f"{file} has the value {bad}, but {METADATA} has vocab_size={metadata.vocab_size}.")
+        invalid_value = rows.max() if rows.max() >= metadata.vocab_size else rows.min()
+        raise ValueError(
+            f"{file} has the value {invalid_value}, but {METADATA_FILE} has vocab_size={metadata.vocab_size}."
+        )
     return array
 
 
 def _check_indices(split: PuzzleSplit, path: Path) -> None:
     """Raise ValueError if the lengths of the arrays do not match, or a puzzle identifier is too large."""
     examples, puzzles = len(split.inputs), len(split.puzzle_identifiers)
-    fits = len(split.labels) == examples and _is_index(split.puzzle_indices, puzzles, examples)
-    if not fits or not _is_index(split.group_indices, split.groups, puzzles):
+    has_valid_puzzles = len(split.labels) == examples and _is_index(split.puzzle_indices, puzzles, examples)
+    if not has_valid_puzzles or not _is_index(split.group_indices, split.groups, puzzles):
         raise ValueError(
             f"{path}: the lengths or indices of the arrays do not match ({examples} inputs, {len(split.labels)} "
             f"labels, {puzzles} puzzles, {split.groups} groups). Build the folder again."
@@ -192,22 +199,22 @@ def _check_indices(split: PuzzleSplit, path: Path) -> None:
     if puzzles and split.puzzle_identifiers.max() >= split.identifier_count:
         largest = split.puzzle_identifiers.max()
         raise ValueError(
-            f"{path} has puzzle identifier {largest}, but {METADATA} has "
+            f"{path} has puzzle identifier {largest}, but {METADATA_FILE} has "
             f"num_puzzle_identifiers={split.identifier_count}."
         )
 
 
 def _is_index(starts: np.ndarray, count: int, last: int) -> bool:
-    rises = starts.ndim == 1 and len(starts) == count + 1 and bool((np.diff(starts) > 0).all())
-    return rises and int(starts[0]) == 0 and int(starts[-1]) == last
+    is_increasing = starts.ndim == 1 and len(starts) == count + 1 and bool((np.diff(starts) > 0).all())
+    return is_increasing and int(starts[0]) == 0 and int(starts[-1]) == last
 
 
 def _content_hash(path: Path) -> str:
     """Return a hash of the puzzles, computed from the size and the first `_CHECKED_BYTES` of each array file."""
-    total = hashlib.sha256()
+    hasher = hashlib.sha256()
     for folder in FOLDERS.values():
         for file in sorted((path / folder).glob("*.npy")):
-            with file.open("rb") as opened:
-                total.update(f"{folder}/{file.name} {file.stat().st_size}".encode())
-                total.update(opened.read(_CHECKED_BYTES))
-    return total.hexdigest()[:32]
+            with file.open("rb") as array_file:
+                hasher.update(f"{folder}/{file.name} {file.stat().st_size}".encode())
+                hasher.update(array_file.read(_CHECKED_BYTES))
+    return hasher.hexdigest()[:32]

@@ -31,9 +31,9 @@ def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) ->
     remain.
     """
     solutions = _full_grids(rng, count, side)
-    givens, order = solutions.copy(), rng.random(solutions.shape).argsort(1)
+    givens, cell_order = solutions.copy(), rng.random(solutions.shape).argsort(1)
     rows = np.arange(count)
-    for cells in order.T:
+    for cells in cell_order.T:
         bits = _bits(solutions[rows, cells])
         trial_givens = givens.copy()
         trial_givens[rows, cells] = 0
@@ -61,18 +61,18 @@ def _search(masks: np.ndarray, side: int, at_most: int | None = None) -> tuple[n
     The solver fills in all forced digits (a cell with one possible digit, or a digit with one possible cell in a row,
     column or box). Then it picks a cell with the fewest possible digits and tries all of them, which counts as a guess.
     """
-    solutions, guesses, numbers = (*np.zeros((2, len(masks)), np.int64), np.arange(len(masks)))
+    solutions, guesses, puzzle_indices = (*np.zeros((2, len(masks)), np.int64), np.arange(len(masks)))
     while len(masks):
-        masks, alive = _fill_forced(masks, side)
-        done = alive & _is_solved(masks)
-        np.add.at(solutions, numbers[done], 1)
-        unfinished = alive & ~done
+        masks, is_possible = _fill_forced(masks, side)
+        is_solved = is_possible & _is_solved(masks)
+        np.add.at(solutions, puzzle_indices[is_solved], 1)
+        is_unfinished = is_possible & ~is_solved
         if at_most is not None:
-            unfinished &= solutions[numbers] < at_most
-        masks, numbers = masks[unfinished], numbers[unfinished]
-        np.add.at(guesses, numbers, 1)
+            is_unfinished &= solutions[puzzle_indices] < at_most
+        masks, puzzle_indices = masks[is_unfinished], puzzle_indices[is_unfinished]
+        np.add.at(guesses, puzzle_indices, 1)
         masks, parents = _branches(masks)
-        numbers = numbers[parents]
+        puzzle_indices = puzzle_indices[parents]
     return solutions if at_most is None else np.minimum(solutions, at_most), guesses
 
 
@@ -85,36 +85,36 @@ def canonical_forms(givens: np.ndarray, side: int) -> list[bytes]:
 def _full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
     """Return random complete grids. Fills the boxes on the diagonal, then guesses cells; restarts impossible grids."""
     box = int(side**0.5)
-    grids, missing = np.zeros((count, side * side), np.int64), np.arange(count)
+    grids, unfinished = np.zeros((count, side * side), np.int64), np.arange(count)
     masks = _masks(grids, side)
-    fresh = np.ones(count, bool)
-    while len(missing):
-        new_grids = np.zeros((int(fresh.sum()), side, side), np.int64)
+    is_restarted = np.ones(count, bool)
+    while len(unfinished):
+        new_grids = np.zeros((int(is_restarted.sum()), side, side), np.int64)
         for b in range(box):
             digits = rng.random((len(new_grids), side)).argsort(1) + 1
             new_grids[:, b * box : b * box + box, b * box : b * box + box] = digits.reshape(-1, box, box)
-        masks[fresh] = _masks(new_grids.reshape(-1, side * side), side)
-        masks, alive = _fill_forced(masks, side)
-        done = alive & _is_solved(masks)
-        grids[missing[done]] = _digits(masks[done])
-        missing, masks, alive = missing[~done], masks[~done], alive[~done]
+        masks[is_restarted] = _masks(new_grids.reshape(-1, side * side), side)
+        masks, is_possible = _fill_forced(masks, side)
+        is_solved = is_possible & _is_solved(masks)
+        grids[unfinished[is_solved]] = _digits(masks[is_solved])
+        unfinished, masks, is_possible = unfinished[~is_solved], masks[~is_solved], is_possible[~is_solved]
         rows, cells = np.arange(len(masks)), _branching_cells(masks)
-        possible = (masks[rows, cells, None] >> np.arange(side)) & 1
-        masks[rows, cells] = 1 << (possible * rng.random(possible.shape)).argmax(1)
-        fresh = ~alive
+        is_allowed = (masks[rows, cells, None] >> np.arange(side)) & 1
+        masks[rows, cells] = 1 << (is_allowed * rng.random(is_allowed.shape)).argmax(1)
+        is_restarted = ~is_possible
     return grids
 
 
 def _fill_forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Fill in forced digits until none are left. Returns the masks, and False for each grid with a contradiction."""
-    masks, alive, working = masks.copy(), np.ones(len(masks), bool), np.arange(len(masks))
-    while len(working):
-        before = masks[working]
-        after, sound = _fill_forced_once(before, side)
-        masks[working] = after
-        alive[working] = sound
-        working = working[sound & (after != before).any(1)]
-    return masks, alive
+    masks, is_possible, active = masks.copy(), np.ones(len(masks), bool), np.arange(len(masks))
+    while len(active):
+        old_masks = masks[active]
+        new_masks, is_consistent = _fill_forced_once(old_masks, side)
+        masks[active] = new_masks
+        is_possible[active] = is_consistent
+        active = active[is_consistent & (new_masks != old_masks).any(1)]
+    return masks, is_possible
 
 
 def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -124,23 +124,23 @@ def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndar
     that have only one possible cell in a row, column or box. Returns the new masks, and False for each grid with a
     contradiction.
     """
-    single = _is_single(masks)
-    certain = np.where(single, masks, 0)
-    sound, excluded, full = np.ones(len(masks), bool), np.zeros_like(masks), (1 << side) - 1
-    for unit_type in _unit_types(certain, side):
-        once, twice = _once_and_twice(unit_type)
-        sound &= ~twice.any((1, 2))
-        excluded |= _broadcast_to_cells(once, unit_type, side)
-    masks = np.where(single, masks, masks & ~excluded)
-    hidden = np.zeros_like(masks)
+    is_known = _is_single(masks)
+    known_digits = np.where(is_known, masks, 0)
+    is_consistent, excluded_digits, all_digits = np.ones(len(masks), bool), np.zeros_like(masks), (1 << side) - 1
+    for unit_type in _unit_types(known_digits, side):
+        possible_digits, repeated_digits = _possible_and_repeated_digits(unit_type)
+        is_consistent &= ~repeated_digits.any((1, 2))
+        excluded_digits |= _broadcast_to_cells(possible_digits, unit_type, side)
+    masks = np.where(is_known, masks, masks & ~excluded_digits)
+    forced_digits = np.zeros_like(masks)
     for unit_type in _unit_types(masks, side):
-        once, twice = _once_and_twice(unit_type)
-        sound &= ((once | twice) == full).all((1, 2))
-        hidden |= _broadcast_to_cells(once & ~twice, unit_type, side)
-    hidden &= masks
-    masks = np.where(hidden > 0, hidden, masks)
-    sound &= (masks > 0).all(1) & (_is_single(hidden) | (hidden == 0)).all(1)
-    return masks, sound
+        possible_digits, repeated_digits = _possible_and_repeated_digits(unit_type)
+        is_consistent &= ((possible_digits | repeated_digits) == all_digits).all((1, 2))
+        forced_digits |= _broadcast_to_cells(possible_digits & ~repeated_digits, unit_type, side)
+    forced_digits &= masks
+    masks = np.where(forced_digits > 0, forced_digits, masks)
+    is_consistent &= (masks > 0).all(1) & (_is_single(forced_digits) | (forced_digits == 0)).all(1)
+    return masks, is_consistent
 
 
 class _UnitType(NamedTuple):
@@ -161,21 +161,21 @@ def _unit_types(masks: np.ndarray, side: int) -> list[_UnitType]:
     return [_UnitType(cells, cell_axes) for cell_axes in ((3, 4), (1, 2), (2, 4))]
 
 
-def _once_and_twice(unit_type: _UnitType) -> tuple[np.ndarray, np.ndarray]:
+def _possible_and_repeated_digits(unit_type: _UnitType) -> tuple[np.ndarray, np.ndarray]:
     """Return two bit masks per unit: the digits possible in at least one cell, and in at least two cells."""
     cells = np.moveaxis(unit_type.cells, unit_type.cell_axes, (0, 1))
     cells = cells.reshape(-1, *cells.shape[2:])
-    once, twice = np.zeros_like(cells[0]), np.zeros_like(cells[0])
+    possible_digits, repeated_digits = np.zeros_like(cells[0]), np.zeros_like(cells[0])
     for cell in cells:
-        twice |= once & cell
-        once |= cell
-    return once, twice
+        repeated_digits |= possible_digits & cell
+        possible_digits |= cell
+    return possible_digits, repeated_digits
 
 
 def _broadcast_to_cells(values: np.ndarray, unit_type: _UnitType, side: int) -> np.ndarray:
     """Broadcast a value of each unit to all cells of the unit."""
-    wide = np.expand_dims(values, unit_type.cell_axes)
-    return np.broadcast_to(wide, unit_type.cells.shape).reshape(-1, side * side)
+    expanded_values = np.expand_dims(values, unit_type.cell_axes)
+    return np.broadcast_to(expanded_values, unit_type.cells.shape).reshape(-1, side * side)
 
 
 def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -221,21 +221,23 @@ def _digits(masks: np.ndarray) -> np.ndarray:
 def _renumber_digits(grids: np.ndarray, side: int) -> np.ndarray:
     """Return the grids with their digits renumbered in order of first appearance."""
     new_digits = np.zeros((len(grids), side + 1), np.uint8)
-    used = np.zeros(len(grids), np.uint8)
-    out = np.zeros(grids.shape, np.uint8)
+    used_count = np.zeros(len(grids), np.uint8)
+    renumbered_grids = np.zeros(grids.shape, np.uint8)
     rows = np.arange(len(grids))
     for i, cell in enumerate(grids.T):
         is_new = (cell > 0) & (new_digits[rows, cell] == 0)
-        used = used + is_new.astype(np.uint8)
-        new_digits[rows[is_new], cell[is_new]] = used[is_new]
-        out[:, i] = new_digits[rows, cell]
-    return out
+        used_count = used_count + is_new.astype(np.uint8)
+        new_digits[rows[is_new], cell[is_new]] = used_count[is_new]
+        renumbered_grids[:, i] = new_digits[rows, cell]
+    return renumbered_grids
 
 
 def _cell_permutations(side: int) -> list[np.ndarray]:
     """Return the cell permutations of a 4x4 grid: all its symmetries except those that renumber digits."""
     assert side == 4, "there are too many for larger grids"
-    first, second = [(0, 1), (1, 0)], [(2, 3), (3, 2)]
-    lines = [[*p, *q] for p in first for q in second] + [[*q, *p] for p in first for q in second]
+    first_orders, second_orders = [(0, 1), (1, 0)], [(2, 3), (3, 2)]
+    lines = [[*p, *q] for p in first_orders for q in second_orders] + [
+        [*q, *p] for p in first_orders for q in second_orders
+    ]
     grid = np.arange(16).reshape(4, 4)
     return [g[np.ix_(rows, columns)].ravel() for g in (grid, grid.T) for rows in lines for columns in lines]

@@ -53,9 +53,9 @@ class _PuzzleSampler:
         examples = rows[rows < len(split.inputs)]
         puzzles = np.searchsorted(split.puzzle_indices, examples, side="right") - 1
         batch = self._as_batch(split.inputs[examples], split.labels[examples], split.puzzle_identifiers[puzzles])
-        missing = len(rows) - len(examples)
+        missing_rows = len(rows) - len(examples)
         padding = {"inputs": 0, "labels": NO_LABEL, "puzzles": split.blank_identifier}
-        pad_widths = {name: [(0, missing)] + [(0, 0)] * (array.ndim - 1) for name, array in batch.items()}
+        pad_widths = {name: [(0, missing_rows)] + [(0, 0)] * (array.ndim - 1) for name, array in batch.items()}
         return {name: np.pad(batch[name], pad_widths[name], constant_values=padding[name]) for name in batch}
 
     def _as_batch(self, inputs: np.ndarray, labels: np.ndarray, puzzles: np.ndarray) -> Batch:

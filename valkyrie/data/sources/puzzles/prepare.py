@@ -13,7 +13,7 @@ import numpy as np
 from valkyrie.data.cached import cached_folder
 from valkyrie.data.sources import sudoku
 from valkyrie.data.sources.puzzles import Config, PuzzleConfig, SampleConfig
-from valkyrie.data.sources.puzzles.folder import FOLDERS, METADATA, PreparedPuzzles, open_puzzles
+from valkyrie.data.sources.puzzles.folder import FOLDERS, METADATA_FILE, PreparedPuzzles, open_puzzles
 from valkyrie.data.sources.puzzles.generate import canonical_forms, generate
 from valkyrie.data.sources.puzzles.tables import PuzzleTable, find_tables
 from valkyrie.paths import write_atomic
@@ -57,16 +57,16 @@ def _open_cached(
 def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size: int) -> None:
     """Write one split as arrays. Every puzzle is a separate group; cells with label 0 do not count in the loss."""
     path.mkdir()
-    count = np.arange(len(inputs) + 1, dtype=np.int32)
+    indices = np.arange(len(inputs) + 1, dtype=np.int32)
     arrays = {"inputs": inputs.astype(np.uint8), "labels": labels.astype(np.uint8)}
-    arrays |= {"puzzle_indices": count, "group_indices": count}
+    arrays |= {"puzzle_indices": indices, "group_indices": indices}
     arrays["puzzle_identifiers"] = np.zeros(len(inputs), np.int32)
     for name, array in arrays.items():
         np.save(path / f"all__{name}.npy", array)
     metadata = {"pad_id": 0, "ignore_label_id": 0, "blank_identifier_id": 0, "vocab_size": vocab_size}
     metadata |= {"seq_len": inputs.shape[1], "num_puzzle_identifiers": 1, "total_groups": len(inputs)}
     metadata |= {"mean_puzzle_examples": 1, "total_puzzles": len(inputs), "sets": ["all"]}
-    write_atomic(path / METADATA, json.dumps(metadata))
+    write_atomic(path / METADATA_FILE, json.dumps(metadata))
 
 
 def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
@@ -81,16 +81,18 @@ def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, 
     givens, solutions = np.zeros((0, config.side**2), np.int64), np.zeros((0, config.side**2), np.int64)
     while len(givens) < total:
         puzzles = generate(rng, min(_PUZZLES_AT_ONCE, 2 * (total - len(givens)) + 50), config.side, config.clues)
-        hard = puzzles.guesses >= config.guesses
-        givens = np.concatenate([givens, puzzles.givens[hard]])
-        solutions = np.concatenate([solutions, puzzles.solutions[hard]])
+        is_hard = puzzles.guesses >= config.guesses
+        givens = np.concatenate([givens, puzzles.givens[is_hard]])
+        solutions = np.concatenate([solutions, puzzles.solutions[is_hard]])
     names = [grid.tobytes() for grid in givens] if config.side > 4 else canonical_forms(givens, config.side)
     first_by_name = {name: i for i, name in reversed(list(enumerate(names)))}  # the first index of each name
-    first = np.array([first_by_name[name] for name in names])
-    share = config.validation / total
-    held_out = rng.random(len(names))[first] < share  # puzzles with the same name are in the same split
-    for split, rows in (("validation", held_out), ("train", ~held_out)):
-        selected = np.flatnonzero(rows)[: getattr(config, split)]
+    first_indices = np.array([first_by_name[name] for name in names])
+    validation_share = config.validation / total
+    is_held_out = (
+        rng.random(len(names))[first_indices] < validation_share
+    )  # puzzles with the same name are in the same split
+    for split, is_in_split in (("validation", is_held_out), ("train", ~is_held_out)):
+        selected = np.flatnonzero(is_in_split)[: getattr(config, split)]
         if not len(selected):
             raise ValueError(
                 f"data.sudoku.{split}={getattr(config, split)}: there are too few different puzzles to fill two "

@@ -27,23 +27,23 @@ class Symmetries(NamedTuple):
 
     def apply(self, grids: np.ndarray) -> np.ndarray:
         """Return the grids, [count, cells], after applying their symmetries."""
-        moved = np.take_along_axis(grids, self.cells, axis=1)
-        return np.take_along_axis(self.values, moved.astype(np.int64), axis=1)
+        moved_grids = np.take_along_axis(grids, self.cells, axis=1)
+        return np.take_along_axis(self.values, moved_grids.astype(np.int64), axis=1)
 
 
 def draw_symmetries(rng: np.random.Generator, count: int, side: int) -> Symmetries:
     """Return a random symmetry for each of `count` grids of side x side cells."""
-    lines, columns = _lines(rng, count, side), _lines(rng, count, side)
-    cells = lines[:, :, None] * side + columns[:, None, :]
-    transposed = columns[:, None, :] * side + lines[:, :, None]
+    rows, columns = _draw_line_orders(rng, count, side), _draw_line_orders(rng, count, side)
+    cells = rows[:, :, None] * side + columns[:, None, :]
+    transposed_cells = columns[:, None, :] * side + rows[:, :, None]
     is_transposed = rng.random(count) < 0.5
-    cells = np.where(is_transposed[:, None, None], transposed, cells).reshape(count, side * side)
+    cells = np.where(is_transposed[:, None, None], transposed_cells, cells).reshape(count, side * side)
     digits = rng.random((count, side)).argsort(1) + FIRST_DIGIT
-    unchanged = np.tile(np.arange(FIRST_DIGIT), (count, 1))
-    return Symmetries(cells, np.concatenate([unchanged, digits], axis=1).astype(np.int32))
+    unchanged_values = np.tile(np.arange(FIRST_DIGIT), (count, 1))
+    return Symmetries(cells, np.concatenate([unchanged_values, digits], axis=1).astype(np.int32))
 
 
-def _lines(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
+def _draw_line_orders(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
     """Return a random order of rows for each grid: shuffled bands, and shuffled rows within each band."""
     box = int(side**0.5)
     bands = rng.random((count, box)).argsort(1)

@@ -55,17 +55,24 @@ class PuzzleTable:
     @cached_property
     def alphabet(self) -> Alphabet:
         """Alphabet of the first puzzle. Raises ValueError if it is neither a Sudoku nor a maze."""
-        sudoku = {16: Alphabet.sudoku_4x4, 81: Alphabet.sudoku_9x9}
-        number, question, _, _ = next(islice(self._rows(), 1), (0, "", "", "0"))
-        kind = sudoku.get(len(question), Alphabet.maze)
-        strange = sorted(set(question.replace(".", "0") if kind is not Alphabet.maze else question) - set(kind.value))
-        if not question or int(len(question) ** 0.5) ** 2 != len(question) or strange:
-            fault = f"the invalid characters {''.join(strange)!r}" if strange else f"{len(question)} cells"
-            raise ValueError(
-                f"{self.path} line {number}: the puzzle has {fault}. Use a Sudoku with 16 or 81 cells, or a square "
-                f"maze of the characters {Alphabet.maze.value!r}."
+        sudoku_alphabets = {16: Alphabet.sudoku_4x4, 81: Alphabet.sudoku_9x9}
+        line_number, question, _, _ = next(islice(self._rows(), 1), (0, "", "", "0"))
+        puzzle_alphabet = sudoku_alphabets.get(len(question), Alphabet.maze)
+        invalid_characters = sorted(
+            set(question.replace(".", "0") if puzzle_alphabet is not Alphabet.maze else question)
+            - set(puzzle_alphabet.value)
+        )
+        if not question or int(len(question) ** 0.5) ** 2 != len(question) or invalid_characters:
+            fault = (
+                f"the invalid characters {''.join(invalid_characters)!r}"
+                if invalid_characters
+                else f"{len(question)} cells"
             )
-        return kind
+            raise ValueError(
+                f"{self.path} line {line_number}: the puzzle has {fault}. Use a Sudoku with 16 or 81 cells, or a "
+                f"square maze of the characters {Alphabet.maze.value!r}."
+            )
+        return puzzle_alphabet
 
     def read(self, min_rating: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the questions and answers of the puzzles with a rating of at least `min_rating`.
@@ -78,33 +85,35 @@ class PuzzleTable:
         if self.alphabet is not Alphabet.maze:
             values[ord(".")] = values[ord("0")]
         texts: tuple[list[str], list[str]] = [], []
-        for number, question, answer, rating in self._rows():
-            for name, text, selected in zip(("question", "answer"), (question, answer), texts, strict=True):
+        for line_number, question, answer, rating in self._rows():
+            for name, text, selected_texts in zip(("question", "answer"), (question, answer), texts, strict=True):
                 if len(text) != self.cells:
                     raise ValueError(
-                        f"{self.path} line {number}: the {name} has {len(text)} cells, but the first puzzle has "
+                        f"{self.path} line {line_number}: the {name} has {len(text)} cells, but the first puzzle has "
                         f"{self.cells}."
                     )
                 if not text.isascii():
                     raise ValueError(
-                        f"{self.path} line {number}: the {name} has characters that are not ASCII. Use only "
+                        f"{self.path} line {line_number}: the {name} has characters that are not ASCII. Use only "
                         f"{self.alphabet.value!r}."
                     )
                 if int(rating) >= min_rating:
-                    selected.append(text)
+                    selected_texts.append(text)
         if not texts[0]:
             raise ValueError(
                 f"data.sudoku.guesses={min_rating}: {self.path} has no puzzle with a rating this high. Use a lower "
                 "value, or data.sudoku.guesses=0 for all puzzles."
             )
         questions, answers = (
-            values[np.frombuffer("".join(t).encode(), np.uint8)].reshape(-1, self.cells) for t in texts
+            values[np.frombuffer("".join(column_texts).encode(), np.uint8)].reshape(-1, self.cells)
+            for column_texts in texts
         )
-        wrong = np.flatnonzero((questions == 0).any(1) | (answers == 0).any(1))
-        if wrong.size:
+        invalid_rows = np.flatnonzero((questions == 0).any(1) | (answers == 0).any(1))
+        if invalid_rows.size:
             selection = " of those with a high enough rating" if min_rating else ""
             raise ValueError(
-                f"{self.path}: puzzle {wrong[0] + 1}{selection} has a character that is not in {self.alphabet.value!r}."
+                f"{self.path}: puzzle {invalid_rows[0] + 1}{selection} has a character that is not in "
+                f"{self.alphabet.value!r}."
             )
         return questions, answers
 
@@ -112,9 +121,11 @@ class PuzzleTable:
         """Yield (line number, question, answer, rating) per row. Raises ValueError for missing columns or ratings."""
         with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
             reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS[1:] if name not in (reader.fieldnames or [])]
-            if missing:
-                raise ValueError(f"{self.path} has no column {', '.join(missing)}. Required: {', '.join(COLUMNS[1:])}.")
+            missing_columns = [name for name in COLUMNS[1:] if name not in (reader.fieldnames or [])]
+            if missing_columns:
+                raise ValueError(
+                    f"{self.path} has no column {', '.join(missing_columns)}. Required: {', '.join(COLUMNS[1:])}."
+                )
             for row in reader:
                 rating = row["rating"] or ""
                 if not rating.strip().lstrip("-").isdigit():
