@@ -285,7 +285,7 @@ def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
         case WrongValue.not_a_text:
             return f"{key}={value}: must be text, not a list or mapping: {key}=TEXT."
         case WrongValue.not_a_list if file is not None:
-            return f"{file}: {key} must be a list. Write {key.rpartition('.')[2]}: [{value or '...'}]."
+            return f"{file}: {key} must be a list. Write {str(key).rpartition('.')[2]}: [{value or '...'}]."
         case WrongValue.not_a_list:
             return f"{key}: must be a list: {key}=[{value or '...'}]."
         case WrongValue.not_a_group if key == "target.chip":
