@@ -84,7 +84,8 @@ def test_a_saved_tokenizer_is_found_by_name_and_not_overwritten(
     assert re.match(r"2\d\d ids, not", notes) and "30 bytes" in notes
     assert f"fingerprint {read_fingerprint('mine')}" in notes and notes.endswith("data.tokenizer=mine\n")
     assert text_source.Config(tokenizer="mine").with_full_paths().tokenizer == "mine"
-    assert text_source.Config(tokenizer="mine.json").with_full_paths().tokenizer == str(Path("mine.json").absolute())
+    for name in ("mine.json", "mine.tiktoken:r50k"):
+        assert text_source.Config(tokenizer=name).with_full_paths().tokenizer == str(Path(name).absolute())
     assert load_tokenizer("mine").vocab_size == read_vocab_size("mine") < 300
     with pytest.raises(SystemExit):
         main(arguments)

@@ -286,7 +286,7 @@ class Run:
         except OmegaConfBaseException as error:
             raise ProblemError(
                 [refusals.find_wrong_interpolation(composed_config, error) or refusals.problem_from_error(error)]
-            ) from error
+            ) from None
         assert isinstance(typed_config, RunConfig)
         if typed_config.task is None:
             folders.append(TASKS.user_folder(typed_config.model.task))

@@ -140,8 +140,8 @@ def full_path(path: str) -> str:
 
 
 def is_tokenizer_file(tokenizer: str) -> bool:
-    """Return whether a tokenizer is named by a path, such as `gpt2.tiktoken`, `mine.json` or `folder/mine`."""
-    return tokenizer.endswith((".tiktoken", ".json")) or "/" in tokenizer
+    """Return whether a tokenizer is named by a path, such as `gpt2.tiktoken`, `mine.tiktoken:r50k` or `folder/mine`."""
+    return tokenizer.endswith((".tiktoken", ".json")) or ".tiktoken:" in tokenizer or "/" in tokenizer
 
 
 def source_names(kind: str) -> list[str]:
