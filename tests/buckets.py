@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-SERVE = """
+SERVER_PROGRAM = """
 import sys, threading
 from http import HTTPStatus
 from gcp_storage_emulator.exceptions import NotFound
@@ -53,7 +53,7 @@ def bucket() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SERVE, str(port)],
+        [sys.executable, "-W", "ignore", "-c", SERVER_PROGRAM, str(port)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -23,12 +23,12 @@ import turns
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
 
-_COMPILE_QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+_QUICK_COMPILE_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """XLA flags that save a third of the processor time of tests that mostly compile: 73 s instead of 107 s."""
 if version("jaxlib").startswith("0.10."):  # later ones have no other emitters, and end at an unknown flag
-    _COMPILE_QUICKLY += " --xla_cpu_use_fusion_emitters=false"  # 3.1 s to compile a step of valkyrie_tiny, and 7
+    _QUICK_COMPILE_FLAGS += " --xla_cpu_use_fusion_emitters=false"  # 3.1 s to compile a step of valkyrie_tiny, and 7
 
-_WAIT = "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
+_COLLECTIVE_TIMEOUT_FLAG = "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
 """XLA flag. Without it, XLA aborts the process if devices on a busy machine reach a collective 40 s apart."""
 
 _scratch = tempfile.TemporaryDirectory(prefix="valkyrie-tests-", ignore_cleanup_errors=True)
@@ -41,7 +41,9 @@ def _set_environment() -> None:
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if os.environ["JAX_PLATFORMS"] == "cpu":  # compiling is most of a test, and a program runs once
-        os.environ["XLA_FLAGS"] = f"{_COMPILE_QUICKLY} {_WAIT} {os.environ.get('XLA_FLAGS', '')}".strip()
+        os.environ["XLA_FLAGS"] = (
+            f"{_QUICK_COMPILE_FLAGS} {_COLLECTIVE_TIMEOUT_FLAG} {os.environ.get('XLA_FLAGS', '')}".strip()
+        )
         os.environ.setdefault("NPROC", str(4 * DEVICES))  # threads for the collectives that a device waits in
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
@@ -61,7 +63,7 @@ def _set_environment() -> None:
     sys.dont_write_bytecode = False
 
 
-def _check_signatures() -> None:
+def _install_type_checks() -> None:
     """Install runtime type checks for functions with arrays in their signatures, or for all if CHECK_ALL_TYPES=1.
 
     Checking all of them makes code without arrays, such as the validation of layouts, five times slower.
@@ -81,15 +83,15 @@ def _check_signatures() -> None:
 def _only_with_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `jaxtyped` so that it skips functions and dataclasses without arrays in their annotations."""
 
-    def mentions_arrays(checked: Any) -> bool:
-        annotations = " ".join(map(str, getattr(checked, "__annotations__", {}).values()))
-        module = vars(sys.modules[checked.__module__])
+    def mentions_arrays(annotated: Any) -> bool:
+        annotations = " ".join(map(str, getattr(annotated, "__annotations__", {}).values()))
+        module = vars(sys.modules[annotated.__module__])
         aliases = (repr(module.get(word)) for word in set(re.findall(r"\w+", annotations)))
         return any("Array" in text or "ndarray" in text for text in (annotations, *aliases))
 
     def decorator(*, typechecker: Any) -> Callable[[Any], Any]:
         check = jaxtyped(typechecker=typechecker)
-        return lambda checked: check(checked) if mentions_arrays(checked) else checked
+        return lambda annotated: check(annotated) if mentions_arrays(annotated) else annotated
 
     return decorator
 
@@ -109,7 +111,7 @@ def _read_configs_once() -> None:
         file = Path(folder, path).with_suffix(".yaml")
         return file.stat().st_mtime_ns if file.is_relative_to(ROOT / "conf") and file.is_file() else None
 
-    def schema(folder: str, path: str) -> object:
+    def schema_version(folder: str, path: str) -> object:
         path = path.removesuffix(".yaml")
         group, _, name = path.partition("/")
         if path in SCHEMAS_BY_PATH or group not in FAMILIES or not name.endswith("_schema"):
@@ -117,10 +119,10 @@ def _read_configs_once() -> None:
         family = FAMILIES[group].config_class(name.removesuffix("_schema"))
         return family if family.__module__.startswith("valkyrie.") else None  # a user's may change
 
-    find = SourcesRegistry.instance().resolve
-    _cache_configs(find("file"), version_of_file)
-    _cache_configs(find("pkg"), lambda *_: True)
-    _cache_configs(find(ValkyrieSource.scheme()), schema)
+    find_source = SourcesRegistry.instance().resolve
+    _cache_configs(find_source("file"), version_of_file)
+    _cache_configs(find_source("pkg"), lambda *_: True)
+    _cache_configs(find_source(ValkyrieSource.scheme()), schema_version)
 
 
 def _compose_commands_once() -> None:
@@ -141,15 +143,15 @@ def _compose_commands_once() -> None:
 
 def _cache_configs(source: Any, version: Callable[[str, str], object]) -> None:
     """Cache the configs of a Hydra source. `version(folder, path)` is part of the key, or None for no caching."""
-    load, cache = source.load_config, dict[tuple[object, ...], bytes]()
+    original_load, cache = source.load_config, dict[tuple[object, ...], bytes]()
 
     def load_config(self: Any, config_path: str) -> Any:
         file_version = version(self.path, config_path)
         if file_version is None:
-            return load(self, config_path)
+            return original_load(self, config_path)
         key = (self.path, self.provider, config_path, file_version)
         if key not in cache:
-            cache[key] = pickle.dumps(load(self, config_path))
+            cache[key] = pickle.dumps(original_load(self, config_path))
         return pickle.loads(cache[key])
 
     source.load_config = load_config
@@ -164,7 +166,7 @@ def _prepare_libraries() -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     hypothesis.settings.register_profile("busy", deadline=None)  # the time of one example is the machine's
     hypothesis.settings.load_profile("busy")
-    _check_signatures()
+    _install_type_checks()
     _read_configs_once()
     _compose_commands_once()
     # Hydra closes every log handler, and absl's would close with it the stream that pytest captures.

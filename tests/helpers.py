@@ -31,7 +31,7 @@ from valkyrie.train.program import StepProgram
 from valkyrie.train.state import TrainState, init_state
 from valkyrie.trees import leaf_names
 
-SMALL: dict[str, Any] = {
+SMALL_SETTINGS: dict[str, Any] = {
     "model.vocab_size": 61,
     "model.vocab_multiple": 64,
     "model.embed": 32,
@@ -49,7 +49,7 @@ Settings that a model family lacks are skipped. The number of layers stays, to k
 """
 
 
-CALM = ("optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
+SMALL_LEARNING_RATE = ("optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
 """Settings with a small learning rate.
 
 Adam's first update has the size of the learning rate even if a gradient is only a rounding error. With a large rate,
@@ -73,7 +73,9 @@ LANGUAGE_MODELS = [model for model in MODELS if not model.startswith("trm_")]
 MODELS_WITH_UNIQUE_LAYERS = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
 """Models with layers that no other model has. `valkyrie_tiny` has those of `s5_tiny` and `longformer_tiny`."""
 PARTITIONS = config_names("partition")
-PIPELINES = [name for name in PARTITIONS if "layers" in read_config("partition", name, PartitionConfig).parameters]
+PIPELINE_PARTITIONS = [
+    name for name in PARTITIONS if "layers" in read_config("partition", name, PartitionConfig).parameters
+]
 """Pipeline partitions: layers are sharded over a mesh axis. They need a model with stacked layers."""
 
 
@@ -95,7 +97,7 @@ def assert_golden_message(file: str, arguments: Sequence[str], message: str) -> 
 
 def is_supported(model: str, partition: str) -> bool:
     """Return whether a partition supports a model. Pipelines support only language models."""
-    return model in LANGUAGE_MODELS or partition not in PIPELINES
+    return model in LANGUAGE_MODELS or partition not in PIPELINE_PARTITIONS
 
 
 def mark_slow_except(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
@@ -131,14 +133,14 @@ def shared_run(*arguments: str) -> Run:
 @lru_cache
 def small_overrides(model: str) -> tuple[str, ...]:
     """Return overrides that select a model and shrink it, its batch and its sequences."""
-    composed = compose_config(f"model={model}")
-    supported = [f"{key}={value}" for key, value in SMALL.items() if OmegaConf.select(composed, key) is not None]
-    windows = OmegaConf.select(composed, "model.attention.windows")
+    config = compose_config(f"model={model}")
+    overrides = [f"{key}={value}" for key, value in SMALL_SETTINGS.items() if OmegaConf.select(config, key) is not None]
+    windows = OmegaConf.select(config, "model.attention.windows")
     if windows:
-        supported.append(f"model.attention.windows={[w and max(w // 8, 2) for w in windows]}".replace("None", "null"))
-    if OmegaConf.select(composed, "model.attention.value_embeddings"):  # tables as wide as the stream split like it
-        supported.append("model.attention.kv_heads=4")
-    return (f"model={model}", *supported, "batch=8", "seq=48", *CALM)
+        overrides.append(f"model.attention.windows={[w and max(w // 8, 2) for w in windows]}".replace("None", "null"))
+    if OmegaConf.select(config, "model.attention.value_embeddings"):  # tables as wide as the stream split like it
+        overrides.append("model.attention.kv_heads=4")
+    return (f"model={model}", *overrides, "batch=8", "seq=48", *SMALL_LEARNING_RATE)
 
 
 def small_run(model: str, *overrides: str) -> Run:
@@ -155,13 +157,13 @@ def make_batch(run: Run, seed: int = 0) -> dict[str, np.ndarray]:
     if not task.is_text:
         return task.random_batch(c.batch, c.seq, run.model.vocab_size, seed, range(c.batch))
     tokens = rng.integers(0, run.model.vocab_size, (c.batch, c.seq + 1)).astype(np.int32)
-    starts = rng.random((c.batch, c.seq)) < 0.1
+    document_starts = rng.random((c.batch, c.seq)) < 0.1
     weights = rng.choice([0.0, 0.5, 1.0], (c.batch, c.seq), p=[0.2, 0.2, 0.6])
     weights[0, 5:] = 0
     return {
         "tokens": tokens[:, :-1],
         "targets": tokens[:, 1:],
-        "segment_ids": np.cumsum(starts, axis=1).astype(np.int32) + 1,
+        "segment_ids": np.cumsum(document_starts, axis=1).astype(np.int32) + 1,
         "weights": weights.astype(np.float32),
     }
 
@@ -183,8 +185,8 @@ def run_steps(program: StepProgram, count: int = 2, state: TrainState | None = N
     state = program.init(0) if state is None else state
     metrics = []
     for i in range(count):
-        state, new = program.step(state, program.place(make_batch(program.run, seed=i)))
-        metrics.append(jax.device_get(new))
+        state, step_metrics = program.step(state, program.place(make_batch(program.run, seed=i)))
+        metrics.append(jax.device_get(step_metrics))
     return Steps(metrics, state)
 
 
@@ -193,7 +195,7 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
 
-def assembly_of(run: Run) -> Assembly:
+def make_assembly(run: Run) -> Assembly:
     """Return the `Assembly` of a run's model, which allocates no arrays."""
     return Assembly(run.model, Numerics.from_policy(run.config.precision))
 
@@ -230,16 +232,16 @@ def place_state(program: StepProgram, host: TrainState) -> TrainState:
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), host, program.abstract_state)
 
 
-def two_steps(run: Run, host: TrainState) -> Steps:
+def run_two_steps(run: Run, host: TrainState) -> Steps:
     """Run two steps from a state on the host, each on a different batch."""
     program = make_program(run)
     return run_steps(program, 2, place_state(program, host))
 
 
 @lru_cache
-def reference(model: str, *overrides: str) -> Steps:
+def reference_steps(model: str, *overrides: str) -> Steps:
     """Return the results of two steps of a shrunken model on one device. Tests compare every layout with them."""
-    return two_steps(small_run(model, *overrides), fill_zeros(initial_state((*small_overrides(model), *overrides))))
+    return run_two_steps(small_run(model, *overrides), fill_zeros(initial_state((*small_overrides(model), *overrides))))
 
 
 def assert_same_steps(steps: Steps, expected: Steps, rtol: float = 2e-5) -> None:
@@ -248,8 +250,8 @@ def assert_same_steps(steps: Steps, expected: Steps, rtol: float = 2e-5) -> None
     The absolute tolerance is for key biases without rotary embedding: their gradient is zero up to rounding, about
     1e-9 of the whole.
     """
-    for step, (new, old) in enumerate(zip(steps.metrics, expected.metrics, strict=True)):
+    for step, (metrics, expected_metrics) in enumerate(zip(steps.metrics, expected.metrics, strict=True)):
         for key in ("loss", "grad_norm", "tokens"):
-            np.testing.assert_allclose(new[key], old[key], rtol=rtol, err_msg=f"{key} of step {step}")
-        norms = np.sqrt(new["leaf_norms"]), np.sqrt(old["leaf_norms"])
+            np.testing.assert_allclose(metrics[key], expected_metrics[key], rtol=rtol, err_msg=f"{key} of step {step}")
+        norms = np.sqrt(metrics["leaf_norms"]), np.sqrt(expected_metrics["leaf_norms"])
         np.testing.assert_allclose(*norms, rtol=rtol, atol=1e-8, err_msg=f"gradient norms by parameter, step {step}")

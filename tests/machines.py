@@ -72,20 +72,20 @@ CHIPS = {
 """Published figures of three chips, copied so that edits of `conf/target` do not change test results."""
 
 
-def torus(shape: Sequence[int], slices: int = 1, wrap: Sequence[bool] | None = None) -> Topology:
+def make_topology(shape: Sequence[int], slices: int = 1, wrap: Sequence[bool] | None = None) -> Topology:
     """Return a topology. By default, its axes wrap around as on Cloud TPU slices with the same number of axes."""
     if wrap is None:
         wrap = [n == 16 for n in shape] if len(shape) == 2 else [all(n % 4 == 0 for n in shape)] * len(shape)
     return Topology(tuple(shape), tuple(wrap), (2, 2, 1)[: len(shape)], slices)
 
 
-def machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = None) -> Machine:
+def make_machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = None) -> Machine:
     """Return a `Machine` of chips in `CHIPS`, with these mesh axes.
 
     By default, there is a mesh axis for each torus axis, after one for the slices if there are several.
     """
-    places = list(itertools.product(range(topology.slices), *map(range, topology.shape)))
-    positions = tuple(Position(s, tuple(coords), 0) for s, *coords in places)
+    coordinates = list(itertools.product(range(topology.slices), *map(range, topology.shape)))
+    positions = tuple(Position(s, tuple(coords), 0) for s, *coords in coordinates)
     axes = dict(zip("xyzw", topology.shape, strict=False))
     if topology.slices > 1:
         axes = {"s": topology.slices, **axes}
@@ -97,21 +97,21 @@ def tpu_devices(name: str, slices: int = 1) -> list[Any]:
     os.environ |= ENVIRONMENT
     from jax.experimental import topologies
 
-    more: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if name.startswith("v4"):
-        more |= {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **more).devices)
+        options |= {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
 
 
 @lru_cache
 def tpu_mesh(name: str, slices: int = 1) -> tuple[Mesh, Machine]:
     """Return the mesh and machine of a slice such as `v4:4x4x4`, with one mesh axis for each torus axis."""
     chip, shape = name.split(":")
-    topology = torus([int(n) for n in shape.split("x")], slices)
+    topology = make_topology([int(n) for n in shape.split("x")], slices)
     devices = {
         (getattr(d, "slice_index", 0) or 0, *d.coords[: len(topology.shape)]): d for d in tpu_devices(name, slices)
     }
-    slice_machine = machine(chip, topology)
+    slice_machine = make_machine(chip, topology)
     array = np.array([devices[p.slice, *p.coords] for p in slice_machine.positions], dtype=object)
     axes = slice_machine.mesh_axes
     mesh = Mesh(array.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -133,5 +133,5 @@ def compile_module(
     sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     with without_cache():
-        done = jax.jit(function, compiler_options=options).lower(*arguments).compile()
-    return parse(serialised_module(done))
+        compiled = jax.jit(function, compiler_options=options).lower(*arguments).compile()
+    return parse(serialised_module(compiled))

@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 
-def write_listed(folder: Path, *pages: Path, name: str = r"\S+") -> list[str]:
+def write_listings(folder: Path, *pages: Path, name: str = r"\S+") -> list[str]:
     """Write the files of listings titled `FOLDER/...` on these pages. Return the names that match `name`, sorted."""
     listings = re.findall(
         rf"```(?:python|yaml)\n# FOLDER/({name})\n(.*?)```", "\n".join(page.read_text() for page in pages), re.DOTALL
     )
-    for listed, body in listings:
-        (folder / listed).parent.mkdir(exist_ok=True)
-        (folder / listed).write_text(body)
-    return sorted(listed for listed, _ in listings)
+    for file_name, body in listings:
+        (folder / file_name).parent.mkdir(exist_ok=True)
+        (folder / file_name).write_text(body)
+    return sorted(file_name for file_name, _ in listings)
 
 
 def train_with(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

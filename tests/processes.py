@@ -28,9 +28,9 @@ def run_teams(
     address, results = free_address(), [None] * count
 
     def run_team(index: int) -> None:
-        place = ProcessInfo(address, (counts or [count] * count)[index], index)
+        process_info = ProcessInfo(address, (counts or [count] * count)[index], index)
         try:
-            team = ConnectedTeam(place, timeout_s=timeout_s, heartbeat_s=20.0, on_loss=lambda line, status: None)
+            team = ConnectedTeam(process_info, timeout_s=timeout_s, heartbeat_s=20.0, on_loss=lambda line, status: None)
             results[index] = work(team)
             team.fail(1, "the test is over")
         except ValueError as error:

@@ -18,15 +18,15 @@ from valkyrie.runs.layout_record import LayoutRecord, with_hardware
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_line
 
-GOLDENS = Path(__file__).parent / "goldens" / "report"
+GOLDEN_FOLDER = Path(__file__).parent / "goldens" / "report"
 """Records of a tiny model: `compile.json` and `timeline.json` for v5e-8, `measure.json` on eight simulated devices."""
 
 
 def trial_from_summary(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
     """Return a trial with the results in `summary`, which a stage (`compile` or `measure`) wrote."""
     record = decode(LayoutRecord, summary["about"], stage)
-    plain = upgrade_line({"results": summary | {"hints": [_text(hint) for hint in summary.get("hints", [])]}})
-    results = decode(TrialResult, plain["results"], stage)
+    upgraded = upgrade_line({"results": summary | {"hints": [_text(hint) for hint in summary.get("hints", [])]}})
+    results = decode(TrialResult, upgraded["results"], stage)
     if results.communication is not None:  # `trials.jsonl` omits them
         results = replace(results, communication=replace(results.communication, collectives=()))
     return Trial(
@@ -51,10 +51,10 @@ def _text(hint: str | dict[str, Any]) -> str:
 
 def golden_summary(stage: str) -> dict[str, Any]:
     """Return the golden summary of a stage: the `compile.json` or `measure.json` of a real run."""
-    return json.loads((GOLDENS / f"{stage}.json").read_text())
+    return json.loads((GOLDEN_FOLDER / f"{stage}.json").read_text())
 
 
-def trial(
+def make_trial(
     layout: str,
     per_chip: float | None,
     *,
@@ -105,8 +105,8 @@ def trial(
     template = replace(template, key=key, about=record, status=status, reason=reason)
     template = replace(template, overrides=[*template.overrides, *overrides], values=dict(values or {}))
     if per_chip is None:
-        needed = MemoryReport() if gib is None else MemoryReport(needed=int(gib * 2**30), usable=16 * 2**30)
-        return replace(template, folder=None, results=TrialResult(memory=needed))
+        memory = MemoryReport() if gib is None else MemoryReport(needed=int(gib * 2**30), usable=16 * 2**30)
+        return replace(template, folder=None, results=TrialResult(memory=memory))
     results, rate = template.results, 8.0 * per_chip
     step_s = (record.batch or 0) * (record.seq or 0) / rate
     speed = replace(
@@ -116,26 +116,28 @@ def trial(
         speed = replace(speed, p90_s=p90 * step_s, min_s=least * step_s)
     if price is not None:
         speed = replace(speed, tokens_per_dollar={"on_demand": rate * 3600 / (8 * price)})
-    results, traffic = replace(results, step=speed), results.communication or Communication()
+    results, communication = replace(results, step=speed), results.communication or Communication()
     if seconds is not None:
-        named = ((parse_category(name), share) for name, share in seconds.items())
-        results = replace(results, parts=tuple(StepPart(*part, share * step_s) for part, share in named if part))
+        categories = ((parse_category(name), share) for name, share in seconds.items())
+        results = replace(results, parts=tuple(StepPart(*part, share * step_s) for part, share in categories if part))
     if sent is not None:
-        traffic = replace(traffic, bytes_by_mesh_axes=tuple(AxesBytes(parse_axes(axes), n) for axes, n in sent.items()))
+        communication = replace(
+            communication, bytes_by_mesh_axes=tuple(AxesBytes(parse_axes(axes), n) for axes, n in sent.items())
+        )
     if collectives is not None:
         times = [CollectiveTime("all-reduce", parse_axes(a), share * step_s) for a, share in collectives.items()]
         results = replace(results, trace=CollectiveTrace(tuple(times), step_s=step_s))
     if gib is not None:
         results = replace(results, memory=replace(results.memory, peak=int(gib * 2**30), usable=16 * 2**30))
-    return replace(template, results=replace(results, communication=traffic))
+    return replace(template, results=replace(results, communication=communication))
 
 
-def sweep_folder(folder: Path, trials: Sequence[Trial], *, timelines: int = 0) -> Path:
+def write_sweep(folder: Path, trials: Sequence[Trial], *, timelines: int = 0) -> Path:
     """Write a sweep's folder. The first `timelines` trials get the files of a real compile."""
     TrialLog(folder).append(trials)
     for trial in trials[:timelines]:
         run = folder / (trial.folder or trial.name)
         run.mkdir(parents=True, exist_ok=True)
         for name in ("compile.json", "timeline.json"):
-            shutil.copy(GOLDENS / name, run / name)
+            shutil.copy(GOLDEN_FOLDER / name, run / name)
     return folder

@@ -26,7 +26,7 @@ from valkyrie.runs.tracking import read_metrics
 
 jax.devices()  # the backend starts with the devices of the tests, not with those of the first run's mesh
 
-TINY = (
+TINY_ARGUMENTS = (
     "model=s5_tiny",
     "model.layers=1",
     "model.embed=16",
@@ -49,29 +49,29 @@ TINY = (
     "tracking=off",
 )
 """Arguments of the smallest run that uses every component. It spends most of its time compiling."""
-SINGLE = ("mesh=1x1x1", "partition=dp")
+ONE_DEVICE = ("mesh=1x1x1", "partition=dp")
 
 # The sandbox needs Linux namespaces, which some containers forbid. The refusal that users get there is tested on every
 # machine (`test_code_eval.py`).
 needs_sandbox = pytest.mark.skipif(sandbox_problem() is not None, reason=f"no sandbox: {sandbox_problem()}")
 
 
-def command(*arguments: str) -> int:
+def run_train(*arguments: str) -> int:
     """Run `valkyrie-train` in this process and return its exit status. Output is not captured."""
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__  # Hydra closes any other, here pytest's own
-    before = sys.argv
+    original_argv = sys.argv
     sys.argv = ["valkyrie-train", *arguments]
     try:
         run()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     finally:
-        sys.argv = before
+        sys.argv = original_argv
         jax.config.update("jax_debug_nans", False)
     return 0
 
 
-def spawn(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+def start_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
     """Start Python with these arguments and extra environment variables. Its output goes to pipes."""
     return subprocess.Popen(
         [sys.executable, *arguments],
@@ -85,11 +85,13 @@ def spawn(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[st
 
 def start_training(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
     """Start `valkyrie-train` in a new process with its output in pipes. It receives SIGHUP even under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a process inherits what its parent ignores
+    original_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a process inherits what its parent ignores
     try:
-        return spawn("-W", "ignore::SyntaxWarning", "-m", "valkyrie.cli.train", *arguments, cwd=cwd, **environment)
+        return start_python(
+            "-W", "ignore::SyntaxWarning", "-m", "valkyrie.cli.train", *arguments, cwd=cwd, **environment
+        )
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, original_handler)
 
 
 def training_records(folder: Path) -> dict[int, dict[str, Any]]:
@@ -126,11 +128,11 @@ def saved_arrays(folder: Path, step: int | None = None) -> dict[str, np.ndarray]
 def assert_same_bits(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     """Compare two results of `saved_arrays` bit for bit."""
     assert actual.keys() == expected.keys()
-    different = [path for path in actual if actual[path].tobytes() != expected[path].tobytes()]
-    assert not different, different
+    differing_paths = [path for path in actual if actual[path].tobytes() != expected[path].tobytes()]
+    assert not differing_paths, differing_paths
 
 
-def checkpoints(folder: Path, *, read_only: bool = False, **config: Any) -> Checkpoints:
+def open_checkpoints(folder: Path, *, read_only: bool = False, **config: Any) -> Checkpoints:
     """Open the checkpoints of a run folder. `config` are fields of `CheckpointConfig`."""
     return Checkpoints(folder, CheckpointConfig(**config), read_only=read_only)
 
@@ -144,16 +146,16 @@ def _runs_folder() -> tempfile.TemporaryDirectory[str]:
 def trained_run(*overrides: str, steps: int = 6) -> Path:
     """Return the folder of a finished tiny run on one device. It is shared by all tests, which must not modify it."""
     runs = Path(_runs_folder().name) / f"runs-{abs(hash((overrides, steps)))}"
-    status = command(*TINY, *SINGLE, f"runs={runs}", "name=run", f"steps={steps}", *overrides)
+    status = run_train(*TINY_ARGUMENTS, *ONE_DEVICE, f"runs={runs}", "name=run", f"steps={steps}", *overrides)
     assert status == 0
     return runs / "run"
 
 
-def copy_run(folder: Path, to: Path) -> Path:
+def copy_run(folder: Path, parent: Path) -> Path:
     """Copy a run folder, for a test that modifies it."""
-    return Path(shutil.copytree(folder, to / folder.name))
+    return Path(shutil.copytree(folder, parent / folder.name))
 
 
-def tiny_arguments(runs: Path, *overrides: str, mesh: Sequence[str] = SINGLE) -> tuple[str, ...]:
+def tiny_arguments(runs: Path, *overrides: str, mesh: Sequence[str] = ONE_DEVICE) -> tuple[str, ...]:
     """Return the arguments of a tiny run named `run` in the folder `runs`."""
-    return (*TINY, *mesh, f"runs={runs}", "name=run", *overrides)
+    return (*TINY_ARGUMENTS, *mesh, f"runs={runs}", "name=run", *overrides)

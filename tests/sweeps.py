@@ -21,7 +21,7 @@ from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.run import Watcher
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
-ACTOR = """
+TRIAL_SCRIPT = """
 import hashlib, json, os, pathlib, re, resource, signal, sys, time, traceback
 
 if "valkyrie.sweep.child" in sys.orig_argv:
@@ -62,7 +62,7 @@ if "valkyrie.sweep.child" in sys.orig_argv:
 """Content of `sitecustomize.py`. A trial whose partition has the part `real` runs normally."""
 
 
-class Stage:
+class FakeMultirun:
     """A folder for multiruns with fake trials.
 
     `parts` maps each partition to the behaviour of its trials: `measure`, `fail`, `hang`, ...
@@ -72,18 +72,18 @@ class Stage:
         self.folder, self.runs = folder, folder / "runs"
         self.starts = folder / "starts"
         (folder / "site").mkdir(parents=True, exist_ok=True)
-        (folder / "site" / "sitecustomize.py").write_text(ACTOR)
+        (folder / "site" / "sitecustomize.py").write_text(TRIAL_SCRIPT)
         path = os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment = {"PYTHONPATH": path, "STARTS": str(self.starts)}
-        self.play(**parts)
+        self.set_parts(**parts)
 
-    def play(self, **parts: str) -> None:
+    def set_parts(self, **parts: str) -> None:
         """Set the behaviour of trials by partition. `_1d_tp` means `1d_tp`: a keyword cannot begin with a digit."""
         self.environment["PARTS"] = json.dumps({name.removeprefix("_"): part for name, part in parts.items()})
 
-    def enter(self, monkeypatch: pytest.MonkeyPatch, **parts: str) -> None:
+    def activate(self, monkeypatch: pytest.MonkeyPatch, **parts: str) -> None:
         """Make commands in this process use this folder and these parts."""
-        self.play(**parts)
+        self.set_parts(**parts)
         monkeypatch.chdir(self.folder)
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
@@ -123,11 +123,11 @@ class Stage:
         trials = {trial.about.partition: trial for trial in TrialLog(self.sweep).read()}
         return dict(sorted(trials.items()))
 
-    def lines(self) -> int:
+    def count_lines(self) -> int:
         """Return the number of lines of `trials.jsonl`."""
         return len((self.sweep / "trials.jsonl").read_text().splitlines())
 
-    def started(self) -> list[str]:
+    def started_trials(self) -> list[str]:
         """Return the names of trials that started, in order."""
         return self.starts.read_text().splitlines() if self.starts.is_file() else []
 
@@ -136,11 +136,11 @@ def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: st
     """Return the plans of all jobs of a multirun, without running them."""
     plans: list[TrialPlan] = []
 
-    def carry_out(asked: Sequence[TrialPlan], *_: Any) -> dict[str, Trial]:
-        plans.extend(asked)
-        return {plan.key: plan.to_trial(Status.ok, None, "", 0.0) for plan in asked}
+    def run_trials(trial_plans: Sequence[TrialPlan], *_: Any) -> dict[str, Trial]:
+        plans.extend(trial_plans)
+        return {plan.key: plan.to_trial(Status.ok, None, "", 0.0) for plan in trial_plans}
 
-    monkeypatch.setattr(launcher, "run_trials", carry_out)
+    monkeypatch.setattr(launcher, "run_trials", run_trials)
     result = command(*arguments)
     assert result.status == 0, result.err
     return plans
@@ -149,7 +149,7 @@ def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: st
 def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> None:
     """Set the status of multirun trials by partition, or an exception to raise. No processes are started."""
 
-    def carry_out(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
+    def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
         trials = {}
         for plan in plans:
             part = parts[plan.about.partition]
@@ -160,4 +160,4 @@ def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseExcepti
             watcher.show_ended(plan, trials[plan.key], earlier=False)
         return trials
 
-    monkeypatch.setattr(launcher, "run_trials", carry_out)
+    monkeypatch.setattr(launcher, "run_trials", run_trials)

@@ -17,12 +17,12 @@ from valkyrie.trees import get_value, with_value
 PARTITIONS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
 
 
-def problems_of(run: Run) -> set[Identity]:
+def problem_identities(run: Run) -> set[Identity]:
     """Return the identities of the run's problems, in its model and its layout."""
     return {problem.identity for problem in run.model.problems()} | run.layout_problem_identities()
 
 
-def applied(run: Run, key: str, value: int) -> Run:
+def apply_setting(run: Run, key: str, value: int) -> Run:
     if "." not in key and key not in ("batch", "seq"):
         return run.changed(mesh=resize_axis(run.config.mesh, key, value))
     config = with_value(run.config, key, value)
@@ -43,14 +43,14 @@ def test_every_suggested_value_is_legal(model: str, partition: str, shape: list[
     run = compose_run("mesh=1x1x1", "partition=dp", f"model={model}").changed(
         mesh=mesh, partition=PARTITIONS[partition], **sizes
     )
-    before = problems_of(run)
+    problems_before = problem_identities(run)
     for problem in run.problems():
         advice = [(problem.key, value) for value in problem.nearest or () if problem.key]
         advice += [(problem.mesh_axes[0], size) for size in problem.legal_sizes or ()]
         for key, value in advice:
             event(f"advises {key}")
-            after = problems_of(applied(run, key, value))
-            assert after <= before - {problem.identity}, (key, value, problem)
+            problems_after = problem_identities(apply_setting(run, key, value))
+            assert problems_after <= problems_before - {problem.identity}, (key, value, problem)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 import valkyrie
 from helpers import MODELS
-from runs import TINY
+from runs import TINY_ARGUMENTS
 from test_explain_mode import prediction
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.processes.child import run_streamed
@@ -27,42 +27,50 @@ from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, Pred
 from valkyrie.sweep.columns import CSV_COLUMNS
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "valkyrie" / "README.md").read_text()
+PAGE_TEXT = (ROOT / "valkyrie" / "README.md").read_text()
 
 
-def example_in(folder: str, number: int = 0) -> str:
+def read_example(folder: str, number: int = 0) -> str:
     """Return Python listing `number` (from 0) of a folder's README. Counts only those that begin with an import."""
     return re.findall(r"```python\n(import .*?)```", (ROOT / folder / "README.md").read_text(), re.DOTALL)[number]
 
 
-QUICK = ("model.layers=1", "batch=8", "seq=32", "data=synthetic", "data.documents=60", "tracking=off", "eval_batches=1")
+QUICK_OVERRIDES = (
+    "model.layers=1",
+    "batch=8",
+    "seq=32",
+    "data=synthetic",
+    "data.documents=60",
+    "tracking=off",
+    "eval_batches=1",
+)
 
 
-def smaller(example: str) -> str:
+def shrink_example(example: str) -> str:
     """Return an example changed to use the smallest model, little data and few steps."""
-    quick = ", ".join(f'"{override}"' for override in QUICK)
+    overrides = ", ".join(f'"{override}"' for override in QUICK_OVERRIDES)
     for run in ('"steps=40"', '"batch=32"'):
-        example = example.replace(run, f"{run}, {quick}" if run == '"steps=40"' else quick)
+        example = example.replace(run, f"{run}, {overrides}" if run == '"steps=40"' else overrides)
     return example.replace("steps=40", "steps=4").replace("steps=60", "steps=6").replace("gpt_125m", "gpt_tiny")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.slow
-def test_the_training_examples_run_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+def test_the_training_examples_run_as_written(working_folder: Path, capsys: pytest.CaptureFixture[str]):
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     names: dict[str, Any] = {}
-    example = smaller(example_in("valkyrie"))
-    training, _ = example.split("print(valkyrie.slice")
-    exec(training, names)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    trained = names["trained"]
-    assert trained.summary["steps"] == 6 and [line["step"] for line in trained.metrics if "loss" in line][-1] == 6
-    assert (trained.folder / "run.yaml").is_file()
+    example = shrink_example(read_example("valkyrie"))
+    training_example, _ = example.split("print(valkyrie.slice")
+    exec(training_example, names)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    run = names["trained"]
+    assert run.summary["steps"] == 6 and [line["step"] for line in run.metrics if "loss" in line][-1] == 6
+    assert (run.folder / "run.yaml").is_file()
     assert "parameters:" in capsys.readouterr().out
     measured = valkyrie.measure(names["run"], quiet=True)
     assert measured.fits and measured.step_s and measured.record.simulated
@@ -70,9 +78,12 @@ def test_the_training_examples_run_as_written(here: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow  # two compiles for a TPU
-def test_the_prediction_examples_run_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
-    names: dict[str, Any] = {"valkyrie": valkyrie, "run": valkyrie.compose(*TINY, "mesh=1x1x1", "partition=dp")}
-    exec("print(valkyrie.slice" + smaller(example_in("valkyrie")).split("print(valkyrie.slice")[1], names)
+def test_the_prediction_examples_run_as_written(working_folder: Path, capsys: pytest.CaptureFixture[str]):
+    names: dict[str, Any] = {
+        "valkyrie": valkyrie,
+        "run": valkyrie.compose(*TINY_ARGUMENTS, "mesh=1x1x1", "partition=dp"),
+    }
+    exec("print(valkyrie.slice" + shrink_example(read_example("valkyrie")).split("print(valkyrie.slice")[1], names)
     for result in names["results"]:
         assert result.status == "ok" and result.fits and 0 < result.mfu < 1 and result.peak_gib > 0
     assert "predicted step" in str(names["results"][0])
@@ -80,27 +91,27 @@ def test_the_prediction_examples_run_as_written(here: Path, capsys: pytest.Captu
 
 @pytest.mark.slow  # two compiles for a TPU
 @pytest.mark.timeout(300)
-def test_the_example_of_the_readme_runs_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
-    exec(smaller(example_in(".")), {})
+def test_the_example_of_the_readme_runs_as_written(working_folder: Path, capsys: pytest.CaptureFixture[str]):
+    exec(shrink_example(read_example(".")), {})
     output = capsys.readouterr().out.splitlines()
     assert [line.split(" ")[:2] for line in output if " True " in line] == [["fsdp", "True"], ["dp", "True"]]
-    assert (here / output[-1].split(" ")[0] / "run.yaml").is_file()
+    assert (working_folder / output[-1].split(" ")[0] / "run.yaml").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_model_example_runs_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_model_example_runs_as_written(working_folder: Path, capsys: pytest.CaptureFixture[str]):
     names: dict[str, Any] = {}
-    exec(smaller(example_in("valkyrie", 1)), names)
-    trained, model, tokens = names["trained"], names["model"], names["tokens"]
+    exec(shrink_example(read_example("valkyrie", 1)), names)
+    run, model, tokens = names["trained"], names["model"], names["tokens"]
     assert names["logits"].shape == (1, len(tokens[0]), 257) and names["logits"].dtype == np.float32
-    np.testing.assert_allclose(trained.model(tokens), names["logits"], atol=1e-5)
-    np.testing.assert_allclose(trained.model([*tokens, tokens[0]])[1:], names["logits"], atol=1e-5)
-    assert trained.model.parameters["embedding"].sharding.num_devices == 8
+    np.testing.assert_allclose(run.model(tokens), names["logits"], atol=1e-5)
+    np.testing.assert_allclose(run.model([*tokens, tokens[0]])[1:], names["logits"], atol=1e-5)
+    assert run.model.parameters["embedding"].sharding.num_devices == 8
     assert model.generate("def ", tokens=5) == valkyrie.generate(valkyrie.load("first"), "def ", tokens=5)
-    last_loss = [line["loss"] for line in trained.metrics if "loss" in line][-1]
-    assert trained.summary["loss"] == last_loss and repr(model).startswith("<TrainedModel gpt_tiny, ")
-    assert repr(trained).startswith("<Trained gpt_tiny: 4 steps, loss ") and "<svg" in trained._repr_html_()
+    last_loss = [line["loss"] for line in run.metrics if "loss" in line][-1]
+    assert run.summary["loss"] == last_loss and repr(model).startswith("<TrainedModel gpt_tiny, ")
+    assert repr(run).startswith("<Trained gpt_tiny: 4 steps, loss ") and "<svg" in run._repr_html_()
     for wrong, message in (([1, 2], "shape"), ([[1.0]], "whole numbers"), ([[257]], "vocabulary"), ([[-1]], "-1")):
         with pytest.raises(ValueError, match=rf"^tokens= .*{message}"):
             model(wrong)
@@ -110,8 +121,8 @@ def test_the_model_example_runs_as_written(here: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow  # three compiles for a TPU
 @pytest.mark.timeout(300)
-def test_the_search_example_runs_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
-    example = smaller(example_in("valkyrie", 2)).replace("mode.compiles=4", "mode.compiles=1")
+def test_the_search_example_runs_as_written(working_folder: Path, capsys: pytest.CaptureFixture[str]):
+    example = shrink_example(read_example("valkyrie", 2)).replace("mode.compiles=4", "mode.compiles=1")
     names: dict[str, Any] = {}
     exec(example, names)
     answer, output = names["answer"], capsys.readouterr().out
@@ -121,20 +132,22 @@ def test_the_search_example_runs_as_written(here: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_the_example_of_reading_trials_runs_as_written(here: Path):
-    command = [sys.executable, "-m", "valkyrie.cli.train", "-m", *TINY, "partition=dp,fsdp", "mode=compile"]
-    result = subprocess.run([*command, "mesh=2x2x1", "name=laptop_8"], cwd=here, capture_output=True, text=True)
+def test_the_example_of_reading_trials_runs_as_written(working_folder: Path):
+    command = [sys.executable, "-m", "valkyrie.cli.train", "-m", *TINY_ARGUMENTS, "partition=dp,fsdp", "mode=compile"]
+    result = subprocess.run(
+        [*command, "mesh=2x2x1", "name=laptop_8"], cwd=working_folder, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
-    example = example_in("sweeps").replace("if row.tokens_per_second", "")
+    example = read_example("sweeps").replace("if row.tokens_per_second", "")
     example = example.replace("row.tokens_per_second", "row.layout")
     exec(example, {"valkyrie": valkyrie})
-    assert "dp" in (here / "runs" / "laptop_8" / "report.html").read_text()
+    assert "dp" in (working_folder / "runs" / "laptop_8" / "report.html").read_text()
 
 
 def test_every_name_is_documented_and_on_its_page():
     for name in valkyrie.__all__:
         assert getattr(valkyrie, name).__doc__, name
-        assert f"`{name}`" in PAGE, name
+        assert f"`{name}`" in PAGE_TEXT, name
 
 
 def test_nothing_is_imported_before_it_is_used():
@@ -182,16 +195,16 @@ def test_a_mistake_is_a_value_error_with_the_message_of_the_command(overrides: l
     assert message in str(error.value)
 
 
-def test_a_folder_without_a_run_is_named(here: Path):
+def test_a_folder_without_a_run_is_named(working_folder: Path):
     with pytest.raises(ValueError) as error:
-        valkyrie.load(here / "nothing")
-    assert str(error.value).startswith(f"{here / 'nothing'} does not exist")
+        valkyrie.load(working_folder / "nothing")
+    assert str(error.value).startswith(f"{working_folder / 'nothing'} does not exist")
 
 
-def test_a_run_is_loaded_by_name_or_as_the_latest(here: Path):
+def test_a_run_is_loaded_by_name_or_as_the_latest(working_folder: Path):
     with pytest.raises(ValueError, match=r"^latest: there is no run with a checkpoint"):
         valkyrie.load("latest")
-    folder = here / "runs" / "mine"
+    folder = working_folder / "runs" / "mine"
     folder.mkdir(parents=True)
     valkyrie.compose("model=gpt_tiny", "mesh=1x1x1", "seed=5").save(folder / "run.yaml")
     assert valkyrie.load("mine").config.seed == 5
@@ -264,12 +277,12 @@ def test_a_result_that_does_not_fit_has_the_needed_memory():
     assert "needs 3.0 GiB" in str(result) and "1.0 GiB usable" in str(result)
 
 
-SEARCHED = ("model=gpt_tiny", "target=v5e-8", "batch=32")
+SEARCH_OVERRIDES = ("model=gpt_tiny", "target=v5e-8", "batch=32")
 
 
-def test_a_search_of_a_training_run_fixes_what_it_sets(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_search_of_a_training_run_fixes_what_it_sets(working_folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: "no compiler")
-    run = valkyrie.compose(*SEARCHED, "mesh=2x4x1", "partition=fsdp", "name=mine")
+    run = valkyrie.compose(*SEARCH_OVERRIDES, "mesh=2x4x1", "partition=fsdp", "name=mine")
     answer = valkyrie.search_layouts(run, quiet=True)
     assert {row.status for row in answer.rows} == {"estimated"}
     assert all(row.layout.startswith("mesh=2x4x1 partition=fsdp") for row in answer.rows)
@@ -280,7 +293,7 @@ def test_a_search_of_a_training_run_fixes_what_it_sets(here: Path, monkeypatch: 
         assert all(isinstance(value, str | int | float | None) for value in vars(row).values())
 
 
-def test_an_interrupted_search_keeps_its_answer(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_search_keeps_its_answer(working_folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
 
     def press_ctrl_c(*arguments: Any) -> None:
@@ -288,21 +301,21 @@ def test_an_interrupted_search_keeps_its_answer(here: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(compiling, "compile_trial", press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
-        valkyrie.search_layouts(valkyrie.compose(*SEARCHED, "mode=search", "name=stopped"), quiet=True)
-    assert (here / "runs" / "stopped" / "search.json").is_file()
+        valkyrie.search_layouts(valkyrie.compose(*SEARCH_OVERRIDES, "mode=search", "name=stopped"), quiet=True)
+    assert (working_folder / "runs" / "stopped" / "search.json").is_file()
 
 
-def test_a_search_in_which_nothing_fits_is_a_value_error(here: Path):
+def test_a_search_in_which_nothing_fits_is_a_value_error(working_folder: Path):
     run = valkyrie.compose("model=llama_7b", "target=v5e-4", "batch=4", "seq=8192", "mode=search")
     with pytest.raises(ValueError, match=r"nothing fits: .* chips are enough"):
         valkyrie.search_layouts(run, quiet=True)
 
 
-def test_layouts_that_cannot_be_explained_are_named(here: Path):
-    run = valkyrie.compose(*SEARCHED, "mesh=2x4x1")
+def test_layouts_that_cannot_be_explained_are_named(working_folder: Path):
+    run = valkyrie.compose(*SEARCH_OVERRIDES, "mesh=2x4x1")
     with pytest.raises(ValueError, match=r"^second: nothing is no run folder"):
         valkyrie.explain(run, "nothing")
-    (here / "runs" / "empty").mkdir(parents=True)
+    (working_folder / "runs" / "empty").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"(?m)^second: runs/empty has no compile.json"):
         valkyrie.explain(run, "empty")
     with pytest.raises(ValueError, match=r"^first: target=auto has no predicted step time"):
@@ -315,11 +328,13 @@ def test_an_explanation_prints_the_report_of_the_command():
     assert "where the step time goes" in str(explanation) and "<pre>" in explanation._repr_html_()
 
 
-REFUSED = ("model=gpt_tiny", "mesh=3x3x1,3x3x2", "target=v5e-8", "mode=compile", "tracking=off", "name=refused")
+REFUSED_SWEEP = ("model=gpt_tiny", "mesh=3x3x1,3x3x2", "target=v5e-8", "mode=compile", "tracking=off", "name=refused")
 
 
-def test_a_sweep_returns_plain_rows_and_refuses_wrong_settings(here: Path, capsys: pytest.CaptureFixture[str]):
-    rows = valkyrie.run_sweep(*REFUSED)
+def test_a_sweep_returns_plain_rows_and_refuses_wrong_settings(
+    working_folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = valkyrie.run_sweep(*REFUSED_SWEEP)
     assert "2 trials: 2 refused" in capsys.readouterr().out and repr(rows) == "<Trials 2: 2 refused>"
     assert rows == valkyrie.trials("runs") and "<td" in rows._repr_html_()
     assert [(row.mesh, row.status, row.model) for row in rows] == [
@@ -361,10 +376,10 @@ except KeyboardInterrupt:
 
 
 def test_runs_and_slices_are_short_tables_in_notebooks():
-    run = valkyrie.compose(*SEARCHED, "mesh=2x4x1", "partition=fsdp")
+    run = valkyrie.compose(*SEARCH_OVERRIDES, "mesh=2x4x1", "partition=fsdp")
     search = valkyrie.compose("model=gpt_tiny", "mode=search", "target=[v4-8,v5e-8]")
     assert repr(search).startswith("<Run gpt_tiny, mode=search target=v4-8,v5e-8, ")
     assert "<td" in run._repr_html_() and "x=2 FSDP" in run._repr_html_() and len(repr(run)) < 120
-    assert "layout" not in valkyrie.compose(*SEARCHED, "mode=search")._repr_html_()
+    assert "layout" not in valkyrie.compose(*SEARCH_OVERRIDES, "mode=search")._repr_html_()
     assert "8 v5e chips" in valkyrie.slice("v5e-8")._repr_html_() and "$" in valkyrie.slice("v5e-8")._repr_html_()
     assert "<td" in valkyrie.slice("cpu8")._repr_html_()

@@ -13,7 +13,7 @@ import pytest
 
 import valkyrie
 from helpers import assert_golden_message
-from runs import TINY, copy_run
+from runs import TINY_ARGUMENTS, copy_run
 from valkyrie.runs.folder import run_folder
 
 
@@ -42,7 +42,7 @@ def saved_run(folder: Path, *arguments: str) -> Path:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
-    return saved_run(runs / "one", *TINY, "mesh=2x1x1", "partition=fsdp", "steps=6", f"runs={runs}")
+    return saved_run(runs / "one", *TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "steps=6", f"runs={runs}")
 
 
 @pytest.fixture
@@ -131,11 +131,11 @@ def test_a_users_chip_is_selected_by_name_and_number(own: Path, chip: str):
 
 
 def test_another_choice_of_a_group_replaces_all_of_its_settings(folder: Path):
-    changed = valkyrie.load(folder, "partition=1d_tp", "partition.zero1=true", "mesh=1x2x1").config
+    config = valkyrie.load(folder, "partition=1d_tp", "partition.zero1=true", "mesh=1x2x1").config
     assert (
-        changed.partition.parameters == valkyrie.compose("model=s5_tiny", "partition=1d_tp").config.partition.parameters
+        config.partition.parameters == valkyrie.compose("model=s5_tiny", "partition=1d_tp").config.partition.parameters
     )
-    assert changed.partition.zero1 and changed.optimizer == valkyrie.load(folder).config.optimizer
+    assert config.partition.zero1 and config.optimizer == valkyrie.load(folder).config.optimizer
 
 
 def test_a_run_is_resumed_only_from_its_run_yaml(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -148,10 +148,10 @@ def test_a_run_is_resumed_only_from_its_run_yaml(folder: Path, tmp_path: Path, m
     assert (run.config.optimizer.learning_rate, run.config.steps) == (0.0625, 8) and run_folder(run) == folder
 
 
-@pytest.mark.parametrize("asked", ["resume=", "resume=''"])
-def test_an_empty_resume_is_refused(folder: Path, asked: str):
+@pytest.mark.parametrize("argument", ["resume=", "resume=''"])
+def test_an_empty_resume_is_refused(folder: Path, argument: str):
     with pytest.raises(ValueError) as error:
-        valkyrie.compose(asked, f"runs={folder.parent}")
+        valkyrie.compose(argument, f"runs={folder.parent}")
     assert str(error.value).startswith("resume= ") and "resume=latest" in str(error.value)
 
 
@@ -178,15 +178,17 @@ def test_modes_that_read_a_run_take_its_settings_without_resume(folder: Path, mo
 
 @pytest.mark.parametrize("name", [None, "one"])
 def test_the_command_in_run_yaml_makes_a_new_run_with_the_same_settings(folder: Path, name: str | None):
-    valkyrie.compose(*TINY, "mesh=2x1x1", f"name={name or 'null'}", f"runs={folder.parent}").save(folder / "run.yaml")
-    first, *_ = (folder / "run.yaml").read_text().splitlines()
-    _, _, *again = shlex.split(first)
-    run = valkyrie.compose(*again, "partition=dp")
+    valkyrie.compose(*TINY_ARGUMENTS, "mesh=2x1x1", f"name={name or 'null'}", f"runs={folder.parent}").save(
+        folder / "run.yaml"
+    )
+    comment, *_ = (folder / "run.yaml").read_text().splitlines()
+    _, _, *arguments = shlex.split(comment)
+    run = valkyrie.compose(*arguments, "partition=dp")
     assert run.config.resume is None and not run_folder(run).exists()
     assert run.config.name == (name and "one-2") and run.config.model.embed == 16
     assert run.config.partition.name == "dp" and run.config.mesh.name == "2x1x1"
-    assert valkyrie.compose(*again, "mode=eval").config.resume == str(folder), "what reads a run reads this one"
-    assert run_folder(valkyrie.compose(*again, "name=one")) == folder, (
+    assert valkyrie.compose(*arguments, "mode=eval").config.resume == str(folder), "what reads a run reads this one"
+    assert run_folder(valkyrie.compose(*arguments, "name=one")) == folder, (
         "but a name that is given is the run of that name"
     )
 

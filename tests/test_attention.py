@@ -28,27 +28,32 @@ from valkyrie.ops.attention import (
 from valkyrie.ops.attention.local import Method, local_attention
 from valkyrie.ops.attention.pattern import KeyRange, Pattern
 
-GOLDEN = Path(__file__).parent / "goldens" / "longformer.npz"
+GOLDEN_FILE = Path(__file__).parent / "goldens" / "longformer.npz"
 
 
-def make(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segments=False, seed=0):
+def make_inputs(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segments=False, seed=0):
     """Return random q, k, v, segment IDs and global tokens. The last two are None by default.
 
     In each row, one global token is repeated. One is invalid in the first row."""
     rng = np.random.default_rng(seed)
 
-    def normal(*shape):
+    def random_normal(*shape):
         return rng.normal(size=shape).astype(np.float32)
 
-    q, k, v = normal(batch, seq, heads, head_dim), *(normal(batch, seq, kv_heads, head_dim) for _ in range(2))
+    q, k, v = (
+        random_normal(batch, seq, heads, head_dim),
+        *(random_normal(batch, seq, kv_heads, head_dim) for _ in range(2)),
+    )
     tokens = ids = None
     if global_tokens:
         positions = np.stack([rng.permutation(seq)[:global_tokens] for _ in range(batch)]).astype(np.int32)
-        queries = normal(batch, global_tokens, heads, head_dim)
+        queries = random_normal(batch, global_tokens, heads, head_dim)
         positions[:, -1], queries[:, -1] = positions[:, 0], queries[:, 0]
         valid = np.ones((batch, global_tokens), bool)
         valid[0, 1] = False
-        tokens = GlobalTokens(positions, valid, queries, *(normal(batch, seq, kv_heads, head_dim) for _ in range(2)))
+        tokens = GlobalTokens(
+            positions, valid, queries, *(random_normal(batch, seq, kv_heads, head_dim) for _ in range(2))
+        )
         tokens = jax.tree.map(jnp.asarray, tokens)
     if segments:
         ids = jnp.asarray(np.cumsum(rng.random((batch, seq)) < 0.1, axis=1).astype(np.int32) - 1)
@@ -64,16 +69,24 @@ def brute_force(q, k, v, window, causal, dilation, segment_ids, tokens):
     for b, i in itertools.product(range(batch), range(seq)):
         entries = [] if tokens is None else [n for n in range(len(tokens.valid[b])) if tokens.valid[b, n]]
         index_by_position = {int(tokens.positions[b, n]): n for n in reversed(entries)}
-        visible = []
+        visible_entries = []
         for j in range(seq):
-            near = window is None or abs(i - j) <= (window - 1) * dilation
-            near = near and (i - j) % dilation == 0
-            same = segment_ids is None or segment_ids[b, i] == segment_ids[b, j]
-            if same and (j <= i or not causal) and (near or i in index_by_position or j in index_by_position):
-                visible.append(j)
-        query, keys, values = q[b, i], k[b, visible], v[b, visible]
+            is_near = window is None or abs(i - j) <= (window - 1) * dilation
+            is_near = is_near and (i - j) % dilation == 0
+            same_document = segment_ids is None or segment_ids[b, i] == segment_ids[b, j]
+            if (
+                same_document
+                and (j <= i or not causal)
+                and (is_near or i in index_by_position or j in index_by_position)
+            ):
+                visible_entries.append(j)
+        query, keys, values = q[b, i], k[b, visible_entries], v[b, visible_entries]
         if i in index_by_position:
-            query, keys, values = tokens.q[b, index_by_position[i]], tokens.k[b, visible], tokens.v[b, visible]
+            query, keys, values = (
+                tokens.q[b, index_by_position[i]],
+                tokens.k[b, visible_entries],
+                tokens.v[b, visible_entries],
+            )
         for h in range(heads):
             group = h // (heads // k.shape[2])
             weights = np.exp(keys[:, group].astype(np.float64) @ query[h] / head_dim**0.5)
@@ -95,16 +108,16 @@ CASES = [
 ]
 
 
-def run(impl, q, k, v, tokens, ids=None, **options):
+def run_attention(impl, q, k, v, tokens, ids=None, **options):
     """Return the output, and gradients of a function of the whole output with respect to every input."""
 
     @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
-    def f(q, k, v, tokens):
+    def loss_and_output(q, k, v, tokens):
         out = attention(q, k, v, segment_ids=ids, global_tokens=tokens, impl=impl, **options)
         return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
 
-    (_, out), grads = f(q, k, v, tokens)
+    (_, out), grads = loss_and_output(q, k, v, tokens)
     return [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
 
 
@@ -116,35 +129,35 @@ def assert_close(ours, expected, atol=1e-5):
 @pytest.mark.parametrize("case", mark_slow_except(CASES, CASES[2:3]), ids=str)
 def test_dense_and_chunked_attention_equal_the_definition(case):
     seq, window, causal, dilation, segments, count, chunk = case
-    q, k, v, ids, tokens = make(seq, global_tokens=count, segments=segments)
+    q, k, v, ids, tokens = make_inputs(seq, global_tokens=count, segments=segments)
     options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids}
-    dense = run(AttentionImpl.dense, q, k, v, tokens, **options)
-    chunked = run(AttentionImpl.chunked, q, k, v, tokens, chunk=chunk, **options)
-    np.testing.assert_allclose(dense[0], brute_force(q, k, v, window, causal, dilation, ids, tokens), atol=2e-6)
-    assert_close(chunked, dense)
+    expected = run_attention(AttentionImpl.dense, q, k, v, tokens, **options)
+    chunked = run_attention(AttentionImpl.chunked, q, k, v, tokens, chunk=chunk, **options)
+    np.testing.assert_allclose(expected[0], brute_force(q, k, v, window, causal, dilation, ids, tokens), atol=2e-6)
+    assert_close(chunked, expected)
 
 
 @pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
 def test_logits_stay_within_a_soft_cap(impl):
     """With a cap of 1, the weights of two keys differ by at most a factor of e^2, even for queries with a huge norm."""
-    q, k, v, *_ = make(40, heads=1, kv_heads=1)
+    q, k, v, *_ = make_inputs(40, heads=1, kv_heads=1)
     options = {"window": 2, "impl": impl, "chunk": 8}
-    bounded = attention(1e6 * q, k, v, soft_cap=1.0, **options)
+    output = attention(1e6 * q, k, v, soft_cap=1.0, **options)
     signs = jnp.sign(jnp.einsum("bqhd,bkhd->bqk", q, k))
-    current, before = signs[:, 1:].diagonal(1, 1, 2), signs[:, 1:].diagonal(0, 1, 2)
-    share = jax.nn.sigmoid(current - before)[..., None, None]
-    np.testing.assert_allclose(bounded[:, 1:], share * v[:, 1:] + (1 - share) * v[:, :-1], atol=2e-2)
+    signs_now, signs_before = signs[:, 1:].diagonal(1, 1, 2), signs[:, 1:].diagonal(0, 1, 2)
+    share = jax.nn.sigmoid(signs_now - signs_before)[..., None, None]
+    np.testing.assert_allclose(output[:, 1:], share * v[:, 1:] + (1 - share) * v[:, :-1], atol=2e-2)
 
 
 @pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
 def test_equals_transformers_longformer(impl):
-    golden = np.load(GOLDEN)
+    golden = np.load(GOLDEN_FILE)
     positions = jnp.asarray(golden["globals"])
     seq = golden["q"].shape[1]
     padding = (np.arange(seq) >= golden["lengths"][:, None]).astype(np.int32)
     q_global = np.take_along_axis(golden["q_global"], golden["globals"][:, :, None, None], axis=1)
-    separate = (jnp.asarray(x) for x in (q_global, golden["k_global"], golden["v_global"]))
-    tokens = GlobalTokens(positions, jnp.ones(positions.shape, bool), *separate)
+    global_projections = (jnp.asarray(x) for x in (q_global, golden["k_global"], golden["v_global"]))
+    tokens = GlobalTokens(positions, jnp.ones(positions.shape, bool), *global_projections)
     out = attention(
         *(jnp.asarray(golden[name]) for name in "qkv"),
         window=int(golden["window"]) + 1,
@@ -154,21 +167,21 @@ def test_equals_transformers_longformer(impl):
         impl=impl,
         chunk=8,
     )
-    real = padding == 0
-    np.testing.assert_allclose(np.asarray(out)[real], golden["out"][real], atol=3e-6)
+    is_token = padding == 0
+    np.testing.assert_allclose(np.asarray(out)[is_token], golden["out"][is_token], atol=3e-6)
 
 
 @pytest.mark.parametrize("impl", mark_slow_except([AttentionImpl.dense, AttentionImpl.chunked], []))
 def test_bfloat16_stays_close_to_float32(impl):
-    q, k, v, ids, tokens = make(40, global_tokens=3, segments=True)
-    exact = attention(q, k, v, window=6, segment_ids=ids, global_tokens=tokens, impl=impl, chunk=8)
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, (q, k, v, tokens))
-    out = attention(*half[:3], window=6, segment_ids=ids, global_tokens=half[3], impl=impl, chunk=8)
+    q, k, v, ids, tokens = make_inputs(40, global_tokens=3, segments=True)
+    expected = attention(q, k, v, window=6, segment_ids=ids, global_tokens=tokens, impl=impl, chunk=8)
+    narrow_inputs = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, (q, k, v, tokens))
+    out = attention(*narrow_inputs[:3], window=6, segment_ids=ids, global_tokens=narrow_inputs[3], impl=impl, chunk=8)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.06)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.06)
 
 
-def temporaries(impl, seq, **options):
+def temporary_bytes(impl, seq, **options):
     """Return the bytes of temporary memory that the gradient needs on this backend."""
 
     def loss(q, k, v):
@@ -181,19 +194,23 @@ def temporaries(impl, seq, **options):
 
 @pytest.mark.parametrize("dilation", [1, 2])
 def test_memory_of_chunks_is_linear_in_length(dilation):
-    short, long = (temporaries(AttentionImpl.chunked, seq, window=64, dilation=dilation) for seq in (1024, 2048))
-    assert long < 2.2 * short
-    assert long < temporaries(AttentionImpl.dense, 2048, window=64, dilation=dilation) / 8
+    short_bytes, long_bytes = (
+        temporary_bytes(AttentionImpl.chunked, seq, window=64, dilation=dilation) for seq in (1024, 2048)
+    )
+    assert long_bytes < 2.2 * short_bytes
+    assert long_bytes < temporary_bytes(AttentionImpl.dense, 2048, window=64, dilation=dilation) / 8
 
 
 @pytest.mark.parametrize("causal", mark_slow_except([True, False], [True]))
 def test_splash_kernel_with_more_keys_than_queries(causal):
     """A shard of the sequence has more keys than queries, and some keys are invalid."""
-    seq, before, after = 150, 30, 0 if causal else 20
-    q, *_ = make(seq, batch=1, heads=2, head_dim=16)
-    _, k, v, ids, _ = make(before + seq + after, batch=1, kv_heads=2, head_dim=16, segments=True, seed=1)
+    seq, keys_before, keys_after = 150, 30, 0 if causal else 20
+    q, *_ = make_inputs(seq, batch=1, heads=2, head_dim=16)
+    _, k, v, ids, _ = make_inputs(
+        keys_before + seq + keys_after, batch=1, kv_heads=2, head_dim=16, segments=True, seed=1
+    )
     valid = (jnp.arange(k.shape[1]) >= 25)[None]
-    key_range = KeyRange(before, valid, query_segments=ids[:, before : before + seq], key_segments=ids)
+    key_range = KeyRange(keys_before, valid, query_segments=ids[:, keys_before : keys_before + seq], key_segments=ids)
 
     def gradients(method):
         def f(q, k, v):
@@ -219,16 +236,18 @@ def test_splash_kernel_equals_dense(monkeypatch, window, causal, dilation, segme
     """Runs the TPU kernel in Pallas' interpreter. Cases with global tokens test the merged backward pass."""
     from valkyrie.ops import attention as module
 
-    q, k, v, ids, tokens = make(200, batch=1, heads=2, kv_heads=1, head_dim=32, global_tokens=count, segments=segments)
+    q, k, v, ids, tokens = make_inputs(
+        200, batch=1, heads=2, kv_heads=1, head_dim=32, global_tokens=count, segments=segments
+    )
     options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids, "soft_cap": soft_cap}
-    dense = run(AttentionImpl.dense, q, k, v, tokens, **options)
+    expected = run_attention(AttentionImpl.dense, q, k, v, tokens, **options)
     monkeypatch.setattr(module, "Method", partial(Method, interpret=True))
-    kernel = run(AttentionImpl.kernel, q, k, v, tokens, backend="tpu", **options)
-    assert_close(kernel, dense, atol=2e-5)
+    kernel = run_attention(AttentionImpl.kernel, q, k, v, tokens, backend="tpu", **options)
+    assert_close(kernel, expected, atol=2e-5)
 
 
 # window, causal, dilation, segments, global tokens; a shard has 5 positions, so the halo takes 1, 2, 3 or all 7 hops
-SHARDED = [
+SHARDED_CASES = [
     (4, True, 1, False, 0),
     (9, True, 1, True, 3),
     (5, True, 3, True, 3),
@@ -242,20 +261,24 @@ SHARDED = [
 @pytest.mark.parametrize(
     ("case", "check_vma"),
     [
-        *(pytest.param(case, True, marks=[pytest.mark.slow] * (i != 1)) for i, case in enumerate(SHARDED)),
-        pytest.param(SHARDED[2], False, marks=pytest.mark.slow),
+        *(pytest.param(case, True, marks=[pytest.mark.slow] * (i != 1)) for i, case in enumerate(SHARDED_CASES)),
+        pytest.param(SHARDED_CASES[2], False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_attention_over_a_sharded_sequence_equals_that_over_a_whole_one(case, check_vma):
     """`jax.shard_map` around Pallas kernels needs `check_vma=False`, so both settings are tested."""
     window, causal, dilation, segments, count = case
-    q, k, v, ids, tokens = make(40, global_tokens=count, segments=segments)
+    q, k, v, ids, tokens = make_inputs(40, global_tokens=count, segments=segments)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    split, whole = P(None, ("a", "b")), P()
-    token_specs = None if tokens is None else GlobalTokens(whole, whole, whole, split, split)
+    sharded_spec, replicated_spec = P(None, ("a", "b")), P()
+    token_specs = (
+        None
+        if tokens is None
+        else GlobalTokens(replicated_spec, replicated_spec, replicated_spec, sharded_spec, sharded_spec)
+    )
 
-    def local(q, k, v, tokens, ids):
+    def attend_locally(q, k, v, tokens, ids):
         return sharded_attention(
             q, k, v, axis_names=("a", "b"), window=window, causal=causal, dilation=dilation,
             segment_ids=ids, global_tokens=tokens, chunk=3,
@@ -264,8 +287,8 @@ def test_attention_over_a_sharded_sequence_equals_that_over_a_whole_one(case, ch
     @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
     def f(q, k, v, tokens):
-        specs = (split, split, split, token_specs, None if ids is None else split)
-        out = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split, check_vma=check_vma)(
+        specs = (sharded_spec, sharded_spec, sharded_spec, token_specs, None if ids is None else sharded_spec)
+        out = jax.shard_map(attend_locally, mesh=mesh, in_specs=specs, out_specs=sharded_spec, check_vma=check_vma)(
             q, k, v, tokens, ids
         )
         return jnp.sum(jnp.sin(out)), out
@@ -273,7 +296,7 @@ def test_attention_over_a_sharded_sequence_equals_that_over_a_whole_one(case, ch
     (_, out), grads = f(q, k, v, tokens)
     ours = [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
     options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids}
-    assert_close(ours, run(AttentionImpl.dense, q, k, v, tokens, **options))
+    assert_close(ours, run_attention(AttentionImpl.dense, q, k, v, tokens, **options))
 
 
 @pytest.mark.parametrize(
@@ -291,12 +314,16 @@ def test_kernel_attention_over_a_sharded_sequence_equals_dense(seq, causal, segm
     At seq=1024, the four shards exchange halves of their queries to balance causal work. At the other lengths they do
     not, because the halves are not whole blocks or the attention is not causal.
     """
-    q, k, v, ids, tokens = make(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=count)
+    q, k, v, ids, tokens = make_inputs(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=count)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    split, whole = P(None, ("a", "b")), P()
-    token_specs = None if tokens is None else GlobalTokens(whole, whole, whole, split, split)
+    sharded_spec, replicated_spec = P(None, ("a", "b")), P()
+    token_specs = (
+        None
+        if tokens is None
+        else GlobalTokens(replicated_spec, replicated_spec, replicated_spec, sharded_spec, sharded_spec)
+    )
 
-    def local(q, k, v, tokens, ids):
+    def attend_locally(q, k, v, tokens, ids):
         return sharded_attention(
             q, k, v, axis_names=("a", "b"), window=None, causal=causal, segment_ids=ids,
             global_tokens=tokens, backend="tpu", soft_cap=soft_cap, interpret=True,
@@ -305,21 +332,25 @@ def test_kernel_attention_over_a_sharded_sequence_equals_dense(seq, causal, segm
     @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
     def f(q, k, v, tokens):
-        specs = (split, split, split, token_specs, None if ids is None else split)
-        out = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)(q, k, v, tokens, ids)
+        specs = (sharded_spec, sharded_spec, sharded_spec, token_specs, None if ids is None else sharded_spec)
+        out = jax.shard_map(attend_locally, mesh=mesh, in_specs=specs, out_specs=sharded_spec, check_vma=False)(
+            q, k, v, tokens, ids
+        )
         return jnp.sum(jnp.sin(out)), out
 
     (_, out), grads = f(q, k, v, tokens)
     ours = [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
-    expected = run(AttentionImpl.dense, q, k, v, tokens, window=None, causal=causal, ids=ids, soft_cap=soft_cap)
+    expected = run_attention(
+        AttentionImpl.dense, q, k, v, tokens, window=None, causal=causal, ids=ids, soft_cap=soft_cap
+    )
     assert_close(ours, expected, atol=3e-5)
 
 
 @pytest.mark.parametrize(("dilation", "count", "window"), [(1, 0, 4), (3, 2, 4), (1, 3, None)])
 def test_streaming_equals_parallel_token_by_token(dilation, count, window):
     batch, seq = 2, 23
-    q, k, v, _, tokens = make(seq, batch=batch)
-    q_global, k_global, v_global, *_ = make(seq, batch=batch, seed=1)
+    q, k, v, _, tokens = make_inputs(seq, batch=batch)
+    q_global, k_global, v_global, *_ = make_inputs(seq, batch=batch, seed=1)
     if count:
         positions = jnp.broadcast_to(jnp.arange(count), (batch, count))
         tokens = GlobalTokens(positions, jnp.ones(positions.shape, bool), q_global[:, :count], k_global, v_global)
@@ -349,7 +380,7 @@ def request(window=128, causal=True, dtype=jnp.bfloat16, head_dim=64, segments=F
 
 
 @pytest.mark.parametrize(
-    ("backend", "seq", "asked", "chosen"),
+    ("backend", "seq", "requested_impl", "expected_impl"),
     [
         ("cpu", 100, request(), AttentionImpl.dense),
         ("cpu", 256, request(), AttentionImpl.chunked),
@@ -363,12 +394,12 @@ def request(window=128, causal=True, dtype=jnp.bfloat16, head_dim=64, segments=F
         ("gpu", 4096, request(segments=True), AttentionImpl.chunked),
     ],
 )
-def test_auto_chooses_by_backend_and_length(backend, seq, asked, chosen):
-    assert choose_implementation(AttentionImpl.auto, backend, seq, asked) is chosen
+def test_auto_chooses_by_backend_and_length(backend, seq, requested_impl, expected_impl):
+    assert choose_implementation(AttentionImpl.auto, backend, seq, requested_impl) is expected_impl
 
 
 @pytest.mark.parametrize(
-    ("backend", "asked", "reason"),
+    ("backend", "requested_impl", "reason"),
     [
         ("cpu", request(), r"\bcpu\b"),
         ("gpu", request(dtype=jnp.float32), r"\bfloat32\b"),
@@ -378,9 +409,9 @@ def test_auto_chooses_by_backend_and_length(backend, seq, asked, chosen):
         ("gpu", request(head_dim=136), r"\b128\b.*\b136\b"),
     ],
 )
-def test_an_unsupported_kernel_is_refused_with_reason_and_alternative(backend, asked, reason):
+def test_an_unsupported_kernel_is_refused_with_reason_and_alternative(backend, requested_impl, reason):
     with pytest.raises(ValueError, match=f"{reason}.*model.attention.impl=chunked"):
-        choose_implementation(AttentionImpl.kernel, backend, 4096, asked)
+        choose_implementation(AttentionImpl.kernel, backend, 4096, requested_impl)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +423,7 @@ def test_an_unsupported_kernel_is_refused_with_reason_and_alternative(backend, a
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(kv_heads, options, message):
-    q, k, v, *_ = make(8, kv_heads=kv_heads)
+    q, k, v, *_ = make_inputs(8, kv_heads=kv_heads)
     with pytest.raises(ValueError, match=message):
         attention(q, k, v, **options)
 

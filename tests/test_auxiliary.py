@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from helpers import CALM, assembly_of, compose_run, make_batch, make_program, run_steps
+from helpers import SMALL_LEARNING_RATE, compose_run, make_assembly, make_batch, make_program, run_steps
 from own_feed_forward import SMALL, write_folder
 from valkyrie.config.run import Run
 from valkyrie.extensions import add_import_path
@@ -26,18 +26,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_of(folder: Path, *overrides: str) -> Run:
-    return compose_run(*SMALL, *CALM, f"hydra.searchpath=[valkyrie://groups,{folder}]", *overrides)
+def compose_own_run(folder: Path, *overrides: str) -> Run:
+    return compose_run(*SMALL, *SMALL_LEARNING_RATE, f"hydra.searchpath=[valkyrie://groups,{folder}]", *overrides)
 
 
-def steps_of(folder: Path, *overrides: str) -> list[dict[str, np.ndarray]]:
-    return run_steps(make_program(run_of(folder, *overrides)), 2).metrics
+def run_own_steps(folder: Path, *overrides: str) -> list[dict[str, np.ndarray]]:
+    return run_steps(make_program(compose_own_run(folder, *overrides)), 2).metrics
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> list[dict[str, np.ndarray]]:
+def single_device_steps(folder: Path) -> list[dict[str, np.ndarray]]:
     """The metrics of two steps on one device, with which every layout is compared."""
-    return steps_of(folder, "mesh=1x1x1", "partition=dp")
+    return run_own_steps(folder, "mesh=1x1x1", "partition=dp")
 
 
 @pytest.mark.parametrize(
@@ -52,30 +52,32 @@ def alone(folder: Path) -> list[dict[str, np.ndarray]]:
     ],
     ids=lambda layout: "-".join(part.partition("=")[2] for part in layout),
 )
-def test_values_and_gradients_equal_those_of_one_device(folder, alone, layout):
-    for new, old in zip(steps_of(folder, *layout), alone, strict=True):
+def test_values_and_gradients_equal_those_of_one_device(folder, single_device_steps, layout):
+    for metrics, expected in zip(run_own_steps(folder, *layout), single_device_steps, strict=True):
         for name in ("loss", *VALUES):
-            np.testing.assert_allclose(new[name], old[name], rtol=2e-5, err_msg=name)
-        np.testing.assert_allclose(np.sqrt(new["leaf_norms"]), np.sqrt(old["leaf_norms"]), rtol=2e-5, atol=1e-8)
+            np.testing.assert_allclose(metrics[name], expected[name], rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(
+            np.sqrt(metrics["leaf_norms"]), np.sqrt(expected["leaf_norms"]), rtol=2e-5, atol=1e-8
+        )
 
 
 def test_the_objective_includes_the_weighted_sum_over_layers(folder):
-    run = run_of(folder, "mesh=1x1x1", "partition=dp", "model.unit.penalty=0.5")
-    assembly, program = assembly_of(run), make_program(run)
+    run = compose_own_run(folder, "mesh=1x1x1", "partition=dp", "model.unit.penalty=0.5")
+    assembly, program = make_assembly(run), make_program(run)
     batch = program.place(make_batch(run))
 
     def losses(parameters):
         return token_losses(assembly.module(parameters), batch, shard=program.shard, checkpoint=lambda f: f, key=None)
 
     losses_by_name = jax.jit(losses)(assembly.init(jax.random.key(0)))
-    added = losses_by_name.objective_sum - losses_by_name.loss_sum
+    weighted_sum = losses_by_name.objective_sum - losses_by_name.loss_sum
     assert set(losses_by_name.auxiliary) == set(VALUES)
-    np.testing.assert_allclose(added, 0.5 * 2 * losses_by_name.auxiliary["unit/size"], rtol=1e-4)
+    np.testing.assert_allclose(weighted_sum, 0.5 * 2 * losses_by_name.auxiliary["unit/size"], rtol=1e-4)
     assert losses_by_name.auxiliary["unit/largest"] > losses_by_name.auxiliary["unit/size"] > 0
 
 
 def test_undeclared_values_are_refused(folder, monkeypatch):
-    run = run_of(folder, "mesh=1x1x1", "partition=dp")
+    run = compose_own_run(folder, "mesh=1x1x1", "partition=dp")
     monkeypatch.setattr(type(run.model.unit), "auxiliary", {"size": 1.0})
     with pytest.raises(ValueError) as error:
         make_program(run).lower_step()
@@ -86,7 +88,7 @@ def test_undeclared_values_are_refused(folder, monkeypatch):
     ("pattern", "repeats"), [("[unit]", [4]), ("[unit,feed_forward]", [2]), ("[feed_forward,unit,unit,unit]", [1, 3])]
 )
 def test_equal_layers_share_a_scan(folder, pattern, repeats):
-    model = run_of(folder, "mesh=1x1x1", "partition=dp", f"model.feed_forward_pattern={pattern}").model
+    model = compose_own_run(folder, "mesh=1x1x1", "partition=dp", f"model.feed_forward_pattern={pattern}").model
     assert [repeat for _, repeat in model.segments()] == repeats
     assert model.auxiliary["unit/size"] == (
         0.3,

@@ -9,7 +9,7 @@ import pytest
 
 from buckets import bucket
 from helpers import compose_config
-from runs import command, tiny_arguments, trained_run, training_records
+from runs import run_train, tiny_arguments, trained_run, training_records
 from valkyrie import buckets as schemes
 from valkyrie.checkpoint import CheckpointConfig, saved_steps
 from valkyrie.checkpoint.location import POINTER, checkpoint_root, folder_problems, record_root
@@ -26,34 +26,34 @@ def test_a_training_saves_to_a_bucket_and_resumes_on_another_host(
     bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     saving = (f"checkpoint.folder={bucket}", "checkpoint.every=2", "checkpoint.keep=1")
-    assert command(*tiny_arguments(tmp_path / "one", "steps=4", *saving)) == 0
+    assert run_train(*tiny_arguments(tmp_path / "one", "steps=4", *saving)) == 0
     folder = tmp_path / "one" / "run"
     assert (folder / POINTER).read_text() == f"{bucket}/run\n" and not (folder / "checkpoints").exists()
     assert saved_steps(folder) == [4]
-    assert command("mode=checkpoints", "resume=run", f"runs={tmp_path / 'one'}") == 0
+    assert run_train("mode=checkpoints", "resume=run", f"runs={tmp_path / 'one'}") == 0
     assert "the bucket checks" in capfd.readouterr().out
-    assert command(*tiny_arguments(tmp_path / "other", "steps=6", "optimizer.decay_steps=4", *saving)) == 0
+    assert run_train(*tiny_arguments(tmp_path / "other", "steps=6", "optimizer.decay_steps=4", *saving)) == 0
     assert "from step 4" in capfd.readouterr().out
     assert (
         training_records(folder)[4]["loss"]
         == training_records(trained_run("optimizer.decay_steps=4", steps=6))[4]["loss"]
     )
     context = CheckContext(Run.from_config(compose_config(f"checkpoint.folder={bucket}")))
-    ((written, *_),), ((_, room),) = check_checkpoint_folder(context), check_disk_space(context)
-    assert written == OK and "is a bucket" in room
-    last = training_records(tmp_path / "other" / "run")[6]["loss"]
-    assert last == training_records(trained_run("optimizer.decay_steps=4", steps=6))[6]["loss"]
-    assert command("mode=generate", "resume=run", f"runs={tmp_path / 'other'}", "prompt=a", "sample_tokens=2") == 0
+    ((folder_severity, *_),), ((_, space_text),) = check_checkpoint_folder(context), check_disk_space(context)
+    assert folder_severity == OK and "is a bucket" in space_text
+    last_loss = training_records(tmp_path / "other" / "run")[6]["loss"]
+    assert last_loss == training_records(trained_run("optimizer.decay_steps=4", steps=6))[6]["loss"]
+    assert run_train("mode=generate", "resume=run", f"runs={tmp_path / 'other'}", "prompt=a", "sample_tokens=2") == 0
 
 
 def test_checkpoints_can_be_in_another_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    elsewhere = f"checkpoint.folder={tmp_path / 'shared'}"
-    assert command(*tiny_arguments(tmp_path / "runs", "steps=2", elsewhere)) == 0
+    folder_override = f"checkpoint.folder={tmp_path / 'shared'}"
+    assert run_train(*tiny_arguments(tmp_path / "runs", "steps=2", folder_override)) == 0
     assert saved_steps(tmp_path / "runs" / "run") == [2]
     assert os.listdir(tmp_path / "shared" / "run") == ["2"]
-    assert command("resume=latest", f"runs={tmp_path / 'runs'}", "steps=3") == 0
+    assert run_train("resume=latest", f"runs={tmp_path / 'runs'}", "steps=3") == 0
     assert "from step 2" in capfd.readouterr().out
-    assert command("resume=latest", f"runs={tmp_path / 'runs'}", "steps=4", "checkpoint.folder=null") == 2
+    assert run_train("resume=latest", f"runs={tmp_path / 'runs'}", "steps=4", "checkpoint.folder=null") == 2
     assert f"Use checkpoint.folder={tmp_path}/shared" in capfd.readouterr().err
 
 

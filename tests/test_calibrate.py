@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from helpers import shared_run
-from reported import sweep_folder, trial
-from runs import command
+from reported import make_trial, write_sweep
+from runs import run_train
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
@@ -32,17 +32,17 @@ from valkyrie.sweep.trial import TRIALS, Trial
 
 LAYOUTS = ["8x1x1-fsdp", "8x1x1-dp", "4x2x1-1d_tp", "1x4x2-2d_tp"]
 SEQ = 512
-SEARCH = ["mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32"]
-SLOWER = 1.2
+SEARCH_ARGUMENTS = ["mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32"]
+SLOWDOWN = 1.2
 """Ratio of the trials' step times to their replayed times."""
 
 
-def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 1) -> list[Trial]:
-    """Return trials with the step times that the estimate computes from the constants `truth`.
+def make_trials(batches: Sequence[int], true_chip: Efficiency, *more_overrides: str, slices: int = 1) -> list[Trial]:
+    """Return trials with the step times that the estimate computes from the constants `true_chip`.
 
-    `also` are further overrides.
+    `more_overrides` are further overrides.
     """
-    outer = "" if slices == 1 else f"{slices}s"
+    slice_prefix = "" if slices == 1 else f"{slices}s"
     calibration_trials = []
     for batch in batches:
         for layout in LAYOUTS:
@@ -50,15 +50,16 @@ def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 
             overrides = [
                 "model=gpt_125m",
                 "target=v5e-8",
-                f"mesh={outer}{mesh}",
+                f"mesh={slice_prefix}{mesh}",
                 f"partition={partition}",
                 f"batch={batch}",
             ]
-            overrides += [f"seq={SEQ}", "precision=bf16_mixed", "remat=full", *also]
-            step_s = estimate_runs([shared_run(*overrides)], truth)[0]["step"]
-            layout_trial = trial(layout, batch * SEQ / step_s / 8, batch=batch, target="v5e-8")
+            overrides += [f"seq={SEQ}", "precision=bf16_mixed", "remat=full", *more_overrides]
+            step_s = estimate_runs([shared_run(*overrides)], true_chip)[0]["step"]
+            layout_trial = make_trial(layout, batch * SEQ / step_s / 8, batch=batch, target="v5e-8")
             results = replace(
-                layout_trial.results, step=replace(layout_trial.results.step, step_s=step_s, replayed_s=step_s / SLOWER)
+                layout_trial.results,
+                step=replace(layout_trial.results.step, step_s=step_s, replayed_s=step_s / SLOWDOWN),
             )
             record = replace(layout_trial.about, seq=SEQ)
             calibration_trials.append(
@@ -70,17 +71,17 @@ def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 
 
 
 @pytest.fixture(scope="module")
-def truth() -> Efficiency:
+def true_chip() -> Efficiency:
     """Efficiency constants that differ from those of every chip, for the fit to recover."""
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
     return replace(chip_efficiency(chip), products=0.6, gathers=0.5)
 
 
-def measured(compiled: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
+def with_measured_times(compiled_trials: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
     """Return trials on real devices with step times `ratios` times those of compiled trials."""
     measured_trials = []
-    for compiled_trial, ratio in zip(compiled, ratios, strict=True):
+    for compiled_trial, ratio in zip(compiled_trials, ratios, strict=True):
         step = replace(compiled_trial.results.step, step_s=ratio * compiled_trial.results.step.step_s)
         results = replace(compiled_trial.results, step=step, simulated=False)
         measured_trials.append(
@@ -89,19 +90,19 @@ def measured(compiled: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
     return measured_trials
 
 
-def saved_sweep(folder: Path, made: Sequence[Trial]) -> Path:
+def saved_sweep(folder: Path, trials: Sequence[Trial]) -> Path:
     """Return the folder of a sweep with these trials, each with the `run.yaml` of its overrides."""
-    named = [replace(named_trial, name=f"trial-{i}", folder=f"trial-{i}") for i, named_trial in enumerate(made)]
-    for named_trial in named:
-        (folder / named_trial.name).mkdir(parents=True)
-        shared_run(*named_trial.overrides).save(folder / named_trial.name / RUN_FILE)
-    return sweep_folder(folder, named)
+    renamed_trials = [replace(trial, name=f"trial-{i}", folder=f"trial-{i}") for i, trial in enumerate(trials)]
+    for trial in renamed_trials:
+        (folder / trial.name).mkdir(parents=True)
+        shared_run(*trial.overrides).save(folder / trial.name / RUN_FILE)
+    return write_sweep(folder, renamed_trials)
 
 
-def calibration_output(folder: Path, made: Sequence[Trial], capfd: pytest.CaptureFixture[str]) -> str:
+def calibration_output(folder: Path, trials: Sequence[Trial], capfd: pytest.CaptureFixture[str]) -> str:
     """Return the output of a calibration with these trials."""
-    sweep = saved_sweep(folder / "sweep", made)
-    assert command("mode=calibrate", f"paths={sweep}", f"runs={folder}", "name=found") == 0
+    sweep = saved_sweep(folder / "sweep", trials)
+    assert run_train("mode=calibrate", f"paths={sweep}", f"runs={folder}", "name=found") == 0
     return capfd.readouterr().out
 
 
@@ -119,11 +120,11 @@ def run_with_experiment(folder: Path, *arguments: str) -> Run:
 
 
 def test_calibration_recovers_constants_and_validates_on_held_out_families(
-    truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    true_chip: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    compiled = trials((32, 64), truth)
+    compiled = make_trials((32, 64), true_chip)
     without = [compiled_trial for compiled_trial in compiled if compiled_trial is not compiled[1]]
-    pairs = measured([*compiled[:4], compiled[len(LAYOUTS)]], [1.0, 1.0, 1.02, 1.01, 0.98])
+    pairs = with_measured_times([*compiled[:4], compiled[len(LAYOUTS)]], [1.0, 1.0, 1.02, 1.01, 0.98])
     printed = calibration_output(tmp_path, [*without, *pairs], capfd)
     (result,) = json.loads((tmp_path / "found" / "calibrate.json").read_text())
     assert (result["chip"], sum(result["families"].values()), len(result["families"])) == ("v5e", 12, 2)
@@ -136,10 +137,10 @@ def test_calibration_recovers_constants_and_validates_on_held_out_families(
     assert len(result["replay"]["steps"]) == 4 and " 1 measured trial " in f" {printed}".replace("\n", " ")
     target = calibrated_target(tmp_path)
     assert target.chip is not None
-    fitted, of_32 = target.chip.replay, SLOWER * 1.01
+    fitted, of_32 = target.chip.replay, SLOWDOWN * 1.01
     assert (fitted.rows, fitted.models) == (4, 2)
-    assert fitted.factor == pytest.approx((of_32 * SLOWER * 0.98) ** 0.5, rel=1e-3)
-    assert fitted.low == pytest.approx(SLOWER * 0.98 / of_32, rel=1e-3)
+    assert fitted.factor == pytest.approx((of_32 * SLOWDOWN * 0.98) ** 0.5, rel=1e-3)
+    assert fitted.low == pytest.approx(SLOWDOWN * 0.98 / of_32, rel=1e-3)
     assert fitted.high == pytest.approx(1.02 / 0.98, rel=1e-3)
     assert target_correction(target).chip_factor == fitted.factor
     span = step_interval(2.0, target.chip, dense_transformer=False)
@@ -147,22 +148,24 @@ def test_calibration_recovers_constants_and_validates_on_held_out_families(
     assert all(part in describe_range(span) for part in (" 4 measured ", "-3% to +4%"))
 
 
-def rows_of(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:
+def write_and_read_rows(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:
     """Return the rows of a sweep with these trials, each with its run, as `fit_calibration` expects them."""
-    rows = read_rows([sweep_folder(folder, made)])
+    rows = read_rows([write_sweep(folder, made)])
     return [(row, shared_run(*row.trial.overrides)) for row in rows]
 
 
 @pytest.fixture
-def unfitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncalibrated_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disables the fit, so that the estimate's constants stay unchanged."""
     monkeypatch.setattr(calibrate, "fit_constants", lambda known, start, names: start)
 
 
 @pytest.mark.usefixtures("unfitted")
-def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(truth: Efficiency, tmp_path: Path) -> None:
-    compiled = trials((32,), truth)
-    calibration = fit_calibration(rows_of([*compiled, *measured(compiled, [1.0] * len(compiled))], tmp_path))
+def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(true_chip: Efficiency, tmp_path: Path) -> None:
+    compiled = make_trials((32,), true_chip)
+    calibration = fit_calibration(
+        write_and_read_rows([*compiled, *with_measured_times(compiled, [1.0] * len(compiled))], tmp_path)
+    )
     assert (
         list(calibration.families.values()) == [8]
         and calibration.held_out_ratios is None
@@ -181,32 +184,34 @@ def test_each_trial_is_estimated_with_its_own_settings(also: str, tmp_path: Path
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
     now = chip_efficiency(chip)
-    calibration = fit_calibration(rows_of([*trials((32,), now), *trials((32,), now, also)], tmp_path))
+    calibration = fit_calibration(
+        write_and_read_rows([*make_trials((32,), now), *make_trials((32,), now, also)], tmp_path)
+    )
     assert calibration.ratios.tolist() == pytest.approx([1.0] * len(calibration.ratios), rel=1e-6)
 
 
-def test_the_slowdown_of_several_slices_is_applied_once(truth: Efficiency, tmp_path: Path) -> None:
-    compiled = trials((32,), truth, "target.slices=2", slices=2)[:1]
-    replay_fit, _ = fit_replays(rows_of([*compiled, *measured(compiled, [1.0])], tmp_path))
+def test_the_slowdown_of_several_slices_is_applied_once(true_chip: Efficiency, tmp_path: Path) -> None:
+    compiled = make_trials((32,), true_chip, "target.slices=2", slices=2)[:1]
+    replay_fit, _ = fit_replays(write_and_read_rows([*compiled, *with_measured_times(compiled, [1.0])], tmp_path))
     target = shared_run(*compiled[0].overrides).config.target
     assert replay_fit is not None and target.chip is not None and target_correction(target).slices_factor > 1
     fitted = replace(target, chip=replace(target.chip, replay=replay_fit.fitted))
-    assert target_correction(fitted).factor == pytest.approx(SLOWER, rel=1e-3)
+    assert target_correction(fitted).factor == pytest.approx(SLOWDOWN, rel=1e-3)
 
 
-def test_fewer_than_four_steps_give_no_interval(truth: Efficiency, tmp_path: Path) -> None:
-    compiled = trials((32, 64), truth)
-    pairs = measured([*compiled[:2], compiled[len(LAYOUTS)]], [1.0, 1.02, 0.98])
-    replay_fit, _ = fit_replays(rows_of([*compiled, *pairs], tmp_path))
+def test_fewer_than_four_steps_give_no_interval(true_chip: Efficiency, tmp_path: Path) -> None:
+    compiled = make_trials((32, 64), true_chip)
+    pairs = with_measured_times([*compiled[:2], compiled[len(LAYOUTS)]], [1.0, 1.02, 0.98])
+    replay_fit, _ = fit_replays(write_and_read_rows([*compiled, *pairs], tmp_path))
     assert replay_fit is not None and replay_fit.held_out_ratios is not None and len(replay_fit.held_out_ratios) == 3
     assert (replay_fit.fitted.low, replay_fit.fitted.high) == (None, None)
     assert f" {MIN_RUNS} " in replay_fit.sentences[-1]
 
 
-def test_compiles_with_other_compiler_options_are_not_paired(truth: Efficiency, tmp_path: Path) -> None:
-    compiled = trials((32,), truth)[:1]
-    (other,) = trials((32,), truth, "+target.chip.xla_options.xla_flag=true")[:1]
-    pairs = rows_of([*compiled, *measured([other], [1.0])], tmp_path / "other")
+def test_compiles_with_other_compiler_options_are_not_paired(true_chip: Efficiency, tmp_path: Path) -> None:
+    compiled = make_trials((32,), true_chip)[:1]
+    (other,) = make_trials((32,), true_chip, "+target.chip.xla_options.xla_flag=true")[:1]
+    pairs = write_and_read_rows([*compiled, *with_measured_times([other], [1.0])], tmp_path / "other")
     assert fit_replays(pairs) == (None, 1)
     paired = [
         "target.chip.usd_per_hour=3",
@@ -214,23 +219,29 @@ def test_compiles_with_other_compiler_options_are_not_paired(truth: Efficiency, 
         "target.chip.replay.factor=1.1",
         "+target.chip.estimate.hbm=0.5",
     ]
-    (priced,) = trials((32,), truth, *paired)[:1]
-    fit, unpaired = fit_replays(rows_of([*compiled, *measured([priced], [1.0])], tmp_path / "priced"))
+    (priced,) = make_trials((32,), true_chip, *paired)[:1]
+    fit, unpaired = fit_replays(
+        write_and_read_rows([*compiled, *with_measured_times([priced], [1.0])], tmp_path / "priced")
+    )
     assert fit is not None and unpaired == 0
 
 
-def test_calibration_writes_an_experiment(truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    calibration_output(tmp_path, [*trials((32,), truth), *trials((32,), truth, "microbatches=2")], capfd)
+def test_calibration_writes_an_experiment(
+    true_chip: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calibration_output(
+        tmp_path, [*make_trials((32,), true_chip), *make_trials((32,), true_chip, "microbatches=2")], capfd
+    )
     chip, written = calibrated_target(tmp_path).chip, (tmp_path / "found" / "calibrated_v5e.yaml").read_text()
     assert chip is not None and chip_efficiency(chip).products == pytest.approx(0.6, abs=0.1)
     assert chip.replay.factor is None and "replay" not in written
     (problem,) = run_with_experiment(tmp_path, "target=v4-64", "mesh=32x1x1", "batch=32").problems()
     assert (problem.key, problem.value) == ("target.chip.calibrated", "v5e")
 
-    several = [*SEARCH, "mode.targets=[v5e-8,v5e-16]"]
+    several = [*SEARCH_ARGUMENTS, "mode.targets=[v5e-8,v5e-16]"]
     assert [slice_.chip for slice_ in parse_request(run_with_experiment(tmp_path, *several)).targets] == [chip, chip]
     with pytest.raises(ValueError, match=r"^target=v4-8: .*\bv5e\b"):
-        parse_request(run_with_experiment(tmp_path, *SEARCH, "mode.targets=[v5e-8,v4-8]"))
+        parse_request(run_with_experiment(tmp_path, *SEARCH_ARGUMENTS, "mode.targets=[v5e-8,v4-8]"))
     (result,) = json.loads((tmp_path / "found" / "calibrate.json").read_text())
     assert result["left_out"] is None and not result["gains"]
     assert written.count("%") == 2, "errors on the fitted family alone: the median and the largest"
@@ -256,14 +267,14 @@ def test_unsuitable_trials_are_refused(
     if "paths=runs/estimates" in arguments:
         (tmp_path / "runs" / "estimates").mkdir(parents=True)
         (tmp_path / "runs" / "estimates" / ANSWER_FILE).write_text("{}")
-    assert command("mode=calibrate", *arguments) == 2
+    assert run_train("mode=calibrate", *arguments) == 2
     error = capfd.readouterr().err
     assert all(value in error for value in values)
 
 
-def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(truth: Efficiency, tmp_path: Path) -> None:
+def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(true_chip: Efficiency, tmp_path: Path) -> None:
     """Settings that a trial's overrides omit are read from its `run.yaml`, not from the current defaults."""
-    sweep = saved_sweep(tmp_path / "sweep", trials((32,), truth, "model.layers=2")[:1])
+    sweep = saved_sweep(tmp_path / "sweep", make_trials((32,), true_chip, "model.layers=2")[:1])
     log = sweep / TRIALS
     log.write_text(log.read_text().replace('"model.layers=2"', '"seed=0"'))
     (row,) = read_rows([sweep])
@@ -274,13 +285,13 @@ def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(truth: Efficiency, 
 
 
 def test_skipped_trials_are_named_with_the_reason(
-    truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    true_chip: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    *usable, first, second, unsaved = trials((32, 64), truth)
+    *usable, first, second, unsaved = make_trials((32, 64), true_chip)
     wrong = [replace(t, results=replace(t.results, step=replace(t.results.step, step_s=-1.0))) for t in (first, second)]
     sweep = saved_sweep(tmp_path / "sweep", [*usable, *wrong, unsaved])
     (sweep / "trial-7" / RUN_FILE).unlink()
-    assert command("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2, "too few are left"
+    assert run_train("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2, "too few are left"
     output = capfd.readouterr().out
     assert f"skipping 2 of 8 trials, because the step time is not a number above 0: {sweep}:{first.key}, " in output
     assert f"skipping 1 of 8 trials, because the folder has no {RUN_FILE}: {sweep}:{unsaved.key}\n" in output
@@ -288,10 +299,10 @@ def test_skipped_trials_are_named_with_the_reason(
 
 
 def test_fewer_trials_than_constants_are_refused(
-    truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    true_chip: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sweep = saved_sweep(tmp_path / "sweep", trials((32,), truth)[:1])
-    assert command("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2
+    sweep = saved_sweep(tmp_path / "sweep", make_trials((32,), true_chip)[:1])
+    assert run_train("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2
     error = capfd.readouterr().err
     assert "v5e: 1 " in error and f" {len(FITTED_CONSTANTS)} " in error and "paths=" in error
     assert not (tmp_path / "found").exists()

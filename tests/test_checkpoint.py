@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runs import checkpoints
+from runs import open_checkpoints
 from valkyrie.checkpoint import CheckpointConfig, latest_step, stored_checkpoints
 from valkyrie.checkpoint.location import METADATA
 from valkyrie.train.state import TrainState
 
-DATA = {"version": 1, "row": 32, "content": "abc"}
+DATA_POSITION = {"version": 1, "row": 32, "content": "abc"}
 
 
 def make_state(step: int, size: int = 64, name: str = "w") -> TrainState:
@@ -32,38 +32,38 @@ def make_state(step: int, size: int = 64, name: str = "w") -> TrainState:
     return TrainState(jnp.int32(step), values, moments, None, jax.random.key_data(jax.random.key(step)))
 
 
-def abstract(state: TrainState) -> TrainState:
+def abstract_state(state: TrainState) -> TrainState:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
-def assert_equal(found: TrainState, expected: TrainState) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+def assert_equal(actual: TrainState, expected: TrainState) -> None:
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def save(folder: Path, *steps: int, **config: int) -> None:
-    with closing(checkpoints(folder, **config)) as saver:
+    with closing(open_checkpoints(folder, **config)) as saver:
         for step in steps:
-            saver.save(step, make_state(step), DATA)
+            saver.save(step, make_state(step), DATA_POSITION)
 
 
 def test_a_state_is_restored_with_its_data_position(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    with closing(checkpoints(tmp_path)) as tier:
+    with closing(open_checkpoints(tmp_path)) as tier:
         assert tier.last_durable_step == 5
-        step, state, data, _ = tier.restore(abstract(make_state(0)))
-    assert (step, data) == (5, DATA)
+        step, state, data, _ = tier.restore(abstract_state(make_state(0)))
+    assert (step, data) == (5, DATA_POSITION)
     assert_equal(state, make_state(5))
 
 
 def test_a_background_save_is_correct_even_if_its_arrays_are_donated(tmp_path: Path) -> None:
-    forget = jax.jit(lambda state: jax.tree.map(lambda x: x * 0, state), donate_argnums=0)
+    overwrite = jax.jit(lambda state: jax.tree.map(lambda x: x * 0, state), donate_argnums=0)
     state = make_state(3, size=1 << 20)
-    with closing(checkpoints(tmp_path)) as tier:
-        tier.save(3, state, DATA)
+    with closing(open_checkpoints(tmp_path)) as tier:
+        tier.save(3, state, DATA_POSITION)
         for _ in range(3):
-            state = forget(state)
+            state = overwrite(state)
         tier.wait()
-        _, restored, *_ = tier.restore(abstract(state))
+        _, restored, *_ = tier.restore(abstract_state(state))
     assert_equal(restored, make_state(3, size=1 << 20))
 
 
@@ -73,7 +73,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert latest_step(tmp_path) == 4
 
 
-KILLED = """
+KILLED_PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
@@ -87,46 +87,46 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    program = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    program = KILLED_PROGRAM.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2, "the save was not under way"
     assert latest_step(tmp_path) == 1
-    with closing(checkpoints(tmp_path)) as tier:
-        step, state, *_ = tier.restore(abstract(make_state(0)))
+    with closing(open_checkpoints(tmp_path)) as tier:
+        step, state, *_ = tier.restore(abstract_state(make_state(0)))
         assert step == 1
         assert_equal(state, make_state(1))
-        tier.save(2, make_state(2), DATA)
+        tier.save(2, make_state(2), DATA_POSITION)
     assert latest_step(tmp_path) == 2
 
 
 def test_reading_does_not_disturb_a_save_in_progress(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    unfinished = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
-    unfinished.mkdir()
-    with closing(checkpoints(tmp_path, read_only=True)) as tier:
-        assert tier.restore(abstract(make_state(0)))[0] == 1
-    assert unfinished.is_dir()
+    unfinished_folder = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
+    unfinished_folder.mkdir()
+    with closing(open_checkpoints(tmp_path, read_only=True)) as tier:
+        assert tier.restore(abstract_state(make_state(0)))[0] == 1
+    assert unfinished_folder.is_dir()
 
 
 def test_a_renamed_checkpoint_is_refused_with_the_step_that_it_holds(tmp_path: Path) -> None:
     save(tmp_path, 10)
     renamed = (tmp_path / "checkpoints" / "10").rename(tmp_path / "checkpoints" / "20")
     with (
-        closing(checkpoints(tmp_path)) as tier,
+        closing(open_checkpoints(tmp_path)) as tier,
         pytest.raises(ValueError, match="at step 20 .* saved at step 10") as no,
     ):
-        tier.restore(abstract(make_state(0)))
+        tier.restore(abstract_state(make_state(0)))
     assert f"Rename {renamed} to 10." in str(no.value)
 
 
 def test_the_refusal_of_another_model_names_a_parameter(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    with closing(checkpoints(tmp_path)) as tier:
+    with closing(open_checkpoints(tmp_path)) as tier:
         with pytest.raises(ValueError) as wider:
-            tier.restore(abstract(make_state(0, size=128)))
+            tier.restore(abstract_state(make_state(0, size=128)))
         with pytest.raises(ValueError) as renamed:
-            tier.restore(abstract(make_state(0, name="v")))
+            tier.restore(abstract_state(make_state(0, name="v")))
     assert "block.w is (64,) " in str(wider.value) and " (128,) " in str(wider.value)
     assert "block.v is missing" in str(renamed.value) and "(1 more differs)" in str(renamed.value)
     assert f"resume={tmp_path.name}" in str(renamed.value)
@@ -136,11 +136,11 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
     save(tmp_path, 5)
     averaged = make_state(0)._replace(ema=make_state(0).parameters)
     changed = {"optimizer.ema_decay": ("0.9", "null"), "optimizer.beta1": ("0.8", "0.9"), "seed": ("1", "0")}
-    with closing(checkpoints(tmp_path)) as tier:
+    with closing(open_checkpoints(tmp_path)) as tier:
         with pytest.raises(ValueError) as unnamed:
-            tier.restore(abstract(averaged))
+            tier.restore(abstract_state(averaged))
         with pytest.raises(ValueError) as named:
-            tier.restore(abstract(averaged), changed=changed)
+            tier.restore(abstract_state(averaged), changed=changed)
     assert "ema.block.w is only" in str(unnamed.value) and " more differ" not in str(unnamed.value)
     assert "use optimizer.ema_decay=null" in str(named.value) and "0.9" in str(named.value)
     for error in (unnamed, named):
@@ -149,36 +149,36 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
 
 def test_an_empty_folder_does_not_count_as_a_checkpoint(tmp_path: Path) -> None:
     assert latest_step(tmp_path) is None
-    with closing(checkpoints(tmp_path)) as tier:
+    with closing(open_checkpoints(tmp_path)) as tier:
         assert tier.last_durable_step is None
         with pytest.raises(ValueError, match="no finished checkpoint"):
-            tier.restore(abstract(make_state(0)))
+            tier.restore(abstract_state(make_state(0)))
 
 
-def halve(path: Path) -> None:
+def halve_file(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def garble(path: Path) -> None:
+def garble_file(path: Path) -> None:
     body = bytearray(path.read_bytes())
     body[len(body) // 4 : -len(body) // 4] = os.urandom(len(body[len(body) // 4 : -len(body) // 4]))
     path.write_bytes(bytes(body))
 
 
-def biggest(folder: Path) -> Path:
+def largest_file(folder: Path) -> Path:
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "about truncated": lambda step: halve(step / "about" / "metadata"),
+    "about truncated": lambda step: halve_file(step / "about" / "metadata"),
     "about of another kind": lambda step: (step / "about" / "metadata").write_text('{"parameters": 3}'),
     "about missing": lambda step: shutil.rmtree(step / "about"),
-    "tree truncated": lambda step: halve(step / "state" / "_METADATA"),
+    "tree truncated": lambda step: halve_file(step / "state" / "_METADATA"),
     "tree missing": lambda step: (step / "state" / "_METADATA").unlink(),
-    "arrays truncated": lambda step: [halve(p) for p in (step / "state").rglob("d/*")][0],
-    "arrays garbled": lambda step: [garble(p) for p in (step / "state").rglob("d/*")][0],
+    "arrays truncated": lambda step: [halve_file(p) for p in (step / "state").rglob("d/*")][0],
+    "arrays garbled": lambda step: [garble_file(p) for p in (step / "state").rglob("d/*")][0],
     "arrays missing": lambda step: [p.unlink() for p in (step / "state").rglob("d/*")][0],
-    "data position garbled": lambda step: garble(step / "data" / "metadata"),
+    "data position garbled": lambda step: garble_file(step / "data" / "metadata"),
     "data position missing": lambda step: shutil.rmtree(step / "data"),
 }
 
@@ -190,19 +190,19 @@ def test_the_previous_checkpoint_replaces_a_damaged_one(
     save(tmp_path, 4, 5)
     folder = tmp_path / "checkpoints" / "5"
     DAMAGES[damage](folder)
-    with closing(checkpoints(tmp_path, read_only=True)) as tier:
-        assert tier.restore(abstract(make_state(0)))[0] == 4
+    with closing(open_checkpoints(tmp_path, read_only=True)) as tier:
+        assert tier.restore(abstract_state(make_state(0)))[0] == 4
     assert folder.is_dir(), "a reader changes nothing"
-    with closing(checkpoints(tmp_path)) as tier:
-        assert_equal(tier.restore(abstract(make_state(0)))[1], make_state(4))
-        tier.save(5, make_state(5), DATA)
+    with closing(open_checkpoints(tmp_path)) as tier:
+        assert_equal(tier.restore(abstract_state(make_state(0)))[1], make_state(4))
+        tier.save(5, make_state(5), DATA_POSITION)
         tier.wait()
     notes = capfd.readouterr().err.splitlines()
     assert len(notes) == 2
     assert all(" step 5 " in note and "is damaged: " in note and note.endswith(" step 4.") for note in notes)
     assert (tmp_path / "damaged-checkpoints-5").is_dir()
-    with closing(checkpoints(tmp_path)) as tier:
-        assert_equal(tier.restore(abstract(make_state(0)))[1], make_state(5))
+    with closing(open_checkpoints(tmp_path)) as tier:
+        assert_equal(tier.restore(abstract_state(make_state(0)))[1], make_state(5))
 
 
 INTERRUPTED: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -226,10 +226,10 @@ def test_the_previous_checkpoint_replaces_one_whose_copy_was_interrupted(
     remove(root / "5")
     listed = {c.step: str(c.damage) for c in stored_checkpoints(tmp_path, CheckpointConfig())}
     assert listed == {4: "None", 5: words}
-    with closing(checkpoints(tmp_path, read_only=True)) as tier:
-        assert tier.restore(abstract(make_state(0)))[0] == 4
-    with closing(checkpoints(tmp_path)) as tier:
-        assert_equal(tier.restore(abstract(make_state(0)))[1], make_state(4))
+    with closing(open_checkpoints(tmp_path, read_only=True)) as tier:
+        assert tier.restore(abstract_state(make_state(0)))[0] == 4
+    with closing(open_checkpoints(tmp_path)) as tier:
+        assert_equal(tier.restore(abstract_state(make_state(0)))[1], make_state(4))
     note = f"The durable checkpoint at step 5 in {root} is damaged: {words}. Continuing from step 4."
     assert capfd.readouterr().err.splitlines() == [note, note]
 
@@ -237,18 +237,22 @@ def test_the_previous_checkpoint_replaces_one_whose_copy_was_interrupted(
 def test_a_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
     save(tmp_path, 5)
     step, generator = tmp_path / "checkpoints" / "5", np.random.default_rng(0)
-    about_saving = {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}  # without anything of the state
-    for path in [p for p in step.rglob("*") if p.is_file() and p.name not in about_saving]:
+    unchecked_files = {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}  # without anything of the state
+    for path in [p for p in step.rglob("*") if p.is_file() and p.name not in unchecked_files]:
         content = path.read_bytes()
-        bit = int(generator.integers(8 * len(content)))
-        path.write_bytes(content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :])
+        bit_index = int(generator.integers(8 * len(content)))
+        path.write_bytes(
+            content[: bit_index // 8]
+            + bytes([content[bit_index // 8] ^ 1 << bit_index % 8])
+            + content[bit_index // 8 + 1 :]
+        )
         name = str(path.relative_to(step))
-        with closing(checkpoints(tmp_path)) as tier, pytest.raises(ValueError) as caught:
-            tier.restore(abstract(make_state(0)))
+        with closing(open_checkpoints(tmp_path)) as tier, pytest.raises(ValueError) as caught:
+            tier.restore(abstract_state(make_state(0)))
         assert f"is damaged: {name} has changed" in str(caught.value)
         path.write_bytes(content)
-    with closing(checkpoints(tmp_path)) as tier:
-        assert_equal(tier.restore(abstract(make_state(0)))[1], make_state(5))
+    with closing(open_checkpoints(tmp_path)) as tier:
+        assert_equal(tier.restore(abstract_state(make_state(0)))[1], make_state(5))
 
 
 # TensorStore's other reads report to the event loop that Orbax has closed by then.
@@ -259,8 +263,8 @@ def test_the_refusal_of_damage_without_checksums_has_a_remedy(tmp_path: Path, da
     folder = tmp_path / "checkpoints" / "5"
     (folder / "checksums.json").unlink()
     DAMAGES[damage](folder)
-    with closing(checkpoints(tmp_path)) as tier, pytest.raises(ValueError) as caught:
-        tier.restore(abstract(make_state(0)))
+    with closing(open_checkpoints(tmp_path)) as tier, pytest.raises(ValueError) as caught:
+        tier.restore(abstract_state(make_state(0)))
     assert str(folder) in str(caught.value) and "Delete" in str(caught.value)
 
 

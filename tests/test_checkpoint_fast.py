@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runs import assert_same_bits, command, saved_arrays, tiny_arguments, trained_run, training_records
-from test_checkpoint import DATA, abstract, assert_equal, make_state
+from runs import assert_same_bits, run_train, saved_arrays, tiny_arguments, trained_run, training_records
+from test_checkpoint import DATA_POSITION, abstract_state, assert_equal, make_state
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints, FastConfig, NotSavedError
 from valkyrie.checkpoint.fast import fast_folder
 from valkyrie.processes.team import ALONE, Team
@@ -32,8 +32,8 @@ def open_both_tiers(folder: Path, team: Team = ALONE, **config: Any) -> Checkpoi
 def save(folder: Path, *, durable: tuple[int, ...] = (), fast: tuple[int, ...] = ()) -> None:
     with closing(open_both_tiers(folder)) as tiers:
         for step in sorted({*durable, *fast}):
-            assert step not in durable or tiers.save(step, make_state(step), DATA) is None
-            assert step not in fast or tiers.save_fast(step, make_state(step), {**DATA, "row": step}) is None
+            assert step not in durable or tiers.save(step, make_state(step), DATA_POSITION) is None
+            assert step not in fast or tiers.save_fast(step, make_state(step), {**DATA_POSITION, "row": step}) is None
 
 
 def process_folder(folder: Path) -> Path:
@@ -55,9 +55,9 @@ def test_the_newest_checkpoint_of_both_tiers_is_restored(
 ):
     save(tmp_path, durable=durable, fast=fast)
     with closing(open_both_tiers(tmp_path)) as tiers:
-        restored = tiers.restore(abstract(make_state(0)))
+        restored = tiers.restore(abstract_state(make_state(0)))
     assert_equal(restored.state, make_state(step))
-    assert restored.step == step and restored.data["row"] == (step if tier == "fast" else DATA["row"])
+    assert restored.step == step and restored.data["row"] == (step if tier == "fast" else DATA_POSITION["row"])
     assert restored.source.startswith(f"the {tier} checkpoint")
     assert restored.source.endswith(why)
 
@@ -81,19 +81,23 @@ def test_a_flipped_bit_in_any_file_falls_back_to_the_previous_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     save(tmp_path, durable=(3,), fast=(4, 5))
-    whole, step, generator = tmp_path / "whole", process_folder(tmp_path) / "5", np.random.default_rng(0)
-    shutil.copytree(step, whole)
-    about_saving = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # without anything of the state
-    names = [p.relative_to(whole) for p in whole.rglob("*") if p.is_file() and p.name not in about_saving]
+    undamaged_folder, step, generator = tmp_path / "whole", process_folder(tmp_path) / "5", np.random.default_rng(0)
+    shutil.copytree(step, undamaged_folder)
+    unchecked_files = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # without anything of the state
+    names = [
+        p.relative_to(undamaged_folder)
+        for p in undamaged_folder.rglob("*")
+        if p.is_file() and p.name not in unchecked_files
+    ]
     assert len(names) >= 8
     for name in names:
         shutil.rmtree(step, ignore_errors=True)
-        shutil.copytree(whole, step)
+        shutil.copytree(undamaged_folder, step)
         body = bytearray((step / name).read_bytes())
         body[generator.integers(len(body))] ^= 1 << int(generator.integers(8))
         (step / name).write_bytes(body)
         with closing(open_both_tiers(tmp_path)) as tiers:
-            restored = tiers.restore(abstract(make_state(0)))
+            restored = tiers.restore(abstract_state(make_state(0)))
         assert restored.step == 4, name
         assert_equal(restored.state, make_state(4))
         assert "at step 5" in capfd.readouterr().err
@@ -105,8 +109,8 @@ def test_the_other_tier_is_used_if_all_of_one_tier_are_damaged(tmp_path: Path):
     for step in (3, 6):
         (tmp_path / "run" / "checkpoints" / str(step) / "about" / "metadata").write_text("{}")
     with closing(open_both_tiers(tmp_path)) as tiers:
-        assert tiers.restore(abstract(make_state(0))).step == 5
-        tiers.save(6, make_state(6), DATA)
+        assert tiers.restore(abstract_state(make_state(0))).step == 5
+        tiers.save(6, make_state(6), DATA_POSITION)
     assert sorted(os.listdir(tmp_path / "run")) == [
         "checkpoints",
         "damaged-checkpoints-3",
@@ -114,7 +118,7 @@ def test_the_other_tier_is_used_if_all_of_one_tier_are_damaged(tmp_path: Path):
         "id",
     ]
     with closing(open_both_tiers(tmp_path)) as tiers:
-        assert_equal(tiers.restore(abstract(make_state(0))).state, make_state(6))
+        assert_equal(tiers.restore(abstract_state(make_state(0))).state, make_state(6))
 
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path):
@@ -122,7 +126,7 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path)
     (tmp_path / "run" / "checkpoints" / "3" / "about" / "metadata").write_text("{}")
     message = r"^The durable checkpoint at step 3 in .* is damaged: .*There is no other checkpoint"
     with closing(open_both_tiers(tmp_path)) as tiers, pytest.raises(ValueError, match=message):
-        tiers.restore(abstract(make_state(0)))
+        tiers.restore(abstract_state(make_state(0)))
 
 
 def test_the_last_step_counts_both_tiers(tmp_path: Path):
@@ -138,7 +142,7 @@ def test_a_start_without_the_fast_tier_makes_its_old_checkpoints_obsolete(tmp_pa
     save(tmp_path, durable=(3,), fast=(4,))
     Checkpoints(tmp_path / "run", CheckpointConfig()).close()
     with closing(open_both_tiers(tmp_path)) as tiers:
-        assert tiers.restore(abstract(make_state(0))).step == 3
+        assert tiers.restore(abstract_state(make_state(0))).step == 3
 
 
 def test_fast_checkpoints_are_kept_if_the_last_durable_save_fails(
@@ -146,19 +150,19 @@ def test_fast_checkpoints_are_kept_if_the_last_durable_save_fails(
 ):
     from valkyrie.checkpoint import tier
 
-    write = tier.write_checksums
+    original_write = tier.write_checksums
 
-    def full(folder: Path, excluded: Any = ()) -> None:
+    def raise_disk_full(folder: Path, excluded: Any = ()) -> None:
         if "process-0" not in str(folder):
             raise OSError(28, "No space left on device")
-        write(folder, excluded)
+        original_write(folder, excluded)
 
-    fast = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
+    fast_settings = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
     with monkeypatch.context() as patch:
-        patch.setattr(tier, "write_checksums", full)
-        assert command(*tiny_arguments(tmp_path, "steps=5", *fast)) == 1
+        patch.setattr(tier, "write_checksums", raise_disk_full)
+        assert run_train(*tiny_arguments(tmp_path, "steps=5", *fast_settings)) == 1
     assert "step 4" in capfd.readouterr().err
-    assert command("resume=run", f"runs={tmp_path}") == 0
+    assert run_train("resume=run", f"runs={tmp_path}") == 0
     assert "from step 4" in capfd.readouterr().out
     assert saved_arrays(tmp_path / "run")["['step']"] == 5
 
@@ -166,12 +170,12 @@ def test_fast_checkpoints_are_kept_if_the_last_durable_save_fails(
 def test_a_save_that_fails_on_one_of_several_processes_aborts_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from valkyrie.checkpoint import tier
 
-    def full(folder: Path, excluded: Any = ()) -> None:
+    def raise_disk_full(folder: Path, excluded: Any = ()) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tier, "write_checksums", full)
+    monkeypatch.setattr(tier, "write_checksums", raise_disk_full)
     with closing(Checkpoints(tmp_path / "run", CheckpointConfig(), team=OneOfTwo([]))) as tiers:
-        tiers.save(3, make_state(3), DATA)
+        tiers.save(3, make_state(3), DATA_POSITION)
         with pytest.raises(NotSavedError, match="at step 3"):
             tiers.wait()
 
@@ -179,21 +183,21 @@ def test_a_save_that_fails_on_one_of_several_processes_aborts_the_run(tmp_path: 
 def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_path: Path):
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
 
-    def laid(step: int, spec: PartitionSpec) -> TrainState:
+    def sharded_state(step: int, spec: PartitionSpec) -> TrainState:
         return jax.device_put(make_state(step), NamedSharding(mesh, spec))
 
     with closing(open_both_tiers(tmp_path)) as tiers:
-        tiers.save(3, laid(3, PartitionSpec()), DATA)
-        tiers.save_fast(4, laid(4, PartitionSpec()), DATA)
-    template = abstract(laid(0, PartitionSpec()))
-    split = template._replace(
+        tiers.save(3, sharded_state(3, PartitionSpec()), DATA_POSITION)
+        tiers.save_fast(4, sharded_state(4, PartitionSpec()), DATA_POSITION)
+    template = abstract_state(sharded_state(0, PartitionSpec()))
+    sharded_template = template._replace(
         parameters=jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec("x"))),
             template.parameters,
         )
     )
     with closing(open_both_tiers(tmp_path)) as tiers:
-        restored = tiers.restore(split)
+        restored = tiers.restore(sharded_template)
     assert restored.step == 3
     assert "step 4" in restored.source
     assert_equal(restored.state, make_state(3))
@@ -214,10 +218,10 @@ class OneOfTwo(Team):
 def test_all_processes_use_the_newest_common_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     save(tmp_path, fast=(4, 5))
     with closing(open_both_tiers(tmp_path, OneOfTwo([4, 3]))) as tiers:
-        assert tiers.restore(abstract(make_state(0))).step == 4
+        assert tiers.restore(abstract_state(make_state(0))).step == 4
     assert os.listdir(process_folder(tmp_path)) == ["4"], "the later one is not common, and is saved anew"
     with closing(open_both_tiers(tmp_path, OneOfTwo([3]))) as tiers:
-        assert tiers.try_restore(abstract(make_state(0))) is None
+        assert tiers.try_restore(abstract_state(make_state(0))) is None
     assert "on all processes" in capfd.readouterr().err
 
 
@@ -225,22 +229,22 @@ def test_a_new_run_with_the_same_name_ignores_older_fast_checkpoints(tmp_path: P
     save(tmp_path, fast=(4,))
     shutil.rmtree(tmp_path / "run")
     with closing(open_both_tiers(tmp_path)) as tiers:
-        assert tiers.try_restore(abstract(make_state(0))) is None
+        assert tiers.try_restore(abstract_state(make_state(0))) is None
 
 
 def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(tmp_path: Path):
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 2.5}
     with closing(open_both_tiers(tmp_path, keep=1, keep_best=2)) as tiers:
         for step, loss in losses.items():
-            tiers.save(step, make_state(step), DATA, {"eval_loss": loss})
-        tiers.save(6, make_state(6), DATA)
+            tiers.save(step, make_state(step), DATA_POSITION, {"eval_loss": loss})
+        tiers.save(6, make_state(6), DATA_POSITION)
     assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [2, 4, 6]
 
 
 def test_one_checkpoint_per_interval_is_kept(tmp_path: Path):
     with closing(open_both_tiers(tmp_path, keep=1, keep_every_h=1e-9)) as tiers:
         for step in (1, 2, 3):
-            tiers.save(step, make_state(step), DATA)
+            tiers.save(step, make_state(step), DATA_POSITION)
     assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [1, 2, 3]
 
 
@@ -248,7 +252,7 @@ def test_invalid_checkpoint_policies_are_refused(tmp_path: Path, capfd: pytest.C
     config = CheckpointConfig(keep_every_h=0.0, keep_best=-1, fast=FastConfig(every=0, keep=0))
     keys = ["keep_every_h", "keep_best", "fast.every", "fast.keep"]
     assert [problem.key for problem in config.problems()] == [f"checkpoint.{key}" for key in keys]
-    assert command(*tiny_arguments(tmp_path, "checkpoint.keep_best=1", "checkpoint.best=loss")) == 2
+    assert run_train(*tiny_arguments(tmp_path, "checkpoint.keep_best=1", "checkpoint.best=loss")) == 2
     assert "checkpoint.best=loss" in capfd.readouterr().err
 
 
@@ -261,24 +265,24 @@ def test_a_killed_training_resumes_bit_for_bit_from_its_fast_checkpoint(
 ):
     show = screen.Screen.step
 
-    def shown(self: screen.Screen, of_step: int, record: dict[str, Any], *, line: bool) -> None:
+    def record_and_kill(self: screen.Screen, of_step: int, record: dict[str, Any], *, line: bool) -> None:
         show(self, of_step, record, line=line)
         if of_step == 5:
             raise Killed
 
-    fast = ("checkpoint=fast", "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
+    fast_settings = ("checkpoint=fast", "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
     with monkeypatch.context() as patch:
-        patch.setattr(screen.Screen, "step", shown)
+        patch.setattr(screen.Screen, "step", record_and_kill)
         with pytest.raises(Killed):
-            command(*tiny_arguments(tmp_path, "steps=6", *fast))
+            run_train(*tiny_arguments(tmp_path, "steps=6", *fast_settings))
     assert not os.listdir(tmp_path / "run" / "checkpoints")
     capfd.readouterr()
-    assert command(*tiny_arguments(tmp_path, "steps=6", *fast)) == 0
-    out = capfd.readouterr().out
-    assert "from step 4" in out and "the fast checkpoint" in out
-    whole = trained_run()
-    assert training_records(tmp_path / "run")[6]["loss"] == training_records(whole)[6]["loss"]
-    assert_same_bits(saved_arrays(tmp_path / "run"), saved_arrays(whole))
+    assert run_train(*tiny_arguments(tmp_path, "steps=6", *fast_settings)) == 0
+    output = capfd.readouterr().out
+    assert "from step 4" in output and "the fast checkpoint" in output
+    uninterrupted_run = trained_run()
+    assert training_records(tmp_path / "run")[6]["loss"] == training_records(uninterrupted_run)[6]["loss"]
+    assert_same_bits(saved_arrays(tmp_path / "run"), saved_arrays(uninterrupted_run))
     assert not any((tmp_path / "fast").iterdir()), "it is complete and durably saved"
 
 
@@ -287,16 +291,16 @@ def test_a_full_disk_of_the_fast_tier_only_prints_a_note(
 ):
     from valkyrie.checkpoint import tier
 
-    write = tier.write_checksums
+    original_write = tier.write_checksums
 
-    def full(folder: Path, excluded: Any = ()) -> None:
+    def raise_disk_full(folder: Path, excluded: Any = ()) -> None:
         if "process-0" in str(folder):
             raise OSError(28, "No space left on device")
-        write(folder, excluded)
+        original_write(folder, excluded)
 
-    monkeypatch.setattr(tier, "write_checksums", full)
-    fast = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
-    assert command(*tiny_arguments(tmp_path, "steps=6", *fast)) == 0
+    monkeypatch.setattr(tier, "write_checksums", raise_disk_full)
+    fast_settings = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
+    assert run_train(*tiny_arguments(tmp_path, "steps=6", *fast_settings)) == 0
     out = capfd.readouterr().out
     assert "at step 2" in out and "no space left" in out
     assert saved_arrays(tmp_path / "run")["['step']"] == 6
@@ -305,7 +309,7 @@ def test_a_full_disk_of_the_fast_tier_only_prints_a_note(
 def test_the_refusal_of_an_unwritable_folder_names_the_setting(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "file").write_text("")
     assert (
-        command(*tiny_arguments(tmp_path, "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'file'}"))
+        run_train(*tiny_arguments(tmp_path, "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'file'}"))
         == 2
     )
     err = capfd.readouterr().err

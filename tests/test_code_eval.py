@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import SINGLE, command, copy_run, needs_sandbox, tiny_arguments, trained_run, training_records
+from runs import ONE_DEVICE, copy_run, needs_sandbox, run_train, tiny_arguments, trained_run, training_records
 from valkyrie.code_eval import config as of_config
 from valkyrie.code_eval import languages
 from valkyrie.code_eval.config import CodeEvalConfig, evaluation_problems
@@ -241,7 +241,7 @@ def test_invalid_settings_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], change: str, start: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command(*SINGLE, *change.split()) == 2
+    assert run_train(*ONE_DEVICE, *change.split()) == 2
     assert capfd.readouterr().err.startswith(f"valkyrie-train: {start}")
     assert not list(tmp_path.iterdir())
 
@@ -249,7 +249,7 @@ def test_invalid_settings_are_refused(
 def refused(tmp_path: Path, *arguments: str, **environment: str) -> str:
     """Return the message of a command that is refused without loading JAX."""
     script = "import sys; from valkyrie.cli.train import main\ntry: main()\nfinally: assert 'jax' not in sys.modules"
-    words = [sys.executable, "-c", script, *SINGLE, f"runs={tmp_path / 'runs'}", *arguments]
+    words = [sys.executable, "-c", script, *ONE_DEVICE, f"runs={tmp_path / 'runs'}", *arguments]
     result = subprocess.run(words, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True)
     assert result.returncode == 2 and not (tmp_path / "runs").exists(), result.stderr
     return result.stderr
@@ -286,7 +286,7 @@ def test_the_path_of_a_users_problems_is_saved_in_full(tmp_path: Path, monkeypat
 def test_training_and_mode_write_every_completion_and_the_rates(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(*tiny_arguments(tmp_path, "steps=4", "code_eval_every=2", *CODE)) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=4", "code_eval_every=2", *CODE)) == 0
     out, folder = capfd.readouterr().out, tmp_path / "run"
     rates = [r for r in read_metrics(folder / "metrics.jsonl") if "python_pass_rate" in r]
     assert [r["step"] for r in rates] == [2, 4] and all(0 <= r["python_compile_rate"] <= 1 for r in rates)
@@ -295,7 +295,7 @@ def test_training_and_mode_write_every_completion_and_the_rates(
     assert last["python_pass@2"] == rates[-1]["python_pass@2"]
     trained_file = json.loads((folder / "code_eval.json").read_text())
 
-    assert command("mode=code_eval", f"resume={folder}") == 0
+    assert run_train("mode=code_eval", f"resume={folder}") == 0
     out = capfd.readouterr().out
     file = json.loads((folder / "code_eval.json").read_text())
     names = [problem.name for problem in read_problems("python") for _ in range(2)]
@@ -311,7 +311,7 @@ def test_training_and_mode_write_every_completion_and_the_rates(
 @pytest.mark.slow
 def test_code_evaluation_does_not_change_the_loss(tmp_path: Path) -> None:
     plain = training_records(trained_run())
-    assert command(*tiny_arguments(tmp_path, "steps=6", "code_eval_every=3", *CODE)) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=6", "code_eval_every=3", *CODE)) == 0
     evaluated = training_records(tmp_path / "run")
     assert {step: r["loss"] for step, r in evaluated.items()} == {step: r["loss"] for step, r in plain.items()}
 
@@ -325,15 +325,15 @@ def test_a_sandbox_failure_does_not_end_a_training(
 
     monkeypatch.setattr("valkyrie.train.code.judge_all", fail)
     monkeypatch.setattr(of_config, "evaluation_problems", lambda config: [])
-    assert command(*tiny_arguments(tmp_path, "steps=2", "code_eval_every=1", *CODE)) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=2", "code_eval_every=1", *CODE)) == 0
     assert "all is used" in capfd.readouterr().out
 
 
 def test_the_mode_needs_a_run_and_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("mode=code_eval", f"runs={tmp_path}") == 2
+    assert run_train("mode=code_eval", f"runs={tmp_path}") == 2
     assert "resume=latest: there is no" in capfd.readouterr().err
     folder = copy_run(trained_run(), tmp_path)
     capfd.readouterr()
-    assert command("mode=code_eval", f"resume={folder}", "code_eval.problems=none.jsonl") == 2
+    assert run_train("mode=code_eval", f"resume={folder}", "code_eval.problems=none.jsonl") == 2
     assert "code_eval.problems=none.jsonl:" in capfd.readouterr().err
     assert not (folder / "code_eval.json").exists()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from machines import CHIPS, machine, torus
+from machines import CHIPS, make_machine, make_topology
 from valkyrie.compiled.collectives import min_bytes_sent
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.position import Position
@@ -22,8 +22,8 @@ LINK = CHIPS["v4"].ici_link_gbs * 1e9
 
 def network(shape, **more) -> tuple[LinkModel, np.ndarray]:
     """Return a torus of v4 chips, and an array of its device IDs, indexed by slice and torus coordinates."""
-    topology = torus(shape, **more)
-    return LinkModel(machine("v4", topology)), np.arange(topology.devices).reshape(topology.slices, *shape)
+    topology = make_topology(shape, **more)
+    return LinkModel(make_machine("v4", topology)), np.arange(topology.devices).reshape(topology.slices, *shape)
 
 
 def seconds_of_links(traffic: LinkTraffic, kind: str) -> float:
@@ -63,7 +63,7 @@ def test_a_line_is_half_as_fast_as_a_ring():
 
 def test_an_all_gather_on_v5e_takes_the_time_in_the_scaling_book():
     """34 MB over 4 chips of an axis without wraparound: 560 us in theory, 680 us measured (scaling book)."""
-    net = LinkModel(machine("v5e", torus((4, 8))))
+    net = LinkModel(make_machine("v5e", make_topology((4, 8))))
     groups = np.arange(32).reshape(4, 8).T
     traffic = net.collective("all-gather", groups, 34e6)
     assert seconds_of_links(traffic, "all-gather") == pytest.approx(566e-6, rel=0.01)
@@ -223,7 +223,7 @@ def test_an_unstated_algorithm_is_none():
 
 
 def test_a_chip_without_link_bandwidth_is_refused_with_its_file():
-    v4 = machine("v4", torus((4, 4, 4)))
+    v4 = make_machine("v4", make_topology((4, 4, 4)))
     v4.chip.ici_link_gbs, before = None, v4.chip.ici_link_gbs
     try:
         with pytest.raises(ValueError) as error:

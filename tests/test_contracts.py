@@ -17,7 +17,6 @@ from helpers import (
     MODELS,
     MODELS_WITH_UNIQUE_LAYERS,
     PARTITIONS,
-    assembly_of,
     assert_same_steps,
     compose_run,
     config_names,
@@ -25,12 +24,13 @@ from helpers import (
     fill_zeros,
     initial_state,
     is_supported,
+    make_assembly,
     make_program,
     mark_slow_except,
-    reference,
+    reference_steps,
+    run_two_steps,
     small_overrides,
     small_run,
-    two_steps,
 )
 from valkyrie.axes import PARAMETER_GROUPS
 from valkyrie.config.modes import MODES
@@ -119,7 +119,7 @@ def test_a_step_lowered_without_devices_equals_that_of_training():
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_builds_its_declared_parameters(model):
     run = compose_run(f"model={model}")
-    specs = assembly_of(run).specs  # refuses a module with other parameters, shapes or dtypes
+    specs = make_assembly(run).specs  # refuses a module with other parameters, shapes or dtypes
     assert {spec.group for spec in specs.values()} <= {*PARAMETER_GROUPS}
     assert {axis for spec in specs.values() for axis in spec.axes if axis} <= set(run.arrays.axes)
     listed = {(t.axes, t.shape) for t in run.arrays.parameters}
@@ -132,17 +132,17 @@ def test_a_model_that_builds_undeclared_parameters_is_refused(monkeypatch):
     declared = S5.weights
     monkeypatch.setattr(S5, "weights", lambda self, context: declared(self, context) | {"extra": weight("state")})
     with pytest.raises(ValueError) as error:
-        assembly_of(run)
+        make_assembly(run)
     assert "segment_0.block_0.mixer.extra is" in str(error.value) and "float32[4, 16]" in str(error.value)
 
 
 @pytest.mark.parametrize("model", mark_slow_except(MODELS, MODELS_WITH_UNIQUE_LAYERS))
 def test_specs_equal_the_initialised_parameters(model):
     run = small_run(model)
-    specs, parameters = assembly_of(run).specs, initial_state(small_overrides(model)).parameters
+    specs, parameters = make_assembly(run).specs, initial_state(small_overrides(model)).parameters
     assert list(specs) == leaf_names(parameters)
     assert [spec.shape for spec in specs.values()] == [p.shape for p in jax.tree.leaves(parameters)]
-    assert run.model.parameter_count() == count_learned(assembly_of(run))
+    assert run.model.parameter_count() == count_learned(make_assembly(run))
 
 
 def test_parameters_are_counted_without_allocating():
@@ -185,8 +185,8 @@ def test_the_initial_state_does_not_depend_on_the_mesh():
 @pytest.mark.parametrize(("model", "partition"), pairs(STEPPED))
 def test_same_steps_on_eight_devices_as_on_one(model, partition):
     run = small_run(model, "mesh=2x2x2", f"partition={partition}")
-    steps = two_steps(run, fill_zeros(initial_state(small_overrides(model))))
-    assert_same_steps(steps, reference(model))
+    steps = run_two_steps(run, fill_zeros(initial_state(small_overrides(model))))
+    assert_same_steps(steps, reference_steps(model))
     assert steps.metrics[0]["loss"] != steps.metrics[1]["loss"]
 
 
@@ -213,13 +213,13 @@ def test_same_steps_on_eight_devices_as_on_one(model, partition):
 def test_same_steps_on_other_meshes(mesh, partition, overrides):
     of_model = tuple(o for o in overrides if not o.startswith(("mesh", "partition")))
     run = small_run("valkyrie_tiny", f"mesh={mesh}", f"partition={partition}", *overrides)
-    steps = two_steps(run, initial_state((*small_overrides("valkyrie_tiny"), *of_model)))
-    assert_same_steps(steps, reference("valkyrie_tiny", *of_model))
+    steps = run_two_steps(run, initial_state((*small_overrides("valkyrie_tiny"), *of_model)))
+    assert_same_steps(steps, reference_steps("valkyrie_tiny", *of_model))
 
 
 def test_layers_with_different_windows_are_separate_segments():
     run = compose_run("model=longformer_tiny")
-    segments = {name.split(".")[0] for name in assembly_of(run).specs if name.startswith("segment")}
+    segments = {name.split(".")[0] for name in make_assembly(run).specs if name.startswith("segment")}
     assert segments == {"segment_0", "segment_1"}
     assert len(set(run.model.attention.windows)) == 2
 
@@ -232,7 +232,7 @@ def test_a_bidirectional_model_can_be_shown_but_not_trained(override: str):
     run = small_run("valkyrie_tiny", "mode=show", override)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 16)))
     state = initial_state((*small_overrides("valkyrie_tiny"), "mode=show", override))
-    module, logits = assembly_of(run).module(state.parameters), jax.jit(lambda module, tokens: module.logits(tokens))
+    module, logits = make_assembly(run).module(state.parameters), jax.jit(lambda module, tokens: module.logits(tokens))
     before, after = logits(module, tokens), logits(module, tokens.at[:, -1].add(1) % 61)
     assert np.abs(before[:, 8] - after[:, 8]).max() > 1e-6
     with pytest.raises(AssertionError, match="next_token"):

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 
 from buckets import bucket
-from runs import command, tiny_arguments
+from runs import run_train, tiny_arguments
 from valkyrie import buckets as schemes
 from valkyrie.cli.data import main as data_command
 from valkyrie.data import remote
@@ -174,7 +174,7 @@ def test_a_training_reads_its_text_from_a_bucket(
     arguments = [argument for argument in tiny_arguments(tmp_path, "steps=1") if not argument.startswith("data")]
     cache = tmp_path / "cache"
     arguments += ["data=text", f"data.cache_dir={cache}"]
-    assert command(*arguments, f"data.paths={books}/*.txt") == 0
+    assert run_train(*arguments, f"data.paths={books}/*.txt") == 0
     from_bucket = OmegaConf.load(tmp_path / "run" / "run.yaml")
     assert from_bucket.data.paths == [f"{books}/*.txt"]
     capsys.readouterr()

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from helpers import compose_run
-from runs import SINGLE, TINY, command, tiny_arguments
+from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train, tiny_arguments
 from valkyrie.checkpoint import latest_step, tier
 from valkyrie.config.run import Run
 from valkyrie.paths import DiskError, cache_problem, cache_root, disk_errors, write_atomic
@@ -66,7 +66,7 @@ def test_the_error_for_an_unwritable_path_names_it_and_the_remedy(a_file: Path):
 
 
 def test_a_runs_path_that_is_not_a_folder_is_refused_in_one_line(a_file: Path, capsys: pytest.CaptureFixture[str]):
-    assert command(*tiny_arguments(a_file / "runs", "steps=1")) == 2
+    assert run_train(*tiny_arguments(a_file / "runs", "steps=1")) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"valkyrie-train: {a_file / 'runs' / 'run'} ") and err.count("\n") == 1
 
@@ -77,7 +77,7 @@ def test_a_result_that_cannot_be_stored_is_refused_before_the_work(
 ):
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr(modes, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
-    assert command(*TINY, *SINGLE, f"mode={mode}", f"runs={a_file}", "name=mine") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}", f"runs={a_file}", "name=mine") == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"valkyrie-train: {a_file / 'mine'} cannot be written (not a directory).")
 
@@ -94,7 +94,7 @@ def test_a_result_is_printed_although_the_disk_is_full(
     monkeypatch.setattr(measure, "measure", lambda run, *_: result(Measurement, run))
     monkeypatch.setattr(modes, "compile_and_summarise", lambda run, *_: (None, result(Prediction, run), None))
     monkeypatch.setattr(modes, "write_run_files", full_for(1))
-    assert command(*TINY, *SINGLE, f"mode={mode}", f"runs={tmp_path}", "name=mine") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}", f"runs={tmp_path}", "name=mine") == 2
     output = capsys.readouterr()
     assert "does not fit" in output.out and "no space left" in output.err.lower()
 
@@ -106,14 +106,14 @@ def test_a_refused_layout_leaves_no_folder(tmp_path: Path, mode: str, monkeypatc
 
     monkeypatch.setattr(measure, "measure", refuse)
     monkeypatch.setattr(modes, "compile_and_summarise", refuse)
-    assert command(*TINY, *SINGLE, f"mode={mode}", f"runs={tmp_path / 'runs'}", "name=mine") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}", f"runs={tmp_path / 'runs'}", "name=mine") == 2
     assert not (tmp_path / "runs" / "mine").exists()
 
 
 def test_a_search_under_a_file_is_refused(a_file: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ("mode=search", "model=gpt_tiny", "target=v5e-8", "batch=8", "mode.compiles=0")
     for runs in (a_file, a_file / "runs"):
-        assert command(*arguments, f"runs={runs}") == 2
+        assert run_train(*arguments, f"runs={runs}") == 2
         err = capsys.readouterr().err
         assert err.startswith(f"valkyrie-train: {runs}/search-") and "cannot be written (not a directory)" in err
         assert "runs=DIR" in err
@@ -123,7 +123,7 @@ def test_a_save_on_a_full_disk_is_reported_and_the_next_save_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(tier, "write_checksums", full_for(1))
-    assert command(*tiny_arguments(tmp_path, "steps=6", "checkpoint.every=2")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=6", "checkpoint.every=2")) == 0
     out, err = capfd.readouterr()
     folder = tmp_path / "run" / "checkpoints"
     (note,) = [line for line in out.splitlines() if "not be saved" in line]
@@ -135,10 +135,10 @@ def test_a_save_on_a_full_disk_is_reported_and_the_next_save_tries_again(
 def test_a_command_that_cannot_save_its_last_state_names_the_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    assert command(*tiny_arguments(tmp_path, "steps=2")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=2")) == 0
     monkeypatch.setattr(tier, "write_checksums", full_for(float("inf")))
     capfd.readouterr()
-    assert command(*tiny_arguments(tmp_path, "steps=4")) == 1
+    assert run_train(*tiny_arguments(tmp_path, "steps=4")) == 1
     out, err = capfd.readouterr()
     assert "step 4" in err.splitlines()[-1] and "step 2" in err
     assert f"resume={tmp_path / 'run'}" in err and "Traceback" not in out + err
@@ -183,7 +183,7 @@ def test_a_cache_folder_is_tested_before_use(tmp_path: Path, a_file: Path):
 def test_data_is_prepared_elsewhere_if_its_cache_cannot_be_written(
     tmp_path: Path, a_file: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert command(*tiny_arguments(tmp_path, "steps=1", f"data.cache_dir={a_file / 'cache'}")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=1", f"data.cache_dir={a_file / 'cache'}")) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{a_file / 'cache'} cannot be written") and "data.cache_dir=DIR" in out
 
@@ -192,7 +192,7 @@ def test_compiled_programs_are_not_cached_if_the_cache_cannot_be_written(a_file:
     monkeypatch.setenv("VALKYRIE_CACHE", str(a_file / "cache"))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     before, lines = jax.config.jax_compilation_cache_dir, []
-    run = compose_run(*TINY, "mesh=1x1x1", "partition=dp")
+    run = compose_run(*TINY_ARGUMENTS, "mesh=1x1x1", "partition=dp")
     configure_jax(run, lines.append)
     assert jax.config.jax_compilation_cache_dir == before
     assert len(lines) == 1 and "VALKYRIE_CACHE=DIR" in lines[0]

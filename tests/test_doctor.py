@@ -21,7 +21,7 @@ from rich.console import Console
 
 from helpers import assert_golden_message, compose_run
 from processes import free_address, run_teams
-from runs import TINY, copy_run, trained_run
+from runs import TINY_ARGUMENTS, copy_run, trained_run
 from valkyrie.cli.doctor import main
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
@@ -46,7 +46,7 @@ from valkyrie.runs.folder import installed_version
 from valkyrie.train import devices
 from valkyrie.train.program import StepProgram
 
-SMALL = (*TINY, "mesh=2x1x1", "partition=dp")
+SMALL = (*TINY_ARGUMENTS, "mesh=2x1x1", "partition=dp")
 
 
 def on_tpu(monkeypatch: pytest.MonkeyPatch, chips: int = 4) -> None:
@@ -482,7 +482,7 @@ def run_several_processes(count: int, arguments: Sequence[str], cwd: Path) -> li
 
 @pytest.mark.slow
 def test_several_processes_check_together(tmp_path: Path):
-    arguments = [*TINY, "mesh=2x2x1", "partition=2d_tp", "steps=10", "--dry-run", "3"]
+    arguments = [*TINY_ARGUMENTS, "mesh=2x2x1", "partition=2d_tp", "steps=10", "--dry-run", "3"]
     first, second = run_several_processes(2, arguments, tmp_path)
     assert (first[0], second[0]) == (0, 0), (first, second)
     for text in ("2 are connected", "2 per process", "all 3 steps", "bitwise equal"):

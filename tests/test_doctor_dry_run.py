@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from helpers import compose_run
-from runs import TINY
+from runs import TINY_ARGUMENTS
 from valkyrie.doctor import dry_run
 from valkyrie.doctor.findings import FAILS, OK, WARNING, Finding
 from valkyrie.parallel.mesh import build_mesh
@@ -23,7 +23,7 @@ def simulated() -> Devices:
 
 def dry(*overrides: str) -> dict[str, Finding]:
     """Return the findings of a dry run of three steps, by check name."""
-    run = compose_run(*TINY, *overrides)
+    run = compose_run(*TINY_ARGUMENTS, *overrides)
     return {finding.check: finding for part in dry_run.dry_run(run, simulated(), 3, ALONE) for finding in part}
 
 
@@ -68,7 +68,7 @@ def test_shards_of_an_array_are_not_compared_as_replicas():
 
 
 def test_a_wrong_or_slow_sum_is_found(monkeypatch: pytest.MonkeyPatch):
-    mesh = build_mesh(compose_run(*TINY, "mesh=2x1x1").config.mesh, jax.devices())
+    mesh = build_mesh(compose_run(*TINY_ARGUMENTS, "mesh=2x1x1").config.mesh, jax.devices())
     monkeypatch.setattr(dry_run, "_time_sum", lambda mesh, axis: (0.2, True))
     assert [f.severity for f in dry_run.time_axes(mesh, False)] == [WARNING]
     assert [f.severity for f in dry_run.time_axes(mesh, True)] == [OK]
@@ -78,7 +78,7 @@ def test_a_wrong_or_slow_sum_is_found(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_run_that_is_too_large_is_found_before_it_compiles(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("valkyrie.train.room.free_memory", lambda: 1000)
-    run = compose_run(*TINY, "mesh=2x1x1", "partition=dp")
+    run = compose_run(*TINY_ARGUMENTS, "mesh=2x1x1", "partition=dp")
     parts = dry_run.dry_run(run, simulated(), 3, ALONE)
     next(parts)
     (finding,) = next(parts)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from machines import needs_libtpu
-from runs import command
+from runs import run_train
 from valkyrie.compiled.communication import AxesBytes, CollectiveRecord, Communication
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
@@ -203,12 +203,12 @@ def folder_of(one: Prediction, folder: Path) -> str:
 def test_two_run_folders_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = folder_of(replace(prediction(), memory=MemoryReport(peak=3 * 2**30)), tmp_path / "one")
     second = folder_of(prediction("2d_tp", exposed_y=1.2), tmp_path / "other")
-    assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}", "name=why") == 0
+    assert run_train("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}", "name=why") == 0
     output = capfd.readouterr().out
     assert "A is 4.00" in output and "+1.200 s" in output
     record = json.loads((tmp_path / "why" / "explain.json").read_text())
     assert record["step_s"] == pytest.approx([0.4, 1.6]) and record["names"] == ["8x1-fsdp", "8x1-2d_tp"]
-    assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}") == 0
+    assert run_train("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}") == 0
     assert (tmp_path / "explain-gpt_tiny-8x1-fsdp-8x1-2d_tp" / "explain.json").is_file(), "of what was compared"
 
 
@@ -240,7 +240,7 @@ def test_an_invalid_pair_is_refused_before_a_compile(
 ) -> None:
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
-    assert command("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", *arguments) == 2
+    assert run_train("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", *arguments) == 2
     output = capfd.readouterr().err
     assert all(value in output for value in values), output
 
@@ -252,7 +252,7 @@ def test_a_folder_without_a_step_is_refused_before_a_compile(
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     foreign = folder_of(Prediction(None, CompileStatus.ok, program=FOREIGN), tmp_path / "foreign")
     arguments = ("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", "second=partition=fsdp")
-    assert command(*arguments, f"first={foreign}") == 2
+    assert run_train(*arguments, f"first={foreign}") == 2
     assert re.search(r": A\b.* mine\b", capfd.readouterr().err)
 
 
@@ -266,19 +266,19 @@ def test_different_implementations_of_one_model_are_compared(
     monkeypatch.setattr(explain_mode, "compile_and_summarise", compiled)
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     arguments = ("model=s5_tiny", "target=v5e-8", "batch=8", f"runs={tmp_path}", "name=why")
-    assert command("mode=explain", *arguments, "first=model.s5.scan=kernel", "second=model.s5.scan=blocked") == 0
+    assert run_train("mode=explain", *arguments, "first=model.s5.scan=kernel", "second=model.s5.scan=blocked") == 0
     output = capfd.readouterr().out
     assert "A: 8x1-fsdp model.s5.scan=kernel" in output and "A is 1.25" in output
 
 
 def test_a_folder_without_a_compile_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("mode=explain", f"first={tmp_path}", "second=partition=fsdp") == 2
+    assert run_train("mode=explain", f"first={tmp_path}", "second=partition=fsdp") == 2
     assert "no compile.json" in capfd.readouterr().err
 
 
 def test_a_damaged_compile_names_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "compile.json").write_text('{"about": 3, "status": "ok"}')
-    assert command("mode=explain", f"first={tmp_path}", "second=partition=fsdp") == 2
+    assert run_train("mode=explain", f"first={tmp_path}", "second=partition=fsdp") == 2
     error = capfd.readouterr().err
     assert str(tmp_path / "compile.json") in error and "valkyrie-train mode=compile" in error
 
@@ -287,7 +287,8 @@ def test_a_damaged_compile_names_the_file(tmp_path: Path, capfd: pytest.CaptureF
 def test_two_layouts_are_compiled_and_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ("target=v4-8", "model=s5_tiny", "batch=8", "seq=64", f"runs={tmp_path}", "name=why")
     assert (
-        command("mode=explain", *arguments, "first=mesh=4x1x1 partition=fsdp", "second=mesh=2x2x1 partition=2d_tp") == 0
+        run_train("mode=explain", *arguments, "first=mesh=4x1x1 partition=fsdp", "second=mesh=2x2x1 partition=2d_tp")
+        == 0
     )
     record = json.loads((tmp_path / "why" / "explain.json").read_text())
     for i, key in enumerate(("first", "second")):

@@ -20,8 +20,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import valkyrie
-from reported import trial
-from runs import SINGLE, TINY, command
+from reported import make_trial
+from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints
 from valkyrie.cli import predict
 from valkyrie.cli.parser import output_error
@@ -50,7 +50,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_the_message_for_a_mistake_names_its_key(argument: str, capfd: pytest.CaptureFixture[str]):
-    assert command(*TINY, *SINGLE, argument, "mode=show") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, argument, "mode=show") == 2
     text = capfd.readouterr().err
     assert MISTAKES[argument] in text and "Traceback" not in text
 
@@ -59,13 +59,13 @@ def test_a_folder_name_that_is_not_utf8_is_handled(tmp_path: Path, monkeypatch, 
     folder = os.path.join(os.fsencode(tmp_path), b"caf\xe9")
     os.mkdir(folder)
     monkeypatch.chdir(os.fsdecode(folder))
-    assert command("mode=show") == 2
+    assert run_train("mode=show") == 2
     assert "current folder has bytes that are not UTF-8 (e9)" in capfd.readouterr().err
 
 
 def test_disabled_jit_is_refused(monkeypatch, capfd: pytest.CaptureFixture[str]):
     monkeypatch.setenv("JAX_DISABLE_JIT", "True")
-    assert command(*TINY, *SINGLE, "steps=1") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, "steps=1") == 2
     assert "JAX_DISABLE_JIT=True is set" in capfd.readouterr().err
 
 
@@ -94,7 +94,7 @@ def test_an_ascii_terminal_shows_question_marks():
 def test_trainings_started_in_the_same_second_have_separate_folders(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
-    run = valkyrie.compose(*TINY, *SINGLE)
+    run = valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE)
     folders = [run_folder(run) for _ in range(3)]
     assert len(set(folders)) == 1 and not Path("runs").exists(), "a refusal leaves nothing"
     claimed = [claim_run_folder(run, folder) for folder in folders]
@@ -104,7 +104,7 @@ def test_trainings_started_in_the_same_second_have_separate_folders(tmp_path: Pa
 
 
 def test_control_characters_in_files_are_not_printed():
-    hostile = trial("x", 10.0, overrides=["model=\x1b]0;owned\x07"])
+    hostile = make_trial("x", 10.0, overrides=["model=\x1b]0;owned\x07"])
     hostile = replace(hostile, sweep="\x1b[2J", about=replace(hostile.about, model="=cmd|'/c calc'!A0"), reason="\t=1")
     rows = make_rows({Path("x"): [hostile]})
     assert "\x1b" not in as_markdown(rows) and "\x1b" not in as_csv(rows)
@@ -146,7 +146,7 @@ def test_a_search_json_without_a_request_is_refused(tmp_path: Path, monkeypatch,
     for text, words in {"{}": "is not an answer of mode=search", "[]": "cannot be read"}.items():
         (tmp_path / "runs" / "a").mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / "a" / "search.json").write_text(text)
-        assert command("mode=search", "target=v5e-4", "model=gpt_tiny", "name=a") == 2
+        assert run_train("mode=search", "target=v5e-4", "model=gpt_tiny", "name=a") == 2
         error = capfd.readouterr().err
         assert words in error and "search.json" in error
 
@@ -190,7 +190,7 @@ def test_an_argument_that_is_not_utf8_is_named_without_an_equals_sign():
 
 
 def test_a_saved_run_may_have_a_longer_name():
-    run = valkyrie.compose(*TINY, *SINGLE)
+    run = valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE)
     config = replace(run.config, name="a" * 201)
     assert any(problem.key == "name" for problem in replace(run, config=config).problems())
     assert not replace(run, config=replace(config, resume="a")).problems()
@@ -238,22 +238,22 @@ def test_only_a_pair_of_quotes_around_a_value_is_removed(argument: str, value: s
 
 
 def test_a_resumed_run_keeps_its_tokenizer_and_its_finished_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    train = (*TINY, *SINGLE, f"runs={tmp_path}")
-    assert command(*train, "steps=3", "name=base") == 0
+    train = (*TINY_ARGUMENTS, *ONE_DEVICE, f"runs={tmp_path}")
+    assert run_train(*train, "steps=3", "name=base") == 0
     resume = (f"runs={tmp_path}", "resume=base")
     capfd.readouterr()
-    assert command(*resume, "data.tokenizer=gpt2", "steps=6") == 2
+    assert run_train(*resume, "data.tokenizer=gpt2", "steps=6") == 2
     error = capfd.readouterr().err
     assert "data.tokenizer=gpt2 has 50,257 ids, but " in error and "trained with tokenizer=bytes" in error
     assert "Leave out data.tokenizer=, or start a new run without resume=." in error and "vocab_size=" not in error
-    assert command(*resume, "steps=2") == 0
+    assert run_train(*resume, "steps=2") == 0
     assert OmegaConf.load(tmp_path / "base" / "run.yaml").steps == 3
     (tmp_path / "base" / "checkpoints" / "6").mkdir()
     capfd.readouterr()
-    assert command(*resume, "mode=checkpoints") == 1
+    assert run_train(*resume, "mode=checkpoints") == 1
     output = capfd.readouterr().out
     assert "base step 3: durable" in output and "base step 6: durable, 0 B, damaged: the folder is empty" in output
-    assert command(*resume, "steps=4") == 0
+    assert run_train(*resume, "steps=4") == 0
     assert " step 6 in " in (error := capfd.readouterr().err) and "empty. Continuing from step 3." in error
 
 
@@ -269,7 +269,7 @@ def orbax_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def test_an_unreachable_bucket_is_named(tmp_path: Path, monkeypatch, capfd: pytest.CaptureFixture[str]):
     orbax_fails(monkeypatch, OSError(-2, "Name or service not known"))
-    assert command(*TINY, *SINGLE, "steps=1", f"runs={tmp_path}", "checkpoint.folder=gs://x") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, "steps=1", f"runs={tmp_path}", "checkpoint.folder=gs://x") == 2
     words = "checkpoint.folder=gs://x cannot be reached (name or service not known). Check its name,"
     error = capfd.readouterr().err
     assert words in error and "Traceback" not in error
@@ -290,6 +290,9 @@ def test_a_full_run_folder_is_not_blamed_on_the_bucket(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("valkyrie.buckets.find_spec", lambda name: name)
     monkeypatch.setattr("valkyrie.checkpoint.location.write_atomic", fail)
-    assert command(*TINY, *SINGLE, "steps=1", f"runs={tmp_path}", "name=full", "checkpoint.folder=gs://x") == 2
+    assert (
+        run_train(*TINY_ARGUMENTS, *ONE_DEVICE, "steps=1", f"runs={tmp_path}", "name=full", "checkpoint.folder=gs://x")
+        == 2
+    )
     error = capfd.readouterr().err
     assert f"{tmp_path}/full cannot be written (no space left on device)" in error and "cannot be reached" not in error

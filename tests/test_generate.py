@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assembly_of, compose_run, mark_slow_except, small_overrides
+from helpers import compose_run, make_assembly, mark_slow_except, small_overrides
 from valkyrie.data.tokenizer import load_tokenizer
 from valkyrie.models.assembly import Assembly
 from valkyrie.train.continued import Text, begin_text, load_text, save_text
@@ -92,7 +92,7 @@ def test_an_end_of_document_token_ends_the_text(recite: Any) -> None:
 @lru_cache
 def tiny_model(name: str = "valkyrie_tiny") -> tuple[Assembly, Any]:
     run = compose_run(*small_overrides(name), "model.vocab_size=257", "mesh=1x1x1", "partition=dp")
-    assembly = assembly_of(run)
+    assembly = make_assembly(run)
     sharper = jax.tree.map(lambda x: 4 * x, jax.jit(assembly.init)(jax.random.key(6)))
     return assembly, sharper
 

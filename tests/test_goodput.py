@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from runs import TINY, command, copy_run, tiny_arguments, trained_run
+from runs import TINY_ARGUMENTS, copy_run, run_train, tiny_arguments, trained_run
 from valkyrie.checkpoint import latest_step
 from valkyrie.processes.team import Team
 from valkyrie.runs.goodput import FILE, KINDS, Ledger, read_goodput, read_starts
@@ -161,9 +161,9 @@ def test_collective_bytes_of_a_training_equal_those_of_the_search(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     layout = ("mesh=2x2x1", "partition=fsdp", f"runs={tmp_path}", "name=run")
-    assert command(*TINY, *layout, "steps=2") == 0
+    assert run_train(*TINY_ARGUMENTS, *layout, "steps=2") == 0
     assert "a device sends " in capfd.readouterr().out
-    assert command(*TINY, *layout, "mode=measure", "mode.repeats=1", "mode.warmup=0") == 0
+    assert run_train(*TINY_ARGUMENTS, *layout, "mode=measure", "mode.repeats=1", "mode.warmup=0") == 0
     early, *_, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
     measured = json.loads((tmp_path / "run-measure" / "measure.json").read_text())["communication"]
     sent = last["summary"]["communication"]
@@ -183,7 +183,7 @@ def test_unreadable_programs_and_profiler_failures_do_not_end_a_training(
 
     monkeypatch.setattr(compiled, "parse", unreadable)
     monkeypatch.setattr(profile, "tracing", taken)
-    assert command(*tiny_arguments(tmp_path, "steps=3", "profile=2-3")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=3", "profile=2-3")) == 0
     out = capfd.readouterr().out
     assert "KeyError: 'a new" in out and "RuntimeError: Only one" in out
     assert "communication" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
@@ -197,7 +197,7 @@ def test_a_killed_run_restarts_and_counts_its_repeated_steps(tmp_path: Path, cap
     file.write_text("".join(lines) + '{"time": 17')
     (folder / "checkpoints" / "6").rename(tmp_path / "6")
     assert latest_step(folder) == 4
-    assert command(*tiny_arguments(tmp_path, "checkpoint.every=4", "steps=8", "profile=2-3")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "checkpoint.every=4", "steps=8", "profile=2-3")) == 0
     assert "profile=2-3 traces nothing" in capfd.readouterr().out
     assert not (folder / "profile").exists()
     summary = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
@@ -207,7 +207,7 @@ def test_a_killed_run_restarts_and_counts_its_repeated_steps(tmp_path: Path, cap
 
 
 def test_a_window_of_steps_is_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command(*tiny_arguments(tmp_path, "steps=5", "profile=2-3")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=5", "profile=2-3")) == 0
     folder = tmp_path / "run" / "profile"
     assert f"xprof --logdir {folder}" in capfd.readouterr().out
     (file,) = folder.glob("plugins/profile/steps-2-3/*.xplane.pb")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from runs import command
-from sweeps import Stage
+from runs import run_train
+from sweeps import FakeMultirun
 from valkyrie.sweep.trial import Status, TrialLog
 
 LAUNCHERS = {
@@ -28,14 +28,14 @@ def rows(launcher: str, folder: Path) -> dict[str, Any]:
 
     One trial is killed. Runs the sweep twice, and asserts that the second run adds no records.
     """
-    stage = Stage(folder / launcher, fsdp="kill")
+    multirun = FakeMultirun(folder / launcher, fsdp="kill")
     for _ in range(2):
-        sweep = stage.start(*SWEPT, f"hydra/launcher={launcher}", *LAUNCHERS[launcher])
+        sweep = multirun.start(*SWEPT, f"hydra/launcher={launcher}", *LAUNCHERS[launcher])
         output, _ = sweep.communicate()
         assert sweep.returncode == 1, output
         assert all(part in output for part in ("6 trials", "2 ok", "3 refused", "1 killed")), output
-    assert len(stage.started()) == 3 and stage.lines() == 6
-    trials = TrialLog(stage.sweep).read()
+    assert len(multirun.started_trials()) == 3 and multirun.count_lines() == 6
+    trials = TrialLog(multirun.sweep).read()
     assert Counter(trial.status for trial in trials) == {Status.ok: 2, Status.refused: 3, Status.killed: 1}
     overrides_by_trial = [[o for o in t.overrides if not o.startswith("runs=")] for t in trials]
     return {
@@ -59,11 +59,11 @@ def test_the_task_function_records_a_trial_without_our_launcher(
 
     Hydra's basic launcher calls it in this process, so it is tested through that.
     """
-    stage = Stage(tmp_path)
-    stage.enter(monkeypatch)
+    multirun = FakeMultirun(tmp_path)
+    multirun.activate(monkeypatch)
     for times in (1, 2):
-        assert command(*stage.arguments("partition=dp", "hydra/launcher=basic")) == 0
+        assert run_train(*multirun.arguments("partition=dp", "hydra/launcher=basic")) == 0
         output = capfd.readouterr().out
         assert output.count("tokens/s simulated") == 1 and ("(recorded earlier)" in output) is (times == 2)
         assert "1 ok" in output
-    assert len(stage.started()) == stage.lines() == 1
+    assert len(multirun.started_trials()) == multirun.count_lines() == 1

@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runs import SINGLE, TINY, command
+from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train
 from valkyrie.tasks import next_token
 
 
 def test_the_step_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     monkeypatch.chdir(tmp_path)
-    status = command(*TINY, "mesh=2x2x1", "partition=fsdp", "mode=measure", "mode.repeats=3", "mode.warmup=1", "name=m")
+    status = run_train(
+        *TINY_ARGUMENTS, "mesh=2x2x1", "partition=fsdp", "mode=measure", "mode.repeats=3", "mode.warmup=1", "name=m"
+    )
     out = capfd.readouterr().out
     assert status == 0
     measured = json.loads((tmp_path / "runs" / "m" / "measure.json").read_text())
@@ -36,7 +38,7 @@ def test_the_step_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_nothing_to_time_is_refused(capfd: pytest.CaptureFixture):
-    assert command(*TINY, *SINGLE, "mode=measure", "mode.repeats=0") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, "mode=measure", "mode.repeats=0") == 2
     assert "mode.repeats=0" in capfd.readouterr().err
 
 
@@ -53,7 +55,7 @@ def test_the_batch_has_random_tokens_and_targets_of_the_next_token():
 def test_real_data_comes_from_the_loader_and_the_trace_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     options = ("mode=measure", "mode.data=real", "mode.trace=true", "mode.repeats=2", "mode.warmup=0", "name=m")
-    assert command(*TINY, *SINGLE, *options) == 0
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, *options) == 0
     measured = json.loads((tmp_path / "runs" / "m" / "measure.json").read_text())
     assert measured["data"] == "synthetic"
     assert measured["trace"]["times"] == []
@@ -61,5 +63,5 @@ def test_real_data_comes_from_the_loader_and_the_trace_is_saved(tmp_path: Path, 
 
 
 def test_too_little_real_data_is_refused(capfd: pytest.CaptureFixture):
-    assert command(*TINY, *SINGLE, "mode=measure", "mode.data=real", "batch=100000") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, "mode=measure", "mode.data=real", "batch=100000") == 2
     assert "but batch=100000" in capfd.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import mark_slow_except
-from runs import command, copy_run, start_training, tiny_arguments, trained_run
+from runs import copy_run, run_train, start_training, tiny_arguments, trained_run
 from valkyrie.config.arguments import parse_run
 from valkyrie.problems import ProblemCode
 from valkyrie.runs.tracking import read_metrics
@@ -22,7 +22,7 @@ def reading(folder: Path, *arguments: str) -> tuple[str, ...]:
 def test_evaluation_of_a_run_covers_its_validation_split(capfd: pytest.CaptureFixture[str]) -> None:
     folder = trained_run("eval_batches=1000")
     capfd.readouterr()
-    assert command(*reading(folder, "mode=eval")) == 0
+    assert run_train(*reading(folder, "mode=eval")) == 0
     out, err = capfd.readouterr()
     last = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
     expected = (
@@ -39,14 +39,14 @@ def test_evaluation_with_rows_longer_than_the_validation_split_prints_a_note(
 ) -> None:
     (tmp_path / "short.txt").write_text("word " * 100)
     data = ("data=text", f"data.paths=[{tmp_path}/short.txt]", "data.validation_fraction=0.05")
-    assert command(*reading(trained_run(), *data, "mode=eval", "seq=32")) == 0
+    assert run_train(*reading(trained_run(), *data, "mode=eval", "seq=32")) == 0
     assert "seq=32: the validation split fills only 25 tokens of one row. Use seq<=25." in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("prompt", mark_slow_except(["def ", 'x = "é" # 😀', "two\nlines", ""], []))
 def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: str) -> None:
     quoted = "'" + prompt + "'"
-    assert command(*reading(trained_run(), "mode=generate", f"prompt={quoted}", "sample_tokens=3")) == 0
+    assert run_train(*reading(trained_run(), "mode=generate", f"prompt={quoted}", "sample_tokens=3")) == 0
     out, err = capfd.readouterr()
     assert re.search(r"\brun\b.*\b6\n" + re.escape(prompt), out)
     assert err == ""
@@ -56,7 +56,7 @@ def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: 
 def test_the_same_seed_generates_the_same_text(capfd: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in (1, 1, 2):
-        assert command(*reading(trained_run(), "mode=generate", f"seed={seed}", "sample_tokens=12")) == 0
+        assert run_train(*reading(trained_run(), "mode=generate", f"seed={seed}", "sample_tokens=12")) == 0
         texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 
@@ -66,13 +66,13 @@ def test_modes_read_the_latest_run_with_its_settings_by_default(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     copy_run(trained_run(), tmp_path)
-    assert command("mode=generate", f"runs={tmp_path}", "sample_tokens=2") == 0
+    assert run_train("mode=generate", f"runs={tmp_path}", "sample_tokens=2") == 0
     assert re.search(r"\brun\b.*\b6\n", capfd.readouterr().out)
 
 
 @pytest.mark.parametrize("mode", ["eval", "generate"])
 def test_reading_without_a_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str) -> None:
-    assert command(f"mode={mode}", f"runs={tmp_path}") == 2
+    assert run_train(f"mode={mode}", f"runs={tmp_path}") == 2
     error = capfd.readouterr().err
     assert "resume=latest" in error and f"runs={tmp_path}" in error
 
@@ -95,7 +95,7 @@ def test_an_invalid_setting_is_refused_in_one_line(
 ) -> None:
     (problem,) = parse_run([change]).problems()
     assert (problem.code, problem.key) == (code, change.partition("=")[0])
-    assert command(change) == 2
+    assert run_train(change) == 2
     assert capfd.readouterr().err == f"valkyrie-train: {problem}\n"
 
 
@@ -123,7 +123,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_any_data(
 ) -> None:
     arguments = tiny_arguments(tmp_path) if mode == "train" else reading(trained_run())
     capfd.readouterr()
-    assert command(*arguments, f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change.split()) == 2
+    assert run_train(*arguments, f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change.split()) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith(f"valkyrie-train: {values[0]} ") and err.count("\n") == 1
     assert all(value in err for value in values)
@@ -136,7 +136,7 @@ def test_reading_a_run_with_another_tokenizer_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str, group: str
 ) -> None:
     change = [f"{group}.tokenizer=gpt2", "model.vocab_size=257"]
-    assert command(*reading(trained_run()), f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change) == 2
+    assert run_train(*reading(trained_run()), f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith(f"valkyrie-train: {group}.tokenizer=gpt2 ") and err.count("\n") == 1
     assert "only continues with its own tokenizer" in err
@@ -157,11 +157,11 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
 
 def test_listing_checkpoints_fails_if_one_is_damaged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = copy_run(trained_run(), tmp_path)
-    assert command("mode=checkpoints", f"runs={tmp_path}") == 0
+    assert run_train("mode=checkpoints", f"runs={tmp_path}") == 0
     (line,) = capfd.readouterr().out.splitlines()
     assert re.match(r"run .*\b6\b.*\bdurable\b.* [\d.]+ kB,.* 20[\d: +-]+", line)
     state = folder / "checkpoints" / "6" / "state" / "_METADATA"
     state.write_text(state.read_text().replace("1", "2", 1))
-    assert command("mode=checkpoints", f"runs={tmp_path}") == 1
+    assert run_train("mode=checkpoints", f"runs={tmp_path}") == 1
     (damaged,) = capfd.readouterr().out.splitlines()
     assert "state/_METADATA" in damaged and "_METADATA" not in line

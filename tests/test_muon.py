@@ -24,9 +24,9 @@ from helpers import (
     initial_state,
     is_supported,
     make_program,
+    run_two_steps,
     small_overrides,
     small_run,
-    two_steps,
 )
 from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
@@ -172,8 +172,8 @@ def test_settings_saved_before_optimizers_had_families_are_read():
 def test_muon_takes_the_same_steps_on_eight_devices_as_on_one(model, partition):
     overrides = ("optimizer=muon", "optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
     host = fill_zeros(initial_state((*small_overrides(model), *overrides)))
-    alone = two_steps(small_run(model, *overrides), host)
-    sharded = two_steps(small_run(model, *overrides, "mesh=2x2x2", f"partition={partition}"), host)
+    alone = run_two_steps(small_run(model, *overrides), host)
+    sharded = run_two_steps(small_run(model, *overrides, "mesh=2x2x2", f"partition={partition}"), host)
     assert_same_steps(sharded, alone, rtol=1e-4)
 
 

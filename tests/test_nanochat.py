@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assembly_of, compose_config, compose_run, small_run
+from helpers import compose_config, compose_run, make_assembly, small_run
 from valkyrie.config.run import Run
 from valkyrie.problems import ProblemCode
 
@@ -72,7 +72,7 @@ PUBLIC = {
 
 def module_with(run: Run, form: str, weights: dict[str, np.ndarray]) -> Any:
     """Return the module of a run with the golden's weights. Fails if a weight is not used."""
-    assembly, unused = assembly_of(run), {*weights}
+    assembly, unused = make_assembly(run), {*weights}
     (group, repeats), *more = run.model.segments()
     assert not more
 
@@ -164,7 +164,7 @@ def test_a_depth_that_the_mesh_does_not_divide_is_refused():
 
 def test_initial_scales_decrease_over_the_layers():
     run = small_run("nanochat_tiny")
-    parameters = assembly_of(run).init(jax.random.key(0))
+    parameters = make_assembly(run).init(jax.random.key(0))
     blocks = parameters["segment_0"]
     scales = np.stack([blocks[f"block_{i}"]["residual_scale"] for i in (0, 1)]).T.ravel()
     np.testing.assert_allclose(scales, 1.15 - 0.1 * np.arange(4) / 3, rtol=1e-6)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import initial_state, make_batch, make_program, small_overrides, small_run, two_steps
+from helpers import initial_state, make_batch, make_program, run_two_steps, small_overrides, small_run
 from valkyrie.axes import UNSHARDED
 from valkyrie.ops.linear import Numerics, linear
 from valkyrie.ops.narrow import narrow_einsum, scale_to
@@ -86,8 +86,8 @@ def test_narrow_products_on_eight_devices_equal_those_on_one(partition: str):
     """Equal up to rounding: sums in another order may round a value near a midpoint the other way."""
     overrides = (*small_overrides("gpt_tiny"), "precision=int8", "precision.compute=float32")
     host = initial_state(overrides)
-    single = two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), host)
-    sharded_steps = two_steps(
+    single = run_two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), host)
+    sharded_steps = run_two_steps(
         small_run("gpt_tiny", "precision=int8", "precision.compute=float32", "mesh=2x2x2", f"partition={partition}"),
         host,
     )

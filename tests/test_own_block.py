@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import PARTITIONS, assembly_of, compose_run, make_batch, make_program, run_steps
+from helpers import PARTITIONS, compose_run, make_assembly, make_batch, make_program, run_steps
 from machines import needs_libtpu
 from own_feed_forward import SMALL as OWN_FEED_FORWARD
 from own_feed_forward import write_folder
-from own_folder import train_with, write_listed
+from own_folder import train_with, write_listings
 from valkyrie.config.run import Run
 from valkyrie.extensions import add_import_path
 from valkyrie.models.stack import Stack
@@ -29,7 +29,7 @@ SMALL += ("model.attention.head_dim=8", "model.loss_chunk=16", "tracking=off")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with the files that the pages list."""
     folder = tmp_path_factory.mktemp("own")
-    assert write_listed(folder, *(ROOT / page / "README.md" for page in ("valkyrie/models", "conf"))) == [
+    assert write_listings(folder, *(ROOT / page / "README.md" for page in ("valkyrie/models", "conf"))) == [
         "count.py",
         "gated_conv.py",
         "mode/count.yaml",
@@ -65,7 +65,7 @@ def test_a_users_block_takes_the_same_steps_under_every_partition(folder, run, p
 
 @pytest.mark.slow
 def test_a_users_block_streams_the_logits_of_training(run):
-    module = assembly_of(run).module(make_program(run).init(0).parameters)
+    module = make_assembly(run).module(make_program(run).init(0).parameters)
     tokens = jnp.asarray(make_batch(run)["tokens"][:2, :20])
     state, logits = module.init_state(2, 20), []
     for token in tokens.T:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from own_folder import train_with, write_listed
+from own_folder import train_with, write_listings
 
 PACKAGE = Path(__file__).parent.parent / "valkyrie"
 SMALL = ("model=gpt_tiny", "model.layers=1", "mesh=1x1x1", "partition=dp", "batch=2", "seq=16", "eval_every=100")
@@ -22,7 +22,7 @@ SMALL += ("tracking=off", "sample_tokens=0", "log_every=1", "data=tickets")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files listed in both READMEs, and a database next to the folder."""
     folder = tmp_path_factory.mktemp("own")
-    write_listed(folder, PACKAGE / "data" / "README.md", PACKAGE / "tasks" / "README.md")
+    write_listings(folder, PACKAGE / "data" / "README.md", PACKAGE / "tasks" / "README.md")
     with closing(sqlite3.connect(folder.parent / "tickets.db")) as database, database:
         database.execute("CREATE TABLE tickets (id INTEGER PRIMARY KEY, body TEXT)")
         rows = [(f"ticket {number}: it does not start\n" * 5,) for number in range(40)]

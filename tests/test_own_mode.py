@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from helpers import compose_run
-from own_folder import write_listed
-from runs import SINGLE, command
+from own_folder import write_listings
+from runs import ONE_DEVICE, run_train
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
@@ -17,27 +17,27 @@ from valkyrie.paths import conf_dir
 from valkyrie.problems import ProblemCode, ProblemError
 from valkyrie.runs.folder import saved_config
 
-SMALL = (*SINGLE, "model=s5_tiny")
+SMALL = (*ONE_DEVICE, "model=s5_tiny")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files of the page."""
     folder = tmp_path_factory.mktemp("own")
-    assert write_listed(folder, conf_dir() / "README.md", name=r"\S*count\S*") == ["count.py", "mode/count.yaml"]
+    assert write_listings(folder, conf_dir() / "README.md", name=r"\S*count\S*") == ["count.py", "mode/count.yaml"]
     add_import_path([folder])
     return folder
 
 
 def test_a_users_mode_runs_with_its_key(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("--config-dir", str(folder), "mode=count", "mode.unit=1000", *SMALL) == 0
+    assert run_train("--config-dir", str(folder), "mode=count", "mode.unit=1000", *SMALL) == 0
     assert float(capfd.readouterr().out.replace(",", "")) == round(
         compose_run(*SMALL).model.parameter_count() / 1000, 1
     )
 
 
 def test_a_users_mode_is_listed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("--help", "--config-dir", str(folder)) == 0
+    assert run_train("--help", "--config-dir", str(folder)) == 0
     assert "mode=count" in capfd.readouterr().out
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import valkyrie.optim
 from helpers import compose_run
-from own_folder import train_with, write_listed
+from own_folder import train_with, write_listings
 from valkyrie.config.run import Run
 from valkyrie.extensions import add_import_path
 from valkyrie.parallel.mesh import abstract_mesh
@@ -29,7 +29,7 @@ SMALL = ("model=gpt_tiny", "model.embed=32", "batch=8", "seq=32", "mesh=2x2x2", 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files of the README."""
     folder = tmp_path_factory.mktemp("own")
-    assert write_listed(folder, README) == ["lion.py", "optimizer/lion.yaml"]
+    assert write_listings(folder, README) == ["lion.py", "optimizer/lion.yaml"]
     add_import_path([folder])
     return folder
 

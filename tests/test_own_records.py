@@ -16,8 +16,8 @@ import yaml
 from hypothesis import strategies as st
 
 import valkyrie
-from reported import GOLDENS, golden_summary, trial_from_summary
-from runs import SINGLE, TINY
+from reported import GOLDEN_FOLDER, golden_summary, trial_from_summary
+from runs import ONE_DEVICE, TINY_ARGUMENTS
 from test_foreign_files import check, damaged, fuzz
 from valkyrie.processes.locks import _read_holder
 from valkyrie.report.page import render_page
@@ -47,7 +47,7 @@ def report(folder: Path) -> None:
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a training run of two steps."""
     folder = tmp_path_factory.mktemp("records") / "run"
-    write_run_files(valkyrie.compose(*TINY, *SINGLE), folder)
+    write_run_files(valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE), folder)
     for name, records in {"metrics.jsonl": METRICS, "goodput.jsonl": GOODPUT}.items():
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -61,7 +61,7 @@ def sweep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     TrialLog(folder).append(trial_from_summary(golden_summary(s), s, "sweep", name) for name, s in stages.items())
     for name, file in (("a", "compile.json"), ("a", "timeline.json"), ("b", "measure.json")):
         (folder / name).mkdir(exist_ok=True)
-        shutil.copy(GOLDENS / file, folder / name / file)
+        shutil.copy(GOLDEN_FOLDER / file, folder / name / file)
     return folder
 
 

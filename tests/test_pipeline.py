@@ -14,10 +14,10 @@ from helpers import (
     fill_zeros,
     initial_state,
     make_program,
-    reference,
+    reference_steps,
+    run_two_steps,
     small_overrides,
     small_run,
-    two_steps,
 )
 from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.hlo import parse
@@ -70,8 +70,8 @@ def test_pipelines_take_the_same_steps_as_one_device(model: str, partition: str,
     of_model = tuple(o for o in overrides if o.startswith(("model.", "batch", "precision")))
     run = small_run(model, f"mesh={mesh}", f"partition={partition}", *overrides)
     assert run.layout.pipeline is not None
-    steps = two_steps(run, fill_zeros(initial_state((*small_overrides(model), *of_model))))
-    assert_same_steps(steps, reference(model, *of_model))
+    steps = run_two_steps(run, fill_zeros(initial_state((*small_overrides(model), *of_model))))
+    assert_same_steps(steps, reference_steps(model, *of_model))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from helpers import (
     small_run,
     vector_specs,
 )
-from runs import command, saved_arrays, tiny_arguments
+from runs import run_train, saved_arrays, tiny_arguments
 from valkyrie.axes import UNSHARDED
 from valkyrie.ops.linear import Numerics, lookup
 from valkyrie.optim import Training, make_optimizer
@@ -158,6 +158,6 @@ def test_training_with_a_moving_average_under_bf16(tmp_path: Path):
     overrides = tiny_arguments(
         tmp_path, "precision=bf16", "precision.reduction=float32", "microbatches=2", "optimizer.ema_decay=0.9"
     )
-    assert command(*overrides, "steps=3", "sample_tokens=2") == 0
+    assert run_train(*overrides, "steps=3", "sample_tokens=2") == 0
     averages = [x for name, x in saved_arrays(tmp_path / "run").items() if "ema" in name]
     assert averages and {x.dtype.name for x in averages} == {"float32"}

@@ -18,7 +18,7 @@ import pytest
 
 from helpers import compose_run
 from processes import free_address, run_teams, start_processes, wait_for_processes
-from runs import TINY, needs_sandbox, spawn, start_training
+from runs import TINY_ARGUMENTS, needs_sandbox, start_python, start_training
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.child import module_command
 from valkyrie.processes.distributed import DistributedConfig, find_process
@@ -131,7 +131,7 @@ time.sleep(60)
 )
 def test_the_other_processes_end_if_one_is_lost(lost: int, signal: int, says: str):
     address = free_address()
-    members = [spawn("-c", MEMBER, str(index), address, cwd=Path.cwd()) for index in range(2)]
+    members = [start_python("-c", MEMBER, str(index), address, cwd=Path.cwd()) for index in range(2)]
     try:
         for member in members:
             assert member.stdout is not None and member.stdout.readline() == "met\n"
@@ -183,7 +183,7 @@ def test_incomplete_process_settings_are_refused(change: dict[str, str], says: s
 )
 def test_a_batch_is_placed_by_its_sharding(partition: str, rows: int, columns: int):
     mesh = {"dp": "2x1x1", "fsdp": "2x2x1", "2d_tp": "1x2x2", "sp": "4x1x1"}[partition]
-    run = compose_run(*TINY, f"mesh={mesh}", f"partition={partition}")
+    run = compose_run(*TINY_ARGUMENTS, f"mesh={mesh}", f"partition={partition}")
     program = StepProgram(run, build_mesh(run.config.mesh, jax.devices()))
     assert program.local_rows == list(range(8))
     batch = program.task.random_batch(8, 16, 20, 0, program.local_rows)
@@ -202,7 +202,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("partition", ["dp", "fsdp", "1d_tp", "2d_tp", "fsdp_tp"])
 @pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes_train_like_one(partition: str, processes: int, tmp_path: Path):
-    overrides = [*TINY, "mesh=2x2x2", f"partition={partition}", "steps=10", "name=run", "eval_every=10"]
+    overrides = [*TINY_ARGUMENTS, "mesh=2x2x2", f"partition={partition}", "steps=10", "name=run", "eval_every=10"]
     for folder in ("one", "many"):
         (tmp_path / folder).mkdir()
     (alone,) = wait_for_processes([start_training(*overrides, cwd=tmp_path / "one")])
@@ -217,7 +217,7 @@ def test_several_processes_train_like_one(partition: str, processes: int, tmp_pa
 
 @pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_processes(tmp_path: Path):
-    overrides = [*TINY, "partition=fsdp", "name=run", "checkpoint.every=2"]
+    overrides = [*TINY_ARGUMENTS, "partition=fsdp", "name=run", "checkpoint.every=2"]
     (whole,) = wait_for_processes(
         [start_training(*overrides, "mesh=2x2x1", "steps=6", "runs=whole", "optimizer.decay_steps=6", cwd=tmp_path)]
     )
@@ -257,7 +257,7 @@ def wait_for_step(folder: Path, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("preempted", [0, 1])
 def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted: int, tmp_path: Path):
-    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=100000", "name=run", "checkpoint.every=null"]
+    overrides = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "steps=100000", "name=run", "checkpoint.every=null"]
     processes = start_processes(2, *overrides, cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 5)
     processes[preempted].terminate()
@@ -274,7 +274,7 @@ def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted: in
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_others_end_if_a_process_is_killed_and_the_run_resumes(killed: int, tmp_path: Path):
-    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "checkpoint.every=5"]
+    overrides = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "name=run", "checkpoint.every=5"]
     processes = start_processes(2, *overrides, "steps=100000", cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 20)
     processes[killed].kill()
@@ -295,7 +295,7 @@ def test_the_others_end_if_a_process_is_killed_and_the_run_resumes(killed: int, 
     ],
 )
 def test_every_process_refuses_mismatched_settings(change: list[str], pattern: str, tmp_path: Path):
-    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=4", "name=run"]
+    overrides = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "steps=4", "name=run"]
     variables = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     processes = [
         start_training(*overrides, *(change if index else []), cwd=tmp_path, **variables, JAX_PROCESS_INDEX=str(index))
@@ -308,7 +308,7 @@ def test_every_process_refuses_mismatched_settings(change: list[str], pattern: s
 
 @pytest.mark.slow
 def test_several_processes_measure_and_evaluate(tmp_path: Path):
-    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run"]
+    overrides = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run"]
     assert [status for status, _, _ in wait_for_processes(start_processes(2, *overrides, cwd=tmp_path))] == [0, 0]
     measured = wait_for_processes(start_processes(2, *overrides, "mode=measure", "mode.repeats=2", cwd=tmp_path))
     assert [status for status, _, _ in measured] == [0, 0], measured
@@ -323,7 +323,7 @@ def test_several_processes_measure_and_evaluate(tmp_path: Path):
 @needs_sandbox
 def test_only_one_process_judges_generated_code(tmp_path: Path):
     code = ("code_eval.problems=python", "code_eval.samples=1", "code_eval.tokens=4", "code_eval_every=1")
-    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run", *code]
+    overrides = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run", *code]
     results = wait_for_processes(start_processes(2, *overrides, cwd=tmp_path))
     assert [status for status, _, _ in results] == [0, 0], results
     folder = tmp_path / "runs/run"
@@ -356,10 +356,10 @@ FULL_DISK = textwrap.dedent("""
 def test_a_failed_write_on_one_process_ends_all_processes(tmp_path: Path):
     script = tmp_path / "full_disk.py"
     script.write_text(FULL_DISK)
-    overrides = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "steps=4000", "checkpoint.every=3"]
+    overrides = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "name=run", "steps=4000", "checkpoint.every=3"]
     place = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     processes = [
-        spawn("-W", "ignore", str(script), *overrides, cwd=tmp_path, **place, JAX_PROCESS_INDEX=str(index))
+        start_python("-W", "ignore", str(script), *overrides, cwd=tmp_path, **place, JAX_PROCESS_INDEX=str(index))
         for index in range(2)
     ]
     (first, _, err), (second, _, _) = wait_for_processes(processes)

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from helpers import compose_run, make_batch, make_program
-from runs import TINY
+from runs import TINY_ARGUMENTS
 from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.communication import CollectiveTime
 from valkyrie.compiled.hlo import Module, parse
@@ -76,7 +76,7 @@ def _plane(number: int, lines: dict[str, list[tuple[str, str | None, int]]]) -> 
 
 @pytest.mark.slow  # `test_measure` has a real trace in the default part
 def test_a_real_trace_has_every_run_of_every_collective():
-    run = compose_run(*TINY, "mesh=2x2x2", "partition=2d_tp", "model.layers=2")
+    run = compose_run(*TINY_ARGUMENTS, "mesh=2x2x2", "partition=2d_tp", "model.layers=2")
     program = make_program(run)
     compiled = program.lower_step().compile()
     module, state, batch = parse(serialised_module(compiled)), program.init(0), program.place(make_batch(run))

@@ -22,10 +22,10 @@ from helpers import (
     initial_state,
     make_program,
     mark_slow_except,
-    reference,
+    reference_steps,
+    run_two_steps,
     small_overrides,
     small_run,
-    two_steps,
 )
 from valkyrie.config.run import Run
 from valkyrie.machine.replay import Cost
@@ -206,4 +206,4 @@ def test_activation_names_do_not_change_the_program(model: str, partition: str, 
 def test_remat_lists_do_not_change_the_steps(model: str, partition: str):
     lists = ("remat=full", "remat.save=[query,up,states]", "remat.offload=[out,read]")
     run = small_run(model, "mesh=2x2x2", f"partition={partition}", *lists)
-    assert_same_steps(two_steps(run, initial_state(small_overrides(model))), reference(model))
+    assert_same_steps(run_two_steps(run, initial_state(small_overrides(model))), reference_steps(model))

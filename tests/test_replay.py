@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from machines import CHIPS, machine, torus
+from machines import CHIPS, make_machine, make_topology
 from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.machine import assumptions
@@ -42,7 +42,7 @@ LESS = "less {\n  p = f32[] parameter(0)\n  q = f32[] parameter(1)\n  ROOT b = p
 
 
 def played(module: Module) -> Replay:
-    result = replay(module, machine("v4", torus((4, 4, 4))))
+    result = replay(module, make_machine("v4", make_topology((4, 4, 4))))
     assert sum(part.seconds for part in result.parts) == pytest.approx(result.step_s)
     assert sum(cost.seconds for cost in result.costs) == pytest.approx(result.step_s)
     return result
@@ -168,7 +168,8 @@ def test_a_product_without_a_cycle_estimate_runs_at_the_bfloat16_peak():
     sizes = "bf16[8192,8192]"
     product = f"  ROOT d = {sizes} dot(a, a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n"
     result = replay(
-        parse(f"{HEAD}ENTRY e {{\n  a = {sizes} parameter(0)\n{product}}}\n"), machine("v5e", torus((8, 8)))
+        parse(f"{HEAD}ENTRY e {{\n  a = {sizes} parameter(0)\n{product}}}\n"),
+        make_machine("v5e", make_topology((8, 8))),
     )
     (part,) = result.parts
     assert (part.kind, part.mesh_axes) == (PartKind.matmul, ())
@@ -252,7 +253,7 @@ def test_bytes_are_counted_for_cpu_programs():
 
 def test_a_module_for_other_devices_is_refused():
     with pytest.raises(ValueError) as error:
-        replay(program(RUN, HEAD + LESS + LOOP), machine("v4", torus((2, 2, 4))))
+        replay(program(RUN, HEAD + LESS + LOOP), make_machine("v4", make_topology((2, 2, 4))))
     assert "64 devices" in str(error.value) and "16" in str(error.value)
 
 

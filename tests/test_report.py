@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reported import GOLDENS, golden_summary, sweep_folder, trial, trial_from_summary
+from reported import GOLDEN_FOLDER, golden_summary, make_trial, trial_from_summary, write_sweep
 from valkyrie.problems import ProblemRecord
 from valkyrie.report import figures, values, words
 from valkyrie.report.page import render_page
@@ -36,20 +36,20 @@ from valkyrie.sweep.rows import Row, group_by_kind, pair_predictions, sort_by_sp
 from valkyrie.sweep.table import sweep_table
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
-FSDP = trial("8x1x1-fsdp", 1000, gib=4, price=1.2, seconds={"matmul": 0.7, "exposed x": 0.2, "memory": 0.1})
-TP = trial("2x4x1-2d_tp", 500, gib=2, price=1.2, seconds={"matmul": 0.4, "exposed x": 0.5, "memory": 0.1})
-DP = trial("4x2x1-dp", 900, gib=12, price=1.2, seconds={"matmul": 0.6, "exposed x,y": 0.2, "memory": 0.2})
-LARGE = trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit)
+FSDP = make_trial("8x1x1-fsdp", 1000, gib=4, price=1.2, seconds={"matmul": 0.7, "exposed x": 0.2, "memory": 0.1})
+TP = make_trial("2x4x1-2d_tp", 500, gib=2, price=1.2, seconds={"matmul": 0.4, "exposed x": 0.5, "memory": 0.1})
+DP = make_trial("4x2x1-dp", 900, gib=12, price=1.2, seconds={"matmul": 0.6, "exposed x,y": 0.2, "memory": 0.2})
+LARGE = make_trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit)
 INDIVISIBLE = (ProblemRecord("batch_not_divisible", "batch", mesh_axes=("x",)),)
 WRONG = replace(
-    trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"), problems=INDIVISIBLE
+    make_trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"), problems=INDIVISIBLE
 )
-RAN = trial("8x1x1-fsdp", 40, stage="measure", target="auto")
-RAN_TP = trial("2x4x1-2d_tp", 50, stage="measure", target="auto")
+RAN = make_trial("8x1x1-fsdp", 40, stage="measure", target="auto")
+RAN_TP = make_trial("2x4x1-2d_tp", 50, stage="measure", target="auto")
 
 
 def rows_of(folder: Path, *trials: Trial, timelines: int = 0) -> list[Row]:
-    return read_rows([sweep_folder(folder, trials, timelines=timelines)])
+    return read_rows([write_sweep(folder, trials, timelines=timelines)])
 
 
 def layouts(rows: list[Row]) -> list[str]:
@@ -74,9 +74,9 @@ def test_the_memory_front_has_the_layouts_that_none_beats(rows):
 
 
 def test_price_and_its_pareto_front(tmp_path: Path):
-    cheap = trial("8x1x1-fsdp", 300, target="v5e-8", price=1.2)
-    dear = trial("8x1x1-fsdp", 900, target="v5p-16", price=4.2)
-    worse = trial("2x4x1-2d_tp", 200, target="v5p-16", price=4.2)
+    cheap = make_trial("8x1x1-fsdp", 300, target="v5e-8", price=1.2)
+    dear = make_trial("8x1x1-fsdp", 900, target="v5p-16", price=4.2)
+    worse = make_trial("2x4x1-2d_tp", 200, target="v5p-16", price=4.2)
     rows = rows_of(tmp_path, cheap, dear, worse)
     assert [row.group.target for row in pareto_front(rows, chip_price)] == ["v5e-8", "v5p-16"]
     assert [round(row.price or 0, 6) for row in rows] == [1.2, 4.2, 4.2]
@@ -90,9 +90,9 @@ def test_the_report_lists_the_best_layout_per_target_and_work(tmp_path: Path):
         tmp_path,
         FSDP,
         TP,
-        trial("2x4x1-2d_tp", 2000, target="v6e-8"),
-        trial("8x1x1-fsdp", 1500, target="v6e-8"),
-        trial("8x1x1-fsdp", 900, target="v6e-8", batch=64),
+        make_trial("2x4x1-2d_tp", 2000, target="v6e-8"),
+        make_trial("8x1x1-fsdp", 1500, target="v6e-8"),
+        make_trial("8x1x1-fsdp", 900, target="v6e-8", batch=64),
     )
     best = [(row.group.target, row.work.batch, row.layout) for row in best_per_workload(rows)]
     assert best == [("v5e-8", 16, "8x1x1-fsdp"), ("v6e-8", 16, "2x4x1-2d_tp"), ("v6e-8", 64, "8x1x1-fsdp")]
@@ -102,11 +102,11 @@ def test_heatmap_cells_have_the_best_layout_of_each_split(tmp_path: Path):
     split = {"DP": 2, "MP1": 4}
     rows = rows_of(
         tmp_path,
-        trial("4x2x1-a", 100, degrees=split),
-        trial("4x2x1-b", 300, degrees=split),
-        trial("8x1x1-fsdp", 50, degrees={"FSDP": 8}),
-        trial("2x4x1-d", 70, degrees={"DP": 2, "MP2": 4}),
-        trial("1x8x1-c", None, degrees={"MP2": 8}, status=Status.refused, reason="heads (4) on y=8"),
+        make_trial("4x2x1-a", 100, degrees=split),
+        make_trial("4x2x1-b", 300, degrees=split),
+        make_trial("8x1x1-fsdp", 50, degrees={"FSDP": 8}),
+        make_trial("2x4x1-d", 70, degrees={"DP": 2, "MP2": 4}),
+        make_trial("1x8x1-c", None, degrees={"MP2": 8}, status=Status.refused, reason="heads (4) on y=8"),
     )
     cells = values.cells(sort_by_speed(rows))
     assert {(c["data"], c["mp1"], c["mp2"]): (c["rate"], c["label"], c["tried"]) for c in cells} == {
@@ -119,15 +119,15 @@ def test_heatmap_cells_have_the_best_layout_of_each_split(tmp_path: Path):
 
 
 def test_error_bars_have_the_spread_of_the_steps(tmp_path: Path):
-    bars = values.bars(rows_of(tmp_path, trial("8x1x1-fsdp", 100, stage="measure", p90=1.25, least=0.8)))
+    bars = values.bars(rows_of(tmp_path, make_trial("8x1x1-fsdp", 100, stage="measure", p90=1.25, least=0.8)))
     assert [(bar["rate"], bar["low"], bar["high"]) for bar in bars] == [(800, 640, 1000)]
     assert bars[0]["spread"].count("s") == 2
 
 
 def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
     parts = {"matmul": 0.5, "exposed x": 0.5}
-    fast = trial("8x1x1-fsdp", 1000, seconds=parts, executed_flops=1e9, product_rate=0.5)
-    slow = trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
+    fast = make_trial("8x1x1-fsdp", 1000, seconds=parts, executed_flops=1e9, product_rate=0.5)
+    slow = make_trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
     text = words.explain_ratio(*rows_of(tmp_path, fast, slow))
     assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs") < text.index("In the other direction")
     _, _, opposing = text.partition("In the other direction")
@@ -135,7 +135,7 @@ def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
 
 
 def test_only_trials_of_the_same_work_are_compared(tmp_path: Path):
-    other = trial("8x1x1-fsdp", 2000, batch=64)
+    other = make_trial("8x1x1-fsdp", 2000, batch=64)
     rows = rows_of(tmp_path, other, FSDP, TP, LARGE)
     answer = words.answer(rows[0].group, rows)
     assert rows[0].work.label in answer.sentence and "2,000 tokens/s/chip" in answer.sentence
@@ -144,8 +144,8 @@ def test_only_trials_of_the_same_work_are_compared(tmp_path: Path):
 
 
 def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
-    fast = trial("8x1x1-fsdp", 1000, stage="measure", collectives={"x": 0.5})
-    slow = trial("2x4x1-2d_tp", 500, stage="measure", collectives={"x": 0.25, "y": 0.5})
+    fast = make_trial("8x1x1-fsdp", 1000, stage="measure", collectives={"x": 0.5})
+    slow = make_trial("2x4x1-2d_tp", 500, stage="measure", collectives={"x": 0.25, "y": 0.5})
     rows = rows_of(tmp_path, fast, slow)
     whole, parts = 1e3 * (rows[0].step_s or 0), values.parts(rows)
     assert [(p["label"], p["part"]) for p in parts] == [
@@ -158,7 +158,7 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     assert [p["amount"] / whole for p in parts] == pytest.approx([0.5, 0.5, 0.5, 0.5, 1.0], rel=1e-4)
     text = words.explain_ratio(*rows)
     assert f"{1.5 * whole:.1f} ms" in text and f"{whole / 2:.1f} ms" in text and "outside collectives" not in text
-    slower = trial("4x2x1-dp", 50, stage="measure", collectives={"x": 1.5})
+    slower = make_trial("4x2x1-dp", 50, stage="measure", collectives={"x": 1.5})
     (row,) = rows_of(tmp_path / "slow", slower)
     assert [p["part"] for p in values.parts([row])] == ["collectives over x"]
     assert sum(part.seconds for part in row.parts) == pytest.approx(row.step_s), "never above the step"
@@ -174,9 +174,9 @@ NOISY = {"stage": "measure", "target": "auto", "p90": 1.1, "least": 0.9}
 def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: Path):
     trial_rows = rows_of(
         tmp_path,
-        trial("8x1x1-fsdp", 1000, collectives={"x": 0.3}, **NOISY),
-        trial("2x4x1-2d_tp", 900, collectives={"x": 0.5}, **NOISY),
-        trial("4x2x1-dp", 500, collectives={"x": 0.5}, **NOISY),
+        make_trial("8x1x1-fsdp", 1000, collectives={"x": 0.3}, **NOISY),
+        make_trial("2x4x1-2d_tp", 900, collectives={"x": 0.5}, **NOISY),
+        make_trial("4x2x1-dp", 500, collectives={"x": 0.5}, **NOISY),
     )
     answer = words.answer(trial_rows[0].group, trial_rows)
     assert answer.remarks[0].endswith("step times: 2x4x1-2d_tp.") and trial_rows[0].group.simulated
@@ -191,7 +191,7 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
     assert "2.0x" in answer.reasons[1]
     assert [row[0] for row in data_of(render_page(trial_rows))["rows"]] == [1, 1, 3]
     assert re.findall(r"^\| ([0-9]) ", as_markdown(trial_rows), re.MULTILINE) == ["1", "1", "3"]
-    outlier = trial("2x2x2-2d_tp", 100, **{**NOISY, "p90": 9.0})
+    outlier = make_trial("2x2x2-2d_tp", 100, **{**NOISY, "p90": 9.0})
     assert tied_ranks(
         [row.trial for row in rows_of(tmp_path / "more", *(row.trial for row in trial_rows), outlier)]
     ) == [
@@ -205,7 +205,9 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
 
 
 def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):
-    rows = rows_of(tmp_path, FSDP, TP, *(trial(f"{t.about.layout}", r, **NOISY) for t, r in ((FSDP, 40), (TP, 41))))
+    rows = rows_of(
+        tmp_path, FSDP, TP, *(make_trial(f"{t.about.layout}", r, **NOISY) for t, r in ((FSDP, 40), (TP, 41)))
+    )
     assert len(pair_predictions(rows)) == 2 and concordance(pair_predictions(rows)) is None
 
 
@@ -213,10 +215,10 @@ def test_partitions_with_equivalent_layouts_are_not_compared(tmp_path: Path):
     tensor = {"DP": 2, "MP1": 4}
     trial_rows = rows_of(
         tmp_path,
-        trial("1x8x1-1d_tp", 1000, degrees={"DP": 8}, sharding="a"),
-        trial("8x1x1-dp", 900, degrees={"DP": 8}, sharding="a"),
-        trial("4x1x2-2d_tp", 400, degrees=tensor, sharding="b"),
-        trial("4x2x1-1d_tp", 380, degrees=tensor, sharding="b"),
+        make_trial("1x8x1-1d_tp", 1000, degrees={"DP": 8}, sharding="a"),
+        make_trial("8x1x1-dp", 900, degrees={"DP": 8}, sharding="a"),
+        make_trial("4x1x2-2d_tp", 400, degrees=tensor, sharding="b"),
+        make_trial("4x2x1-1d_tp", 380, degrees=tensor, sharding="b"),
     )
     answer = words.answer(trial_rows[0].group, trial_rows)
     assert "data parallel" in answer.remarks[0]
@@ -234,8 +236,8 @@ def test_predictions_and_measurements_are_matched_by_layout_and_work(rows, tmp_p
         ("2x4x1-2d_tp", "compile", "measure"),
     ]
     assert concordance(pairs) == 0
-    turned = trial("2x4x1-2d_tp", 30, stage="measure", target="auto")
-    other_work = trial("4x2x1-dp", 30, stage="measure", target="auto", batch=64)
+    turned = make_trial("2x4x1-2d_tp", 30, stage="measure", target="auto")
+    other_work = make_trial("4x2x1-dp", 30, stage="measure", target="auto", batch=64)
     other_pairs = pair_predictions(rows_of(tmp_path / "other", FSDP, TP, DP, RAN, turned, other_work))
     assert len(other_pairs) == 2 and concordance(other_pairs) == 1
 
@@ -243,7 +245,7 @@ def test_predictions_and_measurements_are_matched_by_layout_and_work(rows, tmp_p
 def test_refusals_with_the_same_code_and_axes_are_grouped(tmp_path: Path):
     more = replace(WRONG, key="5x1x1", name="5x1x1-dp", reason="batch=16 is not divisible by 5")
     older = replace(more, key="older", name="older", problems=())
-    killed = trial("2x2x2-dp", None, status=Status.killed, reason="signal 9 (SIGKILL) ended its process")
+    killed = make_trial("2x2x2-dp", None, status=Status.killed, reason="signal 9 (SIGKILL) ended its process")
     groups_of_reasons = group_unsuccessful(rows_of(tmp_path, WRONG, LARGE, more, older, killed))
     assert [(status, reason, len(members)) for status, reason, members in groups_of_reasons] == [
         (Status.refused, WRONG.reason, 2),
@@ -255,8 +257,8 @@ def test_refusals_with_the_same_code_and_axes_are_grouped(tmp_path: Path):
 
 
 def test_two_sweeps_can_be_compared(tmp_path: Path):
-    before = sweep_folder(tmp_path / "before", [FSDP, TP, DP])
-    after = sweep_folder(tmp_path / "after", [trial("8x1x1-fsdp", 1500), trial("2x4x1-2d_tp", 1000), LARGE])
+    before = write_sweep(tmp_path / "before", [FSDP, TP, DP])
+    after = write_sweep(tmp_path / "after", [make_trial("8x1x1-fsdp", 1500), make_trial("2x4x1-2d_tp", 1000), LARGE])
     comparison = compare(read_rows([tmp_path]), str(before), str(after))
     assert [(p.a.layout, p.ratio) for p in comparison.pairs] == [("2x4x1-2d_tp", 2.0), ("8x1x1-fsdp", 1.5)]
     assert comparison.median_ratio == 1.75
@@ -266,8 +268,8 @@ def test_two_sweeps_can_be_compared(tmp_path: Path):
 
 
 def test_row_labels_are_distinct(tmp_path: Path):
-    sweep_folder(tmp_path / "one", [FSDP, trial("8x1x1-fsdp", 10, batch=64)])
-    sweep_folder(tmp_path / "two", [FSDP])
+    write_sweep(tmp_path / "one", [FSDP, make_trial("8x1x1-fsdp", 10, batch=64)])
+    write_sweep(tmp_path / "two", [FSDP])
     labels = list(values.labels(read_rows([tmp_path])).values())
     assert len(set(labels)) == 3
     assert "8x1x1-fsdp batch 64" in labels and any("one" in label for label in labels)
@@ -275,7 +277,7 @@ def test_row_labels_are_distinct(tmp_path: Path):
 
 def test_a_refused_trial_has_the_kind_of_its_target(tmp_path: Path):
     real = trial_from_summary(golden_summary("measure") | {"simulated": False}, "measure", "hand", "real")
-    refused = trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
+    refused = make_trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
     assert {row.group.simulated for row in rows_of(tmp_path / "real", real, refused)} == {False}
     assert {row.group.simulated for row in rows_of(tmp_path / "sim", RAN, refused)} == {True}
 
@@ -301,7 +303,7 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
 
 def test_a_reduced_timeline_has_the_same_total_time(tmp_path: Path):
     row = rows_of(tmp_path, FSDP, timelines=1)[0]
-    events = json.loads((GOLDENS / "timeline.json").read_text())["traceEvents"]
+    events = json.loads((GOLDEN_FOLDER / "timeline.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     reduced, whole = read_timeline(row, 100), read_timeline(row, len(spans))
     assert reduced is not None and whole is not None
@@ -335,7 +337,7 @@ def test_the_torus_picture_has_every_device_once(tmp_path: Path):
     ],
 )
 def test_the_torus_of_a_target_is_drawn(target, overrides, shape, slices, twisted):
-    of_target = target_torus(trial("8x1x1-fsdp", 9, target=target, overrides=overrides).about)
+    of_target = target_torus(make_trial("8x1x1-fsdp", 9, target=target, overrides=overrides).about)
     picture = (None, 1, False) if of_target is None else (of_target.shape, of_target.slices, of_target.twisted)
     assert picture == (shape, slices, twisted)
 
@@ -343,8 +345,8 @@ def test_the_torus_of_a_target_is_drawn(target, overrides, shape, slices, twiste
 def test_a_twisted_torus_has_a_picture(tmp_path: Path):
     summary = golden_summary("compile")
     summary["positions"] = [f"0:{a},{b},{c}:0" for a in range(4) for b in range(4) for c in range(8)]
-    twisted = trial("4x4x8-fsdp", 9, target="v4-256", overrides=["target.topology=4x4x8_twisted"])
-    folder = sweep_folder(tmp_path / "hand", [twisted], timelines=1)
+    twisted = make_trial("4x4x8-fsdp", 9, target="v4-256", overrides=["target.topology=4x4x8_twisted"])
+    folder = write_sweep(tmp_path / "hand", [twisted], timelines=1)
     (folder / twisted.name / "compile.json").write_text(json.dumps(summary))
     (row,) = read_rows([folder])
     drawing = read_torus(row)
@@ -362,7 +364,7 @@ def visible(text: str) -> str:
 def test_the_visible_text_of_the_report_equals_the_golden_file(rows):
     """To rewrite the golden file: `UPDATE_GOLDENS=1 pytest tests/test_report.py`."""
     text = f"{as_markdown(rows)}\n# The page\n\n{visible(render_page(rows))}\n"
-    golden_file = GOLDENS / "report.md"
+    golden_file = GOLDEN_FOLDER / "report.md"
     if os.environ.get("UPDATE_GOLDENS"):
         golden_file.write_text(text)
     assert text == golden_file.read_text()
@@ -381,7 +383,7 @@ def test_csv_has_a_row_for_each_trial(rows):
 
 
 def test_sweeps_are_found_at_a_path_and_below_it(tmp_path: Path):
-    first, second = sweep_folder(tmp_path / "runs" / "one", [FSDP]), sweep_folder(tmp_path / "runs" / "two", [TP])
+    first, second = write_sweep(tmp_path / "runs" / "one", [FSDP]), write_sweep(tmp_path / "runs" / "two", [TP])
     assert find_result_folders([tmp_path]) == [first, second]
     assert find_result_folders([first, tmp_path / "runs"]) == [first, second]
     assert find_result_folders([second / "trials.jsonl"]) == [second]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from reported import golden_summary, sweep_folder, trial, trial_from_summary
+from reported import golden_summary, make_trial, trial_from_summary, write_sweep
 from test_report import WRONG
 from test_report_work import for_a_cpu
 from valkyrie.report.page import write_report
@@ -25,13 +25,15 @@ FLAGS = [
 ]
 TRIALS = [
     trial_from_summary(golden_summary("compile"), "compile", "hand", "2x4x1-fsdp"),
-    trial("8x1x1-dp", 900, gib=12, price=1.2, degrees={"DP": 8}, sent={"x": 4e6}),
-    trial("2x2x2-2d_tp", 5000, gib=4, price=1.2, degrees={"DP": 2, "MP1": 2, "MP2": 2}, sent={"x": 1e6, "y,z": 2e6}),
-    trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit),
-    trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"),
+    make_trial("8x1x1-dp", 900, gib=12, price=1.2, degrees={"DP": 8}, sent={"x": 4e6}),
+    make_trial(
+        "2x2x2-2d_tp", 5000, gib=4, price=1.2, degrees={"DP": 2, "MP1": 2, "MP2": 2}, sent={"x": 1e6, "y,z": 2e6}
+    ),
+    make_trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit),
+    make_trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"),
     trial_from_summary(golden_summary("measure"), "measure", "hand", "ran"),
-    trial("2x2x2-2d_tp", 10, stage="measure", target="auto", gib=4),
-    trial("8x1x1-dp", 30, stage="measure", target="auto", gib=12),
+    make_trial("2x2x2-2d_tp", 10, stage="measure", target="auto", gib=4),
+    make_trial("8x1x1-dp", 30, stage="measure", target="auto", gib=12),
 ]
 
 
@@ -52,7 +54,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(sweep_folder(tmp_path_factory.mktemp("sweep"), TRIALS, timelines=1))
+    return write_report(write_sweep(tmp_path_factory.mktemp("sweep"), TRIALS, timelines=1))
 
 
 @dataclass
@@ -119,11 +121,11 @@ def test_two_layouts_are_shown_side_by_side(opened: Opened):
 def test_units_stay_when_two_layouts_are_swapped(browser: Browser, tmp_path: Path):
     short, long = {"matmul": 0.9, "exposed x": 0.1}, {"matmul": 0.2, "exposed x": 0.8}
     trials = [
-        trial("8x1x1-fsdp", 1000, seconds=short, sent={"x": 512.0}, overrides=["model.layers=4"]),
-        trial("2x4x1-2d_tp", 400, seconds=long, sent={"x": 9e6}, batch=32, overrides=["model.layers=4"]),
-        trial("1x8x1-dp", 300, seconds=long, overrides=["model.layers=8"]),
+        make_trial("8x1x1-fsdp", 1000, seconds=short, sent={"x": 512.0}, overrides=["model.layers=4"]),
+        make_trial("2x4x1-2d_tp", 400, seconds=long, sent={"x": 9e6}, batch=32, overrides=["model.layers=4"]),
+        make_trial("1x8x1-dp", 300, seconds=long, overrides=["model.layers=8"]),
     ]
-    opened = opened_at(browser, write_report(sweep_folder(tmp_path, trials)))
+    opened = opened_at(browser, write_report(write_sweep(tmp_path, trials)))
     page, reasons = opened.page, []
     for first, other in (("0", "1"), ("1", "0")):
         page.select_option("#one", first)
@@ -275,14 +277,14 @@ def opened_at(browser: Browser, report: Path) -> Opened:
 
 
 def test_a_sweep_without_timelines_opens_on_the_best_layout(browser: Browser, tmp_path: Path):
-    opened = opened_at(browser, write_report(sweep_folder(tmp_path, TRIALS)))
+    opened = opened_at(browser, write_report(write_sweep(tmp_path, TRIALS)))
     assert opened.page.locator("#chosen").input_value() == "0"
     opened.page.close()
 
 
 def test_a_sweep_without_speeds_shows_memory_and_bytes(browser: Browser, tmp_path: Path):
     trials = [for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6)]
-    opened = opened_at(browser, write_report(sweep_folder(tmp_path, trials)))
+    opened = opened_at(browser, write_report(write_sweep(tmp_path, trials)))
     assert opened.column("peak memory") == ["2.0 GiB", "4.0 GiB"] and opened.column("sent") == ["9.00 MB", "4.00 MB"]
     for figure in ("memory", "sent"):
         assert opened.page.locator(f"#{figure} .mark-rect path").count() == 2

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import DictConfig
 
 import valkyrie
-from reported import sweep_folder, trial
+from reported import make_trial, write_sweep
 from runs import copy_run, trained_run
 from test_report import FSDP, RAN, RAN_TP, TP
 from valkyrie.cli.report import main
@@ -33,7 +33,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys):
-    folder = sweep_folder(tmp_path / "mine", [FSDP, RAN], timelines=1)
+    folder = write_sweep(tmp_path / "mine", [FSDP, RAN], timelines=1)
     for _ in range(2):
         main([str(folder)])
         assert capsys.readouterr().out == f"2 trials: {folder}/report.html\n"
@@ -41,7 +41,7 @@ def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys
     assert capsys.readouterr().out.startswith("# hand\n")
     main([str(tmp_path), "--format", "csv", "--output", str(tmp_path / "all.csv")])
     assert (tmp_path / "all.csv").read_text().count("\n") == 3
-    other = sweep_folder(tmp_path / "other", [TP, RAN_TP, FSDP])
+    other = write_sweep(tmp_path / "other", [TP, RAN_TP, FSDP])
     capsys.readouterr()
     main(["--compare", str(folder), str(other), "--format", "md"])
     assert "| 1.00x |" in capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys
 
 
 def test_the_output_is_no_record_of_the_sweep(tmp_path: Path, capsys):
-    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    folder = write_sweep(tmp_path / "mine", [FSDP])
     records = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert records
     for path in records:
@@ -68,7 +68,7 @@ def test_the_output_is_no_record_of_the_sweep(tmp_path: Path, capsys):
 
 
 def test_the_output_folder_is_created(tmp_path: Path, capsys):
-    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    folder = write_sweep(tmp_path / "mine", [FSDP])
     output = tmp_path / "new" / "out" / "x.md"
     main([str(folder), "--format", "md", "--output", str(output)])
     assert capsys.readouterr().out == f"1 trial: {output}\n" and output.read_text().startswith("# hand\n")
@@ -78,7 +78,7 @@ def test_the_output_folder_is_created(tmp_path: Path, capsys):
 
 
 def test_the_trials_file_can_be_given_instead_of_its_folder(tmp_path: Path, capsys):
-    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    folder = write_sweep(tmp_path / "mine", [FSDP])
     main([str(folder / "trials.jsonl")])
     assert capsys.readouterr().out == f"1 trial: {folder / PAGE_FILE}\n"
     assert valkyrie.write_report(folder / "trials.jsonl") == folder / PAGE_FILE
@@ -105,7 +105,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "trials.jsonl").write_text('{"schema": 99}\n')
     assert "schema 99" in fails(capsys, tmp_path / "newer")
-    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    folder = write_sweep(tmp_path / "mine", [FSDP])
     err = fails(capsys, folder, "--compare", "hand", "b")
     assert f": b is not one of these sweeps. Choose from: hand ({folder})." in err
     assert "neither is a folder" in fails(capsys, "--compare", "hand", "b")
@@ -125,7 +125,7 @@ def test_wandb_rejects_arguments_that_it_ignores(capsys, arguments: list[str], r
 
 
 def test_csv_refuses_a_comparison(tmp_path: Path, capsys):
-    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    folder = write_sweep(tmp_path / "mine", [FSDP])
     assert "--compare" in fails(capsys, folder, "--format", "csv", "--compare", "hand", "hand")
 
 
@@ -133,7 +133,7 @@ def test_csv_refuses_a_comparison(tmp_path: Path, capsys):
     "line", ['{"schema": 1}', '{"schema": 1, "status": "ok"}', '{"schema"', "[]", '{"schema": "a"}']
 )
 def test_a_damaged_line_is_reported_once_with_its_file(tmp_path: Path, capsys, line: str):
-    log = TrialLog(sweep_folder(tmp_path, [FSDP]))
+    log = TrialLog(write_sweep(tmp_path, [FSDP]))
     log.path.write_text(f"{log.path.read_text()}{line}\n{TP.to_json()}\n")
     err = fails(capsys, tmp_path)
     assert err.startswith(f"valkyrie-report: {log.path}, line 2, ") and err.count(str(log.path)) == 1
@@ -141,7 +141,7 @@ def test_a_damaged_line_is_reported_once_with_its_file(tmp_path: Path, capsys, l
 
 @pytest.mark.parametrize("count", [1, 400])
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path, count: int):
-    sweep_folder(tmp_path, [trial(f"8x1x{i}-fsdp", 1000) for i in range(count)])
+    write_sweep(tmp_path, [make_trial(f"8x1x{i}-fsdp", 1000) for i in range(count)])
     command = [sys.executable, "-m", "valkyrie.cli.report", str(tmp_path), "--format", "csv"]
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
@@ -152,7 +152,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path, count: int):
 
 
 def test_a_report_does_not_load_jax(tmp_path: Path):
-    folder = sweep_folder(tmp_path, [FSDP, RAN], timelines=1)
+    folder = write_sweep(tmp_path, [FSDP, RAN], timelines=1)
     script = (
         "import sys\nfrom valkyrie.cli.report import main\nmain(sys.argv[1:])\n"
         "print(*(name for name in ('jax', 'flax', 'numpy') if name in sys.modules))\n"
@@ -163,7 +163,7 @@ def test_a_report_does_not_load_jax(tmp_path: Path):
 
 
 def test_a_page_that_cannot_be_written_leaves_no_stale_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    folder, config = sweep_folder(tmp_path, [FSDP]), DictConfig({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    folder, config = write_sweep(tmp_path, [FSDP]), DictConfig({"hydra": {"sweep": {"dir": str(tmp_path)}}})
     SweepPage().on_multirun_end(config)
     assert (folder / PAGE_FILE).is_file() and list(folder.glob(".*")) == []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from reported import sweep_folder, trial
+from reported import make_trial, write_sweep
 from test_report import FSDP, LARGE, RAN, WRONG, data_of, rows_of
 from valkyrie.config.modes import ANSWER_FILE
 from valkyrie.parallel.partition import PipelineSchedule
@@ -68,9 +68,9 @@ def many(count: int) -> list[Trial]:
             f"{2 ** (i % 5)}x{2 ** (i % 3)}x{i}-{('fsdp', '2d_tp', '1d_tp', 'data_model_fsdp')[i % 4]}-mb{i}-remat_full"
         )
         if i % 10 == 9:
-            trials.append(trial(name, None, status=Status.refused, reason=long + str(i)))
+            trials.append(make_trial(name, None, status=Status.refused, reason=long + str(i)))
         else:
-            layout_trial = trial(
+            layout_trial = make_trial(
                 name, 1000 + i, stage="measure" if i % 5 == 3 else "compile", price=1.2, overrides=trial_overrides(i)
             )
             folder = f"valkyrie_1b-{name}-{layout_trial.stage}-v4-64-{i:06x}"
@@ -82,7 +82,7 @@ def many(count: int) -> list[Trial]:
 
 @pytest.mark.slow
 def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
-    path = write_report(sweep_folder(tmp_path, many(500), timelines=40))
+    path = write_report(write_sweep(tmp_path, many(500), timelines=40))
     assert path == tmp_path / "report.html"
     assert path.stat().st_size < MAX_PAGE_BYTES == 2_000_000
     data = data_of(path.read_text())
@@ -98,7 +98,7 @@ def row_details(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
 
 
 def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
-    rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i, overrides=trial_overrides(0)) for i in range(3)))
+    rows = rows_of(tmp_path, *(make_trial(f"8x1x{i}-fsdp", 1000 - i, overrides=trial_overrides(0)) for i in range(3)))
     text = render_page(rows)
     texts = data_of(text)["texts"]
     assert [sum(part in text for text in texts) for part in ("block_pattern", "v5e chips 2x4")] == [1, 1]
@@ -109,7 +109,7 @@ def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
 
 
 def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    rows = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timelines=6)
+    rows = rows_of(tmp_path, *(make_trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timelines=6)
     monkeypatch.setattr("valkyrie.report.page.MAX_TORUSES", 2)
     size = len(render_page(rows).encode())
     drawn_figures: list[str] = []
@@ -144,7 +144,9 @@ def test_a_page_loads_nothing_from_the_network(tmp_path: Path):
 
 def test_hostile_names_are_escaped(tmp_path: Path):
     bad = "</script><script>alert(1)</script>"
-    text = render_page(rows_of(tmp_path, trial("1x1x1-" + bad, 10), trial(bad, None, status=Status.failed, reason=bad)))
+    text = render_page(
+        rows_of(tmp_path, make_trial("1x1x1-" + bad, 10), make_trial(bad, None, status=Status.failed, reason=bad))
+    )
     assert bad not in text and "alert(1)" in text
     assert bad in json.dumps(data_of(text))
 
@@ -152,8 +154,8 @@ def test_hostile_names_are_escaped(tmp_path: Path):
 def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
     rows = rows_of(
         tmp_path,
-        trial("8x1x1-fsdp", 1000, sent={"x": 512.0}),
-        trial("2x4x1-2d_tp", 400, sent={"x": 9e6}, batch=32),
+        make_trial("8x1x1-fsdp", 1000, sent={"x": 512.0}),
+        make_trial("2x4x1-2d_tp", 400, sent={"x": 9e6}, batch=32),
     )
     pairs = data_of(render_page(rows))["pairs"]
     assert set(pairs["why"]) == {"0,1", "1,0"}
@@ -166,12 +168,12 @@ def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
 
 def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):
     sizes = [
-        trial("8x1x1-fsdp", 1000, overrides=["model.layers=4"]),
-        trial("8x1x1-fsdp", 500, overrides=["model.layers=8"]),
+        make_trial("8x1x1-fsdp", 1000, overrides=["model.layers=4"]),
+        make_trial("8x1x1-fsdp", 500, overrides=["model.layers=8"]),
     ]
-    pairs = data_of(render_page(rows_of(tmp_path, *sizes, trial("2x4x1-2d_tp", 400, overrides=["model.layers=4"]))))[
-        "pairs"
-    ]
+    pairs = data_of(
+        render_page(rows_of(tmp_path, *sizes, make_trial("2x4x1-2d_tp", 400, overrides=["model.layers=4"])))
+    )["pairs"]
     assert set(pairs["why"]) == {"0,2", "2,0"}
     works = [side["work"] for side in pairs["sides"].values()]
     assert works[0] == works[2] != works[1] and works[1].startswith("valkyrie_tiny layers=8, ")
@@ -196,7 +198,7 @@ def test_the_page_of_a_search_shows_its_answer(tmp_path: Path):
     answer = SearchAnswer(
         ["mode=search"], "abc", 99, refused, 0, 5, "done", MeasureReport(), [layout], [], **description
     )
-    folder = sweep_folder(tmp_path, [FSDP])
+    folder = write_sweep(tmp_path, [FSDP])
     write_record(folder / ANSWER_FILE, answer)
     text = write_report(folder).read_text()
     shown = text.partition("<main>")[2].partition("</main>")[0]

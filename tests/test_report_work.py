@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reported import golden_summary, sweep_folder, trial, trial_from_summary
+from reported import golden_summary, make_trial, trial_from_summary, write_sweep
 from test_report import FSDP, LARGE, TP, rows_of
 from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import render_page
@@ -33,7 +33,7 @@ WIDEST = ["model.embed=2048", "model.mlp=5632", "model.layers=24"]
 
 def shapes(speeds: Mapping[str, Sequence[float]], **other: Any) -> list[Trial]:
     return [
-        trial(layout, speed, overrides=["tracking=off", *overrides], **other)
+        make_trial(layout, speed, overrides=["tracking=off", *overrides], **other)
         for layout, of in speeds.items()
         for overrides, speed in zip((WIDE, DEEP, WIDEST), of, strict=True)
     ]
@@ -61,18 +61,18 @@ def test_settings_that_a_sweep_varies_label_the_work_once(varied: list[Row]):
 def test_keys_of_the_layout_the_trial_and_the_work_are_not_varied(tmp_path: Path):
     rows = rows_of(
         tmp_path,
-        trial("8x1x1-fsdp", 9, overrides=["remat=full", "mode.repeats=3", "+trial.retry=true", "hydra.mode=RUN"]),
-        trial("2x4x1-fsdp", 9, overrides=["microbatches=2", "mesh.placement=[x,y]", "target.slices=2"]),
-        trial("2x4x1-fsdp", 9, overrides=["batch=64", "data=bytes"], batch=64),
-        trial("2x4x1-fsdp", 9, stage="measure", overrides=["steps=7"]),
+        make_trial("8x1x1-fsdp", 9, overrides=["remat=full", "mode.repeats=3", "+trial.retry=true", "hydra.mode=RUN"]),
+        make_trial("2x4x1-fsdp", 9, overrides=["microbatches=2", "mesh.placement=[x,y]", "target.slices=2"]),
+        make_trial("2x4x1-fsdp", 9, overrides=["batch=64", "data=bytes"], batch=64),
+        make_trial("2x4x1-fsdp", 9, stage="measure", overrides=["steps=7"]),
     )
     assert {row.work.varied for row in rows} == {()}
 
 
 def test_labels_have_the_precision_if_a_stage_has_two(tmp_path: Path):
-    half, whole = (trial("8x1x1-fsdp", 9, overrides=[f"precision={name}"]) for name in ("bf16_mixed", "float32"))
+    half, whole = (make_trial("8x1x1-fsdp", 9, overrides=[f"precision={name}"]) for name in ("bf16_mixed", "float32"))
     whole = replace(whole, about=replace(whole.about, precision="float32"))
-    ran = trial("8x1x1-fsdp", 9, stage="measure")
+    ran = make_trial("8x1x1-fsdp", 9, stage="measure")
     assert list(values.labels(rows_of(tmp_path / "one", half, ran)).values()) == ["8x1x1-fsdp"] * 2
     both = list(values.labels(rows_of(tmp_path / "two", half, whole)).values())
     assert both == ["8x1x1-fsdp bf16_mixed", "8x1x1-fsdp float32"]
@@ -82,7 +82,8 @@ def test_keys_with_equal_last_parts_are_written_in_full(tmp_path: Path):
     overrides = (["model.s5.blocks=1", "model.trm.blocks=1"], ["model.s5.blocks=2", "model.trm.blocks=1"])
     more = ["model.s5.blocks=1", "model.trm.blocks=2"]
     rows = rows_of(
-        tmp_path, *(trial("8x1x1-fsdp", 9, overrides=overrides_of_trial) for overrides_of_trial in (*overrides, more))
+        tmp_path,
+        *(make_trial("8x1x1-fsdp", 9, overrides=overrides_of_trial) for overrides_of_trial in (*overrides, more)),
     )
     assert rows[1].work.varied == ("model.s5.blocks=2", "model.trm.blocks=1")
 
@@ -92,8 +93,8 @@ LAYERS = "model.layers"
 
 def test_model_settings_that_differ_between_sweeps_label_the_work(tmp_path: Path):
     """Each sweep has one model shape, so the shape only differs between the sweeps."""
-    sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, overrides=[f"{LAYERS}=1", "name=one"])])
-    sweep_folder(tmp_path / "two", [trial("8x1x1-2d_tp", 150, overrides=[f"{LAYERS}=4", "name=two"])])
+    write_sweep(tmp_path / "one", [make_trial("8x1x1-dp", 900, overrides=[f"{LAYERS}=1", "name=one"])])
+    write_sweep(tmp_path / "two", [make_trial("8x1x1-2d_tp", 150, overrides=[f"{LAYERS}=4", "name=two"])])
     rows = read_rows([tmp_path])
     assert [row.work.varied for row in rows] == [("layers=1",), ("layers=4",)]
     text = as_markdown(rows)
@@ -103,10 +104,10 @@ def test_model_settings_that_differ_between_sweeps_label_the_work(tmp_path: Path
 
 
 def test_a_prediction_is_not_matched_to_a_measurement_of_another_model(tmp_path: Path):
-    sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, overrides=[f"{LAYERS}=1"])])
+    write_sweep(tmp_path / "one", [make_trial("8x1x1-dp", 900, overrides=[f"{LAYERS}=1"])])
     for n in (4, 1):
-        ran = trial("8x1x1-dp", 9, stage="measure", target="auto", overrides=[f"{LAYERS}={n}"])
-        sweep_folder(tmp_path / f"ran{n}", [ran])
+        ran = make_trial("8x1x1-dp", 9, stage="measure", target="auto", overrides=[f"{LAYERS}={n}"])
+        write_sweep(tmp_path / f"ran{n}", [ran])
     apart = read_rows([tmp_path / "one", tmp_path / "ran4"])
     assert pair_predictions(apart) == []
     assert [pair.b.work.varied for pair in pair_predictions(read_rows([tmp_path]))] == [("layers=1",)]
@@ -116,26 +117,26 @@ def test_a_key_that_was_not_overridden_has_its_recorded_value(tmp_path: Path):
     cases = [(["model.layers=1"], "1"), (["model.layers=4"], "4"), ([], "4"), (["model=own"], "2")]
     for i, (overrides, layers) in enumerate(cases):
         values_ = {"model.name": "valkyrie_tiny", LAYERS: layers, "optimizer.beta1": "0.9"}
-        sweep_folder(tmp_path / str(i), [trial("8x1x1-dp", 900 + i, overrides=overrides, values=values_)])
+        write_sweep(tmp_path / str(i), [make_trial("8x1x1-dp", 900 + i, overrides=overrides, values=values_)])
     assert [row.work.varied for row in read_rows([tmp_path])] == [("layers=1",), *[("layers=4",)] * 2, ("layers=2",)]
     unnamed = read_rows([tmp_path / "2", tmp_path / "3"])
     assert [row.work.varied for row in unnamed] == [("layers=4",), ("layers=2",)]
-    sweep_folder(tmp_path / "old", [trial("8x1x1-dp", 1)])
+    write_sweep(tmp_path / "old", [make_trial("8x1x1-dp", 1)])
     assert [row.work.varied for row in read_rows([tmp_path / "2", tmp_path / "old"])] == [(), ()]
 
 
 def test_work_depends_only_on_what_a_step_computes(tmp_path: Path):
-    sweep_folder(tmp_path / "a", [trial("8x1x1-dp", 9, overrides=["steps=7", "seed=1", "sweep=a", "log_every=1"])])
-    sweep_folder(tmp_path / "b", [trial("8x1x1-dp", 9, overrides=["optimizer.ema_decay=0.99", "remat=full"])])
-    sweep_folder(tmp_path / "c", [trial("8x1x1-dp", 9, overrides=["seed=2", "data=bytes", "name=c"])])
+    write_sweep(tmp_path / "a", [make_trial("8x1x1-dp", 9, overrides=["steps=7", "seed=1", "sweep=a", "log_every=1"])])
+    write_sweep(tmp_path / "b", [make_trial("8x1x1-dp", 9, overrides=["optimizer.ema_decay=0.99", "remat=full"])])
+    write_sweep(tmp_path / "c", [make_trial("8x1x1-dp", 9, overrides=["seed=2", "data=bytes", "name=c"])])
     rows = read_rows([tmp_path])
     assert [row.work.varied for row in rows] == [(), ("ema_decay=0.99",), ()]
     assert len(compare(rows, str(tmp_path / "a"), str(tmp_path / "c")).pairs) == 1
 
 
 def test_sweeps_without_common_work_are_not_compared(tmp_path: Path):
-    first = sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, overrides=[f"{LAYERS}=1"])])
-    three = sweep_folder(tmp_path / "three", [trial("8x1x1-dp", 300, overrides=[f"{LAYERS}=4"])])
+    first = write_sweep(tmp_path / "one", [make_trial("8x1x1-dp", 900, overrides=[f"{LAYERS}=1"])])
+    three = write_sweep(tmp_path / "three", [make_trial("8x1x1-dp", 300, overrides=[f"{LAYERS}=4"])])
     rows = read_rows([tmp_path])
     comparison = compare(rows, str(first), str(three))
     assert comparison.pairs == []
@@ -165,7 +166,7 @@ def test_a_pareto_front_is_for_one_work(varied: list[Row]):
 
 def test_agreement_counts_only_pairs_with_the_same_work(tmp_path: Path):
     batches = [
-        trial("8x1x1-fsdp", speed / 10**ran, batch=batch, stage=stage, target=target)
+        make_trial("8x1x1-fsdp", speed / 10**ran, batch=batch, stage=stage, target=target)
         for ran, (stage, target) in enumerate([("compile", "v5e-8"), ("measure", "auto")])
         for batch, speed in ((16, 500), (64, 900))
     ]
@@ -174,8 +175,8 @@ def test_agreement_counts_only_pairs_with_the_same_work(tmp_path: Path):
 
 
 def test_trials_that_a_comparison_leaves_out_are_counted(tmp_path: Path):
-    again = replace(trial("8x1x1-fsdp", 2000), key="again")
-    before, after = sweep_folder(tmp_path / "a", [again, FSDP]), sweep_folder(tmp_path / "b", [FSDP])
+    again = replace(make_trial("8x1x1-fsdp", 2000), key="again")
+    before, after = write_sweep(tmp_path / "a", [again, FSDP]), write_sweep(tmp_path / "b", [FSDP])
     comparison = compare(read_rows([tmp_path]), str(before), str(after))
     assert [p.ratio for p in comparison.pairs] == [0.5] and [
         row.tokens_per_second_per_chip for row in comparison.slower_duplicates
@@ -185,14 +186,14 @@ def test_trials_that_a_comparison_leaves_out_are_counted(tmp_path: Path):
 
 
 def test_a_comparison_describes_the_status_of_a_trial(tmp_path: Path):
-    before, after = sweep_folder(tmp_path / "a", [LARGE]), sweep_folder(tmp_path / "b", [LARGE, FSDP])
+    before, after = write_sweep(tmp_path / "a", [LARGE]), write_sweep(tmp_path / "b", [LARGE, FSDP])
     rows = read_rows([tmp_path])
     assert ">does not fit<" in render_page(rows, compare(rows, str(before), str(after)))
 
 
 def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
-    cheap, fast = trial("8x1x1-fsdp", 300, price=1.2), trial("2x4x1-2d_tp", 600, target="v5p-16", price=4.2)
-    large = trial("4x2x1-dp", 900, price=1.2, batch=64)
+    cheap, fast = make_trial("8x1x1-fsdp", 300, price=1.2), make_trial("2x4x1-2d_tp", 600, target="v5p-16", price=4.2)
+    large = make_trial("4x2x1-dp", 900, price=1.2, batch=64)
     (line,) = words.price_lines(rows_of(tmp_path / "one", cheap, fast))
     assert "8x1x1-fsdp on v5e-8" in line and "1.11 dollars" in line
     rows = rows_of(tmp_path / "two", cheap, fast, large)
@@ -202,15 +203,15 @@ def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
 
 
 def test_none_is_called_cheapest_if_all_prices_are_equal(tmp_path: Path):
-    rows = rows_of(tmp_path, FSDP, trial("2x4x1-2d_tp", 100, price=1.2))
+    rows = rows_of(tmp_path, FSDP, make_trial("2x4x1-2d_tp", 100, price=1.2))
     assert words.price_lines(rows) == []
     assert "0.333 dollars" in words.answer(rows[0].group, rows).sentence
     assert "Cheapest" not in render_page(rows)
 
 
 def test_figures_are_drawn_only_if_they_are_informative(tmp_path: Path):
-    both = [FSDP, TP, *(trial(layout, 9, stage="measure") for layout in ("8x1x1-fsdp", "2x4x1-2d_tp"))]
-    dear = trial("8x1x1-fsdp", 9, target="v5p-16", price=4.2)
+    both = [FSDP, TP, *(make_trial(layout, 9, stage="measure") for layout in ("8x1x1-fsdp", "2x4x1-2d_tp"))]
+    dear = make_trial("8x1x1-fsdp", 9, target="v5p-16", price=4.2)
 
     def drawn(name: str, *trials: Trial) -> set[str]:
         return set(
@@ -235,7 +236,7 @@ def test_figures_are_drawn_only_if_they_are_informative(tmp_path: Path):
     ],
 )
 def test_topologies_twists_and_slices_are_ranked_apart(tmp_path: Path, target: str, overrides: list[str], label: str):
-    (row,) = rows_of(tmp_path, trial("8x1x1-fsdp", 9, target=target, overrides=overrides))
+    (row,) = rows_of(tmp_path, make_trial("8x1x1-fsdp", 9, target=target, overrides=overrides))
     assert row.group.target == label
 
 
@@ -243,7 +244,7 @@ def test_real_devices_of_this_machine_are_named(tmp_path: Path):
     real = trial_from_summary(
         golden_summary("measure") | {"simulated": False, "devices": "8 x NVIDIA H100"}, "measure", "hand", "real"
     )
-    refused = trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
+    refused = make_trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
     predicted = replace(FSDP, about=replace(FSDP.about, layout=real.about.layout))
     rows = rows_of(tmp_path, real, refused, predicted)
     assert [row.group.target for row in rows[:2]] == [real.results.devices] * 2
@@ -254,7 +255,7 @@ def test_real_devices_of_this_machine_are_named(tmp_path: Path):
 
 def test_the_command_of_a_layout_starts_a_single_run(tmp_path: Path):
     overrides = ["name=mine", "runs=elsewhere", "sweep=laptop_8", "model.block_pattern=[s5,attention]"]
-    (row,) = rows_of(tmp_path, trial("2x4x1-fsdp", 9, overrides=overrides))
+    (row,) = rows_of(tmp_path, make_trial("2x4x1-fsdp", 9, overrides=overrides))
     expected = (
         "valkyrie-train mode=compile mesh=2x4x1 partition=fsdp sweep=laptop_8 'model.block_pattern=[s5,attention]'"
     )
@@ -263,7 +264,7 @@ def test_the_command_of_a_layout_starts_a_single_run(tmp_path: Path):
 
 def test_the_command_of_a_layout_finds_the_users_configuration(tmp_path: Path):
     flags = ["--config-dir", "/home/me/my own", "hydra.searchpath=[file:///elsewhere]"]
-    (row,) = rows_of(tmp_path, replace(trial("2x4x1-fsdp", 9), flags=flags))
+    (row,) = rows_of(tmp_path, replace(make_trial("2x4x1-fsdp", 9), flags=flags))
     expected = "valkyrie-train --config-dir '/home/me/my own' 'hydra.searchpath=[file:///elsewhere]' mode=compile mesh="
     assert command(row).startswith(expected)
     assert " ".join(details(row)["command"]) == command(row)
@@ -277,7 +278,7 @@ def test_csv_has_the_varied_settings(varied: list[Row]):
 
 def test_tables_show_the_batch_and_other_settings_in_which_trials_differ(tmp_path: Path):
     trials = [
-        trial("8x1x1-fsdp", 9, overrides=[f"batch={batch}", f"seed={seed}"], batch=batch)
+        make_trial("8x1x1-fsdp", 9, overrides=[f"batch={batch}", f"seed={seed}"], batch=batch)
         for batch, seed in ((8, 0), (16, 0), (16, 1))
     ]
     expected = ["batch=8 seed=0", "batch=16 seed=0", "batch=16 seed=1"]
@@ -291,13 +292,13 @@ def test_tables_show_the_batch_and_other_settings_in_which_trials_differ(tmp_pat
 
 
 def test_a_trial_with_an_unknown_workload_differs_in_no_setting(tmp_path: Path):
-    crashed = replace(trial("3x1x1-dp", None, status=Status.failed, reason="no"), about=None)
-    headers = [column.header for column in sweep_table([trial("8x1x1-fsdp", 9), crashed], tmp_path).columns]
+    crashed = replace(make_trial("3x1x1-dp", None, status=Status.failed, reason="no"), about=None)
+    headers = [column.header for column in sweep_table([make_trial("8x1x1-fsdp", 9), crashed], tmp_path).columns]
     assert "trial" in headers and "varied" not in headers
 
 
 def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
-    cpu_trial = trial(layout, 1, target="cpu8", gib=gib, sent={"x": sent})
+    cpu_trial = make_trial(layout, 1, target="cpu8", gib=gib, sent={"x": sent})
     results = replace(cpu_trial.results, step=StepResult(), parts=())
     return replace(cpu_trial, results=results, about=replace(cpu_trial.about, chip=None))
 
@@ -317,9 +318,9 @@ def test_a_compile_for_cpus_reports_memory_and_bytes(tmp_path: Path):
 
 
 def test_compared_pairs_are_marked_as_simulated_or_measured(tmp_path: Path):
-    real = trial("2x4x1-2d_tp", 400, stage="measure", target="v5e-8")
+    real = make_trial("2x4x1-2d_tp", 400, stage="measure", target="v5e-8")
     real = replace(real, results=replace(real.results, simulated=False))
-    simulated = trial("8x1x1-fsdp", 40, stage="measure", target="auto")
+    simulated = make_trial("8x1x1-fsdp", 40, stage="measure", target="auto")
     points = values.pairs(rows_of(tmp_path, FSDP, TP, simulated, real))
     assert [v["kind"] for v in points] == ["simulated", "measured"]
     mixed, alone = specs.pairs(points), specs.pairs(points[:1])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from helpers import make_program, small_run
-from runs import checkpoints
+from runs import open_checkpoints
 from valkyrie.train.program import StepProgram
 
 LAYOUTS = {
@@ -62,10 +62,10 @@ def state_of(program: StepProgram, seed: int) -> Any:
 def test_a_checkpoint_of_one_layout_is_restored_under_every_layout(model: str, source: str, tmp_path: Path):
     step_programs = programs(model)
     position = {"version": 1, "row": 48, "content": "abc"}
-    with closing(checkpoints(tmp_path)) as saver:
+    with closing(open_checkpoints(tmp_path)) as saver:
         assert saver.save(7, state_of(step_programs[source], seed=3), position) is None
     for name, program in step_programs.items():
-        with closing(checkpoints(tmp_path, read_only=True)) as saver:
+        with closing(open_checkpoints(tmp_path, read_only=True)) as saver:
             restored = saver.restore(program.abstract_state)
         assert (restored.step, restored.data) == (7, position), name
         expected = state_of(program, seed=3)

@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 
 from helpers import mark_slow_except
-from runs import TINY, assert_same_bits, command, copy_run, saved_arrays, tiny_arguments, trained_run, training_records
+from runs import (
+    TINY_ARGUMENTS,
+    assert_same_bits,
+    copy_run,
+    run_train,
+    saved_arrays,
+    tiny_arguments,
+    trained_run,
+    training_records,
+)
 from valkyrie.train import screen
 
 FORMS = {
@@ -55,13 +64,15 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     whole = trained_run(*FORMS[form], steps=12)
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3, number)
-        assert command(*tiny_arguments(tmp_path, "steps=12", *FORMS[form])) == (75 if number == signal.SIGTERM else 130)
+        assert run_train(*tiny_arguments(tmp_path, "steps=12", *FORMS[form])) == (
+            75 if number == signal.SIGTERM else 130
+        )
     out, err = capfd.readouterr()
     stopped = saved_arrays(tmp_path / "run")["['step']"]
     assert 3 <= stopped <= 6
     assert f"stopped at step {stopped}, saved in {tmp_path / 'run'}" in out
     assert "stopping after" in err and "Traceback" not in err
-    assert command("resume=run", f"runs={tmp_path}") == 0
+    assert run_train("resume=run", f"runs={tmp_path}") == 0
     assert f"training steps {stopped + 1} to 12" in capfd.readouterr().out
     assert_same_run(tmp_path / "run", whole)
 
@@ -85,7 +96,7 @@ def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
         "path": [f"resume={folder}"],
         "name": [*tiny_arguments(tmp_path), "steps=6", "checkpoint.every=3"],
     }[how]
-    assert command(*overrides) == 0
+    assert run_train(*overrides) == 0
     assert_same_run(folder, whole)
 
 
@@ -96,7 +107,7 @@ def test_a_finished_run_says_so_and_continues_with_more_steps(
     folder = copy_run(trained_run(), tmp_path)
     before = saved_arrays(folder)
     capfd.readouterr()  # the run it goes on from may have been trained just now
-    assert command("resume=run", f"runs={tmp_path}") == 0
+    assert run_train("resume=run", f"runs={tmp_path}") == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert "(6 of 6" in out and "steps=12" in out
@@ -104,18 +115,18 @@ def test_a_finished_run_says_so_and_continues_with_more_steps(
     assert "step 6: validation" in out
     assert_same_bits(saved_arrays(folder), before)
 
-    assert command("resume=run", f"runs={tmp_path}", "steps=8") == 0
+    assert run_train("resume=run", f"runs={tmp_path}", "steps=8") == 0
     assert sorted(training_records(folder)) == list(range(1, 9))
     assert "\nsteps: 8\n" in (folder / "run.yaml").read_text()
     capfd.readouterr()
-    assert command("resume=run", f"runs={tmp_path}") == 0
+    assert run_train("resume=run", f"runs={tmp_path}") == 0
     assert "(8 of 8" in capfd.readouterr().out
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = copy_run(trained_run(), tmp_path)
     before = (folder / "run.yaml").read_text()
-    assert command(*tiny_arguments(tmp_path, "model.embed=32", "steps=20")) == 2
+    assert run_train(*tiny_arguments(tmp_path, "model.embed=32", "steps=20")) == 2
     err = capfd.readouterr().err
     assert "embedding" in err and "(384, 16)" in err and "(384, 32)" in err
     assert "Traceback" not in err and (folder / "run.yaml").read_text() == before
@@ -139,7 +150,7 @@ def test_the_refusal_of_another_optimizer_names_the_differing_option(
 ) -> None:
     folder = copy_run(trained_run(*before), tmp_path)
     overrides = ("resume=run", f"runs={tmp_path}", "steps=8", "optimizer.learning_rate=1e-4", change)
-    assert command(*overrides) == 2
+    assert run_train(*overrides) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "step 6" in line and str(folder / "checkpoints") in line and line.count(saved_setting) == 2
 
@@ -156,7 +167,7 @@ def test_other_data_is_refused_with_both_values(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str, pattern: str
 ) -> None:
     copy_run(trained_run(), tmp_path)
-    assert command("resume=run", f"runs={tmp_path}", "steps=8", change) == 2
+    assert run_train("resume=run", f"runs={tmp_path}", "steps=8", change) == 2
     err = capfd.readouterr().err
     assert re.search(pattern, err)
     assert "another name=" in err
@@ -175,9 +186,9 @@ def test_a_continued_run_prints_its_changed_settings(tmp_path: Path, capfd: pyte
     copy_run(trained_run(*before), tmp_path)
     capfd.readouterr()
     unlisted = ("log_every=2", "sample_tokens=1")
-    assert command(*tiny_arguments(tmp_path, "steps=7", *before, *unlisted)) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=7", *before, *unlisted)) == 0
     assert _continuing(capfd) == (["6", "7"], "steps=7 (was 6)")
-    assert command(*tiny_arguments(tmp_path, "steps=8", "optimizer.weight_decay=0")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=8", "optimizer.weight_decay=0")) == 0
     changes = "steps=8 (was 7), optimizer.learning_rate=0.024 (was 0.0001)"
     assert _continuing(capfd) == (["7", "8"], changes)
     assert max(training_records(tmp_path / "run")) == 8
@@ -187,7 +198,7 @@ def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, cap
     folder = copy_run(trained_run(), tmp_path)
     metadata = folder / "checkpoints" / "6" / "about" / "metadata"
     metadata.write_text(metadata.read_text()[:10])
-    assert command("resume=latest", f"runs={tmp_path}") == 2
+    assert run_train("resume=latest", f"runs={tmp_path}") == 2
     out, err = capfd.readouterr()
     assert "is damaged: about/metadata" in err and "10 bytes" in err
     assert "Traceback" not in out + err
@@ -204,7 +215,7 @@ def test_a_deleted_run_folder_ends_the_training(
             shutil.rmtree(tmp_path / "run")
 
     monkeypatch.setattr(screen.Screen, "step", shown)
-    assert command(*tiny_arguments(tmp_path, "steps=100000")) == 1
+    assert run_train(*tiny_arguments(tmp_path, "steps=100000")) == 1
     out, err = capfd.readouterr()
     assert "step 4: " in err and f"{tmp_path / 'run'} no longer exists" in err
     assert "Traceback" not in out + err and not (tmp_path / "run").exists()
@@ -229,11 +240,11 @@ def test_the_order_of_data_uses_the_data_seed_if_set() -> None:
 def test_a_run_resumes_under_another_mesh_and_partition(tmp_path: Path) -> None:
     model = ("model=valkyrie_tiny", "model.layers=2", "model.embed=32", "model.attention.head_dim=8", "seq=32")
     under = ("mesh=2x2x2", "partition=2d_tp", "checkpoint.every=3", "steps=6", "model.mlp=64", "data.documents=200")
-    start = [a for a in TINY if not a.startswith(("model", "seq="))]
-    assert command(*start, *model, *under, f"runs={tmp_path}", "name=run") == 0
+    start = [a for a in TINY_ARGUMENTS if not a.startswith(("model", "seq="))]
+    assert run_train(*start, *model, *under, f"runs={tmp_path}", "name=run") == 0
     whole = training_records(tmp_path / "run")
     remove_checkpoints_after(tmp_path / "run", 3)
-    assert command("resume=run", f"runs={tmp_path}", "mesh=1x2x4", "partition=fsdp") == 0
+    assert run_train("resume=run", f"runs={tmp_path}", "mesh=1x2x4", "partition=fsdp") == 0
     moved = training_records(tmp_path / "run")
     for step in (4, 5, 6):
         np.testing.assert_allclose(moved[step]["loss"], whole[step]["loss"], rtol=2e-5)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from rich.console import Console
 
 from helpers import compose_run
-from runs import command, tiny_arguments
+from runs import run_train, tiny_arguments
 from valkyrie import host_memory
 from valkyrie.host_memory import free_memory
 from valkyrie.parallel.mesh import abstract_mesh
@@ -177,7 +177,7 @@ def test_the_command_refuses_before_it_makes_a_folder(
     tmp_path: Path, free: Any, capsys: pytest.CaptureFixture[str], mode: str
 ):
     free(2**10)
-    assert command(*tiny_arguments(tmp_path / "runs"), f"mode={mode}") == 2
+    assert run_train(*tiny_arguments(tmp_path / "runs"), f"mode={mode}") == 2
     *notes, refusal = capsys.readouterr().err.splitlines()
     assert "alone take" in refusal and all(note.startswith("note: ") for note in notes)
     assert not (tmp_path / "runs" / "run").exists()

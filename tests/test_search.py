@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
-from reported import GOLDENS
+from reported import GOLDEN_FOLDER
 from valkyrie.config.arguments import abbreviate_search, expand_shorthand, parse_run
 from valkyrie.config.modes import ANSWER_FILE, COMPILE_FILE
 from valkyrie.config.run import Run
@@ -194,7 +194,7 @@ def test_options_without_which_the_best_layout_does_not_fit_are_in_its_command(
 
 def test_options_to_fit_are_read_from_the_record_of_a_compile(tmp_path: Path) -> None:
     assert compiling._settings_to_fit(tmp_path) == ()
-    prediction = read_prediction(GOLDENS / "compile.json")
+    prediction = read_prediction(GOLDEN_FOLDER / "compile.json")
     options = (Option("xla_saves", "true", TO_FIT), Option("xla_other", "1", USER))
     write_record(tmp_path / COMPILE_FILE, replace(prediction, options=options))
     assert compiling._settings_to_fit(tmp_path) == ("target.chip.xla_options.xla_saves=true",)

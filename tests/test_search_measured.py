@@ -14,7 +14,7 @@ from rich.console import Console
 
 from helpers import shared_run
 from processes import start_processes, wait_for_processes
-from runs import TINY
+from runs import TINY_ARGUMENTS
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import FIGURES_FILE, MACHINES_FILE
 from valkyrie.config.run import Run
@@ -300,7 +300,7 @@ def test_the_cost_of_scatters_follows_the_chips_constant() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_search_on_cpu_devices_is_measured(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "valkyrie.cli.train", *TINY, "mode=search", "target=cpu4", "batch=12"]
+    command = [sys.executable, "-m", "valkyrie.cli.train", *TINY_ARGUMENTS, "mode=search", "target=cpu4", "batch=12"]
     command += ["mode.measure=3", "mode.repeats=3", "name=found"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -316,7 +316,15 @@ def test_a_search_on_cpu_devices_is_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_search_over_several_processes(tmp_path: Path) -> None:
-    arguments = [*TINY, "mode=search", "target=cpu2", "batch=12", "mode.measure=2", "mode.repeats=2", "name=found"]
+    arguments = [
+        *TINY_ARGUMENTS,
+        "mode=search",
+        "target=cpu2",
+        "batch=12",
+        "mode.measure=2",
+        "mode.repeats=2",
+        "name=found",
+    ]
     first, second = wait_for_processes(start_processes(2, *arguments, cwd=tmp_path))
     assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
     chip = read_figures(tmp_path / "runs/found/figures-cpu2" / FIGURES_FILE)

@@ -23,10 +23,10 @@ from helpers import (
     make_program,
     mark_slow_except,
     place_state,
-    reference,
+    reference_steps,
+    run_two_steps,
     small_overrides,
     small_run,
-    two_steps,
 )
 from valkyrie.axes import UNSHARDED
 from valkyrie.ops.linear import Numerics, compute_cotangents_once, linear
@@ -54,7 +54,7 @@ MIXED = Numerics("float32", "bfloat16", "float32")
 )
 def test_layout_settings_do_not_change_the_steps(mesh, partition, override):
     run = small_run(TINY, f"mesh={mesh}", f"partition={partition}", override)
-    assert_same_steps(two_steps(run, initial_state(small_overrides(TINY))), reference(TINY))
+    assert_same_steps(run_two_steps(run, initial_state(small_overrides(TINY))), reference_steps(TINY))
 
 
 def test_zero1_shards_only_optimizer_state():
@@ -194,12 +194,12 @@ def test_gradient_of_a_product_is_summed_in_float32():
 
 def step_of(precision: str) -> Steps:
     key = (*small_overrides(TINY), f"precision={precision}")
-    return two_steps(small_run(TINY, key[-1]), initial_state(key))
+    return run_two_steps(small_run(TINY, key[-1]), initial_state(key))
 
 
 @pytest.mark.slow
 def test_dtypes_under_bf16_mixed():
-    mixed, exact = step_of("bf16_mixed"), reference(TINY)
+    mixed, exact = step_of("bf16_mixed"), reference_steps(TINY)
     for new, old in zip(mixed.metrics, exact.metrics, strict=True):
         np.testing.assert_allclose(new["loss"], old["loss"], rtol=5e-3)
         np.testing.assert_allclose(new["grad_norm"], old["grad_norm"], rtol=3e-2)
@@ -209,7 +209,7 @@ def test_dtypes_under_bf16_mixed():
 
 @pytest.mark.slow
 def test_bf16_keeps_only_the_state_space_in_float32():
-    narrow, exact = step_of("bf16"), reference(TINY)
+    narrow, exact = step_of("bf16"), reference_steps(TINY)
     np.testing.assert_allclose(narrow.metrics[0]["loss"], exact.metrics[0]["loss"], rtol=2e-2)
     np.testing.assert_allclose(narrow.metrics[0]["grad_norm"], exact.metrics[0]["grad_norm"], rtol=0.1)
     dtypes = {name: str(x.dtype) for name, x in leaves_by_name(narrow.state.parameters).items()}
@@ -289,7 +289,7 @@ def test_clipping_does_not_change_the_reported_gradient_norm():
     norm = np.sqrt(sum(np.sum(np.square(m, dtype=np.float64)) for m in moments)) / (1 - 0.9)
     np.testing.assert_allclose(norm, 0.01, rtol=1e-4)
     assert metrics["grad_norm"] > 0.1
-    np.testing.assert_allclose(metrics["grad_norm"], reference(TINY).metrics[0]["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], reference_steps(TINY).metrics[0]["grad_norm"], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_moving_average_of_parameters():
     before, after, _, state = updated(*RECIPE)
     for name, average in leaves_by_name(state.ema).items():
         np.testing.assert_allclose(average, 0.75 * before[name] + 0.25 * after[name], rtol=1e-5, atol=1e-7)
-    assert reference(TINY).state.ema is None
+    assert reference_steps(TINY).state.ema is None
 
 
 @pytest.mark.slow
@@ -311,7 +311,7 @@ def test_dropout_differs_by_step_and_repeats_for_the_same_state():
     assert first["loss"] == again["loss"]
     assert first["loss"] != second["loss"]
     sums = program.evaluate(place_state(program, host).parameters, batch, jnp.ones(61, jnp.int32))
-    plain = reference(TINY).metrics[0]["loss"]
+    plain = reference_steps(TINY).metrics[0]["loss"]
     np.testing.assert_allclose(sums["loss"] / sums["weight"], plain, rtol=1e-6)
 
 

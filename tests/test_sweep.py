@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 
 from helpers import compose_run
-from runs import SINGLE, TINY, command
-from sweeps import Stage
+from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train
+from sweeps import FakeMultirun
 from valkyrie.sweep.names import folder_name, multirun_arguments, sweep_name, trial_key, trial_name
 from valkyrie.sweep.trial import Status, TrialLog
 from wandb_files import wandb_logs
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """A `Stage` that is set up for commands in this process."""
-    stage = Stage(tmp_path)
-    stage.enter(monkeypatch)
-    return stage
+def multirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMultirun:
+    """A fake multirun that is set up for commands in this process."""
+    multirun = FakeMultirun(tmp_path)
+    multirun.activate(monkeypatch)
+    return multirun
 
 
 ALONE = [[], ["mesh=2x2x1"], ["sweep=null"], ["hydra.mode=RUN", "sweep=laptop_8"], ["--config-dir", "sweep=x"]]
@@ -71,16 +71,16 @@ def test_different_spaces_are_different_sweeps_but_limits_and_stages_are_not():
 def test_names_are_valid_for_folders_and_for_hydra():
     assert folder_name("a b/c,d=${e}") == "a-b-c-d-e"
     assert folder_name("..") == "sweep"
-    run = compose_run(*TINY, *SINGLE, "model.name='my model, new'")
+    run = compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, "model.name='my model, new'")
     name = trial_name(run, trial_key(run))
     assert re.fullmatch(r"my-model-new-1x1x1-dp-train-[0-9a-f]{6}", name)
 
 
 def test_the_key_of_a_trial_depends_on_settings_that_affect_the_result():
-    key = trial_key(compose_run(*TINY, *SINGLE))
+    key = trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE))
     same = ["name=other", "runs=there", "trial.limit_s=5", "tracking=wandb", "seed=0"]
     same += ["log_every=3", "prompt=b", "top_k=7", "checkpoint.every=9"]
-    assert trial_key(compose_run(*TINY, *SINGLE, *same)) == key
+    assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, *same)) == key
     for change in (
         "batch=4",
         "seed=1",
@@ -90,7 +90,7 @@ def test_the_key_of_a_trial_depends_on_settings_that_affect_the_result():
         "target=cpu",
         "eval_every=9",
     ):
-        assert trial_key(compose_run(*TINY, *SINGLE, change)) != key, change
+        assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, change)) != key, change
 
 
 @pytest.mark.parametrize(
@@ -104,81 +104,81 @@ def test_the_key_of_a_trial_depends_on_settings_that_affect_the_result():
     ],
 )
 def test_the_key_of_a_trial_depends_on_what_its_stage_uses(mode: str, same: list[str], other: str):
-    key = trial_key(compose_run(*TINY, *SINGLE, f"mode={mode}"))
-    assert trial_key(compose_run(*TINY, *SINGLE, f"mode={mode}", *same, "log_every=1")) == key
-    assert trial_key(compose_run(*TINY, *SINGLE, f"mode={mode}", other)) != key
+    key = trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}"))
+    assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}", *same, "log_every=1")) == key
+    assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}", other)) != key
 
 
-def test_only_missing_trials_run(stage: Stage, capfd: pytest.CaptureFixture):
-    assert command(*stage.arguments("partition=dp,fsdp")) == 0
-    assert command(*stage.arguments("partition=dp,fsdp,1d_tp", "resume=true")) == 0
+def test_only_missing_trials_run(multirun: FakeMultirun, capfd: pytest.CaptureFixture):
+    assert run_train(*multirun.arguments("partition=dp,fsdp")) == 0
+    assert run_train(*multirun.arguments("partition=dp,fsdp,1d_tp", "resume=true")) == 0
     output = capfd.readouterr().out
     assert "[2/3] 2" in output and "3 ok" in output
-    assert list(stage.trials()) == ["1d_tp", "dp", "fsdp"]
-    assert len(stage.started()) == stage.lines() == 3
-    assert command(*stage.arguments("partition=dp", "batch=4")) == 0
-    assert stage.lines() == 4, "another batch is another trial"
+    assert list(multirun.trials()) == ["1d_tp", "dp", "fsdp"]
+    assert len(multirun.started_trials()) == multirun.count_lines() == 3
+    assert run_train(*multirun.arguments("partition=dp", "batch=4")) == 0
+    assert multirun.count_lines() == 4, "another batch is another trial"
 
 
-def test_only_the_sweep_folder_is_written(stage: Stage):
-    before = sorted(path.name for path in stage.folder.iterdir())
-    assert command(*stage.arguments("partition=dp")) == 0
-    assert sorted(path.name for path in stage.folder.iterdir()) == sorted([*before, "runs", "starts"])
-    assert [path.name for path in stage.runs.iterdir()] == ["swept"]
-    (trial,) = stage.trials().values()
+def test_only_the_sweep_folder_is_written(multirun: FakeMultirun):
+    before = sorted(path.name for path in multirun.folder.iterdir())
+    assert run_train(*multirun.arguments("partition=dp")) == 0
+    assert sorted(path.name for path in multirun.folder.iterdir()) == sorted([*before, "runs", "starts"])
+    assert [path.name for path in multirun.runs.iterdir()] == ["swept"]
+    (trial,) = multirun.trials().values()
     expected = ["multirun.yaml", "trials.jsonl", "report.html", trial.name]
-    assert sorted(p.name for p in stage.sweep.iterdir()) == sorted(expected)
-    assert trial.folder == trial.name and (stage.sweep / trial.name / "outcome.json").is_file()
+    assert sorted(p.name for p in multirun.sweep.iterdir()) == sorted(expected)
+    assert trial.folder == trial.name and (multirun.sweep / trial.name / "outcome.json").is_file()
 
 
-def test_every_trial_is_a_run_of_one_group(stage: Stage):
-    arguments = stage.arguments("mesh=2x2x1,1x1x3", "partition=dp", "tracking=wandb")
+def test_every_trial_is_a_run_of_one_group(multirun: FakeMultirun):
+    arguments = multirun.arguments("mesh=2x2x1,1x1x3", "partition=dp", "tracking=wandb")
     for _ in range(2):  # nothing is told twice
-        assert command(*arguments) == 0
-        logs = wandb_logs(stage.sweep)
+        assert run_train(*arguments) == 0
+        logs = wandb_logs(multirun.sweep)
         assert {log["run"].run_group for log in logs} == {"swept"}
         assert sorted(log["run"].job_type for log in logs) == ["measure", "measure", "sweep"]
         assert sorted(log["summary"].get("status", "") for log in logs) == ["", "ok", "refused"]
 
 
-def test_illegal_layouts_are_rows_and_start_nothing(stage: Stage, capfd: pytest.CaptureFixture):
-    assert command(*stage.arguments("mesh=2x2x1,1x1x3", "partition=dp")) == 0
+def test_illegal_layouts_are_rows_and_start_nothing(multirun: FakeMultirun, capfd: pytest.CaptureFixture):
+    assert run_train(*multirun.arguments("mesh=2x2x1,1x1x3", "partition=dp")) == 0
     output = capfd.readouterr().out
     assert "1x1x3-dp measure: refused:" in output
-    assert "1 refused" in output and f"page: {stage.sweep / 'report.html'}" in output
-    assert len(stage.started()) == 1
+    assert "1 refused" in output and f"page: {multirun.sweep / 'report.html'}" in output
+    assert len(multirun.started_trials()) == 1
     capfd.readouterr()
     for _ in range(2):  # a refusal is not written twice
-        assert command(*stage.arguments("mesh=1x1x3", "partition=dp,dp")) == 2
+        assert run_train(*multirun.arguments("mesh=1x1x3", "partition=dp,dp")) == 2
         assert "[2/2]" in capfd.readouterr().out
-    assert stage.lines() == 2
+    assert multirun.count_lines() == 2
 
 
 @pytest.mark.slow
 def test_a_mode_without_results_runs_every_time(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    multirun: FakeMultirun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
-    stage.enter(monkeypatch, dp="real")
+    multirun.activate(monkeypatch, dp="real")
     for _ in range(2):
-        assert command(*stage.arguments("partition=dp", "mode=show")) == 0
+        assert run_train(*multirun.arguments("partition=dp", "mode=show")) == 0
         output = capfd.readouterr().out
         assert "embedding" in output and "1 ok" in output
-    assert len(stage.started()) == 2
+    assert len(multirun.started_trials()) == 2
 
 
-def test_an_invalid_sweep_is_refused(stage: Stage, capfd: pytest.CaptureFixture):
-    assert command(*stage.arguments("partition=dp,nix")) == 2
+def test_an_invalid_sweep_is_refused(multirun: FakeMultirun, capfd: pytest.CaptureFixture):
+    assert run_train(*multirun.arguments("partition=dp,nix")) == 2
     assert "partition=nix" in capfd.readouterr().err
-    assert stage.started() == []
+    assert multirun.started_trials() == []
 
 
 @pytest.mark.slow
-def test_parallel_trials_give_the_same_results(stage: Stage, monkeypatch: pytest.MonkeyPatch):
-    stage.enter(monkeypatch, dp="measure 1", fsdp="measure 1", sp="measure 1")
-    assert command(*stage.arguments("partition=dp,fsdp,sp,dp", "hydra.launcher.jobs=4")) == 0
-    assert list(stage.trials()) == ["dp", "fsdp", "sp"]
-    starts = [trial.started for trial in stage.trials().values()]
-    assert stage.lines() == len(stage.started()) == len(set(starts)) == 3
+def test_parallel_trials_give_the_same_results(multirun: FakeMultirun, monkeypatch: pytest.MonkeyPatch):
+    multirun.activate(monkeypatch, dp="measure 1", fsdp="measure 1", sp="measure 1")
+    assert run_train(*multirun.arguments("partition=dp,fsdp,sp,dp", "hydra.launcher.jobs=4")) == 0
+    assert list(multirun.trials()) == ["dp", "fsdp", "sp"]
+    starts = [trial.started for trial in multirun.trials().values()]
+    assert multirun.count_lines() == len(multirun.started_trials()) == len(set(starts)) == 3
 
 
 LISTENING = (
@@ -193,12 +193,12 @@ If the tests run in the background, their child processes would otherwise ignore
 
 
 def test_ctrl_c_in_a_terminal_keeps_finished_trials_and_ends_the_current_one(tmp_path: Path):
-    stage = Stage(tmp_path, dp="measure", fsdp="hang")
+    multirun = FakeMultirun(tmp_path, dp="measure", fsdp="hang")
     master, slave = pty.openpty()
     sweep = subprocess.Popen(
-        [sys.executable, "-c", LISTENING, *stage.arguments("partition=dp,fsdp,sp")],
+        [sys.executable, "-c", LISTENING, *multirun.arguments("partition=dp,fsdp,sp")],
         cwd=tmp_path,
-        env={**os.environ, **stage.environment, "TERM": "xterm", "COLUMNS": "120"},
+        env={**os.environ, **multirun.environment, "TERM": "xterm", "COLUMNS": "120"},
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -218,7 +218,7 @@ def test_ctrl_c_in_a_terminal_keeps_finished_trials_and_ends_the_current_one(tmp
     assert sweep.wait(30) == 130
     assert "best so far" in output and "simulated" in output
     assert "valkyrie-train: stopped" in output
-    assert {p: t.status for p, t in stage.trials().items()} == {"dp": Status.ok}
+    assert {p: t.status for p, t in multirun.trials().items()} == {"dp": Status.ok}
     assert "Traceback" not in output
 
 
@@ -226,9 +226,9 @@ def test_ctrl_c_in_a_terminal_keeps_finished_trials_and_ends_the_current_one(tmp
 @pytest.mark.timeout(600)
 def test_real_trials_record_real_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     monkeypatch.chdir(tmp_path)
-    arguments = ["-m", *TINY, "name=real", "mesh=2x1x1", "partition=fsdp", "steps=3"]
+    arguments = ["-m", *TINY_ARGUMENTS, "name=real", "mesh=2x1x1", "partition=fsdp", "steps=3"]
     for mode in (["mode=measure", "mode.repeats=2"], ["mode=train"]):
-        assert command(*arguments, *mode) == 0
+        assert run_train(*arguments, *mode) == 0
         assert "1 ok" in capfd.readouterr().out
     trials = TrialLog(tmp_path / "runs" / "real").read()
     assert [trial.stage for trial in trials] == ["measure", "train"]

@@ -18,7 +18,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
 from helpers import compose_config, config_names, mark_slow_except
-from runs import TINY, start_training
+from runs import TINY_ARGUMENTS, start_training
 from valkyrie.config.compose import register
 from valkyrie.config.run import Run
 from valkyrie.paths import conf_dir
@@ -345,7 +345,15 @@ def rates(folder: Path) -> dict[tuple[str, int], float]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_space_is_measured_without_repeats(tmp_path: Path):
-    arguments = [*TINY, "mode=measure", "target=cpu8", "mesh=2x2x2", "partition=dp,2d_tp", "microbatches=1,2", "name=s"]
+    arguments = [
+        *TINY_ARGUMENTS,
+        "mode=measure",
+        "target=cpu8",
+        "mesh=2x2x2",
+        "partition=dp,2d_tp",
+        "microbatches=1,2",
+        "name=s",
+    ]
     for _ in range(2):
         with start_training("-m", "hydra/sweeper=layouts", *arguments, cwd=tmp_path) as process:
             out, err = process.communicate(timeout=300)
@@ -363,7 +371,7 @@ def test_optuna_finds_the_layout_with_the_most_tokens(tmp_path: Path):
         "hydra.sweeper.params={partition:'choice(dp,2d_tp)',microbatches:'choice(1,2)'}",
         "hydra.sweeper.n_trials=5",
     ]
-    with start_training("-m", "+sweep=laptop_optuna", *TINY, *swept, cwd=tmp_path) as process:
+    with start_training("-m", "+sweep=laptop_optuna", *TINY_ARGUMENTS, *swept, cwd=tmp_path) as process:
         _, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     folder = tmp_path / "runs" / "laptop_optuna"

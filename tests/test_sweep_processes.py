@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from processes import free_address, start_processes, wait_for_processes
-from runs import TINY, start_training
+from runs import TINY_ARGUMENTS, start_training
 from valkyrie.processes.ending import LOST
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
-SWEEP = [*TINY, "-m", "mode=measure", "partition=dp", "batch=12", "mode.repeats=2", "name=many"]
+SWEEP = [*TINY_ARGUMENTS, "-m", "mode=measure", "partition=dp", "batch=12", "mode.repeats=2", "name=many"]
 
 
 def trials(folder: Path) -> dict[str, Trial]:

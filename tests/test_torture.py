@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import TINY, assert_same_bits, saved_arrays, training_records
+from runs import TINY_ARGUMENTS, assert_same_bits, saved_arrays, training_records
 from valkyrie.runs.tracking import read_metrics
 
 KILLS = int(os.environ.get("VALKYRIE_KILLS", "4"))
@@ -31,7 +31,7 @@ LAUNCHED_S = 12.0
 
 def launch(folder: Path, steps: int, *saving: str) -> subprocess.Popen[bytes]:
     """Start a training run under the launcher, with its output in a file."""
-    training = [*TINY, "mesh=2x1x1", "partition=fsdp", f"steps={steps}", "name=run", *saving]
+    training = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", f"steps={steps}", "name=run", *saving]
     command = [sys.executable, "-m", "valkyrie.cli.launch", "target=local", f"processes={PROCESSES}"]
     with (folder / "output.txt").open("wb") as output:
         return subprocess.Popen(

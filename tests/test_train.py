@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 
 from runs import (
-    SINGLE,
-    TINY,
-    checkpoints,
-    command,
+    ONE_DEVICE,
+    TINY_ARGUMENTS,
+    open_checkpoints,
+    run_train,
     saved_arrays,
-    spawn,
+    start_python,
     start_training,
     tiny_arguments,
     trained_run,
@@ -46,7 +46,7 @@ KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_s", "token
 
 def test_the_loss_falls_towards_the_entropy_of_the_data(tmp_path: Path) -> None:
     arguments = ["steps=60", "optimizer.learning_rate=1e-2", "eval_every=20", "data.documents=300"]
-    assert command(*tiny_arguments(tmp_path, *arguments)) == 0
+    assert run_train(*tiny_arguments(tmp_path, *arguments)) == 0
     steps = training_records(tmp_path / "run")
     assert steps[1]["loss"] == pytest.approx(math.log(257), abs=0.2)
     last = np.mean([steps[step]["loss"] for step in range(51, 61)])
@@ -61,7 +61,7 @@ def test_a_signal_in_the_last_step_does_not_stop_a_finished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trainer.Interrupt, "should_stop", lambda self, step, *, force=False: step == 2)
-    assert command(*tiny_arguments(tmp_path, "steps=2")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=2")) == 0
     assert "stopped at step" not in capfd.readouterr().out
 
 
@@ -84,7 +84,7 @@ def test_the_files_of_a_run_folder() -> None:
 
 @pytest.mark.slow
 def test_training_and_measuring_count_memory_alike(tmp_path: Path) -> None:
-    assert command(*tiny_arguments(tmp_path, "steps=6", "mode=measure", "mode.repeats=1", "mode.warmup=0")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=6", "mode=measure", "mode.repeats=1", "mode.warmup=0")) == 0
     measured = json.loads((tmp_path / "run" / "measure.json").read_text())["memory"]["peak"]
     summary = read_metrics(trained_run() / "metrics.jsonl")[-1]["summary"]
     assert summary["hbm_gib"] * GIB == measured > 0
@@ -93,7 +93,7 @@ def test_training_and_measuring_count_memory_alike(tmp_path: Path) -> None:
 def test_the_output_says_simulated_and_names_the_next_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(*tiny_arguments(tmp_path, "steps=6")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=6")) == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert "SIMULATED: 1 CPU" in out
@@ -110,7 +110,7 @@ def test_the_output_says_simulated_and_names_the_next_command(
 def test_run_yaml_reproduces_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained_run()
     monkeypatch.chdir(folder.parent)
-    assert command("--config-path", folder.name, "--config-name", "run", f"runs={tmp_path}", "name=again") == 0
+    assert run_train("--config-path", folder.name, "--config-name", "run", f"runs={tmp_path}", "name=again") == 0
     repeated = training_records(tmp_path / "again")
     for step, record in training_records(folder).items():
         assert (repeated[step]["loss"], repeated[step]["grad_norm"]) == (record["loss"], record["grad_norm"])
@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     poison(monkeypatch, at_step=4, parameter="log_step")
-    assert command(*tiny_arguments(tmp_path, "steps=8", "checkpoint.every=2")) == 1
+    assert run_train(*tiny_arguments(tmp_path, "steps=8", "checkpoint.every=2")) == 1
     out, err = capfd.readouterr()
     assert "step 4: " in err and "nan" in err and "checkpoint: step 2." in err, "the last good checkpoint is named"
     assert re.search(r"\d+ of \d+ gradients are not finite, starting with \w+", err), (
@@ -172,7 +172,7 @@ def test_debug_names_the_operation_that_produces_a_nan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     poison(monkeypatch, at_step=2, parameter="log_step")
-    assert command(*tiny_arguments(tmp_path, "steps=3", "debug=nans")) == 1
+    assert run_train(*tiny_arguments(tmp_path, "steps=3", "debug=nans")) == 1
     err = capfd.readouterr().err
     assert "debug=nans: " in err and re.search(r"(?!scan|jit)\w+, at \S+\.py:\d+", err)
 
@@ -187,7 +187,7 @@ def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> Non
     from valkyrie.data.tokenizer import load_tokenizer
     from valkyrie.train.evaluate import Evaluator
 
-    run = compose_run(*TINY, *SINGLE, "data.validation_fraction=0.15")
+    run = compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, "data.validation_fraction=0.15")
     prepared, tokenizer = prepare(run.config.data, "bytes"), load_tokenizer("bytes")
     program = make_program(run)
     parameters = program.init(0).parameters
@@ -218,9 +218,9 @@ def test_evaluation_uses_the_average_of_the_parameters() -> None:
     from valkyrie.train.evaluate import Evaluator
 
     folder = trained_run("optimizer.ema_decay=0.5", "checkpoint.every=1")
-    run = compose_run(*TINY, *SINGLE, "optimizer.ema_decay=0.5", "steps=6")
+    run = compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, "optimizer.ema_decay=0.5", "steps=6")
     program = make_program(run)
-    stored = checkpoints(folder, read_only=True)
+    stored = open_checkpoints(folder, read_only=True)
     _, state, *_ = stored.restore(program.abstract_state)
     evaluate = Evaluator(program, prepare(run.config.data, "bytes"), load_tokenizer("bytes"))
     logged = read_metrics(folder / "metrics.jsonl")[-1]["summary"]["eval_loss"]
@@ -249,7 +249,7 @@ def test_step_time_includes_loading_data_but_not_evaluation(tmp_path: Path, monk
 
     monkeypatch.setattr(PreparedLoader, "__next__", late)
     monkeypatch.setattr(trainer, "Evaluator", Slow)
-    assert command(*tiny_arguments(tmp_path, "steps=12", "eval_every=4")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=12", "eval_every=4")) == 0
     summary = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
     assert 0.045 < summary["step_s"] < 0.4
     assert 0.5 < summary["data_wait"] <= 1 and summary["time/data"] > 12 * 0.05 * 0.9
@@ -318,7 +318,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
         "trainer.Checkpoints.save = block\nfrom valkyrie.cli.train import main\nmain()"
     )
     arguments = tiny_arguments(tmp_path, "steps=100000", "checkpoint.every=20")
-    job = spawn("-c", stuck, *arguments, cwd=tmp_path)
+    job = start_python("-c", stuck, *arguments, cwd=tmp_path)
     wait_for(tmp_path / "saving")
     job.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -338,7 +338,7 @@ def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> 
     """The signal is sent after Python's own start-up, during which Python itself handles Ctrl-C."""
     begin = "import valkyrie.cli.train\nopen('began', 'w').close()\nvalkyrie.cli.train.main()"
     arguments = tiny_arguments(tmp_path, "steps=100000", "log_every=1000")
-    job = spawn("-c", begin, *arguments, cwd=tmp_path)
+    job = start_python("-c", begin, *arguments, cwd=tmp_path)
     wait_for(tmp_path / "began")
     time.sleep(after)
     job.send_signal(signal.SIGINT)

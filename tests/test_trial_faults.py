@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from runs import command
-from sweeps import Stage
+from runs import run_train
+from sweeps import FakeMultirun
 from valkyrie.config.modes import MODES
 from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, record_ending
 from valkyrie.search.compile.prediction import MemoryReport
@@ -26,15 +26,15 @@ from valkyrie.sweep.trial import Status, StepResult, TrialResult
 def test_every_fault_is_a_row_and_the_sweep_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
-    stage = Stage(tmp_path)
+    multirun = FakeMultirun(tmp_path)
     faults = {"dp": "fail", "fsdp": "kill", "_1d_tp": "hang", "_2d_tp": "memory", "sp": "refuse"}
-    stage.enter(monkeypatch, **faults)
+    multirun.activate(monkeypatch, **faults)
     swept = "partition=dp,fsdp,1d_tp,2d_tp,sp,fsdp_tp"
     limits = ["trial.limit_s=2", "hydra.launcher.jobs=6"]
     start = time.monotonic()
-    assert command(*stage.arguments(swept, *limits)) == 1
+    assert run_train(*multirun.arguments(swept, *limits)) == 1
     assert time.monotonic() - start < 60
-    output, trials = capfd.readouterr().out, stage.trials()
+    output, trials = capfd.readouterr().out, multirun.trials()
     assert {partition: trial.status.value for partition, trial in trials.items()} == {
         "1d_tp": "timeout",
         "2d_tp": "failed",
@@ -55,27 +55,27 @@ def test_every_fault_is_a_row_and_the_sweep_continues(
     assert reasons["fsdp_tp"] is None
     assert all(reason in output for reason in reasons.values() if reason)
     assert "trial.retry=true" in output
-    _no_process_of(stage)
+    _no_process_of(multirun)
 
 
 @pytest.mark.slow
 def test_trials_without_results_are_repeated_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    stage = Stage(tmp_path)
-    stage.enter(monkeypatch, dp="fail", sp="refuse")
-    assert command(*stage.arguments("partition=dp,sp")) == 1
-    stage.enter(monkeypatch)  # now both could
-    assert command(*stage.arguments("partition=dp,sp")) == 1
-    assert [t.status for t in stage.trials().values()] == [Status.failed, Status.ok], "what was refused is looked at"
-    assert command(*stage.arguments("partition=dp", "trial.retry=true")) == 0
-    assert [t.status for t in stage.trials().values()] == [Status.ok, Status.ok]
-    assert len(stage.started()) == stage.lines() == 2 + 1 + 1
+    multirun = FakeMultirun(tmp_path)
+    multirun.activate(monkeypatch, dp="fail", sp="refuse")
+    assert run_train(*multirun.arguments("partition=dp,sp")) == 1
+    multirun.activate(monkeypatch)  # now both could
+    assert run_train(*multirun.arguments("partition=dp,sp")) == 1
+    assert [t.status for t in multirun.trials().values()] == [Status.failed, Status.ok], "what was refused is looked at"
+    assert run_train(*multirun.arguments("partition=dp", "trial.retry=true")) == 0
+    assert [t.status for t in multirun.trials().values()] == [Status.ok, Status.ok]
+    assert len(multirun.started_trials()) == multirun.count_lines() == 2 + 1 + 1
 
 
-def _no_process_of(stage: Stage) -> None:
-    """Assert that no process of the stage's trials is still running."""
+def _no_process_of(multirun: FakeMultirun) -> None:
+    """Assert that no process of the multirun's trials is still running."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            assert str(stage.sweep) not in (folder / "cmdline").read_text() or folder.name == str(os.getpid())
+            assert str(multirun.sweep) not in (folder / "cmdline").read_text() or folder.name == str(os.getpid())
         except (FileNotFoundError, ProcessLookupError):
             continue
 
@@ -84,34 +84,34 @@ def _no_process_of(stage: Stage) -> None:
 def test_a_restarted_sweep_ends_with_the_same_table(tmp_path: Path):
     """The running trial survives the kill. The next sweep ends its process and repeats the trial."""
     swept = "partition=dp,fsdp,1d_tp,sp"
-    stage, whole = Stage(tmp_path / "killed", fsdp="hang"), Stage(tmp_path / "whole")
-    sweep = stage.start(swept)
-    _wait(lambda: len(stage.started()) == 2)
+    multirun, whole = FakeMultirun(tmp_path / "killed", fsdp="hang"), FakeMultirun(tmp_path / "whole")
+    sweep = multirun.start(swept)
+    _wait(lambda: len(multirun.started_trials()) == 2)
     sweep.kill()
     sweep.communicate()
-    assert list(stage.trials()) == ["dp"]
-    stage.play()
-    for sweep_stage in (stage, whole):
-        again = sweep_stage.start(swept)
+    assert list(multirun.trials()) == ["dp"]
+    multirun.set_parts()
+    for fake in (multirun, whole):
+        again = fake.start(swept)
         output, _ = again.communicate(timeout=60)
         assert again.returncode == 0, output
-    rows = [{p: (t.key, t.name, t.status, t.results) for p, t in s.trials().items()} for s in (stage, whole)]
-    assert rows[0] == rows[1] and len(rows[0]) == stage.lines() == 4
-    assert len(stage.started()) == 5
-    _no_process_of(stage)
+    rows = [{p: (t.key, t.name, t.status, t.results) for p, t in s.trials().items()} for s in (multirun, whole)]
+    assert rows[0] == rows[1] and len(rows[0]) == multirun.count_lines() == 4
+    assert len(multirun.started_trials()) == 5
+    _no_process_of(multirun)
 
 
 @pytest.mark.slow
 def test_two_sweeps_into_one_folder_share_the_trials(tmp_path: Path):
-    stage = Stage(tmp_path, **dict.fromkeys(("dp", "fsdp", "_1d_tp", "sp", "fsdp_tp"), "measure 0.7"))
-    sweeps = [stage.start("partition=dp,fsdp,1d_tp,sp,fsdp_tp", "mesh=2x2x1,1x1x3") for _ in range(2)]
+    multirun = FakeMultirun(tmp_path, **dict.fromkeys(("dp", "fsdp", "_1d_tp", "sp", "fsdp_tp"), "measure 0.7"))
+    sweeps = [multirun.start("partition=dp,fsdp,1d_tp,sp,fsdp_tp", "mesh=2x2x1,1x1x3") for _ in range(2)]
     ended = [sweep.communicate(timeout=90)[0] for sweep in sweeps]
     assert [sweep.returncode for sweep in sweeps] == [0, 0], ended
-    started = stage.started()
+    started = multirun.started_trials()
     assert len(started) == len(set(started)) == 5
     assert all("5 refused" in output for output in ended), ended
     assert any("another sweep" in output for output in ended), ended
-    names = [trial.name for trial in stage.trials().values() if trial.status is Status.ok]
+    names = [trial.name for trial in multirun.trials().values() if trial.status is Status.ok]
     assert sorted(names) == sorted(started)
 
 
@@ -125,14 +125,14 @@ def _wait(happened: object, limit_s: float = 60.0) -> None:
 
 @pytest.mark.slow
 def test_sigterm_ends_a_sweep_and_its_trial(tmp_path: Path):
-    stage = Stage(tmp_path, dp="measure 60")
-    sweep = stage.start("partition=dp")
-    _wait(lambda: len(stage.started()) == 1)
+    multirun = FakeMultirun(tmp_path, dp="measure 60")
+    sweep = multirun.start("partition=dp")
+    _wait(lambda: len(multirun.started_trials()) == 1)
     sweep.send_signal(signal.SIGTERM)
     output, _ = sweep.communicate(timeout=30)
     assert sweep.returncode == 130, output
-    assert stage.trials() == {}
-    _no_process_of(stage)
+    assert multirun.trials() == {}
+    _no_process_of(multirun)
 
 
 @pytest.mark.slow
@@ -140,28 +140,28 @@ def test_a_full_disk_is_reported_and_a_rerun_completes_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
     """A file size limit simulates a full disk. The rerun cuts off the incomplete last line of the record."""
-    stage = Stage(tmp_path)
-    stage.enter(monkeypatch)
-    assert command(*stage.arguments("partition=dp")) == 0
-    multirun = (stage.sweep / "multirun.yaml").stat().st_size
-    record = stage.sweep / "trials.jsonl"
-    padding = json_lines_up_to(record, max(multirun, 20_000))
+    multirun = FakeMultirun(tmp_path)
+    multirun.activate(monkeypatch)
+    assert run_train(*multirun.arguments("partition=dp")) == 0
+    settings_bytes = (multirun.sweep / "multirun.yaml").stat().st_size
+    record = multirun.sweep / "trials.jsonl"
+    padding = json_lines_up_to(record, max(settings_bytes, 20_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     capfd.readouterr()
     resource.setrlimit(resource.RLIMIT_FSIZE, (record.stat().st_size + 100, hard))
     try:
-        status = command(*stage.arguments("partition=dp,fsdp"))
+        status = run_train(*multirun.arguments("partition=dp,fsdp"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, ignored)
+        signal.signal(signal.SIGXFSZ, handler)
     errors = capfd.readouterr().err.splitlines()
     assert status != 0
     assert len(errors) == 1 and "not recorded" in errors[0] and str(record) in errors[0]
-    assert list(stage.trials()) == ["dp"]
-    assert command(*stage.arguments("partition=dp,fsdp")) == 0
-    assert list(stage.trials()) == ["dp", "fsdp"]
-    assert stage.lines() == padding + 2
+    assert list(multirun.trials()) == ["dp"]
+    assert run_train(*multirun.arguments("partition=dp,fsdp")) == 0
+    assert list(multirun.trials()) == ["dp", "fsdp"]
+    assert multirun.count_lines() == padding + 2
 
 
 def json_lines_up_to(record: Path, size: int) -> int:
@@ -258,12 +258,12 @@ def test_a_training_trial_has_the_results_of_its_last_summary(tmp_path: Path):
 
 def test_an_exception_gives_a_short_reason_and_a_traceback_in_the_log(tmp_path: Path):
     """A trial can fail for reasons that the plan does not check. Here, its data file does not exist."""
-    stage = Stage(tmp_path, dp="real")
+    multirun = FakeMultirun(tmp_path, dp="real")
     arguments = ["partition=dp", "mode=train", "data=text", "data.paths=[lost.txt]", "steps=1"]
-    sweep = stage.start(*arguments)
+    sweep = multirun.start(*arguments)
     output, _ = sweep.communicate()
-    (trial,) = stage.trials().values()
+    (trial,) = multirun.trials().values()
     assert (sweep.returncode, trial.status) == (2, Status.refused), output
     assert trial.reason is not None and "lost" in trial.reason and "Traceback" not in output
-    log = (stage.sweep / trial.name / "output.log").read_text()
+    log = (multirun.sweep / trial.name / "output.log").read_text()
     assert "Traceback" in log and log.splitlines()[-1].startswith("ValueError: ")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from helpers import compose_run
-from runs import SINGLE, command
-from sweeps import Stage
+from runs import ONE_DEVICE, run_train
+from sweeps import FakeMultirun
 from valkyrie.processes.locks import LockState, TrialLock, lock, write_lock
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.process import TrialProcess
@@ -48,7 +48,7 @@ def test_the_process_id_of_an_earlier_attempt_is_deleted(tmp_path: Path):
 
 
 def test_a_process_is_ended_if_its_id_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    plan = TrialPlan("k", "trial", "show", tmp_path, (), None, run=compose_run(*SINGLE))
+    plan = TrialPlan("k", "trial", "show", tmp_path, (), None, run=compose_run(*ONE_DEVICE))
     monkeypatch.setattr(TrialPlan, "command", SLEEP)
     lock = TrialLock.acquire(plan.trial_folder)
     assert lock is not None
@@ -77,15 +77,15 @@ def test_a_lock_is_held_until_its_file_is_closed(tmp_path: Path):
 def test_a_file_system_without_locks_does_not_end_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
-    stage = Stage(tmp_path)
-    stage.enter(monkeypatch)
+    multirun = FakeMultirun(tmp_path)
+    multirun.activate(monkeypatch)
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert command(*stage.arguments("partition=dp,fsdp")) == 0
-    assert [trial.status.value for trial in stage.trials().values()] == ["ok", "ok"]
+    assert run_train(*multirun.arguments("partition=dp,fsdp")) == 0
+    assert [trial.status.value for trial in multirun.trials().values()] == ["ok", "ok"]
     assert capfd.readouterr().err.count("(flock)") == 1
 
 

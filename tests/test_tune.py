@@ -16,7 +16,7 @@ import yaml
 from helpers import compose_run, shared_run
 from machines import needs_libtpu
 from outcomes import fitting_outcome
-from runs import command as carry_out
+from runs import run_train
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.models.s5 import S5
@@ -315,7 +315,7 @@ def test_options_needed_to_fit_are_kept_with_another_implementation(compiles: Ca
 
 @pytest.mark.parametrize("target", ["cpu", "auto", "h100-4"])
 def test_a_target_without_a_tpu_compiler_is_refused(capfd: pytest.CaptureFixture[str], target: str):
-    assert carry_out("mode=tune", f"target={target}", "mesh=2x2x1", "model=s5_tiny", "batch=8", "seq=16") == 2
+    assert run_train("mode=tune", f"target={target}", "mesh=2x2x1", "model=s5_tiny", "batch=8", "seq=16") == 2
     out, err = capfd.readouterr()
     assert err.startswith(f"valkyrie-train: target={target} ") and "target=v4-64" in err
     assert "compiling" not in out
@@ -358,7 +358,7 @@ def tuned(
 ) -> tuple[Path, str]:
     """The run folder of a finished `mode=tune`, and its output."""
     compiles(lambda o: 8.0 if o.get(FUSED) == "true" else 10.0)
-    assert carry_out("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine", "mode.budget=1h", "mode.cache=false") == 0
+    assert run_train("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine", "mode.budget=1h", "mode.cache=false") == 0
     return tmp_path / "mine", capsys.readouterr().out
 
 
@@ -413,7 +413,7 @@ def test_ctrl_c_keeps_the_best_options_so_far(
         return 8.0 if o.get(FUSED) == "true" else 10.0
 
     compiles(steps)
-    assert carry_out("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine") == 130
+    assert run_train("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine") == 130
     out, err = capfd.readouterr()
     assert "Interrupted." in out and err == ""
     assert f"{FUSED}: true" in (tmp_path / "mine" / "tuned.yaml").read_text()
@@ -424,10 +424,10 @@ def test_finding_nothing_better_is_reported(
     compiles: Callable[..., OptionCompiler], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     compiles(lambda o: 10.0)
-    assert carry_out("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine") == 0
+    assert run_train("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine") == 0
     assert "; none of" in capfd.readouterr().out
     compiles(lambda o: 10.0, takes=60.0)
-    assert carry_out("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=short", "mode.budget=5s") == 0
+    assert run_train("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=short", "mode.budget=5s") == 0
     assert "; nothing else" in capfd.readouterr().out
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 import valkyrie
-from runs import SINGLE, TINY, command
+from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.config.unread import _ALWAYS_READ, mode_reads, unread_notes
@@ -18,7 +18,7 @@ from valkyrie.trees import flatten, with_value
 
 @cache
 def run_in(mode: str) -> Run:
-    return valkyrie.compose(*TINY, *SINGLE).changed(mode=MODES.config_class(mode)())
+    return valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE).changed(mode=MODES.config_class(mode)())
 
 
 KEYS = [key for key in flatten(asdict(run_in("train").config)) if not key.startswith("mode.")]
@@ -98,12 +98,12 @@ def test_a_trial_key_depends_on_exactly_the_keys_that_its_mode_reads(mode: str):
     ],
 )
 def test_unread_settings_are_reported(arguments: list[str], note: str, capfd: pytest.CaptureFixture[str]):
-    assert command("model=gpt_tiny", *SINGLE, *arguments) == 0
+    assert run_train("model=gpt_tiny", *ONE_DEVICE, *arguments) == 0
     assert note in capfd.readouterr().err
 
 
 def test_used_settings_are_not_reported():
     pipeline = ["mesh=1x1x2", "partition=pp", "partition.schedule=gpipe", "microbatches=2"]
-    assert unread_notes(valkyrie.compose(*TINY, "model.layers=2", "sample_tokens=1", *pipeline)) == []
+    assert unread_notes(valkyrie.compose(*TINY_ARGUMENTS, "model.layers=2", "sample_tokens=1", *pipeline)) == []
     assert unread_notes(valkyrie.compose("target=cpu8", "target.slices=2", "mesh=2s2x2x2", "mode=compile")) == []
     assert mode_reads(MODES.config_class("search")(), "seed")

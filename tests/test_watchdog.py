@@ -12,7 +12,7 @@ import pytest
 
 from helpers import compose_run
 from processes import free_address, run_teams, wait_for_processes
-from runs import TINY, spawn
+from runs import TINY_ARGUMENTS, start_python
 from valkyrie.processes.ending import LOST
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.tracking import read_metrics
@@ -86,16 +86,18 @@ def test_time_while_the_process_is_suspended_is_not_counted():
 
 
 def test_notebooks_and_nan_searches_are_never_ended(tmp_path: Path):
-    run = compose_run(*TINY, "mesh=1x1x1")
+    run = compose_run(*TINY_ARGUMENTS, "mesh=1x1x1")
     watchdog = make_watchdog(run, ALONE, tmp_path, True)
     assert watchdog._limit_s == 600 and watchdog._remedy.endswith(f"valkyrie-train resume={tmp_path}")
     assert make_watchdog(run, ALONE, tmp_path, False)._limit_s is None
-    assert make_watchdog(compose_run(*TINY, "mesh=1x1x1", "debug=nans"), ALONE, tmp_path, True)._limit_s is None
-    assert compose_run(*TINY, "mesh=1x1x1", "distributed.step_timeout_s=null")
+    assert (
+        make_watchdog(compose_run(*TINY_ARGUMENTS, "mesh=1x1x1", "debug=nans"), ALONE, tmp_path, True)._limit_s is None
+    )
+    assert compose_run(*TINY_ARGUMENTS, "mesh=1x1x1", "distributed.step_timeout_s=null")
 
 
 def test_a_limit_of_zero_is_refused():
-    run = compose_run(*TINY, "mesh=1x1x1")
+    run = compose_run(*TINY_ARGUMENTS, "mesh=1x1x1")
     run.config.distributed.step_timeout_s = 0.0
     assert [problem.key for problem in run.problems()] == ["distributed.step_timeout_s"]
 
@@ -161,7 +163,7 @@ HANGS = textwrap.dedent("""
     from valkyrie.cli.train import main
     main()
 """)
-TRAINING = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "distributed.step_timeout_s=15"]
+TRAINING = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "name=run", "distributed.step_timeout_s=15"]
 
 
 @pytest.mark.slow
@@ -170,7 +172,7 @@ def test_all_processes_print_their_stacks_and_end_if_one_hangs(tmp_path: Path):
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
     processes = [
-        spawn(str(script), *TRAINING, "steps=60", cwd=tmp_path, JAX_PROCESS_INDEX=str(index), **variables)
+        start_python(str(script), *TRAINING, "steps=60", cwd=tmp_path, JAX_PROCESS_INDEX=str(index), **variables)
         for index in range(2)
     ]
     first, second = wait_for_processes(processes)
@@ -188,7 +190,7 @@ def test_the_launcher_restarts_a_hanging_training(tmp_path: Path):
     script.write_text(HANGS)
     words = ["target=local", "processes=2", "--restarts", "1", "--", *TRAINING, "checkpoint.every=10", "steps=60"]
     launch = f"from valkyrie.cli.launch import main; main({words!r}, command=({sys.executable!r}, {str(script)!r}))"
-    ((status, out, err),) = wait_for_processes([spawn("-c", launch, cwd=tmp_path)])
+    ((status, out, err),) = wait_for_processes([start_python("-c", launch, cwd=tmp_path)])
     assert status == 0, err
     assert "status 69" in err and "(1 of 1)" in err and "from step 20" in out
     steps = [record["step"] for record in read_metrics(tmp_path / "runs/run/metrics.jsonl") if "loss" in record]

@@ -23,8 +23,8 @@ def wandb_logs(folder: Path) -> list[dict[str, Any]]:
 
 
 def _read_when_finished(path: Path) -> dict[str, Any]:
-    end = time.monotonic() + 20
-    while "exit" not in (log := read_wandb(path)) and time.monotonic() < end:
+    deadline = time.monotonic() + 20
+    while "exit" not in (log := read_wandb(path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return log
 
@@ -37,7 +37,7 @@ def read_wandb(path: Path) -> dict[str, Any]:
     """
     from wandb.proto import wandb_internal_pb2 as pb
 
-    def pairs(items: Any) -> dict[str, Any]:
+    def values_by_key(items: Any) -> dict[str, Any]:
         return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
     log: dict[str, Any] = {"history": [], "config": {}, "summary": {}}
@@ -45,14 +45,14 @@ def read_wandb(path: Path) -> dict[str, Any]:
         record = pb.Record.FromString(body)
         kind = record.WhichOneof("record_type")
         if kind == "history":
-            log["history"].append(pairs(record.history.item))
+            log["history"].append(values_by_key(record.history.item))
         elif kind == "run":
             log["run"] = record.run
-            log["config"] |= pairs(record.run.config.update)
+            log["config"] |= values_by_key(record.run.config.update)
         elif kind == "config":
-            log["config"] |= pairs(record.config.update)
+            log["config"] |= values_by_key(record.config.update)
         elif kind == "summary":
-            log["summary"] |= pairs(record.summary.update)
+            log["summary"] |= values_by_key(record.summary.update)
         elif kind == "exit":
             log["exit"] = record.exit.exit_code
     return log
