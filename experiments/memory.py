@@ -24,7 +24,7 @@ from valkyrie.foreign_errors import parse_out_of_memory
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import config_names, write_atomic
-from valkyrie.train.memory import ERRORS, expected_memory
+from valkyrie.train.memory import ERRORS_FILE, expected_memory
 from valkyrie.train.program import StepProgram
 
 HERE = Path(__file__).resolve().parent
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="only layouts with one of these words in their name")
     parser.add_argument("--json", type=Path, default=HERE / "memory.json", help="file for the results")
     parser.add_argument("--kept", action="store_true", help="compile nothing: only layouts with stored results")
-    parser.add_argument("--ship", action="store_true", help=f"also write the errors to {ERRORS.name}")
+    parser.add_argument("--ship", action="store_true", help=f"also write the errors to {ERRORS_FILE.name}")
     args = parser.parse_args()
     stored = {r["layout"]: r for r in json.loads(args.json.read_text())} if args.json.is_file() else {}
     for model, overrides in MODELS.items():
@@ -72,7 +72,7 @@ def main() -> None:
     errors = summarise_errors(list(stored.values()))
     print(json.dumps(errors, indent=1))
     if args.ship:
-        write_atomic(ERRORS, json.dumps(errors, indent=1) + "\n")
+        write_atomic(ERRORS_FILE, json.dumps(errors, indent=1) + "\n")
 
 
 def compare(run: Run, needed: int | None) -> dict[str, Any]:

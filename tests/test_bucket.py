@@ -12,7 +12,7 @@ from helpers import compose_config
 from runs import run_train, tiny_arguments, trained_run, training_records
 from valkyrie import buckets as schemes
 from valkyrie.checkpoint import CheckpointConfig, saved_steps
-from valkyrie.checkpoint.location import POINTER, checkpoint_root, folder_problems, record_root
+from valkyrie.checkpoint.location import POINTER_FILE, checkpoint_root, folder_problems, record_root
 from valkyrie.config.run import Run
 from valkyrie.doctor.disks import check_checkpoint_folder, check_disk_space
 from valkyrie.doctor.findings import OK, CheckContext
@@ -28,7 +28,7 @@ def test_a_training_saves_to_a_bucket_and_resumes_on_another_host(
     saving = (f"checkpoint.folder={bucket}", "checkpoint.every=2", "checkpoint.keep=1")
     assert run_train(*tiny_arguments(tmp_path / "one", "steps=4", *saving)) == 0
     folder = tmp_path / "one" / "run"
-    assert (folder / POINTER).read_text() == f"{bucket}/run\n" and not (folder / "checkpoints").exists()
+    assert (folder / POINTER_FILE).read_text() == f"{bucket}/run\n" and not (folder / "checkpoints").exists()
     assert saved_steps(folder) == [4]
     assert run_train("mode=checkpoints", "resume=run", f"runs={tmp_path / 'one'}") == 0
     assert "the bucket checks" in capfd.readouterr().out

@@ -19,7 +19,7 @@ import pytest
 
 from runs import open_checkpoints
 from valkyrie.checkpoint import CheckpointConfig, latest_step, stored_checkpoints
-from valkyrie.checkpoint.location import METADATA
+from valkyrie.checkpoint.location import METADATA_FILE
 from valkyrie.train.state import TrainState
 
 DATA_POSITION = {"version": 1, "row": 32, "content": "abc"}
@@ -211,7 +211,7 @@ INTERRUPTED: dict[str, tuple[Callable[[Path], None], str]] = {
     "about truncated": (DAMAGES["about truncated"], "about/metadata cannot be read"),
     "tree missing": (DAMAGES["tree missing"], "state/_METADATA is missing"),
     "data position missing": (DAMAGES["data position missing"], "data/metadata is missing"),
-    "save times missing": (lambda step: (step / METADATA).unlink(), f"{METADATA} is missing"),
+    "save times missing": (lambda step: (step / METADATA_FILE).unlink(), f"{METADATA_FILE} is missing"),
 }
 
 

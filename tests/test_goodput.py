@@ -13,7 +13,7 @@ import pytest
 from runs import TINY_ARGUMENTS, copy_run, run_train, tiny_arguments, trained_run
 from valkyrie.checkpoint import latest_step
 from valkyrie.processes.team import Team
-from valkyrie.runs.goodput import FILE, KINDS, Ledger, read_goodput, read_starts
+from valkyrie.runs.goodput import GOODPUT_FILE, TIME_KINDS, Ledger, read_goodput, read_starts
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import compiled, profile
 from valkyrie.units import long_duration
@@ -42,7 +42,7 @@ TWO_RESTARTS = (
 
 def test_goodput_of_two_restarts_equals_a_calculation_by_hand(tmp_path: Path) -> None:
     """Steps 150 to 200 are done twice. They are 50 of the 100 steps that were done between 19 s and 37 s."""
-    (tmp_path / FILE).write_text(TWO_RESTARTS)
+    (tmp_path / GOODPUT_FILE).write_text(TWO_RESTARTS)
     goodput = read_goodput(tmp_path)
     assert goodput is not None
     assert goodput.restarts == 2
@@ -61,7 +61,7 @@ def test_a_restart_from_an_earlier_step_discards_the_later_steps_of_all_starts(t
         f'{{"start": {began}}}\n' + line(began, first, steps=0) + line(began + 10, last, steps=10)
         for began, first, last in ((0, 0, 100), (10, 80, 100), (20, 50, 150))
     )
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / GOODPUT_FILE).write_text(text)
     goodput = read_goodput(tmp_path)
     assert goodput is not None
     assert goodput.seconds["redone"] == pytest.approx(5 + 10)
@@ -71,14 +71,14 @@ def test_a_restart_from_an_earlier_step_discards_the_later_steps_of_all_starts(t
 @pytest.mark.parametrize(("end", "down", "restarts"), [(None, 3600, 1), ("preempted", 3600, 1), ("stopped", 0, 0)])
 def test_time_after_a_requested_end_is_not_lost(tmp_path: Path, end: str | None, down: float, restarts: int) -> None:
     text = '{"start": 0}\n' + line(10, 5, end, steps=10) + '{"start": 3610}\n' + line(3620, 5, steps=0)
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / GOODPUT_FILE).write_text(text)
     goodput = read_goodput(tmp_path)
     assert goodput is not None
     assert (goodput.seconds["down"], goodput.restarts) == (down, restarts)
 
 
 def test_a_start_killed_before_its_first_record_counts_as_down_time(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"start": 0}\n{"start": 30}\n' + line(40, 0, setup=10))
+    (tmp_path / GOODPUT_FILE).write_text('{"start": 0}\n{"start": 30}\n' + line(40, 0, setup=10))
     goodput = read_goodput(tmp_path)
     assert goodput is not None
     assert (goodput.seconds["down"], goodput.seconds["setup"], goodput.restarts) == (30, 10, 1)
@@ -96,7 +96,7 @@ def test_live_goodput_equals_that_of_the_file(tmp_path: Path, monkeypatch: pytes
 
     clock = Clock()
     monkeypatch.setattr("valkyrie.runs.goodput.time", clock)
-    (tmp_path / FILE).write_text(TWO_RESTARTS)
+    (tmp_path / GOODPUT_FILE).write_text(TWO_RESTARTS)
     spent = {"restore": 2.0}
     ledger = Ledger(tmp_path, 1995.0, spent)
     clock.now += 1
@@ -115,7 +115,7 @@ def test_live_goodput_equals_that_of_the_file(tmp_path: Path, monkeypatch: pytes
     assert live.restarts == written.restarts == 3
     assert live.seconds["other"] == pytest.approx(7)
     assert live.seconds["redone"] == pytest.approx(9 + 18 * 60 / 100)
-    points = read_starts(tmp_path / FILE)[-1].points
+    points = read_starts(tmp_path / GOODPUT_FILE)[-1].points
     assert 15 < len(points) < 25, "a line a second in a start this short"
 
 
@@ -129,7 +129,7 @@ def test_only_process_0_writes_goodput(tmp_path: Path) -> None:
 def test_a_deleted_run_folder_does_not_end_the_training(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "gone", 0.0, {})
     ledger.count_setup(0)
-    assert ledger.goodput().seconds.keys() == KINDS.keys()
+    assert ledger.goodput().seconds.keys() == TIME_KINDS.keys()
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def test_a_training_reports_how_it_spent_its_time(capfd: pytest.CaptureFixture[s
     folder = trained_run("tracking=wandb", "optimizer.warmup_steps=1")
     lines, log = read_metrics(folder / "metrics.jsonl"), wandb_log(folder)
     summary = lines[-1]["summary"]
-    keys = {"goodput", "restarts", "data_wait", "time/total", *(f"time/{kind}" for kind in KINDS)}
+    keys = {"goodput", "restarts", "data_wait", "time/total", *(f"time/{kind}" for kind in TIME_KINDS)}
     assert {key: summary[key] for key in keys} == {key: log["summary"][key] for key in keys}
     assert summary["restarts"] == 0 and 0 < summary["goodput"] < 1
-    assert sum(summary[f"time/{kind}"] for kind in KINDS) == pytest.approx(summary["time/total"], abs=0.01)
+    assert sum(summary[f"time/{kind}"] for kind in TIME_KINDS) == pytest.approx(summary["time/total"], abs=0.01)
     assert summary["time/compile"] >= summary["compile_s"] - 0.01
     assert summary["communication"]["bytes"] == log["summary"]["comm_bytes/total"] == 0
     records = [record for record in lines if "loss" in record]
@@ -192,7 +192,7 @@ def test_unreadable_programs_and_profiler_failures_do_not_end_a_training(
 def test_a_killed_run_restarts_and_counts_its_repeated_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The killed run is a finished run with an older checkpoint and without the records of its end."""
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
-    file = folder / FILE
+    file = folder / GOODPUT_FILE
     lines = [line for line in file.read_text().splitlines(keepends=True) if '"end"' not in line]
     file.write_text("".join(lines) + '{"time": 17')
     (folder / "checkpoints" / "6").rename(tmp_path / "6")

@@ -29,7 +29,7 @@ from valkyrie.search.tune.compiler_options import CompilerOption, all_options, o
 from valkyrie.search.tune.mode import attempt_lines, experiment_yaml, option_gains, training_command
 from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import TunedRun, Verdict
-from valkyrie.train.options import KEY, TO_FIT, Option, collect_options
+from valkyrie.train.options import OPTIONS_KEY, TO_FIT, Option, collect_options
 from valkyrie.units import parse_seconds
 
 LAYOUT = ("model=s5_tiny", "mesh=2x2x1", "target=v4-8", "batch=8", "seq=64")
@@ -211,7 +211,7 @@ def test_options_that_a_program_needs_to_fit_are_kept_with_it(compiles: Callable
     assert (tuned.options, tuned.to_fit) == ({"xla_a": True}, {"xla_saves": "false"})
     chip = tuned.run.config.target.chip
     assert chip is not None and chip.xla_options["xla_saves"] == "false"
-    assert f"{KEY}.xla_saves=false" in training_command(tuned)
+    assert f"{OPTIONS_KEY}.xla_saves=false" in training_command(tuned)
     assert "      xla_saves: false\n" in experiment_yaml(tuned)
     assert "fits only with xla_saves=false" in experiment_yaml(tuned)
 
@@ -273,7 +273,7 @@ def test_the_baseline_compile_may_take_longer_than_the_budget(compiles: Callable
 
 def test_options_set_by_the_user_are_not_changed(compiles: Callable[..., OptionCompiler]):
     compiles(lambda o: 10.0 - (o.get("xla_a") == "true") - (o.get("xla_b") == "true"))
-    tuned = tune(compose_run(*LAYOUT, f"{KEY}.xla_a=false"), [A, B])
+    tuned = tune(compose_run(*LAYOUT, f"{OPTIONS_KEY}.xla_a=false"), [A, B])
     assert tuned.set_by_user == {"xla_a": "false"} and tuned.options == {"xla_b": True}
 
 
@@ -296,8 +296,8 @@ def test_other_implementations_are_tried_on_top_of_the_best_options(
         (1, {"model.s5.scan": "blocked"}, "kept"),
         (1, {"model.s5.scan": "kernel"}, "no gain"),
     ]
-    assert tuned.overrides == ["model.s5.scan=blocked", f"{KEY}.{FUSED}=true"]
-    assert training_command(tuned).endswith(f"model.s5.scan=blocked {KEY}.{FUSED}=true")
+    assert tuned.overrides == ["model.s5.scan=blocked", f"{OPTIONS_KEY}.{FUSED}=true"]
+    assert training_command(tuned).endswith(f"model.s5.scan=blocked {OPTIONS_KEY}.{FUSED}=true")
     experiment = yaml.safe_load(experiment_yaml(tuned))
     assert experiment["model"] == {"s5": {"scan": "blocked"}} and "target" in experiment
     assert [line for line in option_gains(tuned) if line.startswith("model.s5.scan=blocked: ") and "(-20.0%)" in line]
@@ -308,7 +308,7 @@ def test_options_needed_to_fit_are_kept_with_another_implementation(compiles: Ca
     compiler.to_fit = {"xla_saves": "false"}
     tuned = tune(shared_run("mode=tune", *LAYOUT))
     assert (tuned.model, tuned.to_fit) == ({"model.s5.scan": "blocked"}, {"xla_saves": "false"})
-    assert tuned.overrides == ["model.s5.scan=blocked", f"{KEY}.xla_saves=false"]
+    assert tuned.overrides == ["model.s5.scan=blocked", f"{OPTIONS_KEY}.xla_saves=false"]
     assert "fits only with xla_saves=false" in experiment_yaml(tuned)
     assert not any("xla_saves" in values for values in compiler.compiled), "each finds out for itself whether it fits"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem, ProblemCode
 
-CHECKSUMS = "checksums.json"
+CHECKSUMS_FILE = "checksums.json"
 """Name of the file that maps the paths of the other files in a folder to their sizes in bytes and SHA-256."""
 _THREADS = min(8, os.cpu_count() or 1)
 """Number of files to hash in parallel. Hashing and reading release the interpreter lock."""
@@ -37,7 +37,7 @@ def write_checksums(folder: Path, excluded: Container[str] = ()) -> None:
     files = [name for name in _files(folder) if name not in excluded]
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = dict(zip(files, threads.map(lambda name: _checksum(folder / name), files), strict=True))
-    write_atomic(folder / CHECKSUMS, json.dumps(sums, indent=1) + "\n")
+    write_atomic(folder / CHECKSUMS_FILE, json.dumps(sums, indent=1) + "\n")
 
 
 def folder_problem(folder: Path) -> Problem | None:
@@ -45,14 +45,14 @@ def folder_problem(folder: Path) -> Problem | None:
 
     A folder without `checksums.json` counts as undamaged.
     """
-    path = folder / CHECKSUMS
+    path = folder / CHECKSUMS_FILE
     if not path.is_file():
         return None
     try:
         sums = json.loads(path.read_bytes())
         expected = {str(name): (int(size), str(digest)) for name, (size, digest) in sums.items()}
     except (ValueError, TypeError, AttributeError):
-        return _damage(CHECKSUMS, f"{CHECKSUMS} cannot be read")
+        return _damage(CHECKSUMS_FILE, f"{CHECKSUMS_FILE} cannot be read")
     return next(iter(file_problems(folder, expected)), None)
 
 
@@ -93,4 +93,4 @@ def _checksum(path: Path) -> tuple[int, str]:
 
 def _files(folder: Path) -> list[str]:
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in names if name != CHECKSUMS)
+    return sorted(name for name in names if name != CHECKSUMS_FILE)

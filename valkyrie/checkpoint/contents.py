@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from valkyrie.checkpoint.location import FOLDER, METADATA, in_bucket
+from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER, METADATA_FILE, in_bucket
 from valkyrie.checksums import folder_problem
 from valkyrie.problems import Problem, ProblemCode, first_line
 from valkyrie.records import encode, load
 from valkyrie.trees import flatten, leaf_names
 
-_INFO = "about/metadata"
+_INFO_FILE = "about/metadata"
 """The file with a checkpoint's metadata."""
-_UNREADABLE_INFO = Problem(ProblemCode.damaged, value=_INFO, text=f"{_INFO} cannot be read")
-_REQUIRED = (_INFO, METADATA, "data/metadata", "state/_METADATA")
+_UNREADABLE_INFO = Problem(ProblemCode.damaged, value=_INFO_FILE, text=f"{_INFO_FILE} cannot be read")
+_REQUIRED_FILES = (_INFO_FILE, METADATA_FILE, "data/metadata", "state/_METADATA")
 """Files that every checkpoint has."""
 PARAMETERS_ONLY = "parameters"
 """Value of `CheckpointInfo.holds` in checkpoints without optimizer state."""
@@ -67,7 +67,7 @@ class CheckpointInfo:
 def read_info(path: Any) -> CheckpointInfo:
     """Return the metadata of a checkpoint. Raises ValueError if it cannot be read."""
     try:
-        return load(CheckpointInfo, (path / _INFO).read_text(), _INFO)
+        return load(CheckpointInfo, (path / _INFO_FILE).read_text(), _INFO_FILE)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"The checkpoint {path} is damaged ({type(error).__name__}: {first_line(error)[:200]}). Delete that folder "
@@ -112,7 +112,7 @@ def newest_undamaged(root: Any, steps: Iterable[int]) -> tuple[int | None, list[
 def _missing_file(path: Any) -> Problem | None:
     if not any(path.iterdir()):
         return Problem(ProblemCode.missing, text="the folder is empty")
-    for name in _REQUIRED:
+    for name in _REQUIRED_FILES:
         if not (path / name).is_file():
             return Problem(ProblemCode.missing, value=name, text=f"{name} is missing")
     return None
@@ -145,18 +145,18 @@ def refuse_other_model(
         )
 
 
-def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
+def refuse_other_state(path: Any, expected: Mapping[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
     """Raise ValueError if the names of the saved arrays differ from the run's, such as after a change of optimizer.
 
     If the saved names cannot be read, this returns silently; restoring then raises the error.
 
     Args:
         path: Folder of the checkpoint.
-        wanted: Arrays of the run's train state, by field.
+        expected: Arrays of the run's train state, by field.
         changed: (requested, saved) value of each setting that differs from the saved run, by key.
     """
-    saved, wanted_names = _saved_arrays(path), set(leaf_names(wanted))
-    if saved is None or saved == wanted_names:
+    saved_names, wanted_names = _saved_arrays(path), set(leaf_names(expected))
+    if saved_names is None or saved_names == wanted_names:
         return
     # a changed number keeps the arrays; adding or removing an optimizer, average or clipping does not
     options = {
@@ -165,35 +165,36 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
         if key == "optimizer.name" or (key.startswith("optimizer.") and "null" in values)
     }
     if options:
-        differs = "; ".join(
+        difference = "; ".join(
             f"it was saved with {key}={saved_value}, and this run has {key}={requested}"
             for key, (requested, saved_value) in options.items()
         )
         remedy = " ".join(f"{key}={saved_value}" for key, (_, saved_value) in options.items())
     else:
-        name, more = min(saved ^ wanted_names), len(saved ^ wanted_names) - 1
-        differs = f"{name} is only in the {'checkpoint' if name in saved else 'run'}"
-        differs += _more_differ(more)
+        name, other_count = min(saved_names ^ wanted_names), len(saved_names ^ wanted_names) - 1
+        difference = f"{name} is only in the {'checkpoint' if name in saved_names else 'run'}"
+        difference += _more_differ(other_count)
         remedy = "its optimizer settings"
     raise ValueError(
-        f"The durable checkpoint at step {path.name} in {path.parent} was saved with a different optimizer: {differs}. "
-        f"To continue it, use {remedy} (resume={_run_name(path)} does), or start a new run under another name=."
+        f"The durable checkpoint at step {path.name} in {path.parent} was saved with a different optimizer: "
+        f"{difference}. To continue it, use {remedy} (resume={_run_name(path)} does), or start a new run under another "
+        "name=."
     )
 
 
-def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, wanted: Mapping[str, str] | None) -> None:
-    """Raise ValueError if a checkpoint's tokenizer differs from `wanted`. Does nothing if either is None (unknown)."""
-    if wanted is None or saved is None or saved["fingerprint"] == wanted["fingerprint"]:
+def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, expected: Mapping[str, str] | None) -> None:
+    """Raise ValueError if a checkpoint's tokenizer is not `expected`. Does nothing if either is None (unknown)."""
+    if expected is None or saved is None or saved["fingerprint"] == expected["fingerprint"]:
         return
-    if saved["name"] == wanted["name"]:
+    if saved["name"] == expected["name"]:
         raise ValueError(
-            f"data.tokenizer={wanted['name']} has changed since the durable checkpoint at step {path.name} in "
-            f"{path.parent} was saved (fingerprint {saved['fingerprint']}, now {wanted['fingerprint']}). Restore the "
+            f"data.tokenizer={expected['name']} has changed since the durable checkpoint at step {path.name} in "
+            f"{path.parent} was saved (fingerprint {saved['fingerprint']}, now {expected['fingerprint']}). Restore the "
             "old file, or use another name=."
         )
     raise ValueError(
         f"The durable checkpoint at step {path.name} in {path.parent} was trained with tokenizer={saved['name']}, but "
-        f"this run has tokenizer={wanted['name']}, which assigns other ids. A checkpoint only continues with its own "
+        f"this run has tokenizer={expected['name']}, which assigns other ids. A checkpoint only continues with its own "
         f"tokenizer. Use data.tokenizer={saved['name']}, or start a new run under another name=, without resume=."
     )
 
@@ -204,7 +205,7 @@ def _more_differ(count: int) -> str:
 
 def _run_name(path: Any) -> str:
     """Return the name of the run that the checkpoint folder `path` belongs to."""
-    return (path.parent.parent if path.parent.name == FOLDER else path.parent).name
+    return (path.parent.parent if path.parent.name == CHECKPOINTS_FOLDER else path.parent).name
 
 
 def _saved_arrays(path: Any) -> set[str] | None:

@@ -13,13 +13,13 @@ from typing import Any
 
 from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.contents import CheckpointInfo, newest_undamaged
-from valkyrie.checkpoint.location import METADATA, checkpoint_root, configured_root, in_bucket, record_root
+from valkyrie.checkpoint.location import METADATA_FILE, checkpoint_root, configured_root, in_bucket, record_root
 from valkyrie.checkpoint.tier import Tier
-from valkyrie.checksums import CHECKSUMS
+from valkyrie.checksums import CHECKSUMS_FILE
 from valkyrie.paths import unused_path
 from valkyrie.processes.team import Team
 
-_CONTENTS = {METADATA, CHECKSUMS, "state", "data", "about"}
+_CONTENTS = {METADATA_FILE, CHECKSUMS_FILE, "state", "data", "about"}
 """Files and folders in a checkpoint. A damaged checkpoint still has at least one of them."""
 
 
@@ -64,10 +64,10 @@ class DurableTier(Tier):
 
         return args.StandardSave(tree)
 
-    def _read_args(self, wanted: Any) -> Any:
+    def _read_args(self, abstract_arrays: Any) -> Any:
         from orbax.checkpoint import args
 
-        return args.StandardRestore(wanted)
+        return args.StandardRestore(abstract_arrays)
 
     def newest_undamaged_step(self) -> int:
         """Return the step of the newest undamaged checkpoint. Raises ValueError, listing the damage, if there is none.
@@ -79,9 +79,9 @@ class DurableTier(Tier):
         step, damages = newest_undamaged(self.path, steps)
         if step is None:
             raise ValueError(" ".join(damages))
-        for line, bad in zip(damages, steps, strict=False):
+        for line, damaged_step in zip(damages, steps, strict=False):
             print(f"{line} Continuing from step {step}.", file=sys.stderr)
-            self._set_aside(bad)
+            self._set_aside(damaged_step)
         if damages and not self._read_only:
             self.reload(step)
         return step
@@ -104,13 +104,13 @@ def _check_folder(path: Path, run_folder: Path) -> None:
 
     Orbax takes every folder whose name is a number for a checkpoint, and deletes the oldest.
     """
-    real = path.resolve()
-    if real.parent != run_folder.resolve() and (real.parent / "run.yaml").is_file():
+    resolved_path = path.resolve()
+    if resolved_path.parent != run_folder.resolve() and (resolved_path.parent / "run.yaml").is_file():
         raise ValueError(
-            f"{path} is a link into the run folder {real.parent}, and saving here would delete that run's "
+            f"{path} is a link into the run folder {resolved_path.parent}, and saving here would delete that run's "
             "checkpoints. Delete the link."
         )
-    for entry in real.iterdir():
+    for entry in resolved_path.iterdir():
         names = {file.name for file in entry.iterdir()} if entry.name.isdigit() and entry.is_dir() else set()
         if names and not names & _CONTENTS:
             raise ValueError(

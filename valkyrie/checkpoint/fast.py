@@ -44,24 +44,24 @@ class FastTier(Tier):
         import orbax.checkpoint as ocp
         from orbax.checkpoint import type_handlers
 
-        alone = ocp.options.MultiprocessingOptions(
+        this_process = ocp.options.MultiprocessingOptions(
             primary_host=self._index, active_processes={self._index}, barrier_sync_key_prefix=f"fast-{self._index}"
         )
         arrays = type_handlers.ArrayHandler(primary_host=self._index, replica_id=None, use_replica_parallel=False)
         registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
-        state = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, type_handler_registry=registry)
-        plain = partial(ocp.JsonCheckpointHandler, multiprocessing_options=alone)
+        state = ocp.PyTreeCheckpointHandler(multiprocessing_options=this_process, type_handler_registry=registry)
+        json_handler = partial(ocp.JsonCheckpointHandler, multiprocessing_options=this_process)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
             create=False,
             cleanup_tmp_directories=True,
-            multiprocessing_options=alone,
+            multiprocessing_options=this_process,
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._write_checksums,
                 create_directories_asynchronously=False,  # that would signal under a name shared by all processes
             ),
         )
-        handlers = {"state": state, "data": plain(), "about": plain()}
+        handlers = {"state": state, "data": json_handler(), "about": json_handler()}
         return ocp.CheckpointManager(self.path, options=options, item_handlers=handlers)
 
     def _state_args(self, tree: Any) -> Any:
@@ -69,22 +69,22 @@ class FastTier(Tier):
 
         return args.PyTreeSave(tree)
 
-    def _read_args(self, wanted: Any) -> Any:
+    def _read_args(self, abstract_arrays: Any) -> Any:
         from orbax.checkpoint import args
         from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
-        return args.PyTreeRestore(wanted, restore_args=construct_restore_args(wanted))
+        return args.PyTreeRestore(abstract_arrays, restore_args=construct_restore_args(abstract_arrays))
 
     def _make_info(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
         return replace(super()._make_info(arrays), shards=local_shards(arrays))
 
-    def restorable_steps(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-        """Return the steps that this process can restore as `wanted`, and the reasons why it cannot restore the others.
+    def restorable_steps(self, abstract_arrays: Mapping[str, Any]) -> tuple[list[int], list[str]]:
+        """Return the steps that this process can restore as `abstract_arrays`, and the reasons against the others.
 
-        Steps are newest first. `wanted` has arrays, or shapes with shardings, by field of the train state. Deletes
-        damaged checkpoints.
+        Steps are newest first. `abstract_arrays` has arrays, or shapes with shardings, by field of the train state.
+        Deletes damaged checkpoints.
         """
-        steps, reasons, shards = [], [], local_shards(wanted)
+        steps, reasons, shards = [], [], local_shards(abstract_arrays)
         for step in sorted(self._manager.all_steps(), reverse=True):
             info, damage = inspect(self.folder_of(step))
             if info is None or damage is not None:
@@ -119,13 +119,15 @@ def fast_folder(config: FastConfig, run_folder: Path, identity: str) -> Path:
     The name depends on the run folder's path and identity, so a run folder that was moved, or recreated under the same
     name, does not reuse older fast checkpoints.
     """
-    base = Path(config.folder) if config.folder else Path(tempfile.gettempdir()) / f"valkyrie-{os.getuid()}"
+    base_folder = Path(config.folder) if config.folder else Path(tempfile.gettempdir()) / f"valkyrie-{os.getuid()}"
     run_digest = digest(f"{run_folder.resolve()} {identity}")[:12]
-    return base.expanduser().absolute() / f"{run_folder.name}-{run_digest}"
+    return base_folder.expanduser().absolute() / f"{run_folder.name}-{run_digest}"
 
 
-def _covers(saved: Mapping[str, list[str]] | None, wanted: Mapping[str, list[str]]) -> bool:
-    """Return whether `saved` includes every shard of `wanted`, with the same dtypes. Both are from `local_shards`."""
-    if saved is None or saved.keys() != wanted.keys():
+def _covers(saved_shards: Mapping[str, list[str]] | None, needed_shards: Mapping[str, list[str]]) -> bool:
+    """Return whether `saved_shards` includes `needed_shards`, with the same dtypes. Both are from `local_shards`."""
+    if saved_shards is None or saved_shards.keys() != needed_shards.keys():
         return False
-    return all(saved[name][0] == parts[0] and {*parts} <= {*saved[name]} for name, parts in wanted.items())
+    return all(
+        saved_shards[name][0] == parts[0] and {*parts} <= {*saved_shards[name]} for name, parts in needed_shards.items()
+    )

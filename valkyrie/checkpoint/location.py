@@ -15,16 +15,16 @@ from valkyrie.buckets import package_problems, url_scheme
 from valkyrie.paths import DiskError, error_reason, write_atomic
 from valkyrie.problems import Problem, ProblemCode
 
-FOLDER = "checkpoints"
+CHECKPOINTS_FOLDER = "checkpoints"
 """The sub-folder of a run folder with its durable checkpoints, one folder per step."""
-POINTER = "checkpoints.path"
+POINTER_FILE = "checkpoints.path"
 """The file with the path of the durable checkpoints, if they are not in the run folder."""
-IDENTITY = "id"
+IDENTITY_FILE = "id"
 """The file with the run's identity, which is part of the path of its fast checkpoints. It exists while the run uses the
 fast tier."""
-METADATA = "_CHECKPOINT_METADATA"
+METADATA_FILE = "_CHECKPOINT_METADATA"
 """The file with a checkpoint's save times. On a disk, Orbax writes it last."""
-_COMMITTED = "commit_success.txt"
+_COMMIT_FILE = "commit_success.txt"
 """The file that Orbax writes last in a bucket, where a folder cannot be renamed atomically."""
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 """Python package that provides access to each URL scheme."""
@@ -83,9 +83,9 @@ def checkpoint_root(run_folder: Path) -> Any:
 
     Raises ValueError if the recorded URL has an unknown scheme, or if the scheme's package is missing.
     """
-    pointer = run_folder / POINTER
+    pointer = run_folder / POINTER_FILE
     if not pointer.is_file():
-        return run_folder / FOLDER
+        return run_folder / CHECKPOINTS_FOLDER
     path = pointer.read_text().strip()
     if problems := folder_problems(path):
         raise ValueError(f"{pointer} says that the checkpoints are in {path}, which cannot be used. {problems[0]}")
@@ -98,7 +98,7 @@ def configured_root(run_folder: Path, folder: str | None) -> Any:
     `folder` is the setting `checkpoint.folder`: the checkpoints are in its subfolder with the run's name, or in the run
     folder if it is None.
     """
-    return run_folder / FOLDER if folder is None else parse_path(folder) / run_folder.name
+    return run_folder / CHECKPOINTS_FOLDER if folder is None else parse_path(folder) / run_folder.name
 
 
 def record_root(run_folder: Path, folder: str | None) -> None:
@@ -107,27 +107,31 @@ def record_root(run_folder: Path, folder: str | None) -> None:
     `folder` is the setting `checkpoint.folder`, or None if they are in the run folder. Raises ValueError if the run
     already has checkpoints in another place.
     """
-    configured = None if folder is None else str(configured_root(run_folder, folder))
-    pointer = run_folder / POINTER
-    recorded = pointer.read_text().strip() if pointer.is_file() else None
-    if recorded == configured:
+    configured_path = None if folder is None else str(configured_root(run_folder, folder))
+    pointer = run_folder / POINTER_FILE
+    recorded_path = pointer.read_text().strip() if pointer.is_file() else None
+    if recorded_path == configured_path:
         return
     if saved_steps(run_folder):
-        remedy = "checkpoint.folder=null" if recorded is None else f"checkpoint.folder={recorded.rpartition('/')[0]}"
+        remedy = (
+            "checkpoint.folder=null"
+            if recorded_path is None
+            else f"checkpoint.folder={recorded_path.rpartition('/')[0]}"
+        )
         raise ValueError(
             f"checkpoint.folder={folder or 'null'}: the checkpoints of {run_folder} are in "
             f"{checkpoint_root(run_folder)}. Use {remedy}, or another name=."
         )
-    if configured is None:
+    if configured_path is None:
         pointer.unlink()
     else:
         run_folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(pointer, f"{configured}\n")
+        write_atomic(pointer, f"{configured_path}\n")
 
 
 def is_resumable(run_folder: Path) -> bool:
     """Return whether a run folder can be resumed, judging only by this disk: buckets are not queried."""
-    return any((run_folder / name).is_file() for name in (POINTER, IDENTITY)) or bool(saved_steps(run_folder))
+    return any((run_folder / name).is_file() for name in (POINTER_FILE, IDENTITY_FILE)) or bool(saved_steps(run_folder))
 
 
 def latest_step(run_folder: Path) -> int | None:
@@ -153,8 +157,10 @@ def all_steps_in(root: Any) -> list[int]:
 
 def steps_in(root: Any) -> list[int]:
     """Return the steps of the finished checkpoints directly in a folder or bucket, oldest first."""
-    last = _COMMITTED if in_bucket(root) else METADATA
+    last_file = _COMMIT_FILE if in_bucket(root) else METADATA_FILE
     with bucket_errors(root):
         if not root.exists():
             return []
-        return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and (entry / last).is_file())
+        return sorted(
+            int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and (entry / last_file).is_file()
+        )

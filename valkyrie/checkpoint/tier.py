@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from valkyrie.checkpoint.contents import CheckpointInfo, parameter_shapes, state_arrays
-from valkyrie.checkpoint.location import METADATA, bucket_errors, in_bucket, steps_in
+from valkyrie.checkpoint.location import METADATA_FILE, bucket_errors, in_bucket, steps_in
 from valkyrie.checksums import write_checksums
 from valkyrie.paths import error_reason, is_disk_full
 from valkyrie.problems import first_line
@@ -71,8 +71,8 @@ class Tier(ABC):
         """Return the Orbax arguments that save the arrays of a state."""
 
     @abstractmethod
-    def _read_args(self, wanted: Any) -> Any:
-        """Return the Orbax arguments that read arrays with the shapes and shardings of `wanted`."""
+    def _read_args(self, abstract_arrays: Any) -> Any:
+        """Return the Orbax arguments that read arrays with the shapes and shardings of `abstract_arrays`."""
 
     def _make_info(self, arrays: Mapping[str, Any]) -> CheckpointInfo:
         """Return the metadata for a checkpoint of these arrays, with the current time."""
@@ -98,9 +98,9 @@ class Tier(ABC):
             data: Position in the data, from `Loader.state`.
             metrics: Results of an evaluation after the same step, for `keep_best`, or None.
         """
-        failed = self.wait()
+        error_message = self.wait()
         if step == self.last_saved:
-            return failed
+            return error_message
         from orbax.checkpoint import args
 
         arrays = state_arrays(state)
@@ -113,18 +113,18 @@ class Tier(ABC):
             self._manager.save(step, args=content, metrics=None if metrics is None else dict(metrics))
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors if a disk is full or gone
             return self._recover(error)
-        return failed
+        return error_message
 
-    def read(self, step: int, wanted: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, object]]:
+    def read(self, step: int, abstract_arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, object]]:
         """Return (arrays by field of the train state, data position) of a checkpoint.
 
-        `wanted` has the shapes and shardings of the arrays to read. Raises ValueError if they cannot be read.
+        `abstract_arrays` has the shapes and shardings of the arrays to read. Raises ValueError if they cannot be read.
         """
         from orbax.checkpoint import args
 
         try:
             restored = self._manager.restore(
-                step, args=args.Composite(state=self._read_args(wanted), data=args.JsonRestore())
+                step, args=args.Composite(state=self._read_args(abstract_arrays), data=args.JsonRestore())
             )
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors for damaged files
             raise ValueError(
@@ -192,7 +192,7 @@ class Tier(ABC):
         Orbax calls this in its own thread.
         """
         for unfinished in self._unfinished_folders():
-            write_checksums(unfinished, excluded=(METADATA,))
+            write_checksums(unfinished, excluded=(METADATA_FILE,))
 
     def _recover(self, error: Exception) -> str:
         """Remove the remains of a failed save, reopen Orbax for the next save, and return the error message.
@@ -213,16 +213,16 @@ class Tier(ABC):
             self._manager.close()
         for unfinished in self._unfinished_folders() if self._cleans_up else ():
             shutil.rmtree(unfinished, ignore_errors=True)
-        self.last_saved, newest = None, "earlier checkpoints cannot be listed"
+        self.last_saved, newest_note = None, "earlier checkpoints cannot be listed"
         with contextlib.suppress(Exception):  # an unreachable bucket raises many kinds of errors
             self.last_saved = max(steps_in(self.path), default=None)
-            newest = "there is no earlier checkpoint"
+            newest_note = "there is no earlier checkpoint"
             if self.last_saved is not None:
-                newest = f"the newest saved checkpoint is at step {self.last_saved}"
+                newest_note = f"the newest saved checkpoint is at step {self.last_saved}"
             if in_bucket(self.path) or self.path.parent.is_dir():
                 self._manager = self._open()
         remedy = " Free some space there." if is_disk_full(error) else ""
-        return f"{failure}; {newest}.{remedy}"
+        return f"{failure}; {newest_note}.{remedy}"
 
 
 @cache

@@ -22,8 +22,8 @@ from valkyrie.checkpoint.contents import (
 )
 from valkyrie.checkpoint.durable import DurableTier
 from valkyrie.checkpoint.fast import FastTier, fast_folder
-from valkyrie.checkpoint.location import IDENTITY, all_steps_in, checkpoint_root, in_bucket
-from valkyrie.checksums import CHECKSUMS
+from valkyrie.checkpoint.location import IDENTITY_FILE, all_steps_in, checkpoint_root, in_bucket
+from valkyrie.checksums import CHECKSUMS_FILE
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
 from valkyrie.processes.team import ALONE, Team
@@ -66,7 +66,7 @@ class Checkpoints:
         self.durable = DurableTier(folder, config, read_only=read_only, team=team, info=info)
         self.fast: FastTier | None = None
         if config.fast.every is None and not read_only and team.is_leader:
-            (folder / IDENTITY).unlink(missing_ok=True)  # older fast checkpoints become stale from here on
+            (folder / IDENTITY_FILE).unlink(missing_ok=True)  # older fast checkpoints become stale from here on
         if config.fast.every is not None and not read_only:
             identity = team.broadcast_from_leader("run identity", lambda: _identity(folder))
             path = fast_folder(config.fast, folder, identity)
@@ -115,17 +115,21 @@ class Checkpoints:
             abstract_state: Shapes and shardings of the train state.
             changed: (requested, saved) value of each setting that differs from the saved run, by key.
         """
-        wanted = state_arrays(abstract_state)
-        fast, reason = self._newest_common_fast(wanted)
-        durable = self._newest_undamaged_durable(needed=fast is None)
+        abstract_arrays = state_arrays(abstract_state)
+        fast_step, reason = self._newest_common_fast(abstract_arrays)
+        durable_step = self._newest_undamaged_durable(needed=fast_step is None)
         restored = None
-        if self.fast is not None and fast is not None and (durable is None or fast > durable):
-            arrays, data = self.fast.read(fast, wanted)
-            older = "there is no durable one" if durable is None else f"the newest durable one is at step {durable}"
-            source = f"the fast checkpoint at step {fast} in {self.fast.path}; {older}"
-            restored = Restored(fast, abstract_state._replace(**arrays), data, source)
-        elif durable is not None:
-            restored = self._read_durable(durable, abstract_state, changed or {}, reason)
+        if self.fast is not None and fast_step is not None and (durable_step is None or fast_step > durable_step):
+            arrays, data = self.fast.read(fast_step, abstract_arrays)
+            durable_note = (
+                "there is no durable one"
+                if durable_step is None
+                else f"the newest durable one is at step {durable_step}"
+            )
+            source = f"the fast checkpoint at step {fast_step} in {self.fast.path}; {durable_note}"
+            restored = Restored(fast_step, abstract_state._replace(**arrays), data, source)
+        elif durable_step is not None:
+            restored = self._read_durable(durable_step, abstract_state, changed or {}, reason)
         elif reason and self._team.is_leader:
             print(f"Starting at step 0: there is no durable checkpoint yet{reason}", file=sys.stderr)
         if self.fast is not None:
@@ -139,21 +143,21 @@ class Checkpoints:
 
         `reason` is appended to `Restored.source`.
         """
-        wanted, path = state_arrays(abstract_state), self.durable.folder_of(step)
+        abstract_arrays, path = state_arrays(abstract_state), self.durable.folder_of(step)
         info = read_info(path)
         if info.step not in (None, step):
             raise ValueError(
                 f"The durable checkpoint at step {step} in {path.parent} was saved at step {info.step}, so its folder "
                 f"has been renamed. Rename {path} to {info.step}."
             )
-        refuse_other_model(path, info.parameters, parameter_shapes(wanted["parameters"]))
+        refuse_other_model(path, info.parameters, parameter_shapes(abstract_arrays["parameters"]))
         refuse_other_tokenizer(path, info.tokenizer, self._info.tokenizer)
         if info.holds == PARAMETERS_ONLY:
-            wanted = {"parameters": wanted["parameters"]}
+            abstract_arrays = {"parameters": abstract_arrays["parameters"]}
             abstract_state = abstract_state._replace(**dict.fromkeys(abstract_state._fields))
         else:
-            refuse_other_state(path, wanted, changed)
-        arrays, data = self.durable.read(step, wanted)
+            refuse_other_state(path, abstract_arrays, changed)
+        arrays, data = self.durable.read(step, abstract_arrays)
         source = f"the durable checkpoint at step {step} in {self.durable.path}{reason}"
         return Restored(step, abstract_state._replace(**arrays), data, source)
 
@@ -180,15 +184,15 @@ class Checkpoints:
             self.durable.reload(step)
         return step
 
-    def _newest_common_fast(self, wanted: Mapping[str, Any]) -> tuple[int | None, str]:
+    def _newest_common_fast(self, abstract_arrays: Mapping[str, Any]) -> tuple[int | None, str]:
         """Return (step, reason): the newest fast checkpoint that all processes can read, or None and the reason.
 
         The reason is empty if there is such a checkpoint, or if there are no fast checkpoints.
         """
         if self.fast is None:
             return None, ""
-        steps, refused = self.fast.restorable_steps(wanted)
-        answers = self._team.exchange("fast checkpoints", {"steps": steps, "refused": refused})
+        steps, refusal_reasons = self.fast.restorable_steps(abstract_arrays)
+        answers = self._team.exchange("fast checkpoints", {"steps": steps, "refused": refusal_reasons})
         if shared_steps := set.intersection(*({*answer["steps"]} for answer in answers)):
             return max(shared_steps), ""
         for process, answer in enumerate(answers):
@@ -199,8 +203,8 @@ class Checkpoints:
 
     def wait(self) -> str | None:
         """Wait until all current saves are on disk. Returns the error message if one failed, or None."""
-        failed = None if self.fast is None else self.fast.wait()
-        return self.durable.wait() or failed
+        fast_error = None if self.fast is None else self.fast.wait()
+        return self.durable.wait() or fast_error
 
     def poll(self) -> str | None:
         """Return the error message of a save that has failed, or None. Does not wait for a save in progress."""
@@ -242,21 +246,23 @@ class StoredCheckpoint(NamedTuple):
 def stored_checkpoints(folder: Path, config: CheckpointConfig) -> list[StoredCheckpoint]:
     """Return the checkpoints of a run, sorted by step: durable ones, and those in this host's fast folder."""
     root = checkpoint_root(folder)
-    stored = [_examine("durable", root / str(step)) for step in all_steps_in(root)]
-    if (folder / IDENTITY).is_file():
-        fast = fast_folder(config.fast, folder, _identity(folder))
-        for path in sorted(fast.glob("process-*")):
-            stored += [_examine(f"fast {path.name.replace('-', ' ')}", path / str(step)) for step in all_steps_in(path)]
-    return sorted(stored, key=lambda checkpoint: checkpoint.step)
+    checkpoints = [_examine("durable", root / str(step)) for step in all_steps_in(root)]
+    if (folder / IDENTITY_FILE).is_file():
+        fast_root = fast_folder(config.fast, folder, _identity(folder))
+        for path in sorted(fast_root.glob("process-*")):
+            checkpoints += [
+                _examine(f"fast {path.name.replace('-', ' ')}", path / str(step)) for step in all_steps_in(path)
+            ]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
 def _examine(tier: str, path: Any) -> StoredCheckpoint:
     from etils import epath
 
     info, damage = inspect(path)
-    unchecked = "complete; the bucket checks its objects" if in_bucket(path) else "no checksums"
+    unchecked_state = "complete; the bucket checks its objects" if in_bucket(path) else "no checksums"
     saved = "" if info is None else f"{info.layout or ''} {info.saved or ''}".strip()
-    state = f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS).is_file() else unchecked
+    state = f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS_FILE).is_file() else unchecked_state
     return StoredCheckpoint(tier, int(path.name), _bytes_in(epath.Path(path)), saved, damage, state)
 
 
@@ -266,11 +272,11 @@ def _bytes_in(path: Any) -> int:
 
 
 def _identity(folder: Path) -> str:
-    """Return the identity of a run folder: a random ID in the file `IDENTITY`, created if missing.
+    """Return the identity of a run folder: a random ID in `IDENTITY_FILE`, created if missing.
 
     A new run at the same path gets a different ID.
     """
-    file = folder / IDENTITY
+    file = folder / IDENTITY_FILE
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(file, f"{uuid.uuid4().hex[:12]}\n")

@@ -47,16 +47,16 @@ def read_array(path: Any, field: str, name: str) -> Any:
     import numpy as np
     import orbax.checkpoint as ocp
 
-    wanted: Any = 0
+    abstract_arrays: Any = 0
     for key in reversed([field, *name.split(".")]):
-        wanted = {key: wanted}
+        abstract_arrays = {key: abstract_arrays}
     folder = path / "state" if in_bucket(path) else (path / "state").resolve()
     with ocp.PyTreeCheckpointer() as checkpointer:
         restored: Any = checkpointer.restore(
             folder,
             args=ocp.args.PyTreeRestore(
-                item=wanted,
-                restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted),
+                item=abstract_arrays,
+                restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), abstract_arrays),
                 partial_restore=True,
             ),
         )

@@ -165,8 +165,10 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     Raises ValueError with the keys that have an unsupported value.
     """
     architecture = find_architecture(config)
-    if wrong := [key for key in architecture.size_keys.values() if type(config.get(key)) is not int or config[key] < 1]:
-        values = ", ".join(f"{key}={config.get(key)!r}" for key in wrong)
+    if invalid_keys := [
+        key for key in architecture.size_keys.values() if type(config.get(key)) is not int or config[key] < 1
+    ]:
+        values = ", ".join(f"{key}={config.get(key)!r}" for key in invalid_keys)
         raise ValueError(f"config.json: {values} must be whole numbers of at least 1 for {architecture.name}.")
     decode(_KeyTypes, dict(config), "config.json")  # raises ValueError for a value of the wrong type
     refusals = _unsupported_values(architecture, config)
@@ -305,8 +307,8 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[
         "attention.rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     }
     refusals = []
-    if rope_type == "llama3" and (missing := [name for name in _ROPE_STRETCH_KEYS if name not in rope]):
-        refusals.append(f"{key} lacks {', '.join(missing)}, required by rope_type=llama3")
+    if rope_type == "llama3" and (missing_keys := [name for name in _ROPE_STRETCH_KEYS if name not in rope]):
+        refusals.append(f"{key} lacks {', '.join(missing_keys)}, required by rope_type=llama3")
     elif rope_type == "llama3":
         settings |= {
             f"attention.rope_stretch.{field_name}": rope[rope_key]
@@ -314,9 +316,9 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[
         }
     elif rope_type != "default":
         refusals.append(f"{key}.rope_type={rope_type} is not supported, only default and llama3 are")
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        refusals.append(f"partial_rotary_factor={partial} is not supported, only 1 is")
+    rotary_factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if rotary_factor != 1.0:
+        refusals.append(f"partial_rotary_factor={rotary_factor} is not supported, only 1 is")
     return settings, refusals
 
 
@@ -325,14 +327,16 @@ def _window_settings(architecture: Architecture, config: Mapping[str, Any]) -> t
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
     if not architecture.supports_windows or window is None or not config.get("use_sliding_window", True):
         return [None], []
-    types = config.get("layer_types")
-    if types is None:
-        first = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
-        types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    by_type = {"full_attention": None, "sliding_attention": window}
-    if unknown := sorted({*types} - by_type.keys()):
-        return [None], [f"layer_types has {', '.join(unknown)}, but only {' and '.join(by_type)} are supported"]
-    windows = [by_type[layer] for layer in types]
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        full_layers = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
+        layer_types = ["full_attention" if i < full_layers else "sliding_attention" for i in range(layers)]
+    window_by_type = {"full_attention": None, "sliding_attention": window}
+    if unknown_types := sorted({*layer_types} - window_by_type.keys()):
+        return [None], [
+            f"layer_types has {', '.join(unknown_types)}, but only {' and '.join(window_by_type)} are supported"
+        ]
+    windows = [window_by_type[layer_type] for layer_type in layer_types]
     return (windows[:1] if len({*windows}) == 1 else windows), []
 
 
@@ -352,9 +356,9 @@ def _window_entries(architecture: Architecture, model: gpt.Config | gpt2.Config)
         )
     if architecture is MISTRAL:
         return {"sliding_window": lengths.pop()}
-    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    sliding = {"use_sliding_window": True, "layer_types": types, "max_window_layers": windows.count(None)}
-    return {"sliding_window": lengths.pop(), **sliding}
+    layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    sliding_entries = {"use_sliding_window": True, "layer_types": layer_types, "max_window_layers": windows.count(None)}
+    return {"sliding_window": lengths.pop(), **sliding_entries}
 
 
 def _unsupported_settings(model: gpt.Config | gpt2.Config, architecture: Architecture) -> list[str]:

@@ -16,7 +16,7 @@ from valkyrie.data.git_lfs import refuse_git_lfs_pointer
 from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.units import count_text, decimal_bytes_text
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 """Names of files in a folder. The weights are in a single file, or in several files that the index lists."""
 COPIED_FILES = (
     "tokenizer.json",
@@ -27,7 +27,7 @@ COPIED_FILES = (
 )
 COPIED_FILES += ("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
 """Files for the tokenizer and for generation. Conversions copy these unchanged in both directions."""
-OTHER_FOLDER = "another FOLDER"
+OTHER_FOLDER_REMEDY = "another FOLDER"
 """Remedy that error messages suggest if the output folder cannot be written."""
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 """Supported tensor dtypes, by their names in safetensors files."""
@@ -47,9 +47,9 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder. Use a folder that has {CONFIG} and {SINGLE}.")
+            raise ValueError(f"{folder} is not a folder. Use a folder that has {CONFIG_FILE} and {WEIGHTS_FILE}.")
         self.folder = folder
-        self.config = _read_json(folder / CONFIG, folder)
+        self.config = _read_json(folder / CONFIG_FILE, folder)
         self._file_by_tensor: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -80,19 +80,21 @@ class Weights:
         Additional tensors are allowed if their names end in one of `ignored_suffixes`. `architecture` is the name in
         the message.
         """
-        missing = [name for name in expected if name not in self.shapes]
-        misshapen = [
+        missing_names = [name for name in expected if name not in self.shapes]
+        misshapen_tensors = [
             f"{n} is {list(self.shapes[n])}, not {list(s)}" for n, s in expected.items() if s != self.shapes.get(n, s)
         ]
-        unexpected = [name for name in self.shapes if name not in expected and not name.endswith(ignored_suffixes)]
-        unsupported = [
+        unexpected_names = [
+            name for name in self.shapes if name not in expected and not name.endswith(ignored_suffixes)
+        ]
+        unsupported_tensors = [
             f"{name} is {dtype}" for name, dtype in self.dtypes.items() if dtype not in DTYPES and name in expected
         ]
         differences = {
-            "has no tensor": missing,
-            "has tensors with shapes that do not match its config.json:": misshapen,
-            f"has tensors that a {architecture} does not have:": unexpected,
-            f"has tensors that are not {', '.join(DTYPES)}:": unsupported,
+            "has no tensor": missing_names,
+            "has tensors with shapes that do not match its config.json:": misshapen_tensors,
+            f"has tensors that a {architecture} does not have:": unexpected_names,
+            f"has tensors that are not {', '.join(DTYPES)}:": unsupported_tensors,
         }
         if problems := [f"{text} {_first_names(names)}" for text, names in differences.items() if names]:
             raise ValueError(f"{self.folder} {'. It '.join(problems)}.")
@@ -103,9 +105,9 @@ class Weights:
         try:
             with safe_open(path, "np") as file:
                 for tensor in file.offset_keys():
-                    part = file.get_slice(tensor)
+                    tensor_slice = file.get_slice(tensor)
                     self._file_by_tensor[tensor] = name
-                    self.shapes[tensor], self.dtypes[tensor] = tuple(part.get_shape()), part.get_dtype()
+                    self.shapes[tensor], self.dtypes[tensor] = tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
         except (SafetensorError, OSError) as error:
             refuse_git_lfs_pointer(path, "the weights")
             raise ValueError(f"{path} is not a complete safetensors file ({error}). Copy it again.") from error
@@ -113,25 +115,30 @@ class Weights:
 
 def _weight_files(folder: Path) -> list[str]:
     """Return the names of the safetensors files. Raises ValueError if there are none, or if a listed one is missing."""
-    if (folder / INDEX).is_file():
-        index = _read_json(folder / INDEX, folder)
+    if (folder / INDEX_FILE).is_file():
+        index = _read_json(folder / INDEX_FILE, folder)
         by_tensor = index.get("weight_map", {})
         if not isinstance(by_tensor, dict) or not all(isinstance(file, str) for file in by_tensor.values()):
-            raise ValueError(f"{folder / INDEX} is damaged (weight_map must name files). Copy it again.")
+            raise ValueError(f"{folder / INDEX_FILE} is damaged (weight_map must name files). Copy it again.")
         files = sorted({*by_tensor.values()})
-        if missing := [file for file in files if not (folder / file).is_file()]:
+        if missing_files := [file for file in files if not (folder / file).is_file()]:
             raise ValueError(
-                f"{folder} has no {_first_names(missing)}, listed in {INDEX}. Copy all files of the model there."
+                f"{folder} has no {_first_names(missing_files)}, listed in {INDEX_FILE}. Copy all files of the model "
+                "there."
             )
         if files:
             return files
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
+    if (folder / WEIGHTS_FILE).is_file():
+        return [WEIGHTS_FILE]
     for file in folder.glob("*.bin"):
         refuse_git_lfs_pointer(file, "the weights")
-    other = sorted(file.name for file in folder.glob("*.bin")) + sorted(file.name for file in folder.glob("*.pt*"))
-    remedy = f" Load {_first_names(other)} with transformers and save it with save_pretrained." if other else ""
-    raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}.{remedy}")
+    other_files = sorted(file.name for file in folder.glob("*.bin")) + sorted(
+        file.name for file in folder.glob("*.pt*")
+    )
+    remedy = (
+        f" Load {_first_names(other_files)} with transformers and save it with save_pretrained." if other_files else ""
+    )
+    raise ValueError(f"{folder} has no {WEIGHTS_FILE} and no {INDEX_FILE}.{remedy}")
 
 
 def _read_json(path: Path, folder: Path) -> Mapping[str, Any]:
@@ -147,15 +154,15 @@ def _read_json(path: Path, folder: Path) -> Mapping[str, Any]:
     return values
 
 
-def copy_other_files(source: Path, to: Path, alternative: str | None = None) -> list[str]:
+def copy_other_files(source: Path, target: Path, alternative: str | None = None) -> list[str]:
     """Copy those of `COPIED_FILES` that exist from one folder to another, and return their names.
 
     Raises DiskError if they cannot be written, for example on a full disk. The error message suggests `alternative`.
     """
     names = [name for name in COPIED_FILES if (source / name).is_file()]
-    with disk_errors(to, alternative):
+    with disk_errors(target, alternative):
         for name in names:
-            shutil.copyfile(source / name, to / name)
+            shutil.copyfile(source / name, target / name)
     return names
 
 
@@ -180,37 +187,42 @@ def write_folder(
         read_tensor: returns a tensor by name. The tensors of one file are in memory at once.
         file_bytes: approximate maximum bytes of a file.
     """
-    parts = _split_into_files(
+    tensor_groups = _split_into_files(
         {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, file_bytes
     )
-    single = len(parts) == 1
-    names = [SINGLE if single else f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    with disk_errors(folder, OTHER_FOLDER):
-        for file, part in zip(names, parts, strict=True):
-            _write_file(folder / file, {name: _cast(name, read_tensor(name), dtype) for name in part})
-        if not single:
+    is_single = len(tensor_groups) == 1
+    names = [
+        WEIGHTS_FILE if is_single else f"model-{i:05d}-of-{len(tensor_groups):05d}.safetensors"
+        for i in range(1, len(tensor_groups) + 1)
+    ]
+    with disk_errors(folder, OTHER_FOLDER_REMEDY):
+        for file, tensor_names in zip(names, tensor_groups, strict=True):
+            _write_file(folder / file, {name: _cast(name, read_tensor(name), dtype) for name in tensor_names})
+        if not is_single:
             total = sum(int(np.prod(shape)) for shape in shapes.values())
             index = {
                 "metadata": {"total_parameters": total, "total_size": total * dtype.itemsize},
-                "weight_map": {name: file for file, part in zip(names, parts, strict=True) for name in part},
+                "weight_map": {
+                    name: file for file, tensor_names in zip(names, tensor_groups, strict=True) for name in tensor_names
+                },
             }
-            write_atomic(folder / INDEX, json.dumps(index, indent=2) + "\n", OTHER_FOLDER)
-        write_atomic(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n", OTHER_FOLDER)
+            write_atomic(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n", OTHER_FOLDER_REMEDY)
+        write_atomic(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n", OTHER_FOLDER_REMEDY)
     return names
 
 
 def _cast(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return a contiguous tensor of `dtype`. Raises ValueError if a finite number would become infinite."""
     with np.errstate(over="ignore"):
-        cast = np.ascontiguousarray(tensor, dtype)
-    if count := int(np.count_nonzero(np.isinf(cast) & np.isfinite(tensor))):
+        cast_tensor = np.ascontiguousarray(tensor, dtype)
+    if count := int(np.count_nonzero(np.isinf(cast_tensor) & np.isfinite(tensor))):
         largest = float(ml_dtypes.finfo(dtype).max)
         limit = f"{largest:,.0f}" if largest < 1e6 else f"{largest:.3g}"
-        wider = "bfloat16 or float32" if dtype == DTYPES["F16"] else "float32"
+        wider_dtypes = "bfloat16 or float32" if dtype == DTYPES["F16"] else "float32"
         raise ValueError(
-            f"{name} has {count_text(count, 'number')} beyond {dtype.name}'s {limit}. Use --dtype {wider}."
+            f"{name} has {count_text(count, 'number')} beyond {dtype.name}'s {limit}. Use --dtype {wider_dtypes}."
         )
-    return cast
+    return cast_tensor
 
 
 def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -227,15 +239,15 @@ def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 def _split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Group tensor names into files of at most `limit` bytes. A larger tensor is alone in its file."""
-    parts: list[list[str]] = [[]]
-    free = limit
+    tensor_groups: list[list[str]] = [[]]
+    free_bytes = limit
     for name, size in sizes.items():
-        if parts[-1] and size > free:
-            parts.append([])
-            free = limit
-        parts[-1].append(name)
-        free -= size
-    return parts
+        if tensor_groups[-1] and size > free_bytes:
+            tensor_groups.append([])
+            free_bytes = limit
+        tensor_groups[-1].append(name)
+        free_bytes -= size
+    return tensor_groups
 
 
 def describe_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> str:
@@ -245,5 +257,5 @@ def describe_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> 
 
 
 def _first_names(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
+    more_text = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more_text}"

@@ -17,7 +17,7 @@ from valkyrie.checkpoint.contents import PARAMETERS_ONLY
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import Setting, find_architecture, model_settings
-from valkyrie.convert.folder import CONFIG, Weights, copy_other_files, describe_tensors
+from valkyrie.convert.folder import CONFIG_FILE, Weights, copy_other_files, describe_tensors
 from valkyrie.convert.names import DERIVED_SUFFIXES, GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size, tokenizer_identity
 from valkyrie.models.stack import Stack
@@ -26,13 +26,13 @@ from valkyrie.problems import Problem, refuse
 from valkyrie.runs.folder import key_value, run_folder, versions, write_run_files
 from valkyrie.trees import override_text
 
-ORIGINALS = "huggingface"
+ORIGINALS_FOLDER = "huggingface"
 """Subfolder of a run folder with the original files except the weights, used to convert back."""
 PREFIX_FILE = "prefix"
-"""File in `ORIGINALS` with the prefix of GPT-2's tensor names: `transformer.`, or empty."""
+"""File in `ORIGINALS_FOLDER` with the prefix of GPT-2's tensor names: `transformer.`, or empty."""
 _UNEMBEDDING = "lm_head.weight"
 """Tensor of the output matrix. Folders of models with tied embeddings may have it as a copy of the embedding."""
-_ADJUSTABLE = ("name", "context", "attention.rope_theta")
+_ADJUSTABLE_SETTINGS = ("name", "context", "attention.rope_theta")
 """Model settings that overrides may change: they change neither the tensors nor the architecture."""
 _MAX_SEQ = 2048
 """Upper limit of the default `seq`, in tokens. Many models support longer contexts than fit on a laptop."""
@@ -66,26 +66,26 @@ def import_folder(
     has_prefix = architecture.is_gpt2 and any(name.startswith(GPT2_PREFIX) for name in weights.shapes)
     prefix = GPT2_PREFIX if has_prefix else ""
     by_parameter = tensor_slices(run.model, prefix)
-    expected = {piece.name: piece.tensor_shape for parts in by_parameter.values() for piece in parts}
-    tied = (_UNEMBEDDING,) if run.model.tie_embeddings else ()
-    weights.check_tensors(expected, (*DERIVED_SUFFIXES, *tied), architecture.name)
+    tensor_shapes = {piece.name: piece.tensor_shape for parts in by_parameter.values() for piece in parts}
+    ignored_copies = (_UNEMBEDDING,) if run.model.tie_embeddings else ()
+    weights.check_tensors(tensor_shapes, (*DERIVED_SUFFIXES, *ignored_copies), architecture.name)
     if run.model.tie_embeddings:
         _check_tied(weights, by_parameter["embedding"][0].name)
     target = run_folder(run)
     if target.exists():
         raise ValueError(f"{target} already exists. Use another --name NAME, or delete the folder.")
     _check_tokenizer(run)
-    say(f"{architecture.name}: {describe_tensors(expected, weights.dtype(expected))}")
+    say(f"{architecture.name}: {describe_tensors(tensor_shapes, weights.dtype(tensor_shapes))}")
     with _delete_on_failure(target):
-        originals = target / ORIGINALS
+        originals_folder = target / ORIGINALS_FOLDER
         with disk_errors(target):
-            originals.mkdir(parents=True)
-        copied = copy_other_files(folder, originals)
-        write_atomic(originals / CONFIG, (folder / CONFIG).read_bytes())
+            originals_folder.mkdir(parents=True)
+        copied_names = copy_other_files(folder, originals_folder)
+        write_atomic(originals_folder / CONFIG_FILE, (folder / CONFIG_FILE).read_bytes())
         if architecture.is_gpt2:
-            write_atomic(originals / PREFIX_FILE, prefix)
-        if tokenizer is None and "tokenizer.json" in copied:
-            run = _with_tokenizer(run, str((originals / "tokenizer.json").absolute()))
+            write_atomic(originals_folder / PREFIX_FILE, prefix)
+        if tokenizer is None and "tokenizer.json" in copied_names:
+            run = _with_tokenizer(run, str((originals_folder / "tokenizer.json").absolute()))
         _save_checkpoint(run, target, weights, by_parameter, folder)
         write_run_files(run, target)
     return target
@@ -97,8 +97,8 @@ def _check_tied(weights: Weights, embedding: str) -> None:
 
     if _UNEMBEDDING in weights.shapes and not np.array_equal(weights.read(_UNEMBEDDING), weights.read(embedding)):
         raise ValueError(
-            f"{weights.folder}: {_UNEMBEDDING} differs from {embedding}, but {CONFIG} ties them. Set "
-            f"tie_word_embeddings to false in {CONFIG} to use both."
+            f"{weights.folder}: {_UNEMBEDDING} differs from {embedding}, but {CONFIG_FILE} ties them. Set "
+            f"tie_word_embeddings to false in {CONFIG_FILE} to use both."
         )
 
 
@@ -135,11 +135,11 @@ def _make_run(
 
 def _refuse_overrides(overrides: Sequence[str], settings: Mapping[str, Setting]) -> None:
     """Raise ValueError for an override of a setting of `config.json`, or of `mode` or `resume`."""
-    fixed = {f"model.{key}" for key in settings if key not in _ADJUSTABLE}
+    fixed_keys = {f"model.{key}" for key in settings if key not in _ADJUSTABLE_SETTINGS}
     for override in overrides:
         key = key_value(override)[0]
-        if key == "model" or key in fixed:
-            raise ValueError(f"{override}: the architecture comes from {CONFIG}. Leave it out.")
+        if key == "model" or key in fixed_keys:
+            raise ValueError(f"{override}: the architecture comes from {CONFIG_FILE}. Leave it out.")
         if key in ("mode", "resume"):
             raise ValueError(f"{override}: from-hf only writes a new run. Leave it out.")
 
@@ -168,11 +168,11 @@ def _with_tokenizer(run: Run, tokenizer: str) -> Run:
 
 
 def _check_tokenizer(run: Run) -> None:
-    ids, rows = read_vocab_size(run.tokenizer), run.model.vocab_size
-    if ids > rows:
+    id_count, row_count = read_vocab_size(run.tokenizer), run.model.vocab_size
+    if id_count > row_count:
         raise ValueError(
-            f"tokenizer={run.tokenizer} has {ids:,} ids, but config.json has vocab_size={rows}, so it belongs to "
-            "another model. Set --tokenizer to the tokenizer of this model."
+            f"tokenizer={run.tokenizer} has {id_count:,} ids, but config.json has vocab_size={row_count}, so it "
+            "belongs to another model. Set --tokenizer to the tokenizer of this model."
         )
     load_tokenizer(run.tokenizer)
 
@@ -206,11 +206,11 @@ def _save_checkpoint(
     )
     parameters: Any = {}
     for name, parts in by_parameter.items():
-        *path, last = name.split(".")
+        *path, leaf_key = name.split(".")
         node = parameters
         for key in path:
             node = node.setdefault(key, {})
-        node[last] = _load_parameter(weights, parts)
+        node[leaf_key] = _load_parameter(weights, parts)
     state = TrainState(step=None, parameters=parameters, optimizer=None, ema=None, key=None)
     with closing(WeightsTier(target, CheckpointConfig(), read_only=False, team=ALONE, info=info)) as tier:
         error = tier.save(0, state, {}) or tier.wait()

@@ -110,8 +110,8 @@ class TensorSlice:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor in the folder."""
-        *ahead, last = self._part_shape
-        return (*ahead, last * (1 if self.location.third is None else 3))
+        *leading_sizes, last_size = self._part_shape
+        return (*leading_sizes, last_size * (1 if self.location.third is None else 3))
 
     @property
     def _part_shape(self) -> tuple[int, ...]:

@@ -19,8 +19,15 @@ from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import load_run
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import find_architecture, to_config_json
-from valkyrie.convert.folder import CONFIG, DTYPES, OTHER_FOLDER, copy_other_files, describe_tensors, write_folder
-from valkyrie.convert.load import ORIGINALS, PREFIX_FILE
+from valkyrie.convert.folder import (
+    CONFIG_FILE,
+    DTYPES,
+    OTHER_FOLDER_REMEDY,
+    copy_other_files,
+    describe_tensors,
+    write_folder,
+)
+from valkyrie.convert.load import ORIGINALS_FOLDER, PREFIX_FILE
 from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer_json import json_path
 from valkyrie.models.stack import Stack
@@ -54,7 +61,7 @@ def export_run(
     """
     run = load_run(run_folder, [])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER}.")
+        raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER_REMEDY}.")
     config = _merge_config(run_folder, run, dtype)  # refuses models that cannot be converted
     weights_dtype = DTYPES_BY_NAME[str(config["dtype"])]
     assert isinstance(run.model, Stack)
@@ -68,7 +75,7 @@ def export_run(
     say(f"{find_architecture(config).name} of step {step}: {describe_tensors(shapes, weights_dtype)}")
     reader = _ParameterReader(path, field)
     with _empty_on_failure(folder):
-        with disk_errors(folder, OTHER_FOLDER):
+        with disk_errors(folder, OTHER_FOLDER_REMEDY):
             folder.mkdir(parents=True, exist_ok=True)
         write_folder(folder, config, shapes, weights_dtype, lambda name: reader.read(by_name[name]), file_bytes)
         _copy_tokenizer(run_folder, run, folder)
@@ -117,7 +124,7 @@ def _select_layer(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
 
 def _tensor_prefix(run_folder: Path, run: Run) -> str:
     """Return the prefix of GPT-2's tensor names, as in the original folder if there is one. Empty for other models."""
-    prefix = run_folder / ORIGINALS / PREFIX_FILE
+    prefix = run_folder / ORIGINALS_FOLDER / PREFIX_FILE
     if run.model.family != "gpt2":
         return ""
     return prefix.read_text() if prefix.is_file() else GPT2_PREFIX
@@ -151,7 +158,7 @@ def _has_average(run: Run, path: Any) -> bool:
 
 def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
     """Return the contents of config.json: the original ones, if any, updated with the current settings."""
-    original = run_folder / ORIGINALS / CONFIG
+    original = run_folder / ORIGINALS_FOLDER / CONFIG_FILE
     old = json.loads(original.read_bytes()) if original.is_file() else {}
     old_dtype = old.get("dtype") or old.get("torch_dtype") or "float32"
     assert isinstance(run.model, Stack)
@@ -167,8 +174,8 @@ def _copy_tokenizer(run_folder: Path, run: Run, folder: Path) -> None:
 
     For other runs, copies the tokenizer that the run was trained with if it is a `tokenizer.json`.
     """
-    if (run_folder / ORIGINALS).is_dir():
-        copy_other_files(run_folder / ORIGINALS, folder, OTHER_FOLDER)
+    if (run_folder / ORIGINALS_FOLDER).is_dir():
+        copy_other_files(run_folder / ORIGINALS_FOLDER, folder, OTHER_FOLDER_REMEDY)
     elif (file := json_path(run.tokenizer)) is not None:
-        with disk_errors(folder, OTHER_FOLDER):
+        with disk_errors(folder, OTHER_FOLDER_REMEDY):
             shutil.copyfile(file, folder / "tokenizer.json")

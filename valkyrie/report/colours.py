@@ -8,7 +8,7 @@ Wall times reuse the colours of step parts and partitions. `PartKind.rest`, used
 from __future__ import annotations
 
 from valkyrie.parts import PART_LABELS, PartKind
-from valkyrie.runs.goodput import KINDS
+from valkyrie.runs.goodput import TIME_KINDS
 
 _PARTS = {
     PART_LABELS[kind]: colour
@@ -29,7 +29,7 @@ _OTHER_AXES = ("#b5894a", "#c97f5f", "#8a5a44", "#e0a080")
 _PARTITIONS = {"fsdp": "#7a5cc4", "dp": "#8a9a2b", "1d_tp": "#b8429f", "2d_tp": "#e39ad0", "sp": "#a83279"}
 _PARTITIONS |= {"data_model_fsdp": "#b7c04a", "2d_tp_fsdp": "#a08be0", "fsdp_tp": "#5d46a3"}
 _OTHER_PARTITIONS = ("#6f7a1f", "#8e4fa8", "#c9a0dc", "#d98cb3")
-_WALL_TIMES = dict(zip(KINDS.values(), [*_PARTS.values()][:5] + [*_PARTITIONS.values()][:5], strict=True))
+_WALL_TIMES = dict(zip(TIME_KINDS.values(), [*_PARTS.values()][:5] + [*_PARTITIONS.values()][:5], strict=True))
 
 
 def axes_colour(axes: str) -> str:

@@ -11,7 +11,7 @@ from valkyrie.axes import axes_text
 from valkyrie.config.modes import METRICS_FILE
 from valkyrie.parts import PART_LABELS, PartKind, describe_part
 from valkyrie.report.rank import chip_price, pareto_ids, peak_memory
-from valkyrie.runs.goodput import KINDS
+from valkyrie.runs.goodput import TIME_KINDS
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.sweep.rows import Row, pair_predictions
 from valkyrie.sweep.trial import Status
@@ -258,7 +258,7 @@ def wall_times(rows: Sequence[Row]) -> Values:
     row_labels = names if len(set(names.values())) == len(names) else labels(rows)
     longest = max((wall_s for *_, wall_s in entries), default=0.0)
     unit, scale = next((unit, scale) for unit, scale in _LONG_UNITS if longest * scale >= 2 or unit == "s")
-    return _stacked(row_labels, entries, list(KINDS), KINDS, unit, scale)
+    return _stacked(row_labels, entries, list(TIME_KINDS), TIME_KINDS, unit, scale)
 
 
 def pairs(rows: Sequence[Row]) -> Values:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import OverflowMethod
     from rich.table import Table
 
-R = TypeVar("R")
+Row = TypeVar("Row")
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
@@ -38,8 +38,8 @@ TIME_UNITS = ("speed", "seconds")
 
 
 @dataclass(frozen=True)
-class Column(Generic[R]):
-    """A column of a table with rows of type `R`.
+class Column(Generic[Row]):
+    """A column of a table with rows of type `Row`.
 
     Args:
         name: Key in CSV files and in the HTML report.
@@ -56,7 +56,7 @@ class Column(Generic[R]):
     name: str
     label: str
     unit: str
-    value: Callable[[R], Any]
+    value: Callable[[Row], Any]
     help: str = ""
     wandb: str | None = None
     scale: float = 1.0
@@ -73,21 +73,21 @@ class Column(Generic[R]):
         """Key of the values in W&B: `wandb` if it is set, else `name`."""
         return self.wandb or self.name
 
-    def text(self, row: R) -> str:
+    def text(self, row: Row) -> str:
         """Return the formatted value for a row, or `unknown` if there is none."""
         value = self.value(row)
         return self.unknown if value in (None, "") else FORMATS[self.unit](value)
 
-    def scaled(self, row: R) -> Any:
+    def scaled(self, row: Row) -> Any:
         """Return the value for a row in the unit used at W&B, or None if it is unknown."""
         value = self.value(row)
         return value if value is None or self.scale == 1.0 else self.scale * value
 
 
 def terminal_table(
-    columns: Iterable[Column[R]],
-    rows: Sequence[R],
-    style: Callable[[R], str | None] = lambda _: None,
+    columns: Iterable[Column[Row]],
+    rows: Sequence[Row],
+    style: Callable[[Row], str | None] = lambda _: None,
     overflow: OverflowMethod = "ellipsis",
     **options: Any,
 ) -> Table:
@@ -118,17 +118,17 @@ def terminal_table(
     return table
 
 
-def html_table(columns: Iterable[Column[R]], rows: Sequence[R]) -> str:
+def html_table(columns: Iterable[Column[Row]], rows: Sequence[Row]) -> str:
     """Return the rows as an HTML table for notebooks, with values formatted as on a terminal."""
     from html import escape
 
     columns = list(columns)
-    aligned = [f' style="text-align: {"right" if column.is_number else "left"}"' for column in columns]
+    alignments = [f' style="text-align: {"right" if column.is_number else "left"}"' for column in columns]
     head = "".join(
-        f"<th{style}>{escape(' '.join(c.label.split()))}</th>" for c, style in zip(columns, aligned, strict=True)
+        f"<th{style}>{escape(' '.join(c.label.split()))}</th>" for c, style in zip(columns, alignments, strict=True)
     )
     body = "".join(
-        f"<tr>{''.join(f'<td{s}>{escape(c.text(row))}</td>' for c, s in zip(columns, aligned, strict=True))}</tr>"
+        f"<tr>{''.join(f'<td{s}>{escape(c.text(row))}</td>' for c, s in zip(columns, alignments, strict=True))}</tr>"
         for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -138,20 +138,22 @@ def html_facts(facts: Mapping[str, object]) -> str:
     """Return names and values as an HTML table for notebooks. Omits values that are None."""
     from html import escape
 
-    left = 'style="text-align: left"'
+    left_aligned = 'style="text-align: left"'
     rows = (
-        f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(str(value))}</td></tr>"
+        f"<tr><th {left_aligned}>{escape(name)}</th><td {left_aligned}>{escape(str(value))}</td></tr>"
         for name, value in facts.items()
         if value is not None
     )
     return f"<table><tbody>{''.join(rows)}</tbody></table>"
 
 
-def terminal_line(columns: Sequence[Column[R]], row: R | None = None) -> str:
+def terminal_line(columns: Sequence[Column[Row]], row: Row | None = None) -> str:
     """Return a row, or the headings if `row` is None, as a line of a table that is printed line by line.
 
     Pads cells to the column's `min_width`, except in the last column.
     """
     cells = [(column, column.label if row is None else column.text(row)) for column in columns]
-    padded = [text.rjust(c.min_width or 0) if c.is_number else text.ljust(c.min_width or 0) for c, text in cells[:-1]]
-    return "  ".join([*padded, cells[-1][1]])
+    padded_cells = [
+        text.rjust(c.min_width or 0) if c.is_number else text.ljust(c.min_width or 0) for c, text in cells[:-1]
+    ]
+    return "  ".join([*padded_cells, cells[-1][1]])

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.checkpoint import is_resumable, latest_step
-from valkyrie.checkpoint.location import FOLDER
+from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.extensions import check_modules
@@ -77,18 +77,18 @@ def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
     for folder in Path(resume).absolute().parents:
         if Path(resume).exists() and is_resumable(folder):
             raise ValueError(f"{key}{resume} is inside a run folder. Use {key}{folder}.")
-    known = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
+    newest_names = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
     names = {f.name.lower(): f.name for f in candidates}
     nearest = suggest(resume.lower(), names, cutoff=0.75)
     hint = f" Did you mean {key}{names[nearest]}?" if nearest else ""
     raise ValueError(
-        f"{key}{resume}: there is no such run with a checkpoint under runs={runs}.{hint} Newest runs: {known}."
+        f"{key}{resume}: there is no such run with a checkpoint under runs={runs}.{hint} Newest runs: {newest_names}."
     )
 
 
 def _last_save_time(folder: Path) -> float:
     """Return the time of a run's last save: that of its checkpoint folder, or of the run folder if that is missing."""
-    checkpoints = folder / FOLDER
+    checkpoints = folder / CHECKPOINTS_FOLDER
     return (checkpoints if checkpoints.exists() else folder).stat().st_mtime
 
 
@@ -107,10 +107,10 @@ def run_folder(run: Run) -> Path:
     name = run.config.name
     if name is not None:
         if len(Path(name).parts) > 1:
-            parent, last = runs / Path(name).parent, Path(name).name
+            parent, folder_name = runs / Path(name).parent, Path(name).name
             raise ValueError(
                 f"name={name} is a nested folder, but resume=latest only searches directly under runs={runs}. Use "
-                f"runs={parent} name={last}, or name={name.strip('/').replace('/', '-')}."
+                f"runs={parent} name={folder_name}, or name={name.strip('/').replace('/', '-')}."
             )
         needs_separate_folder = not uses_run_folder and latest_step(runs / name) is not None
         folder = runs / (f"{name}-{mode}" if needs_separate_folder else name)
@@ -136,10 +136,10 @@ def claim_run_folder(run: Run, folder: Path) -> Path:
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            claimed = unused_path(folder)
+            new_folder = unused_path(folder)
             with contextlib.suppress(FileExistsError):
-                claimed.mkdir()
-                return claimed
+                new_folder.mkdir()
+                return new_folder
 
 
 def _has_other_files(folder: Path) -> bool:
@@ -229,8 +229,10 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
     except (OmegaConfBaseException, OSError, UnicodeDecodeError, YAMLError) as error:
         raise ValueError(f"{file} is damaged ({first_line(error)}). {remedy}") from error
     hydra = config.get("hydra") if isinstance(config, DictConfig) else None
-    last = hydra.get("hydra_logging") if isinstance(hydra, DictConfig) else None
-    is_complete = isinstance(last, DictConfig) and "root" in last and not isinstance(last.root, str)
+    logging_config = hydra.get("hydra_logging") if isinstance(hydra, DictConfig) else None
+    is_complete = (
+        isinstance(logging_config, DictConfig) and "root" in logging_config and not isinstance(logging_config.root, str)
+    )
     if not isinstance(config, DictConfig) or not (is_complete or not whole):
         raise ValueError(f"{file} is damaged (the end is missing). {remedy}")
     modules = config.get("modules")
@@ -238,8 +240,8 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
         raise ValueError(f"{file} is damaged (modules={modules} must be a list). {remedy}")
     check_modules([str(folder) for folder in modules or []], file)
     if isinstance(config.get("optimizer"), DictConfig):
-        saved: Any = OmegaConf.to_container(config.optimizer, resolve=False)
-        config.optimizer = convert_old_settings(saved)
+        old_optimizer: Any = OmegaConf.to_container(config.optimizer, resolve=False)
+        config.optimizer = convert_old_settings(old_optimizer)
     if isinstance(OmegaConf.select(config, "target.chip", throw_on_missing=False), DictConfig):
         chip: Any = OmegaConf.to_container(config.target.chip, resolve=False)
         config.target.chip = add_shipped_figures(chip)
@@ -254,18 +256,22 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
     """
     if not (folder / RUN_FILE).is_file():
         return {}
-    saved = OmegaConf.to_container(saved_config(folder))
-    assert isinstance(saved, dict)
-    return _changed(run.record(), saved)
+    saved_settings = OmegaConf.to_container(saved_config(folder))
+    assert isinstance(saved_settings, dict)
+    return _find_changes(run.record(), saved_settings)
 
 
 def describe_continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
     """Return a line about a run that continues: its first and last step, and the settings that have changed."""
     config = run.config
     saved_steps = saved_config(folder).steps if (folder / RUN_FILE).is_file() else config.steps
-    differs = {"steps": (str(config.steps), str(saved_steps))} if saved_steps != config.steps else {}
-    listed = ", ".join(f"{key}={now} (was {before})" for key, (now, before) in (differs | changed).items())
-    return f"continuing {folder.name} from step {step} to step {config.steps}{': ' if listed else ''}{listed}"
+    changed_steps = {"steps": (str(config.steps), str(saved_steps))} if saved_steps != config.steps else {}
+    changes_text = ", ".join(
+        f"{key}={new_value} (was {saved_value})" for key, (new_value, saved_value) in (changed_steps | changed).items()
+    )
+    return (
+        f"continuing {folder.name} from step {step} to step {config.steps}{': ' if changes_text else ''}{changes_text}"
+    )
 
 
 def describe_schedule_change(run: Run, folder: Path, step: int) -> str | None:
@@ -276,36 +282,39 @@ def describe_schedule_change(run: Run, folder: Path, step: int) -> str | None:
     if not (folder / RUN_FILE).is_file():
         return None
     config, saved = run.config, saved_config(folder)
-    known = {f.name: saved.optimizer[f.name] for f in fields(OptimizerConfig) if f.name in saved.optimizer}
-    before = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OptimizerConfig), known))
-    assert isinstance(before, OptimizerConfig)
-    length, was = config.optimizer.decay_steps or config.steps, before.decay_steps or saved.steps
-    rates: list[Any] = [learning_rate_schedule(o, n)(step) for o, n in ((config.optimizer, length), (before, was))]
-    new, old = map(float, rates)
-    if length == was or abs(new - old) <= 0.01 * old:
+    saved_fields = {f.name: saved.optimizer[f.name] for f in fields(OptimizerConfig) if f.name in saved.optimizer}
+    saved_optimizer = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OptimizerConfig), saved_fields))
+    assert isinstance(saved_optimizer, OptimizerConfig)
+    length, saved_length = config.optimizer.decay_steps or config.steps, saved_optimizer.decay_steps or saved.steps
+    rates: list[Any] = [
+        learning_rate_schedule(optimizer, schedule_steps)(step)
+        for optimizer, schedule_steps in ((config.optimizer, length), (saved_optimizer, saved_length))
+    ]
+    new_rate, old_rate = map(float, rates)
+    if length == saved_length or abs(new_rate - old_rate) <= 0.01 * old_rate:
         return None
     return (
-        f"the learning rate at step {step} changes from {old:.2g} to {new:.2g}, because its schedule now has {length} "
-        f"steps instead of {was}. To keep the schedule, add optimizer.decay_steps={was}"
+        f"the learning rate at step {step} changes from {old_rate:.2g} to {new_rate:.2g}, because its schedule now has "
+        f"{length} steps instead of {saved_length}. To keep the schedule, add optimizer.decay_steps={saved_length}"
     )
 
 
-def _changed(requested: Any, saved: dict[Any, Any], prefix: str = "") -> dict[str, tuple[str, str]]:
+def _find_changes(requested: Any, saved: dict[Any, Any], prefix: str = "") -> dict[str, tuple[str, str]]:
     if requested.get("name") != saved.get("name") and prefix:
         return {f"{prefix}name": (override_text(requested.get("name")), override_text(saved.get("name")))}
     changes: dict[str, tuple[str, str]] = {}
     for key in [key for key in requested if key in saved and f"{prefix}{key}" not in _UNREPORTED_SETTINGS]:
-        now, was = requested[key], saved[key]
-        if isinstance(now, dict) and isinstance(was, dict):
-            changes |= _changed(now, was, f"{prefix}{key}.")
-        elif now != was:
-            changes[f"{prefix}{key}"] = (override_text(now), override_text(was))
+        new_value, saved_value = requested[key], saved[key]
+        if isinstance(new_value, dict) and isinstance(saved_value, dict):
+            changes |= _find_changes(new_value, saved_value, f"{prefix}{key}.")
+        elif new_value != saved_value:
+            changes[f"{prefix}{key}"] = (override_text(new_value), override_text(saved_value))
     return changes
 
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages in `_PACKAGES`, by package. Leaves out those that are not installed."""
-    return {package: installed for package in _PACKAGES if (installed := installed_version(package))}
+    return {package: package_version for package in _PACKAGES if (package_version := installed_version(package))}
 
 
 @cache

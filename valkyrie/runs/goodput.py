@@ -19,10 +19,10 @@ from valkyrie.paths import open_to_append
 from valkyrie.runs.tracking import cut_torn_line, read_metrics
 from valkyrie.units import long_duration, share_text
 
-FILE = "goodput.jsonl"
+GOODPUT_FILE = "goodput.jsonl"
 """File in a run folder with the JSON lines of all its starts."""
 
-KINDS = {
+TIME_KINDS = {
     "steps": "steps",
     "redone": "steps repeated after a restart",
     "data": "waiting for data",
@@ -39,7 +39,7 @@ waiting for data."""
 
 FINISHED, STOPPED, PREEMPTED = "finished", "stopped", "preempted"
 """Values of `Start.end`. If the process is killed, no end is recorded."""
-_PLANNED = (FINISHED, STOPPED)
+_PLANNED_ENDS = (FINISHED, STOPPED)
 """Ends that the user planned. The time until the next start does not count, and that start is not a restart."""
 _INTERVAL_SHARE, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.01, 1.0, 60.0
 """Interval between two lines: a share of the time since the start, but at least a second and at most a minute."""
@@ -77,20 +77,20 @@ class Start:
     @property
     def ended_as_planned(self) -> bool:
         """Whether the start finished the run or was stopped by the user."""
-        return self.end in _PLANNED
+        return self.end in _PLANNED_ENDS
 
     def spent(self, kind: str) -> float:
-        """Return the seconds of this start that were spent on `kind`, a key of `KINDS`, up to its last point."""
+        """Return the seconds of this start that were spent on `kind`, a key of `TIME_KINDS`, up to its last point."""
         return self.points[-1].seconds.get(kind, 0.0) if self.points else 0.0
 
     def steps_after(self, step: int) -> float:
         """Return the seconds that this start spent on steps after `step`, interpolated between points."""
-        after = 0.0
-        for before, now in itertools.pairwise(self.points):
-            if now.step > max(step, before.step):
-                share = (now.step - max(step, before.step)) / (now.step - before.step)
-                after += share * (now.seconds.get("steps", 0.0) - before.seconds.get("steps", 0.0))
-        return after
+        total_s = 0.0
+        for point, next_point in itertools.pairwise(self.points):
+            if next_point.step > max(step, point.step):
+                share = (next_point.step - max(step, point.step)) / (next_point.step - point.step)
+                total_s += share * (next_point.seconds.get("steps", 0.0) - point.seconds.get("steps", 0.0))
+        return total_s
 
 
 class Goodput(NamedTuple):
@@ -115,15 +115,15 @@ class Goodput(NamedTuple):
         if self.share is None:
             return "goodput: not known yet"
         restarts = [f"{self.restarts} restart{'s' * (self.restarts > 1)}"] if self.restarts else []
-        rest = [f"other time: {rest}"] if (rest := self.describe_other_time()) else []
-        return "; ".join([f"goodput {share_text(self.share)} of {long_duration(self.wall_s)}", *restarts, *rest])
+        other_time = [f"other time: {other_time}"] if (other_time := self.describe_other_time()) else []
+        return "; ".join([f"goodput {share_text(self.share)} of {long_duration(self.wall_s)}", *restarts, *other_time])
 
     def describe_other_time(self) -> str:
         """Describe the kinds of time other than steps, with their shares of the wall time, largest first.
 
         Leaves out shares of half a percent or less. Empty if none is larger.
         """
-        shares = [(s / self.wall_s, KINDS[kind]) for kind, s in self.seconds.items() if kind != "steps" and s]
+        shares = [(s / self.wall_s, TIME_KINDS[kind]) for kind, s in self.seconds.items() if kind != "steps" and s]
         return ", ".join(
             f"{name} {share_text(share)}" for share, name in sorted(shares, reverse=True) if share > _MIN_LISTED_SHARE
         )
@@ -137,26 +137,26 @@ def compute_goodput(starts: Sequence[Start]) -> Goodput | None:
     """
     if not starts:
         return None
-    seconds = dict.fromkeys(KINDS, 0.0)
+    seconds = dict.fromkeys(TIME_KINDS, 0.0)
     for number, start in enumerate(starts):
-        spent_by_kind = {kind: start.spent(kind) for kind in KINDS}
+        spent_by_kind = {kind: start.spent(kind) for kind in TIME_KINDS}
         first_repeated_step = min(
-            (later.points[0].step for later in starts[number + 1 :] if later.points), default=None
+            (later_start.points[0].step for later_start in starts[number + 1 :] if later_start.points), default=None
         )
-        redone = 0.0 if first_repeated_step is None else start.steps_after(first_repeated_step)
-        for kind, spent in (spent_by_kind | {"steps": spent_by_kind["steps"] - redone, "redone": redone}).items():
+        redone_s = 0.0 if first_repeated_step is None else start.steps_after(first_repeated_step)
+        for kind, spent in (spent_by_kind | {"steps": spent_by_kind["steps"] - redone_s, "redone": redone_s}).items():
             seconds[kind] += spent
         seconds["other"] += max(start.end_time - start.began - sum(spent_by_kind.values()), 0.0)
-    for before, after in itertools.pairwise(starts):
-        if not before.ended_as_planned:
-            seconds["down"] += max(after.began - before.end_time, 0.0)
-    restarts = sum(not before.ended_as_planned for before in starts[:-1])
+    for previous_start, next_start in itertools.pairwise(starts):
+        if not previous_start.ended_as_planned:
+            seconds["down"] += max(next_start.began - previous_start.end_time, 0.0)
+    restarts = sum(not previous_start.ended_as_planned for previous_start in starts[:-1])
     return Goodput(sum(seconds.values()), seconds, restarts)
 
 
 def read_goodput(folder: Path) -> Goodput | None:
     """Read the goodput of the run in a folder. Returns None if it has no record."""
-    return compute_goodput(read_starts(folder / FILE))
+    return compute_goodput(read_starts(folder / GOODPUT_FILE))
 
 
 def read_starts(file: Path) -> list[Start]:
@@ -167,7 +167,7 @@ def read_starts(file: Path) -> list[Start]:
             if "start" in line:
                 starts.append(Start(float(line["start"])))
             elif starts:
-                seconds = {kind: float(s) for kind, s in line["seconds"].items() if kind in KINDS}
+                seconds = {kind: float(s) for kind, s in line["seconds"].items() if kind in TIME_KINDS}
                 starts[-1].points.append(Point(float(line["time"]), int(line["step"]), seconds))
                 starts[-1].end = line.get("end")
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -187,7 +187,7 @@ class Ledger:
     """
 
     def __init__(self, folder: Path, began: float, spent: dict[str, float], *, write: bool = True) -> None:
-        self._file, self._began, self._spent, self._writes = folder / FILE, began, spent, write
+        self._file, self._began, self._spent, self._writes = folder / GOODPUT_FILE, began, spent, write
         self._earlier = read_starts(self._file) if write else []
         self._clock = time.perf_counter() - (time.time() - began)
         self._earlier_sum: tuple[Point, Goodput] | None = None
@@ -201,8 +201,8 @@ class Ledger:
 
         `step` is the step from which the run continues. May be called several times before the first step.
         """
-        rest = self._time() - self._began - sum(self._spent.values())
-        self._spent["setup"] = self._spent.get("setup", 0.0) + max(rest, 0.0)
+        unattributed_s = self._time() - self._began - sum(self._spent.values())
+        self._spent["setup"] = self._spent.get("setup", 0.0) + max(unattributed_s, 0.0)
         self.write(step)
         self._earlier_sum = None
         self.goodput()
@@ -239,16 +239,16 @@ class Ledger:
 
     def goodput(self) -> Goodput:
         """Return the run's goodput up to now, over this start and all earlier ones that the file records."""
-        now = self._point()
+        point = self._point()
         # The sum over earlier starts is computed once: it only depends on the step from which this start continues.
         if self._earlier_sum is None:
-            so_far = compute_goodput([*self._earlier, Start(self._began, [now])])
-            assert so_far is not None
-            self._earlier_sum = now, so_far
-        before, earlier_sum = self._earlier_sum
-        spent = {kind: now.seconds.get(kind, 0.0) - before.seconds.get(kind, 0.0) for kind in KINDS}
-        seconds = {kind: earlier_sum.seconds[kind] + spent[kind] for kind in KINDS}
-        seconds["other"] += max(now.time - before.time - sum(spent.values()), 0.0)
+            goodput_so_far = compute_goodput([*self._earlier, Start(self._began, [point])])
+            assert goodput_so_far is not None
+            self._earlier_sum = point, goodput_so_far
+        earlier_point, earlier_sum = self._earlier_sum
+        spent_since = {kind: point.seconds.get(kind, 0.0) - earlier_point.seconds.get(kind, 0.0) for kind in TIME_KINDS}
+        seconds = {kind: earlier_sum.seconds[kind] + spent_since[kind] for kind in TIME_KINDS}
+        seconds["other"] += max(point.time - earlier_point.time - sum(spent_since.values()), 0.0)
         return Goodput(sum(seconds.values()), seconds, earlier_sum.restarts)
 
     def _point(self) -> Point:

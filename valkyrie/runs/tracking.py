@@ -165,9 +165,9 @@ def drop_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    earlier = [line for line in lines if _record_step(line, step) <= step]
-    if len(earlier) < len(lines):
-        write_atomic(path, b"".join(earlier))
+    kept_lines = [line for line in lines if _record_step(line, step) <= step]
+    if len(kept_lines) < len(lines):
+        write_atomic(path, b"".join(kept_lines))
 
 
 def _record_step(line: bytes, default: int) -> int:
@@ -188,6 +188,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             continue
         if isinstance(record, dict):
             records.append(record)
-    if damaged := len(lines) - len(records):
-        print(f"{path}: skipped {count_text(damaged, 'damaged line')}", file=sys.stderr)
+    if damaged_count := len(lines) - len(records):
+        print(f"{path}: skipped {count_text(damaged_count, 'damaged line')}", file=sys.stderr)
     return records

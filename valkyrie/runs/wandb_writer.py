@@ -53,7 +53,7 @@ _ENVIRONMENT_MODES = {
 
 In `shared`, several processes write to one online run.
 """
-_FORBIDDEN = r"[/\\#?%:]"
+_FORBIDDEN_CHARACTERS = r"[/\\#?%:]"
 """Regular expression that matches each character that W&B rejects in run ids and project names."""
 
 
@@ -81,12 +81,12 @@ class TrackingConfig:
 
     def problems(self) -> list[Problem]:
         """Return a problem if `project` has a character that W&B rejects. Empty if W&B is off."""
-        forbidden = re.search(_FORBIDDEN, self.project)
-        if self.wandb is WandbMode.off or forbidden is None:
+        forbidden_character = re.search(_FORBIDDEN_CHARACTERS, self.project)
+        if self.wandb is WandbMode.off or forbidden_character is None:
             return []
         text = (
-            f"tracking.project={self.project}: {forbidden[0]} is not allowed in the name of a W&B project. Use "
-            "letters, digits, ., _ or -."
+            f"tracking.project={self.project}: {forbidden_character[0]} is not allowed in the name of a W&B project. "
+            "Use letters, digits, ., _ or -."
         )
         return [Problem(ProblemCode.malformed, "tracking.project", self.project, text)]
 
@@ -110,7 +110,7 @@ class WandbWriter:
         self.note: str | None = None
 
     def start(
-        self, *, name: str, run_id: str, group: str, job_type: str, fields: Mapping[str, object], **more: Any
+        self, *, name: str, run_id: str, group: str, job_type: str, fields: Mapping[str, object], **options: Any
     ) -> Any:
         """Start a W&B run and return it (a `wandb.Run`), or None if W&B is off or cannot start.
 
@@ -122,7 +122,7 @@ class WandbWriter:
             group: Group of the run.
             job_type: Job type of the run.
             fields: The run's config, as nested dicts, so that W&B can filter by `optimizer.learning_rate`.
-            more: Further arguments of `wandb.init`. `settings` are passed to `wandb.Settings`. `resume` applies only
+            options: Further arguments of `wandb.init`. `settings` are passed to `wandb.Settings`. `resume` applies only
                 online.
         """
         self.note, notes, mode = None, [], self.mode
@@ -131,11 +131,11 @@ class WandbWriter:
         for self.mode in dict.fromkeys((mode, WandbMode.offline)):
             attempt_id = f"{run_id}{OFFLINE_SUFFIX}" if notes else run_id
             try:
-                run = self._init(name, attempt_id, group, job_type, dict(fields), **more)
+                run = self._init(name, attempt_id, group, job_type, dict(fields), **options)
             except Exception as error:
-                online = " online" if self.mode is WandbMode.online else ""
+                online_note = " online" if self.mode is WandbMode.online else ""
                 reason = " ".join(str(error).split())
-                notes.append(f"W&B did not start{online} ({type(error).__name__}: {reason})")
+                notes.append(f"W&B did not start{online_note} ({type(error).__name__}: {reason})")
             else:
                 runs = f"{shlex.quote(str(self.folder))}/wandb/offline-run-*"  # a quoted * would match no run
                 advice = f"; the run is offline. To upload it later: wandb sync {runs}"
@@ -144,28 +144,28 @@ class WandbWriter:
         self.mode, self.note = WandbMode.off, "; ".join(notes)
         return None
 
-    def _init(self, name: str, run_id: str, group: str, job_type: str, fields: dict[str, Any], **more: Any) -> Any:
+    def _init(self, name: str, run_id: str, group: str, job_type: str, fields: dict[str, Any], **options: Any) -> Any:
         _ensure_writable_cache(self.folder)
         import wandb
 
         settings = {"silent": True, "init_timeout": self.config.init_timeout, "console": "off"}
-        settings |= {"x_transaction_log_flush_interval": FLUSH_S, **more.pop("settings", {})}
+        settings |= {"x_transaction_log_flush_interval": FLUSH_S, **options.pop("settings", {})}
         if self.mode is not WandbMode.online:
-            more.pop("resume", None)
-        tags = more.pop("tags", None) or [group_tag(key, fields[key]["name"]) for key in TAG_GROUPS if key in fields]
+            options.pop("resume", None)
+        tags = options.pop("tags", None) or [group_tag(key, fields[key]["name"]) for key in TAG_GROUPS if key in fields]
         return wandb.init(
             mode=self.mode.value,  # pyright: ignore[reportArgumentType]
             project=self.config.project,
             entity=self.config.entity,
             dir=self.folder.resolve(),
             name=name,
-            id=re.sub(_FORBIDDEN, "-", run_id),
+            id=re.sub(_FORBIDDEN_CHARACTERS, "-", run_id),
             group=group,
             job_type=job_type,
             tags=tags,
             config=fields,
             settings=wandb.Settings(**settings),
-            **more,
+            **options,
         )
 
 
@@ -174,15 +174,15 @@ def group_tag(key: str, name: object) -> str:
     return f"{key}={name}"[:64]
 
 
-def wandb_config(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, object]:
-    """Return the config of a W&B run: nested settings, and the fields of `about` (layout, roles, chips, ...).
+def wandb_config(layout_fields: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, object]:
+    """Return the config of a W&B run: nested settings, and the fields of `layout_fields` (layout, roles, chips, ...).
 
-    `about` has the names of config groups, such as `4x4x2` for `mesh`. They are stored as `mesh.name`, because the key
-    `mesh` holds the settings of the group.
+    `layout_fields` has the names of config groups, such as `4x4x2` for `mesh`. They are stored as `mesh.name`, because
+    the key `mesh` holds the settings of the group.
     """
-    names = {key: {"name": about[key]} for key in _GROUPS if key in about}
-    other_fields = {key: value for key, value in about.items() if key not in _GROUPS and value is not None}
-    groups: dict[str, object] = {key: {**group, **(settings.get(key) or {})} for key, group in names.items()}
+    group_names = {key: {"name": layout_fields[key]} for key in _GROUPS if key in layout_fields}
+    other_fields = {key: value for key, value in layout_fields.items() if key not in _GROUPS and value is not None}
+    groups: dict[str, object] = {key: {**group, **(settings.get(key) or {})} for key, group in group_names.items()}
     return {**other_fields, **settings, **groups}
 
 
@@ -206,8 +206,8 @@ def resolve_mode(mode: WandbMode) -> WandbMode:
     """Replace `auto` by the mode that the environment variables `WANDB_MODE` and `WANDB_API_KEY` select."""
     if mode is not WandbMode.auto:
         return mode
-    requested = _ENVIRONMENT_MODES.get(os.environ.get("WANDB_MODE", ""))
-    return requested or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
+    environment_mode = _ENVIRONMENT_MODES.get(os.environ.get("WANDB_MODE", ""))
+    return environment_mode or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
 
 
 def _ensure_writable_cache(folder: Path) -> None:

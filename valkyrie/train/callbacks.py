@@ -84,14 +84,14 @@ class Progress:
 
     def summary(self) -> dict[str, Any]:
         """Return the run's summary so far: rates, last loss, newest evaluation, goodput, facts and status."""
-        ending = {
+        end_values = {
             "loss": self.loss,
             "steps": self.step,
             "finished": self.finished,
             "stage": "train",
             "status": "ok" if self.finished else None,
         }
-        return self.meter.summary() | self.evaluation | self.ledger.goodput().summary() | self.facts | ending
+        return self.meter.summary() | self.evaluation | self.ledger.goodput().summary() | self.facts | end_values
 
 
 class StepMetrics(NamedTuple):
@@ -143,14 +143,15 @@ class RefuseDivergence(Callback):
         values, names = metrics.values, progress.program.parameter_names
         if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
             return
-        nonfinite = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
+        nonfinite_leaves = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
         finding = (
-            f"{len(nonfinite)} of {len(names)} gradients are not finite, starting with {names[nonfinite[0]]}"
-            if nonfinite.size
+            f"{len(nonfinite_leaves)} of {len(names)} gradients are not finite, starting with "
+            f"{names[nonfinite_leaves[0]]}"
+            if nonfinite_leaves.size
             else "All gradients are finite"
         )
-        saved = self.checkpoints.last_step
-        last_good = "none" if saved is None else f"step {saved}"
+        last_saved_step = self.checkpoints.last_step
+        last_good = "none" if last_saved_step is None else f"step {last_saved_step}"
         raise DivergedError(
             f"step {metrics.step}: loss={float(values['loss'])}, gradient norm={float(values['grad_norm'])}. "
             f"{finding}. Last good checkpoint: {last_good}. Lower optimizer.learning_rate, or set debug=nans to find "
@@ -246,9 +247,9 @@ class Save(Callback):
             progress.warn(self.checkpoints.wait())
             # Retry a failed save: the disk may have room by now.
             if self.checkpoints.last_durable_step != progress.step:
-                failed = self.checkpoints.save(progress.step, progress.state, self.loader.state())
-                if failed := failed or self.checkpoints.wait():
-                    self.unsaved = f"{failed} {self._resume_advice(progress.tracker.folder)}"
+                error_message = self.checkpoints.save(progress.step, progress.state, self.loader.state())
+                if error_message := error_message or self.checkpoints.wait():
+                    self.unsaved = f"{error_message} {self._resume_advice(progress.tracker.folder)}"
 
     def _is_fast_due(self, progress: Progress) -> bool:
         every = progress.program.run.config.checkpoint.fast.every

@@ -95,8 +95,8 @@ class CodeEvaluation:
         self.results = results
         seconds = {"sampling_s": sampled_at - started_at, "judging_s": time.monotonic() - sampled_at}
         rates = summary(self.problems, self.results)
-        unwritten = self._write(folder, step, rates, seconds)
-        return rates, f"step {step}: {describe(rates)}{unwritten}"
+        write_error = self._write(folder, step, rates, seconds)
+        return rates, f"step {step}: {describe(rates)}{write_error}"
 
     def _write(self, folder: Path, step: int, rates: dict[str, float], seconds: dict[str, float]) -> str:
         """Write `code_eval.json`. If that fails, returns the error message in parentheses, else an empty string."""
@@ -114,27 +114,30 @@ def describe(rates: dict[str, float]) -> str:
     parts = []
     for language in [key.removesuffix("_compile_rate") for key in rates if key.endswith("_compile_rate")]:
         pass_rates = [f"pass@{k} {100 * rates[f'{language}_pass@{k}']:.1f}%" for k in _sample_counts(rates, language)]
-        compiled, passed = rates[f"{language}_compile_rate"], rates[f"{language}_pass_rate"]
-        shares = f"{100 * compiled:.1f}% of completions compile, {100 * passed:.1f}% pass their tests"
+        compile_rate, pass_rate = rates[f"{language}_compile_rate"], rates[f"{language}_pass_rate"]
+        shares = f"{100 * compile_rate:.1f}% of completions compile, {100 * pass_rate:.1f}% pass their tests"
         parts.append(f"{language}: {shares}, {', '.join(pass_rates)}")
     return "; ".join(parts)
 
 
 def results_table(results: Sequence[CompletionResult], evaluation: CodeEvaluation) -> Table:
     """Return a table of how many completions compile and pass, with a row for each language and difficulty."""
-    result = Table()
+    table = Table()
     for column in ("language", "difficulty", "problems", "samples", "compile", "pass", "problems solved"):
-        result.add_column(column, justify="left" if column in ("language", "difficulty") else "right")
+        table.add_column(column, justify="left" if column in ("language", "difficulty") else "right")
     for language in languages_of(evaluation.problems):
         for difficulty in DIFFICULTIES:
-            group = [r for r in results if (r.language, r.difficulty) == (language, difficulty)]
-            if not group:
+            group_results = [r for r in results if (r.language, r.difficulty) == (language, difficulty)]
+            if not group_results:
                 continue
-            compiled, passed = sum(r.compiled for r in group), sum(r.passed for r in group)
-            problems, solved = {r.problem for r in group}, {r.problem for r in group if r.passed}
-            counts = (len(problems), len(group), compiled, passed, len(solved))
-            result.add_row(language, difficulty, *map(str, counts))
-    return result
+            compiled_count, passed_count = sum(r.compiled for r in group_results), sum(r.passed for r in group_results)
+            problems, solved_problems = (
+                {r.problem for r in group_results},
+                {r.problem for r in group_results if r.passed},
+            )
+            counts = (len(problems), len(group_results), compiled_count, passed_count, len(solved_problems))
+            table.add_row(language, difficulty, *map(str, counts))
+    return table
 
 
 def _sample_counts(rates: dict[str, float], language: str) -> list[int]:

@@ -54,11 +54,11 @@ def compile_step(program: StepProgram) -> StepExecutable:
     Under `debug=nans`, the `advance` of the result calls the jitted function instead of the compiled program, because
     JAX can rerun a jitted function op by op to find the NaN.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     compiled = program.compile_step()
-    seconds, peak = time.perf_counter() - began, _peak_bytes(compiled, program.backend)
+    compile_s, peak = time.perf_counter() - start_time, _peak_bytes(compiled, program.backend)
     step = _with_nan_checks(program.step) if program.run.config.debug is Debug.nans else compiled
-    return StepExecutable(step, compiled, seconds, None if peak is None else peak / GIB)
+    return StepExecutable(step, compiled, compile_s, None if peak is None else peak / GIB)
 
 
 def _peak_bytes(compiled: jax.stages.Compiled, backend: str) -> int | None:

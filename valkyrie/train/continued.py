@@ -15,7 +15,7 @@ import numpy as np
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.paths import disk_errors, write_atomic
 
-_METADATA, _METADATA_FIELDS = "about", ("ids", "prompt", "read", "step", "ended")
+_METADATA_KEY, _METADATA_FIELDS = "about", ("ids", "prompt", "read", "step", "ended")
 
 
 @dataclass
@@ -79,7 +79,7 @@ def save_text(text: Text, path: Path, *, writes: bool = True) -> None:
     if not writes:
         return
     arrays, content = {str(i): _as_builtin_dtype(leaf) for i, leaf in enumerate(leaves)}, io.BytesIO()
-    np.savez(content, allow_pickle=False, **{_METADATA: np.array(json.dumps(metadata)), **arrays})
+    np.savez(content, allow_pickle=False, **{_METADATA_KEY: np.array(json.dumps(metadata)), **arrays})
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
     write_atomic(path, content.getvalue())
@@ -91,8 +91,8 @@ def load_text(path: Path, template: Any) -> Text:
     Raises ValueError if the file is damaged or from another model.
     """
     try:
-        with path.open("rb") as opened, np.load(opened) as file:
-            metadata = json.loads(str(file[_METADATA]))
+        with path.open("rb") as opened_file, np.load(opened_file) as file:
+            metadata = json.loads(str(file[_METADATA_KEY]))
             arrays = [file[str(i)] for i in range(len(file.files) - 1)]
         text = Text(**{name: metadata[name] for name in _METADATA_FIELDS})
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
@@ -102,8 +102,8 @@ def load_text(path: Path, template: Any) -> Text:
     leaves, structure = jax.tree.flatten(template)
     if len(leaves) != len(arrays) or any(a.ndim != b.ndim for a, b in zip(arrays, leaves, strict=True)):
         raise ValueError(f"{path} was written by another model. Delete it to start the text over.")
-    typed = [a.view(b.dtype) if a.dtype != b.dtype else a for a, b in zip(arrays, leaves, strict=True)]
-    text.state = jax.tree.unflatten(structure, typed)
+    typed_arrays = [a.view(b.dtype) if a.dtype != b.dtype else a for a, b in zip(arrays, leaves, strict=True)]
+    text.state = jax.tree.unflatten(structure, typed_arrays)
     return text
 
 

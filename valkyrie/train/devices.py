@@ -128,12 +128,12 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
             f"mesh={mesh.name} has {mesh.size} devices, which do not divide evenly among {team.count} processes. Use a "
             f"mesh with a multiple of {team.count} devices, or another number of processes."
         )
-    count_from_flags, is_fixed = _DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", ""), False
+    count_from_flags, is_count_fixed = _DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", ""), False
     if not count_from_flags:
         try:
             jax.config.update("jax_num_cpu_devices", mesh.size // team.count)
         except RuntimeError:  # the backend is already initialised; the check below decides
-            is_fixed = True
+            is_count_fixed = True
     platform = get_platform(target.platform).jax_name
     try:
         devices = jax.devices(platform)
@@ -143,13 +143,13 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
         if os.environ.get("JAX_PLATFORMS"):
             raise ValueError(_platforms_message(reason)) from error
         raise ValueError(f"target={target.describe()}: {reason}.") from error
-    kind, actual_platform = devices[0].device_kind, get_platform(devices[0].platform)
-    if target.chip is not None and kind not in target.chip.device_kinds:
+    device_kind, actual_platform = devices[0].device_kind, get_platform(devices[0].platform)
+    if target.chip is not None and device_kind not in target.chip.device_kinds:
         raise ValueError(
-            f"target={target.describe()} needs {target.chip.name} chips, but this machine has {len(devices)} x {kind}. "
-            "Use target=auto to train on those."
+            f"target={target.describe()} needs {target.chip.name} chips, but this machine has {len(devices)} x "
+            f"{device_kind}. Use target=auto to train on those."
         )
-    if len(devices) < mesh.size and actual_platform.runs_on_host and (is_fixed or count_from_flags):
+    if len(devices) < mesh.size and actual_platform.runs_on_host and (is_count_fixed or count_from_flags):
         reason, remedy = (
             "their number was fixed when this process first used JAX",
             "Start a new process with the largest mesh first",
@@ -157,19 +157,20 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
         if count_from_flags:
             reason, remedy = f"XLA_FLAGS has {_DEVICE_COUNT_FLAG}", "Remove that flag"
         raise ValueError(
-            f"mesh={mesh.name} needs {mesh.size} devices, but this process has {len(devices)} x {kind}: {reason}. "
-            f"{remedy}, or use a mesh of at most {len(devices)} devices, such as "
+            f"mesh={mesh.name} needs {mesh.size} devices, but this process has {len(devices)} x {device_kind}: "
+            f"{reason}. {remedy}, or use a mesh of at most {len(devices)} devices, such as "
             f"mesh=1x1x{len(devices)}."
         )
     if len(devices) < mesh.size or (actual_platform.uses_every_device and len(devices) != mesh.size):
-        surplus = ", and a program must use all of them" if len(devices) > mesh.size else ""
+        surplus_note = ", and a program must use all of them" if len(devices) > mesh.size else ""
         raise ValueError(
-            f"mesh={mesh.name} needs {mesh.size} devices, but this machine has {len(devices)} x {kind}{surplus}. "
-            f"Use a mesh of {len(devices)} devices, such as mesh=1x1x{len(devices)}, or target=cpu to simulate."
+            f"mesh={mesh.name} needs {mesh.size} devices, but this machine has {len(devices)} x "
+            f"{device_kind}{surplus_note}. Use a mesh of {len(devices)} devices, such as mesh=1x1x{len(devices)}, or "
+            "target=cpu to simulate."
         )
     if team.count > 1:
         team.agree("devices", {"their order": [str(device) for device in devices]})
-    chip = target.chip or chip_for_device_kind(kind)
+    chip = target.chip or chip_for_device_kind(device_kind)
     return Devices(tuple(devices[: mesh.size]), devices[0].platform, chip, simulated=actual_platform.runs_on_host)
 
 
@@ -198,9 +199,9 @@ def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         pass  # the user has set a cache
-    elif trouble := cache_problem(cache):
+    elif cache_problem_text := cache_problem(cache):
         if say is not None:
-            say(f"{trouble} Compiled programs will not be cached.")
+            say(f"{cache_problem_text} Compiled programs will not be cached.")
     else:
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -63,20 +63,22 @@ def generate(
         return sample(logits[:, :vocab_size], jax.random.fold_in(key, position), temperature, top_k), state
 
     length = len(text.ids) + tokens
-    empty = jax.jit(lambda p: assembly.module(p).init_state(1, length))
-    text.state = empty(parameters) if text.state is None else pad_state(text.state, jax.eval_shape(empty, parameters))
+    init_state = jax.jit(lambda p: assembly.module(p).init_state(1, length))
+    text.state = (
+        init_state(parameters) if text.state is None else pad_state(text.state, jax.eval_shape(init_state, parameters))
+    )
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(text.bytes(tokenizer))
     while len(text.ids) < length:
         token = jnp.full((1,), text.ids[text.read], jnp.int32)
-        sampled, text.state = advance(parameters, token, text.state, key, np.int32(text.read))
+        sampled_token, text.state = advance(parameters, token, text.state, key, np.int32(text.read))
         text.read += 1
         if text.read == len(text.ids):
-            if not text.append_token(int(np.asarray(sampled)[0]), tokenizer):
+            if not text.append_token(int(np.asarray(sampled_token)[0]), tokenizer):
                 break
             yield decoder.decode(tokenizer.decode_bytes(text.ids[-1:]))
-    if (rest := decoder.decode(b"", final=True)) or not text.ended:
-        yield rest
+    if (remaining_text := decoder.decode(b"", final=True)) or not text.ended:
+        yield remaining_text
 
 
 def continuation(program: StepProgram, parameters: Any, tokenizer: Tokenizer, text: str | Text) -> Iterator[str]:
@@ -171,12 +173,17 @@ class Completer:
         keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.key(seed), number))(np.arange(len(ids)))
         texts: list[str] = []
         for first in range(0, len(ids), batch):
-            rows = [min(number, len(ids) - 1) for number in range(first, first + batch)]
-            batches = self._sample_texts(parameters, [ids[r] for r in rows], keys[np.array(rows)], length, tokens)
-            for batch_texts in batches:
+            prompt_numbers = [min(number, len(ids) - 1) for number in range(first, first + batch)]
+            text_batches = self._sample_texts(
+                parameters, [ids[r] for r in prompt_numbers], keys[np.array(prompt_numbers)], length, tokens
+            )
+            for batch_texts in text_batches:
                 if stopped():
                     return None
-                if all(complete or ended(row, text) for row, (text, complete) in zip(rows, batch_texts, strict=True)):
+                if all(
+                    is_complete_text or ended(row, text)
+                    for row, (text, is_complete_text) in zip(prompt_numbers, batch_texts, strict=True)
+                ):
                     break
             texts += [text for text, _ in batch_texts]
         return texts[: len(ids)]
@@ -190,16 +197,18 @@ class Completer:
             prompts[row, : len(prompt)] = prompt
         sampled = np.zeros_like(prompts)
         state, token = self._start(parameters, len(ids), length), jnp.zeros(len(ids), jnp.int32)
-        for first in range(0, length, _CHUNK_TOKENS):
-            end = first + _CHUNK_TOKENS
-            state, token, new = self._advance(parameters, state, token, prompts[:, first:end], keys, np.int32(first))
-            sampled[:, first:end] = np.asarray(new)
+        for start in range(0, length, _CHUNK_TOKENS):
+            end = start + _CHUNK_TOKENS
+            state, token, new_tokens = self._advance(
+                parameters, state, token, prompts[:, start:end], keys, np.int32(start)
+            )
+            sampled[:, start:end] = np.asarray(new_tokens)
             yield [
                 self._decode_text(row[len(prompt) - 1 : end], tokens) for prompt, row in zip(ids, sampled, strict=True)
             ]
 
     def _decode_text(self, sampled: np.ndarray, tokens: int) -> tuple[str, bool]:
         """Decode tokens up to the end of the document, at most `tokens`. Returns (text, whether it is complete)."""
-        ids, ends = sampled[:tokens], np.flatnonzero(sampled[:tokens] == self._tokenizer.bos_id)
-        complete = bool(len(ends)) or len(ids) == tokens
-        return self._tokenizer.decode(ids[: ends[0]] if len(ends) else ids), complete
+        ids, end_indices = sampled[:tokens], np.flatnonzero(sampled[:tokens] == self._tokenizer.bos_id)
+        is_complete = bool(len(end_indices)) or len(ids) == tokens
+        return self._tokenizer.decode(ids[: end_indices[0]] if len(end_indices) else ids), is_complete

@@ -39,9 +39,9 @@ def unknown_flags_message(flags: str) -> str | None:
     if library is None or not library.is_file():
         return None
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        unknown = [name for name in dict.fromkeys(names) if content.find(name.encode() + b"\0") < 0]
-    if not unknown:
+        unknown_names = [name for name in dict.fromkeys(names) if content.find(name.encode() + b"\0") < 0]
+    if not unknown_names:
         return None
-    listed = ", ".join(f"--{name}" for name in unknown)
-    remedy = "Remove them." if len(unknown) > 1 else "Remove it."
-    return f"XLA_FLAGS sets {listed}, but jaxlib {version('jaxlib')} has no such flag. {remedy}"
+    unknown_flags = ", ".join(f"--{name}" for name in unknown_names)
+    remedy = "Remove them." if len(unknown_names) > 1 else "Remove it."
+    return f"XLA_FLAGS sets {unknown_flags}, but jaxlib {version('jaxlib')} has no such flag. {remedy}"

@@ -27,7 +27,7 @@ from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat,
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
 
-ERRORS = Path(__file__).with_name("memory.json")
+ERRORS_FILE = Path(__file__).with_name("memory.json")
 """Errors of the estimate against the compiler (`MemoryErrors`), written by experiments/memory.py."""
 UNNAMED = "everything else"
 """Key for the saved bytes of activations without a name."""
@@ -150,37 +150,39 @@ class MemoryEstimator:
     def _array_bytes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Bytes per device of parameters, gradients, optimizer state and the average of parameters."""
         layouts, config = self.layouts, self.run.config
-        parameters, reduced_gradients, accumulated, moments, average = (np.zeros(len(layouts)) for _ in range(5))
+        parameters, reduced_gradients, accumulators, moments, average = (np.zeros(len(layouts)) for _ in range(5))
         for spec in self.run.model.parameters().values():
             elements = layouts.shard_elements(spec, "stored")
             parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
             reduced_gradients += elements * config.precision.reduction.itemsize
-            accumulated += elements * ACCUMULATOR_DTYPE.itemsize
+            accumulators += elements * ACCUMULATOR_DTYPE.itemsize
             moments += config.optimizer.state_bytes(spec) * layouts.state_shard_elements(spec)
             average += elements * ACCUMULATOR_DTYPE.itemsize * (config.optimizer.ema_decay is not None)
-        gradients = np.minimum(parameters, reduced_gradients) + np.where(layouts.microbatches > 1, accumulated, 0)
+        gradients = np.minimum(parameters, reduced_gradients) + np.where(layouts.microbatches > 1, accumulators, 0)
         return parameters, gradients, moments, average
 
     def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
         """Return the bytes of activations at the peak of a step, from the saved activations and `_working_sets`."""
-        saved, unnamed = np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
+        saved_total, unnamed_total = np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for activation, bytes_ in self.activations:
             if saved_location(activation, remat) is ActivationLocation.device:
-                saved = saved + bytes_
-                unnamed = unnamed + (bytes_ if activation.name is None else 0.0)
-        fetched_activations, fetched_group = self._fetched
+                saved_total = saved_total + bytes_
+                unnamed_total = unnamed_total + (bytes_ if activation.name is None else 0.0)
+        fetched_activations, fetched_group = self._fetched_activations
         for activation, bytes_ in fetched_activations:
             if saved_location(activation, remat) is ActivationLocation.device:
-                saved = saved + bytes_
-        logits, group = self._working_sets
+                saved_total = saved_total + bytes_
+        logits_bytes, group_bytes = self._working_sets
         # In the backward pass of a group: fetched keys and values with their gradients, and the gathered inputs of a
         # mixer and a feed-forward with theirs.
-        gathered = self.gathered_bytes + 2 * fetched_group + 4 * self._gathered_stream
+        gathered_bytes = self.gathered_bytes + 2 * fetched_group + 4 * self._gathered_stream
         platform = get_platform(self.run.config.target.platform)
-        return platform.activation_bytes(saved, unnamed, logits, group, gradients, gathered)
+        return platform.activation_bytes(
+            saved_total, unnamed_total, logits_bytes, group_bytes, gradients, gathered_bytes
+        )
 
     @cached_property
-    def _fetched(self) -> tuple[list[tuple[SavedActivation, np.ndarray]], np.ndarray]:
+    def _fetched_activations(self) -> tuple[list[tuple[SavedActivation, np.ndarray]], np.ndarray]:
         """Keys and values that a device fetches from other shards of the sequence.
 
         Returns those of all layers with their bytes per device for all microbatches in flight, and the bytes per device
@@ -277,8 +279,8 @@ def _shard_bytes(abstract: Any) -> int:
 
 def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
     """Return the bytes that a run saves for the backward pass under `remat`, or under its own policy if None."""
-    saved = MemoryEstimator(run, layout_arrays([run])).saved_by_location(remat or run.config.remat)
-    locations = saved[ActivationLocation.device], saved[ActivationLocation.host]
+    sizes_by_location = MemoryEstimator(run, layout_arrays([run])).saved_by_location(remat or run.config.remat)
+    locations = sizes_by_location[ActivationLocation.device], sizes_by_location[ActivationLocation.host]
     return SavedBytes(
         *({name: size for name, n in by_name.items() if (size := int(n.item()))} for by_name in locations)
     )
@@ -296,16 +298,16 @@ def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
     if layout.pipeline is not None and layout.pipeline.is_1f1b:
         return {}
     sizes: dict[str, float] = defaultdict(float)
-    needed: dict[str, dict[str, None]] = defaultdict(dict)
+    prerequisites: dict[str, dict[str, None]] = defaultdict(dict)
     for activation, bytes_ in MemoryEstimator(run, layout_arrays([run])).activations:
-        recomputed = saved_location(activation, remat) is ActivationLocation.nowhere and not _is_not_needed(
+        is_recomputed = saved_location(activation, remat) is ActivationLocation.nowhere and not _is_not_needed(
             activation, remat
         )
-        if recomputed and activation.name is not None and activation.count:
+        if is_recomputed and activation.name is not None and activation.count:
             sizes[activation.name] += bytes_.item()
             if activation.needed_for is not None:
-                needed[activation.needed_for][activation.name] = None
-    return {name: (int(size), tuple(needed[name])) for name, size in sizes.items()}
+                prerequisites[activation.needed_for][activation.name] = None
+    return {name: (int(size), tuple(prerequisites[name])) for name, size in sizes.items()}
 
 
 def legal_remats(run: Run) -> dict[str, RematConfig]:
@@ -334,5 +336,5 @@ def _is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
 
 @cache
 def memory_estimate_errors() -> MemoryErrors:
-    """Return the errors of the estimate against the TPU compiler, as stored in the file `ERRORS`."""
-    return read_record(MemoryErrors, ERRORS)
+    """Return the errors of the estimate against the TPU compiler, as stored in `ERRORS_FILE`."""
+    return read_record(MemoryErrors, ERRORS_FILE)

@@ -84,11 +84,11 @@ class Meter:
         """
         start_time = time.perf_counter()
         yield
-        last = self._finish_time
-        if last is None:
+        finish_time = self._finish_time
+        if finish_time is None:
             self._waited += max(time.perf_counter() - start_time, 0.0)
-        elif last.done() and last.exception() is None:
-            self._waited += max(time.perf_counter() - max(start_time, last.result()), 0.0)
+        elif finish_time.done() and finish_time.exception() is None:
+            self._waited += max(time.perf_counter() - max(start_time, finish_time.result()), 0.0)
 
     def close(self) -> None:
         """Let the thread that waits for the devices end after the current step. Does not wait for it."""
@@ -102,10 +102,10 @@ class Meter:
         The first step never counts, so all values are None until the second step has finished. `mfu` is also None if
         the peak FLOP/s is unknown.
         """
-        recent = self.step_times[-window:] if window else self.step_times
-        if not recent:
+        recent_times = self.step_times[-window:] if window else self.step_times
+        if not recent_times:
             return dict.fromkeys(("step_s", "tokens_per_second", "tokens_per_second_per_chip", "mfu", "data_wait"))
-        median = statistics.median(recent)
+        median = statistics.median(recent_times)
         rate = self.tokens / median
         mfu = None if self.peak_flops is None else self.flops / median / self.peak_flops
         return {
@@ -113,7 +113,7 @@ class Meter:
             "tokens_per_second": rate,
             "tokens_per_second_per_chip": rate / self.chips,
             "mfu": mfu,
-            "data_wait": sum(self.data_waits[-len(recent) :]) / sum(recent),
+            "data_wait": sum(self.data_waits[-len(recent_times) :]) / sum(recent_times),
         }
 
     def summary(self) -> dict[str, float | None]:
@@ -121,6 +121,6 @@ class Meter:
 
         Times are in seconds, and None before the first or the second step has finished.
         """
-        ordered = sorted(self.step_times)
-        p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)] if ordered else None
+        sorted_times = sorted(self.step_times)
+        p90 = sorted_times[min(len(sorted_times) - 1, math.ceil(0.9 * len(sorted_times)) - 1)] if sorted_times else None
         return {"first_step_s": self.first_step_s, "step_p90_s": p90, **self.rates()}

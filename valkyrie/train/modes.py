@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> int:
     """Train, print the results, a text sample and commands to continue, and return the exit status (`ending.py`)."""
-    began = time.time()
+    start_time = time.time()
     with join_processes(run) as team:
-        return _train(run, team, began)
+        return _train(run, team, start_time)
 
 
-def _train(run: Run, team: Team, began: float) -> int:
+def _train(run: Run, team: Team, start_time: float) -> int:
     folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
     console, interrupt = make_console(), Interrupt(multiprocess=team.count > 1)
     with interrupt.handle_signals():
-        prepared = prepare_run(run, console, team)
+        inputs = prepare_run(run, console, team)
         from valkyrie.train.callbacks import DivergedError, FolderGoneError
         from valkyrie.train.trainer import fit
 
@@ -58,33 +58,33 @@ def _train(run: Run, team: Team, began: float) -> int:
         if run.batch_note:
             console.print(f"batch: {run.batch_note}", highlight=False)
         try:
-            fitted = fit(run, *prepared, folder, console, interrupt, team, began)
+            result = fit(run, *inputs, folder, console, interrupt, team, start_time)
         except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
             message = _nan_message(error) if isinstance(error, FloatingPointError) else error
             print(f"valkyrie-train: {message}", file=sys.stderr)
             if team.count > 1:  # SystemExit also ends the other processes, which wait for this one
                 sys.exit(1)
             return 1
-    folder = fitted.folder
+    folder = result.folder
     resume = resume_command(folder)
-    if fitted.interrupted:
-        console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Resume with: {resume}")
-        return PREEMPTED if fitted.preempted else INTERRUPTED
-    _report(console, fitted, prepared.devices)
+    if result.interrupted:
+        console.print(f"stopped at step {result.summary['steps']}, saved in {folder}. Resume with: {resume}")
+        return PREEMPTED if result.preempted else INTERRUPTED
+    _report(console, result, inputs.devices)
     if (goodput := read_goodput(folder)) is not None:
         console.print(goodput.describe())
-    is_text = fitted.program.task.is_text
-    if run.config.sample_tokens and is_text and prepared.tokenizer is not None:
+    is_text = result.program.task.is_text
+    if run.config.sample_tokens and is_text and inputs.tokenizer is not None:
         console.rule("sample")
         sys.stdout.write(run.config.prompt)
-        _print_continuation(fitted.program, fitted.parameters, prepared.tokenizer, run.config.prompt)
+        _print_continuation(result.program, result.parameters, inputs.tokenizer, run.config.prompt)
         console.rule()
     console.print(f"run folder: {folder}")
-    longer = 2 * max(run.config.steps, fitted.summary["steps"])
-    rate_rises = rate_rises_if_extended(run.config.optimizer, fitted.summary["steps"], longer)
+    more_steps = 2 * max(run.config.steps, result.summary["steps"])
+    rate_rises = rate_rises_if_extended(run.config.optimizer, result.summary["steps"], more_steps)
     # No semicolon: interactive zsh does not know comments, and would run what follows as a second command.
-    rate_note = f", the learning rate rises again and decays over {longer} steps" if rate_rises else ""
-    console.print(f"next: {resume} steps={longer}   # continues training{rate_note}")
+    rate_note = f", the learning rate rises again and decays over {more_steps} steps" if rate_rises else ""
+    console.print(f"next: {resume} steps={more_steps}   # continues training{rate_note}")
     console.print(f'      {resume} mode=generate prompt="class "' if is_text else f"      {resume} mode=eval")
     return 0
 
@@ -94,19 +94,19 @@ def evaluate(run: Run) -> int:
     with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         console = make_console()
-        prepared = prepare_run(run, console, team)
+        inputs = prepare_run(run, console, team)
         from valkyrie.data.manifest import PreparedText
 
-        seq, data = run.config.seq, prepared.data
+        seq, data = run.config.seq, inputs.data
         if isinstance(data, PreparedText) and seq >= data.validation.tokens:
             targets = data.validation.tokens - 1
             note = f"the validation split fills only {targets:,} tokens of one row. Use seq<={targets}."
             console.print(f"seq={seq}: {note}", style="yellow", highlight=False)
-        program, step, parameters = restore(run, prepared.devices, folder, team)
+        program, step, parameters = restore(run, inputs.devices, folder, team)
         from valkyrie.train.evaluate import Evaluator
 
-        with explain_oom(run, prepared.devices):
-            result = Evaluator(program, prepared.data, prepared.tokenizer)(parameters, None)
+        with explain_oom(run, inputs.devices):
+            result = Evaluator(program, inputs.data, inputs.tokenizer)(parameters, None)
         console.print(
             f"{folder.name} at step {step}: {program.task.describe(result)}",
             highlight=False,
@@ -233,8 +233,8 @@ def _print_continuation(program: StepProgram, parameters: Any, tokenizer: Tokeni
     sys.stdout.write("\n")
 
 
-def _report(console: Console, fitted: FitResult, devices: Devices) -> None:
-    summary, label = fitted.summary, " simulated" if devices.simulated else ""
+def _report(console: Console, result: FitResult, devices: Devices) -> None:
+    summary, label = result.summary, " simulated" if devices.simulated else ""
     if summary["compile_s"] is None:
         return
     parts = [f"compile {summary['compile_s']:.1f} s"]

@@ -13,7 +13,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.problems import suggest
 
-KEY = "target.chip.xla_options"
+OPTIONS_KEY = "target.chip.xla_options"
 CHIP, USER, VALKYRIE = "chip default", "you", "Valkyrie"
 """Origins of an option: the chip's YAML, the user (command line or experiment), or Valkyrie (from the model's size)."""
 
@@ -53,24 +53,24 @@ def collect_options(chip: ChipConfig | None, computed: dict[str, str]) -> list[O
             that the installed compiler no longer accepts (`xla_options_until`) are left out.
         computed: Options set by Valkyrie. Options of the chip override them.
     """
-    requested = dict(chip.xla_options) if chip else {}
-    shipped = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}
+    requested_options = dict(chip.xla_options) if chip else {}
+    shipped_options = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}
     for name in [name for name, until in (chip.xla_options_until if chip else {}).items() if _is_libtpu_after(until)]:
-        if name in shipped and requested.get(name) == shipped[name]:
-            del requested[name]
-    options = [Option(name, value, VALKYRIE) for name, value in computed.items() if name not in requested]
-    for name, value in requested.items():
-        if value is not None or name in shipped or name in computed:
-            options.append(Option(name, option_text(value), CHIP if shipped.get(name, ...) == value else USER))
+        if name in shipped_options and requested_options.get(name) == shipped_options[name]:
+            del requested_options[name]
+    options = [Option(name, value, VALKYRIE) for name, value in computed.items() if name not in requested_options]
+    for name, value in requested_options.items():
+        if value is not None or name in shipped_options or name in computed:
+            options.append(Option(name, option_text(value), CHIP if shipped_options.get(name, ...) == value else USER))
     return options
 
 
 def add_memory_saving_options(options: Sequence[Option]) -> list[Option]:
     """Return `options` with the values of `SAVING_MEMORY`, except for options that the user set."""
     set_by_user = {option.name for option in options if option.set_by == USER}
-    saving = {name: value for name, value in SAVING_MEMORY.items() if name not in set_by_user}
-    others = [option for option in options if option.name not in saving]
-    return others + [Option(name, value, TO_FIT) for name, value in saving.items()]
+    memory_options = {name: value for name, value in SAVING_MEMORY.items() if name not in set_by_user}
+    other_options = [option for option in options if option.name not in memory_options]
+    return other_options + [Option(name, value, TO_FIT) for name, value in memory_options.items()]
 
 
 def settings_to_fit(options: Iterable[Option]) -> list[str]:
@@ -79,7 +79,7 @@ def settings_to_fit(options: Iterable[Option]) -> list[str]:
     Each has the form `target.chip.xla_options.NAME=VALUE`. `mode=compile` adds these options itself. A training run
     needs the overrides.
     """
-    return [f"{KEY}.{option}" for option in options if option.set_by == TO_FIT]
+    return [f"{OPTIONS_KEY}.{option}" for option in options if option.set_by == TO_FIT]
 
 
 def option_text(value: object) -> str | None:
@@ -109,14 +109,14 @@ def explain_refusal(message: str, *, in_python: bool = False) -> str | None:
         names = {option for chip in known_chips().values() for option in chip.xla_options}
         suggestion = suggest(name, sorted(names))
         hint = f" Did you mean {suggestion}? Otherwise," if suggestion else ""
-        default = "" if in_python else f", or set {KEY}.{name}=null if it is a default of the chip"
-        setting = f'options={{"{name}": ...}}' if in_python else f"{KEY}.{name}"
+        default = "" if in_python else f", or set {OPTIONS_KEY}.{name}=null if it is a default of the chip"
+        setting = f'options={{"{name}": ...}}' if in_python else f"{OPTIONS_KEY}.{name}"
         remedy = f"{'remove' if hint else 'Remove'} it{default}."
         return f"{setting}: {_compiler()} has no such option.{hint} {remedy}"
     if details := unreadable_option(message):
         name, value, reason = details
         cause = f" {reason}." if reason else ""
-        setting = f'options={{"{name}": "{value}"}}' if in_python else f"{KEY}.{name}={value}"
+        setting = f'options={{"{name}": "{value}"}}' if in_python else f"{OPTIONS_KEY}.{name}={value}"
         return f"{setting}: {_compiler()} cannot parse this value.{cause}"
     return None
 

@@ -95,19 +95,19 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
     if not run.task.is_text:
         raise ValueError(f"model={run.model.name} has no tokenizer and cannot continue text: it solves puzzles.")
 
-    ids, rows = read_vocab_size(run.tokenizer), run.model.vocab_size
-    if ids > rows:
+    id_count, row_count = read_vocab_size(run.tokenizer), run.model.vocab_size
+    if id_count > row_count:
         key = "data.tokenizer" if run.tokenizer != run.model.tokenizer else "model.tokenizer"
         resume = run.config.resume
-        if resume is not None and (saved := saved_run(trained_folder(run)).tokenizer) != run.tokenizer:
+        if resume is not None and (saved_tokenizer := saved_run(trained_folder(run)).tokenizer) != run.tokenizer:
             raise ValueError(
-                f"{key}={run.tokenizer} has {ids:,} ids, but {resume} was trained with tokenizer={saved}, which has at "
-                f"most {rows:,}. A checkpoint only continues with its own tokenizer. Leave out {key}=, or start a new "
-                "run without resume=."
+                f"{key}={run.tokenizer} has {id_count:,} ids, but {resume} was trained with "
+                f"tokenizer={saved_tokenizer}, which has at most {row_count:,}. A checkpoint only continues with its "
+                f"own tokenizer. Leave out {key}=, or start a new run without resume=."
             )
         raise ValueError(
-            f"{key}={run.tokenizer} has {ids:,} ids, but model.vocab_size={rows}. "
-            f"Use model.vocab_size={ids} or more, or a tokenizer with at most {rows:,} ids."
+            f"{key}={run.tokenizer} has {id_count:,} ids, but model.vocab_size={row_count}. "
+            f"Use model.vocab_size={id_count} or more, or a tokenizer with at most {row_count:,} ids."
         )
     return load_tokenizer(run.tokenizer)
 

@@ -22,7 +22,7 @@ from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import versions
 from valkyrie.trees import flatten
 
-LOGS = "logs"
+LOGS_FOLDER = "logs"
 """Subfolder of a run folder for the output of all processes except the first."""
 
 
@@ -83,9 +83,9 @@ def check_shared(team: Team, folder: Path) -> None:
     saw_probe = team.exchange("probe seen", (folder / name).exists())
     if team.is_leader:
         probe.unlink()
-    missing_on = [index for index, saw in enumerate(saw_probe) if not saw]
-    if missing_on:
-        processes = f"process{'es' * (len(missing_on) > 1)} {', '.join(map(str, missing_on[:16]))}"
+    blind_processes = [index for index, saw in enumerate(saw_probe) if not saw]
+    if blind_processes:
+        processes = f"process{'es' * (len(blind_processes) > 1)} {', '.join(map(str, blind_processes[:16]))}"
         raise ValueError(
             f"{folder}: {processes} cannot see the files that process 0 writes there. Checkpoints need a folder that "
             "all hosts share: set runs=DIR or checkpoint.folder=gs://BUCKET/DIR. To train on one host: distributed=off."
@@ -95,8 +95,8 @@ def check_shared(team: Team, folder: Path) -> None:
 def print_to_log(team: Team, folder: Path) -> None:
     """Redirect the output of all processes except the first to log files in the run folder."""
     if not team.is_leader:
-        (folder / LOGS).mkdir(parents=True, exist_ok=True)
-        _print_to(folder / LOGS / f"process-{team.index}.log", errors=True)
+        (folder / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
+        _print_to(folder / LOGS_FOLDER / f"process-{team.index}.log", errors=True)
 
 
 @contextlib.contextmanager
@@ -146,6 +146,6 @@ def _print_to(path: Path, *, errors: bool = False) -> None:
     """Redirect stdout (and stderr, with `errors`) of this process and its native libraries to a file."""
     for stream in (sys.stdout, sys.stderr) if errors else (sys.stdout,):
         stream.flush()
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-        os.dup2(target, stream.fileno())
-        os.close(target)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)

@@ -18,10 +18,10 @@ from valkyrie.problems import first_line
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.tracking import parse_profile_window
 
-FOLDER = "profile"
+PROFILE_FOLDER = "profile"
 """Subfolder of a run folder that xprof and TensorBoard open."""
-_XPLANE = ".xplane.pb"
-_SUFFIXES = (_XPLANE, ".trace.json.gz")
+_XPLANE_SUFFIX = ".xplane.pb"
+_SUFFIXES = (_XPLANE_SUFFIX, ".trace.json.gz")
 """Suffixes of the files that the profiler writes on each host: for xprof, and for ui.perfetto.dev."""
 
 
@@ -31,12 +31,12 @@ def tracing(folder: Path) -> Iterator[list[Path]]:
 
     Raises RuntimeError if a trace is already running, OSError if the folder cannot be written.
     """
-    existing, new_files = set(folder.rglob(f"*{_XPLANE}")), []
+    existing_files, new_files = set(folder.rglob(f"*{_XPLANE_SUFFIX}")), []
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python calls would fill most of a trace, without information on devices
     with jax.profiler.trace(str(folder), profiler_options=options):
         yield new_files
-    new_files += sorted(set(folder.rglob(f"*{_XPLANE}")) - existing)
+    new_files += sorted(set(folder.rglob(f"*{_XPLANE_SUFFIX}")) - existing_files)
 
 
 class ProfileWindow:
@@ -48,7 +48,7 @@ class ProfileWindow:
 
     def __init__(self, steps: str | None, folder: Path, *, team: Team = ALONE) -> None:
         self._steps = parse_profile_window(steps) if steps is not None else None
-        self._folder, self._team = folder / FOLDER, team
+        self._folder, self._team = folder / PROFILE_FOLDER, team
         self._trace: contextlib.ExitStack | None = None
         self._name = ""
 
@@ -81,9 +81,9 @@ class ProfileWindow:
         jax.block_until_ready(state)
         try:
             with contextlib.ExitStack() as stack:
-                temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="valkyrie-profile-")))
-                stack.callback(self._move_files, temporary)
-                stack.enter_context(tracing(temporary))
+                temporary_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="valkyrie-profile-")))
+                stack.callback(self._move_files, temporary_folder)
+                stack.enter_context(tracing(temporary_folder))
                 self._trace = stack.pop_all()
         except (RuntimeError, OSError) as error:  # a failed profile must not end the training
             self._steps = None
@@ -99,18 +99,18 @@ class ProfileWindow:
             trace.close()
         except (RuntimeError, OSError) as error:  # as in `open`
             return _failure_message(error)
-        view = f"xprof --logdir {shlex.quote(str(self._folder))}   # pip install xprof"
-        return f"traced {self._name.replace('-', ' ', 1)}. View it with: {view}"
+        view_command = f"xprof --logdir {shlex.quote(str(self._folder))}   # pip install xprof"
+        return f"traced {self._name.replace('-', ' ', 1)}. View it with: {view_command}"
 
-    def _move_files(self, temporary: Path) -> None:
+    def _move_files(self, temporary_folder: Path) -> None:
         """Move the files of this process into the run folder, next to those of the other processes."""
-        target = self._folder / "plugins" / "profile" / self._name
-        target.mkdir(parents=True, exist_ok=True)
+        target_folder = self._folder / "plugins" / "profile" / self._name
+        target_folder.mkdir(parents=True, exist_ok=True)
         host = socket.gethostname().partition(".")[0]
         name = f"{host}-{self._team.index}" if self._team.count > 1 else host
         for suffix in _SUFFIXES:
-            for file in temporary.rglob(f"*{suffix}"):
-                shutil.move(file, target / f"{name}{suffix}")
+            for file in temporary_folder.rglob(f"*{suffix}"):
+                shutil.move(file, target_folder / f"{name}{suffix}")
 
 
 def _failure_message(error: Exception) -> str:

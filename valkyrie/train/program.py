@@ -196,13 +196,13 @@ class StepProgram:
         return {name: self._place_array(array, batch[name]) for name, array in self.abstract_batch.items()}
 
     def _place_array(self, array: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        def read_rows(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "an array of the batch has dimensions"
             start, stop, _ = index[0].indices(array.shape[0])
             first = bisect.bisect_left(self.local_rows, start)
             return rows[(slice(first, first + stop - start), *index[1:])]
 
-        return jax.make_array_from_callback(array.shape, array.sharding, part)
+        return jax.make_array_from_callback(array.shape, array.sharding, read_rows)
 
     def checkpoint(self) -> Checkpoint:
         """Return the function that wraps groups of blocks in `jax.checkpoint`, as the layout's remat specifies."""
@@ -229,9 +229,13 @@ class StepProgram:
         They are the same for training and for compiling without devices.
         """
         itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
-        gathered = (self._gathered_size(spec) for spec in self.assembly.specs.values() if "vocab" not in spec.axes)
+        gathered_sizes = (
+            self._gathered_size(spec) for spec in self.assembly.specs.values() if "vocab" not in spec.axes
+        )
         platform = get_platform(self.backend)
-        return collect_options(self._chip(self.mesh, self.backend), platform.step_options(max(gathered) * itemsize))
+        return collect_options(
+            self._chip(self.mesh, self.backend), platform.step_options(max(gathered_sizes) * itemsize)
+        )
 
     def _chip(self, mesh: AnyMesh, backend: str | None) -> ChipConfig | None:
         """Return the target's chip, or that of the devices if the target has none.
@@ -269,8 +273,8 @@ def _gradient_sum(chip: ChipConfig | None) -> GradientSum:
 
     This is an all-to-all if the chip's compiler options overlap it with matrix products, else a reduce-scatter.
     """
-    overlaps = chip is not None and option_text(chip.xla_options.get(_ASYNC_ALL_TO_ALL)) == "true"
-    return GradientSum.all_to_all if overlaps else GradientSum.reduce_scatter
+    is_asynchronous = chip is not None and option_text(chip.xla_options.get(_ASYNC_ALL_TO_ALL)) == "true"
+    return GradientSum.all_to_all if is_asynchronous else GradientSum.reduce_scatter
 
 
 _ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"

@@ -53,20 +53,22 @@ def check_room(
     known_bytes, expected_bytes = count * _known_bytes(estimate, training), count * estimate.total
     memory_note = _describe_memory(devices, available)
     if known_bytes > available and not run.config.force:
-        arrays = "parameters, optimizer state and gradients" if training else "parameters and optimizer state"
-        refusal = f"{run.model.name}, mesh={run.config.mesh.name} partition={run.config.partition.name}: {arrays} "
+        array_kinds = "parameters, optimizer state and gradients" if training else "parameters and optimizer state"
+        refusal = f"{run.model.name}, mesh={run.config.mesh.name} partition={run.config.partition.name}: {array_kinds} "
         refusal += f"alone take {memory_text(known_bytes)}, but {memory_note}. "
         refusal += f"{_suggest_smaller(run, devices, available, training)} "
         raise (ValueError if devices.simulated else DoesNotFit)(f"{refusal}force=true runs it anyway.")
     possible_bytes = expected_bytes * (_CPU_ESTIMATE_FACTOR if devices.simulated else 1.0)
     if not training or say is None or possible_bytes <= available:
         return
-    needs = f"about {memory_text(expected_bytes)}, including {memory_text(count * estimate.activations)} of activations"
+    needs_text = (
+        f"about {memory_text(expected_bytes)}, including {memory_text(count * estimate.activations)} of activations"
+    )
     if expected_bytes > available:
-        warning = f"likely does not fit in memory: it needs {needs} (accurate to a factor of two)"
+        warning = f"likely does not fit in memory: it needs {needs_text} (accurate to a factor of two)"
     else:
-        most = memory_text(int(possible_bytes))
-        warning = f"may not fit in memory: it needs {needs}, and possibly up to {most}"
+        upper_bound = memory_text(int(possible_bytes))
+        warning = f"may not fit in memory: it needs {needs_text}, and possibly up to {upper_bound}"
     say(f"This run {warning}, but {memory_note}. {_suggest_lighter(program, available, count)}")
 
 
@@ -83,13 +85,13 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
         from valkyrie.train.program import StepProgram
 
         size = allocated_bytes(str(error))
-        requested = "" if size is None else f" while allocating {memory_text(size)}"
+        request_note = "" if size is None else f" while allocating {memory_text(size)}"
         program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
         available = _available_bytes(devices)
         memory_note = "" if available is None else f"; {_describe_memory(devices, available)}"
         suggestion = _suggest_lighter(program, available or 0, devices.devices_per_memory)
         raise DoesNotFit(
-            f"{run.model.name} under {run.layout.name} ran out of memory{requested}{memory_note}. {suggestion}"
+            f"{run.model.name} under {run.layout.name} ran out of memory{request_note}{memory_note}. {suggestion}"
         ) from None
 
 
@@ -107,8 +109,8 @@ def _available_bytes(devices: Devices) -> int | None:
 def _describe_memory(devices: Devices, available: int) -> str:
     if devices.simulated:
         count = devices.devices_per_memory
-        shared = f", which its {count} simulated devices share" if count > 1 else ""
-        return f"this machine has {gib(available)} of memory free{shared}"
+        sharing_note = f", which its {count} simulated devices share" if count > 1 else ""
+        return f"this machine has {gib(available)} of memory free{sharing_note}"
     return f"a {devices.devices[0].device_kind} has {gib(available)}"
 
 
@@ -123,7 +125,7 @@ def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool)
 
     count = devices.devices_per_memory
 
-    def size(other: Run) -> int:
+    def run_bytes(other: Run) -> int:
         program = StepProgram(other, abstract_mesh(other.config.mesh), backend="cpu")
         return count * _known_bytes(expected_memory(other, program.abstract_state), training)
 
@@ -131,15 +133,17 @@ def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool)
         if devices.simulated:
             return f"Use a machine with more memory. {_SLICE_ADVICE}"
         return f"Use a mesh with more devices, or the mesh that the model was trained on. {_SLICE_ADVICE}"
-    suggestions, current = [], size(run)
-    fsdp = run.changed(partition=read_config("partition", "fsdp", PartitionConfig))
-    if run.config.partition.name != "fsdp" and not fsdp.problems() and size(fsdp) <= available:
+    suggestions, current_bytes = [], run_bytes(run)
+    fsdp_run = run.changed(partition=read_config("partition", "fsdp", PartitionConfig))
+    if run.config.partition.name != "fsdp" and not fsdp_run.problems() and run_bytes(fsdp_run) <= available:
         suggestions.append("partition=fsdp")
-    largest = run.model.parameter_count() * available / current
+    largest_count = run.model.parameter_count() * available / current_bytes
     prefix = run.model.name.split("_")[0]
-    fitting = [(name.startswith(prefix), n, name) for name, n in _family_sizes(run).items() if n <= largest]
-    if fitting:
-        suggestions.append(f"model={max(fitting)[-1]}")
+    fitting_models = [
+        (name.startswith(prefix), n, name) for name, n in _family_sizes(run).items() if n <= largest_count
+    ]
+    if fitting_models:
+        suggestions.append(f"model={max(fitting_models)[-1]}")
     advice = f"Use {' or '.join(suggestions)}. " if suggestions else ""
     return f"{advice}{_SLICE_ADVICE}"
 

@@ -78,13 +78,15 @@ def _axes_without_rule(layout: Layout, parameters: Iterable[Parameter]) -> list[
     matrices = [spec for spec in parameters if spec.group == "matrix"] if mesh_axes else []
     ignored_axes = {None, LAYERS, "embed"}
     axes_with_rule = {axis.removesuffix("?") for axis in layout.partition.parameters} - ignored_axes
-    unsplit = [
+    unsplit_matrices = [
         spec
         for spec in matrices
         if axes_with_rule.isdisjoint(spec.axes) and mesh_axes.isdisjoint(chain(*layout.stored_axes(spec.axes)))
     ]
     return list(
-        dict.fromkeys(axis for spec in unsplit for axis in spec.axes if axis is not None and axis not in ignored_axes)
+        dict.fromkeys(
+            axis for spec in unsplit_matrices for axis in spec.axes if axis is not None and axis not in ignored_axes
+        )
     )
 
 
@@ -144,14 +146,18 @@ def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
     estimator = MemoryEstimator(run, layout_arrays([run]))
     rows = []
     for name, remat in legal_remats(run).items():
-        saved, activations = saved_bytes(run, remat), int(estimator.estimate(remat).activations.item())
-        rows.append((name, saved.device_total, saved.host_total, memory.total - memory.activations + activations))
+        saved_sizes, activations = saved_bytes(run, remat), int(estimator.estimate(remat).activations.item())
+        rows.append(
+            (name, saved_sizes.device_total, saved_sizes.host_total, memory.total - memory.activations + activations)
+        )
     for name, *sizes in sorted(rows, key=lambda row: (-row[1], row[2])):
         style = "bold" if name == run.config.remat.label else None
         table.add_row(name, *(f"{size / GIB:.3f}" for size in sizes), style=style)
     console.print(table, soft_wrap=False)
-    listed = ", ".join(f"{name} {size / GIB:.3f}" for name, size in saved_bytes(run, SAVE_EVERYTHING).device.items())
-    console.print(f"saved size of each activation, GiB per device, all blocks: {listed}", markup=False)
+    sizes_text = ", ".join(
+        f"{name} {size / GIB:.3f}" for name, size in saved_bytes(run, SAVE_EVERYTHING).device.items()
+    )
+    console.print(f"saved size of each activation, GiB per device, all blocks: {sizes_text}", markup=False)
 
 
 def _table(title: str) -> Table:

@@ -70,8 +70,8 @@ def state_from_parameters(
     _, key = jax.random.split(jax.random.key(seed))
     ema = jax.tree.map(lambda p: jnp.array(p, ACCUMULATOR_DTYPE.value), parameters) if keep_ema else None
     step = jnp.zeros((), jnp.int32)
-    carried = {name: jnp.zeros(array.shape, array.dtype) for name, array in (carry or {}).items()}
-    return TrainState(step, parameters, optimizer.init(parameters), ema, jax.random.key_data(key), carried or None)
+    carry_arrays = {name: jnp.zeros(array.shape, array.dtype) for name, array in (carry or {}).items()}
+    return TrainState(step, parameters, optimizer.init(parameters), ema, jax.random.key_data(key), carry_arrays or None)
 
 
 def state_shardings(

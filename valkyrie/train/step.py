@@ -98,23 +98,27 @@ def _gradients(
         gradients, (sums, carry) = gradient(parameters, batch, key)
         return gradients, sums, carry
 
-    def add_microbatch(total: tuple[Any, dict[str, jax.Array]], scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        microbatch = {name: program.shard(x, *axes[name]) for name, x in scanned[0].items()}
-        gradients, (sums, _) = gradient(parameters, microbatch, scanned[1])
-        summed = jax.tree.map(lambda a, g: a + g.astype(a.dtype), total[0], gradients)
-        return (summed, jax.tree.map(jnp.add, total[1], sums)), None
+    def add_microbatch(
+        totals: tuple[Any, dict[str, jax.Array]], microbatch_and_key: tuple[Batch, jax.Array]
+    ) -> tuple[Any, None]:
+        microbatch = {name: program.shard(x, *axes[name]) for name, x in microbatch_and_key[0].items()}
+        gradients, (sums, _) = gradient(parameters, microbatch, microbatch_and_key[1])
+        gradient_sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), totals[0], gradients)
+        return (gradient_sums, jax.tree.map(jnp.add, totals[1], sums)), None
 
     axes = {name: array.axes for name, array in program.task.batch(1, 1).items()}
-    start = jax.tree.map(
+    zero_gradients = jax.tree.map(
         lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, ACCUMULATOR_DTYPE.value), s),
         parameters,
         jax.tree.map(_in_device_memory, program.shardings.parameters),
     )
     # Row r of the batch goes to microbatch r % count, so that every device works on its own rows in each of them.
-    parts = jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
-    _, (shapes, _) = jax.eval_shape(gradient, parameters, jax.tree.map(lambda x: x[0], parts), key)
+    microbatches = jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
+    _, (shapes, _) = jax.eval_shape(gradient, parameters, jax.tree.map(lambda x: x[0], microbatches), key)
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    (gradients, sums), _ = jax.lax.scan(add_microbatch, (start, sums), (parts, jax.random.split(key, count)))
+    (gradients, sums), _ = jax.lax.scan(
+        add_microbatch, (zero_gradients, sums), (microbatches, jax.random.split(key, count))
+    )
     return gradients, sums, carry
 
 

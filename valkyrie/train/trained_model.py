@@ -52,14 +52,14 @@ class TrainedModel:
             )
         (rows, seq), vocab_size = ids.shape, self.run.model.vocab_size
         if ids.min() < 0 or ids.max() >= vocab_size:
-            wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise ValueError(f"tokens= contains {wrong}, but the vocabulary has {vocab_size:,} tokens, from 0.")
+            invalid_token = ids.min() if ids.min() < 0 else ids.max()
+            raise ValueError(f"tokens= contains {invalid_token}, but the vocabulary has {vocab_size:,} tokens, from 0.")
         refuse(self.run.task.problems(self.run.model, seq))
         shard, pipeline = self.program.shard, self.program.layout.pipeline
         row_parts = shard.size(BATCH) * (1 if pipeline is None else pipeline.microbatches)
-        padded = np.pad(ids, ((0, -rows % row_parts), (0, -seq % shard.size(SEQ)))).astype(np.int32)
+        padded_ids = np.pad(ids, ((0, -rows % row_parts), (0, -seq % shard.size(SEQ)))).astype(np.int32)
         sharding = shard.sharding(self.program.layout.activation_axes((BATCH, SEQ)))
-        return self.program.logits(self.parameters, jax.device_put(padded, sharding))[:rows, :seq]
+        return self.program.logits(self.parameters, jax.device_put(padded_ids, sharding))[:rows, :seq]
 
     def generate(
         self,

@@ -120,15 +120,15 @@ def fit(
         ValueError: The checkpoint or the data does not match the run, or this machine lacks memory.
     """
     config, began = run.config, began or time.time()
-    signals, interrupt = interrupt is not None, interrupt or Interrupt(multiprocess=team.count > 1)
+    handles_signals, interrupt = interrupt is not None, interrupt or Interrupt(multiprocess=team.count > 1)
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
     check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_oom(run, devices))
         # The loader may refuse the data, so it comes before the run folder is created.
         loader = stack.enter_context(program.loader(dataset, "train"))
-        claimed = team.broadcast_from_leader("claimed run folder", lambda: str(claim_run_folder(run, folder)))
-        folder = Path(claimed)
+        claimed_folder = team.broadcast_from_leader("claimed run folder", lambda: str(claim_run_folder(run, folder)))
+        folder = Path(claimed_folder)
         checkpoints = stack.enter_context(_open_run_folder(program, folder, team))
         meter = stack.enter_context(contextlib.closing(_make_meter(run, devices)))
         ledger = Ledger(folder, began, meter.spent, write=team.is_leader)
@@ -143,35 +143,41 @@ def fit(
             console.print("compiling the step")
         with meter.paused("compile"):
             step = compile_step(program) if start < config.steps else None
-        window = stack.enter_context(ProfileWindow(config.profile, folder, team=team))
+        profile_window = stack.enter_context(ProfileWindow(config.profile, folder, team=team))
         tracker = _make_tracker(run, devices, folder, start, write=team.is_leader)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
-        watchdog = stack.enter_context(make_watchdog(run, team, folder, signals))
+        watchdog = stack.enter_context(make_watchdog(run, team, folder, handles_signals))
         facts = {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None}
         progress = Progress(program, tracker, screen, meter, ledger, start, start, state, facts)
         progress.warn(tracker.note)
         screen.say(_opening_line(start, config.steps, None if step is None else step.compile_s))
-        progress.warn(window.missed_warning(start))
+        progress.warn(profile_window.missed_warning(start))
         evaluator, save = Evaluator(program, dataset, tokenizer), Save(checkpoints, loader)
         # The order matters: metrics are checked before a state is saved, evaluations come before the save because
         # `keep_best` needs them, and the slow samples and code evaluations come after it.
-        callbacks = [RefuseDivergence(checkpoints), Profile(window), Evaluate(evaluator), save, Sample(evaluator)]
+        callbacks = [
+            RefuseDivergence(checkpoints),
+            Profile(profile_window),
+            Evaluate(evaluator),
+            save,
+            Sample(evaluator),
+        ]
         if tokenizer is not None and config.code_eval_every is not None:
             callbacks.append(EvaluateCode(CodeEvaluation(program, tokenizer), lambda: interrupt.requested))
         callbacks.append(Log())
         stack.callback(lambda: ledger.write(progress.step, progress.end))
         ledger.count_setup(start)  # counts what came after the compile as setup
         _train_steps(progress, step, loader, callbacks, interrupt, watchdog)
-        stopped = progress.stopping and not progress.finished  # a signal during the last step stops nothing
-        progress.end = FINISHED if not stopped else PREEMPTED if interrupt.preempted else STOPPED
+        is_stopped = progress.stopping and not progress.finished  # a signal during the last step stops nothing
+        progress.end = FINISHED if not is_stopped else PREEMPTED if interrupt.preempted else STOPPED
         tracker.write_summary(summary := progress.summary())
         progress.warn(tracker.lost_records_note)
         if save.unsaved:
             raise NotSavedError(save.unsaved)
         if progress.finished:
             checkpoints.mark_complete()
-    return FitResult(program, folder, progress.state, summary, stopped, interrupt.preempted)
+    return FitResult(program, folder, progress.state, summary, is_stopped, interrupt.preempted)
 
 
 @contextlib.contextmanager
@@ -182,8 +188,8 @@ def _open_run_folder(program: StepProgram, folder: Path, team: Team) -> Iterator
         with disk_errors(folder):
             if team.is_leader:
                 stack.enter_context(write_lock(folder))
-            if (shared := shared_folder(folder, config)) is not None:
-                check_shared(team, shared)
+            if (shared_path := shared_folder(folder, config)) is not None:
+                check_shared(team, shared_path)
             print_to_log(team, folder)
             refuse_unknown_best(config, program.task)
             checkpoints = Checkpoints(folder, config, team=team, info=checkpoint_info(program))
@@ -192,7 +198,7 @@ def _open_run_folder(program: StepProgram, folder: Path, team: Team) -> Iterator
 
 def _train_steps(
     progress: Progress,
-    compiled: StepExecutable | None,
+    executable: StepExecutable | None,
     loader: Loader[Any],
     callbacks: Sequence[Callback],
     interrupt: Interrupt,
@@ -212,25 +218,25 @@ def _train_steps(
 
     meter.start()
     for step in range(progress.start + 1, program.run.config.steps + 1):
-        assert compiled is not None
+        assert executable is not None
         for callback in callbacks:
             callback.before_step(progress, step)
         watchdog.step(step)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             with meter.waiting_for_data():
                 batch = program.place(next(loader))
-            progress.state, metrics = compiled.advance(progress.state, batch)
+            progress.state, metrics = executable.advance(progress.state, batch)
         meter.step_dispatched(partial(jax.block_until_ready, metrics))
         if step == progress.start + 1:
-            _record_program(progress, compiled)
+            _record_program(progress, executable)
         report_metrics(pending_metrics)
         progress.step, pending_metrics = step, metrics
         progress.stopping = interrupt.should_stop(step, force=progress.screen.is_closed)
-        if due := [callback for callback in callbacks if callback.is_due(progress)]:
+        if due_callbacks := [callback for callback in callbacks if callback.is_due(progress)]:
             report_metrics(pending_metrics)
             pending_metrics = None
             with watchdog.resting():
-                for callback in due:
+                for callback in due_callbacks:
                     callback.on_step(progress)
         if progress.stopping:
             break
@@ -250,12 +256,12 @@ def _step_metrics(values: dict[str, np.ndarray], progress: Progress) -> StepMetr
     return StepMetrics(step, values, record, logged)
 
 
-def _record_program(progress: Progress, compiled: StepExecutable) -> None:
+def _record_program(progress: Progress, executable: StepExecutable) -> None:
     """Record facts about the compiled step during the first step, so that a killed run has them too."""
     with progress.meter.paused("setup"):
-        progress.facts |= {"compile_s": compiled.compile_s, "hbm_gib": compiled.hbm_gib}
+        progress.facts |= {"compile_s": executable.compile_s, "hbm_gib": executable.hbm_gib}
         if progress.tracker.writes:
-            if (traffic := compiled.traffic(progress.program.mesh, progress.warn)) is not None:
+            if (traffic := executable.traffic(progress.program.mesh, progress.warn)) is not None:
                 progress.facts[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.by_label}
             progress.tracker.write_summary(progress.facts)
 
@@ -295,8 +301,8 @@ def _opening_line(start: int, steps: int, compile_s: float | None) -> str:
 def _make_meter(run: Run, devices: Devices) -> Meter:
     tokens = run.config.batch * run.config.seq
     chips = devices.chips
-    peak = None if devices.chip is None else devices.chip.peak_flops(run.config.precision.compute)
-    return Meter(tokens, chips, run.step_flops, None if peak is None else peak * chips)
+    peak_flops = None if devices.chip is None else devices.chip.peak_flops(run.config.precision.compute)
+    return Meter(tokens, chips, run.step_flops, None if peak_flops is None else peak_flops * chips)
 
 
 def _make_tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: bool) -> Tracker:

@@ -19,7 +19,7 @@ from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.interrupt import show_cursor
 from valkyrie.processes.team import ALONE, HANG_REPORT_S, Team
 from valkyrie.runs.folder import resume_command
-from valkyrie.train.processes import LOGS
+from valkyrie.train.processes import LOGS_FOLDER
 
 HANG_FACTOR = 20
 """A step counts as hung if it takes longer than `distributed.step_timeout_s` and longer than this many times the median
@@ -68,7 +68,7 @@ class Watchdog:
         self._step_times: deque[float] = deque(maxlen=_KEPT_STEP_TIMES)
         self._current: tuple[int, float] | None = None
         self._checked_at, self._checked_step, self._waited = clock(), self._current, 0.0
-        self._stopped, self._printed = threading.Event(), threading.Lock()
+        self._stop_event, self._print_lock = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Watchdog:
         if self._limit_s is not None:
@@ -82,7 +82,7 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._rest()
-        self._stopped.set()
+        self._stop_event.set()
 
     def step(self, step: int) -> None:
         """Record that a step begins. The time since the previous call counts as the duration of the previous step."""
@@ -119,13 +119,13 @@ class Watchdog:
         usual_time = f"; earlier steps took {statistics.median(step_times):.3g} s each" if step_times else ""
         return f"step {step[0]} hangs: nothing has finished for {self._waited:.3g} s{usual_time}"
 
-    def print_stacks(self, head: str) -> None:
-        """Print the line `head` and the stacks of all threads to stderr, and append them to the log if there is one.
+    def print_stacks(self, heading: str) -> None:
+        """Print the line `heading` and the stacks of all threads to stderr, and append them to the log if there is one.
 
         Gives up after `_WRITE_S` seconds. Only the first call prints.
         """
-        if self._printed.acquire(blocking=False):
-            writing = threading.Thread(target=self._write, args=(head,), name="stacks", daemon=True)
+        if self._print_lock.acquire(blocking=False):
+            writing = threading.Thread(target=self._write, args=(heading,), name="stacks", daemon=True)
             writing.start()
             writing.join(_WRITE_S)
 
@@ -137,7 +137,7 @@ class Watchdog:
         return max(self._limit_s, HANG_FACTOR * statistics.median(step_times))
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._poll_s):
+        while not self._stop_event.wait(self._poll_s):
             if line := self.check():
                 return self._end_run(line)
 
@@ -152,27 +152,27 @@ class Watchdog:
             os.write(2, f"valkyrie-train: {prefix}{line}. {self._remedy}\n".encode())
         self._end(LOST, line)
 
-    def _write(self, head: str) -> None:
+    def _write(self, heading: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             show_cursor()
-            os.write(2, f"\nvalkyrie-train: {head}\n".encode())
+            os.write(2, f"\nvalkyrie-train: {heading}\n".encode())
             faulthandler.dump_traceback(2, all_threads=True)
         if self._log is None:
             return
         with contextlib.suppress(OSError):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open_to_append(self._log) as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {head}\n".encode())
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {heading}\n".encode())
                 faulthandler.dump_traceback(file, all_threads=True)
 
 
-def make_watchdog(run: Run, team: Team, folder: Path, signals: bool) -> Watchdog:
+def make_watchdog(run: Run, team: Team, folder: Path, handles_signals: bool) -> Watchdog:
     """Return the watchdog of a training run.
 
-    It is disabled if `signals` is false, as in a notebook, so that it never ends the kernel. It is also disabled under
-    `debug=nans`, because rerunning a step op by op is slow.
+    It is disabled if `handles_signals` is false, as in a notebook, so that it never ends the kernel. It is also
+    disabled under `debug=nans`, because rerunning a step op by op is slow.
     """
-    watches = signals and run.config.debug is not Debug.nans
-    limit_s = run.config.distributed.step_timeout_s if watches else None
+    is_enabled = handles_signals and run.config.debug is not Debug.nans
+    limit_s = run.config.distributed.step_timeout_s if is_enabled else None
     remedy = f"{_REMEDY} To resume from the newest checkpoint: {resume_command(folder)}"
-    return Watchdog(limit_s, team, folder / LOGS / "process-0.log" if team.is_leader else None, remedy=remedy)
+    return Watchdog(limit_s, team, folder / LOGS_FOLDER / "process-0.log" if team.is_leader else None, remedy=remedy)

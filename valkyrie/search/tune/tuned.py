@@ -9,7 +9,7 @@ from enum import Enum
 from valkyrie.config.run import Run
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.tune.compiler_options import Options
-from valkyrie.train.options import KEY, option_text
+from valkyrie.train.options import OPTIONS_KEY, option_text
 
 
 class Verdict(Enum):
@@ -87,7 +87,7 @@ class TuneResult:
     def overrides(self) -> list[str]:
         """Command-line overrides that set the best settings for training."""
         model_overrides = [f"{key}={value}" for key, value in self.model.items()]
-        return model_overrides + [f"{KEY}.{assignment}" for assignment in assignments(self.settings)]
+        return model_overrides + [f"{OPTIONS_KEY}.{assignment}" for assignment in assignments(self.settings)]
 
     @property
     def gain(self) -> float:
