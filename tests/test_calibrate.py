@@ -28,7 +28,7 @@ from valkyrie.search.estimate.runs import estimate_runs
 from valkyrie.search.folder import ANSWER_FILE
 from valkyrie.search.request import parse_request
 from valkyrie.sweep.rows import Row
-from valkyrie.sweep.trial import TRIALS, Trial
+from valkyrie.sweep.trial import TRIALS_FILE, Trial
 
 LAYOUTS = ["8x1x1-fsdp", "8x1x1-dp", "4x2x1-1d_tp", "1x4x2-2d_tp"]
 SEQ = 512
@@ -275,7 +275,7 @@ def test_unsuitable_trials_are_refused(
 def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(true_chip: Efficiency, tmp_path: Path) -> None:
     """Settings that a trial's overrides omit are read from its `run.yaml`, not from the current defaults."""
     sweep = saved_sweep(tmp_path / "sweep", make_trials((32,), true_chip, "model.layers=2")[:1])
-    log = sweep / TRIALS
+    log = sweep / TRIALS_FILE
     log.write_text(log.read_text().replace('"model.layers=2"', '"seed=0"'))
     (row,) = read_rows([sweep])
     saved = calibrate._saved_run(row)

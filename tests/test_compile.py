@@ -34,8 +34,8 @@ from valkyrie.records import RecordError, decode, encode, read_record, write_rec
 from valkyrie.search.compile import cache
 from valkyrie.search.compile import runner as compiling
 from valkyrie.search.compile.cache import (
-    OUTCOME,
-    PROGRAM,
+    OUTCOME_FILE,
+    PROGRAM_FILE,
     ProgramRecord,
     read_program,
     request_key,
@@ -231,7 +231,7 @@ def test_a_layout_is_compiled_once(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     assert lines[0].startswith("compiling for cpu")
     again = compile_layout(tiny, 300)
     assert (again.outcome, again.cached) == (first.outcome, True)
-    (first.folder / OUTCOME).write_text('{"status": "o')  # a disk that was full, say
+    (first.folder / OUTCOME_FILE).write_text('{"status": "o')  # a disk that was full, say
     mended = compile_layout(tiny, 300)
     assert mended.cached and cache.read_outcome(first.folder) == mended.outcome, "the program was still there"
     monkeypatch.setattr(compiling, "request_key", lambda run: "after an edit that leaves the program as it is")
@@ -265,17 +265,17 @@ def entry(folder: Path, compile_s: float = 1.0) -> Path:
     folder.mkdir(parents=True)
     (folder / MODULE_FILE).write_bytes(b"hlo")
     record = ProgramRecord(compile_s, (), MEMORY, hashlib.sha256(b"hlo").hexdigest())
-    write_record(folder / PROGRAM, record)
+    write_record(folder / PROGRAM_FILE, record)
     return folder
 
 
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        (PROGRAM, b'{"compile_s": 1.0, "options": []}'),
-        (PROGRAM, b'{"compile_s": ["ok"]}'),
-        (PROGRAM, b"[]"),
-        (PROGRAM, b"\xff\xfe"),
+        (PROGRAM_FILE, b'{"compile_s": 1.0, "options": []}'),
+        (PROGRAM_FILE, b'{"compile_s": ["ok"]}'),
+        (PROGRAM_FILE, b"[]"),
+        (PROGRAM_FILE, b"\xff\xfe"),
         (MODULE_FILE, b"hl"),
         (MODULE_FILE, None),
     ],
@@ -309,7 +309,7 @@ def test_the_first_of_two_simultaneous_compiles_is_cached_unless_a_new_one_was_r
 
 def test_an_incomplete_cache_folder_is_repaired(tmp_path: Path):
     folder = entry(tmp_path / "entry")
-    (folder / PROGRAM).unlink()  # its deletion was cut short
+    (folder / PROGRAM_FILE).unlink()  # its deletion was cut short
     store_program(entry(tmp_path / "scratch"), folder, replace=False)
     assert read_program(folder) is not None
     assert list(tmp_path.iterdir()) == [folder]
@@ -321,10 +321,10 @@ def test_an_outcome_has_the_fields_that_its_status_needs(status: CompileStatus):
     fields = {"step": step if status is CompileStatus.ok else None}
     fields["shortage"] = shortage if status is CompileStatus.does_not_fit else None
     outcome = CompileOutcome(status, "why", **fields)
-    assert decode(CompileOutcome, encode(outcome), OUTCOME) == outcome
+    assert decode(CompileOutcome, encode(outcome), OUTCOME_FILE) == outcome
     wrong = {"step": None} if fields["step"] else {"step": encode(step)}
     with pytest.raises(RecordError):
-        decode(CompileOutcome, encode(outcome) | wrong, OUTCOME)
+        decode(CompileOutcome, encode(outcome) | wrong, OUTCOME_FILE)
 
 
 @pytest.mark.parametrize("damaged", [b"\xff", b"[]", b"{}", b"3", b'{"collectives": [1]}'])

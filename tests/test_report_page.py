@@ -34,7 +34,7 @@ def test_numbers_on_the_heatmap_have_enough_contrast():
     import vl_convert
 
     points = [{"data": 1, "mp1": i, "mp2": 1, "rate": float(i), "text": f"r{i}"} for i in range(101)]
-    spec = specs.heat(points) | {"data": {"values": points}, "config": specs.CONFIG}
+    spec = specs.heat(points) | {"data": {"values": points}, "config": specs.CHART_CONFIG}
     svg = vl_convert.vegalite_to_svg(spec)
     cells = re.findall(r'aria-roledescription="rect mark"[^>]*fill="([^"]+)"', svg)
     words = re.findall(r'<text [^>]*fill="(white|black)"[^>]*>r[0-9]+</text>', svg)

@@ -31,7 +31,7 @@ from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_b
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.folder import request_digest, save_answer
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition, shortlist, without_torus
+from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
@@ -76,7 +76,7 @@ def search(
 
 def make_shortlist(request: SearchRequest) -> Shortlist:
     """Return the layouts that a search may compile, with the shortest estimate first."""
-    return shortlist(rank(request.run, request.space()))
+    return build_shortlist(rank(request.run, request.space()))
 
 
 class ScaledCompiler:
@@ -139,8 +139,8 @@ def test_search_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompile
     compiles = compiled_by(compiler, request, listed, tmp_path, most=500)
     best = compiles.best(request)
     assert best is not None and best.step_s == pytest.approx(listed.fitting[0].step_s)
-    assert "no other layout" in compiles.why
-    assert len(compiles.done) < len(listed.fitting)
+    assert "no other layout" in compiles.stop_reason
+    assert len(compiles.layouts) < len(listed.fitting)
     first = {(p.about.mesh, p.about.partition) for p in compiler.plans[: compiling.DISTINCT_FIRST]}
     assert len(first) == compiling.DISTINCT_FIRST
 
@@ -175,7 +175,7 @@ def test_layouts_that_save_the_same_activations_as_one_that_does_not_fit_are_not
     monkeypatch.setattr(compiling, "compile_trial", too_large)
     compiles = compiled_by(compiler, request, listed, tmp_path, most=9)
     assert sum(compiler.key(plan) in alike for plan in compiler.plans) == 1 < len(compiler.plans)
-    remaining = listed.where(compiles.may_fit)
+    remaining = listed.select(compiles.may_fit)
     assert {tuple(row.candidate.overrides) for row in rank_layouts(request, remaining, compiles, 10)}.isdisjoint(alike)
 
 
@@ -205,31 +205,31 @@ def test_compiles_of_earlier_searches_are_found_in_their_records(
 ) -> None:
     request = make_request("mode.compiles=0")
     listed, recorded = make_shortlist(request), CompiledLayouts()
-    done = compiled_by(compiler, request, listed, tmp_path, most=2).done
+    done = compiled_by(compiler, request, listed, tmp_path, most=2).layouts
     TrialLog(tmp_path).append(entry.trial for entry in done)
     trials = {entry.trial.key: entry.trial for entry in done}
     monkeypatch.setattr(compiling, "settle", lambda plans: (trials, []))
     compiling.add_recorded(request, [*listed.fitting, *listed.doubtful], tmp_path, recorded)
-    assert {entry.trial.key for entry in recorded.done} == {*trials}
+    assert {entry.trial.key for entry in recorded.layouts} == {*trials}
 
 
 def test_search_compiles_at_most_the_requested_number(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
     compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=2)
-    assert len(compiles.done) == 2
-    assert "mode.compiles=2" in compiles.why
+    assert len(compiles.layouts) == 2
+    assert "mode.compiles=2" in compiles.stop_reason
 
 
 def test_baselines_are_compiled_even_if_none_can_be_faster(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
     ranked = rank(request.run, request.space())
-    listed, every = shortlist(ranked), list(ranked)
+    listed, every = build_shortlist(ranked), list(ranked)
     slow = [entry for entry in every if entry.fits and entry.step_s > 3 * every[0].step_s][:2]
     compiler.steps, compiles = {tuple(entry.candidate.overrides): entry.step_s for entry in every}, CompiledLayouts()
     compile_best(
         request, listed, lambda target: slow, tmp_path, 500, compiles, lambda entry, so_far: None, lambda *waited: None
     )
-    done = [entry.estimate.candidate.overrides for entry in compiles.done]
+    done = [entry.estimate.candidate.overrides for entry in compiles.layouts]
     assert done[0] == listed.fitting[0].candidate.overrides and done[1:3] == [
         entry.candidate.overrides for entry in slow
     ]
@@ -248,8 +248,8 @@ def test_no_compile_starts_that_would_exceed_the_budget(
     monkeypatch.setattr(compiling, "compile_trial", slow)
     request = make_request("mode.budget=100s")
     compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path)
-    assert len(compiles.done) == 2
-    assert "mode.budget=100s" in compiles.why
+    assert len(compiles.layouts) == 2
+    assert "mode.budget=100s" in compiles.stop_reason
 
 
 def test_the_budget_stops_even_the_first_compile_and_the_answer_is_an_estimate(
@@ -283,7 +283,7 @@ def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
     compiles, fast = CompiledLayouts(), listed.fitting[0]
     compiler.steps = {tuple(slow.candidate.overrides): slow.step_s, tuple(fast.candidate.overrides): fast.step_s}
     plan = compiling.plan_compile(request, slow, tmp_path)
-    compiles.done.append(CompiledLayout(slow, compiler(plan, lambda: None)))
+    compiles.layouts.append(CompiledLayout(slow, compiler(plan, lambda: None)))
     rows = rank_layouts(request, listed, compiles, 10)
     assert (rows[0].stage.value, rows[0].overrides) == ("estimate", fast.candidate.overrides)
     comparison = format_comparison(Baseline(FASTEST_FSDP, slow), compiles, rows[0])
@@ -298,7 +298,7 @@ def test_the_cheapest_slice_is_compiled_first_if_prices_are_known(compiler: Scal
     request = make_request("mode.targets=[v5e-8,v6e-8]", "mode.tokens=1e9")
     listed = make_shortlist(request)
     compiles = compiled_by(compiler, request, listed, tmp_path, most=1)
-    (entry,) = compiles.done
+    (entry,) = compiles.layouts
     cheapest = min(listed.fitting, key=lambda e: request.cost(e, e.step_s))
     assert entry.target.name == cheapest.group.target.name
 
@@ -353,10 +353,11 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
     equivalents = [e for e in listed.fitting if without_torus(e) == without_torus(several) and e is not several]
     assert set(listed.equally_fast_slices(several)) <= {e.group.target.name for e in equivalents}
     compiles = compiled_by(compiler, request, listed, tmp_path, most=4)
-    assert len({mesh_partition(entry.estimate) for entry in compiles.done}) == 4, "another torus is no other layout"
+    assert len({mesh_partition(entry.estimate) for entry in compiles.layouts}) == 4, "another torus is no other layout"
     rows = rank_layouts(request, listed, compiles, 10)
     as_fast_on = {
-        tuple(entry.estimate.candidate.overrides): listed.equally_fast_slices(entry.estimate) for entry in compiles.done
+        tuple(entry.estimate.candidate.overrides): listed.equally_fast_slices(entry.estimate)
+        for entry in compiles.layouts
     }
     of_compiled = [row for row in rows if row.stage.value == "compile"]
     assert any(row.as_fast_on for row in of_compiled)
@@ -372,7 +373,7 @@ def describe_baselines(*arguments: str) -> dict[str, tuple[list[str] | None, str
     """
     request = parse_request(parse_run(["mode=search", "model=gpt_tiny", "precision=bf16_mixed", *arguments]))
     baselines = find_baselines(request, rank(request.run, request.space()), request.targets[-1])
-    return {b.name: (b.layout and b.layout.candidate.overrides[:3], b.why) for b in baselines}
+    return {b.name: (b.layout and b.layout.candidate.overrides[:3], b.missing_reason) for b in baselines}
 
 
 def test_baselines_are_for_one_slice() -> None:
@@ -444,7 +445,7 @@ def test_a_searched_batch_gives_the_most_tokens_per_second_that_fit() -> None:
     same = [e for e in ranked if (e.candidate.mesh, e.remat.name, e.candidate.microbatches) == ("8x1x1", "full", 1)]
     assert same and all(entry.bytes > usable for entry in same), "twice the largest batch does not fit"
 
-    rows = rank_layouts(request, shortlist(rank(request.run, request.space())), CompiledLayouts(), 10)
+    rows = rank_layouts(request, build_shortlist(rank(request.run, request.space())), CompiledLayouts(), 10)
     rates = [row.tokens_per_second_per_chip for row in rows]
     assert rates == sorted(rates, reverse=True), "rows are not ordered by step time"
     assert [row.step_s for row in rows] != sorted(row.step_s for row in rows)
@@ -504,12 +505,12 @@ def test_a_list_of_device_batches_is_searched() -> None:
 def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_batch_request("mode.compiles=12")
     compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=12)
-    layouts = [replace(entry.estimate.candidate, batch=None) for entry in compiles.done]
+    layouts = [replace(entry.estimate.candidate, batch=None) for entry in compiles.layouts]
     assert len(set(layouts)) == len(layouts)
     best = compiles.best(request)
-    assert best is not None and best.estimate.ranked_s == min(entry.estimate.ranked_s for entry in compiles.done)
+    assert best is not None and best.estimate.ranked_s == min(entry.estimate.ranked_s for entry in compiles.layouts)
     rows = rank_layouts(request, make_shortlist(request), compiles, 10)
-    slower = next(entry for entry in compiles.done if entry is not best)
+    slower = next(entry for entry in compiles.layouts if entry is not best)
     compared = format_comparison(Baseline(FASTEST_FSDP, slower.estimate), compiles, rows[0])
     assert f"{slower.estimate.ranked_s / best.estimate.ranked_s:.2f} times as long per token" in compared
 
@@ -532,7 +533,7 @@ def test_each_slice_is_compiled_before_any_has_a_second_layout(compiler: ScaledC
     request = make_request("mode.targets=[v5e-8,v5p-16,v6e-8]")
     compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=500)
     assert {plan.about.target for plan in compiler.plans[:3]} == {"v5e-8", "v5p-16", "v6e-8"}
-    assert "no other layout" in compiles.why
+    assert "no other layout" in compiles.stop_reason
 
 
 def test_a_partition_setting_applies_to_all_partitions() -> None:
@@ -653,7 +654,7 @@ def test_shorthand_of_a_chip_needs_a_number_of_chips() -> None:
 def test_a_search_can_use_only_estimates(search: Callable[..., Finished]) -> None:
     status, answer, run, printed = search("mode.compiles=0", "mode.tokens=1e9", "target.chip.spot_usd_per_hour=0.5")
     assert status == 0
-    assert answer["compiled"] == 0 and len(answer["best"]) == mode.SHOWN
+    assert answer["compiled"] == 0 and len(answer["best"]) == mode.MAX_SHOWN_LAYOUTS
     assert answer["layouts"] > 1000
     steps = [row["step_s"] for row in answer["best"]]
     best = answer["best"][0]
@@ -740,7 +741,7 @@ def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
 ) -> None:
     listed = make_shortlist(make_request())
     doubtful = Shortlist([], listed.fitting[:3], listed.smallest)
-    monkeypatch.setattr(mode, "shortlist", lambda ranked: doubtful)
+    monkeypatch.setattr(mode, "build_shortlist", lambda ranked: doubtful)
     status, answer, _, printed = search("mode.compiles=0")
     assert status == NO_STEP_TIME and not answer and "3 uncompiled" in printed
 
@@ -770,7 +771,7 @@ def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch, search: 
 
     monkeypatch.setattr(compiling, "compile_trial", interrupted)
     status, answer, _, printed = search()
-    assert status == 130 and len(answer["best"]) == mode.SHOWN and "best so far:" in printed
+    assert status == 130 and len(answer["best"]) == mode.MAX_SHOWN_LAYOUTS and "best so far:" in printed
 
 
 def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
@@ -794,7 +795,7 @@ def test_the_ratio_of_a_compiled_layout_to_its_estimate(compiler: ScaledCompiler
     listed = make_shortlist(request)
     compiler.factor = 2.0
     compiles = compiled_by(compiler, request, listed, tmp_path, most=3)
-    done: CompiledLayout = compiles.done[0]
+    done: CompiledLayout = compiles.layouts[0]
     entry: EstimatedLayout = done.estimate
     assert compiles.ratio(mesh_partition(entry)) == pytest.approx(2.0)
 
@@ -803,7 +804,7 @@ def test_the_command_of_the_best_layout_has_its_compiler_options(
     compiler: ScaledCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     request = make_request("mode.tune=5min")
-    best = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=1).done[0]
+    best = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=1).layouts[0]
     calls = list[Any]()
 
     def tuned(run: Run, candidates: Any, budget_s: float | None, on_result: Any) -> TunedRun:

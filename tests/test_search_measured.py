@@ -39,7 +39,7 @@ from valkyrie.search.measuring import (
     rank_measured,
 )
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.shortlist import Shortlist, describe_chips, mesh_partition, shortlist
+from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
 
@@ -56,7 +56,7 @@ def make_request(*arguments: str) -> SearchRequest:
 
 def make_shortlist(request: SearchRequest) -> Shortlist:
     """Return the layouts that a search may measure, with the shortest estimate first."""
-    return shortlist(rank(request.run, request.space()))
+    return build_shortlist(rank(request.run, request.space()))
 
 
 class Devices:
@@ -89,8 +89,8 @@ def measured_by(
 def test_other_meshes_and_partitions_are_measured_before_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request("mode.measure=6")
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
-    assert len(measures.done) == 6 and len({mesh_partition(entry.estimate) for entry in measures.done[:3]}) == 3
-    assert measures.done[0].expected_s == min(entry.expected_s for entry in measures.done)
+    assert len(measures.trials) == 6 and len({mesh_partition(entry.estimate) for entry in measures.trials[:3]}) == 3
+    assert measures.trials[0].expected_s == min(entry.expected_s for entry in measures.trials)
     assert measures.regret == 0 and measures.agreement == pytest.approx(1.0)
     assert measurement_summary(measures).endswith("; the layout predicted to be the fastest is the fastest")
 
@@ -132,15 +132,15 @@ def test_measurements_run_on_the_devices_of_the_command(monkeypatch: pytest.Monk
 def test_a_refused_measurement_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request()
     measures = measured_by(Devices(request, status=Status.refused), request, monkeypatch, tmp_path)
-    assert len(measures.done) == 1 and measures.why == "no such devices"
+    assert len(measures.trials) == 1 and measures.stop_reason == "no such devices"
     assert (measures.regret, measures.agreement) == (None, None)
 
 
 def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = replace(make_request("mode.budget=90s"), budget_s=-1.0)
     measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
-    assert measures.done == [] and "mode.budget=90s" in measures.why
-    assert measures.why in measurement_summary(measures)
+    assert measures.trials == [] and "mode.budget=90s" in measures.stop_reason
+    assert measures.stop_reason in measurement_summary(measures)
 
 
 @pytest.mark.parametrize("stage", [Stage.estimate, Stage.compile])
@@ -211,12 +211,14 @@ def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pyte
     line = format_comparison(Baseline(FASTEST_FSDP, baseline_layout), compiles, row)
     times = baseline_layout.step_s / sum(row.parts_s.values())
     assert f"(by estimate), {times:.2f} times" in line
-    compiles.done.append(compiled(request, best, 4.0, tmp_path))
+    compiles.layouts.append(compiled(request, best, 4.0, tmp_path))
     line = format_comparison(Baseline(FASTEST_FSDP, baseline_layout), compiles, row)
     assert f"(by compile), {5 * baseline_layout.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
     (row,) = rank_measured(request, [], measures, compiles)
     assert (row.stage, row.memory) == (Stage.measure, 2**30), "a measured layout without a row keeps its compiled peak"
-    failed = MeasuredTrials([replace(measures.done[0], trial=replace(measures.done[0].trial, status=Status.failed))])
+    failed = MeasuredTrials(
+        [replace(measures.trials[0], trial=replace(measures.trials[0].trial, status=Status.failed))]
+    )
     assert rank_measured(request, [row], failed, compiles) == [], "a layout that does not run is no answer"
 
 

@@ -19,7 +19,7 @@ from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, wandb_config
 from valkyrie.sweep.columns import WANDB_TABLE_COLUMNS
 from valkyrie.sweep.rows import Row, make_row
-from valkyrie.sweep.tracking import REPORTED, SweepTracker, trial_summary, wandb_run_id
+from valkyrie.sweep.tracking import REPORTED_FILE, SweepTracker, trial_summary, wandb_run_id
 from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_line
 from wandb_files import wandb_log, wandb_logs
 
@@ -240,7 +240,7 @@ def test_an_interrupted_report_is_repeated_and_keeps_the_uploaded_run(tmp_path: 
     report(tmp_path, [OK])
     run = latest_wandb_file(tmp_path, OK)
     run.with_suffix(".wandb.synced").touch()
-    (run.parent / REPORTED).unlink()  # the sweep was killed before W&B had the run
+    (run.parent / REPORTED_FILE).unlink()  # the sweep was killed before W&B had the run
     time.sleep(1)  # W&B names folders by the second
     report(tmp_path, [OK])
     assert run.is_file() and latest_wandb_file(tmp_path, OK) != run
@@ -344,7 +344,7 @@ def test_a_later_sweep_in_the_folder_replaces_the_report_of_a_trial(tmp_path: Pa
     TrialLog(tmp_path).append([FAILED])
     other.log(OK)
     deadline = time.monotonic() + 20
-    while not list(tmp_path.rglob(REPORTED)):
+    while not list(tmp_path.rglob(REPORTED_FILE)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     first.log(FAILED)

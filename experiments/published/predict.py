@@ -42,7 +42,7 @@ from valkyrie.parts import format_category
 from valkyrie.paths import write_atomic
 from valkyrie.problems import refuse
 from valkyrie.search.compile.cache import request_key
-from valkyrie.search.compile.correction import FILE, PublishedRun, as_json, published_runs
+from valkyrie.search.compile.correction import PUBLISHED_FILE, PublishedRun, as_json, published_runs
 from valkyrie.search.modes import compile_and_summarise
 
 HERE = Path(__file__).resolve().parent
@@ -100,7 +100,7 @@ def main() -> None:
     if args.markdown:
         args.markdown.write_text(table + "\n")
     if args.ship:
-        write_atomic(FILE, as_json(published))
+        write_atomic(PUBLISHED_FILE, as_json(published))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -26,7 +26,7 @@ from valkyrie.paths import write_atomic
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.fit import FITTED_CONSTANTS, TimedLayouts, cross_validate, fit_constants, timed_layouts
 from valkyrie.search.estimate.runs import stack_runs
-from valkyrie.search.shortlist import FILE, estimate_errors
+from valkyrie.search.shortlist import ERRORS_FILE, estimate_errors
 from valkyrie.train.memory import MemoryEstimator
 
 
@@ -131,7 +131,7 @@ def write_errors(step_estimates: dict[str, list[Any]], memory_estimates: dict[st
         errors |= {f"{prefix}low": low, f"{prefix}high": high}
         errors[f"{prefix}median"] = float(np.median(np.abs(np.array(values) - 1)))
     rounded = {key: round(value, 3) for key, value in errors.items()}
-    write_atomic(Path(FILE), json.dumps(rounded, indent=1) + "\n")
+    write_atomic(Path(ERRORS_FILE), json.dumps(rounded, indent=1) + "\n")
 
 
 if __name__ == "__main__":

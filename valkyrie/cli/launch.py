@@ -11,7 +11,7 @@ from pathlib import Path
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.config.modes import MODES, Needs
 from valkyrie.extensions import add_import_path
-from valkyrie.hardware.target import AUTO, TargetConfig
+from valkyrie.hardware.target import AUTO_TARGET, TargetConfig
 from valkyrie.launch.choose import ENGINES, read_config
 from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.engine import EngineConfig, SliceConfig, add_name, is_single_training
@@ -165,7 +165,7 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
         return  # the folder may exist only on the hosts
     training = parse_run(overrides)
     rented = config.all_slices if isinstance(config, SliceConfig) else None
-    if rented is not None and training.config.target.name == AUTO:
+    if rented is not None and training.config.target.name == AUTO_TARGET:
         training = parse_run([*overrides, f"target={rented.name}", f"target.slices={rented.slices}"])
     elif rented is not None:
         _refuse_other_target(training.config.target, rented)

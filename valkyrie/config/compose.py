@@ -28,7 +28,7 @@ from valkyrie.hardware.chips import CHIP_GROUP
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform, platforms
 from valkyrie.hardware.slices import even_shape, format_shape, parse_shape
-from valkyrie.hardware.target import AUTO, ChipConfig, TargetConfig
+from valkyrie.hardware.target import AUTO_TARGET, ChipConfig, TargetConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, load_remat
@@ -217,7 +217,7 @@ def tiny_or(size: str | None, tiny: str, else_: str) -> str:
     return tiny if size == "tiny" else else_
 
 
-def default_mesh(target: str = AUTO) -> str:
+def default_mesh(target: str = AUTO_TARGET) -> str:
     """Return the name of the default mesh: the first of these that applies.
 
     - `environment`, if environment variables describe a mesh;
@@ -262,7 +262,7 @@ def default_save(embed: int) -> list[str]:
     return load_remat(default_remat(embed)).save
 
 
-def default_precision(target: str = AUTO) -> str:
+def default_precision(target: str = AUTO_TARGET) -> str:
     """Return the default precision policy: `bf16_mixed` on accelerators, `float32` on simulated devices."""
     is_simulated = get_platform(get_target(target).platform).is_simulated(count_accelerators())
     return "float32" if is_simulated else "bf16_mixed"

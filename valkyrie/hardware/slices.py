@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-TWISTED = "_twisted"
+TWISTED_SUFFIX = "_twisted"
 """Suffix of the shape of a twisted torus, as Google Cloud writes it."""
 
 SliceShape = tuple[int, ...]
@@ -146,10 +146,10 @@ class Slices:
         if not is_twisted_name(topology) or self.has_twist(shape):
             return None
         if not self.twists:
-            return f": {chip} has no twisted slices. Leave out {TWISTED}."
+            return f": {chip} has no twisted slices. Leave out {TWISTED_SUFFIX}."
         return (
             f": twisted slices have n x n x 2n or n x 2n x 2n chips, where n is a multiple of 4. Use a slice "
-            f"such as {key}4x4x8{TWISTED} or {key}4x8x8{TWISTED}, or leave out {TWISTED}."
+            f"such as {key}4x4x8{TWISTED_SUFFIX} or {key}4x8x8{TWISTED_SUFFIX}, or leave out {TWISTED_SUFFIX}."
         )
 
     def nearest(self, chips: int | Fraction) -> list[SliceShape]:
@@ -221,7 +221,7 @@ class Slices:
 
 def parse_shape(topology: str | None) -> SliceShape | None:
     """Parse the chips along each axis from `8x8x12` or `4x4x8_twisted`. Returns None for other texts."""
-    shape = (topology or "").removesuffix(TWISTED)
+    shape = (topology or "").removesuffix(TWISTED_SUFFIX)
     if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", shape):
         return None
     return tuple(int(n) for n in shape.split("x"))
@@ -229,7 +229,7 @@ def parse_shape(topology: str | None) -> SliceShape | None:
 
 def is_twisted_name(topology: str | None) -> bool:
     """Return whether a topology names a twisted torus."""
-    return (topology or "").endswith(TWISTED)
+    return (topology or "").endswith(TWISTED_SUFFIX)
 
 
 def shorten(text: str) -> str:

@@ -9,11 +9,19 @@ from fractions import Fraction
 from typing import Any
 
 from valkyrie.hardware.platforms import get_platform, platform_problems
-from valkyrie.hardware.slices import TWISTED, Slices, SliceShape, Wrap, format_shape, is_twisted_name, parse_shape
+from valkyrie.hardware.slices import (
+    TWISTED_SUFFIX,
+    Slices,
+    SliceShape,
+    Wrap,
+    format_shape,
+    is_twisted_name,
+    parse_shape,
+)
 from valkyrie.precision import DType
 from valkyrie.problems import Problem, ProblemCode, check_range, refuse
 
-AUTO = "auto"
+AUTO_TARGET = "auto"
 """Name of the default target: the devices of this machine."""
 
 
@@ -210,7 +218,7 @@ class TargetConfig:
         slices: Slices joined by the data-centre network.
     """
 
-    name: str = AUTO
+    name: str = AUTO_TARGET
     platform: str = "any"
     chip: ChipConfig | None = None
     chips: int | None = None
@@ -251,7 +259,7 @@ class TargetConfig:
             name=self.name,
             chip=self.chip.name if self.chip else None,
             chips=self.chips,
-            topology=(self.topology or "").removesuffix(TWISTED) or None,
+            topology=(self.topology or "").removesuffix(TWISTED_SUFFIX) or None,
             twisted=is_twisted_name(self.topology),
             hosts=self.hosts,
             slices=self.slices,
@@ -379,7 +387,7 @@ class TargetRecord:
     @property
     def shape(self) -> str | None:
         """The topology in the form of `target.topology`, such as `4x4x8_twisted`, or None without a torus."""
-        return None if self.topology is None else self.topology + TWISTED * self.twisted
+        return None if self.topology is None else self.topology + TWISTED_SUFFIX * self.twisted
 
     def config(self, chips: Mapping[str, ChipConfig]) -> TargetConfig | None:
         """Return the target with its chip from `chips`, or None if the chip is unknown or has no torus."""
@@ -473,7 +481,7 @@ def build_topology(target: TargetConfig) -> Topology:
 def make_slice(chip: ChipConfig, shape: SliceShape, *, twisted: bool = False) -> TargetConfig:
     """Return a chip's slice of this shape under its shortest name: `v4-64`, `v4-4x4x2`, `v4-4x4x8_twisted`."""
     chips = math.prod(shape)
-    text = format_shape(shape) + (TWISTED if twisted else "")
+    text = format_shape(shape) + (TWISTED_SUFFIX if twisted else "")
     size = chips * chip.units_in_name if chip.slices.default_shape(chips) == shape and not twisted else text
     topology = None if chip.ici_axes is None else text
     return TargetConfig(f"{chip.name}-{size}", chip.platform, chip, chips, topology, chip.slices.host_count(shape))

@@ -14,7 +14,7 @@ from valkyrie.checksums import digest
 from valkyrie.paths import config_names, read_config
 from valkyrie.problems import Problem, ProblemCode
 
-ALL, PRODUCTS = "all", "products"
+ALL_ACTIVATIONS, PRODUCT_ACTIVATIONS = "all", "products"
 """Special values of `save`: every activation, or the results of all matrix products outside attention kernels."""
 _MAX_LABEL_LENGTH = 40
 
@@ -62,13 +62,13 @@ class RematConfig:
     @property
     def keeps_everything(self) -> bool:
         """Whether all activations stay on the device: none is recomputed or offloaded."""
-        return ALL in self.save and not self.offload
+        return ALL_ACTIVATIONS in self.save and not self.offload
 
     def location(self, name: str | None, *, product: bool = False) -> ActivationLocation:
         """Return where an activation is stored. `product`: Whether it is the result of a matrix product."""
         if name in self.offload:
             return ActivationLocation.host
-        on_device = name in self.save or ALL in self.save or (product and PRODUCTS in self.save)
+        on_device = name in self.save or ALL_ACTIVATIONS in self.save or (product and PRODUCT_ACTIVATIONS in self.save)
         return ActivationLocation.device if on_device else ActivationLocation.nowhere
 
     def problems(self, names: Callable[[], Collection[str]]) -> list[Problem]:
@@ -78,11 +78,15 @@ class RematConfig:
         model's activations, and is called only if a list has other names.
         """
         shipped_names, problems = _shipped_names(), []
-        for key, words in (("save", (ALL, PRODUCTS)), ("offload", ())):
+        for key, words in (("save", (ALL_ACTIVATIONS, PRODUCT_ACTIVATIONS)), ("offload", ())):
             unshipped = [name for name in getattr(self, key) if name not in shipped_names and name not in words]
             model_names = names() if unshipped else ()
             if unknown := [name for name in unshipped if name not in model_names]:
-                also = f", {ALL} (every activation) or {PRODUCTS} (every matrix product)" if words else ""
+                also = (
+                    f", {ALL_ACTIVATIONS} (every activation) or {PRODUCT_ACTIVATIONS} (every matrix product)"
+                    if words
+                    else ""
+                )
                 legal = ", ".join(model_names)
                 text = f"remat.{key}: the model has no activation {', '.join(unknown)}. Use {legal}{also}."
                 problems.append(Problem(ProblemCode.unknown_name, f"remat.{key}", unknown, text))
@@ -95,7 +99,7 @@ class RematConfig:
         return problems
 
 
-SAVE_EVERYTHING = RematConfig("none", [ALL])
+SAVE_EVERYTHING = RematConfig("none", [ALL_ACTIVATIONS])
 """Saves all activations; nothing is recomputed."""
 
 
@@ -114,7 +118,7 @@ def load_remat(name: str) -> RematConfig:
 def _shipped_names() -> frozenset[str]:
     """Return all activation names in the files of `conf/remat`."""
     names = (name for lists in _shipped_lists().values() for listed in lists for name in listed)
-    return frozenset(names) - {ALL, PRODUCTS}
+    return frozenset(names) - {ALL_ACTIVATIONS, PRODUCT_ACTIVATIONS}
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from valkyrie.report import colours, specs, values
-from valkyrie.report.specs import CONFIG, SCHEMA, Spec
+from valkyrie.report.specs import CHART_CONFIG, SCHEMA, Spec
 from valkyrie.report.values import Values
 from valkyrie.sweep.rows import Row
 
@@ -37,7 +37,7 @@ def figure_spec(figure: Figure, rows: Sequence[Row]) -> Spec | None:
     data = figure.values(rows)
     if len({v["label"] for v in data}) < figure.min_labels:
         return None
-    common = {"$schema": SCHEMA, "config": CONFIG, "description": figure.title}
+    common = {"$schema": SCHEMA, "config": CHART_CONFIG, "description": figure.title}
     return {**common, **figure.spec(data), "data": {"values": data}}
 
 

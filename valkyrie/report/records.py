@@ -18,15 +18,15 @@ from valkyrie.runs.folder import RUN_FILE
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.results import training_results
 from valkyrie.sweep.rows import Row, make_rows
-from valkyrie.sweep.trial import TRIALS, Status, StepResult, Trial, TrialLog, TrialResult
+from valkyrie.sweep.trial import TRIALS_FILE, Status, StepResult, Trial, TrialLog, TrialResult
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
 
-TRAIN, _SETTINGS = "train", "run"
-MULTIRUN = "multirun.yaml"
+TRAIN_STAGE, _SETTINGS_NAME = "train", "run"
+MULTIRUN_FILE = "multirun.yaml"
 """File in a sweep's folder with the configuration of the multirun, including its command-line overrides."""
-MADE_BY = "# made by: "
+MADE_BY_PREFIX = "# made by: "
 """Start of the comment in `run.yaml` that states the command of the training."""
 
 SEARCH_DEPTH = 2
@@ -36,7 +36,7 @@ SEARCH_DEPTH = 2
 def read_rows(paths: Sequence[Path]) -> list[Row]:
     """Read the trials at or below these paths as rows. Raises ValueError if there are none or a file is damaged."""
     folders = find_result_folders(paths)
-    sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS).is_file()}
+    sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS_FILE).is_file()}
     trainings = {folder: [read_training(folder)] for folder in folders if folder not in sweeps}
     rows = make_rows(sweeps, trainings)
     if not rows:
@@ -54,9 +54,9 @@ def find_result_folders(paths: Sequence[Path]) -> list[Path]:
         if not path.exists():
             raise ValueError(f"{path} does not exist. {_ADVICE}")
         if path.is_file():
-            sweeps = [path.parent] if path.name == TRIALS else []
+            sweeps = [path.parent] if path.name == TRIALS_FILE else []
         else:
-            patterns = ("/".join(["*"] * depth + [TRIALS]) for depth in range(SEARCH_DEPTH + 1))
+            patterns = ("/".join(["*"] * depth + [TRIALS_FILE]) for depth in range(SEARCH_DEPTH + 1))
             sweeps = sorted(file.parent for pattern in patterns for file in path.glob(pattern))
             sweeps += find_trainings(path, SEARCH_DEPTH, sweeps)
         if not sweeps:
@@ -73,7 +73,7 @@ def _missing_results(path: Path) -> str:
         return f"{path} is a search that only estimated its layouts: they are in its report.html and {ANSWER_FILE}"
     if (path / RUN_FILE).is_file():
         return f"{path} is a run without {METRICS_FILE}: no training step has finished"
-    return f"no {TRIALS} in {path} or its subfolders"
+    return f"no {TRIALS_FILE} in {path} or its subfolders"
 
 
 _ADVICE = (
@@ -111,7 +111,7 @@ def read_answer(folder: Path) -> SearchAnswer | None:
 
 def read_command(folder: Path) -> str | None:
     """Return the command that created the folder of a search, sweep or training run, or None if it is not recorded."""
-    answer, settings, sweep = read_answer(folder), folder / RUN_FILE, folder / MULTIRUN
+    answer, settings, sweep = read_answer(folder), folder / RUN_FILE, folder / MULTIRUN_FILE
     if answer is not None:
         return f"valkyrie-train {shlex.join(answer.command)}"
     if sweep.is_file():
@@ -121,8 +121,8 @@ def read_command(folder: Path) -> str | None:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
             return None
     if settings.is_file():
-        comments = [line for line in settings.read_text().splitlines()[:3] if line.startswith(MADE_BY)]
-        return comments[0].removeprefix(MADE_BY) if comments else None
+        comments = [line for line in settings.read_text().splitlines()[:3] if line.startswith(MADE_BY_PREFIX)]
+        return comments[0].removeprefix(MADE_BY_PREFIX) if comments else None
     return None
 
 
@@ -134,7 +134,7 @@ def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]
     return [
         f
         for f in folders
-        if (f / f"{_SETTINGS}.yaml").is_file() and not sweep_folders & {f.resolve(), *f.resolve().parents}
+        if (f / f"{_SETTINGS_NAME}.yaml").is_file() and not sweep_folders & {f.resolve(), *f.resolve().parents}
     ]
 
 
@@ -167,10 +167,10 @@ def _trial(
     resolved, settings = folder.resolve(), folder / RUN_FILE
     started = datetime.fromtimestamp(settings.stat().st_mtime, UTC).isoformat() if settings.is_file() else ""
     return Trial(
-        key=f"{TRAIN}:{resolved}",
+        key=f"{TRAIN_STAGE}:{resolved}",
         name=resolved.name,
         sweep=resolved.name,
-        stage=TRAIN,
+        stage=TRAIN_STAGE,
         status=status,
         reason=reason,
         overrides=[],
@@ -180,5 +180,5 @@ def _trial(
         folder=resolved.name,
         results=results,
         values=values,
-        flags=["--config-path", str(resolved), "--config-name", _SETTINGS],
+        flags=["--config-path", str(resolved), "--config-name", _SETTINGS_NAME],
     )

@@ -9,7 +9,7 @@ from datetime import date
 from typing import TYPE_CHECKING, NamedTuple
 
 from valkyrie.report import specs
-from valkyrie.report.specs import CONFIG, SCHEMA, Spec
+from valkyrie.report.specs import CHART_CONFIG, SCHEMA, Spec
 from valkyrie.report.tables import ColumnHead, TextTable
 from valkyrie.report.words import Summary, search_answer
 from valkyrie.sweep.trial import Status
@@ -152,7 +152,7 @@ def _memory_share(row: RankedLayout) -> float | None:
 
 
 def _figure(id: str, title: str, caption: str, spec: Spec, values: Sequence[dict[str, object]]) -> AnswerFigure:
-    common = {"$schema": SCHEMA, "config": CONFIG, "description": title}
+    common = {"$schema": SCHEMA, "config": CHART_CONFIG, "description": title}
     return AnswerFigure(id, title, caption, {**common, **spec, "data": {"values": [*values]}})
 
 

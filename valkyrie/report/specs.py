@@ -18,7 +18,7 @@ SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 """Identifier of the Vega-Lite version. The URL is never fetched."""
 
 _TEXT_STYLE = {"labelColor": "currentColor", "titleColor": "currentColor", "labelFontSize": 12}
-CONFIG: Spec = {
+CHART_CONFIG: Spec = {
     "background": None,
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
@@ -367,7 +367,7 @@ def timeline_spec() -> Spec:
     legend = {"orient": "top", "symbolType": "square"}
     return {
         "$schema": SCHEMA,
-        "config": CONFIG,
+        "config": CHART_CONFIG,
         "description": "timeline of one step",
         "width": "container",
         "data": {"values": []},

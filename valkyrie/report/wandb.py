@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wandb_workspaces.reports.v2.interface import Report
     from wandb_workspaces.workspaces import Workspace
 
-EXTRA = "wandb-workspaces"
+WANDB_EXTRA = "wandb-workspaces"
 """The extra of this package that installs `wandb-workspaces`."""
 
 _NOTE = (
@@ -47,7 +47,9 @@ def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
             f"--wandb={project} is not a W&B project. Use --wandb ENTITY/PROJECT, such as my-team/valkyrie."
         )
     if importlib.util.find_spec("wandb_workspaces") is None:
-        raise ValueError(f"--wandb needs the package wandb-workspaces. In your clone, run: uv sync --extra {EXTRA}")
+        raise ValueError(
+            f"--wandb needs the package wandb-workspaces. In your clone, run: uv sync --extra {WANDB_EXTRA}"
+        )
     workspace, report = build_dashboard(entity, name, group)
     if dry_run:
         print(json.dumps(dashboard_json(workspace, report), indent=1))

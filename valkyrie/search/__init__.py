@@ -6,7 +6,7 @@ The function `mode.search` runs `mode=search` in these steps:
    `local_devices.add_measured_figures` times CPU devices with unknown speed.
 2. `estimate.space.enumerate_layouts` lists all distinct legal layouts. `estimate.rank` estimates their step time and
    memory.
-3. `shortlist.shortlist` selects the fastest layouts that fit, or may fit given the errors of memory estimates.
+3. `shortlist.build_shortlist` selects the fastest layouts that fit, or may fit given the errors of memory estimates.
 4. `compiling.compile_best` compiles them in the order of their corrected estimates, until no other is likely to be
    faster. Each compile is a trial in this process (`modes.compile_into_folder`); the compiler runs in a child process
    (`compile.runner`, `compile.child`). `compile.replayed` replays the schedule of the compiled program

@@ -47,7 +47,7 @@ _COMPILED_BOTTLENECKS = {
 
 
 def rank_layouts(
-    request: SearchRequest, shortlisted: Shortlist, compiles: CompiledLayouts, count: int
+    request: SearchRequest, shortlist: Shortlist, compiled_layouts: CompiledLayouts, count: int
 ) -> list[RankedLayout]:
     """Return up to `count` layouts: compiled ones, then estimated ones, each ordered by `SearchRequest.cost`.
 
@@ -56,7 +56,7 @@ def rank_layouts(
     """
     chip_kinds = list(dict.fromkeys(map(describe_chips, request.targets)))
     count_per_kind = max(-(-count // len(chip_kinds)), 2)
-    by_chips = [_best_on_chips(request, chips, shortlisted, compiles, count_per_kind) for chips in chip_kinds]
+    by_chips = [_best_on_chips(request, chips, shortlist, compiled_layouts, count_per_kind) for chips in chip_kinds]
 
     pairs = [pair for group in by_chips for pair in group]
     best_compiled = min(
@@ -71,32 +71,32 @@ def rank_layouts(
     best_per_kind = [min(group, key=sort_key) for group in by_chips if group]
     remaining = sorted((pair for pair in pairs if not any(pair is first for first in best_per_kind)), key=sort_key)
     ordered = sorted([*best_per_kind, *remaining[: max(count - len(best_per_kind), 0)]], key=sort_key)
-    return [replace(row, as_fast_on=shortlisted.equally_fast_slices(layout)) for layout, row in ordered]
+    return [replace(row, as_fast_on=shortlist.equally_fast_slices(layout)) for layout, row in ordered]
 
 
 def _best_on_chips(
-    request: SearchRequest, chips_text: str, shortlisted: Shortlist, compiles: CompiledLayouts, count: int
+    request: SearchRequest, chips_text: str, shortlist: Shortlist, compiled_layouts: CompiledLayouts, count: int
 ) -> list[tuple[EstimatedLayout, RankedLayout]]:
     """Return up to `count` layouts on one kind and number of chips: the fastest compiled ones, then estimated ones.
 
     Leaves out estimated layouts that were compiled on another torus and are no faster on this one, by estimate.
     """
-    compiled = [c for c in compiles.done if c.step_s is not None and describe_chips(c.target) == chips_text]
+    compiled = [c for c in compiled_layouts.layouts if c.step_s is not None and describe_chips(c.target) == chips_text]
     compiled.sort(key=lambda layout: layout.estimate.per_sequence(layout.step_s or 0.0))
     compiled_by_layout: dict[Candidate, CompiledLayout] = {}
     for layout in compiled:  # of several searched batches, only the fastest
         compiled_by_layout.setdefault(replace(layout.estimate.candidate, batch=None), layout)
     compiled = list(compiled_by_layout.values())
-    compiled_candidates = {layout.estimate.candidate for layout in compiles.done}
+    compiled_candidates = {layout.estimate.candidate for layout in compiled_layouts.layouts}
     estimated = [
-        layout for layout in shortlisted.best(chips_text, 2 * count) if layout.candidate not in compiled_candidates
+        layout for layout in shortlist.best(chips_text, 2 * count) if layout.candidate not in compiled_candidates
     ]
     compiled_s = {without_torus(layout.estimate): layout.estimate.ranked_s for layout in compiled}
     estimated = [layout for layout in estimated if layout.ranked_s < compiled_s.get(without_torus(layout), math.inf)]
-    estimated.sort(key=lambda layout: layout.per_sequence(compiles.corrected_s(layout)))
+    estimated.sort(key=lambda layout: layout.per_sequence(compiled_layouts.corrected_s(layout)))
     rows = [(layout.estimate, rank_layout(request, layout.estimate, layout)) for layout in compiled[:count]]
     return rows + [
-        (layout, rank_layout(request, layout).with_step_time(compiles.corrected_s(layout)))
+        (layout, rank_layout(request, layout).with_step_time(compiled_layouts.corrected_s(layout)))
         for layout in estimated[: count - len(rows)]
     ]
 

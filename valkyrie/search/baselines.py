@@ -22,21 +22,21 @@ FASTEST_FSDP = "fastest fsdp layout"
 class Baseline:
     """A baseline for the search: the layout with the shortest estimate among those of one kind that fit.
 
-    If there is none, `layout` is None and `why` has the reason.
+    If there is none, `layout` is None and `missing_reason` has the reason.
     """
 
     name: str
     layout: EstimatedLayout | None
-    why: str = ""
+    missing_reason: str = ""
 
 
-def find_baselines(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> list[Baseline]:
+def find_baselines(request: SearchRequest, ranking: Ranking, target: TargetConfig) -> list[Baseline]:
     """Return the baselines on a slice: the TPU v4 paper's rule, and the fastest `fsdp` layout.
 
     The rule is left out if the torus does not have three axes, or if the command sets a mesh. Each baseline is left out
     if the search does not include its partition (`2d_tp` or `fsdp`).
     """
-    partitions, ranked_here = {partition.name for partition in request.partitions}, ranked.for_target(target.name)
+    partitions, ranked_here = {partition.name for partition in request.partitions}, ranking.for_target(target.name)
     baselines = []
     torus = parse_shape(target.topology) or () if get_platform(target.platform).has_torus else ()
     if "2d_tp" in partitions and len(torus) == 3 and request.mesh is None:
@@ -49,12 +49,12 @@ def find_baselines(request: SearchRequest, ranked: Ranking, target: TargetConfig
 
 
 def _fastest(name: str, layouts: Iterator[EstimatedLayout] | Ranking) -> Baseline:
-    why = "no legal layout"
+    missing_reason = "no legal layout"
     for layout in layouts:
         if layout.fits:
             return Baseline(name, layout)
-        why = "no layout fits"
-    return Baseline(name, None, why)
+        missing_reason = "no layout fits"
+    return Baseline(name, None, missing_reason)
 
 
 def _matches_torus(layout: EstimatedLayout) -> bool:
@@ -72,7 +72,7 @@ def baseline_layouts(baselines: Sequence[Baseline]) -> list[EstimatedLayout]:
 
 
 def format_comparison(
-    baseline: Baseline, compiles: CompiledLayouts, best: RankedLayout, measured_s: float | None = None
+    baseline: Baseline, compiled_layouts: CompiledLayouts, best: RankedLayout, measured_s: float | None = None
 ) -> str:
     """Format the speedup of the best layout over a baseline. `measured_s` is the baseline's measured step time or None.
 
@@ -82,7 +82,7 @@ def format_comparison(
     """
     name, layout = baseline.name, baseline.layout
     if layout is None:
-        return f"{name}: {baseline.why}"
+        return f"{name}: {baseline.missing_reason}"
     # With a searched batch, times are compared per token.
     scale = (best.candidate.batch or 1) / (layout.batch or 1)
     as_long = "as long" if layout.batch is None else "as long per token"
@@ -92,10 +92,10 @@ def format_comparison(
             f"{name}: {duration(measured_s)} (measured), {scale * measured_s / best.step_s:.2f} times {as_long} as the "
             f"best; {description}"
         )
-    compiled = compiles.get(layout.candidate)
+    compiled = compiled_layouts.get(layout.candidate)
     if compiled is not None and compiled.step_s is None:
         return f"{name}: {description}: {compiled.trial.status.value.replace('_', ' ')}"
-    compiled_best = compiles.get(best.candidate)
+    compiled_best = compiled_layouts.get(best.candidate)
     best_s = None if compiled_best is None else compiled_best.step_s
     if compiled is not None and compiled.step_s is not None and best_s is not None:
         times = scale * compiled.step_s / best_s
@@ -104,7 +104,7 @@ def format_comparison(
         )
     baseline_s, estimated_best_s = layout.step_s, sum(best.parts_s.values())
     if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
-        baseline_s, estimated_best_s = compiles.corrected_s(layout), best_s or best.step_s
+        baseline_s, estimated_best_s = compiled_layouts.corrected_s(layout), best_s or best.step_s
     times = scale * baseline_s / estimated_best_s
     comparison = f"{times:.2f} times {as_long} as the best by estimate"
     return f"{name}: {duration(baseline_s)} (by estimate), {comparison}; {description}"

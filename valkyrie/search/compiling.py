@@ -36,7 +36,7 @@ from valkyrie.search.shortlist import (
 )
 from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
-from valkyrie.sweep.results import OUTPUT, Outcome, read_results
+from valkyrie.sweep.results import OUTPUT_FILE, Outcome, read_results
 from valkyrie.sweep.run import run_in_this_process, settle
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.options import settings_to_fit
@@ -85,14 +85,14 @@ class CompiledLayout:
 
 @dataclass
 class CompiledLayouts:
-    """All compiled layouts of a search. `why` is the reason why no more were compiled."""
+    """All compiled layouts of a search. `stop_reason` is the reason why no more were compiled."""
 
-    done: list[CompiledLayout] = field(default_factory=list)
-    why: str = ""
+    layouts: list[CompiledLayout] = field(default_factory=list)
+    stop_reason: str = ""
 
     def best(self, request: SearchRequest) -> CompiledLayout | None:
         """Return the fastest layout that fits (the cheapest if the search is by price), or None if none fits."""
-        fitting = [layout for layout in self.done if layout.step_s is not None]
+        fitting = [layout for layout in self.layouts if layout.step_s is not None]
         return min(fitting, key=lambda layout: request.cost(layout.estimate, layout.step_s or 0.0), default=None)
 
     def ratio(self, key: MeshPartition) -> float | None:
@@ -100,12 +100,12 @@ class CompiledLayouts:
 
         The ratio is that of the most recently compiled layout that fits and has this mesh and partition.
         """
-        matching = [c for c in self.done if mesh_partition(c.estimate) == key and c.step_s is not None]
+        matching = [c for c in self.layouts if mesh_partition(c.estimate) == key and c.step_s is not None]
         return (matching[-1].step_s or 0.0) / matching[-1].estimate.step_s if matching else None
 
     def get(self, candidate: Candidate) -> CompiledLayout | None:
         """Return the record of a layout, or None if it was not compiled."""
-        return next((layout for layout in self.done if layout.estimate.candidate == candidate), None)
+        return next((layout for layout in self.layouts if layout.estimate.candidate == candidate), None)
 
     def corrected_s(self, layout: EstimatedLayout) -> float:
         """Return the estimated step time of a layout in seconds, times `ratio` if it is known."""
@@ -113,7 +113,7 @@ class CompiledLayouts:
 
     def on_uncompiled_chips(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
         """Return those of `layouts` on a kind and number of chips for which nothing was compiled."""
-        compiled = {describe_chips(layout.target) for layout in self.done}
+        compiled = {describe_chips(layout.target) for layout in self.layouts}
         return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
 
     def beats(self, layout: EstimatedLayout) -> bool:
@@ -124,7 +124,7 @@ class CompiledLayouts:
         if layout.batch is None:
             return False
         candidate = replace(layout.candidate, batch=None)
-        same = (c for c in self.done if replace(c.estimate.candidate, batch=None) == candidate)
+        same = (c for c in self.layouts if replace(c.estimate.candidate, batch=None) == candidate)
         return any(c.step_s is not None and c.estimate.ranked_s <= layout.ranked_s for c in same)
 
     def may_fit(self, layout: EstimatedLayout) -> bool:
@@ -134,7 +134,7 @@ class CompiledLayouts:
         if there are none, or if the usable memory is unknown.
         """
         usable = usable_hbm(layout.group.target.chip)
-        ratios = [c.peak / c.estimate.bytes for c in self.done if c.peak and _saves_alike(c.estimate, layout)]
+        ratios = [c.peak / c.estimate.bytes for c in self.layouts if c.peak and _saves_alike(c.estimate, layout)]
         return usable is None or not ratios or layout.bytes * min(ratios) <= MEMORY_SLACK * usable
 
 
@@ -148,11 +148,11 @@ class BudgetOver(BaseException):
 
 def compile_best(
     request: SearchRequest,
-    shortlisted: Shortlist,
+    shortlist: Shortlist,
     find_baseline_layouts: Callable[[TargetConfig], Sequence[EstimatedLayout]],
     folder: Path,
     limit: int,
-    compiles: CompiledLayouts,
+    compiled_layouts: CompiledLayouts,
     on_result: Callable[[CompiledLayout, CompiledLayouts], None],
     on_wait: Callable[[EstimatedLayout, float, float], None],
 ) -> None:
@@ -162,24 +162,24 @@ def compile_best(
     any gets a second, and `DISTINCT_FIRST` different meshes and partitions are compiled before one is repeated.
 
     Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
-    running when the budget ends is stopped and not recorded. Ctrl-C raises KeyboardInterrupt, and `compiles` then holds
-    the results so far.
+    running when the budget ends is stopped and not recorded. Ctrl-C raises KeyboardInterrupt, and `compiled_layouts`
+    then holds the results so far.
 
     Args:
         request: The search.
-        shortlisted: Layouts that may be the best.
+        shortlist: Layouts that may be the best.
         find_baseline_layouts: Returns the baseline layouts for a slice, to which the best layout will be compared. Once
             a layout fits and each kind and number of chips has been tried, the baselines on the best layout's slice are
             compiled next, even if their estimates are slow.
         folder: Folder of the search. Layouts in its records are not compiled again.
         limit: Largest number of compiles.
-        compiles: Receives the results. Those that it already has count towards `limit`.
+        compiled_layouts: Receives the results. Those that it already has count towards `limit`.
         on_result: Called after each compile.
         on_wait: Called several times a second with the layout that is being compiled, the seconds since its start, and
             the seconds that the longest compile so far took.
     """
-    layouts = [*shortlisted.fitting, *shortlisted.doubtful]
-    waiting = [layout for layout in layouts if compiles.get(layout.candidate) is None]
+    layouts = [*shortlist.fitting, *shortlist.doubtful]
+    waiting = [layout for layout in layouts if compiled_layouts.get(layout.candidate) is None]
     began, longest = time.monotonic(), 0.0
 
     def watch(layout: EstimatedLayout, start: float) -> None:
@@ -188,23 +188,29 @@ def compile_best(
         on_wait(layout, time.monotonic() - start, longest)
 
     while True:
-        possible = [layout for layout in waiting if compiles.may_fit(layout) and not compiles.beats(layout)]
-        best = None if compiles.on_uncompiled_chips(possible) else compiles.best(request)
+        possible = [
+            layout for layout in waiting if compiled_layouts.may_fit(layout) and not compiled_layouts.beats(layout)
+        ]
+        best = None if compiled_layouts.on_uncompiled_chips(possible) else compiled_layouts.best(request)
         # Baselines wait until each kind of chip has a layout and one fits: with a short budget, these matter more.
         required = (
-            [] if best is None else [b for b in find_baseline_layouts(best.target) if compiles.get(b.candidate) is None]
+            []
+            if best is None
+            else [b for b in find_baseline_layouts(best.target) if compiled_layouts.get(b.candidate) is None]
         )
-        layout = required[0] if required else _pick_next(request, possible, compiles)
-        lower_bound = min((request.cost(other, _lower_bound_s(other, compiles)) for other in possible), default=0.0)
+        layout = required[0] if required else _pick_next(request, possible, compiled_layouts)
+        lower_bound = min(
+            (request.cost(other, _lower_bound_s(other, compiled_layouts)) for other in possible), default=0.0
+        )
         if layout is None:
-            compiles.why = "every layout that may fit was compiled"
+            compiled_layouts.stop_reason = "every layout that may fit was compiled"
         elif not required and best is not None and lower_bound > request.cost(best.estimate, best.step_s or 0.0):
-            compiles.why = "no other layout is likely to be faster, judging by the errors of estimates"
+            compiled_layouts.stop_reason = "no other layout is likely to be faster, judging by the errors of estimates"
         elif request.budget_s is not None and time.monotonic() - began + longest > request.budget_s:
-            compiles.why = f"another compile would exceed mode.budget={request.mode.budget}"
-        elif len(compiles.done) >= limit:
-            compiles.why = f"mode.compiles={limit} is reached"
-        if layout is None or compiles.why:
+            compiled_layouts.stop_reason = f"another compile would exceed mode.budget={request.mode.budget}"
+        elif len(compiled_layouts.layouts) >= limit:
+            compiled_layouts.stop_reason = f"mode.compiles={limit} is reached"
+        if layout is None or compiled_layouts.stop_reason:
             return
         waiting = [other for other in waiting if other.candidate != layout.candidate]
         start = time.monotonic()
@@ -213,19 +219,19 @@ def compile_best(
             trial = compile_trial(plan, partial(watch, layout, start))
         except BudgetOver:
             overrides = " ".join(layout.candidate.overrides)
-            compiles.why = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
+            compiled_layouts.stop_reason = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
             return
         if trial.status is Status.refused and str(trial.reason).startswith(LIBTPU_FLAGS):
             raise ValueError(trial.reason)  # a wrong flag refuses every layout alike
         longest = max(longest, time.monotonic() - start)
-        compiles.done.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
-        on_result(compiles.done[-1], compiles)
+        compiled_layouts.layouts.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
+        on_result(compiled_layouts.layouts[-1], compiled_layouts)
 
 
 def add_recorded(
-    request: SearchRequest, layouts: Iterable[EstimatedLayout], folder: Path, compiles: CompiledLayouts
+    request: SearchRequest, layouts: Iterable[EstimatedLayout], folder: Path, compiled_layouts: CompiledLayouts
 ) -> None:
-    """Add to `compiles` those of `layouts` that earlier searches in `folder` have compiled. Compiles nothing."""
+    """Add to `compiled_layouts` those of `layouts` that earlier searches in `folder` compiled. Compiles nothing."""
     compiled = [trial.overrides for trial in TrialLog(folder).read() if trial.stage == CompileMode.name]
     for layout in layouts:
         overrides = layout.candidate.overrides
@@ -233,7 +239,7 @@ def add_recorded(
             continue
         plan = plan_compile(request, layout, folder)
         if trial := settle([plan])[0].get(plan.key):
-            compiles.done.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
+            compiled_layouts.layouts.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
 
 
 def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
@@ -245,8 +251,8 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
     def run_trial(check_limits: Callable[[], None]) -> Outcome:
         run, folder = plan.run, plan.trial_folder
         assert run is not None
-        (folder / OUTPUT).unlink(missing_ok=True)
-        with (folder / OUTPUT).open("x") as log:
+        (folder / OUTPUT_FILE).unlink(missing_ok=True)
+        with (folder / OUTPUT_FILE).open("x") as log:
             console = Console(file=log, soft_wrap=True, highlight=False, width=140)
 
             def compile_layout() -> Outcome:
@@ -283,25 +289,25 @@ def _settings_to_fit(trial_folder: Path) -> tuple[str, ...]:
 
 
 def _pick_next(
-    request: SearchRequest, waiting: Iterable[EstimatedLayout], compiles: CompiledLayouts
+    request: SearchRequest, waiting: Iterable[EstimatedLayout], compiled_layouts: CompiledLayouts
 ) -> EstimatedLayout | None:
     """Return the layout with the lowest expected cost, or None if none is left.
 
     Kinds and numbers of chips without a compile come first. Until `DISTINCT_FIRST` meshes and partitions are compiled,
     none is repeated.
     """
-    compiled = {mesh_partition(layout.estimate) for layout in compiles.done}
-    untried = compiles.on_uncompiled_chips(waiting)
+    compiled = {mesh_partition(layout.estimate) for layout in compiled_layouts.layouts}
+    untried = compiled_layouts.on_uncompiled_chips(waiting)
     if not untried and len(compiled) < DISTINCT_FIRST:
         untried = [layout for layout in waiting if mesh_partition(layout) not in compiled]
 
     def expected_cost(layout: EstimatedLayout) -> float:
-        return request.cost(layout, compiles.corrected_s(layout))
+        return request.cost(layout, compiled_layouts.corrected_s(layout))
 
     return min(untried or waiting, key=expected_cost, default=None)
 
 
-def _lower_bound_s(layout: EstimatedLayout, compiles: CompiledLayouts) -> float:
+def _lower_bound_s(layout: EstimatedLayout, compiled_layouts: CompiledLayouts) -> float:
     """Return a lower bound on the step time of a layout in seconds, from its estimate and the errors of estimates."""
-    ratio = compiles.ratio(mesh_partition(layout))
+    ratio = compiled_layouts.ratio(mesh_partition(layout))
     return layout.step_s * (estimate_errors().low if ratio is None else MIN_VARIANT_RATIO * ratio)

@@ -51,14 +51,14 @@ class MeasuredTrial:
 class MeasuredTrials:
     """All measured layouts of a search."""
 
-    done: list[MeasuredTrial] = field(default_factory=list)
-    why: str = ""
+    trials: list[MeasuredTrial] = field(default_factory=list)
+    stop_reason: str = ""
     """Reason why no more layouts were measured."""
 
     @property
     def timed(self) -> list[MeasuredTrial]:
         """Trials with a step time, the fastest first."""
-        return sorted((trial for trial in self.done if trial.step_s is not None), key=lambda trial: trial.ranked_s)
+        return sorted((trial for trial in self.trials if trial.step_s is not None), key=lambda trial: trial.ranked_s)
 
     @property
     def agreement(self) -> float | None:
@@ -92,7 +92,7 @@ class MeasuredTrials:
 
     def step_s(self, layout: EstimatedLayout) -> float | None:
         """Return the measured step time of a layout in seconds, or None if it was not measured."""
-        return next((trial.step_s for trial in self.done if trial.estimate.candidate == layout.candidate), None)
+        return next((trial.step_s for trial in self.trials if trial.estimate.candidate == layout.candidate), None)
 
     def ratio(self, key: MeshPartition) -> float | None:
         """Return the median of measured over predicted step time for a mesh and partition, or None if unknown."""
@@ -102,10 +102,10 @@ class MeasuredTrials:
 
 def measure_best(
     request: SearchRequest,
-    shortlisted: Shortlist,
-    compiles: CompiledLayouts,
+    shortlist: Shortlist,
+    compiled_layouts: CompiledLayouts,
     folder: Path,
-    measured: MeasuredTrials,
+    measured_trials: MeasuredTrials,
     on_result: Callable[[MeasuredTrial], None],
 ) -> None:
     """Measure up to `mode.measure` layouts. Stops when the budget is spent, or when a layout is refused.
@@ -114,33 +114,33 @@ def measure_best(
     predictions for the same mesh and partition are rescaled by measured over predicted step time, and all others by the
     median of this ratio. The next layout is the one with the shortest rescaled prediction.
 
-    Adds each result to `measured` and then calls `on_result` with it. On Ctrl-C (KeyboardInterrupt), `measured` holds
-    the results so far.
+    Adds each result to `measured_trials` and then calls `on_result` with it. On Ctrl-C (KeyboardInterrupt),
+    `measured_trials` holds the results so far.
     """
-    limit, began, waiting = request.mode.measure, time.monotonic(), expected_step_times(shortlisted, compiles)
-    while len(measured.done) < limit and waiting:
+    limit, began, waiting = request.mode.measure, time.monotonic(), expected_step_times(shortlist, compiled_layouts)
+    while len(measured_trials.trials) < limit and waiting:
         if request.budget_s is not None and time.monotonic() - began > request.budget_s:
-            measured.why = f"mode.budget={request.mode.budget} is used up"
+            measured_trials.stop_reason = f"mode.budget={request.mode.budget} is used up"
             return
-        layout, expected_s = _pick_next(waiting, measured, limit)
+        layout, expected_s = _pick_next(waiting, measured_trials, limit)
         waiting = [pair for pair in waiting if pair[0] is not layout]
         trial = run_measurement(request, layout, folder)
-        measured.done.append(MeasuredTrial(layout, expected_s, trial))
-        on_result(measured.done[-1])
+        measured_trials.trials.append(MeasuredTrial(layout, expected_s, trial))
+        on_result(measured_trials.trials[-1])
         if trial.status is Status.refused:
-            measured.why = trial.reason or "refused"
+            measured_trials.stop_reason = trial.reason or "refused"
             return
 
 
-def expected_step_times(shortlisted: Shortlist, compiles: CompiledLayouts) -> list[tuple[EstimatedLayout, float]]:
+def expected_step_times(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -> list[tuple[EstimatedLayout, float]]:
     """Return the layouts that fit with their predicted step times in seconds, the fastest first.
 
     Compiled times replace estimates, and scale the estimates of layouts with the same mesh and partition.
     """
-    pairs = [(layout.estimate, layout.step_s) for layout in compiles.done if layout.step_s is not None]
-    for layout in shortlisted.fitting:
-        if compiles.get(layout.candidate) is None:
-            pairs.append((layout, compiles.corrected_s(layout)))
+    pairs = [(layout.estimate, layout.step_s) for layout in compiled_layouts.layouts if layout.step_s is not None]
+    for layout in shortlist.fitting:
+        if compiled_layouts.get(layout.candidate) is None:
+            pairs.append((layout, compiled_layouts.corrected_s(layout)))
     return sorted(pairs, key=lambda pair: pair[0].per_sequence(pair[1]))
 
 
@@ -154,7 +154,10 @@ def run_measurement(request: SearchRequest, layout: EstimatedLayout, folder: Pat
 
 
 def rank_measured(
-    request: SearchRequest, rows: Sequence[RankedLayout], measured: MeasuredTrials, compiles: CompiledLayouts
+    request: SearchRequest,
+    rows: Sequence[RankedLayout],
+    measured_trials: MeasuredTrials,
+    compiled_layouts: CompiledLayouts,
 ) -> list[RankedLayout]:
     """Return the rows of an answer with all measured layouts first, the fastest first.
 
@@ -162,41 +165,41 @@ def rank_measured(
     Measured layouts without a row get one, and may displace the last rows. Layouts whose measurement failed lose
     theirs.
     """
-    failed = {trial.estimate.candidate for trial in measured.done if trial.step_s is None}
+    failed = {trial.estimate.candidate for trial in measured_trials.trials if trial.step_s is None}
     unmeasured = {row.candidate: row for row in rows if row.candidate not in failed}
     measured_rows = []
-    for trial in measured.timed:
+    for trial in measured_trials.timed:
         row = unmeasured.pop(trial.estimate.candidate, None)
         if row is None:
-            compiled = compiles.get(trial.estimate.candidate)
+            compiled = compiled_layouts.get(trial.estimate.candidate)
             row = rank_layout(request, trial.estimate, compiled if compiled and compiled.step_s else None)
         step = trial.trial.results.step
         measured_row = row.with_step_time(trial.step_s or row.step_s)
         bounds = {"low_s": step.min_s, "high_s": step.p90_s}
         measured_rows.append(replace(measured_row, stage=Stage.measure, expected_s=trial.expected_s, **bounds))
-    unmeasured_rows = [row.with_step_time(row.step_s * measured.median_ratio) for row in unmeasured.values()]
+    unmeasured_rows = [row.with_step_time(row.step_s * measured_trials.median_ratio) for row in unmeasured.values()]
     return [*measured_rows, *unmeasured_rows][: max(len(rows), len(measured_rows))]
 
 
-def measurement_summary(measured: MeasuredTrials) -> str:
+def measurement_summary(measured_trials: MeasuredTrials) -> str:
     """Describe how many layouts were measured, and how well they were predicted."""
-    timed = measured.timed
-    text = f"{len(timed)} measured{f' ({measured.why})' if measured.why else ''}"
-    if measured.regret is None or len(timed) < 2:
+    timed = measured_trials.timed
+    text = f"{len(timed)} measured{f' ({measured_trials.stop_reason})' if measured_trials.stop_reason else ''}"
+    if measured_trials.regret is None or len(timed) < 2:
         return text
-    if measured.agreement is not None:
-        text += f": rank correlation with predictions {measured.agreement:.2f} (Spearman)"
-    slower = f"{100 * measured.regret:.1f}% slower than the fastest" if measured.regret else "the fastest"
+    if measured_trials.agreement is not None:
+        text += f": rank correlation with predictions {measured_trials.agreement:.2f} (Spearman)"
+    slower = f"{100 * measured_trials.regret:.1f}% slower than the fastest" if measured_trials.regret else "the fastest"
     return f"{text}; the layout predicted to be the fastest is {slower}"
 
 
-def measure_report(measured: MeasuredTrials) -> MeasureReport:
+def measure_report(measured_trials: MeasuredTrials) -> MeasureReport:
     """Return the record of the measurements for `search.json`."""
     layouts = [
         MeasuredLayout(trial.estimate.candidate.overrides, trial.expected_s, trial.step_s, trial.trial.status.value)
-        for trial in measured.done
+        for trial in measured_trials.trials
     ]
-    return MeasureReport(layouts, measured.agreement, measured.regret, measured.why)
+    return MeasureReport(layouts, measured_trials.agreement, measured_trials.regret, measured_trials.stop_reason)
 
 
 def format_result(trial: MeasuredTrial) -> str:
@@ -210,15 +213,16 @@ def format_result(trial: MeasuredTrial) -> str:
 
 
 def _pick_next(
-    waiting: Sequence[tuple[EstimatedLayout, float]], measured: MeasuredTrials, limit: int
+    waiting: Sequence[tuple[EstimatedLayout, float]], measured_trials: MeasuredTrials, limit: int
 ) -> tuple[EstimatedLayout, float]:
-    tried = {mesh_partition(trial.estimate) for trial in measured.done}
+    tried = {mesh_partition(trial.estimate) for trial in measured_trials.trials}
     untried = (
         [pair for pair in waiting if mesh_partition(pair[0]) not in tried] if len(tried) < (limit + 1) // 2 else []
     )
     return min(
         untried or waiting,
         key=lambda pair: (
-            pair[0].per_sequence(pair[1]) * (measured.ratio(mesh_partition(pair[0])) or measured.median_ratio)
+            pair[0].per_sequence(pair[1])
+            * (measured_trials.ratio(mesh_partition(pair[0])) or measured_trials.median_ratio)
         ),
     )

@@ -39,15 +39,15 @@ from valkyrie.search.measuring import (
     rank_measured,
 )
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.shortlist import Shortlist, chip_name, shortlist
+from valkyrie.search.shortlist import Shortlist, build_shortlist, chip_name
 from valkyrie.search.tuning import tune_best
 from valkyrie.sweep.members import join_multirun
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, parse_seconds
 
-SHOWN = 10
+MAX_SHOWN_LAYOUTS = 10
 """Number of layouts in the answer. It has more if more were measured, or if there are more kinds of chips."""
-REASONS = 5
+MAX_SHOWN_REASONS = 5
 """Maximum number of reasons to print why layouts were refused, the most frequent first."""
 
 
@@ -88,38 +88,45 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     request = add_measured_figures(request, folder, console)
     began = time.perf_counter()
     space = request.space()
-    ranked = rank(run, space)
+    ranking = rank(run, space)
     _print_space(space, time.perf_counter() - began, request, console)
-    shortlisted = shortlist(ranked)
-    compiles, measured, status = CompiledLayouts(), MeasuredTrials(), 0
-    if not shortlisted.fitting and not shortlisted.doubtful:
-        return _nothing_fits(NO_STEP_TIME, folder, _describe_no_fit(shortlisted, request, compiles, space), console)
+    shortlist = build_shortlist(ranking)
+    compiled_layouts, measured_trials, status = CompiledLayouts(), MeasuredTrials(), 0
+    if not shortlist.fitting and not shortlist.doubtful:
+        return _nothing_fits(
+            NO_STEP_TIME, folder, _describe_no_fit(shortlist, request, compiled_layouts, space), console
+        )
     will_measure = request.mode.measure > 0 and can_measure(request)
     missing_compilers = _missing_compilers(request)
     if not will_measure:
         _print_missing_compilers(missing_compilers, request, console)
     compiled_targets = [target.name for target in request.targets if target.name not in missing_compilers]
-    compilable = shortlisted.for_targets(compiled_targets)
+    compilable = shortlist.for_targets(compiled_targets)
     if compilable.fitting or compilable.doubtful:
         try:
             with signals_as_exceptions():
-                status = _compile(request, ranked, compilable, folder, compiles, console)
+                status = _compile(request, ranking, compilable, folder, compiled_layouts, console)
         except KeyboardInterrupt:
             console.print("interrupted; the best so far:", style="yellow")
             status = INTERRUPTED
-    shortlisted = shortlisted.where(compiles.may_fit)  # what the compiles have ruled out is no answer
-    best, options = compiles.best(request), []
+    shortlist = shortlist.select(compiled_layouts.may_fit)  # what the compiles have ruled out is no answer
+    best, options = compiled_layouts.best(request), []
     tune_s = None if request.mode.tune is None else parse_seconds(request.mode.tune)
     if status == 0 and best is not None and tune_s is not None:
         status, options = tune_best(request, best, tune_s, console)
     if status == 0 and will_measure:
-        status = _measure(request, shortlisted, compiles, folder, measured, console)
-    rows = rank_measured(request, rank_layouts(request, shortlisted, compiles, SHOWN), measured, compiles)
+        status = _measure(request, shortlist, compiled_layouts, folder, measured_trials, console)
+    rows = rank_measured(
+        request,
+        rank_layouts(request, shortlist, compiled_layouts, MAX_SHOWN_LAYOUTS),
+        measured_trials,
+        compiled_layouts,
+    )
     if not rows:
-        reason = _describe_no_fit(shortlisted, request, compiles, space)
+        reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
         return _nothing_fits(status or NO_STEP_TIME, folder, reason, console)
-    options = _winner_options(rows[0].candidate, options, best, compiles, console)
-    remarks = _remarks(request, rows[0], ranked, shortlisted, compiles, measured)
+    options = _winner_options(rows[0].candidate, options, best, compiled_layouts, console)
+    remarks = _remarks(request, rows[0], ranking, shortlist, compiled_layouts, measured_trials)
     launch = None if has_devices(_target_slice(rows[0], request)) else launch_command(request, rows[0], options)
     answer = SearchAnswer(
         command=list(run.arguments),
@@ -127,9 +134,9 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
         layouts=len(space),
         refused=_refusal_counts(space),
         duplicates=space.duplicates,
-        compiled=len(compiles.done),
-        why=compiles.why,
-        measured=measure_report(measured),
+        compiled=len(compiled_layouts.layouts),
+        why=compiled_layouts.stop_reason,
+        measured=measure_report(measured_trials),
         best=rows,
         options=options,
         title=describe_work(request),
@@ -142,8 +149,8 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
         hardware=[target.describe() for target in request.targets],
         ranked_by="dollars" if request.by_price else "tokens/s/chip" if request.search_batch else "step time",
         date=date.today().isoformat(),
-        too_large=_count_too_large(ranked, compiles),
-        compile_outcomes=dict(Counter(layout.trial.status.value for layout in compiles.done)),
+        too_large=_count_too_large(ranking, compiled_layouts),
+        compile_outcomes=dict(Counter(layout.trial.status.value for layout in compiled_layouts.layouts)),
         remarks=remarks,
         explain=explain_command(request.command, rows[0].overrides, rows[1].overrides) if len(rows) > 1 else None,
         tokens=request.tokens,
@@ -160,7 +167,11 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
 
 
 def _winner_options(
-    winner: Candidate, tuned: list[str], best: CompiledLayout | None, compiles: CompiledLayouts, console: Console
+    winner: Candidate,
+    tuned: list[str],
+    best: CompiledLayout | None,
+    compiled_layouts: CompiledLayouts,
+    console: Console,
 ) -> list[str]:
     """Return the compiler options for the winner: those tuned for it, or else those that make it fit.
 
@@ -174,7 +185,7 @@ def _winner_options(
             "layout, use mode=tune."
         )
         console.print(message, style="yellow", markup=False, soft_wrap=True)
-    compiled = compiles.get(winner)
+    compiled = compiled_layouts.get(winner)
     return [] if compiled is None else list(compiled.to_fit)
 
 
@@ -187,33 +198,33 @@ def _nothing_fits(status: int, folder: Path, reason: str, console: Console) -> S
 def _remarks(
     request: SearchRequest,
     best: RankedLayout,
-    ranked: Ranking,
-    shortlisted: Shortlist,
-    compiles: CompiledLayouts,
-    measured: MeasuredTrials,
+    ranking: Ranking,
+    shortlist: Shortlist,
+    compiled_layouts: CompiledLayouts,
+    measured_trials: MeasuredTrials,
 ) -> list[str]:
     """Return sentences that compare the best layout with the baselines, and suggest wider attention heads if useful."""
     lines = []
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append("Plain FSDP is the best layout found.")
-    for baseline in find_baselines(request, ranked, _target_slice(best, request)):
+    for baseline in find_baselines(request, ranking, _target_slice(best, request)):
         if baseline.layout is not None and baseline.layout.candidate == best.candidate:
             continue
-        measured_s = None if baseline.layout is None else measured.step_s(baseline.layout)
-        lines.append(format_comparison(baseline, compiles, best, measured_s))
-    if (wider := _wider_heads(request, best, shortlisted)) is not None:
+        measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
+        lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
+    if (wider := _wider_heads(request, best, shortlist)) is not None:
         lines.append(str(wider))
     return lines
 
 
-def _count_too_large(ranked: Ranking, compiles: CompiledLayouts) -> int:
+def _count_too_large(ranking: Ranking, compiled_layouts: CompiledLayouts) -> int:
     """Return the number of layouts that do not fit by estimate and were not compiled."""
-    too_large = sum(len(estimates.fits) - int(estimates.fits.sum()) for estimates in ranked.estimates)
-    return too_large - sum(not layout.estimate.fits for layout in compiles.done)
+    too_large = sum(len(estimates.fits) - int(estimates.fits.sum()) for estimates in ranking.estimates)
+    return too_large - sum(not layout.estimate.fits for layout in compiled_layouts.layouts)
 
 
-def _wider_heads(request: SearchRequest, best: RankedLayout, shortlisted: Shortlist) -> WiderHeads | None:
-    layouts = [*shortlisted.fitting, *shortlisted.doubtful]
+def _wider_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> WiderHeads | None:
+    layouts = [*shortlist.fitting, *shortlist.doubtful]
     layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
     if layout is None:
         return None
@@ -226,21 +237,23 @@ def _target_slice(row: RankedLayout, request: SearchRequest) -> TargetConfig:
 
 def _compile(
     request: SearchRequest,
-    ranked: Ranking,
-    shortlisted: Shortlist,
+    ranking: Ranking,
+    shortlist: Shortlist,
     folder: Path,
-    compiles: CompiledLayouts,
+    compiled_layouts: CompiledLayouts,
     console: Console,
 ) -> int:
     def find_baseline_layouts(target: TargetConfig) -> list[EstimatedLayout]:
-        return baseline_layouts(find_baselines(request, ranked, target))
+        return baseline_layouts(find_baselines(request, ranking, target))
 
     limit = request.mode.compiles
-    add_recorded(request, [*shortlisted.fitting, *shortlisted.doubtful], folder, compiles)
-    if compiles.done:
-        console.print(f"{len(compiles.done)} compiled by earlier searches in {folder}", markup=False, soft_wrap=True)
+    add_recorded(request, [*shortlist.fitting, *shortlist.doubtful], folder, compiled_layouts)
+    if compiled_layouts.layouts:
+        console.print(
+            f"{len(compiled_layouts.layouts)} compiled by earlier searches in {folder}", markup=False, soft_wrap=True
+        )
     if limit == 0:
-        compiles.why = "mode.compiles=0" if compiles.done else ""
+        compiled_layouts.stop_reason = "mode.compiles=0" if compiled_layouts.layouts else ""
         return 0
     budget = request.mode.budget
     stop_condition = "on Ctrl-C" if budget is None else f"after mode.budget={budget}, or on Ctrl-C"
@@ -267,7 +280,7 @@ def _compile(
         estimate = f"estimated {duration(compiled.estimate.step_s)}"
         best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
         layout = " ".join(compiled.estimate.candidate.overrides)
-        line = f"[{len(so_far.done)}] {layout}: {result} ({estimate}; compiled in {compiled.trial.wall_s:.0f} s)"
+        line = f"[{len(so_far.layouts)}] {layout}: {result} ({estimate}; compiled in {compiled.trial.wall_s:.0f} s)"
         console.print(line + best_so_far, markup=False, soft_wrap=True)
 
     with console.status("compiling") as status:
@@ -275,14 +288,18 @@ def _compile(
         def show_progress(layout: EstimatedLayout, seconds: float, longest: float) -> None:
             done = f", the longest so far took {duration(longest)}" if longest else ""
             text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{done}"
-            best = compiles.best(request)
+            best = compiled_layouts.best(request)
             best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
             status.update(escape(text + best_so_far))
 
-        compile_best(request, shortlisted, find_baseline_layouts, folder, limit, compiles, print_result, show_progress)
-    console.print(f"{len(compiles.done)} compiled: {compiles.why}", markup=False, soft_wrap=True)
-    if compiles.done:
-        return 0 if compiles.best(request) is not None else NO_STEP_TIME
+        compile_best(
+            request, shortlist, find_baseline_layouts, folder, limit, compiled_layouts, print_result, show_progress
+        )
+    console.print(
+        f"{len(compiled_layouts.layouts)} compiled: {compiled_layouts.stop_reason}", markup=False, soft_wrap=True
+    )
+    if compiled_layouts.layouts:
+        return 0 if compiled_layouts.best(request) is not None else NO_STEP_TIME
     advice = (
         "Nothing was compiled, so these are estimates only. To compile the best layouts, use a longer budget: "
         "mode.budget=30min."
@@ -293,10 +310,10 @@ def _compile(
 
 def _measure(
     request: SearchRequest,
-    shortlisted: Shortlist,
-    compiles: CompiledLayouts,
+    shortlist: Shortlist,
+    compiled_layouts: CompiledLayouts,
     folder: Path,
-    measured: MeasuredTrials,
+    measured_trials: MeasuredTrials,
     console: Console,
 ) -> int:
     console.print(
@@ -304,16 +321,16 @@ def _measure(
     )
 
     def print_result(trial: MeasuredTrial) -> None:
-        console.print(f"[{len(measured.done)}] {format_result(trial)}", markup=False, soft_wrap=True)
+        console.print(f"[{len(measured_trials.trials)}] {format_result(trial)}", markup=False, soft_wrap=True)
 
     status = 0
     try:
         with signals_as_exceptions(), console.status("measuring"):
-            measure_best(request, shortlisted, compiles, folder, measured, print_result)
+            measure_best(request, shortlist, compiled_layouts, folder, measured_trials, print_result)
     except KeyboardInterrupt:
         console.print("interrupted; the best so far:", style="yellow")
         status = INTERRUPTED
-    console.print(measurement_summary(measured), highlight=False, soft_wrap=True)
+    console.print(measurement_summary(measured_trials), highlight=False, soft_wrap=True)
     return status
 
 
@@ -336,7 +353,7 @@ def _print_space(space: LayoutSpace, seconds: float, request: SearchRequest, con
             markup=False,
             soft_wrap=True,
         )
-    for reason, count in list(_refusal_counts(space).items())[:REASONS]:
+    for reason, count in list(_refusal_counts(space).items())[:MAX_SHOWN_REASONS]:
         console.print(f"  {count:>7,} refused: {reason}", style="dim", markup=False)
 
 
@@ -346,33 +363,33 @@ def _refusal_counts(space: LayoutSpace) -> dict[str, int]:
 
 
 def _describe_no_fit(
-    shortlisted: Shortlist, request: SearchRequest, compiles: CompiledLayouts, space: LayoutSpace
+    shortlist: Shortlist, request: SearchRequest, compiled_layouts: CompiledLayouts, space: LayoutSpace
 ) -> str:
     """Explain that no layout fits.
 
     For each kind of chip, the message has the memory per device of the smallest layout, and a number of chips that
     would be enough.
     """
-    if not shortlisted.smallest:
+    if not shortlist.smallest:
         return _no_legal_layout(request, space)
-    several, lines = len(shortlisted.smallest) > 1, []
-    for layout in shortlisted.smallest:
+    several, lines = len(shortlist.smallest) > 1, []
+    for layout in shortlist.smallest:
         no_fit = "no compiled layout fits, although the smallest is estimated to need only"
         prefix = no_fit if layout.fits else "nothing fits: the smallest layout needs"
         usable, chip = memory_text(usable_hbm(layout.group.target.chip)), chip_name(layout)
         needs, overrides = memory_text(layout.bytes), " ".join(layout.candidate.overrides)
         text = f"{prefix} {needs} per device, and {usable} are usable ({overrides})"
         text += _describe_untried(
-            shortlisted.for_targets([t.name for t in request.targets if t.chip and t.chip.name == chip]), compiles
+            shortlist.for_targets([t.name for t in request.targets if t.chip and t.chip.name == chip]), compiled_layouts
         )
         lines.append(f"{f'{chip}: ' if several else ''}{text}. {_suggest_chips(request, chip)}")
     return "\n".join(lines)
 
 
-def _describe_untried(shortlisted: Shortlist, compiles: CompiledLayouts) -> str:
+def _describe_untried(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -> str:
     """Count the uncompiled layouts that may fit, as the end of a sentence. Empty if there are none."""
-    done = {compiled.estimate.candidate for compiled in compiles.done}
-    untried = len([other for other in shortlisted.doubtful if other.candidate not in done])
+    done = {compiled.estimate.candidate for compiled in compiled_layouts.layouts}
+    untried = len([other for other in shortlist.doubtful if other.candidate not in done])
     return (
         f"; {untried:,} uncompiled layout{'s' * (untried > 1)} may fit, given the errors of estimates"
         if untried
@@ -412,7 +429,7 @@ def _suggest_chips(request: SearchRequest, chip: str) -> str:
         larger = target.resized((target.devices or 1) * factor)
         if larger is not None:
             larger_request = replace(request, targets=(larger,))
-            if shortlist(rank(request.run, larger_request.space())).fitting:
+            if build_shortlist(rank(request.run, larger_request.space())).fitting:
                 return f"{larger.chips} chips are enough: target={larger.name}."
     return f"No slice up to {32 * (target.chips or 1)} chips is enough. Use a smaller model or batch."
 

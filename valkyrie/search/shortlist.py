@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.records import load
-from valkyrie.search.estimate import rank as ranking
-from valkyrie.search.estimate.rank import EstimatedLayout
+from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
 from valkyrie.search.estimate.space import Candidate
 
-FILE = Path(ranking.__file__).with_name("errors.json")
+ERRORS_FILE = Path(__file__).parent / "estimate" / "errors.json"
 """File with the errors of estimates relative to compiled steps, written by experiments/search/table.py."""
 MAX_CANDIDATES = 500
 """Maximum number of fitting layouts per slice in a shortlist, and separately of doubtful ones."""
@@ -88,7 +87,7 @@ class EstimateErrors:
 @cache
 def estimate_errors() -> EstimateErrors:
     """Load the quantiles of the errors of estimates, which ship with the package."""
-    return load(EstimateErrors, FILE.read_text(), str(FILE))
+    return load(EstimateErrors, ERRORS_FILE.read_text(), str(ERRORS_FILE))
 
 
 @dataclass
@@ -113,7 +112,7 @@ class Shortlist:
         )
         return Shortlist(fitting, doubtful, smallest)
 
-    def where(self, condition: Callable[[EstimatedLayout], bool]) -> Shortlist:
+    def select(self, condition: Callable[[EstimatedLayout], bool]) -> Shortlist:
         """Return a copy with only the layouts that meet a condition, and the same `smallest`."""
         return replace(self, fitting=[*filter(condition, self.fitting)], doubtful=[*filter(condition, self.doubtful)])
 
@@ -148,16 +147,16 @@ class Shortlist:
         ]
 
 
-def shortlist(ranked: ranking.Ranking) -> Shortlist:
+def build_shortlist(ranking: Ranking) -> Shortlist:
     """Select the layouts of a ranking that may be the best, allowing for the errors of memory estimates."""
     result, memory_low = Shortlist(), estimate_errors().memory_low
     smallest: dict[str, EstimatedLayout] = {}
-    for target in dict.fromkeys(e.group.target.name for e in ranked.estimates):
-        if (layout := ranked.for_target(target).smallest()) is not None:
+    for target in dict.fromkeys(e.group.target.name for e in ranking.estimates):
+        if (layout := ranking.for_target(target).smallest()) is not None:
             smallest_so_far = smallest.setdefault(chip_name(layout), layout)
             smallest[chip_name(layout)] = min(smallest_so_far, layout, key=lambda e: e.bytes)
         fitting, doubtful, batch_counts = [], [], Counter[Candidate]()
-        for layout in itertools.islice(ranked.for_target(target), MAX_EXAMINED):
+        for layout in itertools.islice(ranking.for_target(target), MAX_EXAMINED):
             usable = usable_hbm(layout.group.target.chip)
             if layout.batch is not None:
                 batch_counts[replace(layout.candidate, batch=None)] += 1

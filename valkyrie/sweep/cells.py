@@ -24,7 +24,7 @@ from valkyrie.parallel.placement import SLICE_AXIS, arrange, placements
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.search.estimate.space import divisions
-from valkyrie.sweep.space import ALL, DEFAULT, SPACE, MeshEquivalence, RunVariant, SpaceConfig
+from valkyrie.sweep.space import ALL, DEFAULT, SPACE_KEY, MeshEquivalence, RunVariant, SpaceConfig
 
 _PATTERN = re.compile(r"(?:([0-9]+)s)?((?:[A-Z]|[0-9]+)(?:x(?:[A-Z]|[0-9]+)){2,3})")
 
@@ -258,8 +258,8 @@ def _device_count(space: SpaceConfig, run: Run) -> int:
         return space.devices or run.config.mesh.size
     if space.devices not in (None, target.devices):
         raise ValueError(
-            f"{SPACE}.devices={space.devices}, but target={target.describe()} has {target.devices} devices. "
-            f"Omit {SPACE}.devices, or choose a target with {space.devices} devices."
+            f"{SPACE_KEY}.devices={space.devices}, but target={target.describe()} has {target.devices} devices. "
+            f"Omit {SPACE_KEY}.devices, or choose a target with {space.devices} devices."
         )
     return target.devices
 

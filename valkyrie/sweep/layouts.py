@@ -30,7 +30,7 @@ from valkyrie.sweep.space import ALL, RunVariant, SweepSpace, compose_variants, 
 from valkyrie.train.screen import make_console
 from valkyrie.units import count_text
 
-REASONS_SHOWN = 6
+MAX_SHOWN_REASONS = 6
 """Number of different reasons for refusals that are printed before a sweep starts. `trials.jsonl` has them all."""
 
 
@@ -137,9 +137,9 @@ def describe_counts(cells: Cells, selected: Sequence[Cell]) -> str:
     if len(selected) < legal:
         lines[0] += f"; running {len(selected)} of the legal ones (hydra.sweeper.limit={len(selected)})"
     reasons = count_kinds(cell.problems[0] for cell in cells.refused)
-    lines += [f"  {count:>4} refused: {why}" for why, count in reasons[:REASONS_SHOWN]]
-    if len(reasons) > REASONS_SHOWN:
-        remaining, other = sum(count for _, count in reasons[REASONS_SHOWN:]), len(reasons) - REASONS_SHOWN
+    lines += [f"  {count:>4} refused: {why}" for why, count in reasons[:MAX_SHOWN_REASONS]]
+    if len(reasons) > MAX_SHOWN_REASONS:
+        remaining, other = sum(count for _, count in reasons[MAX_SHOWN_REASONS:]), len(reasons) - MAX_SHOWN_REASONS
         why = "another reason" if other == 1 else f"{other} other reasons"
         lines.append(f"  {remaining:>4} refused for {why}, listed in trials.jsonl")
     lines += [f"  {count:>4} skipped: {why}" for why, count in count_kinds(cells.skipped)]

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from valkyrie.checksums import digest
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import AUTO
+from valkyrie.hardware.target import AUTO_TARGET
 from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _GROUPS_NOT_IN_NAME = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
@@ -79,7 +79,7 @@ def trial_name(run: Run, key: str, layout: str | None = None) -> str:
     """
     config = run.config
     layout = layout or f"{config.mesh.name}-{config.partition.name}"
-    target = [] if config.target.name == AUTO else [config.target.name]
+    target = [] if config.target.name == AUTO_TARGET else [config.target.name]
     description = folder_name("-".join([run.model.name, layout, config.mode.name, *target]))
     return f"{description[:_MAX_LENGTH]}-{key[:6]}"
 

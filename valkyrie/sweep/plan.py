@@ -23,7 +23,7 @@ from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.cache import package_digest
 from valkyrie.sweep.composer import search_path
 from valkyrie.sweep.names import folder_name, trial_key, trial_name
-from valkyrie.sweep.results import OUTCOME
+from valkyrie.sweep.results import OUTCOME_FILE
 from valkyrie.sweep.tracking import wandb_run_id
 from valkyrie.sweep.trial import Status, Trial, TrialResult
 from valkyrie.train.devices import machine_problems
@@ -113,7 +113,7 @@ class TrialPlan:
     def write(self) -> None:
         """Write `run.yaml` into the trial's folder, and remove `outcome.json` and JSON results of earlier attempts."""
         folder = self.trial_folder
-        for name in (OUTCOME, self.mode.results or OUTCOME):
+        for name in (OUTCOME_FILE, self.mode.results or OUTCOME_FILE):
             if name.endswith(".json"):
                 (folder / name).unlink(missing_ok=True)
         assert self.run is not None, "a refused trial has no process"

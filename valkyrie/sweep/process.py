@@ -14,7 +14,7 @@ from valkyrie.processes.child import ChildProcess
 from valkyrie.processes.locks import TrialLock
 from valkyrie.sweep.members import current_members
 from valkyrie.sweep.plan import TrialPlan
-from valkyrie.sweep.results import OUTPUT, Outcome, read_outcome
+from valkyrie.sweep.results import OUTPUT_FILE, Outcome, read_outcome
 from valkyrie.sweep.trial import Status, Trial
 
 _POLL_S = 0.05
@@ -32,11 +32,11 @@ class TrialProcess:
         process_environment = self._members.start_trial(plan) if self._members else {}
         self.started, self._start_time = datetime.now(UTC).isoformat(), time.monotonic()
         self._interrupt_time: float | None = None
-        (folder / OUTPUT).unlink(missing_ok=True)
+        (folder / OUTPUT_FILE).unlink(missing_ok=True)
         environment, inherited = {**plan.environment, **process_environment}, (lock.process_file.fileno(),)
         # If this process is killed, nobody would stop the trial at its time limit or record its result.
         self._process = ChildProcess(
-            plan.command, environment, folder / OUTPUT, dies_with_parent=True, pass_fds=inherited
+            plan.command, environment, folder / OUTPUT_FILE, dies_with_parent=True, pass_fds=inherited
         )
         if self._members:
             self._members.set_kill(self.kill)

@@ -22,7 +22,7 @@ from valkyrie.search.compile.prediction import CompileTimes, Measurement, Memory
 from valkyrie.sweep.trial import GoodputResult, Status, StepResult, TrialResult, upgrade_line
 from valkyrie.units import GIB
 
-OUTPUT, OUTCOME = "output.log", "outcome.json"
+OUTPUT_FILE, OUTCOME_FILE = "output.log", "outcome.json"
 """File names in a trial's folder, for the output of its process and for its `Outcome`."""
 
 _ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|[FE]\d{4} .*)$")
@@ -42,7 +42,7 @@ class Outcome:
     def write(self, folder: Path) -> None:
         """Write `outcome.json` into a trial's folder."""
         json_values = {"status": self.status.value, "reason": self.reason, "results": self.results.json_values()}
-        write_atomic(folder / OUTCOME, json.dumps(json_values) + "\n")
+        write_atomic(folder / OUTCOME_FILE, json.dumps(json_values) + "\n")
 
 
 def read_outcome(folder: Path, returncode: int) -> Outcome:
@@ -51,12 +51,12 @@ def read_outcome(folder: Path, returncode: int) -> Outcome:
     If the file is missing, the status follows from the exit status, and the reason quotes the last error in the log.
     """
     try:
-        file = folder / OUTCOME
+        file = folder / OUTCOME_FILE
         return decode(Outcome, upgrade_line(load(dict, file.read_bytes(), str(file))), str(file))
     except FileNotFoundError:
-        return _infer_outcome(returncode, last_error(folder / OUTPUT))
+        return _infer_outcome(returncode, last_error(folder / OUTPUT_FILE))
     except RecordError as error:
-        return failed_outcome(f"{OUTCOME} is damaged ({error.reason}). To repeat the trial, add trial.retry=true")
+        return failed_outcome(f"{OUTCOME_FILE} is damaged ({error.reason}). To repeat the trial, add trial.retry=true")
 
 
 def outcome_from_status(status: int, reason: str) -> Outcome:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from valkyrie.compiled.communication import measured_parts
 from valkyrie.hardware.chips import known_chips
-from valkyrie.hardware.target import AUTO
+from valkyrie.hardware.target import AUTO_TARGET
 from valkyrie.parts import StepPart
 from valkyrie.runs.goodput import Goodput
 from valkyrie.runs.layout_record import LayoutRecord
@@ -22,7 +22,7 @@ from valkyrie.sweep.varied import target_text, varied_settings
 
 STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
 """Adjective that describes the speeds of each stage."""
-_SIMULATED = (AUTO, "cpu")
+_SIMULATED = (AUTO_TARGET, "cpu")
 _UNKNOWN_LAYOUT = LayoutRecord("?", "?", "?", "unknown target")
 
 
@@ -41,7 +41,7 @@ class SpeedKind(NamedTuple):
     def devices(self) -> str:
         """The devices of a measurement or training, such as `simulated devices`."""
         if not self.simulated:
-            return "this machine" if self.target == AUTO else self.target
+            return "this machine" if self.target == AUTO_TARGET else self.target
         return "simulated devices" + ("" if self.target in _SIMULATED else f" ({self.target})")
 
     @property
@@ -257,7 +257,7 @@ def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, v
     return Row(
         trial=trial,
         source=folder,
-        group=SpeedKind(trial.stage, target if simulated or target != AUTO else devices or target, simulated),
+        group=SpeedKind(trial.stage, target if simulated or target != AUTO_TARGET else devices or target, simulated),
         work=Workload(about.model, about.batch, about.seq, about.precision or "", varied),
         about=about,
         layout=trial.name if trial.about is None else about.name,
@@ -377,5 +377,5 @@ def _reason(trial: Trial) -> str | None:
 
 def _is_comparable(pair: RowPair) -> bool:
     """Return whether a run has the target of the prediction, or used simulated devices or `target=auto`."""
-    is_local = pair.b.about.target == AUTO
+    is_local = pair.b.about.target == AUTO_TARGET
     return pair.b.group.simulated or is_local or pair.b.group.target == pair.a.group.target

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from valkyrie.config.modes import has_results
-from valkyrie.sweep.results import OUTPUT
+from valkyrie.sweep.results import OUTPUT_FILE
 from valkyrie.sweep.table import describe_result
 from valkyrie.sweep.trial import Status, Trial, trial_title
 from valkyrie.train.screen import make_console
@@ -81,7 +81,7 @@ class LineScreen:
     def _print(self, plan: TrialPlan, trial: Trial, earlier: bool) -> None:
         number = f"[{self.done}/{self.total}] " if self.total > 1 else ""
         duration = " (recorded earlier)" if earlier else f" ({trial.wall_s:.1f} s)" if trial.wall_s else ""
-        output = plan.trial_folder / OUTPUT
+        output = plan.trial_folder / OUTPUT_FILE
         if not has_results(plan.stage) and trial.status is Status.ok and output.is_file():
             self.console.print(output.read_text(errors="replace").rstrip(), markup=False, highlight=False)
         line = f"{number}{trial.title}: {describe_result(trial)}{duration}"

@@ -24,7 +24,7 @@ from valkyrie.trees import override_text
 
 ALL, DEFAULT = "all", "default"
 """Special values in a space: `all` tries every partition or placement, `default` keeps the placement of the mesh."""
-SPACE = "hydra.sweeper.space"
+SPACE_KEY = "hydra.sweeper.space"
 """Config key of the space."""
 LAYOUT_KEYS = {
     "mesh": "meshes",
@@ -85,16 +85,16 @@ class SpaceConfig:
         problems = []
         for name in LAYOUT_KEYS.values():
             if getattr(self, name) == []:
-                text = f"{SPACE}.{name}=[]: must have at least one value."
-                problems.append(Problem(ProblemCode.missing, f"{SPACE}.{name}", [], text))
-        problems += check_range(f"{SPACE}.devices", self.devices, least=1)
+                text = f"{SPACE_KEY}.{name}=[]: must have at least one value."
+                problems.append(Problem(ProblemCode.missing, f"{SPACE_KEY}.{name}", [], text))
+        problems += check_range(f"{SPACE_KEY}.devices", self.devices, least=1)
         for key in ("parameters", "flops_per_token"):
             bounds: list[float | None] = getattr(self, key) or [None, None]
             numbers = [bound for bound in bounds if bound is not None]
             if len(bounds) != 2 or numbers != sorted(numbers):
                 text = ",".join("null" if bound is None else f"{bound:g}" for bound in bounds)
-                text = f"{SPACE}.{key}=[{text}]: must be a range [least,most], with null for no bound."
-                problems.append(Problem(ProblemCode.malformed, f"{SPACE}.{key}", bounds, text))
+                text = f"{SPACE_KEY}.{key}=[{text}]: must be a range [least,most], with null for no bound."
+                problems.append(Problem(ProblemCode.malformed, f"{SPACE_KEY}.{key}", bounds, text))
         for key, values in self.vary.items():
             problems += _vary_problems(key, values)
         return problems
@@ -102,9 +102,11 @@ class SpaceConfig:
 
 def _vary_problems(key: str, values: Any) -> Iterator[Problem]:
     """Yield the problems of a key in `vary`, or of several keys joined by commas, and of its values."""
-    keys, name = key.split(","), f"{SPACE}.vary.{key}"
+    keys, name = key.split(","), f"{SPACE_KEY}.vary.{key}"
     for layout_key in set(keys) & LAYOUT_KEYS.keys():
-        text = f"{SPACE}.vary.{layout_key}: a layout key cannot be in vary. Use {SPACE}.{LAYOUT_KEYS[layout_key]}."
+        text = (
+            f"{SPACE_KEY}.vary.{layout_key}: a layout key cannot be in vary. Use {SPACE_KEY}.{LAYOUT_KEYS[layout_key]}."
+        )
         yield Problem(ProblemCode.malformed, name, values, text)
     if len(keys) == 1 and isinstance(values, str | int | float):
         return
@@ -147,10 +149,10 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
         try:
             config_node = OmegaConf.merge(config_node, {str(name): value})
         except (ConfigKeyError, ConfigAttributeError) as error:
-            problems.append(describe_unknown_key(f"{SPACE}.{error.full_key}", error.parent_node))
+            problems.append(describe_unknown_key(f"{SPACE_KEY}.{error.full_key}", error.parent_node))
         except OmegaConfBaseException as error:
             problem = problem_from_error(error)
-            problems.append(replace(problem, key=f"{SPACE}.{problem.key}", text=f"{SPACE}.{problem}"))
+            problems.append(replace(problem, key=f"{SPACE_KEY}.{problem.key}", text=f"{SPACE_KEY}.{problem}"))
     vary: dict[str, object] = {
         str(k): OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in config_node.vary.items()
     }
@@ -164,7 +166,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
         if joined_keys := [joined for joined in vary if key in joined.split(",") and joined != key]:
             raise ValueError(
                 f"{line}: this sweep varies {joined_keys[0]} together, so {key} cannot be set alone. Omit {key}, or "
-                f"replace '{SPACE}.vary'."
+                f"replace '{SPACE_KEY}.vary'."
             )
         vary.pop(key, None)
         if override.is_sweep_override():

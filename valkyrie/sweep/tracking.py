@@ -39,7 +39,7 @@ from valkyrie.sweep.columns import WANDB_RUN_COLUMNS, WANDB_TABLE_COLUMNS
 from valkyrie.sweep.rows import Row, make_row, with_predictions
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
-REPORTED = "reported.json"
+REPORTED_FILE = "reported.json"
 """File in the W&B folder of a run with the content that was last reported."""
 
 _FAILED_STATUSES = {Status.failed, Status.killed, Status.timeout}
@@ -160,8 +160,8 @@ class SweepTracker:
         earlier_folders = self._run_folders(run_id)
         if (
             earlier_folders
-            and (earlier_folders[-1] / REPORTED).is_file()
-            and (earlier_folders[-1] / REPORTED).read_text() == content
+            and (earlier_folders[-1] / REPORTED_FILE).is_file()
+            and (earlier_folders[-1] / REPORTED_FILE).read_text() == content
         ):
             return
         _remove_offline(earlier_folders)
@@ -177,7 +177,7 @@ class SweepTracker:
             fill_run(run)
         finally:
             run.finish(exit_code=exit_code)
-        write_atomic(Path(run.dir).parent / REPORTED, content)
+        write_atomic(Path(run.dir).parent / REPORTED_FILE, content)
 
     def _run_folders(self, run_id: str) -> list[Path]:
         """Return the W&B folders of a run in the current mode, newest last."""

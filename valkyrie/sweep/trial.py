@@ -20,7 +20,7 @@ from typing import Any
 
 from valkyrie.compiled.communication import CollectiveTrace, Communication
 from valkyrie.config.modes import get_mode
-from valkyrie.hardware.target import AUTO
+from valkyrie.hardware.target import AUTO_TARGET
 from valkyrie.parts import StepPart
 from valkyrie.paths import open_to_append
 from valkyrie.problems import ProblemRecord
@@ -35,7 +35,7 @@ from valkyrie.search.compile.upgrade import upgrade_results
 SCHEMA = 1
 """Version of the format of a line. It increases when a key changes its meaning, but not when keys are added."""
 
-TRIALS = "trials.jsonl"
+TRIALS_FILE = "trials.jsonl"
 """File name of the records in a sweep's folder."""
 PAGE_FILE = "report.html"
 """File name of the HTML report that `valkyrie-report` writes into a sweep's folder."""
@@ -218,7 +218,7 @@ class Trial:
             too_new = f"schema {values['schema']} is too new: this version of valkyrie reads up to schema {SCHEMA}"
             raise ValueError(f"{too_new}. Update valkyrie.")
         try:
-            trial = decode(Trial, upgrade_line(values) | {"about": values.get("about") or None}, TRIALS)
+            trial = decode(Trial, upgrade_line(values) | {"about": values.get("about") or None}, TRIALS_FILE)
         except RecordError as error:
             raise _malformed_line(f"{error.field.removeprefix('$.') or 'the line'}: {error.reason}") from error
         about = trial.about
@@ -229,7 +229,7 @@ def trial_title(about: LayoutRecord | None, overrides: Sequence[str], stage: str
     """Return the model, layout, target and stage of a trial as text, or its overrides if they do not compose."""
     if about is None:
         return " ".join(overrides)
-    target = "" if about.target == AUTO else f" {about.target}"
+    target = "" if about.target == AUTO_TARGET else f" {about.target}"
     return f"{about.model} {about.name}{target} {stage}"
 
 
@@ -237,7 +237,7 @@ class TrialLog:
     """Reads and writes the `trials.jsonl` of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / TRIALS
+        self.path = folder / TRIALS_FILE
 
     def append(self, trials: Iterable[Trial]) -> None:
         """Append trials and wait until they are on disk. Raises OSError with the file name on failure."""
@@ -286,7 +286,7 @@ def upgrade_line(line: Mapping[str, Any]) -> dict[str, Any]:
         new = upgrade_results({key: value for key, value in results.items() if key != "hints"})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         key = "seconds" if "seconds" in results else "communication"
-        raise RecordError(TRIALS, f"$.results.{key}", f"cannot be read ({error})") from error
+        raise RecordError(TRIALS_FILE, f"$.results.{key}", f"cannot be read ({error})") from error
     return {**line, "results": drop_unknown(new | hints)}
 
 

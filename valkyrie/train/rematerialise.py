@@ -9,7 +9,7 @@ import jax
 
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.models.layers import Checkpoint
-from valkyrie.parallel.remat import ALL, PRODUCTS, RematConfig
+from valkyrie.parallel.remat import ALL_ACTIVATIONS, PRODUCT_ACTIVATIONS, RematConfig
 
 Policy = Callable[..., Any]
 
@@ -32,9 +32,9 @@ def _policy(remat: RematConfig, backend: str) -> Policy:
     """
     policies = jax.checkpoint_policies
     named_policy, listed_names = _named_policy(remat, backend), {*remat.save, *remat.offload}
-    if ALL in remat.save:
+    if ALL_ACTIVATIONS in remat.save:
         default = policies.everything_saveable
-    elif PRODUCTS in remat.save:
+    elif PRODUCT_ACTIVATIONS in remat.save:
         default = policies.dots_with_no_batch_dims_saveable
     else:
         return named_policy

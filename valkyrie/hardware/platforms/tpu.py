@@ -11,7 +11,7 @@ from typing import Any
 
 from valkyrie.foreign_errors import topology_reason
 from valkyrie.hardware.platforms import Platform, resting_bytes
-from valkyrie.hardware.slices import TWISTED, format_shape, nearest_hint
+from valkyrie.hardware.slices import TWISTED_SUFFIX, format_shape, nearest_hint
 from valkyrie.hardware.target import TargetConfig, Topology, build_topology, topology_override
 
 ENVIRONMENT = {
@@ -80,7 +80,7 @@ class Tpu(Platform):
             os.environ.setdefault(variable, value)
         from jax.experimental import topologies
 
-        name = f"{chip.compiler_name}:{format_shape(topology.shape)}{TWISTED if topology.twisted else ''}"
+        name = f"{chip.compiler_name}:{format_shape(topology.shape)}{TWISTED_SUFFIX if topology.twisted else ''}"
         options = {**chip.compiler_options, **_topology_options(topology)}
         # JAX refuses a program with devices of two descriptions, even of the same topology.
         if (devices := _described_devices.get(key := f"{name} {options}")) is not None:

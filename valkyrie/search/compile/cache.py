@@ -30,15 +30,15 @@ from valkyrie.runs.folder import versions
 from valkyrie.search.compile.prediction import CompileOutcome, MemoryReport
 from valkyrie.train.options import Option
 
-OUTCOME, PROGRAM = "outcome.json", "program.json"
+OUTCOME_FILE, PROGRAM_FILE = "outcome.json", "program.json"
 """Names of the files with the outcome of a request and with the `ProgramRecord` of a program."""
 
 _UNUSED_CHIP_SETTINGS = ("estimate", "replay", "calibrated", "rented_as", "usd_per_hour", "spot_usd_per_hour")
 """Settings of a chip that affect neither the program nor its replay."""
 _UNUSED_FLAG_PREFIXES = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
-_COMPILERS = ("jax", "jaxlib", "libtpu")
+_COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
 """Packages with versions that are part of a program's key."""
-_SOURCE_LOCATION = re.compile(r'"[^"\n]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
+_SOURCE_LOCATION_PATTERN = re.compile(r'"[^"\n]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def program_key(
     `stablehlo` is the lowered program with debug information. Names of operations are part of the key, because reports
     read them from the compiled module. Source locations are not, so reports on cached programs may name old lines.
     """
-    compilers = {name: version for name, version in versions().items() if name in _COMPILERS}
-    program = digest(_SOURCE_LOCATION.sub("", stablehlo))
+    compilers = {name: version for name, version in versions().items() if name in _COMPILER_PACKAGES}
+    program = digest(_SOURCE_LOCATION_PATTERN.sub("", stablehlo))
     devices = [device_kind, *map(str, positions)]
     return digest([program, sorted(dict(options).items()), compiler_flags(), compilers, devices])[:32]
 
@@ -138,7 +138,7 @@ def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
     Also returns None if the layout fits, but its program is not in the cache or, with `hlo`, is not stored as text.
     """
     try:
-        outcome = read_record(CompileOutcome, folder / OUTCOME)
+        outcome = read_record(CompileOutcome, folder / OUTCOME_FILE)
     except (OSError, RecordError):
         return None
     if outcome.step is not None:
@@ -154,7 +154,7 @@ def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
     With `hlo`, also returns None if the program fits but is not stored as text.
     """
     try:
-        program = read_record(ProgramRecord, folder / PROGRAM)
+        program = read_record(ProgramRecord, folder / PROGRAM_FILE)
         if program.module_sha256 is not None:
             with (folder / MODULE_FILE).open("rb") as module:
                 is_intact = hashlib.file_digest(module, "sha256").hexdigest() == program.module_sha256

@@ -35,7 +35,14 @@ from valkyrie.paths import write_atomic
 from valkyrie.processes.ending import LOST, end_process
 from valkyrie.records import write_record
 from valkyrie.runs.folder import saved_config
-from valkyrie.search.compile.cache import OUTCOME, PROGRAM, ProgramRecord, program_key, programs_folder, read_program
+from valkyrie.search.compile.cache import (
+    OUTCOME_FILE,
+    PROGRAM_FILE,
+    ProgramRecord,
+    program_key,
+    programs_folder,
+    read_program,
+)
 from valkyrie.search.compile.prediction import (
     Alternatives,
     CompiledStep,
@@ -63,7 +70,7 @@ def main() -> None:
     """Compile the run in the folder given by the first argument. The second is the id of the parent process."""
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=exit_with_parent, args=(parent, folder), daemon=True).start()
-    write_record(folder / OUTCOME, _compile_run(folder, ignore_cache="--ignore-cache" in sys.argv[3:]))
+    write_record(folder / OUTCOME_FILE, _compile_run(folder, ignore_cache="--ignore-cache" in sys.argv[3:]))
 
 
 def exit_with_parent(parent: int, folder: Path) -> None:
@@ -113,7 +120,7 @@ def _compile_step(run: Run, devices: list[Any], folder: Path, ignore_cache: bool
     if record is None:
         (folder / key).mkdir()
         record = _compile_program(program, lowered, folder / key)
-        write_record(folder / key / PROGRAM, record)
+        write_record(folder / key / PROGRAM_FILE, record)
     if record.shortage is not None:
         return _too_large_outcome(run, record.shortage, record.reason)
     assert record.memory is not None and record.module_sha256 is not None

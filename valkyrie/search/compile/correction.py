@@ -21,7 +21,7 @@ from pathlib import Path
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.search.compile.prediction import StepInterval
 
-FILE = Path(__file__).with_name("published.json")
+PUBLISHED_FILE = Path(__file__).with_name("published.json")
 MIN_RUNS = 4
 """Minimum number of runs with a known prediction error from which the interval of a prediction is derived."""
 
@@ -159,7 +159,7 @@ def held_out_ratio(rows: Sequence[PublishedRun], row: PublishedRun) -> float | N
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
     """Return the published runs that ship with the package."""
-    return tuple(PublishedRun(**row) for row in json.loads(FILE.read_text())["rows"])
+    return tuple(PublishedRun(**row) for row in json.loads(PUBLISHED_FILE.read_text())["rows"])
 
 
 def as_json(rows: Sequence[PublishedRun]) -> str:

@@ -29,8 +29,8 @@ from valkyrie.paths import cache_problem, write_atomic
 from valkyrie.processes.child import ChildProcess, module_command
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.search.compile.cache import (
-    OUTCOME,
-    PROGRAM,
+    OUTCOME_FILE,
+    PROGRAM_FILE,
     ProgramRecord,
     program_key,
     programs_folder,
@@ -262,7 +262,7 @@ def compile_program(
         write_record(scratch / key / LOCATIONS_FILE, locations)
         command = module_command("valkyrie.search.compile.program_child", str(scratch), str(os.getpid()))
         environment, log = get_platform(target.platform).compile_environment(), scratch / "compiler.log"
-        result_files = (scratch / OUTCOME, scratch / key / PROGRAM)
+        result_files = (scratch / OUTCOME_FILE, scratch / key / PROGRAM_FILE)
         failure = run_compiler(
             ChildProcess(command, environment, log),
             time_limit_s,
@@ -274,7 +274,7 @@ def compile_program(
             failure = read_record(CompileOutcome, result_files[0])
         if failure is not None:
             return failure
-        record = read_record(ProgramRecord, scratch / key / PROGRAM)
+        record = read_record(ProgramRecord, scratch / key / PROGRAM_FILE)
         if not is_writable:
             return StoredProgram(record, scratch / key, False, {})
         store_program(scratch / key, folder, replace=False)

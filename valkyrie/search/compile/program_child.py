@@ -21,7 +21,7 @@ from valkyrie.foreign_errors import first_lines, is_out_of_memory
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.paths import write_atomic
 from valkyrie.records import read_record, write_record
-from valkyrie.search.compile.cache import OUTCOME, PROGRAM, ProgramRecord
+from valkyrie.search.compile.cache import OUTCOME_FILE, PROGRAM_FILE, ProgramRecord
 from valkyrie.search.compile.child import (
     compile_within_memory,
     exit_with_parent,
@@ -55,13 +55,13 @@ def compile_requested(folder: Path) -> None:
     try:
         record = _compile(request, folder)
     except OptionRefused as error:
-        write_record(folder / OUTCOME, CompileOutcome(CompileStatus.refused, str(error)))
+        write_record(folder / OUTCOME_FILE, CompileOutcome(CompileStatus.refused, str(error)))
     except Exception as error:  # compilers raise errors of many types
         text = str(error)
         reason = explain_scratch_memory(text, _MORE_SCRATCH_MEMORY) or f"{type(error).__name__}: {first_lines(text)}"
-        write_record(folder / OUTCOME, CompileOutcome(CompileStatus.failed, reason))
+        write_record(folder / OUTCOME_FILE, CompileOutcome(CompileStatus.failed, reason))
     else:
-        write_record(folder / request.key / PROGRAM, record)
+        write_record(folder / request.key / PROGRAM_FILE, record)
 
 
 def _compile(request: ProgramRequest, folder: Path) -> ProgramRecord:

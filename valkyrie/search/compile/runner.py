@@ -25,7 +25,7 @@ from valkyrie.processes.child import ChildProcess, module_command
 from valkyrie.processes.ending import describe_status
 from valkyrie.records import read_record, write_record
 from valkyrie.search.compile.cache import (
-    OUTCOME,
+    OUTCOME_FILE,
     programs_folder,
     read_outcome,
     request_key,
@@ -111,7 +111,7 @@ def compile_layout(
             for program in new_programs:
                 store_program(program, programs / program.name, replace=not use_cache)
             folder.mkdir(parents=True, exist_ok=True)
-            write_record(folder / OUTCOME, outcome)
+            write_record(folder / OUTCOME_FILE, outcome)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return CompiledRun(outcome, folder, programs, cacheable and not new_programs, time.perf_counter() - began)
@@ -129,9 +129,9 @@ def _compile_in_child(
         limit_s,
         "mode.time_limit_s",
         lambda elapsed: progress(f"compiling for {described}: {elapsed:.0f} s"),
-        lambda: (folder / OUTCOME).is_file(),
+        lambda: (folder / OUTCOME_FILE).is_file(),
     )
-    return failure or read_record(CompileOutcome, folder / OUTCOME)
+    return failure or read_record(CompileOutcome, folder / OUTCOME_FILE)
 
 
 def run_compiler(

@@ -11,7 +11,7 @@ from valkyrie.records import decode
 OptionValue = bool | int | float | str | None
 Options = dict[str, OptionValue]
 """Values of compiler options by name, as in `target.chip.xla_options`. None removes a default of the chip."""
-FILE = Path(__file__).with_name("compiler_options.yaml")
+OPTIONS_FILE = Path(__file__).with_name("compiler_options.yaml")
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def all_options() -> tuple[CompilerOption, ...]:
     """Return all options, in the order in which `mode=tune` tries them."""
     from omegaconf import OmegaConf
 
-    rows = OmegaConf.to_container(OmegaConf.load(FILE))
+    rows = OmegaConf.to_container(OmegaConf.load(OPTIONS_FILE))
     assert isinstance(rows, list)
-    return tuple(decode(CompilerOption, row, FILE.name) for row in rows)
+    return tuple(decode(CompilerOption, row, OPTIONS_FILE.name) for row in rows)
 
 
 def options_for(chip: str) -> list[CompilerOption]:
