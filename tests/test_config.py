@@ -29,11 +29,11 @@ from valkyrie.sweep.names import trial_key
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
-GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
+GOLDEN_FILE = Path(__file__).parent / "goldens" / "config_default.yaml"
 CHOICES = {group: config_names(group) for group in GROUPS}
 EXPERIMENTS = config_names("experiment")
 SWEEPS = config_names("sweep")
-WRITTEN_OUT = [n for n in SWEEPS if "/hydra/sweeper:" not in (conf_dir() / "sweep" / f"{n}.yaml").read_text()]
+WRITTEN_OUT_SWEEPS = [n for n in SWEEPS if "/hydra/sweeper:" not in (conf_dir() / "sweep" / f"{n}.yaml").read_text()]
 """Sweeps that list their jobs in the file. `test_sweep_layouts` checks the enumerated ones."""
 
 
@@ -45,13 +45,13 @@ def test_every_group_has_choices_and_every_folder_is_a_group():
     assert SWEEPS
 
 
-@pytest.mark.parametrize("turn", range(max(len(found) for found in CHOICES.values())))
+@pytest.mark.parametrize("turn", range(max(len(names) for names in CHOICES.values())))
 def test_every_choice_of_every_config_group_composes(turn: int):
     """Each turn takes the next choice of every group at once. Composing each choice separately would take a minute."""
-    choices = {group: found[turn % len(found)] for group, found in CHOICES.items()}
+    choices = {group: names[turn % len(names)] for group, names in CHOICES.items()}
     run = Run.from_config(compose_config(*(f"{group}={choice}" for group, choice in choices.items())))
-    found = {group: getattr(run.config, group).name for group in GROUPS}
-    assert found == choices | ({"mode": "measure"} if choices["mode"] == "quick_measure" else {})
+    names = {group: getattr(run.config, group).name for group in GROUPS}
+    assert names == choices | ({"mode": "measure"} if choices["mode"] == "quick_measure" else {})
 
 
 @pytest.mark.parametrize("path", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -69,8 +69,8 @@ def test_the_default_run_equals_the_golden_file():
     """`UPDATE_GOLDENS=1 pytest tests/test_config.py` rewrites the file."""
     composed = OmegaConf.to_yaml(compose_config("mesh=2x2x2"))
     if os.environ.get("UPDATE_GOLDENS"):
-        GOLDEN.write_text(composed)
-    assert composed == GOLDEN.read_text()
+        GOLDEN_FILE.write_text(composed)
+    assert composed == GOLDEN_FILE.read_text()
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -96,7 +96,7 @@ def test_an_experiment_can_be_selected_both_ways_and_overridden(command: Any, sp
     assert (run.config.steps, run.config.target.name) == (7, "v4-64")
 
 
-@pytest.mark.parametrize("name", WRITTEN_OUT)
+@pytest.mark.parametrize("name", WRITTEN_OUT_SWEEPS)
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["-m", "+sweep="], ["sweep="]])
 def test_every_sweep_has_legal_runs(command: Any, monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]):
@@ -249,8 +249,8 @@ def test_a_run_yaml_that_ends_too_early_is_not_completed_from_defaults(command: 
     write_run_files(command("mesh=1x1x1", "partition=dp", "model=s5_tiny", "steps=9").run, folder)
     text = (folder / "run.yaml").read_text()
     for name in ("run", "copied"):
-        for cut in (text[: text.index("steps:")], text[:-2], text[:-30] + "\0", text.splitlines()[0]):
-            (folder / f"{name}.yaml").write_text(cut)
+        for shortened_text in (text[: text.index("steps:")], text[:-2], text[:-30] + "\0", text.splitlines()[0]):
+            (folder / f"{name}.yaml").write_text(shortened_text)
             result = command("--config-path", "runs/a", "--config-name", name)
             assert (result.status, result.run) == (2, None)
             assert result.err.startswith(f"valkyrie-train: {folder}/{name}.yaml is damaged (")
@@ -260,7 +260,7 @@ def test_a_run_yaml_that_ends_too_early_is_not_completed_from_defaults(command: 
     assert command("--config-path", "runs/a", "--config-name", "run").run.config.steps == 9, "as of --cfg job"
 
 
-MINE = {
+OWN_FILES = {
     "partition/mine": "defaults: [partition_schema, 1d_tp, _self_]\nname: mine\nzero1: true\n",
     "mesh/mine": "defaults: [mesh_schema, _self_]\nname: mine\nshape: [2, 4, 1]\nplacement: [z, x, y]\n",
     "target/mine": "defaults: [target_schema, chip/v4@chip, _self_]\nname: mine\nplatform: tpu\nchips: 8\nhosts: 2\n",
@@ -271,7 +271,7 @@ MINE = {
 
 @pytest.fixture
 def own_folder(tmp_path: Path) -> Path:
-    for name, text in MINE.items():
+    for name, text in OWN_FILES.items():
         path = tmp_path / "own" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -337,7 +337,7 @@ def test_paths_are_taken_literally(command: Any, typed: str, paths: list[str]):
     assert command(f"data.paths={typed}", "data=text", "mode=show").run.config.data.paths == paths
 
 
-MESH_OF_MINE = "# @package _global_\ndefaults: [override /mesh: 4x1x1]\n"
+OWN_MESH_EXPERIMENT = "# @package _global_\ndefaults: [override /mesh: 4x1x1]\n"
 
 
 @pytest.mark.parametrize("sizes", mark_slow_except(["4,4,2", "4x4x2", "4,4"], ["4x4x2"]))
@@ -346,7 +346,7 @@ def test_the_launch_environment_is_ignored_if_a_mesh_is_set(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: str, chosen: str
 ):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
-    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(MESH_OF_MINE)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(OWN_MESH_EXPERIMENT)
     monkeypatch.setenv("TPU_MESH_CONFIG", sizes)
     monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,fsdp")
     run = command("--config-dir", "own", chosen, "model=s5_tiny").run
@@ -400,7 +400,9 @@ def test_a_mistake_in_a_users_file_is_refused_with_its_remedy(
 
 def test_all_wrong_values_of_a_users_file_are_refused_at_once(command: Any, tmp_path: Path):
     rules = b"parameters: {mlp: x, heads: [x]}\nactivations: {seq: y}\n"
-    path = write_own(tmp_path, "partition/m.yaml", b"defaults: [partition_schema]\nname: m\nzero1: maybe\n" + rules)
+    path = write_own_file(
+        tmp_path, "partition/m.yaml", b"defaults: [partition_schema]\nname: m\nzero1: maybe\n" + rules
+    )
     start, *problems = command("--config-dir", "own", "partition=m").err.splitlines()
     assert start == "valkyrie-train: 3 problems" and "partition.zero1=maybe: must be true or false." in problems[0]
     assert problems[1] == f"  - {path}: partition.parameters.mlp must be a list. Write mlp: [x]."
@@ -442,21 +444,21 @@ def test_a_bucket_url_is_refused_before_a_local_folder_is_made(asked: str):
 
 def test_a_saved_run_does_not_record_its_coordinator_and_process(tmp_path: Path):
     """Otherwise a run that is resumed on one host would wait for the other hosts."""
-    place = ["distributed.coordinator=a:1", "distributed.processes=2", "distributed.process=1"]
-    compose_run(*place, "distributed.heartbeat_s=9").save(tmp_path / "run.yaml")
-    saved = Run.from_config(OmegaConf.load(tmp_path / "run.yaml")).config.distributed
-    assert saved == DistributedConfig(heartbeat_s=9.0)
+    process_settings = ["distributed.coordinator=a:1", "distributed.processes=2", "distributed.process=1"]
+    compose_run(*process_settings, "distributed.heartbeat_s=9").save(tmp_path / "run.yaml")
+    saved_settings = Run.from_config(OmegaConf.load(tmp_path / "run.yaml")).config.distributed
+    assert saved_settings == DistributedConfig(heartbeat_s=9.0)
 
 
-BOMB = "\n".join(
+ALIAS_BOMB = "\n".join(
     ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
 )
-HEAD = "# @package _global_\n"
+YAML_HEADER = "# @package _global_\n"
 CALLBACK = "callbacks: {e: {_target_: shutil.copytree, src: own, dst: stolen}}\n"
 
 
-def write_own(tmp_path: Path, file: str, body: bytes) -> Path:
+def write_own_file(tmp_path: Path, file: str, body: bytes) -> Path:
     """Write a file of the folder `own`, which tests give to `--config-dir`, and return its path."""
     path = tmp_path / "own" / file
     path.parent.mkdir(parents=True)
@@ -468,8 +470,8 @@ def write_own(tmp_path: Path, file: str, body: bytes) -> Path:
     ("file", "body", "argument", "phrase"),
     [
         ("partition/fsdp.yaml", b"not: [yaml", "partition=dp", "set name: my_fsdp"),
-        ("experiment/m.yaml", f"{HEAD}defaults: [m]\n".encode(), "experiment=m", "includes the file"),
-        ("experiment/m.yaml", f"{HEAD}{BOMB}\n".encode(), "experiment=m", "100,000 values"),
+        ("experiment/m.yaml", f"{YAML_HEADER}defaults: [m]\n".encode(), "experiment=m", "includes the file"),
+        ("experiment/m.yaml", f"{YAML_HEADER}{ALIAS_BOMB}\n".encode(), "experiment=m", "100,000 values"),
         ("experiment/m.yaml", b"\xef\xbb\xbf# @package _global_\nsteps: 5\n", "experiment=m", "byte order mark"),
         ("experiment/m.yaml", b"# @package _global_\nname: caf\xe9\n", "experiment=m", "line 2,"),
     ],
@@ -477,7 +479,7 @@ def write_own(tmp_path: Path, file: str, body: bytes) -> Path:
 def test_the_error_for_an_unreadable_config_file_names_it(
     command: Any, tmp_path: Path, file: str, body: bytes, argument: str, phrase: str
 ):
-    path = write_own(tmp_path, file, body)
+    path = write_own_file(tmp_path, file, body)
     result = command("--config-dir", str(tmp_path / "own"), argument, "mode=show")
     assert result.status == 2 and result.err.startswith(f"valkyrie-train: {path}") and phrase in result.err
 
@@ -496,7 +498,7 @@ def test_the_error_for_an_unreadable_config_file_names_it(
 def test_a_users_file_needs_its_own_name(
     command: Any, tmp_path: Path, file: str, text: str, argument: str, phrase: str
 ):
-    path = write_own(tmp_path, f"{file}.yaml", text.encode())
+    path = write_own_file(tmp_path, f"{file}.yaml", text.encode())
     result = command("--config-dir", "own", argument, "mode=show")
     assert result.status == 2 and result.err.startswith(f"valkyrie-train: {path}") and phrase in result.err
     assert result.err.endswith("Write name: m.\n")
@@ -526,7 +528,7 @@ def test_a_file_that_others_only_include_needs_no_name_until_it_is_chosen(comman
 
 @pytest.mark.parametrize(
     ("base", "phrase"),
-    [(BOMB, "partition/base.yaml: its aliases"), ("defaults: [m, _self_]\n", "includes the file itself")],
+    [(ALIAS_BOMB, "partition/base.yaml: its aliases"), ("defaults: [m, _self_]\n", "includes the file itself")],
     ids=["aliases", "cycle"],
 )
 def test_an_included_file_is_checked_before_it_is_read(command: Any, tmp_path: Path, base: str, phrase: str):
@@ -615,7 +617,7 @@ def test_a_second_config_folder_is_refused(command: Any, tmp_path: Path, second:
 def test_a_key_without_a_value_is_refused_with_its_file(
     command: Any, tmp_path: Path, file: str, text: str, argument: str, phrase: str
 ):
-    path = write_own(tmp_path, f"{file}.yaml", text.encode())
+    path = write_own_file(tmp_path, f"{file}.yaml", text.encode())
     result = command("--config-dir", "own", argument)
     assert result.status == 2 and result.err.startswith(f"valkyrie-train: {path}: {phrase}")
 
@@ -638,12 +640,12 @@ def test_settings_that_wandb_rejects_are_refused(
 
 def test_the_wandb_mode_of_the_environment_is_checked_only_for_trainings(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "ofline")
-    training = Run.from_config(compose_config("model=gpt_tiny"))
-    (problem,) = training.problems()
+    run = Run.from_config(compose_config("model=gpt_tiny"))
+    (problem,) = run.problems()
     assert problem.key is None, "no key of the config is at fault"
     assert Run.from_config(compose_config("model=gpt_tiny", "mode=show")).problems() == []
     monkeypatch.setenv("WANDB_MODE", "shared")
-    assert training.problems() == []
+    assert run.problems() == []
 
 
 def test_a_copy_of_a_shipped_file_is_accepted(command: Any, tmp_path: Path):
@@ -685,11 +687,11 @@ def test_a_run_folder_from_elsewhere_runs_no_code(command: Any, tmp_path: Path, 
     (folder / "run.yaml").write_text(record.replace("\nhydra:\n", f"\nhydra:\n  {CALLBACK}"))
     assert command("--config-path", str(folder), "--config-name", "run").run is not None
     assert command("resume=theirs", "runs=runs").run is not None
-    evil = tmp_path / "evil"
-    evil.mkdir()
-    (folder / "run.yaml").write_text(record.replace("modules: []", f"modules: [{evil}]"))
+    own_folder = tmp_path / "evil"
+    own_folder.mkdir()
+    (folder / "run.yaml").write_text(record.replace("modules: []", f"modules: [{own_folder}]"))
     result = command("resume=theirs", "runs=runs")
-    assert result.status == 2 and f"modules=[{evil}]" in result.err and str(evil) not in sys.path
+    assert result.status == 2 and f"modules=[{own_folder}]" in result.err and str(own_folder) not in sys.path
     (folder / "run.yaml").write_text(f"defaults: [run_schema, _self_]\nhydra:\n  {CALLBACK}")
     result = command("--config-path", str(folder), "--config-name", "run")
     assert result.status == 2 and "the record of a run never has" in result.err
@@ -712,11 +714,11 @@ def test_the_refusal_of_a_key_of_another_choice_lists_the_choices_that_have_it(g
     for name, group_keys in keys.items():
         text = {"mode": f"mode={name}", "data": f"data.source={name}", "optimizer": f"optimizer.family={name}"}[group]
         for key in set().union(*keys.values()) - group_keys:
-            having = [other for other in families.names() if key in keys[other]]
+            names_with_key = [other for other in families.names() if key in keys[other]]
             parent = OmegaConf.structured(families.config_class(name))
             parent[families.key.partition(".")[2]] = name
             message = str(describe_unknown_key(f"{group}.{key}", parent))
-            assert text in message and all(f"{group}={other}" in message for other in having)
+            assert text in message and all(f"{group}={other}" in message for other in names_with_key)
 
 
 @pytest.mark.parametrize("key", ["tokens", "mode.tokens"])

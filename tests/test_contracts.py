@@ -41,19 +41,19 @@ from valkyrie.problems import ProblemCode
 from valkyrie.train.program import StepProgram
 from valkyrie.trees import leaf_names
 
-STEPPED = [("valkyrie_tiny", "2d_tp_fsdp"), ("gpt_tiny", "fsdp")]
-STEPPED += [(model, "2d_tp") for model in MODELS_WITH_UNIQUE_LAYERS if model not in dict(STEPPED)]
+STEPPED_PAIRS = [("valkyrie_tiny", "2d_tp_fsdp"), ("gpt_tiny", "fsdp")]
+STEPPED_PAIRS += [(model, "2d_tp") for model in MODELS_WITH_UNIQUE_LAYERS if model not in dict(STEPPED_PAIRS)]
 """(model, partition) pairs that take steps in the default tests.
 
 Includes every model with unique layers, under at least one partition.
 """
 
-LOWERED = [("valkyrie_tiny", "sp"), ("valkyrie_tiny", "fsdp_tp")]
-LOWERED += [("valkyrie_tiny", "1d_tp"), ("gpt_tiny", "dp"), ("gpt_tiny", "data_model_fsdp")]
-"""(model, partition) pairs whose step is lowered in the default tests. Those in `STEPPED` also run steps."""
+LOWERED_PAIRS = [("valkyrie_tiny", "sp"), ("valkyrie_tiny", "fsdp_tp")]
+LOWERED_PAIRS += [("valkyrie_tiny", "1d_tp"), ("gpt_tiny", "dp"), ("gpt_tiny", "data_model_fsdp")]
+"""(model, partition) pairs whose step is lowered in the default tests. Those in `STEPPED_PAIRS` also run steps."""
 
 
-def pairs(quick: Collection[tuple[str, str]]) -> list[Any]:
+def model_partition_pairs(quick: Collection[tuple[str, str]]) -> list[Any]:
     """Return every (model, partition) pair that is supported. All except the `quick` pairs are marked slow."""
     return [
         pytest.param(model, partition, marks=() if (model, partition) in quick else pytest.mark.slow)
@@ -95,10 +95,10 @@ PARAMETERS = {
 def test_models_and_partitions_are_discovered():
     assert {"valkyrie_tiny", "s5_tiny", "longformer_tiny", "gpt_tiny"} <= set(MODELS)
     assert {"dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "data_model_fsdp", "sp", "fsdp_tp"} <= set(PARTITIONS)
-    assert all(model in MODELS and partition in PARTITIONS for model, partition in STEPPED)
+    assert all(model in MODELS and partition in PARTITIONS for model, partition in STEPPED_PAIRS)
 
 
-@pytest.mark.parametrize(("model", "partition"), pairs(LOWERED))
+@pytest.mark.parametrize(("model", "partition"), model_partition_pairs(LOWERED_PAIRS))
 def test_a_step_lowers_for_32_missing_devices(model, partition):
     run = small_run(model, "mesh=4x4x2", f"partition={partition}", "batch=32")
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
@@ -122,8 +122,8 @@ def test_a_model_builds_its_declared_parameters(model):
     specs = make_assembly(run).specs  # refuses a module with other parameters, shapes or dtypes
     assert {spec.group for spec in specs.values()} <= {*PARAMETER_GROUPS}
     assert {axis for spec in specs.values() for axis in spec.axes if axis} <= set(run.arrays.axes)
-    listed = {(t.axes, t.shape) for t in run.arrays.parameters}
-    assert {(spec.axes, spec.shape) for spec in specs.values() if spec.axes != ("embed",)} <= listed
+    declared_arrays = {(t.axes, t.shape) for t in run.arrays.parameters}
+    assert {(spec.axes, spec.shape) for spec in specs.values() if spec.axes != ("embed",)} <= declared_arrays
     assert {axis for t in run.arrays.activations for axis in t.axes} <= set(run.arrays.axes)
 
 
@@ -146,12 +146,12 @@ def test_specs_equal_the_initialised_parameters(model):
 
 
 def test_parameters_are_counted_without_allocating():
-    start, counted = time.process_time(), {}
+    start, counts = time.process_time(), {}
     for model in PARAMETERS:
         run = compose_run(f"model={model}")
-        counted[model] = run.model.parameter_count()
-    assert counted == PARAMETERS
-    assert counted["valkyrie_1b"] >= 1.2e9
+        counts[model] = run.model.parameter_count()
+    assert counts == PARAMETERS
+    assert counts["valkyrie_1b"] >= 1.2e9
     assert set(PARAMETERS) == {m for m in config_names("model") if not m.endswith("_tiny")}
     assert time.process_time() - start < 20
 
@@ -172,17 +172,17 @@ def test_the_initial_state_does_not_depend_on_the_mesh():
     program = make_program(small_run("valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp"))
     state = program.init(0)
     # Random bits do not depend on the mesh. B and C are then rotated by a matmul, which is equal up to rounding.
-    same = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
-    jax.tree.map(same, jax.device_get(state), initial_state(small_overrides("valkyrie_tiny")))
+    assert_close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    jax.tree.map(assert_close, jax.device_get(state), initial_state(small_overrides("valkyrie_tiny")))
     laid = jax.tree.map(
         lambda x, like: x.sharding.is_equivalent_to(like.sharding, x.ndim), state, program.abstract_state
     )
     assert all(jax.tree.leaves(laid))
-    other = program.init(1)
-    assert not np.array_equal(other.parameters["embedding"], state.parameters["embedding"])
+    state_of_other_seed = program.init(1)
+    assert not np.array_equal(state_of_other_seed.parameters["embedding"], state.parameters["embedding"])
 
 
-@pytest.mark.parametrize(("model", "partition"), pairs(STEPPED))
+@pytest.mark.parametrize(("model", "partition"), model_partition_pairs(STEPPED_PAIRS))
 def test_same_steps_on_eight_devices_as_on_one(model, partition):
     run = small_run(model, "mesh=2x2x2", f"partition={partition}")
     steps = run_two_steps(run, fill_zeros(initial_state(small_overrides(model))))
@@ -211,10 +211,10 @@ def test_same_steps_on_eight_devices_as_on_one(model, partition):
     ],
 )
 def test_same_steps_on_other_meshes(mesh, partition, overrides):
-    of_model = tuple(o for o in overrides if not o.startswith(("mesh", "partition")))
+    model_overrides = tuple(o for o in overrides if not o.startswith(("mesh", "partition")))
     run = small_run("valkyrie_tiny", f"mesh={mesh}", f"partition={partition}", *overrides)
-    steps = run_two_steps(run, initial_state((*small_overrides("valkyrie_tiny"), *of_model)))
-    assert_same_steps(steps, reference_steps("valkyrie_tiny", *of_model))
+    steps = run_two_steps(run, initial_state((*small_overrides("valkyrie_tiny"), *model_overrides)))
+    assert_same_steps(steps, reference_steps("valkyrie_tiny", *model_overrides))
 
 
 def test_layers_with_different_windows_are_separate_segments():
@@ -233,8 +233,8 @@ def test_a_bidirectional_model_can_be_shown_but_not_trained(override: str):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 16)))
     state = initial_state((*small_overrides("valkyrie_tiny"), "mode=show", override))
     module, logits = make_assembly(run).module(state.parameters), jax.jit(lambda module, tokens: module.logits(tokens))
-    before, after = logits(module, tokens), logits(module, tokens.at[:, -1].add(1) % 61)
-    assert np.abs(before[:, 8] - after[:, 8]).max() > 1e-6
+    logits_before, logits_after = logits(module, tokens), logits(module, tokens.at[:, -1].add(1) % 61)
+    assert np.abs(logits_before[:, 8] - logits_after[:, 8]).max() > 1e-6
     with pytest.raises(AssertionError, match="next_token"):
         small_run("valkyrie_tiny", "mode=train", override)
     run.config.mode = MODES.config_class("train")()

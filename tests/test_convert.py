@@ -43,7 +43,7 @@ def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     }
 
 
-def published(folder: Path, case: str, dtype: Any = np.float32, **changed: Any) -> Path:
+def write_published(folder: Path, case: str, dtype: Any = np.float32, **changed: Any) -> Path:
     """Write a model folder as transformers saves it, with `changed` keys in its config.json."""
     folder.mkdir(parents=True)
     config = json.loads(str(GOLDEN[f"{case}_config"])) | {"dtype": np.dtype(dtype).name} | changed
@@ -53,14 +53,14 @@ def published(folder: Path, case: str, dtype: Any = np.float32, **changed: Any) 
     return folder
 
 
-def tensors_in(folder: Path) -> dict[str, np.ndarray]:
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     read = {}
     for path in sorted(folder.glob("*.safetensors")):
         read |= load_file(path)
     return read
 
 
-def restored(folder: Path, *overrides: str) -> tuple[Run, StepProgram, Any]:
+def restore_parameters(folder: Path, *overrides: str) -> tuple[Run, StepProgram, Any]:
     """Return the run of a converted run folder with these overrides, its program, and its parameters.
 
     Asserts that the checkpoint has no optimizer state.
@@ -75,57 +75,59 @@ def restored(folder: Path, *overrides: str) -> tuple[Run, StepProgram, Any]:
     return run, program, state.eval_parameters
 
 
-def made(folder: Path, runs: Path, *overrides: str) -> Path:
+def convert_folder(folder: Path, runs: Path, *overrides: str) -> Path:
     return import_folder(folder, None, "bytes", [f"runs={runs}", "mesh=1x1x1", *overrides], say=lambda line: None)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers_and_the_round_trip_is_exact(case, tmp_path):
-    source = published(tmp_path / case, case)
-    folder = made(source, tmp_path / "runs")
-    _, program, parameters = restored(folder)
+    source = write_published(tmp_path / case, case)
+    folder = convert_folder(source, tmp_path / "runs")
+    _, program, parameters = restore_parameters(folder)
     expected = GOLDEN[f"{case}_logits"]
     tokens = np.random.default_rng(1).integers(0, VOCAB, (1, expected.shape[1]))
     logits = jax.jit(program.assembly.module(parameters).logits)(jnp.asarray(tokens, jnp.int32))
     np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=2e-6)
 
-    back = export_run(folder, tmp_path / "back", say=lambda line: None)
-    before, after = tensors_in(source), tensors_in(back)
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        np.testing.assert_array_equal(after[name], value, err_msg=name)
-    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    exported_folder = export_run(folder, tmp_path / "back", say=lambda line: None)
+    tensors_before, tensors_after = read_tensors(source), read_tensors(exported_folder)
+    assert tensors_before.keys() == tensors_after.keys()
+    for name, value in tensors_before.items():
+        np.testing.assert_array_equal(tensors_after[name], value, err_msg=name)
+    assert json.loads((exported_folder / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
 def test_gpt2_names_without_a_prefix_survive_the_round_trip(tmp_path):
-    source = published(tmp_path / "model", "gpt2")
-    short = {name.removeprefix("transformer."): value for name, value in tensors_in(source).items()}
-    save_file(short | {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.float32)}, source / "model.safetensors")
-    back = export_run(made(source, tmp_path / "runs"), tmp_path / "back", say=lambda line: None)
-    after = tensors_in(back)
-    assert after.keys() == short.keys()
-    for name, value in short.items():
-        np.testing.assert_array_equal(after[name], value, err_msg=name)
+    source = write_published(tmp_path / "model", "gpt2")
+    short_named_tensors = {name.removeprefix("transformer."): value for name, value in read_tensors(source).items()}
+    save_file(
+        short_named_tensors | {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.float32)}, source / "model.safetensors"
+    )
+    exported_folder = export_run(convert_folder(source, tmp_path / "runs"), tmp_path / "back", say=lambda line: None)
+    exported_tensors = read_tensors(exported_folder)
+    assert exported_tensors.keys() == short_named_tensors.keys()
+    for name, value in short_named_tensors.items():
+        np.testing.assert_array_equal(exported_tensors[name], value, err_msg=name)
 
 
 def test_bfloat16_and_several_files_and_the_tokenizer_survive_the_round_trip(tmp_path):
-    source = published(tmp_path / "model", "llama", ml_dtypes.bfloat16)
+    source = write_published(tmp_path / "model", "llama", ml_dtypes.bfloat16)
     (source / "tokenizer_config.json").write_text('{"a": 1}')
-    folder = made(source, tmp_path / "runs")
-    back = export_run(folder, tmp_path / "back", file_bytes=20_000, say=lambda line: None)
-    index = json.loads((back / "model.safetensors.index.json").read_text())
+    folder = convert_folder(source, tmp_path / "runs")
+    exported_folder = export_run(folder, tmp_path / "back", file_bytes=20_000, say=lambda line: None)
+    index = json.loads((exported_folder / "model.safetensors.index.json").read_text())
     files = sorted({*index["weight_map"].values()})
-    assert len(files) > 2 and files == sorted(path.name for path in back.glob("*.safetensors"))
+    assert len(files) > 2 and files == sorted(path.name for path in exported_folder.glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors_in(source).values())
-    assert (back / "tokenizer_config.json").read_text() == '{"a": 1}'
-    again = made(back, tmp_path / "again")
-    wide = export_run(again, tmp_path / "wide", dtype="float32", say=lambda line: None)
-    for name, value in tensors_in(source).items():
-        assert tensors_in(back)[name].dtype == ml_dtypes.bfloat16
-        np.testing.assert_array_equal(tensors_in(back)[name], value, err_msg=name)
-        np.testing.assert_array_equal(tensors_in(wide)[name], value.astype(np.float32), err_msg=name)
-    assert json.loads((wide / "config.json").read_text())["dtype"] == "float32"
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in read_tensors(source).values())
+    assert (exported_folder / "tokenizer_config.json").read_text() == '{"a": 1}'
+    converted_again = convert_folder(exported_folder, tmp_path / "again")
+    float32_folder = export_run(converted_again, tmp_path / "wide", dtype="float32", say=lambda line: None)
+    for name, value in read_tensors(source).items():
+        assert read_tensors(exported_folder)[name].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(read_tensors(exported_folder)[name], value, err_msg=name)
+        np.testing.assert_array_equal(read_tensors(float32_folder)[name], value.astype(np.float32), err_msg=name)
+    assert json.loads((float32_folder / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_an_unsupported_gpt2_is_refused_by_its_key():
@@ -138,32 +140,32 @@ def test_an_unsupported_gpt2_is_refused_by_its_key():
 
 @pytest.mark.parametrize("layout", [("mesh=2x2x2", "partition=2d_tp_fsdp"), ("mesh=4x2x1", "partition=fsdp")])
 def test_each_device_of_a_mesh_gets_its_shard(layout, tmp_path):
-    folder = made(published(tmp_path / "model", "llama"), tmp_path / "runs")
-    _, program, parameters = restored(folder, *layout)
-    _, _, whole = restored(folder)
+    folder = convert_folder(write_published(tmp_path / "model", "llama"), tmp_path / "runs")
+    _, program, parameters = restore_parameters(folder, *layout)
+    _, _, full_parameters = restore_parameters(folder)
     for array, expected, spec in zip(
-        *map(jax.tree.leaves, (parameters, whole, program.abstract_state.parameters)), strict=True
+        *map(jax.tree.leaves, (parameters, full_parameters, program.abstract_state.parameters)), strict=True
     ):
         assert array.sharding == spec.sharding
         np.testing.assert_array_equal(array, expected)
-    split = jax.tree.leaves(parameters)[0]
-    assert split.addressable_shards[0].data.size < split.size
+    first_array = jax.tree.leaves(parameters)[0]
+    assert first_array.addressable_shards[0].data.size < first_array.size
 
 
 @pytest.mark.slow
 def test_a_converted_run_trains_on_another_mesh_and_is_exported(tmp_path):
-    folder = made(published(tmp_path / "model", "llama"), tmp_path / "runs")
+    folder = convert_folder(write_published(tmp_path / "model", "llama"), tmp_path / "runs")
     arguments = ["resume=model", "mesh=1x2x2", "partition=2d_tp", "data=synthetic", "data.documents=50", "steps=3"]
     arguments += ["batch=8", "seq=32", "sample_tokens=4", "tracking=off", "optimizer.ema_decay=0.9"]
     command = [sys.executable, "-m", "valkyrie.cli.train", *arguments]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "from step 0" in result.stdout and "so far" not in result.stdout
-    back = export_run(folder, tmp_path / "back", say=lambda line: None)
-    before, after = tensors_in(tmp_path / "model"), tensors_in(back)
-    assert before.keys() == after.keys()
-    assert all(value.shape == after[name].shape for name, value in before.items())
-    assert not np.array_equal(before["lm_head.weight"], after["lm_head.weight"])
+    exported_folder = export_run(folder, tmp_path / "back", say=lambda line: None)
+    tensors_before, tensors_after = read_tensors(tmp_path / "model"), read_tensors(exported_folder)
+    assert tensors_before.keys() == tensors_after.keys()
+    assert all(value.shape == tensors_after[name].shape for name, value in tensors_before.items())
+    assert not np.array_equal(tensors_before["lm_head.weight"], tensors_after["lm_head.weight"])
     for mode in ("eval", "generate"):
         command = [sys.executable, "-m", "valkyrie.cli.train", "resume=model", f"mode={mode}"]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -171,11 +173,11 @@ def test_a_converted_run_trains_on_another_mesh_and_is_exported(tmp_path):
 
 
 def changed_tensors(folder: Path, **changed: np.ndarray | None) -> None:
-    tensors = {**tensors_in(folder), **changed}
+    tensors = {**read_tensors(folder), **changed}
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refusal_message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as error:
         main([*arguments])
     assert error.value.code == 2
@@ -201,11 +203,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 )
 def test_unsupported_settings_are_refused_by_their_key(changed, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = published(tmp_path / "model", "llama", **changed)
+    folder = write_published(tmp_path / "model", "llama", **changed)
     if "vocab_size" in changed:
-        tables = {name: value[:200] for name, value in tensors_in(folder).items() if value.shape[0] == VOCAB}
+        tables = {name: value[:200] for name, value in read_tensors(folder).items() if value.shape[0] == VOCAB}
         changed_tensors(folder, **tables)
-    assert refusal(capsys, "from-hf", "model", "--tokenizer", "bytes").startswith(message)
+    assert refusal_message(capsys, "from-hf", "model", "--tokenizer", "bytes").startswith(message)
     assert not (tmp_path / "runs").exists()
 
 
@@ -221,8 +223,8 @@ def test_unsupported_settings_are_refused_by_their_key(changed, message, tmp_pat
 )
 def test_overrides_that_cannot_apply_are_refused(override, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    published(tmp_path / "model", "llama")
-    text = refusal(capsys, "from-hf", "model", "--tokenizer", "bytes", override)
+    write_published(tmp_path / "model", "llama")
+    text = refusal_message(capsys, "from-hf", "model", "--tokenizer", "bytes", override)
     assert text.startswith(message) and "model.embed=33" not in text
     assert not (tmp_path / "runs").exists()
 
@@ -230,48 +232,50 @@ def test_overrides_that_cannot_apply_are_refused(override, message, tmp_path, ca
 def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load = ("from-hf", "model", "--tokenizer", "bytes")
-    assert refusal(capsys, *load).startswith("model is not a folder. ")
-    folder = published(tmp_path / "model", "llama")
+    assert refusal_message(capsys, *load).startswith("model is not a folder. ")
+    folder = write_published(tmp_path / "model", "llama")
     name = "model.layers.1.self_attn.q_proj.weight"
-    message = refusal(capsys, "from-hf", "model")
+    message = refusal_message(capsys, "from-hf", "model")
     assert "--tokenizer" in message and "tokenizer.json" in message
-    other_tensors = [tensor for tensor in tensors_in(folder) if tensor != name]
+    other_tensors = [tensor for tensor in read_tensors(folder) if tensor != name]
     for tensor, details in (
         (None, ["model has no tensor "]),
         (np.zeros((32, 16), np.float32), ["shapes that do not match", "[32, 16]", "[32, 32]"]),
         (np.zeros((32, 32), np.int8), ["tensors that are not ", "F32", "BF16", "F16", "I8"]),
     ):
         changed_tensors(folder, **{name: tensor})
-        message = refusal(capsys, *load)
+        message = refusal_message(capsys, *load)
         assert all(part in message for part in (name, *details))
         assert not any(other in message for other in other_tensors)
     changed_tensors(
         folder, **{name: np.zeros((32, 32), np.float32), "model.layers.0.self_attn.q_proj.bias": np.zeros(32)}
     )
-    message = refusal(capsys, *load)
+    message = refusal_message(capsys, *load)
     assert "does not have: model.layers.0.self_attn.q_proj.bias." in message and name not in message
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:1000])
-    assert refusal(capsys, *load).startswith("model/model.safetensors is not a complete safetensors file ")
+    assert refusal_message(capsys, *load).startswith("model/model.safetensors is not a complete safetensors file ")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
-    message = refusal(capsys, *load)
+    message = refusal_message(capsys, *load)
     assert "model has no model.safetensors " in message and "Load pytorch_model.bin with transformers" in message
     for damaged in ([1, 2], {"a": 5}):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": damaged}))
-        assert refusal(capsys, *load).startswith("model/model.safetensors.index.json is damaged (weight_map ")
+        assert refusal_message(capsys, *load).startswith("model/model.safetensors.index.json is damaged (weight_map ")
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model has no model-00001-of-00002.safetensors, listed in " in refusal(capsys, *load)
+    assert "model has no model-00001-of-00002.safetensors, listed in " in refusal_message(capsys, *load)
     (folder / "config.json").unlink()
-    message = refusal(capsys, *load)
+    message = refusal_message(capsys, *load)
     assert message.startswith("model has no config.json") and ".safetensors" not in message
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    changed_tensors(published(tmp_path / "model", "llama"), **{"model.norm.weight": np.full(32, np.nan, np.float32)})
-    message = refusal(capsys, "from-hf", "model", "--tokenizer", "bytes")
+    changed_tensors(
+        write_published(tmp_path / "model", "llama"), **{"model.norm.weight": np.full(32, np.nan, np.float32)}
+    )
+    message = refusal_message(capsys, "from-hf", "model", "--tokenizer", "bytes")
     assert message.startswith("model/model.safetensors") and "model.norm.weight" in message
     assert re.findall(r"\b\d+\b", message) == ["32", "32"]
     assert not (tmp_path / "runs" / "model").exists()
@@ -279,26 +283,26 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, capsys, monkeypatch):
 
 def test_git_lfs_pointers_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = published(tmp_path / "model", "llama")
+    folder = write_published(tmp_path / "model", "llama")
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
     remedy = "Run `git lfs pull` in the folder it came from."
     load = ("from-hf", "model", "--tokenizer", "bytes")
     (folder / "tokenizer.json").write_text(pointer)
-    message = refusal(capsys, "from-hf", "model")
+    message = refusal_message(capsys, "from-hf", "model")
     assert message == f"model/tokenizer.json is a git-lfs pointer, not the tokenizer. {remedy}"
     (folder / "model.safetensors").write_text(pointer)
-    assert refusal(capsys, *load) == f"model/model.safetensors is a git-lfs pointer, not the weights. {remedy}"
+    assert refusal_message(capsys, *load) == f"model/model.safetensors is a git-lfs pointer, not the weights. {remedy}"
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert refusal(capsys, *load) == f"model/pytorch_model.bin is a git-lfs pointer, not the weights. {remedy}"
+    assert refusal_message(capsys, *load) == f"model/pytorch_model.bin is a git-lfs pointer, not the weights. {remedy}"
 
 
 def test_tied_embeddings_that_differ_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = published(tmp_path / "model", "llama", tie_word_embeddings=True)
-    message = refusal(capsys, "from-hf", "model", "--tokenizer", "bytes")
+    folder = write_published(tmp_path / "model", "llama", tie_word_embeddings=True)
+    message = refusal_message(capsys, "from-hf", "model", "--tokenizer", "bytes")
     assert message.startswith("model: lm_head.weight differs from model.embed_tokens.weight, but config.json ties them")
     assert "Set tie_word_embeddings to false" in message and not (tmp_path / "runs").exists()
-    changed_tensors(folder, **{"lm_head.weight": tensors_in(folder)["model.embed_tokens.weight"]})
+    changed_tensors(folder, **{"lm_head.weight": read_tensors(folder)["model.embed_tokens.weight"]})
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
 
 
@@ -312,15 +316,15 @@ def test_a_number_beyond_the_range_of_the_dtype_is_refused(tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     norm = np.full(32, 1e6, np.float32)
     norm[1:] = 65504
-    changed_tensors(published(tmp_path / "model", "llama"), **{"model.norm.weight": norm})
+    changed_tensors(write_published(tmp_path / "model", "llama"), **{"model.norm.weight": norm})
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
     capsys.readouterr()
     message = "model.norm.weight has 1 number beyond float16's 65,504. Use --dtype bfloat16 or float32."
     save = ("to-hf", "model", "out", "--dtype", "float16", "--file-gb", "1e-5")
-    assert refusal(capsys, *save) == message and not (tmp_path / "out").exists()
+    assert refusal_message(capsys, *save) == message and not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir(mode=0o750)
     before = (tmp_path / "out").stat()
-    assert refusal(capsys, *save) == message and not [*(tmp_path / "out").iterdir()]
+    assert refusal_message(capsys, *save) == message and not [*(tmp_path / "out").iterdir()]
     after = (tmp_path / "out").stat()
     assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode), "the user's folder is kept"
     main(["to-hf", "model", "out", "--dtype", "bfloat16"])
@@ -328,50 +332,52 @@ def test_a_number_beyond_the_range_of_the_dtype_is_refused(tmp_path, capsys, mon
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    main(["from-hf", str(published(tmp_path / "model", "llama")), "--tokenizer", "bytes", "mesh=1x1x1"])
+    main(["from-hf", str(write_published(tmp_path / "model", "llama")), "--tokenizer", "bytes", "mesh=1x1x1"])
     root = tmp_path / "runs" / "model" / "checkpoints"
     (root / "6").mkdir()
     capsys.readouterr()
     main(["to-hf", "model", "out"])
     damaged = "The durable checkpoint at step 6 in runs/model/checkpoints is damaged: the folder is empty."
     assert capsys.readouterr().err == f"{damaged} Converting step 0 instead.\n"
-    assert refusal(capsys, "to-hf", "model", "b", "--step", "6") == f"{damaged} Use another --step."
+    assert refusal_message(capsys, "to-hf", "model", "b", "--step", "6") == f"{damaged} Use another --step."
     (root / "0" / "about" / "metadata").unlink()
-    assert refusal(capsys, "to-hf", "model", "b").endswith("metadata is missing. There is no other checkpoint.")
+    assert refusal_message(capsys, "to-hf", "model", "b").endswith("metadata is missing. There is no other checkpoint.")
     run = tmp_path / "runs" / "model" / "run.yaml"
     run.write_text(re.sub("rope_theta: .*", "rope_theta: null", run.read_text()))
-    assert "rope_theta=null" in refusal(capsys, "to-hf", "model", "b"), "the model is checked before the checkpoint"
+    assert "rope_theta=null" in refusal_message(capsys, "to-hf", "model", "b"), (
+        "the model is checked before the checkpoint"
+    )
 
 
 def test_paths_with_spaces_are_converted_and_unwritable_ones_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    source = published(tmp_path / "My {Models}, [2024]" / "llama's (3)", "llama")
+    source = write_published(tmp_path / "My {Models}, [2024]" / "llama's (3)", "llama")
     train_tokenizer(["some text"], 257, "cl100k", source / "tokenizer.json")
     main(["from-hf", str(source), "mesh=1x1x1"])
     assert "resume=llama-s" in capsys.readouterr().out
-    (trained,) = (tmp_path / "runs").iterdir()
-    assert load_run(trained, []).tokenizer == str(trained / "huggingface" / "tokenizer.json")
+    (run_folder,) = (tmp_path / "runs").iterdir()
+    assert load_run(run_folder, []).tokenizer == str(run_folder / "huggingface" / "tokenizer.json")
     (tmp_path / "file").touch()
-    message = refusal(capsys, "to-hf", trained.name, "file/out")
+    message = refusal_message(capsys, "to-hf", run_folder.name, "file/out")
     assert "file/out" in message and "another FOLDER" in message
 
 
 def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    published(tmp_path / "model", "llama")
+    write_published(tmp_path / "model", "llama")
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
     next_commands = re.findall("valkyrie-train (.+)", capsys.readouterr().out)
     assert ["resume=model", "mode=generate"] in [command.split()[:2] for command in next_commands]
     load = ("from-hf", "model", "--tokenizer", "bytes")
-    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert "runs/model already exists" in refusal(capsys, *load)
-    assert refusal(capsys, "to-hf", "model", "model").startswith("model is not an empty folder. ")
-    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert refusal(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
-    assert refusal(capsys, "to-hf", "other", "b").startswith("resume=other")
-    assert refusal(capsys, "to-hf", "model", "b", "steps=3").startswith("steps=3: ")
-    assert "--shards is neither " in refusal(capsys, *load, "--shards", "3")
-    message = refusal(capsys, *load, "stps=3", "--name", "b")
+    write_times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert "runs/model already exists" in refusal_message(capsys, *load)
+    assert refusal_message(capsys, "to-hf", "model", "model").startswith("model is not an empty folder. ")
+    assert write_times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert refusal_message(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
+    assert refusal_message(capsys, "to-hf", "other", "b").startswith("resume=other")
+    assert refusal_message(capsys, "to-hf", "model", "b", "steps=3").startswith("steps=3: ")
+    assert "--shards is neither " in refusal_message(capsys, *load, "--shards", "3")
+    message = refusal_message(capsys, *load, "stps=3", "--name", "b")
     assert "stps" in message and re.search(r"\bsteps\b", message)
 
 
@@ -407,21 +413,26 @@ def test_the_refusal_to_export_an_unsupported_model_names_its_key(settings, mess
 )
 def test_an_exported_model_is_rebuilt_from_its_config(settings):
     model = parse_run([*settings, "mesh=1x1x1"]).model
-    says = model_settings(to_config_json(model))
-    again = parse_run(
-        ["model=gpt_schema", "mesh=1x1x1", *(f"model.{k}={v}".replace("None", "null") for k, v in says.items())]
+    model_fields = model_settings(to_config_json(model))
+    rebuilt_model = parse_run(
+        ["model=gpt_schema", "mesh=1x1x1", *(f"model.{k}={v}".replace("None", "null") for k, v in model_fields.items())]
     ).model
-    ours = ("name", "tokenizer", "vocab_multiple", "loss_chunk")
-    differs = {k for k in vars(model) if getattr(model, k) != getattr(again, k)} - {*ours, "attention"}
-    assert not differs
-    windows = [[m.attention.windows[i % len(m.attention.windows)] for i in range(m.layers)] for m in (model, again)]
+    own_fields = ("name", "tokenizer", "vocab_multiple", "loss_chunk")
+    differing_fields = {k for k in vars(model) if getattr(model, k) != getattr(rebuilt_model, k)} - {
+        *own_fields,
+        "attention",
+    }
+    assert not differing_fields
+    windows = [
+        [m.attention.windows[i % len(m.attention.windows)] for i in range(m.layers)] for m in (model, rebuilt_model)
+    ]
     assert windows[0] == windows[1]
-    model.attention.windows = again.attention.windows
-    assert model.attention == again.attention
+    model.attention.windows = rebuilt_model.attention.windows
+    assert model.attention == rebuilt_model.attention
 
 
 def test_python_converts_both_ways_and_names_its_own_arguments(tmp_path, capsys):
-    source = published(tmp_path / "llama", "llama")
+    source = write_published(tmp_path / "llama", "llama")
     folder = valkyrie.from_hf(source, f"runs={tmp_path / 'runs'}", tokenizer="bytes", quiet=True)
     assert capsys.readouterr().out == "" and folder == tmp_path / "runs" / "llama"
     model, expected = (

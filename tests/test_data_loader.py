@@ -43,16 +43,16 @@ def write_dataset(
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> PreparedText:
+def counted_dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedText:
     """37 rows of 16 consecutive numbers plus a remainder, in shards of 100 tokens. Some rows span two shards."""
     return write_dataset(tmp_path_factory.mktemp("counted"), range(37 * 16 + 5), range(50))
 
 
-def take(loader: Loader, count: int) -> list[Batch]:
+def take_batches(loader: Loader, count: int) -> list[Batch]:
     return [next(loader) for _ in range(count)]
 
 
-def starts(batches: list[Batch]) -> list[int]:
+def row_starts(batches: list[Batch]) -> list[int]:
     """Return the index of every row, for a dataset of consecutive numbers."""
     return [int(row[0]) // 16 for batch in batches for row in batch["tokens"]]
 
@@ -60,38 +60,38 @@ def starts(batches: list[Batch]) -> list[int]:
 def test_an_open_dataset_survives_the_deletion_of_its_cache(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", range(200), range(50))
     with make_loader(data, "train", batch=2, seq=16, repeat=True) as loader:
-        first = take(loader, 1)
+        first = take_batches(loader, 1)
         shutil.rmtree(data.path)
-        assert len(starts(first + take(loader, 4))) == 10
+        assert len(row_starts(first + take_batches(loader, 4))) == 10
         with make_loader(data, "validation", batch=2, seq=16, repeat=False) as validation:
             assert len(list(validation)) == 2
 
 
-def assert_same(one: list[Batch], two: list[Batch]) -> None:
-    assert len(one) == len(two)
-    for first, second in zip(one, two, strict=True):
+def assert_same(batches: list[Batch], expected: list[Batch]) -> None:
+    assert len(batches) == len(expected)
+    for first, second in zip(batches, expected, strict=True):
         assert first.keys() == second.keys()
         for name in first:
             np.testing.assert_array_equal(first[name], second[name])
 
 
-def joined(parts: Sequence[list[Batch]]) -> list[Batch]:
+def concatenate_batches(parts: Sequence[list[Batch]]) -> list[Batch]:
     """Return global batches, from the batches of each process in order."""
     return [
         {name: np.concatenate([part[name] for part in step]) for name in step[0]} for step in zip(*parts, strict=True)
     ]
 
 
-def test_rows_can_span_shards(counted: PreparedText) -> None:
-    stream = open_split(counted, "train")
-    assert len(stream) == 597 and len(counted.train.shards) == 6
+def test_rows_can_span_shards(counted_dataset: PreparedText) -> None:
+    stream = open_split(counted_dataset, "train")
+    assert len(stream) == 597 and len(counted_dataset.train.shards) == 6
     for start, stop in [(0, 1), (99, 101), (100, 200), (95, 405), (590, 700), (597, 600), (700, 800)]:
         assert stream.read(start, stop).tolist() == list(range(min(start, 597), min(stop, 597)))
     assert stream.read(0, 5).dtype == np.int32
 
 
-def test_a_batch_has_the_documented_arrays(counted: PreparedText) -> None:
-    with make_loader(counted, "train", batch=4, seq=16, repeat=True) as loader:
+def test_a_batch_has_the_documented_arrays(counted_dataset: PreparedText) -> None:
+    with make_loader(counted_dataset, "train", batch=4, seq=16, repeat=True) as loader:
         batch = next(loader)
     assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
         "tokens": ((4, 16), "int32"),
@@ -124,93 +124,101 @@ def test_packing_agrees_with_a_plain_loop(case: int) -> None:
                 assert batch["targets"][row, position] == window[position + 1]
 
 
-def test_every_epoch_has_every_row_once_in_a_different_order(counted: PreparedText) -> None:
-    def epochs(seed: int) -> list[list[int]]:
-        with make_loader(counted, "train", batch=8, seq=16, seed=seed, repeat=True) as loader:
-            rows = starts(take(loader, 37))
+def test_every_epoch_has_every_row_once_in_a_different_order(counted_dataset: PreparedText) -> None:
+    def read_epochs(seed: int) -> list[list[int]]:
+        with make_loader(counted_dataset, "train", batch=8, seq=16, seed=seed, repeat=True) as loader:
+            rows = row_starts(take_batches(loader, 37))
         return [rows[start : start + 37] for start in range(0, 8 * 37, 37)]
 
-    first, second = epochs(0), epochs(1)
+    first, second = read_epochs(0), read_epochs(1)
     for epoch in first + second:
         assert sorted(epoch) == list(range(37))
     assert len({tuple(epoch) for epoch in first + second}) == 16
-    assert epochs(0) == first
+    assert read_epochs(0) == first
 
 
-def test_the_order_for_seed_0_never_changes(counted: PreparedText) -> None:
+def test_the_order_for_seed_0_never_changes(counted_dataset: PreparedText) -> None:
     """If this order changes, resumed runs repeat some data and skip other data."""
-    with make_loader(counted, "train", batch=6, seq=16, seed=0, repeat=True) as loader:
-        assert starts(take(loader, 2)) == [9, 31, 20, 3, 11, 21, 8, 29, 33, 10, 19, 14]
+    with make_loader(counted_dataset, "train", batch=6, seq=16, seed=0, repeat=True) as loader:
+        assert row_starts(take_batches(loader, 2)) == [9, 31, 20, 3, 11, 21, 8, 29, 33, 10, 19, 14]
 
 
-def stretch(batch: int, index: int, count: int) -> range:
+def process_places(batch: int, index: int, count: int) -> range:
     """Return the rows of a batch for process `index`. The `count` processes have equal, consecutive parts."""
     return range(index * batch // count, (index + 1) * batch // count)
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_processes_divide_equal_global_batches(counted: PreparedText, split: str, processes: int) -> None:
+def test_processes_divide_equal_global_batches(counted_dataset: PreparedText, split: str, processes: int) -> None:
     """Includes more processes than shards: the validation split has one shard."""
     repeat = split == "train"
 
     def read(index: int, count: int) -> list[Batch]:
-        with make_loader(counted, split, batch=8, seq=16, places=stretch(8, index, count), repeat=repeat) as loader:
-            return take(loader, 6) if repeat else list(loader)
+        with make_loader(
+            counted_dataset, split, batch=8, seq=16, places=process_places(8, index, count), repeat=repeat
+        ) as loader:
+            return take_batches(loader, 6) if repeat else list(loader)
 
-    assert_same(joined([read(index, processes) for index in range(processes)]), read(0, 1))
+    assert_same(concatenate_batches([read(index, processes) for index in range(processes)]), read(0, 1))
 
 
-def test_a_process_can_load_any_rows_of_a_batch(counted: PreparedText) -> None:
+def test_a_process_can_load_any_rows_of_a_batch(counted_dataset: PreparedText) -> None:
     with (
-        make_loader(counted, "train", batch=8, seq=16, repeat=True) as whole,
-        make_loader(counted, "train", batch=8, seq=16, places=[6, 1, 1], repeat=True) as some,
+        make_loader(counted_dataset, "train", batch=8, seq=16, repeat=True) as full_loader,
+        make_loader(counted_dataset, "train", batch=8, seq=16, places=[6, 1, 1], repeat=True) as partial_loader,
     ):
-        for full, part in zip(take(whole, 3), take(some, 3), strict=True):
-            np.testing.assert_array_equal(full["tokens"][[6, 1, 1]], part["tokens"])
+        for full_batch, partial_batch in zip(
+            take_batches(full_loader, 3), take_batches(partial_loader, 3), strict=True
+        ):
+            np.testing.assert_array_equal(full_batch["tokens"][[6, 1, 1]], partial_batch["tokens"])
 
 
 @pytest.mark.parametrize("before", [1, 4])
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_restored_loader_continues_on_any_number_of_processes(counted: PreparedText, before: int, after: int) -> None:
-    def loaders(count: int) -> list[Loader]:
+def test_a_restored_loader_continues_on_any_number_of_processes(
+    counted_dataset: PreparedText, before: int, after: int
+) -> None:
+    def open_loaders(count: int) -> list[Loader]:
         return [
-            make_loader(counted, "train", batch=8, seq=16, seed=5, places=stretch(8, index, count), repeat=True)
+            make_loader(
+                counted_dataset, "train", batch=8, seq=16, seed=5, places=process_places(8, index, count), repeat=True
+            )
             for index in range(count)
         ]
 
-    old, new = loaders(before), loaders(after)
-    for loader in old:
-        take(loader, 7)
-    (state,) = {json.dumps(loader.state(), sort_keys=True) for loader in old}
-    expected = joined([take(loader, 9) for loader in old])
-    for loader in new:
-        take(loader, 2)
+    loaders_before, loaders_after = open_loaders(before), open_loaders(after)
+    for loader in loaders_before:
+        take_batches(loader, 7)
+    (state,) = {json.dumps(loader.state(), sort_keys=True) for loader in loaders_before}
+    expected = concatenate_batches([take_batches(loader, 9) for loader in loaders_before])
+    for loader in loaders_after:
+        take_batches(loader, 2)
         loader.restore(json.loads(state))
         assert loader.step == 7 and loader.state() == json.loads(state)
-    assert_same(joined([take(loader, 9) for loader in new]), expected)
-    for loader in old + new:
+    assert_same(concatenate_batches([take_batches(loader, 9) for loader in loaders_after]), expected)
+    for loader in loaders_before + loaders_after:
         loader.close()
 
 
-def test_reading_ahead_does_not_move_the_position(counted: PreparedText) -> None:
-    with make_loader(counted, "train", batch=8, seq=16, repeat=True) as loader:
+def test_reading_ahead_does_not_move_the_position(counted_dataset: PreparedText) -> None:
+    with make_loader(counted_dataset, "train", batch=8, seq=16, repeat=True) as loader:
         assert loader.state()["row"] == 0
         next(loader)
         time.sleep(0.05)
         assert loader.state()["row"] == 8
 
 
-def test_another_batch_size_can_continue_if_it_divides_the_position(counted: PreparedText) -> None:
-    with make_loader(counted, "train", batch=6, seq=16, repeat=True) as loader:
-        take(loader, 2)
+def test_another_batch_size_can_continue_if_it_divides_the_position(counted_dataset: PreparedText) -> None:
+    with make_loader(counted_dataset, "train", batch=6, seq=16, repeat=True) as loader:
+        take_batches(loader, 2)
         state = loader.state()
-        expected = starts(take(loader, 4))
-    with make_loader(counted, "train", batch=4, seq=16, repeat=True) as loader:
+        expected = row_starts(take_batches(loader, 4))
+    with make_loader(counted_dataset, "train", batch=4, seq=16, repeat=True) as loader:
         loader.restore(state)
-        assert starts(take(loader, 6)) == expected
+        assert row_starts(take_batches(loader, 6)) == expected
     with (
-        make_loader(counted, "train", batch=5, seq=16, repeat=True) as loader,
+        make_loader(counted_dataset, "train", batch=5, seq=16, repeat=True) as loader,
         pytest.raises(ValueError, match=r"\brow 12\b.*=4\b"),
     ):
         loader.restore(state)
@@ -226,8 +234,10 @@ def test_another_batch_size_can_continue_if_it_divides_the_position(counted: Pre
         ({"version": 2}, r"\bversion 2\b"),
     ],
 )
-def test_a_position_in_another_order_is_refused(counted: PreparedText, change: dict[str, Any], pattern: str) -> None:
-    loader = make_loader(counted, "train", batch=8, seq=16, repeat=True)
+def test_a_position_in_another_order_is_refused(
+    counted_dataset: PreparedText, change: dict[str, Any], pattern: str
+) -> None:
+    loader = make_loader(counted_dataset, "train", batch=8, seq=16, repeat=True)
     with loader, pytest.raises(ValueError, match=pattern):
         loader.restore({**loader.state(), **change})
 
@@ -239,14 +249,14 @@ def test_evaluation_counts_every_target_once(tmp_path: Path, tokens: int, proces
     parts = []
     for index in range(processes):
         with make_loader(
-            prepared, "validation", batch=4, seq=16, places=stretch(4, index, processes), repeat=False
+            prepared, "validation", batch=4, seq=16, places=process_places(4, index, processes), repeat=False
         ) as loader:
             batches = list(loader)
             assert len(batches) == -(-(tokens - 1) // 64)
             parts.append(batches)
-    counted = [batch["targets"][batch["weights"] == 1] for batch in joined(parts)]
-    assert np.concatenate(counted).tolist() == list(range(1, tokens))
-    for batch in joined(parts):
+    targets = [batch["targets"][batch["weights"] == 1] for batch in concatenate_batches(parts)]
+    assert np.concatenate(targets).tolist() == list(range(1, tokens))
+    for batch in concatenate_batches(parts):
         assert ((batch["segment_ids"] > 0) == (batch["weights"] == 1)).all()
 
 
@@ -262,22 +272,22 @@ def test_evaluation_counts_every_target_once(tmp_path: Path, tokens: int, proces
     ],
 )
 def test_batches_that_cannot_be_filled_are_refused_with_numbers(
-    counted: PreparedText, arguments: dict[str, Any], values: list[str]
+    counted_dataset: PreparedText, arguments: dict[str, Any], values: list[str]
 ) -> None:
     with pytest.raises(ValueError) as error:
-        make_loader(counted, "train", **{"batch": 8, "seq": 16, "repeat": True, **arguments})
+        make_loader(counted_dataset, "train", **{"batch": 8, "seq": 16, "repeat": True, **arguments})
     assert all(value in str(error.value) for value in values)
 
 
-def test_the_suggestion_in_a_refusal_works(counted: PreparedText) -> None:
+def test_the_suggestion_in_a_refusal_works(counted_dataset: PreparedText) -> None:
     for batch, seq in ((37, 16), (38, 15), (1, 596)):
-        make_loader(counted, "train", batch=batch, seq=seq, repeat=True).close()
+        make_loader(counted_dataset, "train", batch=batch, seq=seq, repeat=True).close()
 
 
 def test_an_empty_split_is_refused(tmp_path: Path) -> None:
     prepared = write_dataset(tmp_path, [], [BOS])
-    for split, has in (("train", "0 tokens"), ("validation", "1 token")):
-        with pytest.raises(ValueError, match=f"{has} in its {split} split"):
+    for split, token_count in (("train", "0 tokens"), ("validation", "1 token")):
+        with pytest.raises(ValueError, match=f"{token_count} in its {split} split"):
             make_loader(prepared, split, batch=1, seq=1, repeat=False)
     with pytest.raises(ValueError, match="no split 'test'"):
         open_split(prepared, "test")
@@ -287,11 +297,11 @@ def reading_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
 
-def test_closing_the_loader_ends_its_thread(counted: PreparedText) -> None:
-    before = len(reading_threads())
-    loader = make_loader(counted, "train", batch=8, seq=16, repeat=True)
+def test_closing_the_loader_ends_its_thread(counted_dataset: PreparedText) -> None:
+    threads_before = len(reading_threads())
+    loader = make_loader(counted_dataset, "train", batch=8, seq=16, repeat=True)
     next(loader)
-    assert len(reading_threads()) == before + 1
+    assert len(reading_threads()) == threads_before + 1
     loader.close()
     loader.close()
     for thread in reading_threads():
@@ -317,9 +327,9 @@ if asked:
 
 
 @pytest.mark.parametrize("how", ["exit", "wait"])
-def test_a_program_exits_at_once_with_an_open_loader(counted: PreparedText, how: str) -> None:
+def test_a_program_exits_at_once_with_an_open_loader(counted_dataset: PreparedText, how: str) -> None:
     program = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM, str(counted.path), how],
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(counted_dataset.path), how],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

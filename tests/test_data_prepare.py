@@ -42,7 +42,7 @@ def all_tokens(prepared: PreparedText, split: str) -> np.ndarray:
     return stream.read(0, len(stream))
 
 
-def texts_of(prepared: PreparedText, split: str) -> list[str]:
+def split_texts(prepared: PreparedText, split: str) -> list[str]:
     """Split the token stream at BOS and return the decoded documents."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     tokens = all_tokens(prepared, split)
@@ -54,7 +54,7 @@ def texts_of(prepared: PreparedText, split: str) -> list[str]:
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
 def test_the_shards_have_every_document_once_after_a_bos(config: text_source.Config, tokenizer: str) -> None:
     prepared = prepare(config, tokenizer)
-    train, validation = texts_of(prepared, "train"), texts_of(prepared, "validation")
+    train, validation = split_texts(prepared, "train"), split_texts(prepared, "validation")
     assert sorted(train + validation) == sorted(CORPUS.values())
     assert (
         train == [text for text in CORPUS.values() if text in train]
@@ -75,7 +75,7 @@ def test_a_long_file_is_one_document_in_each_split(config: text_source.Config, t
     (tmp_path / "long.txt").write_text(text)
     config.paths, config.shard_tokens = [str(tmp_path / "long.txt")], 1 << 20
     prepared = prepare(config, "bytes")
-    (train,), (validation,) = texts_of(prepared, "train"), texts_of(prepared, "validation")
+    (train,), (validation,) = split_texts(prepared, "train"), split_texts(prepared, "validation")
     assert train + validation == text and len(validation) == pytest.approx(0.2 * len(text), abs=20)
     assert (prepared.train.documents, prepared.validation.documents) == (1, 1)
 
@@ -87,7 +87,7 @@ def test_a_large_vocabulary_uses_four_bytes_per_token(config: text_source.Config
     (tmp_path / "large.tiktoken").write_bytes(b"\n".join([*lines, base64.b64encode(b"document") + b" 70000"]))
     prepared = prepare(config, str(tmp_path / "large.tiktoken"))
     assert (prepared.dtype, prepared.bos_id, prepared.vocab_size) == ("uint32", 70001, 70002)
-    assert sorted(texts_of(prepared, "train") + texts_of(prepared, "validation")) == sorted(CORPUS.values())
+    assert sorted(split_texts(prepared, "train") + split_texts(prepared, "validation")) == sorted(CORPUS.values())
 
 
 @pytest.mark.parametrize("workers", [1, 5])
@@ -155,8 +155,8 @@ def test_synthetic_documents_are_written_to_shards(tmp_path: Path) -> None:
 
 def test_a_prepared_directory_is_a_dataset(config: text_source.Config, tmp_path: Path) -> None:
     prepared = prepare(config, "bytes")
-    moved = prepared.path.rename(tmp_path / "moved")
-    config.paths = [str(moved)]
+    moved_folder = prepared.path.rename(tmp_path / "moved")
+    config.paths = [str(moved_folder)]
     assert prepare(config, "bytes").content == prepared.content
     with pytest.raises(ValueError, match="tokenizer=bytes, not tokenizer=gpt2"):
         prepare(config, "gpt2")
@@ -175,13 +175,13 @@ print(prepare(config, "bytes", progress).content)
 """
 
 
-def start(what: str, config: text_source.Config) -> subprocess.Popen[str]:
+def start_preparation(what: str, config: text_source.Config) -> subprocess.Popen[str]:
     arguments = [sys.executable, "-c", PROGRAM, what, config.paths[0], config.cache_dir]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 
 def test_several_simultaneous_processes_produce_one_result(config: text_source.Config) -> None:
-    running = [start("work", config) for _ in range(4)]
+    running = [start_preparation("work", config) for _ in range(4)]
     contents = {process.communicate(timeout=60)[0].strip() for process in running}
     assert [process.returncode for process in running] == [0] * 4
     assert contents == {prepare(config, "bytes").content}
@@ -211,14 +211,14 @@ def test_two_simultaneous_results_become_one_without_locks(
 
 
 def test_a_killed_preparation_leaves_no_usable_result(config: text_source.Config) -> None:
-    process = start("kill", config)
+    process = start_preparation("kill", config)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
-    (leftover,) = Path(config.cache_dir).glob(".*tmp*")
-    assert not (leftover / MANIFEST_FILE).exists() and list(leftover.iterdir())
+    (temporary_folder,) = Path(config.cache_dir).glob(".*tmp*")
+    assert not (temporary_folder / MANIFEST_FILE).exists() and list(temporary_folder.iterdir())
     prepared = prepare(config, "bytes")
     assert verify(prepared.path).train.documents > 0
-    assert not leftover.exists()
+    assert not temporary_folder.exists()
 
 
 def test_an_interrupted_preparation_cleans_up(config: text_source.Config) -> None:
@@ -241,13 +241,13 @@ def test_a_shard_size_that_needs_too_many_files_is_refused(
 
 
 def test_progress_counts_bytes(config: text_source.Config) -> None:
-    seen: list[tuple[int, int | None]] = []
-    prepared = prepare(config, "bytes", lambda done, total: seen.append((done, total)))
+    progress: list[tuple[int, int | None]] = []
+    prepared = prepare(config, "bytes", lambda done, total: progress.append((done, total)))
     size = sum(len(text.encode()) for text in CORPUS.values())
-    assert seen[-1] == (size, size) == (prepared.train.bytes + prepared.validation.bytes, size)
+    assert progress[-1] == (size, size) == (prepared.train.bytes + prepared.validation.bytes, size)
 
 
-def flip(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[10] ^= 1
     path.write_bytes(data)
@@ -257,7 +257,7 @@ def test_a_flipped_bit_is_found_when_a_shard_was_touched(config: text_source.Con
     prepared = prepare(config, "bytes")
     count = len(prepared.train.shards) + len(prepared.validation.shards)
     shard = prepared.shard_path(prepared.train.shards[1])
-    flip(shard)
+    flip_bit(shard)
     with pytest.raises(CorruptShardsError, match=f"1 of {count}") as caught:
         open_prepared(prepared.path)
     assert [(damage.code, damage.value) for damage in caught.value.damages] == [
@@ -265,16 +265,16 @@ def test_a_flipped_bit_is_found_when_a_shard_was_touched(config: text_source.Con
     ]
     with pytest.raises(CorruptShardsError):
         prepare(config, "bytes")
-    flip(shard)
+    flip_bit(shard)
     assert open_prepared(prepared.path) == prepared
 
 
 def test_verify_finds_damage_that_opening_does_not_check(config: text_source.Config) -> None:
     prepared = prepare(config, "bytes")
     shard = prepared.shard_path(prepared.validation.shards[0])
-    before = shard.stat().st_mtime_ns
-    flip(shard)
-    os.utime(shard, ns=(before, before))
+    modified_ns = shard.stat().st_mtime_ns
+    flip_bit(shard)
+    os.utime(shard, ns=(modified_ns, modified_ns))
     assert open_prepared(prepared.path) == prepared
     with pytest.raises(CorruptShardsError, match=r"validation-00000\.bin"):
         verify(prepared.path)

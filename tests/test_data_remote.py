@@ -32,7 +32,7 @@ MEMORY = fsspec.filesystem("memory")
 
 
 @pytest.fixture
-def shelf() -> Iterator[str]:
+def remote_folder() -> Iterator[str]:
     """The URL of a folder in memory, with files of every readable type and of other types."""
     rows = [{"text": "one"}, {"text": ""}, {"text": "two"}]
     table = io.BytesIO()
@@ -51,36 +51,52 @@ def shelf() -> Iterator[str]:
     MEMORY.rm("/shelf", recursive=True)
 
 
-def config(*paths: str, **more: Any) -> text_source.Config:
+def remote_config(*paths: str, **more: Any) -> text_source.Config:
     return text_source.Config(paths=list(paths), **more)
 
 
-def texts(asked: text_source.Config) -> list[str]:
+def read_texts(asked: text_source.Config) -> list[str]:
     documents = list(asked.read_documents(asked.list_files()))
     return [document.text for document in documents if isinstance(document, Document)]
 
 
-def test_remote_files_folders_and_globs_are_read_like_local_ones(shelf: str, tmp_path: Path) -> None:
-    assert texts(config(f"{shelf}/a.txt")) == ["A"]
-    assert texts(config(shelf)) == texts(config(f"{shelf}/")) == ["A", "B", "three", "four", "one", "two"]
-    assert texts(config(f"{shelf}/**/*.txt", f"{shelf}/a.txt")) == ["A"]
-    assert texts(config(f"{shelf}/.hidden/*.txt")) == texts(config(f"{shelf}/.h*/*.txt")) == ["C"]
-    assert texts(config(f"{shelf}/*/[br]*")) == ["B", "one", "two"]
-    assert config(f"{shelf}/deep").list_files().skipped == 1
+def test_remote_files_folders_and_globs_are_read_like_local_ones(remote_folder: str, tmp_path: Path) -> None:
+    assert read_texts(remote_config(f"{remote_folder}/a.txt")) == ["A"]
+    assert (
+        read_texts(remote_config(remote_folder))
+        == read_texts(remote_config(f"{remote_folder}/"))
+        == ["A", "B", "three", "four", "one", "two"]
+    )
+    assert read_texts(remote_config(f"{remote_folder}/**/*.txt", f"{remote_folder}/a.txt")) == ["A"]
+    assert (
+        read_texts(remote_config(f"{remote_folder}/.hidden/*.txt"))
+        == read_texts(remote_config(f"{remote_folder}/.h*/*.txt"))
+        == ["C"]
+    )
+    assert read_texts(remote_config(f"{remote_folder}/*/[br]*")) == ["B", "one", "two"]
+    assert remote_config(f"{remote_folder}/deep").list_files().skipped == 1
     (tmp_path / "local.txt").write_text("L")
-    assert texts(config(f"{shelf}/deep/b.md", str(tmp_path))) == ["L", "B"]
+    assert read_texts(remote_config(f"{remote_folder}/deep/b.md", str(tmp_path))) == ["L", "B"]
     (name,) = (
-        document.id for document in config(f"{shelf}/a.txt").read_documents(config(f"{shelf}/a.txt").list_files())
+        document.id
+        for document in remote_config(f"{remote_folder}/a.txt").read_documents(
+            remote_config(f"{remote_folder}/a.txt").list_files()
+        )
     )
     assert name.endswith("/shelf/a.txt") and name.startswith("memory://")
 
 
-def test_large_files_are_streamed_with_the_same_result(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = texts(config(shelf))
+def test_large_files_are_streamed_with_the_same_result(remote_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_texts = read_texts(remote_config(remote_folder))
     monkeypatch.setattr(remote, "_MAX_FETCHED_BYTES", 0)
-    assert texts(config(shelf)) == small
+    assert read_texts(remote_config(remote_folder)) == small_texts
     monkeypatch.setattr(type(MEMORY), "cat_file", lambda *asked, **more: pytest.fail("read as a whole"))
-    assert texts(config(f"{shelf}/deep/rows.jsonl", f"{shelf}/deep/er")) == ["three", "four", "one", "two"]
+    assert read_texts(remote_config(f"{remote_folder}/deep/rows.jsonl", f"{remote_folder}/deep/er")) == [
+        "three",
+        "four",
+        "one",
+        "two",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,31 +107,33 @@ def test_large_files_are_streamed_with_the_same_result(shelf: str, monkeypatch: 
         ("deep/*.png", [" 1 ", ".txt, .md, .py, .c,"]),
     ],
 )
-def test_urls_without_text_are_refused(shelf: str, path: str, values: list[str]) -> None:
+def test_urls_without_text_are_refused(remote_folder: str, path: str, values: list[str]) -> None:
     with pytest.raises(ValueError, match=r"^data\.paths") as error:
-        config(f"{shelf}/{path}").list_files()
-    assert all(value in str(error.value) for value in (f"{shelf}/{path}", *values))
+        remote_config(f"{remote_folder}/{path}").list_files()
+    assert all(value in str(error.value) for value in (f"{remote_folder}/{path}", *values))
 
 
-def test_refusals_of_the_service_are_reported_with_a_remedy(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_the_service_are_reported_with_a_remedy(
+    remote_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Forbidden(Exception):
         """Fake exception of the storage service's package."""
 
     def refuse(*asked: Any, **more: Any) -> Any:
         raise Forbidden("caller does not have storage.objects.list\nmore")
 
-    listing = config(f"{shelf}/a.txt").list_files()
+    listing = remote_config(f"{remote_folder}/a.txt").list_files()
     monkeypatch.setattr(type(MEMORY), "cat_file", refuse)
     with pytest.raises(ValueError, match=r"data\.paths=memory:.*/shelf/a\.txt .*Forbidden: .*storage\.objects\.list"):
-        list(config().read_documents(listing))
+        list(remote_config().read_documents(listing))
     monkeypatch.setattr(type(MEMORY), "info", refuse)
     with pytest.raises(ValueError, match=r"/shelf/a\.txt.* storage\.objects\.list"):
-        config(f"{shelf}/a.txt").list_files()
+        remote_config(f"{remote_folder}/a.txt").list_files()
 
 
 def test_an_unsupported_url_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemes, "find_spec", lambda name: None)
-    problems = config("s3://b/x", "local", "az://b/y", "gz://b").problems()
+    problems = remote_config("s3://b/x", "local", "az://b/y", "gz://b").problems()
     assert [(problem.code, problem.value) for problem in problems] == [
         (ProblemCode.not_installed, "s3://b/x"),
         (ProblemCode.not_installed, "az://b/y"),
@@ -124,17 +142,17 @@ def test_an_unsupported_url_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_prepared_data_is_found_by_content_without_reading_it_again(
-    shelf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    remote_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = config(shelf, cache_dir=str(tmp_path))
-    assert find_prepared(asked, "bytes") is None
-    first = prepare(asked, "bytes")
+    source_config = remote_config(remote_folder, cache_dir=str(tmp_path))
+    assert find_prepared(source_config, "bytes") is None
+    first = prepare(source_config, "bytes")
     for name in ("cat_file", "open"):
-        monkeypatch.setattr(type(MEMORY), name, lambda *asked, **more: pytest.fail("read again"))
-    assert prepare(asked, "bytes") == find_prepared(asked, "bytes") == first
+        monkeypatch.setattr(type(MEMORY), name, lambda *source_config, **more: pytest.fail("read again"))
+    assert prepare(source_config, "bytes") == find_prepared(source_config, "bytes") == first
     monkeypatch.undo()
     MEMORY.pipe("/shelf/a.txt", b"Z")
-    second = prepare(asked, "bytes")
+    second = prepare(source_config, "bytes")
     assert second.path != first.path and second.content != first.content
 
 
@@ -146,7 +164,7 @@ def test_a_file_is_identified_by_its_most_reliable_checksum() -> None:
 
 
 def test_a_url_does_not_depend_on_the_working_directory() -> None:
-    source = config("gs://bucket/books/*.txt", "notes").with_full_paths()
+    source = remote_config("gs://bucket/books/*.txt", "notes").with_full_paths()
     assert source.paths == ["gs://bucket/books/*.txt", str(Path.cwd() / "notes")]
 
 

@@ -44,7 +44,7 @@ def read(config: DocumentConfig) -> list[Document]:
     return documents
 
 
-def texts(config: DocumentConfig) -> list[str]:
+def read_texts(config: DocumentConfig) -> list[str]:
     return [document.text for document in read(config)]
 
 
@@ -94,7 +94,7 @@ def test_a_zipped_stdlib_is_read_and_a_missing_one_refused(tmp_path: Path, monke
         opened.writestr("json/tests/test_it.py", "# not this")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     monkeypatch.setattr(sys, "path", [str(archive)])
-    assert texts(stdlib.Config()) == ["# json", "# os\n" * 300_000]
+    assert read_texts(stdlib.Config()) == ["# json", "# os\n" * 300_000]
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ValueError, match="found 0"):
         stdlib.Config().list_files()
@@ -112,12 +112,12 @@ def test_files_directories_and_globs_are_read(tmp_path: Path, monkeypatch: pytes
     }.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert texts(text_config("notes/**/*.py", "a.txt")) == ["A", "C"]
-    assert texts(text_config("notes")) == ["B", "C"]
-    assert texts(text_config("**/*.md", "notes/b.md", tmp_path / "notes")) == ["B", "C"]
+    assert read_texts(text_config("notes/**/*.py", "a.txt")) == ["A", "C"]
+    assert read_texts(text_config("notes")) == ["B", "C"]
+    assert read_texts(text_config("**/*.md", "notes/b.md", tmp_path / "notes")) == ["B", "C"]
     assert text_config("notes/*").list_files().skipped == 1
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert texts(text_config("~/a.txt", "~/notes/*.md")) == ["A", "B"]
+    assert read_texts(text_config("~/a.txt", "~/notes/*.md")) == ["A", "B"]
 
 
 def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path) -> None:
@@ -186,15 +186,15 @@ def test_utf16_is_refused(tmp_path: Path, encoding: str) -> None:
 
 
 def test_circular_links_are_followed_once(tmp_path: Path) -> None:
-    folder, linked = tmp_path / "a[1]", tmp_path / "linked"
-    for directory in (folder / "deep", linked):
+    folder, link = tmp_path / "a[1]", tmp_path / "linked"
+    for directory in (folder / "deep", link):
         directory.mkdir(parents=True)
         (directory / "a.txt").write_text(directory.name)
     for number in range(20):
         (folder / f"{number}").symlink_to(".")
-    (folder / "other").symlink_to(linked)
-    assert sorted(texts(text_config(f"{tmp_path}/a*/**/*.txt"))) == ["deep", "linked"]
-    assert texts(text_config(f"{tmp_path}/**/deep/**")) == ["deep"]
+    (folder / "other").symlink_to(link)
+    assert sorted(read_texts(text_config(f"{tmp_path}/a*/**/*.txt"))) == ["deep", "linked"]
+    assert read_texts(text_config(f"{tmp_path}/**/deep/**")) == ["deep"]
 
 
 def test_a_pipe_and_a_file_larger_than_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,10 +237,10 @@ def test_paths_without_text_are_refused(
 def test_the_synthetic_chain_is_seeded_and_has_the_stated_entropy() -> None:
     config = synthetic.Config(documents=700, mean_length=100, states=16)
     documents = list(config.read_documents(config.list_files()))
-    again = list(config.read_documents(config.list_files()))
+    second_reading = list(config.read_documents(config.list_files()))
     assert len(documents) == 700
     counts = np.zeros((16, 16))
-    for first, second in zip(documents, again, strict=True):
+    for first, second in zip(documents, second_reading, strict=True):
         assert isinstance(first, TokenDocument) and isinstance(second, TokenDocument)
         assert np.array_equal(first.tokens, second.tokens) and 50 <= first.tokens.size <= 150
         np.add.at(counts, (first.tokens[:-1] - FIRST_ID, first.tokens[1:] - FIRST_ID), 1)
@@ -261,7 +261,7 @@ def test_an_impossible_synthetic_chain_is_refused(key: str, value: int) -> None:
     assert (problem.key, problem.value) == (f"data.{key}", value)
 
 
-def splits_of(config: DocumentConfig, threshold: int | None = None) -> tuple[dict[str, list[str]], Census]:
+def split_texts(config: DocumentConfig, threshold: int | None = None) -> tuple[dict[str, list[str]], Census]:
     census = Census()
     texts: dict[str, list[str]] = {"train": [], "validation": []}
     limit = int(config.validation_fraction * HASH_RANGE) if threshold is None else threshold
@@ -277,12 +277,12 @@ def test_the_split_of_a_document_depends_only_on_its_text(tmp_path: Path) -> Non
     for number in range(400):
         (tmp_path / "one" / f"{number}.txt").write_text(f"text {number}")
         (tmp_path / "two" / f"renamed-{number}.md").write_text(f"text {number}")
-    first, _ = splits_of(text_config(tmp_path / "one", validation_fraction=0.2))
-    both, _ = splits_of(text_config(tmp_path / "one", tmp_path / "two", validation_fraction=0.2))
+    first, _ = split_texts(text_config(tmp_path / "one", validation_fraction=0.2))
+    texts_of_both_folders, _ = split_texts(text_config(tmp_path / "one", tmp_path / "two", validation_fraction=0.2))
     assert 50 < len(first["validation"]) < 110
-    assert sorted(both["validation"]) == sorted(first["validation"] * 2)
-    smaller, _ = splits_of(text_config(tmp_path / "one", validation_fraction=0.1))
-    assert set(smaller["validation"]) < set(first["validation"])
+    assert sorted(texts_of_both_folders["validation"]) == sorted(first["validation"] * 2)
+    texts_of_one_folder, _ = split_texts(text_config(tmp_path / "one", validation_fraction=0.1))
+    assert set(texts_of_one_folder["validation"]) < set(first["validation"])
 
 
 @pytest.mark.parametrize("fraction", [1e-6, 0.999999])
@@ -290,10 +290,10 @@ def test_both_splits_get_at_least_one_document(tmp_path: Path, fraction: float) 
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text(f"text {number}")
     config = text_config(tmp_path, validation_fraction=fraction)
-    first, census = splits_of(config)
+    first, census = split_texts(config)
     assert min(map(len, first.values())) == 0
     threshold = adjust_threshold(config, config.list_files(), census, int(config.validation_fraction * HASH_RANGE))
-    second, _ = splits_of(config, threshold)
+    second, _ = split_texts(config, threshold)
     assert sorted(map(len, second.values())) == [1, 2]
     assert adjust_threshold(config, config.list_files(), census, threshold) == threshold
 
@@ -301,27 +301,27 @@ def test_both_splits_get_at_least_one_document(tmp_path: Path, fraction: float) 
 def test_a_single_file_is_split_at_a_line(tmp_path: Path) -> None:
     lines = [f"line {number}\n" for number in range(100)]
     (tmp_path / "a.txt").write_text("".join(lines))
-    texts, census = splits_of(text_config(tmp_path / "a.txt", validation_fraction=0.1))
+    texts, census = split_texts(text_config(tmp_path / "a.txt", validation_fraction=0.1))
     train, validation = "".join(texts["train"]), "".join(texts["validation"])
     assert train + validation == "".join(lines) and train.endswith("\n") and validation.startswith("line 9")
     assert census.documents == 1
     (tmp_path / "b.txt").write_text("x")
     with pytest.raises(ValueError, match=r"b\.txt .*\b1\b"):
-        splits_of(text_config(tmp_path / "b.txt", validation_fraction=0.1))
+        split_texts(text_config(tmp_path / "b.txt", validation_fraction=0.1))
 
 
 @pytest.mark.parametrize("limit", [1, 11, 12, 999, 1000])
 def test_max_bytes_limits_the_text_exactly(tmp_path: Path, limit: int) -> None:
     for number in range(100):
         (tmp_path / f"{number:03d}.txt").write_text(f"document {number % 10}")  # 10 bytes
-    texts, census = splits_of(text_config(tmp_path, max_bytes=limit))
+    texts, census = split_texts(text_config(tmp_path, max_bytes=limit))
     assert sum(len(text) for split in texts.values() for text in split) == census.bytes == limit
 
 
 def test_max_bytes_never_cuts_a_character(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("é" * 10)
     (tmp_path / "b.txt").write_text("è" * 10)
-    texts, _ = splits_of(text_config(tmp_path, max_bytes=33))
+    texts, _ = split_texts(text_config(tmp_path, max_bytes=33))
     assert sorted("".join(text) for text in texts["train"] + texts["validation"]) == ["è" * 6, "é" * 10]
 
 
@@ -329,10 +329,10 @@ def test_max_bytes_never_cuts_a_character(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=300)
 def test_tokenising_pieces_gives_the_tokens_of_the_whole_text(parts: list[str]) -> None:
     text = "".join(parts)
-    found = list(split_into_pieces(text, "train", 2))
-    contents = [piece.content for piece in found]
+    pieces = list(split_into_pieces(text, "train", 2))
+    contents = [piece.content for piece in pieces]
     assert "".join(map(str, contents)) == text
-    assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
+    assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     apart = np.concatenate([GPT2.encode_ordinary(str(content)) for content in contents])
     assert apart.tolist() == GPT2.encode_ordinary(text).tolist()
 

@@ -39,12 +39,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("stream") / "shards")
 
 
-def streamed(folder: Path | str, team: Team | None = None, **options: Any) -> StreamedText:
+def open_shards(folder: Path | str, team: Team | None = None, **options: Any) -> StreamedText:
     config = Config(paths=[str(folder)], **{"workers": 0, **options})
     return open_stream(config, "bytes", *([team] if team else []))
 
 
-def take(
+def take_batches(
     data: StreamedText, count: int, state: dict[str, Any] | None = None, **options: Any
 ) -> tuple[list[Batch], Any]:
     """Return the next `count` batches from a position, and the position after them."""
@@ -67,24 +67,28 @@ PACKED = pytest.mark.parametrize("packing", Packing)
 
 @PACKED
 def test_a_restored_position_continues_with_the_same_batches(shards: Path, packing: Packing) -> None:
-    data = streamed(shards, packing=packing, pool=20, lanes=4)
-    whole, final_state = take(data, 30)
-    for before in (1, 7, 13):
-        first, state = take(data, before)
-        rest, resumed_state = take(data, 30 - before, state)
-        assert_same([*first, *rest], whole)
-        assert resumed_state == final_state and state["row"] == before * 8
+    data = open_shards(shards, packing=packing, pool=20, lanes=4)
+    batches, final_state = take_batches(data, 30)
+    for count_before in (1, 7, 13):
+        first, state = take_batches(data, count_before)
+        remaining_batches, resumed_state = take_batches(data, 30 - count_before, state)
+        assert_same([*first, *remaining_batches], batches)
+        assert resumed_state == final_state and state["row"] == count_before * 8
 
 
 @PACKED
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_several_processes_read_the_rows_of_one(shards: Path, packing: Packing, processes: int) -> None:
-    data = streamed(shards, packing=packing, pool=20, lanes=4)
-    whole, _ = take(data, 12)
+    data = open_shards(shards, packing=packing, pool=20, lanes=4)
+    batches, _ = take_batches(data, 12)
     rows_each = 8 // processes
-    parts = [take(data, 12, places=range(p * rows_each, p * rows_each + rows_each))[0] for p in range(processes)]
-    joined = [{name: np.concatenate([part[step][name] for part in parts]) for name in whole[0]} for step in range(12)]
-    assert_same(joined, whole)
+    parts = [
+        take_batches(data, 12, places=range(p * rows_each, p * rows_each + rows_each))[0] for p in range(processes)
+    ]
+    joined_batches = [
+        {name: np.concatenate([part[step][name] for part in parts]) for name in batches[0]} for step in range(12)
+    ]
+    assert_same(joined_batches, batches)
 
 
 class Gathering(Team):
@@ -103,18 +107,18 @@ class Gathering(Team):
 
 def test_positions_of_two_processes_are_restored_by_one(shards: Path) -> None:
     Gathering.said = []
-    take(streamed(shards, Gathering(2, 0), lanes=4), 5, places=range(4))
-    _, state = take(streamed(shards, Gathering(2, 1), lanes=4), 5, places=range(4, 8))
-    whole, _ = take(streamed(shards, lanes=4), 9)
-    assert_same(take(streamed(shards, lanes=4), 4, state)[0], whole[5:])
+    take_batches(open_shards(shards, Gathering(2, 0), lanes=4), 5, places=range(4))
+    _, state = take_batches(open_shards(shards, Gathering(2, 1), lanes=4), 5, places=range(4, 8))
+    batches, _ = take_batches(open_shards(shards, lanes=4), 9)
+    assert_same(take_batches(open_shards(shards, lanes=4), 4, state)[0], batches[5:])
     assert_same(
-        take(streamed(shards, lanes=4), 4, state, batch=8, places=[6, 1])[0],
-        [{name: array[[6, 1]] for name, array in batch.items()} for batch in whole[5:]],
+        take_batches(open_shards(shards, lanes=4), 4, state, batch=8, places=[6, 1])[0],
+        [{name: array[[6, 1]] for name, array in batch.items()} for batch in batches[5:]],
     )
 
 
 def test_every_document_of_an_epoch_is_read_once(shards: Path) -> None:
-    steps, _ = take(streamed(shards, lanes=3), 250, batch=3, seq=32)
+    steps, _ = take_batches(open_shards(shards, lanes=3), 250, batch=3, seq=32)
     training = sorted(
         text for n in range(3) for text in parquet.read_table(shards / f"{n:03d}.parquet")["text"].to_pylist()
     )
@@ -126,7 +130,7 @@ def test_every_document_of_an_epoch_is_read_once(shards: Path) -> None:
 
 
 def test_validation_has_every_token_of_the_last_file_once(shards: Path) -> None:
-    data = streamed(shards)
+    data = open_shards(shards)
     with make_loader(data, "validation", batch=4, seq=32, repeat=False) as loader:
         batches = list(loader)
     real = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in batches])
@@ -139,9 +143,9 @@ def test_validation_has_every_token_of_the_last_file_once(shards: Path) -> None:
 
 
 def test_best_fit_rows_start_with_a_document_and_are_full(shards: Path) -> None:
-    for batch in take(streamed(shards, packing=Packing.best_fit), 20)[0]:
+    for batch in take_batches(open_shards(shards, packing=Packing.best_fit), 20)[0]:
         assert (batch["tokens"][:, 0] == BOS).all() and (batch["weights"] == 1).all()
-    cropped = take(streamed(shards, packing=Packing.best_fit, pool=200, lanes=1), 20, seq=128)[0]
+    cropped = take_batches(open_shards(shards, packing=Packing.best_fit, pool=200, lanes=1), 20, seq=128)[0]
     assert np.mean([row.sum() for batch in cropped for row in batch["tokens"] == BOS]) > 3
 
 
@@ -149,36 +153,38 @@ def test_best_fit_rows_start_with_a_document_and_are_full(shards: Path) -> None:
 def test_workers_give_the_same_batches_as_a_thread_and_end_on_close(shards: Path) -> None:
     import multiprocessing
 
-    data = streamed(shards, lanes=4, packing=Packing.best_fit, pool=20)
-    two = replace(data, config=replace(data.config, workers=2))
-    whole, _ = take(data, 6)
-    _, state = take(data, 3)
-    assert_same(take(two, 3, state)[0], whole[3:])
+    data = open_shards(shards, lanes=4, packing=Packing.best_fit, pool=20)
+    data_with_workers = replace(data, config=replace(data.config, workers=2))
+    batches, _ = take_batches(data, 6)
+    _, state = take_batches(data, 3)
+    assert_same(take_batches(data_with_workers, 3, state)[0], batches[3:])
     assert not multiprocessing.active_children()
 
 
 def test_the_seed_orders_the_groups_and_epochs_differ(shards: Path) -> None:
-    data = streamed(shards, lanes=1)
-    (first,), _ = take(data, 1)
-    (two,), _ = take(data, 1, seed=4)
+    data = open_shards(shards, lanes=1)
+    (first,), _ = take_batches(data, 1)
+    (two,), _ = take_batches(data, 1, seed=4)
     assert (first["tokens"] != two["tokens"]).any()
-    rows, _ = take(data, 30, batch=8)
+    rows, _ = take_batches(data, 30, batch=8)
     flat = np.concatenate([batch["tokens"].ravel() for batch in rows])
     half = len(flat) // 2
     assert (flat[:half] != flat[half:]).any()
-    assert data.lanes(8) == 1 and streamed(shards).lanes(8) == 8 and streamed(shards).lanes(14) == 14
+    assert data.lanes(8) == 1 and open_shards(shards).lanes(8) == 8 and open_shards(shards).lanes(14) == 14
 
 
 def test_validation_is_the_last_group_of_a_single_file_or_val_paths(shards: Path) -> None:
-    single = streamed(shards / "000.parquet")
-    assert [unit.group for unit in single.train] == [0, 1, 2, 3] and [unit.group for unit in single.validation] == [4]
-    with_val_paths = streamed(shards, val_paths=[str(shards / "001.parquet")])
+    single_file = open_shards(shards / "000.parquet")
+    assert [unit.group for unit in single_file.train] == [0, 1, 2, 3] and [
+        unit.group for unit in single_file.validation
+    ] == [4]
+    with_val_paths = open_shards(shards, val_paths=[str(shards / "001.parquet")])
     assert {unit.file.id.rpartition("/")[2] for unit in with_val_paths.train} == {
         "000.parquet",
         "002.parquet",
         "003.parquet",
     }
-    assert with_val_paths.content != streamed(shards).content
+    assert with_val_paths.content != open_shards(shards).content
 
 
 def refusal(action: Any) -> str:
@@ -189,48 +195,50 @@ def refusal(action: Any) -> str:
 
 def test_unreadable_streams_are_refused_before_the_first_step(shards: Path, tmp_path: Path) -> None:
     for column in ("body", "number"):
-        assert f"data.column={column}. " in refusal(lambda column=column: streamed(shards, column=column))
+        assert f"data.column={column}. " in refusal(lambda column=column: open_shards(shards, column=column))
     (tmp_path / "empty").mkdir()
-    assert "matches 0 files" in refusal(lambda: streamed(tmp_path / "empty"))
+    assert "matches 0 files" in refusal(lambda: open_shards(tmp_path / "empty"))
     assert "data.paths=[shards/*.parquet]" in refusal(lambda: open_stream(Config(), "bytes"))
-    short = write_shards(tmp_path / "short", 2)
-    content = (short / "000.parquet").read_bytes()
-    (short / "000.parquet").write_bytes(content[: len(content) // 2])
-    assert "000.parquet is not a readable .parquet file, or is cut short: " in refusal(lambda: streamed(short))
-    single = write_shards(tmp_path / "single", 1, groups=1)
-    assert "no file or row group left for training. " in refusal(lambda: streamed(single))
-    everything = [str(single)]
-    assert "data.val_paths includes every file " in refusal(lambda: streamed(single, val_paths=everything))
+    short_shards = write_shards(tmp_path / "short", 2)
+    content = (short_shards / "000.parquet").read_bytes()
+    (short_shards / "000.parquet").write_bytes(content[: len(content) // 2])
+    assert "000.parquet is not a readable .parquet file, or is cut short: " in refusal(
+        lambda: open_shards(short_shards)
+    )
+    single_shard = write_shards(tmp_path / "single", 1, groups=1)
+    assert "no file or row group left for training. " in refusal(lambda: open_shards(single_shard))
+    everything = [str(single_shard)]
+    assert "data.val_paths includes every file " in refusal(lambda: open_shards(single_shard, val_paths=everything))
     held_out = tmp_path / "held_out.parquet"
     parquet.ParquetWriter(held_out, arrow.schema({"text": arrow.string()})).close()  # no row groups
-    text = refusal(lambda: streamed(single, val_paths=[str(held_out)]))
+    text = refusal(lambda: open_shards(single_shard, val_paths=[str(held_out)]))
     assert text.endswith("left for validation. Add a file to data.val_paths.")
-    assert "data.lanes=3 " in refusal(lambda: take(streamed(shards, lanes=3), 1))
+    assert "data.lanes=3 " in refusal(lambda: take_batches(open_shards(shards, lanes=3), 1))
     for lanes, batch, suggestion in ((32, 64, 8), (32, 48, 12), (20, 30, 15), (16, 16, 8)):
-        text = refusal(lambda lanes=lanes, batch=batch: streamed(shards, lanes=lanes).lanes(batch))
+        text = refusal(lambda lanes=lanes, batch=batch: open_shards(shards, lanes=lanes).lanes(batch))
         assert text.endswith(f"Use data.lanes={suggestion}.")
-        assert streamed(shards, lanes=suggestion).lanes(batch) == suggestion
+        assert open_shards(shards, lanes=suggestion).lanes(batch) == suggestion
     problems = Config(paths=["a"], workers=0, pool=0, lanes=0).problems()
     assert [problem.key for problem in problems] == ["data.pool", "data.lanes"]
 
 
 def test_a_position_in_another_order_is_refused(shards: Path) -> None:
-    _, state = take(streamed(shards, lanes=4), 1)
+    _, state = take_batches(open_shards(shards, lanes=4), 1)
     held_out = [str(shards / "000.parquet")]
     for text, changed in (
         ("data.lanes=4", {"lanes": 2}),
         ("data.packing=stream", {"lanes": 4, "packing": Packing.best_fit}),
         ("the data differs", {"lanes": 4, "val_paths": held_out}),
     ):
-        assert text in refusal(lambda changed=changed: take(streamed(shards, **changed), 1, state))
-    assert "of batch=16" in refusal(lambda: take(streamed(shards, lanes=4), 1, state, batch=16))
+        assert text in refusal(lambda changed=changed: take_batches(open_shards(shards, **changed), 1, state))
+    assert "of batch=16" in refusal(lambda: take_batches(open_shards(shards, lanes=4), 1, state, batch=16))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_error_for_a_row_without_text_names_its_line(tmp_path: Path, workers: int) -> None:
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n')
-    assert "0.jsonl:2: text is a number" in refusal(lambda: take(streamed(tmp_path, workers=workers), 1))
+    assert "0.jsonl:2: text is a number" in refusal(lambda: take_batches(open_shards(tmp_path, workers=workers), 1))
 
 
 @pytest.mark.parametrize(
@@ -244,18 +252,18 @@ def test_the_error_for_a_row_without_text_names_its_line(tmp_path: Path, workers
 def test_files_without_text_are_refused(tmp_path: Path, files: int, fault: str, remedy: str) -> None:
     for number in range(files):
         (tmp_path / f"{number}.jsonl").write_text('{"text": ""}\n')
-    message = refusal(lambda: take(streamed(tmp_path, lanes=min(2, files - 1)), 1))
+    message = refusal(lambda: take_batches(open_shards(tmp_path, lanes=min(2, files - 1)), 1))
     assert fault in message and remedy in message
 
 
 def test_a_worker_that_returns_to_a_position_reads_the_same_rows(shards: Path) -> None:
     """Grain may reset a worker's iterator to an earlier position. Our loader starts new iterators instead."""
-    data = streamed(shards)
+    data = open_shards(shards)
     loader = StreamLoader(data, "train", BatchPlan(4, 32, 0, True, np.arange(4)))
     start = stream_loader._Positions((None,) * len(loader._lanes))
     iterator = iter(stream_loader._LaneRows(loader._lanes, start, 32, 1, data.bos_id))
     next(iterator)
-    place = iterator.get_state()
+    position = iterator.get_state()
     expected = [next(iterator) for _ in range(3)]
-    iterator.set_state(place)
+    iterator.set_state(position)
     assert_same([next(iterator) for _ in range(3)], expected)

@@ -149,13 +149,13 @@ def test_a_command_that_cannot_save_its_last_state_names_the_newest_checkpoint(
 def test_records_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path):
     tracker = Tracker(TrackingConfig(wandb=WandbMode.off), tmp_path, run_name="run", fields={}, group="g")
     assert tracker.log({"loss": 1.0}, 1) is None
-    disk, takes = tracker._file, [0, 5]
+    disk, failing_writes = tracker._file, [0, 5]
 
     class FullFile:
         """Fake file on a disk that fills up in the middle of a line."""
 
         def write(self, body: bytes) -> int:
-            if takes and (room := takes.pop()):
+            if failing_writes and (room := failing_writes.pop()):
                 return disk.write(body[:room])
             raise FULL
 
@@ -191,10 +191,10 @@ def test_data_is_prepared_elsewhere_if_its_cache_cannot_be_written(
 def test_compiled_programs_are_not_cached_if_the_cache_cannot_be_written(a_file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VALKYRIE_CACHE", str(a_file / "cache"))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    before, lines = jax.config.jax_compilation_cache_dir, []
+    cache_dir, lines = jax.config.jax_compilation_cache_dir, []
     run = compose_run(*TINY_ARGUMENTS, "mesh=1x1x1", "partition=dp")
     configure_jax(run, lines.append)
-    assert jax.config.jax_compilation_cache_dir == before
+    assert jax.config.jax_compilation_cache_dir == cache_dir
     assert len(lines) == 1 and "VALKYRIE_CACHE=DIR" in lines[0]
     failed = CompileOutcome(CompileStatus.failed, "it was not tried")
     monkeypatch.setattr(compile, "_compile_in_child", lambda *_: failed)

@@ -144,14 +144,14 @@ def test_a_held_libtpu_lock_is_found(proc: Path):
 
 def test_host_memory_must_hold_its_part_of_the_state(monkeypatch: pytest.MonkeyPatch):
     run = compose_run("model=gpt_1b", "mesh=4x4x2", "batch=32")
-    on_chips = compose_run("model=gpt_1b", "mesh=4x4x2", "batch=32", "target=v4-64")
-    whole = 3 * state_bytes(run)
+    run_on_chips = compose_run("model=gpt_1b", "mesh=4x4x2", "batch=32", "target=v4-64")
+    state_size = 3 * state_bytes(run)
     for one, processes, free, verdict in (
-        (run, 1, whole - 1, FAILS),
-        (run, 1, whole, OK),
-        (run, 8, whole // 8, OK),
-        (on_chips, 8, whole // 24, OK),
-        (on_chips, 8, whole // 24 - 1, FAILS),
+        (run, 1, state_size - 1, FAILS),
+        (run, 1, state_size, OK),
+        (run, 8, state_size // 8, OK),
+        (run_on_chips, 8, state_size // 24, OK),
+        (run_on_chips, 8, state_size // 24 - 1, FAILS),
     ):
         monkeypatch.setattr(host, "free_memory", lambda free=free: free)
         assert single_finding(host.check_host_memory, one, processes)[0] == verdict
@@ -168,19 +168,21 @@ def test_the_state_size_equals_that_of_its_arrays(overrides: Sequence[str]):
     run = compose_run(*SMALL, *overrides)
     state = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu").abstract_state
     arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    slack = 512 if "optimizer=muon" in overrides else 64  # counters, the random key, Muon's moments of rows
-    assert arrays - slack <= state_bytes(run) <= arrays
+    tolerance = 512 if "optimizer=muon" in overrides else 64  # counters, the random key, Muon's moments of rows
+    assert arrays - tolerance <= state_bytes(run) <= arrays
 
 
 def test_the_folder_of_the_checkpoints_is_written_and_read(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    wrong, right = (compose_run(*SMALL, f"checkpoint.folder={tmp_path / name}") for name in ("file", "new/one"))
+    run_in_file, run_in_new_folder = (
+        compose_run(*SMALL, f"checkpoint.folder={tmp_path / name}") for name in ("file", "new/one")
+    )
     assert list(disks.check_checkpoint_folder(CheckContext(compose_run(*SMALL)))) == []
-    verdict, text, remedy = single_finding(disks.check_checkpoint_folder, wrong)
+    verdict, text, remedy = single_finding(disks.check_checkpoint_folder, run_in_file)
     assert verdict == FAILS and "cannot be used" in text and "checkpoint.folder=DIR" in remedy
-    assert single_finding(disks.check_checkpoint_folder, right)[0] == OK
+    assert single_finding(disks.check_checkpoint_folder, run_in_new_folder)[0] == OK
     assert not (tmp_path / "new").exists()
-    assert f"checkpoint.folder={tmp_path}/new/one" in single_finding(disks.check_disk_space, right)[1]
+    assert f"checkpoint.folder={tmp_path}/new/one" in single_finding(disks.check_disk_space, run_in_new_folder)[1]
 
 
 def checkpoint_findings(folder: Path, *overrides: str) -> list[Finding]:
@@ -238,8 +240,8 @@ def test_checks_leave_no_folder_behind(tmp_path: Path):
 
 
 def test_a_disk_with_a_wrong_clock_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    now = time.time
-    monkeypatch.setattr(disks.time, "time", lambda: now() - 90)
+    original_time = time.time
+    monkeypatch.setattr(disks.time, "time", lambda: original_time() - 90)
     verdict, text, _ = single_finding(disks.check_disk_clock, compose_run(*SMALL, f"runs={tmp_path}"))
     assert verdict == WARNING and "+9" in text
 
@@ -302,12 +304,12 @@ def test_the_wandb_key_is_checked(
 def test_incompatible_versions_are_named(monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL)
     assert single_finding(host.check_versions, run)[0] == OK
-    (required,) = [line.partition("libtpu")[2] for line in requires("jax") or [] if line.startswith("libtpu")]
+    (required_version,) = [line.partition("libtpu")[2] for line in requires("jax") or [] if line.startswith("libtpu")]
     other = {"jaxlib": "0.4.1", "libtpu": "0.0.1"}
     monkeypatch.setattr(host, "installed_version", lambda name: other.get(name) or installed_version(name))
     verdict, text, _ = single_finding(host.check_versions, run)
     assert verdict == FAILS and "jaxlib 0.4.1" in text
-    assert "libtpu 0.0.1" in text and required.partition(";")[0].strip() in text
+    assert "libtpu 0.0.1" in text and required_version.partition(";")[0].strip() in text
 
 
 def test_a_tpu_needs_libtpu(monkeypatch: pytest.MonkeyPatch):
@@ -343,9 +345,10 @@ def test_differing_data_is_found():
         prepare(run.config.data, run.tokenizer)
     findings = run_teams(3, lambda team: list(disks.check_same_data(CheckContext(runs[team.index], 3, team))))
     assert [verdict for ((verdict, *_),) in findings] == [OK, OK, FAILS]
-    not_there = compose_run(*SMALL, "data.documents=62")
+    unprepared_run = compose_run(*SMALL, "data.documents=62")
     alone = run_teams(
-        2, lambda team: list(disks.check_same_data(CheckContext(not_there if team.is_leader else runs[1], 2, team)))
+        2,
+        lambda team: list(disks.check_same_data(CheckContext(unprepared_run if team.is_leader else runs[1], 2, team))),
     )
     assert alone == [[], []]
 
@@ -359,15 +362,19 @@ def test_a_folder_that_is_not_shared_is_found(tmp_path: Path):
 def test_the_table_lists_equal_findings_once_with_their_processes():
     console = Console(width=140, record=True, file=io.StringIO())
     findings = FindingsTable(console, ["a", "b", "c"])
-    fine, wrong = Finding("disk", OK, "4 GiB free"), Finding("disk", FAILS, "none", "Free some.")
-    findings.add([[fine], [fine], [fine]])
-    findings.add([[fine], [wrong], [fine]])
+    ok_finding, failing_finding = Finding("disk", OK, "4 GiB free"), Finding("disk", FAILS, "none", "Free some.")
+    findings.add([[ok_finding], [ok_finding], [ok_finding]])
+    findings.add([[ok_finding], [failing_finding], [ok_finding]])
     assert findings.print_summary() == 1
     rows = [re.split("  +", line.rstrip()) for line in console.export_text().splitlines()]
-    assert rows[0] == ["ok", "disk", fine.text] and rows[3] == ["", wrong.remedy] and len(rows) == 5
-    equal, different = rows[1:3]
-    assert equal[:2] == ["ok", "disk"] and " 0, 2: " in equal[2] and equal[2].endswith(fine.text)
-    assert different[:2] == ["FAILS", "disk"] and " 1 (b): " in different[2] and different[2].endswith(wrong.text)
+    assert rows[0] == ["ok", "disk", ok_finding.text] and rows[3] == ["", failing_finding.remedy] and len(rows) == 5
+    equal_row, different_row = rows[1:3]
+    assert equal_row[:2] == ["ok", "disk"] and " 0, 2: " in equal_row[2] and equal_row[2].endswith(ok_finding.text)
+    assert (
+        different_row[:2] == ["FAILS", "disk"]
+        and " 1 (b): " in different_row[2]
+        and different_row[2].endswith(failing_finding.text)
+    )
     assert rows[4][0].startswith("1 ")
 
 

@@ -16,15 +16,15 @@ from valkyrie.processes.team import ALONE
 from valkyrie.train.devices import Devices
 
 
-def simulated() -> Devices:
+def simulated_devices() -> Devices:
     """Return the simulated CPU devices of the tests, as the doctor's `Devices`."""
     return Devices(tuple(jax.devices()), "cpu", None, simulated=True)
 
 
-def dry(*overrides: str) -> dict[str, Finding]:
+def dry_run_findings(*overrides: str) -> dict[str, Finding]:
     """Return the findings of a dry run of three steps, by check name."""
     run = compose_run(*TINY_ARGUMENTS, *overrides)
-    return {finding.check: finding for part in dry_run.dry_run(run, simulated(), 3, ALONE) for finding in part}
+    return {finding.check: finding for part in dry_run.dry_run(run, simulated_devices(), 3, ALONE) for finding in part}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def dry(*overrides: str) -> dict[str, Finding]:
     [("1x2x1", "dp", "y"), pytest.param("2x2x2", "2d_tp_fsdp", "xyz", marks=pytest.mark.slow)],
 )
 def test_a_dry_run_of_a_healthy_run_has_no_failures(mesh: str, partition: str, axes: str):
-    findings = dry(f"mesh={mesh}", f"partition={partition}")
+    findings = dry_run_findings(f"mesh={mesh}", f"partition={partition}")
     assert set(findings) == {*(f"axis {axis}" for axis in axes), "compile", "steps", "replicas"}
     assert {finding.severity for finding in findings.values()} == {OK}
     assert "over y=2 " in findings["axis y"].text and findings["axis y"].text.endswith(" ms (simulated)")
@@ -42,11 +42,13 @@ def test_a_dry_run_of_a_healthy_run_has_no_failures(mesh: str, partition: str, a
 
 @pytest.mark.slow
 def test_a_nan_is_found_with_its_step():
-    steps = dry("mesh=2x2x2", "partition=fsdp", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null")["steps"]
+    steps = dry_run_findings(
+        "mesh=2x2x2", "partition=fsdp", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null"
+    )["steps"]
     assert steps.severity == FAILS and steps.text.startswith(("step 2: loss", "step 3: loss")) and "nan" in steps.text
 
 
-def copies(of_devices: list[float]) -> jax.Array:
+def make_replicas(of_devices: list[float]) -> jax.Array:
     """Return an array with a replicated sharding but a different value on each device. Its shape is (2,)."""
     mesh = jax.make_mesh((len(of_devices),), ("x",), devices=jax.devices()[: len(of_devices)])
     parts = [jax.device_put(np.full(2, v, np.float32), d) for v, d in zip(of_devices, jax.devices(), strict=False)]
@@ -54,11 +56,11 @@ def copies(of_devices: list[float]) -> jax.Array:
 
 
 def test_a_differing_replica_is_found_with_its_device():
-    same = copies([1.0, 1.0, 1.0, 1.0])
-    assert dry_run.compare_replicas({"a": same}, ALONE).severity == OK
-    finding = dry_run.compare_replicas({"a": same, "b": copies([1.0, 1.0, 1.0000001, 1.0])}, ALONE)
+    equal_replicas = make_replicas([1.0, 1.0, 1.0, 1.0])
+    assert dry_run.compare_replicas({"a": equal_replicas}, ALONE).severity == OK
+    finding = dry_run.compare_replicas({"a": equal_replicas, "b": make_replicas([1.0, 1.0, 1.0000001, 1.0])}, ALONE)
     assert finding.severity == FAILS and finding.text.startswith("b on device") and "device 2" in finding.text
-    assert dry_run.compare_replicas({"a": copies([float("nan")] * 4)}, ALONE).severity == OK
+    assert dry_run.compare_replicas({"a": make_replicas([float("nan")] * 4)}, ALONE).severity == OK
 
 
 def test_shards_of_an_array_are_not_compared_as_replicas():
@@ -79,7 +81,7 @@ def test_a_wrong_or_slow_sum_is_found(monkeypatch: pytest.MonkeyPatch):
 def test_a_run_that_is_too_large_is_found_before_it_compiles(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("valkyrie.train.room.free_memory", lambda: 1000)
     run = compose_run(*TINY_ARGUMENTS, "mesh=2x1x1", "partition=dp")
-    parts = dry_run.dry_run(run, simulated(), 3, ALONE)
+    parts = dry_run.dry_run(run, simulated_devices(), 3, ALONE)
     next(parts)
     (finding,) = next(parts)
     parts.close()

@@ -384,8 +384,8 @@ def test_a_jitted_function_is_predicted_unchanged(tmp_path: Path):
     with pytest.raises(ValueError, match="v5 lite devices"):
         valkyrie.predict(compiled, slice=valkyrie.slice("v6e-8"))
     large = jax.ShapeDtypeStruct((2**21, 16384), jnp.bfloat16, sharding=x.sharding)
-    refusal = valkyrie.predict(jax.jit(lambda x: x * 2), large, slice=slice)
-    assert refusal.fits is False and str(refusal).count("fit: needs") == 1
+    misfit = valkyrie.predict(jax.jit(lambda x: x * 2), large, slice=slice)
+    assert misfit.fits is False and str(misfit).count("fit: needs") == 1
 
 
 def test_operations_of_unrolled_layers_share_a_row():

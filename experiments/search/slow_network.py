@@ -177,16 +177,16 @@ def measure_layouts(
     measures about that many layouts, evenly spaced. The layout with the shortest estimate and the one measured as the
     fastest are then measured twice more in alternation.
     """
-    estimate_layouts = estimates[:: max(len(estimates) // most, 1)] if most else estimates
+    chosen_layouts = estimates[:: max(len(estimates) // most, 1)] if most else estimates
     seconds = {}
-    for layout in estimate_layouts:
+    for layout in chosen_layouts:
         seconds[layout_name(layout)] = [measure_step_s(networks, layout, batch)]
         console.print(
             f"{layout_name(layout)}: estimated {layout.step_s:.3f} s, measured {seconds[layout_name(layout)][0]:.3f} s",
             markup=False,
         )
-    best = min(estimate_layouts, key=lambda layout: seconds[layout_name(layout)][0])
-    for layout in [estimate_layouts[0], best] * 2 if best is not estimate_layouts[0] else []:
+    best = min(chosen_layouts, key=lambda layout: seconds[layout_name(layout)][0])
+    for layout in [chosen_layouts[0], best] * 2 if best is not chosen_layouts[0] else []:
         seconds[layout_name(layout)].append(measure_step_s(networks, layout, batch))
     return [
         {
@@ -195,7 +195,7 @@ def measure_layouts(
             "measured_s": f"{np.median(seconds[layout_name(layout)]):.4f}",
             "times": str(len(seconds[layout_name(layout)])),
         }
-        for layout in estimate_layouts
+        for layout in chosen_layouts
     ]
 
 
