@@ -91,40 +91,45 @@ def _splash_cost(instruction: Instruction, blocks: _SplashBlocks, hbm_traffic: f
     """
     part, block_q, block_kv = blocks
     arrays = [o.shape.dims for o in instruction.operands if len(o.shape.dims) >= 3 and o.shape.dtype in ("bf16", "f32")]
-    *outer_dims, length, head_dim = arrays[0]
-    *kv_outer_dims, keys, _ = arrays[1]
+    *outer_dims, query_count, head_dim = arrays[0]
+    *kv_outer_dims, key_count, _ = arrays[1]
     # The fused kernel returns dq once per column of blocks, with one more dimension than the queries.
-    fused = part == "_dkv" and any(len(result.dims) > len(arrays[0]) for result in instruction.shape.parts)
-    products = {"": 2, "_dkv": 5 if fused else 4, "_dq": 3}[part]
+    is_fused = part == "_dkv" and any(len(result.dims) > len(arrays[0]) for result in instruction.shape.parts)
+    products_per_block = {"": 2, "_dkv": 5 if is_fused else 4, "_dq": 3}[part]
     mask = instruction.operands[1]
-    visited = _blocks_visited(mask)
+    visited_blocks = _blocks_visited(mask)
     notes = []
     if not chip.splash_bundles:
         notes.append(f"the cycles of splash attention on {chip.name} are unknown: those of {FALLBACK_CHIP} are used")
-    if visited is None:
+    if visited_blocks is None:
         notes.append(f"the mask of {instruction.name} was not found: every block is counted")
-        rows, columns = length // block_q, keys // block_kv
-        visited = rows * columns
+        rows, columns = query_count // block_q, key_count // block_kv
+        visited_blocks = rows * columns
     else:
         rows, columns = mask.shape.dims[1:]
     heads = math.prod(outer_dims)
-    kernel = {"": "forward", "_dkv": "dkv_dq" if fused else "dkv", "_dq": "dq"}[part]
-    step, block, end = _cycles(kernel, block_q, block_kv, head_dim, chip)
-    ends = math.prod(kv_outer_dims) * columns if part == "_dkv" else heads * rows
-    cycles = heads * (rows * columns * step + visited * block) + ends * end
+    kernel = {"": "forward", "_dkv": "dkv_dq" if is_fused else "dkv", "_dq": "dq"}[part]
+    step_cycles, block_cycles, end_cycles = _splash_cycles(kernel, block_q, block_kv, head_dim, chip)
+    end_count = math.prod(kv_outer_dims) * columns if part == "_dkv" else heads * rows
+    cycles = heads * (rows * columns * step_cycles + visited_blocks * block_cycles) + end_count * end_cycles
     return KernelCost(
-        2.0 * products * block_q * block_kv * head_dim * heads * visited, hbm_traffic, cycles, "; ".join(notes)
+        2.0 * products_per_block * block_q * block_kv * head_dim * heads * visited_blocks,
+        hbm_traffic,
+        cycles,
+        "; ".join(notes),
     )
 
 
-def _cycles(kernel: str, block_q: int, block_kv: int, head_dim: int, chip: ChipConfig) -> tuple[float, float, float]:
+def _splash_cycles(
+    kernel: str, block_q: int, block_kv: int, head_dim: int, chip: ChipConfig
+) -> tuple[float, float, float]:
     """Return the cycles of one core for a grid step, a block, and the ends of a row (dkv: column) of blocks."""
     bundles = (chip.splash_bundles or known_chips()[FALLBACK_CHIP].splash_bundles)[kernel]
     lanes = -(-head_dim // 128)
-    step = _interpolate(bundles.step, block_q / 512, 2, lanes)
-    block = _interpolate(bundles.block, block_q * block_kv / 512**2, 4, lanes)
-    end = _interpolate(bundles.ends, (block_kv if kernel.startswith("dkv") else block_q) / 512, 2, lanes)
-    return step, block, end
+    step_cycles = _interpolate(bundles.step, block_q / 512, 2, lanes)
+    block_cycles = _interpolate(bundles.block, block_q * block_kv / 512**2, 4, lanes)
+    end_cycles = _interpolate(bundles.ends, (block_kv if kernel.startswith("dkv") else block_q) / 512, 2, lanes)
+    return step_cycles, block_cycles, end_cycles
 
 
 def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: int) -> float:
@@ -138,9 +143,9 @@ def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: in
         large_size: Size of the second count.
         lanes: Head size / 128, rounded up.
     """
-    small, large, wide = bundles
-    per_size = (large - small) / (large_size - 1)
-    return small + (size - 1) * per_size + size * (lanes - 1) * (wide - small)
+    small_bundles, large_bundles, wide_bundles = bundles
+    per_size = (large_bundles - small_bundles) / (large_size - 1)
+    return small_bundles + (size - 1) * per_size + size * (lanes - 1) * (wide_bundles - small_bundles)
 
 
 def _blocks_visited(mask: Instruction) -> float | None:

@@ -41,16 +41,16 @@ class LinkTraffic:
     """Cost of one run of a collective.
 
     Args:
-        seconds: Duration if nothing else uses the links, including `latency`.
-        latency: Seconds during which no bytes move.
-        busy: Seconds that the busiest link is in use, by torus axis and direction (`a+`, `a-`, or `dcn`).
+        seconds: Duration if nothing else uses the links, including `latency_s`.
+        latency_s: Seconds during which no bytes move.
+        busy_s: Seconds that the busiest link is in use, by torus axis and direction (`a+`, `a-`, or `dcn`).
         bytes_sent: Bytes that one device sends.
         bytes_by_axis: Bytes that one device sends along each torus axis.
     """
 
     seconds: float = 0.0
-    latency: float = 0.0
-    busy: dict[str, float] = field(default_factory=dict)
+    latency_s: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=dict)
     bytes_sent: float = 0.0
     bytes_by_axis: dict[str, float] = field(default_factory=dict)
 
@@ -115,10 +115,10 @@ class LinkModel:
             )
         positions = [p for i, p in enumerate(machine.positions) if mask is None or mask[i]]
         self._torus = Torus(machine.topology, positions)
-        self._link = chip.ici_link_gbs * 1e9
-        self._hop = (chip.hop_us or 1.0) * 1e-6
+        self._link_rate = chip.ici_link_gbs * 1e9
+        self._hop_s = (chip.hop_us or 1.0) * 1e-6
         host_devices = math.prod(chip.host_bounds) * chip.devices
-        self._dcn = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY / host_devices
+        self._dcn_rate = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY / host_devices
         self._cache: dict[Collective, LinkTraffic] = {}
         self._all_to_all_crossings: dict[bytes, dict[str, Crossings]] = {}
 
@@ -130,15 +130,15 @@ class LinkModel:
 
     def _traffic(self, collective: Collective) -> LinkTraffic:
         if collective.slices is not None:
-            return self.between_slices(collective.kind, collective.full_bytes, collective.slices)
+            return self.between_slices_traffic(collective.kind, collective.full_bytes, collective.slices)
         if collective.pairs is not None:
-            return self.permute(collective.pairs, collective.full_bytes)
+            return self.permute_traffic(collective.pairs, collective.full_bytes)
         if collective.groups is None:
             return LinkTraffic()
         algorithm = parse_algorithm(collective.config)
-        return self.collective(collective.kind, collective.groups, collective.full_bytes, algorithm)
+        return self.collective_traffic(collective.kind, collective.groups, collective.full_bytes, algorithm)
 
-    def collective(
+    def collective_traffic(
         self, kind: str, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None = None
     ) -> LinkTraffic:
         """Return the cost of one collective that all groups run at the same time.
@@ -153,142 +153,158 @@ class LinkModel:
             return self._across_slices(kind, groups, full_bytes, slices)
         return _apply_efficiency(kind, self._within_slice(kind, groups, full_bytes, algorithm))
 
-    def permute(self, pairs: np.ndarray, message_bytes: float) -> LinkTraffic:
+    def permute_traffic(self, pairs: np.ndarray, message_bytes: float) -> LinkTraffic:
         """Return the cost of simultaneous messages of `message_bytes` between (source, target) pairs."""
         if not len(pairs) or message_bytes <= 0:
             return LinkTraffic()
         source, target = pairs.T
         crosses_slices = self._torus.slices(source) != self._torus.slices(target)
         crossings = self._torus.crossings(source[~crosses_slices], target[~crosses_slices])
-        busy = self._busy(crossings, message_bytes)
-        by_axis = dict.fromkeys(crossings, message_bytes)
-        hops = sum(c.hops for c in crossings.values())
-        latency = assumptions.COLLECTIVE_START_S + hops * self._hop
+        busy_s = self._link_busy_s(crossings, message_bytes)
+        bytes_by_axis = dict.fromkeys(crossings, message_bytes)
+        hops = sum(axis_crossings.hops for axis_crossings in crossings.values())
+        latency_s = assumptions.COLLECTIVE_START_S + hops * self._hop_s
         if crosses_slices.any():
-            busy[DCN] = message_bytes / self._dcn
-            by_axis[DCN] = message_bytes
-            latency += assumptions.DCN_LATENCY_S
-        traffic = LinkTraffic(latency + max(busy.values(), default=0.0), latency, busy, message_bytes, by_axis)
+            busy_s[DCN] = message_bytes / self._dcn_rate
+            bytes_by_axis[DCN] = message_bytes
+            latency_s += assumptions.DCN_LATENCY_S
+        traffic = LinkTraffic(
+            latency_s + max(busy_s.values(), default=0.0), latency_s, busy_s, message_bytes, bytes_by_axis
+        )
         return _apply_efficiency("collective-permute", traffic)
 
-    def between_slices(self, kind: str, input_bytes: float, slices: int) -> LinkTraffic:
+    def between_slices_traffic(self, kind: str, input_bytes: float, slices: int) -> LinkTraffic:
         """Return the cost of a collective between slices. Each group has one device of each slice.
 
         All devices of a host send at the same time, through the host's runtime and its network. `input_bytes`: Bytes of
         the input of each device.
         """
-        full = input_bytes * slices if kind == "all-gather" else input_bytes
-        sent = min_bytes_sent(kind, full, slices)
-        busy = sent / self._dcn
-        latency = assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
-        return LinkTraffic(latency + busy, latency, {DCN: busy}, sent, {DCN: sent})
+        full_bytes = input_bytes * slices if kind == "all-gather" else input_bytes
+        bytes_sent = min_bytes_sent(kind, full_bytes, slices)
+        busy_s = bytes_sent / self._dcn_rate
+        latency_s = assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
+        return LinkTraffic(latency_s + busy_s, latency_s, {DCN: busy_s}, bytes_sent, {DCN: bytes_sent})
 
-    def _within_slice(self, kind: str, groups: np.ndarray, full: float, algorithm: _Algorithm | None) -> LinkTraffic:
+    def _within_slice(
+        self, kind: str, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None
+    ) -> LinkTraffic:
         if kind in ("all-to-all", "ragged-all-to-all"):
-            return self._all_to_all(groups, full)
+            return self._all_to_all(groups, full_bytes)
         dims = self._torus.dimensions(groups)
         if dims is None or (algorithm is not None and algorithm.one_ring and len(dims) > 1):
-            phases = [self._one_ring(groups, full, algorithm)]
+            phases = [self._one_ring(groups, full_bytes, algorithm)]
         else:
-            phases = self._ring_phases(dims, full, algorithm)
+            phases = self._ring_phases(dims, full_bytes, algorithm)
         passes = 2 if kind == "all-reduce" else 1
-        busy: dict[str, float] = {}
-        by_axis: dict[str, float] = {}
+        busy_s: dict[str, float] = {}
+        bytes_by_axis: dict[str, float] = {}
         hops = 0.0
         for phase in phases:
-            for axis, (seconds, sent) in phase.loads.items():
+            for axis, (seconds, bytes_sent) in phase.loads.items():
                 for link in _directions(axis):
-                    busy[link] = busy.get(link, 0.0) + passes * seconds
-                by_axis[axis] = by_axis.get(axis, 0.0) + passes * sent
+                    busy_s[link] = busy_s.get(link, 0.0) + passes * seconds
+                bytes_by_axis[axis] = bytes_by_axis.get(axis, 0.0) + passes * bytes_sent
             hops += passes * phase.hops
-        latency = assumptions.COLLECTIVE_START_S + hops * self._hop
-        transfer = passes * sum(max((s for s, _ in phase.loads.values()), default=0.0) for phase in phases)
-        return LinkTraffic(latency + transfer, latency, busy, min_bytes_sent(kind, full, groups.shape[1]), by_axis)
+        latency_s = assumptions.COLLECTIVE_START_S + hops * self._hop_s
+        transfer_s = passes * sum(max((axis_s for axis_s, _ in phase.loads.values()), default=0.0) for phase in phases)
+        return LinkTraffic(
+            latency_s + transfer_s, latency_s, busy_s, min_bytes_sent(kind, full_bytes, groups.shape[1]), bytes_by_axis
+        )
 
-    def _across_slices(self, kind: str, groups: np.ndarray, full: float, slices: int) -> LinkTraffic:
+    def _across_slices(self, kind: str, groups: np.ndarray, full_bytes: float, slices: int) -> LinkTraffic:
         """Return the cost of a scatter within slices, an exchange over the network, and a gather within slices."""
         members = groups.shape[1]
         slice_members = members // slices
         order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
-        local = np.take_along_axis(groups, order, axis=1).reshape(-1, slice_members)
-        sent = min_bytes_sent(kind, full / slice_members if kind != "all-to-all" else full, slices)
+        slice_groups = np.take_along_axis(groups, order, axis=1).reshape(-1, slice_members)
+        bytes_sent = min_bytes_sent(kind, full_bytes / slice_members if kind != "all-to-all" else full_bytes, slices)
         inner_traffic = LinkTraffic()
         if slice_members > 1:
-            inner_traffic = _apply_efficiency(kind, self._within_slice(kind, local, full, None))
-        between_s = sent / self._dcn
-        latency = inner_traffic.latency + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
+            inner_traffic = _apply_efficiency(kind, self._within_slice(kind, slice_groups, full_bytes, None))
+        between_s = bytes_sent / self._dcn_rate
+        latency_s = inner_traffic.latency_s + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
         return LinkTraffic(
-            seconds=inner_traffic.seconds + latency - inner_traffic.latency + between_s,
-            latency=latency,
-            busy=inner_traffic.busy | {DCN: between_s},
-            bytes_sent=inner_traffic.bytes_sent + sent,
-            bytes_by_axis=inner_traffic.bytes_by_axis | {DCN: sent},
+            seconds=inner_traffic.seconds + latency_s - inner_traffic.latency_s + between_s,
+            latency_s=latency_s,
+            busy_s=inner_traffic.busy_s | {DCN: between_s},
+            bytes_sent=inner_traffic.bytes_sent + bytes_sent,
+            bytes_by_axis=inner_traffic.bytes_by_axis | {DCN: bytes_sent},
         )
 
-    def _all_to_all(self, groups: np.ndarray, full: float) -> LinkTraffic:
+    def _all_to_all(self, groups: np.ndarray, full_bytes: float) -> LinkTraffic:
         members = groups.shape[1]
-        message_bytes = full / members
+        message_bytes = full_bytes / members
         key = groups.tobytes()
         if key not in self._all_to_all_crossings:
-            sums: dict[str, Crossings] = {}
+            sum_by_axis: dict[str, Crossings] = {}
             for shift in range(1, members):
-                for axis, new in self._torus.crossings(groups.ravel(), np.roll(groups, -shift, axis=1).ravel()).items():
-                    sums[axis] = sums[axis].plus(new) if axis in sums else new
-            self._all_to_all_crossings[key] = sums
-        by_axis = self._all_to_all_crossings[key]
-        busy = self._busy(by_axis, message_bytes)
-        latency = assumptions.COLLECTIVE_START_S + sum(c.hops for c in by_axis.values()) * self._hop
-        bytes_by_axis = {axis: crossings.share * message_bytes for axis, crossings in by_axis.items()}
-        sent = min_bytes_sent("all-to-all", full, members)
-        return LinkTraffic(latency + max(busy.values()), latency, busy, sent, bytes_by_axis)
+                for axis, shift_crossings in self._torus.crossings(
+                    groups.ravel(), np.roll(groups, -shift, axis=1).ravel()
+                ).items():
+                    sum_by_axis[axis] = (
+                        sum_by_axis[axis].plus(shift_crossings) if axis in sum_by_axis else shift_crossings
+                    )
+            self._all_to_all_crossings[key] = sum_by_axis
+        crossings_by_axis = self._all_to_all_crossings[key]
+        busy_s = self._link_busy_s(crossings_by_axis, message_bytes)
+        latency_s = (
+            assumptions.COLLECTIVE_START_S
+            + sum(crossings.hops for crossings in crossings_by_axis.values()) * self._hop_s
+        )
+        bytes_by_axis = {axis: crossings.share * message_bytes for axis, crossings in crossings_by_axis.items()}
+        bytes_sent = min_bytes_sent("all-to-all", full_bytes, members)
+        return LinkTraffic(latency_s + max(busy_s.values()), latency_s, busy_s, bytes_sent, bytes_by_axis)
 
-    def _one_ring(self, groups: np.ndarray, full: float, algorithm: _Algorithm | None) -> _Phase:
+    def _one_ring(self, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None) -> _Phase:
         """Return the link loads and hops of a collective on one ring through all members, in both directions."""
         members = groups.shape[1]
-        sent = full * (members - 1) / members
+        bytes_sent = full_bytes * (members - 1) / members
         axes = self._torus.axes(groups)
         if algorithm is None or algorithm.reordered:
-            loads = {axis: (sent / 2 / self._rate(axis), sent / len(axes)) for axis in axes}
+            loads = {axis: (bytes_sent / 2 / self._rate(axis), bytes_sent / len(axes)) for axis in axes}
             return _Phase(loads, members / 2)
-        by_axis = self._torus.ring_crossings(groups)
-        share = sum(c.share for c in by_axis.values())
-        loads = {axis: (sent * c.load / 2 / self._rate(axis), sent * c.share / share) for axis, c in by_axis.items()}
-        return _Phase(loads, sum(c.hops for c in by_axis.values()) * members / 2)
+        crossings_by_axis = self._torus.ring_crossings(groups)
+        share_sum = sum(crossings.share for crossings in crossings_by_axis.values())
+        loads = {
+            axis: (bytes_sent * crossings.load / 2 / self._rate(axis), bytes_sent * crossings.share / share_sum)
+            for axis, crossings in crossings_by_axis.items()
+        }
+        return _Phase(loads, sum(crossings.hops for crossings in crossings_by_axis.values()) * members / 2)
 
-    def _ring_phases(self, dims: Sequence[Dimension], full: float, algorithm: _Algorithm | None) -> list[_Phase]:
+    def _ring_phases(self, dims: Sequence[Dimension], full_bytes: float, algorithm: _Algorithm | None) -> list[_Phase]:
         """Return the phases of rings along one dimension after another.
 
         The array is divided into parts that use the dimensions in different orders at the same time.
         """
         orders = _orders(dims, algorithm)
-        pieces = [full / len(orders)] * len(orders)
+        part_bytes = [full_bytes / len(orders)] * len(orders)
         phases = []
         for step in range(len(dims)):
             loads: dict[str, tuple[float, float]] = {}
             hops = 0.0
-            for i, order in enumerate(orders):
+            for part, order in enumerate(orders):
                 dim = dims[order[step]]
-                sent = pieces[i] * (dim.size - 1) / dim.size
-                seconds, bytes_ = loads.get(dim.axis, (0.0, 0.0))
-                loads[dim.axis] = (seconds + sent * dim.load / self._rate(dim.axis), bytes_ + sent)
-                pieces[i] /= dim.size
+                bytes_sent = part_bytes[part] * (dim.size - 1) / dim.size
+                axis_s, axis_bytes = loads.get(dim.axis, (0.0, 0.0))
+                loads[dim.axis] = (axis_s + bytes_sent * dim.load / self._rate(dim.axis), axis_bytes + bytes_sent)
+                part_bytes[part] /= dim.size
                 hops = max(hops, dim.hops)
             phases.append(_Phase(loads, hops))
         return phases
 
-    def _busy(self, by_axis: dict[str, Crossings], message_bytes: float) -> dict[str, float]:
+    def _link_busy_s(self, crossings_by_axis: dict[str, Crossings], message_bytes: float) -> dict[str, float]:
         """Return the seconds of the busiest link, by axis and direction, for messages of `message_bytes`."""
-        busy = {}
-        for axis, crossings in by_axis.items():
-            up, down = _directions(axis)
-            busy |= {
-                up: crossings.up * message_bytes / self._rate(axis),
-                down: crossings.down * message_bytes / self._rate(axis),
+        busy_s = {}
+        for axis, crossings in crossings_by_axis.items():
+            ascending, descending = _directions(axis)
+            busy_s |= {
+                ascending: crossings.ascending_load * message_bytes / self._rate(axis),
+                descending: crossings.descending_load * message_bytes / self._rate(axis),
             }
-        return {link: seconds for link, seconds in busy.items() if seconds > 0}
+        return {link: seconds for link, seconds in busy_s.items() if seconds > 0}
 
     def _rate(self, axis: str) -> float:
-        return self._link * (assumptions.CORE_LINKS if axis == CORE else 1.0)
+        return self._link_rate * (assumptions.CORE_LINKS if axis == CORE else 1.0)
 
 
 @dataclass(frozen=True)
@@ -307,12 +323,12 @@ def _directions(axis: str) -> tuple[str, str]:
 def _apply_efficiency(kind: str, traffic: LinkTraffic) -> LinkTraffic:
     """Divide transfer times by the share of the ICI bandwidth that is reached in practice (`ICI_EFFICIENCY`).
 
-    The latency, and `busy` of the network between slices, do not change.
+    The latency, and `busy_s` of the network between slices, do not change.
     """
     efficiency = assumptions.ICI_EFFICIENCY.get(kind, assumptions.DEFAULT_ICI_EFFICIENCY)
-    busy = {axis: seconds / (1.0 if axis == DCN else efficiency) for axis, seconds in traffic.busy.items()}
-    transfer = (traffic.seconds - traffic.latency) / efficiency
-    return replace(traffic, seconds=traffic.latency + transfer, busy=busy)
+    busy_s = {axis: seconds / (1.0 if axis == DCN else efficiency) for axis, seconds in traffic.busy_s.items()}
+    transfer_s = (traffic.seconds - traffic.latency_s) / efficiency
+    return replace(traffic, seconds=traffic.latency_s + transfer_s, busy_s=busy_s)
 
 
 def _orders(dims: Sequence[Dimension], algorithm: _Algorithm | None) -> list[tuple[int, ...]]:
@@ -320,14 +336,14 @@ def _orders(dims: Sequence[Dimension], algorithm: _Algorithm | None) -> list[tup
 
     These are the compiler's orders if they are known and match `dims`. Otherwise, each part uses another rotation.
     """
-    count = len(dims)
+    dim_count = len(dims)
     if algorithm is not None and algorithm.orders and sorted(algorithm.sizes) == sorted(d.size for d in dims):
-        unmatched = list(range(count))
-        index_map = {}
+        unmatched = list(range(dim_count))
+        index_by_compiler_index = {}
         for compiler_index, size in enumerate(algorithm.sizes):
             index = next(i for i in unmatched if dims[i].size == size)
             unmatched.remove(index)
-            index_map[compiler_index] = index
-        if all(len(order) == count for order in algorithm.orders):
-            return [tuple(index_map[d] for d in order) for order in algorithm.orders]
-    return [tuple((first + i) % count for i in range(count)) for first in range(count)]
+            index_by_compiler_index[compiler_index] = index
+        if all(len(order) == dim_count for order in algorithm.orders):
+            return [tuple(index_by_compiler_index[d] for d in order) for order in algorithm.orders]
+    return [tuple((rotation + i) % dim_count for i in range(dim_count)) for rotation in range(dim_count)]

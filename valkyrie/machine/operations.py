@@ -36,8 +36,8 @@ _FREE_OPCODES = {
     "get-dimension-size",
 }
 _FREE_TARGETS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SliceBitcast"}
-_KERNEL = "tpu_custom_call"
-_UPDATE = "dynamic-update-slice"
+_KERNEL_TARGET = "tpu_custom_call"
+_UPDATE_OPCODE = "dynamic-update-slice"
 _SCALAR_BYTES = 4096
 """Operations with a smaller result and no estimate are assumed to run on the scalar unit and to take no time."""
 
@@ -66,10 +66,10 @@ class OpCosts:
             )
         self._chip = chip
         self._cores = chip.cores
-        self._clock = chip.clock_ghz * 1e9
-        self._hbm = chip.hbm_gbs * 1e9 / chip.devices
-        self._peak = chip.peak_tflops.get("bfloat16", 0.0) * 1e12 / chip.devices
-        self._host = chip.host_gbs * 1e9 / chip.devices
+        self._clock_hz = chip.clock_ghz * 1e9
+        self._hbm_rate = chip.hbm_gbs * 1e9 / chip.devices
+        self._peak_flops = chip.peak_tflops.get("bfloat16", 0.0) * 1e12 / chip.devices
+        self._host_rate = chip.host_gbs * 1e9 / chip.devices
         self._cache: dict[Instruction, OpCost] = {}
         self.notes: dict[str, None] = {}
 
@@ -87,35 +87,37 @@ class OpCosts:
         if instruction.opcode == "copy-start":
             target, source = instruction.shape.leaves[:2]
             if HOST in (target.memory, source.memory):
-                return target.padded_bytes / self._host, "to host" if target.memory == HOST else "from host"
+                return target.padded_bytes / self._host_rate, "to host" if target.memory == HOST else "from host"
             return self._copy_cost(target.padded_bytes, (target.memory == HBM) + (source.memory == HBM))
-        inner = [i for c in instruction.called for i in _leaves(c)]
-        if inner and all(i.opcode in ("slice", "dynamic-slice", "copy", _UPDATE) for i in inner):
-            moved = sum((i.operands[1] if i.opcode == _UPDATE else i).shape.padded_bytes for i in inner)
-            memories = {s.memory for i in inner for s in (i.shape, i.operands[0].shape)}
+        operations = [i for c in instruction.called for i in _leaves(c)]
+        if operations and all(i.opcode in ("slice", "dynamic-slice", "copy", _UPDATE_OPCODE) for i in operations):
+            moved_bytes = sum(
+                (i.operands[1] if i.opcode == _UPDATE_OPCODE else i).shape.padded_bytes for i in operations
+            )
+            memories = {s.memory for i in operations for s in (i.shape, i.operands[0].shape)}
             if HOST in memories:
-                return moved / self._host, "to host" if inner[-1].shape.memory == HOST else "from host"
-            return self._copy_cost(moved, 1)
-        return sum(self.cost(i).seconds for i in inner), ""
+                return moved_bytes / self._host_rate, "to host" if operations[-1].shape.memory == HOST else "from host"
+            return self._copy_cost(moved_bytes, 1)
+        return sum(self.cost(i).seconds for i in operations), ""
 
     def _copy_cost(self, size: int, passes: int) -> tuple[float, str]:
-        return size * max(passes, 1) / (self._hbm * assumptions.HBM_EFFICIENCY), "HBM"
+        return size * max(passes, 1) / (self._hbm_rate * assumptions.HBM_EFFICIENCY), "HBM"
 
     def _cost(self, instruction: Instruction) -> OpCost:
         if instruction.opcode in _FREE_OPCODES or instruction.target in _FREE_TARGETS:
             return OpCost(PartKind.compute, 0.0)
-        if instruction.target == _KERNEL:
+        if instruction.target == _KERNEL_TARGET:
             return self._kernel_cost(instruction)
         flops = product_flops(instruction)
-        traffic_s = hbm_bytes(instruction) / (self._hbm * assumptions.HBM_EFFICIENCY)
+        traffic_s = hbm_bytes(instruction) / (self._hbm_rate * assumptions.HBM_EFFICIENCY)
         if instruction.cycles is not None:
-            seconds = instruction.cycles / self._clock
+            seconds = instruction.cycles / self._clock_hz
             if not flops and is_bandwidth_bound(instruction):
                 seconds = min(seconds, max(traffic_s, seconds * assumptions.ELEMENTWISE_FLOOR))
             kind = PartKind.memory if traffic_s > seconds / 2 else PartKind.compute
             return OpCost(PartKind.matmul if flops else kind, seconds, flops)
         if flops:
-            return OpCost(PartKind.matmul, max(flops / self._peak, traffic_s), flops)
+            return OpCost(PartKind.matmul, max(flops / self._peak_flops, traffic_s), flops)
         if sum(leaf.bytes for leaf in instruction.shape.leaves) < _SCALAR_BYTES:
             return OpCost(PartKind.compute, 0.0)
         if instruction.opcode == "custom-call":
@@ -125,16 +127,16 @@ class OpCosts:
         return OpCost(PartKind.memory, traffic_s)
 
     def _kernel_cost(self, instruction: Instruction) -> OpCost:
-        work = kernel_cost(instruction, self._chip)
-        if work.note:
-            self.notes[work.note] = None
-        if work.cycles is not None:
+        kernel = kernel_cost(instruction, self._chip)
+        if kernel.note:
+            self.notes[kernel.note] = None
+        if kernel.cycles is not None:
             # At most peak: bundles do not include waiting for a matrix unit.
-            busy = max(work.cycles / self._cores / self._clock, work.flops / self._peak)
+            busy_s = max(kernel.cycles / self._cores / self._clock_hz, kernel.flops / self._peak_flops)
         else:
-            busy = work.flops / (self._peak * assumptions.KERNEL_EFFICIENCY)
-        seconds = max(busy, work.bytes / (self._hbm * assumptions.HBM_EFFICIENCY))
-        return OpCost(PartKind.kernel, seconds, work.flops)
+            busy_s = kernel.flops / (self._peak_flops * assumptions.KERNEL_EFFICIENCY)
+        seconds = max(busy_s, kernel.bytes / (self._hbm_rate * assumptions.HBM_EFFICIENCY))
+        return OpCost(PartKind.kernel, seconds, kernel.flops)
 
 
 def _leaves(computation: Computation) -> list[Instruction]:

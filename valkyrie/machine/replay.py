@@ -113,9 +113,9 @@ class _Totals:
     uses: dict[tuple[object, ...], CollectiveUse] = field(default_factory=dict)
     costs: dict[tuple[object, ...], Cost] = field(default_factory=dict)
     spans: list[TimelineSpan] = field(default_factory=list)
-    duration: float = 0.0
+    duration_s: float = 0.0
 
-    def spend(
+    def add_time(
         self,
         kind: PartKind,
         seconds: float,
@@ -135,27 +135,29 @@ class _Totals:
         new = collective.empty_use(torus_axes)
         return self.uses.setdefault(new.key, new)
 
-    def add(self, other: _Totals, times: int, start: float, name: str) -> None:
-        """Add a part of the program that runs `times` times in a row from `start`.
+    def add(self, other: _Totals, times: int, start_s: float, name: str) -> None:
+        """Add a part of the program that runs `times` times in a row from `start_s`.
 
         The timeline gets the spans of its first and last run, and one span for all runs in between.
         """
         self.flops += times * other.flops
         self.sending_s += times * other.sending_s
         for cost in other.costs.values():
-            self.spend(cost.kind, times * cost.seconds, cost.op_name, cost.source, times * cost.calls, cost.mesh_axes)
+            self.add_time(
+                cost.kind, times * cost.seconds, cost.op_name, cost.source, times * cost.calls, cost.mesh_axes
+            )
         for key, use in other.uses.items():
             self.uses.setdefault(key, use.copy_without_totals()).add(use, times)
-        for run in sorted({0, times - 1}):
-            shift = start + run * other.duration
+        for iteration in sorted({0, times - 1}):
+            shift_s = start_s + iteration * other.duration_s
             self.spans += [
-                TimelineSpan(s.track, s.name, s.category, s.op_name, s.source, s.start_s + shift, s.duration_s)
+                TimelineSpan(s.track, s.name, s.category, s.op_name, s.source, s.start_s + shift_s, s.duration_s)
                 for s in other.spans
             ]
         if times > 2:
-            begin, duration = start + other.duration, (times - 2) * other.duration
-            title = f"{name}: iterations 2 to {times - 1}"
-            self.spans.append(TimelineSpan("compute", title, "loop", name, "", begin, duration))
+            middle_start_s, middle_duration_s = start_s + other.duration_s, (times - 2) * other.duration_s
+            middle_name = f"{name}: iterations 2 to {times - 1}"
+            self.spans.append(TimelineSpan("compute", middle_name, "loop", name, "", middle_start_s, middle_duration_s))
 
 
 class _Replayer:
@@ -175,11 +177,11 @@ class _Replayer:
     def play(self) -> Replay:
         if not self._module.scheduled:
             self._notes["the module is not scheduled: instructions are replayed in the order of the file"] = None
-        self._run(self._module.entry)
+        self._replay_computation(self._module.entry)
         totals = self._totals
         notes = [*self._notes, *self._ops.notes]
         return Replay(
-            step_s=self._links.now,
+            step_s=self._links.now_s,
             parts=[StepPart(kind, axes, seconds) for (kind, axes), seconds in totals.seconds.items()],
             flops=totals.flops,
             sending_s=totals.sending_s + self._links.sending_s,
@@ -189,80 +191,80 @@ class _Replayer:
             notes=notes,
         )
 
-    def _run(self, computation: Computation) -> None:
+    def _replay_computation(self, computation: Computation) -> None:
         for instruction in computation.instructions:
-            self._step(instruction)
+            self._replay_instruction(instruction)
 
-    def _step(self, instruction: Instruction) -> None:
+    def _replay_instruction(self, instruction: Instruction) -> None:
         opcode = instruction.opcode
         if opcode == "while":
-            self._loop(instruction)
+            self._replay_loop(instruction)
         elif opcode == "conditional":
             self._replay_conditional(instruction)
         elif opcode == "call":
-            self._run(instruction.called[0])
+            self._replay_computation(instruction.called[0])
         elif opcode in ("send", "recv", "send-done", "recv-done"):
-            self._host_message(instruction)
+            self._replay_host_message(instruction)
         elif opcode.endswith("-done"):
             self._wait_for_start(instruction)
         elif opcode.endswith("-start"):
-            self._start(instruction)
+            self._start_transfer(instruction)
         elif collective_kind(opcode):
-            self._wait(self._begin_transfer(instruction.name, self._collectives.read(instruction)))
+            self._wait(self._start_collective(instruction.name, self._collectives.read(instruction)))
         elif opcode == "fusion" and (inner := inner_collectives(instruction.called[0])):
-            self._run_fusion(instruction, inner)
+            self._replay_fusion(instruction, inner)
         else:
-            self._compute(instruction)
+            self._replay_compute(instruction)
 
-    def _compute(self, instruction: Instruction) -> None:
+    def _replay_compute(self, instruction: Instruction) -> None:
         cost = self._ops.cost(instruction)
         if cost.seconds <= 0 and not cost.flops:
             return
         totals, links = self._totals, self._links
         op_name, source = find_cause(instruction)
         totals.spans.append(
-            TimelineSpan("compute", instruction.name, cost.kind.value, op_name, source, links.now, cost.seconds)
+            TimelineSpan("compute", instruction.name, cost.kind.value, op_name, source, links.now_s, cost.seconds)
         )
-        totals.spend(cost.kind, cost.seconds, op_name, source)
+        totals.add_time(cost.kind, cost.seconds, op_name, source)
         totals.flops += cost.flops
         links.pass_time(cost.seconds)
 
-    def _run_fusion(self, instruction: Instruction, inner: list[Instruction]) -> None:
+    def _replay_fusion(self, instruction: Instruction, inner: list[Instruction]) -> None:
         """Replay a fusion that starts, continues or ends an asynchronous collective, or contains a synchronous one."""
         starts, ends = (wrapped_collectives(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
         async_parts = [i for i in inner if FUSED_CONFIG_KEY in i.config]
         if not async_parts and not starts and not ends:
             collective = self._collectives.read(inner[0], fused_kind(instruction, inner[0]), instruction)
-            self._wait(self._begin_transfer(instruction.name, collective))
+            self._wait(self._start_collective(instruction.name, collective))
             return
         for i in starts:
             collective = self._collectives.read(i, caller=instruction)
-            self._started[i.message.channel_id] = self._begin_transfer(instruction.name, collective)
+            self._started[i.message.channel_id] = self._start_collective(instruction.name, collective)
         if instruction.cycles is not None:
-            self._compute(instruction)
+            self._replay_compute(instruction)
         for i in ends:
             transfer = self._started.pop(i.message.channel_id, None)
             if transfer is not None:
                 self._wait(transfer)
 
-    def _begin_transfer(self, name: str, collective: Collective) -> Transfer:
+    def _start_collective(self, name: str, collective: Collective) -> Transfer:
         cost = self._network.traffic(collective)
-        work = cost.seconds - cost.latency
-        link_shares = {link: busy / work for link, busy in cost.busy.items()} if work > 0 else {}
-        transfer = Transfer(cost.latency, work, link_shares, tag=(name, collective))
+        work_s = cost.seconds - cost.latency_s
+        link_shares = {link: busy_s / work_s for link, busy_s in cost.busy_s.items()} if work_s > 0 else {}
+        transfer = Transfer(cost.latency_s, work_s, link_shares, tag=(name, collective))
         if collective.kind == "ragged-all-to-all":
             self._notes["a ragged-all-to-all is assumed to send its whole buffer, evenly to its group"] = None
         self._links.start(transfer)
         return transfer
 
-    def _start(self, instruction: Instruction) -> None:
+    def _start_transfer(self, instruction: Instruction) -> None:
         opcode = instruction.opcode
         inner = [i for c in instruction.called for i in inner_collectives(c)]
         if collective_kind(opcode) or inner:
             collective = self._collectives.read(
                 instruction if collective_kind(opcode) else inner[0], caller=instruction
             )
-            self._started[instruction] = self._begin_transfer(instruction.name, collective)
+            self._started[instruction] = self._start_collective(instruction.name, collective)
             return
         seconds, link = self._ops.background_cost(instruction)
         link_shares, tag = {link: 1.0} if link else {}, (instruction.name, None)
@@ -280,7 +282,7 @@ class _Replayer:
             return
         self._wait(transfer)
 
-    def _host_message(self, instruction: Instruction) -> None:
+    def _replay_host_message(self, instruction: Instruction) -> None:
         """Replay a send or receive between device and host.
 
         Collectives between slices run in the host's runtime: `send` starts one, and `recv-done` waits for it. All other
@@ -288,12 +290,12 @@ class _Replayer:
         """
         key = instruction.attributes.get("_xla_host_transfer_rendezvous", instruction.name)
         if is_between_slices(instruction):
-            self._sends[key] = self._begin_transfer(
+            self._sends[key] = self._start_collective(
                 instruction.name, self._collectives.read_between_slices(instruction)
             )
         elif instruction.opcode == "recv-done":
-            received = instruction.operands[0]
-            transfer = self._sends.pop(received.attributes.get("_xla_host_transfer_rendezvous", ""), None)
+            receive = instruction.operands[0]
+            transfer = self._sends.pop(receive.attributes.get("_xla_host_transfer_rendezvous", ""), None)
             if transfer is not None:
                 self._wait(transfer)
         elif instruction.opcode == "send":
@@ -301,77 +303,77 @@ class _Replayer:
 
     def _wait(self, transfer: Transfer) -> None:
         totals, links = self._totals, self._links
-        begin = links.now
-        waited = links.wait(transfer)
+        wait_start_s = links.now_s
+        waited_s = links.wait(transfer)
         name, collective = transfer.tag
-        ended = links.now if transfer.ended is None else transfer.ended
-        duration = ended - transfer.started
+        end_s = links.now_s if transfer.end_s is None else transfer.end_s
+        duration_s = end_s - transfer.start_s
         if collective is None:
-            totals.spans.append(TimelineSpan(COPIES, name, "copy", "", "", transfer.started, duration))
-            if waited > 0:
+            totals.spans.append(TimelineSpan(COPIES, name, "copy", "", "", transfer.start_s, duration_s))
+            if waited_s > 0:
                 totals.spans.append(
-                    TimelineSpan("compute", f"wait for {name}", PartKind.copies.value, "", "", begin, waited)
+                    TimelineSpan("compute", f"wait for {name}", PartKind.copies.value, "", "", wait_start_s, waited_s)
                 )
-                totals.spend(PartKind.copies, waited, "wait for a copy between memories", "")
+                totals.add_time(PartKind.copies, waited_s, "wait for a copy between memories", "")
             return
         traffic = self._network.traffic(collective)
         use = totals.get_use(collective, tuple(traffic.bytes_by_axis))
         use.calls += 1
         use.bytes_sent += traffic.bytes_sent or collective.bytes_sent
-        use.busy_s += duration
-        use.exposed_s += waited
-        for axis, sent in traffic.bytes_by_axis.items():
-            use.bytes_by_torus_axis[axis] = use.bytes_by_torus_axis.get(axis, 0.0) + sent
+        use.busy_s += duration_s
+        use.exposed_s += waited_s
+        for axis, bytes_sent in traffic.bytes_by_axis.items():
+            use.bytes_by_torus_axis[axis] = use.bytes_by_torus_axis.get(axis, 0.0) + bytes_sent
         origin = (collective.op_name, collective.source)
-        if duration > 0:
+        if duration_s > 0:
             totals.spans.append(
-                TimelineSpan(collective.label, name, collective.kind, *origin, transfer.started, duration)
+                TimelineSpan(collective.label, name, collective.kind, *origin, transfer.start_s, duration_s)
             )
-        if waited > 0:
+        if waited_s > 0:
             category = format_category(PartKind.exposed, collective.mesh_axes)
-            totals.spans.append(TimelineSpan("compute", f"wait for {name}", category, *origin, begin, waited))
-            totals.spend(PartKind.exposed, waited, *origin, mesh_axes=collective.mesh_axes)
+            totals.spans.append(TimelineSpan("compute", f"wait for {name}", category, *origin, wait_start_s, waited_s))
+            totals.add_time(PartKind.exposed, waited_s, *origin, mesh_axes=collective.mesh_axes)
 
-    def _loop(self, instruction: Instruction) -> None:
-        count = trip_count(instruction)
-        if count is None:
+    def _replay_loop(self, instruction: Instruction) -> None:
+        trips = trip_count(instruction)
+        if trips is None:
             self._notes[f"the trip count of {instruction.name} ({instruction.op_name}) is unknown: 1 is assumed"] = None
-            count = 1
+            trips = 1
         body = condition_and_body(instruction)[1]
-        played = 0
-        while self._links.active and played < min(count, _EXPLICIT_ITERATIONS):
-            self._run(body)
+        replayed_count = 0
+        while self._links.active and replayed_count < min(trips, _EXPLICIT_ITERATIONS):
+            self._replay_computation(body)
             self._add_loop_overhead(instruction, 1)
-            played += 1
-        remaining = count - played
-        if remaining > 0:
-            totals = self._replay_alone(body)
-            self._totals.add(totals, remaining, self._links.now, instruction.name)
-            self._links.pass_time(remaining * totals.duration)
-            self._add_loop_overhead(instruction, remaining)
+            replayed_count += 1
+        remaining_trips = trips - replayed_count
+        if remaining_trips > 0:
+            body_totals = self._replay_alone(body)
+            self._totals.add(body_totals, remaining_trips, self._links.now_s, instruction.name)
+            self._links.pass_time(remaining_trips * body_totals.duration_s)
+            self._add_loop_overhead(instruction, remaining_trips)
 
     def _add_loop_overhead(self, loop: Instruction, times: int) -> None:
         """Add the scalar work of a loop's iterations."""
         seconds = times * assumptions.LOOP_ITERATION_S
-        self._totals.spend(PartKind.compute, seconds, "loop control", loop.source, float(times))
+        self._totals.add_time(PartKind.compute, seconds, "loop control", loop.source, float(times))
         self._links.pass_time(seconds)
 
     def _replay_alone(self, body: Computation) -> _Totals:
         """Replay a computation once, without transfers from outside in flight, and return its totals."""
         if body not in self._isolated_totals:
-            totals, links = self._totals, self._links
+            outer_totals, outer_links = self._totals, self._links
             self._totals, self._links = _Totals(), Links()
-            self._run(body)
-            self._totals.duration = self._links.now
+            self._replay_computation(body)
+            self._totals.duration_s = self._links.now_s
             self._totals.sending_s += self._links.sending_s
             self._isolated_totals[body] = self._totals
-            self._totals, self._links = totals, links
+            self._totals, self._links = outer_totals, outer_links
         return self._isolated_totals[body]
 
     def _replay_conditional(self, instruction: Instruction) -> None:
         """Replay all branches of a conditional, and add the longest to the step."""
-        branches = [self._replay_alone(branch) for branch in instruction.called]
-        longest = max(branches, key=lambda f: f.duration)
-        self._totals.add(longest, 1, self._links.now, instruction.name)
-        self._links.pass_time(longest.duration)
+        branch_totals = [self._replay_alone(branch) for branch in instruction.called]
+        longest_branch = max(branch_totals, key=lambda totals: totals.duration_s)
+        self._totals.add(longest_branch, 1, self._links.now_s, instruction.name)
+        self._links.pass_time(longest_branch.duration_s)
         self._notes["the longest branch of a conditional is assumed to run"] = None

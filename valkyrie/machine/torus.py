@@ -34,12 +34,12 @@ class Crossings:
     share: float
 
     @property
-    def down(self) -> float:
+    def descending_load(self) -> float:
         """Crossings of the busiest link in descending direction."""
         return float(self.loads[0].max())
 
     @property
-    def up(self) -> float:
+    def ascending_load(self) -> float:
         """Crossings of the busiest link in ascending direction."""
         return float(self.loads[-1].max())
 
@@ -110,14 +110,14 @@ class Torus:
         for d, size in enumerate(sizes):
             if size == 1:
                 continue
-            other_coords = [coords[..., e] for e in reversed(range(len(names))) if e != d]
+            other_coords = [coords[..., other] for other in reversed(range(len(names))) if other != d]
             order = np.lexsort((coords[..., d], *other_coords))
             lines = np.take_along_axis(groups, order, axis=1).reshape(-1, size)
-            twisted = d < len(self._shape) and bool(self._shifts[d].any()) and self._is_ring(d, coords[0])
-            by_axis = self.ring_crossings(self._join_lines(lines, d) if twisted else lines)
-            if set(by_axis) != {names[d]}:
+            is_twisted_ring = d < len(self._shape) and bool(self._shifts[d].any()) and self._is_ring(d, coords[0])
+            crossings_by_axis = self.ring_crossings(self._join_lines(lines, d) if is_twisted_ring else lines)
+            if set(crossings_by_axis) != {names[d]}:
                 return None
-            crossings = by_axis[names[d]]
+            crossings = crossings_by_axis[names[d]]
             span = int(np.ptp(coords[0, :, d]))
             hops = 0 if names[d] == CORE else size * crossings.hops / 2 if self._is_ring(d, coords[0]) else span
             dimensions.append(Dimension(names[d], size, crossings.load / 2, float(hops)))
@@ -133,7 +133,7 @@ class Torus:
         )
 
     def crossings(
-        self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None
+        self, source: np.ndarray, target: np.ndarray, direction: np.ndarray | None = None
     ) -> dict[str, Crossings]:
         """Return the load of each torus axis if every source sends one message to its target.
 
@@ -142,13 +142,13 @@ class Torus:
         Args:
             source: Index of the sending device of each message.
             target: Index of the receiving device.
-            sense: Direction (+1 or -1) of each message with several shortest routes, such as halfway round a ring. None
-                balances the directions.
+            direction: Direction (+1 or -1) of each message with several shortest routes, such as halfway round a ring.
+                None balances the directions.
         """
-        by_axis: dict[str, Crossings] = {}
+        crossings_by_axis: dict[str, Crossings] = {}
         senders = max(len(np.unique(source)), 1)
-        message, distances, weight = self._routes(self._coords[source], self._coords[target], sense)
-        coords, slice_ = self._coords[source][message], self._slice[source][message]
+        message_index, distances, message_share = self._routes(self._coords[source], self._coords[target], direction)
+        coords, slice_ = self._coords[source][message_index], self._slice[source][message_index]
         for axis, length in enumerate(self._shape):
             distance = distances[:, axis]
             if not distance.any():
@@ -156,66 +156,66 @@ class Torus:
             step = np.sign(distance)
             loads = np.zeros((2, int(self._slice.max()) + 1, *self._shape))
             for hop in range(int(np.abs(distance).max())):
-                moving = np.abs(distance) > hop
-                links = ((step[moving] > 0).astype(int), slice_[moving], *coords[moving].T)
-                np.add.at(loads, links, weight[moving])
-                coords[moving, axis] += step[moving]
-                wraps = np.where(moving, coords[:, axis] // length, 0)
+                is_moving = np.abs(distance) > hop
+                links = ((step[is_moving] > 0).astype(int), slice_[is_moving], *coords[is_moving].T)
+                np.add.at(loads, links, message_share[is_moving])
+                coords[is_moving, axis] += step[is_moving]
+                wraps = np.where(is_moving, coords[:, axis] // length, 0)
                 coords = (coords + wraps[:, None] * self._shifts[axis]) % self._shape
-            share = float(weight[distance != 0].sum()) / senders
-            by_axis[TORUS_AXES[axis]] = Crossings(loads, int(np.abs(distance).max()), share)
+            share = float(message_share[distance != 0].sum()) / senders
+            crossings_by_axis[TORUS_AXES[axis]] = Crossings(loads, int(np.abs(distance).max()), share)
         crosses_cores = self._core[source] != self._core[target]
         if crosses_cores.any():
             loads = np.full((1,), np.count_nonzero(crosses_cores) / senders)
-            by_axis[CORE] = Crossings(loads, 0, float(np.count_nonzero(crosses_cores)) / senders)
-        return by_axis
+            crossings_by_axis[CORE] = Crossings(loads, 0, float(np.count_nonzero(crosses_cores)) / senders)
+        return crossings_by_axis
 
     def _routes(
-        self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None
+        self, source: np.ndarray, target: np.ndarray, direction: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the shortest routes of messages between coordinates, as three arrays with one entry per route.
 
         They are the index of the message, the signed distance along each axis, and the share of the message.
         """
         if self._twisted:
-            return self._twisted_routes(target - source, sense)
-        sense = np.where(source.sum(axis=1) % 2, -1, 1) if sense is None else sense
+            return self._twisted_routes(target - source, direction)
+        direction = np.where(source.sum(axis=1) % 2, -1, 1) if direction is None else direction
         distances = target - source
         for axis, (length, wrap) in enumerate(zip(self._shape, self._wrap, strict=True)):
             if wrap:
                 distance = (distances[:, axis] + length // 2) % length - length // 2
-                halfway = 2 * np.abs(distance) == length
-                distances[:, axis] = np.where(halfway, sense * np.abs(distance), distance)
+                is_halfway = 2 * np.abs(distance) == length
+                distances[:, axis] = np.where(is_halfway, direction * np.abs(distance), distance)
         return np.arange(len(source)), distances, np.ones(len(source))
 
     def _twisted_routes(
-        self, offsets: np.ndarray, sense: np.ndarray | None
+        self, offsets: np.ndarray, direction: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the routes on a twisted torus, where passing the end of an axis shifts the other coordinates.
 
-        The result is as in `_routes`. A message is spread evenly over all its shortest routes. With a `sense`, it takes
-        the first of them for +1 and the last one for -1.
+        The result is as in `_routes`. A message is spread evenly over all its shortest routes. With a `direction`, it
+        takes the first of them for +1 and the last one for -1.
         """
-        ends = np.array(list(itertools.product(range(-2, 3), repeat=len(self._shape))))
-        routes = offsets[:, None, :] + ends * np.array(self._shape) - ends @ self._shifts
+        end_passes = np.array(list(itertools.product(range(-2, 3), repeat=len(self._shape))))
+        routes = offsets[:, None, :] + end_passes * np.array(self._shape) - end_passes @ self._shifts
         lengths = np.abs(routes).sum(axis=-1)
         is_shortest = lengths == lengths.min(axis=1, keepdims=True)
-        if sense is not None:
-            count = is_shortest.cumsum(axis=1)
-            is_shortest &= count == np.where(sense > 0, 1, count[:, -1])[:, None]
-        message, route = np.nonzero(is_shortest)
-        return message, routes[message, route], 1.0 / is_shortest.sum(axis=1)[message]
+        if direction is not None:
+            shortest_count = is_shortest.cumsum(axis=1)
+            is_shortest &= shortest_count == np.where(direction > 0, 1, shortest_count[:, -1])[:, None]
+        message_index, route_index = np.nonzero(is_shortest)
+        return message_index, routes[message_index, route_index], 1.0 / is_shortest.sum(axis=1)[message_index]
 
     def _join_lines(self, lines: np.ndarray, d: int) -> np.ndarray:
         """Join pairs of lines along axis `d` of a twisted torus into rings: past the end of one, the other begins."""
-        device = {
-            tuple(coords): index for index, coords in zip(lines.ravel(), self._coords[lines.ravel()], strict=True)
+        device_by_coords = {
+            tuple(coords): device for device, coords in zip(lines.ravel(), self._coords[lines.ravel()], strict=True)
         }
-        line_by_device = {index: line for line in lines for index in line}
+        line_by_device = {device: line for line in lines for device in line}
         rings = []
         for line in lines:
             next_coords = tuple((self._coords[line[0]] + self._shifts[d]) % self._shape)
-            next_line = line_by_device[device[next_coords]]
+            next_line = line_by_device[device_by_coords[next_coords]]
             if line[0] < next_line[0]:
                 rings.append(np.concatenate([line, next_line]))
         return np.array(rings)
