@@ -29,7 +29,7 @@ from valkyrie.code_eval.judge import (
     summary,
 )
 from valkyrie.code_eval.languages import LANGUAGES, closing_brace, compiler
-from valkyrie.code_eval.problems import SHIPPED, CodingProblem, read_problems
+from valkyrie.code_eval.problems import SHIPPED_SETS, CodingProblem, read_problems
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.runs.tracking import read_metrics
 
@@ -51,14 +51,14 @@ def test_the_packaged_problems_are_valid() -> None:
     count = [sum(problem.difficulty == difficulty for problem in cpp) for difficulty in ("easy", "medium", "hard")]
     assert count == [7, 6, 4] and {problem.language for problem in cpp} == {"cpp"}
     assert len(read_problems("python")) >= 5
-    for name in SHIPPED:
+    for name in SHIPPED_SETS:
         assert solutions(name).keys() == {problem.name for problem in read_problems(name)}
 
 
 @needs_sandbox
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", SHIPPED_SETS)
 def test_every_problem_can_be_solved_and_a_wrong_answer_fails(name: str) -> None:
     problems = read_problems(name)
     more = {"cpp": "\nint later() { return 1; }", "python": "\ndef later():\n    return 1"}[name]

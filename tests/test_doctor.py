@@ -109,7 +109,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty fake /proc, in which libtpu's lock file would be `lockfile`, on a host with four TPU chips."""
     on_tpu(monkeypatch)
     monkeypatch.setattr(host, "PROC", tmp_path)
-    monkeypatch.setattr(host, "LOCKFILE", tmp_path / "lockfile")
+    monkeypatch.setattr(host, "LOCK_FILE", tmp_path / "lockfile")
     return tmp_path
 
 

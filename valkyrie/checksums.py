@@ -56,22 +56,24 @@ def folder_problem(folder: Path) -> Problem | None:
     return next(iter(file_problems(folder, expected)), None)
 
 
-def file_problems(folder: Path, expected: Mapping[str, tuple[int, str]], trusted: Container[str] = ()) -> list[Problem]:
+def file_problems(
+    folder: Path, expected: Mapping[str, tuple[int, str]], trusted_names: Container[str] = ()
+) -> list[Problem]:
     """Return a problem for each file that is missing or has changed. Reads their contents only if all sizes match.
 
     Args:
         folder: the folder that contains the files.
         expected: size in bytes and SHA-256 of each file, by path relative to the folder.
-        trusted: files to compare by size only.
+        trusted_names: files to compare by size only.
     """
     sizes = {name: _size_damage(folder / name, name, size) for name, (size, _) in expected.items()}
     if problems := [damage for damage in sizes.values() if damage is not None]:
         return problems
-    unverified = {name: digest for name, (_, digest) in expected.items() if name not in trusted}
+    unverified = {name: digest for name, (_, digest) in expected.items() if name not in trusted_names}
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = threads.map(lambda name: _checksum(folder / name)[1], unverified)
-        changed = [name for name, actual in zip(unverified, sums, strict=True) if actual != unverified[name]]
-    return [_damage(name, f"{name} has changed since it was saved") for name in changed]
+        changed_names = [name for name, actual in zip(unverified, sums, strict=True) if actual != unverified[name]]
+    return [_damage(name, f"{name} has changed since it was saved") for name in changed_names]
 
 
 def _size_damage(path: Path, name: str, expected: int) -> Problem | None:

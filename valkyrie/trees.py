@@ -25,8 +25,10 @@ def get_value(config: Any, key: str) -> Any:
 
 def with_value(config: Any, key: str, value: Any) -> Any:
     """Return a copy of nested dataclasses with a new value for a dotted key."""
-    name, _, rest = key.partition(".")
-    return replace(config, **{name: with_value(getattr(config, name), rest, value) if rest else value})
+    name, _, remaining_key = key.partition(".")
+    return replace(
+        config, **{name: with_value(getattr(config, name), remaining_key, value) if remaining_key else value}
+    )
 
 
 def override_text(value: Any) -> str:

@@ -74,12 +74,14 @@ def evaluation_problems(config: CodeEvalConfig) -> list[Problem]:
         languages = languages_of(read_problems(config.problems))
     except ValueError as error:
         return [Problem(ProblemCode.malformed, "code_eval.problems", config.problems, str(error))]
-    missing = [LANGUAGES[language].missing(config.sandbox) for language in languages]
+    missing_tools = [LANGUAGES[language].missing(config.sandbox) for language in languages]
     key, value = "code_eval.problems", config.problems
-    problems = [Problem(ProblemCode.missing, key, value, f"{key}={value}: {why}.") for why in missing if why]
-    if config.sandbox and not problems and (why := sandbox_problem()):
+    problems = [
+        Problem(ProblemCode.missing, key, value, f"{key}={value}: {reason}.") for reason in missing_tools if reason
+    ]
+    if config.sandbox and not problems and (reason := sandbox_problem()):
         text = (
-            f"code_eval.sandbox=true: {why}. If the model's programs may read your files and use the network, for "
+            f"code_eval.sandbox=true: {reason}. If the model's programs may read your files and use the network, for "
             "example in a container, use code_eval.sandbox=false."
         )
         problems.append(Problem(ProblemCode.missing, "code_eval.sandbox", True, text))

@@ -134,8 +134,8 @@ def judge_all(
         results = list(pool.map(judge_pair, pairs))
     finally:
         pool.shutdown(cancel_futures=True)
-    finished = [result for result in results if result is not None]
-    return finished if len(finished) == len(results) else None
+    finished_results = [result for result in results if result is not None]
+    return finished_results if len(finished_results) == len(results) else None
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -155,13 +155,15 @@ def summary(problems: Sequence[CodingProblem], results: Sequence[CompletionResul
     """
     rates: dict[str, float] = {}
     for language in languages_of(problems):
-        judged = [result for result in results if result.language == language]
-        rates[f"{language}_compile_rate"] = _share([result.compiled for result in judged])
-        rates[f"{language}_pass_rate"] = _share([result.passed for result in judged])
+        language_results = [result for result in results if result.language == language]
+        rates[f"{language}_compile_rate"] = _share([result.compiled for result in language_results])
+        rates[f"{language}_pass_rate"] = _share([result.passed for result in language_results])
         for difficulty in DIFFICULTIES:
-            if passed := [result.passed for result in judged if result.difficulty == difficulty]:
-                rates[f"{language}_pass_rate_{difficulty}"] = _share(passed)
-        by_problem = [[r.passed for r in judged if r.problem == p.name] for p in problems if p.language == language]
+            if passed_results := [result.passed for result in language_results if result.difficulty == difficulty]:
+                rates[f"{language}_pass_rate_{difficulty}"] = _share(passed_results)
+        by_problem = [
+            [r.passed for r in language_results if r.problem == p.name] for p in problems if p.language == language
+        ]
         samples = min(map(len, by_problem))
         for k in sorted({k for k in PASS_AT if k <= samples} | {samples}):
             rates[f"{language}_pass@{k}"] = _share(
@@ -176,19 +178,22 @@ def _share(values: Sequence[float | bool]) -> float:
 
 def _failure_reason(step_results: Sequence[SandboxStepResult], limits: Limits) -> str:
     """Return a short reason why a completion did not pass."""
-    last = step_results[-1]
+    last_result = step_results[-1]
     program = "the compiler" if len(step_results) == 1 else "the program"
-    if last.limit == "time":
+    if last_result.limit == "time":
         return f"{program} took longer than {COMPILE_S if len(step_results) == 1 else limits.time_s:g} s"
-    if last.limit == "output":
+    if last_result.limit == "output":
         return f"{program} printed too much"
     if len(step_results) == 1:
-        lines = [line for line in last.output.splitlines() if "error" in line.lower()] or last.output.splitlines()
-        return f"does not compile: {lines[0].strip()[:200] if lines else f'status {last.status}'}"
-    if last.status == 0:
+        lines = [
+            line for line in last_result.output.splitlines() if "error" in line.lower()
+        ] or last_result.output.splitlines()
+        return f"does not compile: {lines[0].strip()[:200] if lines else f'status {last_result.status}'}"
+    if last_result.status == 0:
         return "the program exited before its tests finished"
-    if last.status > 128:
+    if last_result.status > 128:
         signal_names = {member.value: member.name for member in signal.Signals}
-        return f"the program was killed by {signal_names.get(last.status - 128, f'signal {last.status - 128}')}"
-    output_lines = last.output.strip().splitlines()
-    return f"the tests failed with status {last.status}{f': {output_lines[-1][:200]}' if output_lines else ''}"
+        number = last_result.status - 128
+        return f"the program was killed by {signal_names.get(number, f'signal {number}')}"
+    output_lines = last_result.output.strip().splitlines()
+    return f"the tests failed with status {last_result.status}{f': {output_lines[-1][:200]}' if output_lines else ''}"

@@ -88,9 +88,9 @@ class Cpp(JudgeLanguage):
         """Return an error message if no compiler is found, else None. See `compiler` for `isolated`."""
         if compiler(isolated) is not None:
             return None
-        where = f" in {' or '.join(_SANDBOX_COMPILER_FOLDERS)}, which are visible in the sandbox" if isolated else ""
+        location = f" in {' or '.join(_SANDBOX_COMPILER_FOLDERS)}, which are visible in the sandbox" if isolated else ""
         names = ", ".join(COMPILERS)
-        return f"none of the C++ compilers {names} was found{where}. Install one, for example with `apt install g++`"
+        return f"none of the C++ compilers {names} was found{location}. Install one, for example with `apt install g++`"
 
     def build(
         self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, add_failing_test: bool = False
@@ -98,14 +98,14 @@ class Cpp(JudgeLanguage):
         """Return a program that calls the `main` of the tests. If `main` returns 0, the program prints the secret."""
         body_start = next(_MAIN.finditer(tests)).end()
         body_end = body_start + (closing_brace(tests[body_start:]) or 0) - 1
-        renamed = f"#define main valkyrie_tests\n{tests[:body_end]}\nreturn 0; {tests[body_end:]}\n#undef main\n"
+        renamed_tests = f"#define main valkyrie_tests\n{tests[:body_end]}\nreturn 0; {tests[body_end:]}\n#undef main\n"
         halves = ", ".join(f"0x{number:016x}u" for half in _xor_halves(secret) for number in divmod(half, 2**64))
         wrapper = (
             f"#include <cstdio>\nint main() {{\n  int status = valkyrie_tests(){' || true' * add_failing_test};\n"
             f"  volatile unsigned long long a[] = {{{halves}}};\n"
             '  if (!status) std::printf("%016llx%016llx\\n", a[0] ^ a[2], a[1] ^ a[3]);\n  return status;\n}\n'
         )
-        source = f"{prompt}{completion}\n{renamed}{wrapper}"
+        source = f"{prompt}{completion}\n{renamed_tests}{wrapper}"
         options = ["-std=c++17", "-O1", "-w", "-pipe", "program.cpp", "-o", "program"]
         compile_and_remove = ("sh", "-c", '"$@" && rm -f program.cpp', "sh", compiler(isolated) or COMPILERS[0])
         return Program({"program.cpp": source}, (*compile_and_remove, *options), ("./program",))
@@ -135,12 +135,12 @@ class Python(JudgeLanguage):
         self, prompt: str, completion: str, tests: str, *, secret: int, isolated: bool, add_failing_test: bool = False
     ) -> Program:
         """Return a program with the files `function.py` and `program.py`. The compile step only parses the function."""
-        mounted = sandbox_python()
-        executable = sys.executable if not isolated or mounted is None else mounted.interpreter
+        mounted_python = sandbox_python()
+        executable = sys.executable if not isolated or mounted_python is None else mounted_python.interpreter
         python = (executable, "-I", "-S", "-B", "-W", "ignore", "-c")
         function = f"{prompt}{completion}\n"
-        left, right = _xor_halves(secret)
-        end = f'assert {"" if add_failing_test else "not "}list()\nprint(f\'{{int("{left}") ^ int("{right}"):032x}}\')'
+        mask, masked = _xor_halves(secret)
+        end = f'assert {"" if add_failing_test else "not "}list()\nprint(f\'{{int("{mask}") ^ int("{masked}"):032x}}\')'
         files = {"function.py": function, "program.py": f"{function}\n{tests}\n{end}\n"}
         parse = "compile(open('function.py', encoding='utf-8').read(), 'function.py', 'exec')"
         return Program(files, (*python, parse), (*python, _RUN))

@@ -11,7 +11,7 @@ from pathlib import Path
 from valkyrie.code_eval.languages import LANGUAGES
 
 DIFFICULTIES = ("easy", "medium", "hard")
-SHIPPED = ("cpp", "python")
+SHIPPED_SETS = ("cpp", "python")
 """The problem sets that ship with the package."""
 
 
@@ -40,24 +40,28 @@ def read_problems(name: str) -> tuple[CodingProblem, ...]:
 
     Raises ValueError if the file cannot be read, has no problems, or has invalid lines. The message lists up to five.
     """
-    path = Path(__file__).parent / "problems" / f"{name}.jsonl" if name in SHIPPED else Path(name).expanduser()
+    path = Path(__file__).parent / "problems" / f"{name}.jsonl" if name in SHIPPED_SETS else Path(name).expanduser()
     if not path.is_file():
-        sets = ", ".join(SHIPPED)
+        sets = ", ".join(SHIPPED_SETS)
         raise ValueError(f"code_eval.problems={name}: there is no such file. Use {sets}, or the path of a .jsonl file.")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"code_eval.problems={name} cannot be read as UTF-8 text ({error}).") from error
-    parsed = [(number, _parse_problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    errors = [(number, why) for number, why in parsed if isinstance(why, str)]
-    problems = tuple(problem for _, problem in parsed if isinstance(problem, CodingProblem))
-    numbers = {problem.name: number for number, problem in parsed if isinstance(problem, CodingProblem)}
-    repeated = [name for name, count in Counter(problem.name for problem in problems).items() if count > 1]
-    errors += [(numbers[name], f"the name {name} is not unique") for name in repeated]
+    numbered_problems = [(number, _parse_problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    errors = [
+        (number, problem_or_error)
+        for number, problem_or_error in numbered_problems
+        if isinstance(problem_or_error, str)
+    ]
+    problems = tuple(problem for _, problem in numbered_problems if isinstance(problem, CodingProblem))
+    numbers = {problem.name: number for number, problem in numbered_problems if isinstance(problem, CodingProblem)}
+    repeated_names = [name for name, count in Counter(problem.name for problem in problems).items() if count > 1]
+    errors += [(numbers[name], f"the name {name} is not unique") for name in repeated_names]
     if errors:
-        listed = "; ".join(f"line {number}: {why}" for number, why in sorted(errors)[:5])
-        more = f"; and {len(errors) - 5} more" if len(errors) > 5 else ""
-        raise ValueError(f"code_eval.problems={name}: {listed}{more}.")
+        errors_text = "; ".join(f"line {number}: {problem_or_error}" for number, problem_or_error in sorted(errors)[:5])
+        more_text = f"; and {len(errors) - 5} more" if len(errors) > 5 else ""
+        raise ValueError(f"code_eval.problems={name}: {errors_text}{more_text}.")
     if not problems:
         raise ValueError(f"code_eval.problems={name} is empty. Write one problem per line.")
     return problems
@@ -77,11 +81,11 @@ def _parse_problem(line: str) -> CodingProblem | str:
     keys = [field.name for field in fields(CodingProblem)]
     if not isinstance(values, dict):
         return f"not an object with {', '.join(keys)}"
-    if missing := [key for key in keys if key not in values and key != "tests"]:
-        return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-    wrong = [key for key in keys if key in values and not isinstance(values[key], str)]
-    if wrong:
-        return f"{', '.join(wrong)} must be text"
+    if missing_keys := [key for key in keys if key not in values and key != "tests"]:
+        return f"{', '.join(missing_keys)} {'is' if len(missing_keys) == 1 else 'are'} missing"
+    invalid_keys = [key for key in keys if key in values and not isinstance(values[key], str)]
+    if invalid_keys:
+        return f"{', '.join(invalid_keys)} must be text"
     problem_name = str(values["name"]).strip()
     if not problem_name:
         return "name is empty"

@@ -180,13 +180,13 @@ def sandbox_problem() -> str | None:
     """
     if platform.system() != "Linux":
         return f"the sandbox needs Linux, but this is {platform.system()}"
-    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        return f"{', '.join(missing)} of util-linux {'is' if len(missing) == 1 else 'are'} not installed"
+    if missing_tools := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        return f"{', '.join(missing_tools)} of util-linux {'is' if len(missing_tools) == 1 else 'are'} not installed"
     try:
-        (ended,) = run_steps({}, [SandboxStep(("true",), 10.0, 256)])
+        (result,) = run_steps({}, [SandboxStep(("true",), 10.0, 256)])
     except (SandboxError, OSError) as error:
         return str(error)
-    return None if ended.ok else f"the sandbox exited with status {ended.status}: {ended.output.strip()[-300:]}"
+    return None if result.ok else f"the sandbox exited with status {result.status}: {result.output.strip()[-300:]}"
 
 
 def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[SandboxStepResult]:
@@ -239,11 +239,11 @@ class _ScriptWatcher:
                     line, _, self.messages = self.messages.partition(b"\n")
                     if self._handle(line):
                         return self.done
-                exceeded = "time" if time.monotonic() >= self.deadline else None
-                exceeded = "output" if len(self.output) > OUTPUT_BYTES else exceeded
-                if self.in_step and exceeded:
-                    return [*self.done, self._step_result(137, exceeded)]
-                if exceeded or not selector.get_map():
+                exceeded_limit = "time" if time.monotonic() >= self.deadline else None
+                exceeded_limit = "output" if len(self.output) > OUTPUT_BYTES else exceeded_limit
+                if self.in_step and exceeded_limit:
+                    return [*self.done, self._step_result(137, exceeded_limit)]
+                if exceeded_limit or not selector.get_map():
                     output = " ".join(_text(self.output).split())[-300:]
                     raise SandboxError(
                         f"the sandbox could not be created: {output or f'it did not start within {_SETUP_S:g} s'}"

@@ -88,9 +88,9 @@ def _enter_new_root(
     inputs: Path, root: Path, isolation: Isolation, folders: Sequence[str], python: str | None
 ) -> list[str]:
     """Return the lines of the script that create and enter the new root, with copies of the input files in /box."""
-    r, bind = shlex.quote(str(root)), "--bind" if isolation.user is not None else "--rbind"
+    quoted_root, bind_flag = shlex.quote(str(root)), "--bind" if isolation.user is not None else "--rbind"
     lines = ["echo 1000 > /proc/self/oom_score_adj || true"]
-    lines += [f"mount -t tmpfs -o size=4m,nr_inodes=1k,mode=755,nosuid,nodev none {r}", f"cd {r}"]
+    lines += [f"mount -t tmpfs -o size=4m,nr_inodes=1k,mode=755,nosuid,nodev none {quoted_root}", f"cd {quoted_root}"]
     mounts = [(folder, folder.lstrip("/")) for folder in folders]
     mounts += [] if python is None else [(python, "python")]
     for folder, mount_point in mounts:
@@ -99,8 +99,8 @@ def _enter_new_root(
             lines.append(f"ln -s {shlex.quote(str(Path(folder).readlink()))} {target}")
             continue
         make_target = f"mkdir -p {target}" if Path(folder).is_dir() else f"mkdir -p $(dirname {target}); : > {target}"
-        lines += [make_target, f"mount {bind} {source} {target}"]
-        lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}/{target}"]
+        lines += [make_target, f"mount {bind_flag} {source} {target}"]
+        lines += [f"mount -o remount,bind,ro,nosuid,nodev none {quoted_root}/{target}"]
     lines += ["mkdir dev old proc box", "ln -s box tmp"]
     for device in _DEVICES:
         lines += [f": > dev/{device}", f"mount --bind /dev/{device} dev/{device}"]
@@ -112,7 +112,12 @@ def _enter_new_root(
         lines += [f"{_FORBID_USER_NAMESPACES} || true"]
     mounts_proc = isolation.user is not None and isolation.nested
     lines += ["mount -t proc -o nosuid,nodev,noexec none proc" if mounts_proc else "mount --rbind /proc proc"]
-    lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}", "pivot_root . old", "cd /box", "umount -l /old"]
+    lines += [
+        f"mount -o remount,bind,ro,nosuid,nodev none {quoted_root}",
+        "pivot_root . old",
+        "cd /box",
+        "umount -l /old",
+    ]
     lines += [] if mounts_proc else ["umount -l /proc"]  # umount itself needs /proc
     return [*lines, "export HOME=/box TMPDIR=/box"]
 

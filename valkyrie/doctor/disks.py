@@ -149,15 +149,15 @@ def check_disk_space(context: CheckContext) -> CheckResults:
     """
     config, (key, folder) = context.run.config.checkpoint, _checkpoint_location(context.run)
     keep, size = config.keep + config.keep_best, state_bytes(context.run)
-    needs = f"{keep + 1} checkpoints of {memory_text(size)} are stored at once"
+    needs_text = f"{keep + 1} checkpoints of {memory_text(size)} are stored at once"
     if in_bucket(folder):
-        yield OK, f"{key}={folder} is a bucket; {needs}"
+        yield OK, f"{key}={folder} is a bucket; {needs_text}"
         return
-    free, needed = _free_bytes(Path(folder)), (keep + 1) * size
-    text = f"{memory_text(free)} free in {key}={folder}; {needs}"
-    if needed > free:
-        yield FAILS, text, f"Free another {memory_text(needed - free)}, or use another folder: {key}=DIR."
-    elif needed > free / 2:
+    free_bytes, needed_bytes = _free_bytes(Path(folder)), (keep + 1) * size
+    text = f"{memory_text(free_bytes)} free in {key}={folder}; {needs_text}"
+    if needed_bytes > free_bytes:
+        yield FAILS, text, f"Free another {memory_text(needed_bytes - free_bytes)}, or use another folder: {key}=DIR."
+    elif needed_bytes > free_bytes / 2:
         yield WARNING, text, "Checkpoints will take more than half of the free space."
     else:
         yield OK, text
@@ -187,8 +187,8 @@ def check_fast_disk_space(context: CheckContext) -> CheckResults:
 
 
 def _free_bytes(path: Path) -> int:
-    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    return shutil.disk_usage(existing).free
+    existing_folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(existing_folder).free
 
 
 def check_compile_cache(_: CheckContext) -> CheckResults:
@@ -216,13 +216,15 @@ def check_same_data(context: CheckContext) -> CheckResults:
     with contextlib.suppress(ValueError, OSError):  # `check_data` reports them
         content = _data_check(context.run).content
     by_process = team.exchange("content of the data", content)
-    prepared = {index: content for index, content in enumerate(by_process) if content is not None}
-    if len(prepared) < 2 or team.index not in prepared:
+    hashes = {index: content for index, content in enumerate(by_process) if content is not None}
+    if len(hashes) < 2 or team.index not in hashes:
         return
-    first = min(prepared)
-    text = f"the prepared data has hash {prepared[team.index]} here, but {prepared[first]} on process {first}"
+    first_process = min(hashes)
+    text = (
+        f"the prepared data has hash {hashes[team.index]} here, but {hashes[first_process]} on process {first_process}"
+    )
     failure = FAILS, text, "Copy the files of data.paths, or the cache, from one host to the others."
-    is_equal = prepared[team.index] == prepared[first]
+    is_equal = hashes[team.index] == hashes[first_process]
     yield (OK, "equal on all processes that have prepared it") if is_equal else failure
 
 
@@ -267,7 +269,7 @@ def _probe(folder: str) -> Iterator[Any]:
     """Yield the path of a small file in a folder or bucket, then delete the file and the folders created for it."""
     path = parse_path(folder)
     is_local = isinstance(path, Path) and not in_bucket(folder)
-    missing = [parent for parent in (path, *path.parents) if not parent.exists()] if is_local else []
+    missing_folders = [parent for parent in (path, *path.parents) if not parent.exists()] if is_local else []
     probe = path / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
         with disk_errors(Path(folder)) if is_local else contextlib.nullcontext():
@@ -277,6 +279,6 @@ def _probe(folder: str) -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
-        for parent in missing:
+        for parent in missing_folders:
             with contextlib.suppress(OSError):  # another process may have written there
                 parent.rmdir()

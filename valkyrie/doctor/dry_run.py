@@ -100,8 +100,12 @@ def _steps_finding(
     """Return a failure if a step has a loss or gradient that is not finite, else the losses and step time."""
     for step, values in enumerate(metrics, 1):
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-            bad = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
-            source = f", first in the gradient of {program.parameter_names[bad[0]]}" if bad.size else ""
+            nonfinite_leaves = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
+            source = (
+                f", first in the gradient of {program.parameter_names[nonfinite_leaves[0]]}"
+                if nonfinite_leaves.size
+                else ""
+            )
             text = f"step {step}: loss {float(values['loss'])}, gradient norm {float(values['grad_norm'])}{source}"
             remedy = "Lower optimizer.learning_rate, or find the operation with debug=nans."
             return Finding("steps", FAILS, text, remedy)

@@ -21,7 +21,7 @@ from valkyrie.runs.folder import installed_version
 from valkyrie.train.devices import device_problems, environment_problems
 from valkyrie.units import count_text, memory_text
 
-PROC, LOCKFILE = Path("/proc"), Path("/tmp/libtpu_lockfile")
+PROC, LOCK_FILE = Path("/proc"), Path("/tmp/libtpu_lockfile")
 _CHIP_DEVICE = re.compile(r"/dev/(accel\d+|vfio/\d+|nvidia\d+)")
 _OPEN_FILES, _FILES_PER_PROCESS = 256, 8
 """Estimated open files of a training run, and additional open files and sockets for each of its processes."""
@@ -113,15 +113,15 @@ def _command(pid: int) -> str:
 def _check_lock_file() -> tuple[str, ...] | None:
     """Return a failure if libtpu's lock file prevents a start, else None."""
     try:
-        with LOCKFILE.open("r+") as file:
+        with LOCK_FILE.open("r+") as file:
             if lock(file, wait=False) is not LockState.another:
                 return None
     except FileNotFoundError:
         return None
     except OSError as error:
-        text = f"{LOCKFILE} belongs to another user ({(error.strerror or '').lower()}), so libtpu cannot start"
-        return FAILS, text, f"If nobody else uses the TPU: sudo rm {LOCKFILE}"
-    text = f"{LOCKFILE} is locked by a process that this user cannot see"
+        text = f"{LOCK_FILE} belongs to another user ({(error.strerror or '').lower()}), so libtpu cannot start"
+        return FAILS, text, f"If nobody else uses the TPU: sudo rm {LOCK_FILE}"
+    text = f"{LOCK_FILE} is locked by a process that this user cannot see"
     return FAILS, text, "Find the process with: sudo lsof -w /dev/accel* /dev/vfio/*"
 
 

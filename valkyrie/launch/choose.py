@@ -36,8 +36,8 @@ def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
     target = texts.pop("target", None)
     if target is None:
         raise ValueError(f"target= is missing. {_target_examples()}")
-    engine, implied = _find_engine(target)
-    accepted_keys = [key for key in engine_keys(engine) if key not in implied]
+    engine, implied_values = _find_engine(target)
+    accepted_keys = [key for key in engine_keys(engine) if key not in implied_values]
     for key in texts:
         if key not in accepted_keys:
             keys = ", ".join(accepted_keys)
@@ -45,7 +45,7 @@ def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
     types = get_type_hints(engine)
     values = {key: _parse_value(key, text, types[key]) for key, text in texts.items()}
     name = time.strftime("run-%Y%m%d-%H%M%S")
-    config = engine(**{"name": name, **implied, **values, "target": target, "restarts": restarts})
+    config = engine(**{"name": name, **implied_values, **values, "target": target, "restarts": restarts})
     if problems := config.problems():
         raise ValueError(" ".join(problems))
     return config

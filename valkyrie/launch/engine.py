@@ -161,9 +161,9 @@ class SliceConfig(EngineConfig):
             if price is None:
                 parts.append(f"{kind} price unknown (set {key}=)")
                 continue
-            hourly = f"${chips * price:,.2f} per hour"
+            hourly_text = f"${chips * price:,.2f} per hour"
             hours_text = f"{hours:g} hour{'s' * (hours != 1)}"
-            total = f"${chips * price * hours:,.2f} for {hours_text} ({hourly})" if hours else hourly
+            total = f"${chips * price * hours:,.2f} for {hours_text} ({hourly_text})" if hours else hourly_text
             parts.append(f"{total} at the {kind} price of ${price:.2f} per chip-hour")
         count = f"{self.slices} slices of " if self.slices > 1 else ""
         return (
@@ -193,8 +193,8 @@ class RentedConfig(SliceConfig):
 
     def problems(self) -> list[str]:
         """Return an error message for each invalid key."""
-        missing = [] if self.slice else [f"target={self.target} needs a slice, such as slice=v5e-8."]
-        return [*super().problems(), *missing]
+        missing_slice = [] if self.slice else [f"target={self.target} needs a slice, such as slice=v5e-8."]
+        return [*super().problems(), *missing_slice]
 
 
 def is_single_training(overrides: Sequence[str]) -> bool:

@@ -29,5 +29,5 @@ def resource_name(name: str) -> str:
 
     The result has at most 40 lowercase letters, digits and dashes, and starts with a letter.
     """
-    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].rstrip("-")
+    plain_name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (plain_name if plain_name[:1].isalpha() else f"run-{plain_name}")[:40].rstrip("-")

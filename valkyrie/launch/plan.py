@@ -48,14 +48,14 @@ class CommandStep:
 
     def run(self) -> int:
         """Run the commands once and return the exit status of the last one that fails, or 0."""
-        running: list[subprocess.Popen[bytes]] = []
+        processes: list[subprocess.Popen[bytes]] = []
         for number, command in enumerate(self.commands, 1):
-            stdin = running[-1].stdout if running else None
+            stdin = processes[-1].stdout if processes else None
             stdout = subprocess.PIPE if number < len(self.commands) else None
-            running.append(subprocess.Popen(command, stdin=stdin, stdout=stdout))
+            processes.append(subprocess.Popen(command, stdin=stdin, stdout=stdout))
             if stdin is not None:
                 stdin.close()  # so that the writer gets SIGPIPE when the reader ends
-        statuses = [process.wait() for process in running]
+        statuses = [process.wait() for process in processes]
         return next(filter(None, reversed(statuses)), 0)
 
 

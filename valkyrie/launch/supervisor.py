@@ -89,13 +89,13 @@ class Supervisor:
             if signals or status in _FINAL_STATUSES:
                 return status
             has_saved = status == PREEMPTED and time.monotonic() - start_time >= self.min_uptime_s
-            crashed = not (has_saved or self.is_preempted())
-            crashes += crashed
+            has_crashed = not (has_saved or self.is_preempted())
+            crashes += has_crashed
             if crashes > self.restarts:
                 print_message(f"not restarting: the limit of --restarts {self.restarts} is reached")
                 return status if status > 0 else 128 - status
             starts += 1
-            print_message(f"restarting{f' ({crashes} of {self.restarts})' if crashed else ''}")
+            print_message(f"restarting{f' ({crashes} of {self.restarts})' if has_crashed else ''}")
 
     def _run_once(self, specs: Sequence[ProcessSpec], starts: int, signals: Sequence[int]) -> int:
         """Start all processes and return the status of the first one that fails, or 0. Leaves no process running."""
@@ -113,13 +113,13 @@ class Supervisor:
     def _watch(self, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
         while True:
             statuses = {process: process.status for process in processes}
-            failed = [process for process, status in statuses.items() if status not in (None, DONE)]
+            failed_processes = [process for process, status in statuses.items() if status not in (None, DONE)]
             if signals:
                 return self._stop(processes, signals)
-            if failed:
+            if failed_processes:
                 # Peers of a killed process fail within milliseconds, so a death by signal comes before other failures.
-                first = min(failed, key=lambda process: (statuses[process] or 0) >= 0)
-                return self._report_failure(first, processes, signals)
+                first_failure = min(failed_processes, key=lambda process: (statuses[process] or 0) >= 0)
+                return self._report_failure(first_failure, processes, signals)
             if None not in statuses.values():
                 return DONE
             time.sleep(0.02)
@@ -147,11 +147,11 @@ class Supervisor:
     def _stop(self, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
         """Forward the launcher's signal to all processes, wait until they have saved, and return the exit status."""
         is_ctrl_c = signals[0] == signal.SIGINT
-        limit = " (Ctrl-C again kills them)" if is_ctrl_c else f" for at most {self.notice_s:g} s"
-        running = [process for process in processes if process.status is None]
-        if running:
-            print_message(f"stopping: waiting for {_describe_running(running)} to save{limit}")
-        for send_signal in [self.send_signal] if self.send_signal else [process.send for process in running]:
+        limit_text = " (Ctrl-C again kills them)" if is_ctrl_c else f" for at most {self.notice_s:g} s"
+        running_processes = [process for process in processes if process.status is None]
+        if running_processes:
+            print_message(f"stopping: waiting for {_describe_running(running_processes)} to save{limit_text}")
+        for send_signal in [self.send_signal] if self.send_signal else [process.send for process in running_processes]:
             send_signal(signal.SIGINT if is_ctrl_c else signal.SIGTERM)
         deadline = float("inf") if is_ctrl_c else time.monotonic() + self.notice_s
         while _describe_running(processes) and len(signals) == 1 and time.monotonic() < deadline:

@@ -50,9 +50,9 @@ def _check_parameters(family: str, specs: dict[str, Parameter], built: Any, nume
         return
     mismatched = [name for name in sorted({*declared, *built_leaves}) if declared.get(name) != built_leaves.get(name)]
     mismatches = [_describe_mismatch(name, declared.get(name), built_leaves.get(name)) for name in mismatched]
-    rest = f" (and {len(mismatches) - 3} more)" if len(mismatches) > 3 else ""
+    more_text = f" (and {len(mismatches) - 3} more)" if len(mismatches) > 3 else ""
     raise ValueError(
-        f"model.family={family}: {'; '.join(mismatches[:3])}{rest}. Build exactly the parameters that `weights` "
+        f"model.family={family}: {'; '.join(mismatches[:3])}{more_text}. Build exactly the parameters that `weights` "
         "declares, with the same names, shapes and dtypes."
     )
 

@@ -31,11 +31,11 @@ class Config(RentedConfig):
         hardware, chip = self.hardware_and_chip
         if not get_platform(hardware.platform).rented_as_slices:
             is_available = "skypilot" in chip.rented_as
-            available = f"GPUs: {', '.join(chips_rented_as('skypilot'))}"
+            available_slices = f"GPUs: {', '.join(chips_rented_as('skypilot'))}"
         else:
             is_available = "tpu_vm_runtime" in chip.rented_as and has_usual_shape(hardware)
-            available = f"TPU slices in their default shapes: {', '.join(chips_rented_as('tpu_vm_runtime'))}"
-        text = f"slice={self.slice} is not available with target=skypilot. It supports these {available}."
+            available_slices = f"TPU slices in their default shapes: {', '.join(chips_rented_as('tpu_vm_runtime'))}"
+        text = f"slice={self.slice} is not available with target=skypilot. It supports these {available_slices}."
         return [] if is_available else [text]
 
     def plan(self, overrides: Sequence[str]) -> Plan:

@@ -46,9 +46,10 @@ class Config(EngineConfig):
             problems.append(f"port={self.port} is not a valid port. Use 65535 or less.")
         if not self.hosts:
             problems.append("target=ssh needs hosts, such as hosts=a,b. The first one runs the coordinator.")
-        if bad := [host for host in self.hosts if not re.fullmatch(r"[A-Za-z0-9_][\w.@:-]*", host)]:
+        if invalid_hosts := [host for host in self.hosts if not re.fullmatch(r"[A-Za-z0-9_][\w.@:-]*", host)]:
             problems.append(
-                f"hosts={','.join(self.hosts)}: {bad[0]} is not a valid host name. Use names such as hosts=a,b."
+                f"hosts={','.join(self.hosts)}: {invalid_hosts[0]} is not a valid host name. Use names such as "
+                "hosts=a,b."
             )
         if len({*self.hosts}) < len(self.hosts):
             problems.append(

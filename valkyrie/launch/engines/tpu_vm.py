@@ -20,7 +20,7 @@ from valkyrie.launch.gcloud import accelerator_type, has_usual_shape, resource_n
 from valkyrie.launch.plan import Command, CommandStep, Plan, flags, shell_text, step_error
 from valkyrie.launch.supervisor import RESTARTS_VARIABLE, ProcessSpec, Supervisor, print_message
 
-LOG = "launch.log"
+LOG_FILE = "launch.log"
 """Log file of a worker, in the folder of the code."""
 _POLL_S = 30.0
 """Seconds between checks of the state of a slice."""
@@ -74,7 +74,7 @@ class Config(RentedConfig):
             "--run executes these steps. After a preemption it deletes the slice and restarts at step 1. After a crash "
             f"it restarts at step 6, up to {self.restarts} times"
         )
-        tail = f"tail -n 100 -F {shell_text((f'{self.folder}/{LOG}',))}"
+        tail = f"tail -n 100 -F {shell_text((f'{self.folder}/{LOG_FILE}',))}"
         node = ("--node=0",) if self.queued else ()
         follow_log = self._gcloud("ssh", self.resource, *node, "--worker=0", f"--command={tail}")
         return Plan(
@@ -153,7 +153,9 @@ class Config(RentedConfig):
         `restarts`: Number of restarts so far.
         """
         environment = {RESTARTS_VARIABLE: str(restarts)} if restarts else {}
-        return CommandStep("train", (self._ssh_all(remote.train_command(self.folder, overrides, environment, LOG)),))
+        return CommandStep(
+            "train", (self._ssh_all(remote.train_command(self.folder, overrides, environment, LOG_FILE)),)
+        )
 
     def signal_step(self, signum: int) -> CommandStep:
         """Return the step that sends a signal to the training on every worker."""
@@ -205,14 +207,16 @@ class Config(RentedConfig):
         Requests preempted slices again. If `has_code`, the code is copied only to newly requested slices.
         """
         attempts = 0
-        while (requested := self._ensure_ready()) or not has_code:
+        while (is_new_slice := self._ensure_ready()) or not has_code:
             has_code = False
-            failed = next(((step, status) for step in self.copy_steps() if (status := remote.run_verbose(step))), None)
-            if failed is None:
+            failed_step = next(
+                ((step, status) for step in self.copy_steps() if (status := remote.run_verbose(step))), None
+            )
+            if failed_step is None:
                 return
-            attempts += not requested  # the first copy to a new slice does not count: ssh may not be ready yet
+            attempts += not is_new_slice  # the first copy to a new slice does not count: ssh may not be ready yet
             if attempts == _COPY_ATTEMPTS:
-                raise step_error(*failed)
+                raise step_error(*failed_step)
             time.sleep(_POLL_S)
 
     def _ensure_ready(self) -> bool:
@@ -220,9 +224,9 @@ class Config(RentedConfig):
 
         Returns whether this call requested new slices.
         """
-        requested = False
+        has_requested = False
         while (state := self._read_state()) != self.ready_state:
-            if state == "FAILED" and requested:
+            if state == "FAILED" and has_requested:
                 raise ValueError(
                     f"{self.resource} was not allocated. For the reason, run: {self.describe_step().text()}"
                 )
@@ -232,11 +236,11 @@ class Config(RentedConfig):
                 state = None
             if state is None:
                 remote.run_checked(self.create_step())
-                requested = True
+                has_requested = True
             else:
                 print_message(f"{self.resource} is {state}: waiting for {self.ready_state}")
                 time.sleep(_POLL_S)
-        return requested
+        return has_requested
 
     def _read_state(self) -> str | None:
         """Return the state of the slices, or None if they are not rented."""
