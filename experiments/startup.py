@@ -43,7 +43,9 @@ def main() -> None:
 
 
 def start_processes(processes: int, agree: bool) -> dict[str, float]:
-    """Start the processes once. Return the seconds of the slowest process by activity (`ACTIVITIES`) and before JAX.
+    """Start the processes once and return seconds, each the maximum over processes.
+
+    Keys are the `ACTIVITIES`, and `before_jax_s` for the total before JAX starts.
 
     If `agree` is False, the processes only start JAX.
     """

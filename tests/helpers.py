@@ -208,7 +208,7 @@ def count_learned(assembly: Assembly) -> int:
 
 @lru_cache
 def initial_state(overrides: tuple[str, ...]) -> TrainState:
-    """Return the initial state of a run on one device, on the host.
+    """Return the initial state of a single-device run, as NumPy arrays.
 
     Not jitted, because compiling the initialisation takes longer than running it. Another test compares the compiled
     initialisation with this one.

@@ -43,16 +43,16 @@ PUBLISHED = Recipe(lambda _: 0.02, lambda _: 0.9, lambda _: 0.1, 0.9, "float32")
 """The hyperparameters in goldens/make_nanochat.py."""
 
 
-def steps(name: str, specs: dict[str, Parameter], value: Any) -> dict[str, np.ndarray]:
+def parameters_after_two_steps(name: str, specs: dict[str, Parameter], to_stored: Any) -> dict[str, np.ndarray]:
     """Return the parameters after two steps with the golden file's gradients. `name` is `tall` or `wide`.
 
-    `value` converts a matrix of shape (outputs, inputs) to the stored array.
+    `to_stored` converts a matrix of shape (outputs, inputs) to the stored array.
     """
     optimizer = muon(PUBLISHED, specs)
-    parameters = {key: jnp.asarray(value(GOLDEN[f"muon_{name}_first"]), jnp.float32) for key in specs}
+    parameters = {key: jnp.asarray(to_stored(GOLDEN[f"muon_{name}_first"]), jnp.float32) for key in specs}
     state = optimizer.init(parameters)
     for gradient in GOLDEN[f"muon_{name}_gradients"]:
-        gradients = {key: jnp.asarray(value(gradient), jnp.float32) for key in specs}
+        gradients = {key: jnp.asarray(to_stored(gradient), jnp.float32) for key in specs}
         updates, state = optimizer.update(gradients, state, parameters)
         parameters = optax.apply_updates(parameters, updates)
     return jax.device_get(parameters)
@@ -62,17 +62,19 @@ def steps(name: str, specs: dict[str, Parameter], value: Any) -> dict[str, np.nd
 def test_two_steps_equal_those_of_nanochat(name):
     rows, columns = GOLDEN[f"muon_{name}_last"].shape
     as_torch = {"w": Parameter(("mlp", "embed"), (rows, columns), (None, None), output_first=True)}
-    last = steps(name, as_torch, lambda m: m)["w"]
+    last = parameters_after_two_steps(name, as_torch, lambda m: m)["w"]
     np.testing.assert_allclose(last, GOLDEN[f"muon_{name}_last"], rtol=2e-5, atol=2e-6)
     inputs_first = {"w": Parameter(("embed", "mlp"), (columns, rows), (None, None))}
-    np.testing.assert_allclose(steps(name, inputs_first, np.transpose)["w"], last.T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        parameters_after_two_steps(name, inputs_first, np.transpose)["w"], last.T, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_every_layer_and_head_is_a_separate_matrix():
     last = GOLDEN["muon_tall_last"]
     heads = Parameter(("layers", "embed", "heads", "head_dim"), (3, 8, 4, 3), (None,) * 4)
     specs = {"heads": heads}
-    stacked = steps("tall", specs, lambda m: np.stack([m.T.reshape(8, 4, 3)] * 3))["heads"]
+    stacked = parameters_after_two_steps("tall", specs, lambda m: np.stack([m.T.reshape(8, 4, 3)] * 3))["heads"]
     np.testing.assert_allclose(stacked, np.stack([last.T.reshape(8, 4, 3)] * 3), rtol=2e-5, atol=2e-6)
 
 

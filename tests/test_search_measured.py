@@ -1,4 +1,4 @@
-"""Tests of `mode=search` on the devices of this machine: it measures figures and layouts, and corrects estimates."""
+"""Tests of `mode=search` on local devices: it measures their speed, times layouts and corrects estimates."""
 
 from __future__ import annotations
 

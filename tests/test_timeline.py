@@ -36,15 +36,15 @@ def test_the_file_follows_the_trace_event_format(tmp_path: Path):
     assert collective["args"] == {"op_name": "jit(step)/dot", "source": "model.py:3"}
 
 
-times = st.lists(
+span_arguments = st.lists(
     st.tuples(st.sampled_from(["compute", "x", "x,y"]), st.floats(0, 1), st.floats(1e-6, 1)), min_size=1, max_size=40
 )
 
 
-@given(times)
-def test_events_of_a_track_never_overlap_and_none_is_lost(drawn: list[tuple[str, float, float]]):
-    events = [e for e in trace_events([span(*entry) for entry in drawn], "") if e["ph"] == "X"]
-    assert len(events) == len(drawn)
+@given(span_arguments)
+def test_events_of_a_track_never_overlap_and_none_is_lost(entries: list[tuple[str, float, float]]):
+    events = [e for e in trace_events([span(*entry) for entry in entries], "") if e["ph"] == "X"]
+    assert len(events) == len(entries)
     lanes = defaultdict(list)
     for event in events:
         lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))

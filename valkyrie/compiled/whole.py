@@ -113,8 +113,9 @@ def parse_sharding(text: str) -> tuple[tuple[str, ...], ...]:
 class _Tracer:
     """Follows sharded dimensions of batch arguments through a program.
 
-    Dimensions of weights are excluded in two ways: arguments of the state are not followed, and a dimension that a
-    product contracts with a dimension from another argument is not a batch dimension.
+    Weights are excluded in two ways. Arguments with `is_state` are not followed. Weights that the program does not
+    return are recognised by their use: a dimension is dropped if a matrix product contracts it with a dimension of
+    another argument.
     """
 
     def __init__(self, module: Module, arguments: Sequence[Argument]) -> None:

@@ -140,7 +140,10 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
 
 
 def _file_problems(cause: OmegaConfBaseException, config: str, folders: Sequence[str]) -> list[Problem]:
-    """Return the problems of all values of a config such as `partition/mine`, of which `cause` is the first."""
+    """Return a problem for each invalid value in the file of a config such as `partition/mine`.
+
+    The first is `cause`, the error that OmegaConf raised.
+    """
     file, group = _config_path(config, folders), config.rpartition("/")[0].replace("/", ".")
     root = cause.parent_node._get_root() if isinstance(cause.parent_node, DictConfig) else None
     problems = [problem_from_error(cause, file)]

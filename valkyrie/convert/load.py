@@ -134,7 +134,10 @@ def _make_run(
 
 
 def _refuse_overrides(overrides: Sequence[str], settings: Mapping[str, Setting]) -> None:
-    """Raise ValueError for an override of a setting of `config.json`, or of `mode` or `resume`."""
+    """Raise ValueError if an override sets `mode`, `resume`, `model`, or a model setting that `config.json` determines.
+
+    These are all model settings except `_ADJUSTABLE_SETTINGS`.
+    """
     fixed_keys = {f"model.{key}" for key in settings if key not in _ADJUSTABLE_SETTINGS}
     for override in overrides:
         key = key_value(override)[0]
@@ -145,7 +148,7 @@ def _refuse_overrides(overrides: Sequence[str], settings: Mapping[str, Setting])
 
 
 def _without_model_sizes(problem: Problem) -> Problem:
-    """Return a problem whose message does not suggest other sizes of the model, which the weights determine."""
+    """Return the problem, without suggested values if it is about a model size, which the weights determine."""
     is_model_size = problem.nearest is not None and (problem.key or "").startswith("model.")
     return replace(problem, nearest=()) if is_model_size else problem
 

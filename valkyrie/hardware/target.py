@@ -267,10 +267,7 @@ class TargetConfig:
         )
 
     def problems(self) -> list[Problem]:
-        """Return all problems of the chip or, if it has none, the first problem of the target.
-
-        Returns an empty list if this hardware exists.
-        """
+        """Return all problems of the chip or, if it has none, the first of the target. Empty if the hardware exists."""
         chip, override = self.chip, f"target.topology={self.topology}"
         if invalid := platform_problems("target.platform", self.platform):
             return invalid

@@ -123,7 +123,10 @@ def _splash_cost(instruction: Instruction, blocks: _SplashBlocks, hbm_traffic: f
 def _splash_cycles(
     kernel: str, block_q: int, block_kv: int, head_dim: int, chip: ChipConfig
 ) -> tuple[float, float, float]:
-    """Return the cycles of one core for a grid step, a block, and the ends of a row (dkv: column) of blocks."""
+    """Return cycles on one core for a grid step, for a block that the mask does not skip, and for the ends of a row.
+
+    A row is a row of blocks; the dkv kernels go through columns instead. See `SplashBundles`.
+    """
     bundles = (chip.splash_bundles or known_chips()[FALLBACK_CHIP].splash_bundles)[kernel]
     lanes = -(-head_dim // 128)
     step_cycles = _interpolate(bundles.step, block_q / 512, 2, lanes)

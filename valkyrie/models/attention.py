@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from valkyrie.axes import Size
-from valkyrie.models.block import Block, BlockContext, Saved, SavedActivation, Weight, saved, weight
+from valkyrie.models.block import ActivationSpec, Block, BlockContext, SavedActivation, Weight, saved, weight
 from valkyrie.ops.choices import CONTEXT, AttentionImpl, Bias, RopeStretch
 from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor
 
@@ -148,7 +148,7 @@ class Attention(Block):
         """Return the number of logits per token: keys per query, times heads."""
         return self.heads * self._mean_keys(context, seq)
 
-    def saves(self, context: BlockContext) -> list[Saved]:
+    def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the projections, the kernel's output and softmax sums, and the inputs of rotation and norms."""
         return [
             saved("heads", "head_dim", name="query", product=True),

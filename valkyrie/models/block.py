@@ -59,7 +59,7 @@ class Weight(NamedTuple):
     output_first: bool
 
 
-class Saved(NamedTuple):
+class ActivationSpec(NamedTuple):
     """Activations for the backward pass that a block declares with `saved`, which describes the fields."""
 
     dims: tuple[str | int, ...]
@@ -127,7 +127,7 @@ def saved(
     product: bool = False,
     result: bool = False,
     needed_for: str | None = None,
-) -> Saved:
+) -> ActivationSpec:
     """Declare activations of shape (batch, seq, *dims).
 
     Args:
@@ -141,7 +141,7 @@ def saved(
         needed_for: If the backward pass needs them only to recompute another activation, the name of that activation.
             Otherwise None.
     """
-    return Saved((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for)
+    return ActivationSpec((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for)
 
 
 _EARLIER_NAMES = {
@@ -216,7 +216,7 @@ class Block(ABC):
         """Return forward FLOPs per token for sequences of `seq` tokens, counting two per multiply-add."""
 
     @abstractmethod
-    def saves(self, context: BlockContext) -> list[Saved]:
+    def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Estimate the activations its backward pass needs in addition to its input, if nothing is recomputed."""
 
     def build(self, context: BlockContext, *, numerics: Numerics, key: Array) -> Any:

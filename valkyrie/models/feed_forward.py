@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from valkyrie.axes import Size
-from valkyrie.models.block import Block, BlockContext, Saved, Weight, saved, weight
+from valkyrie.models.block import ActivationSpec, Block, BlockContext, Weight, saved, weight
 from valkyrie.problems import Problem, check_range
 
 
@@ -63,7 +63,7 @@ class FeedForward(Block):
     def flops(self, context: BlockContext, seq: int) -> float:
         return 2.0 * context.embed * self.mlp * (3 if self.kind.gated else 2)
 
-    def saves(self, context: BlockContext) -> list[Saved]:
+    def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the activations that the backward pass needs.
 
         These are the outputs of the matrix products, two hidden arrays for the nonlinearity (for gated kinds, the

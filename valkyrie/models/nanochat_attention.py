@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from valkyrie.axes import Parameter
 from valkyrie.models.attention import Attention
-from valkyrie.models.block import BlockContext, Saved, Weight, saved, weight
+from valkyrie.models.block import ActivationSpec, BlockContext, Weight, saved, weight
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 GATE_CHANNELS = 12
@@ -74,7 +74,7 @@ class NanochatAttention(Attention):
             context
         )
 
-    def saves(self, context: BlockContext) -> list[Saved]:
+    def saves(self, context: BlockContext) -> list[ActivationSpec]:
         return [
             *super().saves(context),
             saved("heads", "head_dim", float32=True),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from valkyrie.axes import Size
-from valkyrie.models.block import Block, BlockContext, Saved, SavedActivation, Weight, saved, weight
+from valkyrie.models.block import ActivationSpec, Block, BlockContext, SavedActivation, Weight, saved, weight
 from valkyrie.ops.choices import STATES, CInit, Discretization, ScanImpl
 from valkyrie.problems import Problem, ProblemCode, check_range
 
@@ -131,7 +131,7 @@ class S5(Block):
             projections + 8 * self.state_count * directions + 2 * self.activation.matrix_count * context.embed**2
         )
 
-    def saves(self, context: BlockContext) -> list[Saved]:
+    def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the inputs and states of the scan, the products with C, and the factors of the gate."""
         directions, matrices = 1 + self.bidirectional, self.activation.matrix_count
         return [

@@ -128,12 +128,13 @@ class OptimizerConfig:
     ) -> optax.GradientTransformation:
         """Build the transformation that applies each rule to the parameters with its label.
 
-        Adds the rules of the labels `puzzle` (updated by signs, decayed) and `fixed` (never changed).
+        If `puzzle` or `fixed` parameters are present, adds rules for them: sign updates with weight decay for `puzzle`,
+        and no updates for `fixed`.
 
         Args:
-            rules: Transformation of each label.
+            rules: Transformation by label, including its learning rate.
             labels: Tree of labels with the structure of the parameters.
-            rate: Learning rate by step.
+            rate: Learning rate by step, from which that of the `puzzle` rule is derived.
         """
         import jax
         import optax

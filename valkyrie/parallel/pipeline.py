@@ -95,9 +95,10 @@ def _saves_all_but_copies(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _gather_microbatches(pipeline: Pipeline, shard: Shard, tree: Any) -> Any:
-    """Gather arrays (rows of a stage, ...) to (microbatch, rows, ...) on every stage.
+    """Gather the batch from all stages and split it into microbatches.
 
-    Each device of the other axes gets rows in all microbatches: (stage, device, row) becomes (device, microbatch, row).
+    Arrays (rows of a stage, ...) become (microbatch, rows, ...) on every stage. The rows of each microbatch are spread
+    over all batch shards, so that rows move only between stages.
     """
     parts = shard.size(BATCH)
 

@@ -223,9 +223,9 @@ def _available_shapes(target: TargetConfig) -> list[TargetConfig]:
     if chip is None or chips is None or chip.ici_axes is None:
         return [target]
     shapes = chip.slices.shapes(chips)
-    slices = [make_slice(chip, shape) for shape in shapes]
-    slices += [make_slice(chip, shape, twisted=True) for shape in shapes if chip.slices.has_twist(shape)]
-    return [replace(shape, slices=target.slices) for shape in slices] or [target]
+    targets = [make_slice(chip, shape) for shape in shapes]
+    targets += [make_slice(chip, shape, twisted=True) for shape in shapes if chip.slices.has_twist(shape)]
+    return [replace(available, slices=target.slices) for available in targets] or [target]
 
 
 def dollars(target: TargetConfig, seconds: float, *, spot: bool = False) -> float | None:

@@ -30,7 +30,7 @@ EQUALLY_FAST = 1.01
 
 
 class MeshPartition(NamedTuple):
-    """Chips, mesh and partition (with its pipeline schedule) of a layout by name, independent of the torus."""
+    """Names of a layout's chips, mesh, and partition with pipeline schedule, without its torus."""
 
     chips: str
     mesh: str

@@ -44,7 +44,7 @@ Below 1/3, the share of the forward pass.
 REPEATED = 1.25
 """Products at a source line count as repeated if all devices together compute at least this multiple of their FLOPs."""
 LANES = 128
-"""Width of a TPU's matrix unit and vector registers. Smaller dimensions are padded to it."""
+"""Lanes of a TPU's vector registers, to which smaller dimensions are padded. v6e's matrix unit is twice as wide."""
 MAX_LINES = 3
 """Maximum number of source lines that a fault lists."""
 _PASS_THROUGH = ("bitcast", "copy", "reshape")

@@ -319,7 +319,7 @@ class LayoutResult:
 
     @property
     def unit(self) -> str:
-        """What the rates of the step count: `tokens`, or the unit of a program that is not a run's step."""
+        """Unit of the throughput: `tokens` for the step of a run, else the unit of the program."""
         return "tokens"
 
     @property
@@ -338,7 +338,7 @@ class ForeignProgram:
         target, described: Name and description of the slice that it was compiled for.
         chip: Name of the chip, or None if unknown.
         axes: Names and sizes of the mesh axes.
-        unit: What the rates of its step count, such as `images`.
+        unit: Unit of the program's throughput, such as `images` for images per second.
     """
 
     name: str
@@ -393,7 +393,7 @@ class Prediction(LayoutResult):
 
     @property
     def unit(self) -> str:
-        """What the rates of the step count: `tokens`, or the unit of a program that is not a run's step."""
+        """Unit of the throughput: `tokens` for the step of a run, else the unit of the program."""
         return "tokens" if self.program is None else self.program.unit
 
 

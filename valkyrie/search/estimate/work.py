@@ -59,14 +59,14 @@ class Mixing:
 
     Args:
         flops: FLOPs per token of a forward pass.
-        scores: Elements per token of arrays over pairs of positions, such as attention scores. A kernel keeps them on
-            the chip.
+        scores: Number of values per pair of positions, such as attention scores, computed per token. Counted even if a
+            fused kernel never writes them to HBM.
         axes: Logical axes that split the work.
         count: Number of layers.
         name: Name of the result in remat policies, or None if it has none.
         shards_rows_over_embed: Whether tokens are also split over the mesh axes that split `embed` but none of `axes`.
-        neighbours: Activations read from other shards of the sequence, each with the number of positions, or None for
-            all positions.
+        neighbours: For each activation read from other shards of the sequence, the number of positions read beyond the
+            own shard, or None for all positions.
     """
 
     flops: float
