@@ -175,10 +175,11 @@ def test_bash_runs_the_planned_commands(tmp_path_factory: pytest.TempPathFactory
     result = subprocess.run(["bash", "-c", planned[-1][-1].removeprefix("--command=")], cwd=folder, capture_output=True)
     read = "".join(f"{word}\0" for word in ("name=mine", *arguments)).encode()
     assert (result.returncode, result.stdout) == (0, read) and (folder / "valkyrie/launch.log").read_bytes() == read
-    content = "".join(f"{argument}\n" for argument in arguments)
+    content = "\n".join(arguments)
     wrote = Plan((), (FileStep("write", "it's here", content),))
     run_and_record_commands(wrote.text(), folder)
-    assert (folder / "it's here").read_bytes() == content.encode()
+    whole_lines = content if content[-1:] in ("", "\n") else f"{content}\n"
+    assert (folder / "it's here").read_bytes() == whole_lines.encode()
 
 
 @pytest.mark.timeout(20)
@@ -297,6 +298,78 @@ def test_a_users_launch_engine_prints_its_plan(
     for words, start in {"": "target=pbs needs", "zone=z": "zone= is not"}.items():
         status, _, err = call(capsys, *folder, "target=pbs", *words.split(), "--", "name=mine")
         assert status == 2 and err.startswith(f"valkyrie-launch: {start}")
+
+
+ENGINE = """
+from dataclasses import dataclass
+from valkyrie.launch.engine import EngineConfig
+from valkyrie.launch.plan import CommandStep, FileStep, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(EngineConfig):
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "says"),
+    [
+        ("nothing_engine", "def plan(self, overrides): return None", "plan() of FILE returned None, not a Plan."),
+        (
+            "text_engine",
+            "def plan(self, overrides): return Plan('note', ())",
+            "plan() of FILE: notes must be a tuple of",
+        ),
+        (
+            "alone_engine",
+            "def plan(self, overrides): return Plan((), FileStep('w', 'a', 'b'))",
+            "plan() of FILE: steps must",
+        ),
+        (
+            "letters_engine",
+            "def plan(self, overrides): return Plan((), (CommandStep('x', 'echo hi'),))",
+            'plan() of FILE: step "x": commands must be a tuple of tuples of strings, such as (("echo", "hi"),).',
+        ),
+        (
+            "words_engine",
+            "def plan(self, overrides): return Plan((), (), (CommandStep('x', ('echo', 'hi')),))",
+            'plan() of FILE: step "x": commands must',
+        ),
+        (
+            "number_engine",
+            "def plan(self, overrides): return Plan((), (CommandStep('x', (('sleep', 3),)),))",
+            'plan() of FILE: step "x": commands must',
+        ),
+        (
+            "content_engine",
+            "def plan(self, overrides): return Plan((), (FileStep('w', 'a', b'b'),))",
+            'plan() of FILE: step "w": path and content must be strings.',
+        ),
+        (
+            "abstract_engine",
+            "queue: str = ''",
+            "the class Config of the module abstract_engine does not define plan, which ",
+        ),
+        ("local", "queue: str = ''", "FILE would be ignored, because target=local ships with Valkyrie. Rename it"),
+        ("json", "queue: str = ''", "FILE would be ignored, because json is also a module of /"),
+        ("my-eng", "queue: str = ''", "FILE would be ignored, because my-eng is not the name of a Python module"),
+    ],
+)
+def test_mistakes_in_a_users_launch_engine_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    body: str,
+    says: str,
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("VALKYRIE_MODULES", raising=False)
+    file = tmp_path / f"{name}.py"
+    file.write_text(f"{ENGINE}    {body}\n")
+    status, out, err = call(capsys, "--config-dir", str(tmp_path), f"target={name}", "--", "steps=3", "name=a")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"valkyrie-launch: target={name}: {says.replace('FILE', str(file))}"), err
 
 
 @pytest.mark.parametrize("target", ["target=v5e-8", "target=ssh hosts=[a,b]"])

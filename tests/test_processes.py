@@ -170,6 +170,7 @@ def test_the_command_line_overrides_the_environment():
         ({"JAX_PROCESS_INDEX": ""}, "not JAX_PROCESS_INDEX."),
         ({"JAX_COORDINATOR_ADDRESS": ""}, "not JAX_COORDINATOR_ADDRESS."),
         ({"JAX_COORDINATOR_ADDRESS": "10.0.0.2"}, "HOST:PORT"),
+        ({"JAX_PROCESS_COUNT": "", "JAX_PROCESS_INDEX": ""}, "not JAX_PROCESS_COUNT and JAX_PROCESS_INDEX."),
     ],
 )
 def test_incomplete_process_settings_are_refused(change: dict[str, str], says: str):

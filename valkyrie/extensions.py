@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,14 +70,41 @@ class Families:
                 "in the folder of --config-dir."
             )
         config = getattr(self._import(name), "Config", None)
+        base = f"{self.base.__module__}.{self.base.__name__}"
         if not isinstance(config, type):
-            raise ValueError(
-                f"{self.key}={name}: the module {name} has no class Config. Define one that describes the family."
-            )
+            definition = f", derived from {base}" if self.base is not object else ""
+            raise ValueError(f"{self.key}={name}: the module {name} has no class Config. Define one{definition}.")
         if not issubclass(config, self.base):
-            base = f"{self.base.__module__}.{self.base.__name__}"
             raise ValueError(f"{self.key}={name}: the class Config of the module {name} must derive from {base}.")
+        if missing := sorted(getattr(config, "__abstractmethods__", ())):
+            raise ValueError(
+                f"{self.key}={name}: the class Config of the module {name} does not define {', '.join(missing)}, which "
+                f"{base} requires."
+            )
         return config
+
+    def refuse_ignored_module(self, name: str) -> None:
+        """Raise ValueError if the command's folders have a module `name` that cannot be imported by that name.
+
+        It has the name of a shipped family or of another Python module, or a name that is not an identifier.
+        """
+        names = (f"{name}.py", f"{name}/__init__.py")
+        files = [file for folder in _command_folders() for file in (Path(folder, n) for n in names) if file.is_file()]
+        if not files:
+            return
+        new_name = re.sub(r"\W", "_", name) if not name.isidentifier() else f"my_{name}"
+        if name in self.names():
+            reason = f"{self.key}={name} ships with Valkyrie"
+        elif not name.isidentifier():
+            reason = f"{name} is not the name of a Python module (letters, digits and _)"
+        elif (spec := find_spec(name)) and Path(spec.origin or "").resolve() not in map(Path.resolve, files):
+            reason = f"{name} is also a module of {spec.origin}"
+        else:
+            return
+        raise ValueError(
+            f"{self.key}={name}: {files[0]} would be ignored, because {reason}. Rename it, for example to {new_name}, "
+            f"and use {self.key}={new_name}."
+        )
 
     def names_with_key(self, key: str) -> list[str]:
         """Return the names of all families, including the user's, with a key such as `repeats` or `sudoku.side`."""

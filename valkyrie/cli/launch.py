@@ -113,7 +113,9 @@ def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> 
     if action != "list" and not any(setting.startswith("name=") for setting in words):
         raise ValueError(f"{action} needs the name of the run. Write name=NAME.")
     steps_by_action = {
-        step.action: step for step in config.plan(()).later_steps if isinstance(step, CommandStep) and step.action
+        step.action: step
+        for step in config.checked_plan(()).later_steps
+        if isinstance(step, CommandStep) and step.action
     }
     if action not in steps_by_action:
         available = f" Available: {', '.join(steps_by_action)}." if steps_by_action else ""
@@ -130,7 +132,7 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
     config = replace(config, name=key_values(overrides).get("name") or config.name)
     if not config.runs_immediately:
         _refuse_illegal_training(config, overrides)
-    plan = config.plan(overrides)
+    plan = config.checked_plan(overrides)
     if name_added:
         print_message(f"added name={config.name}, so that a restart continues this run")
     if not run and not config.runs_immediately:

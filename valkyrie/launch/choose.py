@@ -58,6 +58,7 @@ def engine_keys(engine: type[EngineConfig]) -> list[str]:
 
 def _find_engine(target: str) -> tuple[type[EngineConfig], dict[str, str]]:
     """Return the `Config` class for `target=`, and the keys that the target itself sets: `slice` for a TPU slice."""
+    ENGINES.refuse_ignored_module(target)
     if target in ENGINES:
         return ENGINES.config_class(target), {}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import ClassVar
 
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import ChipConfig, TargetConfig
-from valkyrie.launch.plan import CommandStep, Plan
+from valkyrie.launch.plan import CommandStep, Plan, check_plan
 from valkyrie.launch.supervisor import print_message
 from valkyrie.runs.folder import key_values
 from valkyrie.units import count_text
@@ -65,6 +66,10 @@ class EngineConfig(ABC):
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return the steps that start a training run with these arguments of `valkyrie-train`."""
 
+    def checked_plan(self, overrides: Sequence[str]) -> Plan:
+        """Return `plan(overrides)`. Raises ValueError with the engine's file if it is not a valid plan."""
+        return check_plan(self.plan(overrides), f"target={self.target}: plan() of {inspect.getfile(type(self))}")
+
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
         """Execute the plan for `--run`. Returns the exit status of the first step that fails, or 0.
 
@@ -74,7 +79,7 @@ class EngineConfig(ABC):
             overrides: the arguments of `valkyrie-train`.
             command: the command that starts `valkyrie-train` on this machine.
         """
-        steps = self.plan(overrides).steps
+        steps = self.checked_plan(overrides).steps
         for step in steps:
             if isinstance(step, CommandStep) and (step.until or step.in_background):
                 raise ValueError(

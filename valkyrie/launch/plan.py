@@ -72,12 +72,17 @@ class FileStep:
         delimiter = "END"
         while re.search(rf"^{delimiter}$", self.content, re.MULTILINE):
             delimiter += "_"
-        return f"cat > {shlex.quote(self.path)} <<'{delimiter}'\n{self.content}{delimiter}"
+        return f"cat > {shlex.quote(self.path)} <<'{delimiter}'\n{self._whole_lines}{delimiter}"
 
     def run(self) -> int:
         """Write the file and return 0."""
-        write_atomic(Path(self.path), self.content)
+        write_atomic(Path(self.path), self._whole_lines)
         return 0
+
+    @property
+    def _whole_lines(self) -> str:
+        """The content with a final newline, without which a here-document would not end."""
+        return self.content + "\n" * (self.content[-1:] not in ("", "\n"))
 
 
 Step = CommandStep | FileStep
@@ -101,6 +106,38 @@ class Plan:
         for step in self.later_steps:
             lines += [f"# {step.description}:", *(f"#   {line}" for line in step.text().splitlines())]
         return "\n".join(lines) + "\n"
+
+
+def check_plan(plan: object, source: str) -> Plan:
+    """Return an engine's plan if its fields have the documented types, where lists may replace tuples.
+
+    Raises ValueError otherwise, because engines of users are not type-checked. `source` begins the message: the engine
+    and its file.
+    """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"{source} returned {plan!r}, not a Plan.")
+    if not _is_list(plan.notes, str):
+        raise ValueError(f'{source}: notes must be a tuple of strings, such as ("a note",).')
+    for name, steps in (("steps", plan.steps), ("later_steps", plan.later_steps)):
+        if not _is_list(steps, CommandStep, FileStep):
+            raise ValueError(f"{source}: {name} must be a tuple of CommandStep and FileStep, such as (step,).")
+    for step in (*plan.steps, *plan.later_steps):
+        if isinstance(step, FileStep) and not (isinstance(step.path, str) and isinstance(step.content, str)):
+            raise ValueError(f'{source}: step "{step.description}": path and content must be strings.')
+        if isinstance(step, CommandStep) and not (
+            step.commands
+            and _is_list(step.commands, tuple, list)
+            and all(c and _is_list(c, str) for c in step.commands)
+        ):
+            raise ValueError(
+                f'{source}: step "{step.description}": commands must be a tuple of tuples of strings, such as '
+                '(("echo", "hi"),).'
+            )
+    return plan
+
+
+def _is_list(values: object, *types: type) -> bool:
+    return isinstance(values, tuple | list) and all(isinstance(value, types) for value in values)
 
 
 def command_text(command: Sequence[str]) -> str:

@@ -78,7 +78,9 @@ def find_process(
     )
     if count is None and index is None:
         in_cluster = accelerators or any(name in environment for name in _CLUSTER_VARIABLES)
-        return _detect_process(config) if in_cluster else None
+        detected = _detect_process(config) if in_cluster else None
+        if detected is not None or not environment.get(COORDINATOR_VARIABLE):
+            return detected
     if count is not None and environment[count] == "1":
         return None
     address = environment.get(COORDINATOR_VARIABLE)
@@ -86,7 +88,7 @@ def find_process(
         variables = ((COORDINATOR_VARIABLE, address), (_COUNT_VARIABLES[0], count), (_INDEX_VARIABLES[0], index))
         missing = [name for name, value in variables if not value]
         raise ValueError(
-            f"the environment has {count or index} but not {' and '.join(missing)}. Set all of {COORDINATOR_VARIABLE}, "
+            f"the environment has {count or index or COORDINATOR_VARIABLE} but not {' and '.join(missing)}. Set all of {COORDINATOR_VARIABLE}, "
             f"{_COUNT_VARIABLES[0]} and {_INDEX_VARIABLES[0]}, or unset all of them to run a single process."
         )
     try:
