@@ -88,8 +88,9 @@ def find_process(
         variables = ((COORDINATOR_VARIABLE, address), (_COUNT_VARIABLES[0], count), (_INDEX_VARIABLES[0], index))
         missing = [name for name, value in variables if not value]
         raise ValueError(
-            f"the environment has {count or index or COORDINATOR_VARIABLE} but not {' and '.join(missing)}. Set all of {COORDINATOR_VARIABLE}, "
-            f"{_COUNT_VARIABLES[0]} and {_INDEX_VARIABLES[0]}, or unset all of them to run a single process."
+            f"the environment has {count or index or COORDINATOR_VARIABLE} but not {' and '.join(missing)}. Set all of "
+            f"{COORDINATOR_VARIABLE}, {_COUNT_VARIABLES[0]} and {_INDEX_VARIABLES[0]}, or unset all of them to run a "
+            "single process."
         )
     try:
         process_info = ProcessInfo(address, int(environment[count]), int(environment[index]))
