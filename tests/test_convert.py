@@ -26,6 +26,7 @@ from valkyrie.convert.load import import_folder
 from valkyrie.convert.save import export_run
 from valkyrie.data.tokenizer_json import train_tokenizer
 from valkyrie.parallel.mesh import build_mesh
+from valkyrie.processes.locks import write_lock
 from valkyrie.train.program import StepProgram
 from valkyrie.trees import override_text
 
@@ -191,6 +192,10 @@ def refusal_message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ({"hidden_act": "relu6"}, "config.json: hidden_act=relu6 "),
         ({"mlp_bias": True}, "config.json: mlp_bias=true "),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "config.json: rope_parameters.rope_type=yarn "),
+        (
+            {"rope_theta": 500000, "rope_parameters": {"rope_theta": 10000}},
+            "config.json: rope_theta=500000 and rope_parameters.rope_theta=10000 differ. Remove the wrong one.",
+        ),
         ({"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor=0.5 "),
         ({"quantization_config": {"bits": 4}}, "config.json: quantization_config: "),
         ({"hidden_size": None}, "config.json: hidden_size=None "),
@@ -373,6 +378,10 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):
     assert "runs/model already exists" in refusal_message(capsys, *load)
     assert refusal_message(capsys, "to-hf", "model", "model").startswith("model is not an empty folder. ")
     assert write_times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with write_lock(tmp_path / "c"):
+        assert re.match("c is in use by process .* use another FOLDER", refusal_message(capsys, "to-hf", "model", "c"))
+    main(["to-hf", "model", "c"])
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"config.json", "model.safetensors"}
     assert refusal_message(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
     assert refusal_message(capsys, "to-hf", "other", "b").startswith("resume=other")
     assert refusal_message(capsys, "to-hf", "model", "b", "steps=3").startswith("steps=3: ")

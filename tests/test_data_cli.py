@@ -69,7 +69,7 @@ def test_synthetic_data_needs_no_files(corpus: Path, capsys: pytest.CaptureFixtu
             ["prepare", "text", "http://127.0.0.1:1/x.txt"],
             ["http://127.0.0.1:1/x.txt cannot be read: connect call failed"],
         ),
-        (["prepare", "--shard-tokens", "1"], ["--shard-tokens 1: ", "10,000 files"]),
+        (["prepare", "--shard-tokens", "1"], ["--shard-tokens 1: ", "more than 1,000 files"]),
         (["prepare", "--paths", "docs/"], ["prepare: --paths is", "without --paths"]),
         (["prepare", "text", "a.txt", "--wokers", "2"], ["prepare: --wokers is", "mean --workers?"]),
         (["prepare", "text"], ["data: text needs files, such as corpus.txt 'notes/"]),

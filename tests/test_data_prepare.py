@@ -233,7 +233,7 @@ def test_an_interrupted_preparation_cleans_up(config: text_source.Config) -> Non
 def test_a_shard_size_that_needs_too_many_files_is_refused(
     config: text_source.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "MAX_SHARDS", 3)
+    monkeypatch.setattr(writer, "MAX_SMALL_SHARDS", 3)
     config.shard_tokens = 1
     with pytest.raises(ValueError, match="data.shard_tokens=1: this data needs more than 3 files"):
         prepare(config, "bytes")

@@ -307,6 +307,8 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[
         "attention.rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     }
     refusals = []
+    if (outer := config.get("rope_theta")) and (inner := rope.get("rope_theta", outer)) != outer:
+        refusals.append(f"rope_theta={outer} and {key}.rope_theta={inner} differ. Remove the wrong one")
     if rope_type == "llama3" and (missing_keys := [name for name in _ROPE_STRETCH_KEYS if name not in rope]):
         refusals.append(f"{key} lacks {', '.join(missing_keys)}, required by rope_type=llama3")
     elif rope_type == "llama3":

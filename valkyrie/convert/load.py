@@ -76,10 +76,12 @@ def import_folder(
         raise ValueError(f"{target} already exists. Use another --name NAME, or delete the folder.")
     _check_tokenizer(run)
     say(f"{architecture.name}: {describe_tensors(tensor_shapes, weights.dtype(tensor_shapes))}")
+    with disk_errors(target):
+        target.mkdir(parents=True)  # outside of the next context: another process may have created it just now
     with _delete_on_failure(target):
         originals_folder = target / ORIGINALS_FOLDER
         with disk_errors(target):
-            originals_folder.mkdir(parents=True)
+            originals_folder.mkdir()
         copied_names = copy_other_files(folder, originals_folder)
         write_atomic(originals_folder / CONFIG_FILE, (folder / CONFIG_FILE).read_bytes())
         if architecture.is_gpt2:

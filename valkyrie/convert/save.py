@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer_json import json_path
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors
+from valkyrie.processes.locks import WRITER_FILE, write_lock
 from valkyrie.trees import get_value
 
 DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
@@ -60,8 +61,7 @@ def export_run(
         say: called with a message before the tensors are written.
     """
     run = load_run(run_folder, [])
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER_REMEDY}.")
+    _refuse_files(folder)
     config = _merge_config(run_folder, run, dtype)  # refuses models that cannot be converted
     weights_dtype = DTYPES_BY_NAME[str(config["dtype"])]
     assert isinstance(run.model, Stack)
@@ -74,27 +74,39 @@ def export_run(
     shapes = {name: slices[0].tensor_shape for name, slices in by_name.items()}
     say(f"{find_architecture(config).name} of step {step}: {describe_tensors(shapes, weights_dtype)}")
     reader = _ParameterReader(path, field)
-    with _empty_on_failure(folder):
-        with disk_errors(folder, OTHER_FOLDER_REMEDY):
-            folder.mkdir(parents=True, exist_ok=True)
+    with _lock_empty(folder):
         write_folder(folder, config, shapes, weights_dtype, lambda name: reader.read(by_name[name]), file_bytes)
         _copy_tokenizer(run_folder, run, folder)
     return folder
 
 
+def _refuse_files(folder: Path) -> None:
+    """Raise ValueError if a path exists and is not a folder that is empty except for the lock."""
+    if folder.exists() and (not folder.is_dir() or any(file.name != WRITER_FILE for file in folder.iterdir())):
+        raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER_REMEDY}.")
+
+
 @contextmanager
-def _empty_on_failure(folder: Path) -> Iterator[None]:
-    """If an exception is raised inside this context, delete the files in the folder, and the folder if it is new."""
+def _lock_empty(folder: Path) -> Iterator[None]:
+    """Lock a folder, which must be empty, creating it if missing.
+
+    If an exception is raised inside this context, delete the files in the folder, and the folder if it is new.
+    """
     existed = folder.exists()
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            for file in folder.iterdir():
-                file.unlink()
-            if not existed:
-                folder.rmdir()
-        raise
+    with ExitStack() as stack:
+        with disk_errors(folder, OTHER_FOLDER_REMEDY):
+            stack.enter_context(write_lock(folder, OTHER_FOLDER_REMEDY))
+        stack.callback((folder / WRITER_FILE).unlink, missing_ok=True)
+        _refuse_files(folder)  # another process may have finished since the first check
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                for file in folder.iterdir():
+                    file.unlink()
+                if not existed:
+                    folder.rmdir()
+            raise
 
 
 class _ParameterReader:

@@ -83,6 +83,9 @@ def _groups(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
 
 MAX_SHARDS = 10_000
 """Maximum number of shards per split, enough for 670 billion tokens with the default of 64 Mi tokens per shard."""
+MAX_SMALL_SHARDS = 1_000
+"""Maximum number of shards per split with less than `_SMALL_SHARD_TOKENS` tokens. Disks write about 100 per second."""
+_SMALL_SHARD_TOKENS = 2**16
 
 
 class ShardWriter:
@@ -102,10 +105,11 @@ class ShardWriter:
         self.bytes = 0
 
     def add(self, tokens: EncodedDocuments) -> None:
-        """Append encoded documents to the shards. Raises ValueError if more than `MAX_SHARDS` files are needed."""
-        if self.tokens + tokens.ids.size > MAX_SHARDS * self._shard_tokens:
+        """Append encoded documents to the shards. Raises ValueError if the shards are more than the maximum."""
+        limit = MAX_SMALL_SHARDS if self._shard_tokens < _SMALL_SHARD_TOKENS else MAX_SHARDS
+        if self.tokens + tokens.ids.size > limit * self._shard_tokens:
             raise ValueError(
-                f"data.shard_tokens={self._shard_tokens}: this data needs more than {MAX_SHARDS:,} files. Use a larger "
+                f"data.shard_tokens={self._shard_tokens}: this data needs more than {limit:,} files. Use a larger "
                 "value, or leave it out."
             )
         self.documents += tokens.documents

@@ -62,17 +62,18 @@ def lock(file: IO[bytes] | IO[str], *, wait: bool = True) -> LockState:
 
 
 @contextlib.contextmanager
-def write_lock(folder: Path) -> Iterator[None]:
+def write_lock(folder: Path, alternative: str = "another name=") -> Iterator[None]:
     """Hold an exclusive write lock on a folder, creating it if missing.
 
-    Takes over the lock of a process that was killed. Raises ValueError if another process holds the lock.
+    Takes over the lock of a process that was killed. Raises ValueError, which suggests `alternative`, if another
+    process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / WRITER_FILE
     with open_to_append(path) as file:
         state, writer = lock(file, wait=False), _read_holder(file)
         if state is LockState.another or (state is LockState.unsupported and _may_run(writer)):
-            raise ValueError(_in_use_message(folder, path, writer, state))
+            raise ValueError(_in_use_message(folder, path, writer, state, alternative))
         _write_holder(file, os.getpid())
         try:
             yield
@@ -177,7 +178,7 @@ def _may_run(writer: LockHolder | None) -> bool:
     return True
 
 
-def _in_use_message(folder: Path, path: Path, writer: LockHolder | None, state: LockState) -> str:
+def _in_use_message(folder: Path, path: Path, writer: LockHolder | None, state: LockState, alternative: str) -> str:
     owner = f"process {writer.pid} on {writer.host}" if writer else "another process"
     remedy = f" If that process has ended, delete {path}." if state is LockState.unsupported else ""
-    return f"{folder} is in use by {owner}. Wait for it, or use another name=.{remedy}"
+    return f"{folder} is in use by {owner}. Wait for it, or use {alternative}.{remedy}"
