@@ -116,7 +116,9 @@ def test_control_characters_in_files_are_not_printed():
     ("arguments", "words"),
     [
         (["--json", "step.hlo"], "--json step.hlo would overwrite the input module"),
-        (["--json", "a", "--html", "./a"], "--html a would overwrite the file of --json"),
+        (["--json", "a.json", "--timeline", "./a.json"], "--timeline a.json would overwrite the file of --json"),
+        (["--html", "mine.py"], "--html mine.py: the name must end in .html, such as mine.html."),
+        (["--json", "mine.py"], "--json mine.py: the name must end in .json"),
         (["--timeline", "nowhere/t.json"], "there is no folder nowhere"),
         (["--tokens", "-5"], "tokens=-5: must be above 0"),
         (["--flops", "nan"], "flops=nan: must be a finite number"),

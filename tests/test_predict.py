@@ -165,6 +165,14 @@ def test_places_must_be_all_devices_of_the_slice(step: Path):
     assert turned.record.positions == places[::-1]
     assert "devices of v5e-8" in refusal(step, STEP, places=[places[0]] * 8)
     assert places[1] == Position.parse(str(places[1]))
+    for wrong in ("places.json", [str(places[0])]):
+        with pytest.raises(TypeError, match="places= takes a list of positions"):
+            valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH, places=wrong)
+    for mesh in ("data=2,model=4", (2, 4), 8):
+        with pytest.raises(TypeError, match='mesh= takes {"data": 2, "model": 4} or a mesh of slice.mesh'):
+            valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=mesh)
+    with pytest.raises(TypeError, match="a mesh of 2 x 4.0: sizes are whole numbers, not 4.0"):
+        valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh={"data": 2, "model": 4.0})
     with pytest.raises(ValueError, match="not a device"):
         Position.parse("0,0")
 
@@ -212,6 +220,9 @@ def wrong():
 
 def two(a, b):
     return a, b
+
+def exiting():
+    raise SystemExit
 """
 
 
@@ -222,9 +233,11 @@ def test_the_command_predicts_a_function_of_a_file(
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     monkeypatch.setattr("valkyrie.api.predict", lambda *words, **more: calls.append((words, more)) or result)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
     (tmp_path / "builders.py").write_text(BUILDERS)
     (tmp_path / "helper_of_the_step.py").write_text("def jitted(name=None, scale=1):\n    pass\n")
     (tmp_path / "damaged.py").write_text("import no_such_library\n")
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
 
     def run(name: str, *more: str) -> tuple[object, str]:
         with pytest.raises(SystemExit) as error:
@@ -244,6 +257,8 @@ def test_the_command_predicts_a_function_of_a_file(
         ("builders.py:wrong", "must return (jitted, arguments) or (jitted, arguments, keywords)"),
         ("builders.py:two", "has the arguments a, b. It may have one, the slice."),
         ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
+        ("ends.py:step", "ends.py ended while it was imported (sys.exit(0)). Put that behind `if __name__"),
+        ("builders.py:exiting", "builders.py:exiting ended the process (sys.exit()). Return the step and its"),
         ("missing.py:step", "there is no file "),
         ("builders:step", "write the name of the file in full: "),
         ("missing.hlo", "missing.hlo: no such file or directory."),
@@ -256,7 +271,9 @@ def test_the_command_predicts_a_function_of_a_file(
 
 def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = (str(step), "--target", "v5e-8", "--mesh", "data=2,model=4")
-    places = [(tmp_path, "is a directory")]
+    (folder := tmp_path / "folder.html").mkdir()
+    (tmp_path / "folder.json").mkdir()
+    places = [(folder, "is a directory")]
     if (full := Path("/dev/full")).exists():  # only Linux has it
         places.append((full, "no space left on device"))
     for path, reason in places:
@@ -266,9 +283,11 @@ def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, ca
         err = capsys.readouterr().err
         assert err.startswith(f"valkyrie-predict: {path} cannot be written ({reason}). ") and "another path" in err
     prediction = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
-    for write in (prediction.html, prediction.timeline):
+    for write, suffix in ((prediction.html, ".html"), (prediction.timeline, ".json")):
         with pytest.raises(DiskError, match="cannot be written"):
-            write(tmp_path)
+            write(folder.with_suffix(suffix))
+        with pytest.raises(ValueError, match=rf"mine\.py: the name must end in {suffix}"):
+            write(tmp_path / "mine.py")
 
 
 HOST = """  t = token[] after-all()

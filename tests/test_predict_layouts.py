@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 import valkyrie
@@ -70,6 +71,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(valkyrie.Slice, "mesh", lambda self, shape, names: mesh)
 
 
+@jax.jit
 def step() -> None:
     """Placeholder for a jitted function."""
 
@@ -115,6 +117,9 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
         ({"layouts": [1]}, TypeError, "layouts= takes {name: arguments}"),
         ({"layouts": {"dp": 0.1}}, TypeError, r'layouts\["dp"\] takes the positional arguments as a tuple, not float'),
         ({"layouts": {"dp": {"w": 1}}}, ValueError, r'layouts\["dp"\] has the unknown key .w.'),
+        ({"layouts": {"dp": {"function": len}}}, TypeError, r'layouts\["dp"\] needs a jitted function, not <built-in'),
+        ({"layouts": {"dp": {"mesh": 8}}}, TypeError, r'layouts\["dp"\]\["mesh"\] takes {"data": 2, "model": 4} or'),
+        ({"mesh": (2, 4)}, TypeError, r"mesh= takes .*, not \(2, 4\)"),
         ({"layouts": LAYOUTS, "measured_s": {"dp": 1}}, ValueError, "no such layout. Use slow, large, fast, broken"),
         ({"layouts": LAYOUTS, "measured_s": {"fast": 0}}, ValueError, r'measured_s\["fast"\]'),
         ({"measured_s": {"dp": 1}}, ValueError, "Pass them too, as layouts="),
@@ -146,6 +151,7 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
     )
     assert len(search_result.results) == 6 and search_result.best == "data=2,model=4 b"
     assert "RuntimeError: no such partition (test_predict_layouts.py:" in str(search_result)
+    search_result.save(tmp_path / "out")
     record = read_record(ComparisonRecord, tmp_path / "out" / SEARCH_FILE)
     assert record.best == search_result.best and [row.name for row in record.rows] == [*search_result.results]
     assert "data=8 b" in (tmp_path / "out" / "report.html").read_text()
@@ -153,6 +159,21 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
     assert [*alone.results] == ["data=8"]
     wrong = valkyrie.search_program(lambda mesh: step, slice=SLICE, axes=("data",), quiet=True)
     assert "build must return (jitted, arguments) or" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("search.json", "search.json is not an answer of search_program. Use another folder="),
+        ("run.yaml", r"is the folder of a run \(run.yaml\)"),
+        ("report.html", "report.html is not the page of a program search"),
+    ],
+)
+def test_a_search_does_not_replace_other_files(tmp_path: Path, name: str, reason: str):
+    (tmp_path / name).write_text('{"target": "v5e-8"}')
+    with pytest.raises(ValueError, match=reason):
+        valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, folder=tmp_path, quiet=True)
+    assert [file.name for file in tmp_path.iterdir()] == [name] and "v5e-8" in (tmp_path / name).read_text()
 
 
 def test_all_divisions_of_the_devices():
@@ -208,6 +229,7 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
         ({"budget": "5 minutes"}, ValueError, "budget=5 minutes is not a time"),
         ({"budget": -1}, ValueError, "budget=-1"),
         ({"axes": "data"}, TypeError, "axes= takes names"),
+        ({"meshes": [("2", 4)]}, TypeError, "a mesh of 2 x 4: sizes are whole numbers, not '2'"),
     ],
 )
 def test_illegal_searches_are_refused(more: dict[str, Any], kind: type[Exception], message: str):

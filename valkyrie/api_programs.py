@@ -17,7 +17,7 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.problems import check_range, refuse, require_type
 from valkyrie.results import Result
-from valkyrie.search.comparison import Comparison
+from valkyrie.search.comparison import Comparison, refuse_other_folder
 from valkyrie.search.compile.fault import Fault
 from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.units import parse_seconds
@@ -116,16 +116,19 @@ def predict(
         return _predict_run(program, quiet)
     _refuse_other_programs(program)
     if places is not None:
-        require_type(places, Sequence, "places= takes a list of positions, such as record.positions")
+        for value, kind in ((places, list | tuple), *((place, Position) for place in places)):
+            require_type(value, kind, "places= takes a list of positions, such as record.positions")
     settings = {"name": name, "tokens": tokens, "flops": flops, "options": options, "time_limit_s": time_limit_s}
     target, work = _program_work(slice, unit=unit, **settings)
+    from valkyrie.search.programs import ProgramCall, require_mesh
+
+    require_mesh(mesh, "mesh=")
     if measured_s is not None and layouts is None:
         raise ValueError("measured_s= corrects the predictions of other layouts. Pass them too, as layouts=.")
     if isinstance(program, str | Path):
         if layouts is not None:
             raise ValueError("layouts= takes arguments of a function. Predict each dumped module by itself.")
         return _predict_module_file(Path(program), target, mesh, places, work)
-    from valkyrie.search.programs import ProgramCall
 
     call, console = ProgramCall(program, arguments, keywords, mesh, options), Console(stderr=True, quiet=quiet)
     if layouts is not None:
@@ -269,6 +272,8 @@ def search_program(
         if not rules:
             raise ValueError("rules= is empty. Leave it out if build takes only the mesh.")
     require_type(folder, str | Path | None, "folder= takes the path of a folder")
+    if folder is not None:
+        refuse_other_folder(Path(folder))
     budget_s = parse_seconds(budget) if isinstance(budget, str) else budget
     if budget is not None:
         require_type(budget, str | Real, 'budget= takes seconds, or a time such as "5min"')

@@ -90,6 +90,17 @@ def write_atomic(path: Path, content: str | bytes, alternative: str | None = Non
     return path
 
 
+def require_suffix(path: str | Path, suffix: str, key: str = "") -> Path:
+    """Return the path of a file to write.
+
+    Raises ValueError if it does not end in `suffix`, because the user may have passed an input by mistake. Devices such as `/dev/stdout` are accepted. `key` precedes the path in the message.
+    """
+    path = Path(path)
+    if path.suffix.lower() != suffix and not (path.is_char_device() or path.is_fifo()):
+        raise ValueError(f"{key}{path}: the name must end in {suffix}, such as {path.stem or 'report'}{suffix}.")
+    return path
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path, alternative: str | None = None) -> Iterator[None]:
     """Convert OSErrors while writing a file or folder to DiskErrors with the path and a remedy.

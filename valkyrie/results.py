@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from valkyrie.config.run import Run
-from valkyrie.paths import write_atomic
+from valkyrie.paths import require_suffix, write_atomic
 from valkyrie.runs.columns import Column, html_facts, html_table
 from valkyrie.search.compile.fault import Fault
 from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
@@ -127,19 +127,24 @@ class Result:
     def timeline(self, path: str | Path) -> Path:
         """Write the predicted step as a timeline for https://ui.perfetto.dev, and return its path.
 
-        Raises ValueError if no step was predicted, for example for a measurement, a CPU target or a failed compile.
+        Raises ValueError if the name does not end in `.json`, or if no step was predicted, for example for a
+        measurement, a CPU target or a failed compile.
         """
         from valkyrie.machine.timeline import write_timeline
 
-        write_timeline(Path(path), self._require_replay().spans, self._title, "another path")
-        return Path(path)
+        file = require_suffix(path, ".json")
+        write_timeline(file, self._require_replay().spans, self._title, "another path")
+        return file
 
     def html(self, path: str | Path) -> Path:
-        """Write a standalone HTML page with the report and a drawing of the step's timeline. Returns its path."""
+        """Write a standalone HTML page with the report and a drawing of the step's timeline. Returns its path.
+
+        Raises ValueError if the name does not end in `.html`.
+        """
         from valkyrie.report.program import program_page
 
-        spans = self.replay.spans if self.replay else []
-        return write_atomic(Path(path), program_page(self.record, self._title, spans), "another path")
+        file, spans = require_suffix(path, ".html"), self.replay.spans if self.replay else []
+        return write_atomic(file, program_page(self.record, self._title, spans), "another path")
 
     def _repr_html_(self) -> str:
         """Return the page of `html` in an iframe, for notebooks."""

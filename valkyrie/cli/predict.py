@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib.util
 import inspect
@@ -10,11 +11,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.cli.parser import OneLineParser, run_command
+from valkyrie.paths import require_suffix
 from valkyrie.units import escape_control_characters
 
 if TYPE_CHECKING:
@@ -137,38 +139,50 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
     from valkyrie.search.programs import describe_error, parse_built
 
     source = f"{file}:{function}"
-    try:
-        build = _import_function(file, function)
-    except Exception as error:  # of the user's code
-        raise ValueError(f"{file} cannot be imported: {describe_error(error)}") from error
+    with _explain_exit(f"{file} ended while it was imported", 'Put that behind `if __name__ == "__main__":`.'):
+        try:
+            build = _import_function(file, function)
+        except Exception as error:  # of the user's code
+            raise ValueError(f"{file} cannot be imported: {describe_error(error)}") from error
     required = [each for each in inspect.signature(build).parameters.values() if each.default is each.empty]
     if hasattr(build, "lower"):
         raise ValueError(f"{source} is jitted. Name a function that returns it with its arguments: (step, (w, x)).")
     if len(required) > 1:
         names = ", ".join(each.name for each in required)
         raise ValueError(f"{source} has the arguments {names}. It may have one, the slice.")
+    with _explain_exit(f"{source} ended the process", "Return the step and its arguments instead."):
+        try:
+            built = build(target) if required else build()
+        except Exception as error:  # of the user's code
+            raise ValueError(f"{source}: {describe_error(error)}") from error
+        call = parse_built(built, source)
+        name = getattr(call.function, "__name__", function)
+        try:
+            return api.predict(call.function, *call.arguments, **settings, name=name, **call.keywords)
+        except ValueError:
+            raise
+        except Exception as error:  # of tracing the user's code
+            raise ValueError(f"{source}: {describe_error(error)}") from error
+
+
+@contextlib.contextmanager
+def _explain_exit(start: str, remedy: str) -> Iterator[None]:
+    """Convert `sys.exit` in the user's code to a ValueError."""
     try:
-        built = build(target) if required else build()
-    except Exception as error:  # of the user's code
-        raise ValueError(f"{source}: {describe_error(error)}") from error
-    call = parse_built(built, source)
-    name = getattr(call.function, "__name__", function)
-    try:
-        return api.predict(call.function, *call.arguments, **settings, name=name, **call.keywords)
-    except ValueError:
-        raise
-    except Exception as error:  # of tracing the user's code
-        raise ValueError(f"{source}: {describe_error(error)}") from error
+        yield
+    except SystemExit as error:
+        raise ValueError(f"{start} (sys.exit({'' if error.code is None else repr(error.code)})). {remedy}") from None
 
 
 def _import_function(file: Path, function: str) -> Callable[..., Any]:
     """Import a Python file, and return its function of this name.
 
-    Adds the folder of the file to `sys.path`, as `python FILE` does.
+    Adds the folder of the file to `sys.path`, and passes no arguments to it, as `python FILE` does.
     """
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     sys.path.insert(0, str(file.resolve().parent))
+    sys.argv = [str(file)]
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
@@ -181,7 +195,7 @@ def _import_function(file: Path, function: str) -> Callable[..., Any]:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Raise ValueError if an output would replace an input or another output, or its folder is missing."""
+    """Raise ValueError for an output with a wrong suffix, over an input or another output, or in a missing folder."""
     taken_paths = {split_function(options.module)[0].resolve(): "the input module"}
     if options.places is not None:
         taken_paths[options.places.resolve()] = "the file of --places"
@@ -191,6 +205,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
             continue
         if (other := taken_paths.get(path.resolve())) is not None:
             raise ValueError(f"--{key} {path} would overwrite {other}. Choose another path.")
+        require_suffix(path, ".html" if key == "html" else ".json", f"--{key} ")
         if not path.parent.is_dir():
             raise ValueError(f"--{key} {path}: there is no folder {path.parent}.")
         taken_paths[path.resolve()] = f"the file of --{key}"

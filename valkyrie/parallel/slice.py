@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from valkyrie.hardware.platforms import get_platform
@@ -77,6 +78,10 @@ class Slice(TargetConfig):
         Raises ValueError if the mesh or `placement` does not fit this slice, or if this is not a TPU slice.
         """
         mesh_text = f"a mesh of {' x '.join(str(n) for n in shape)}"
+        for size in shape:
+            require_type(size, Integral, f"{mesh_text}: sizes are whole numbers")
+        for axis in names:
+            require_type(axis, str, f"{mesh_text}: names of axes are strings")
         if not get_platform(self.platform).compiles_without_devices or self.devices is None:
             raise ValueError(f"{self.describe()} is not a TPU slice. Only TPU programs compile without a device.")
         if not shape:

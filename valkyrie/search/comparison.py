@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from valkyrie.parts import PartKind, sum_seconds
-from valkyrie.paths import disk_errors, write_atomic
-from valkyrie.records import write_record
+from valkyrie.paths import disk_errors, require_suffix, write_atomic
+from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.columns import Column, terminal_table
-from valkyrie.runs.folder import versions
+from valkyrie.runs.folder import RUN_FILE, versions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.units import count_text, duration, memory_text
 
@@ -155,12 +155,19 @@ class Comparison:
         return f"<Comparison of {count_text(len(self.results), 'layout')}, best: {self.best or 'none fits'}>"
 
     def html(self, path: str | Path) -> Path:
-        """Write a standalone HTML page with the table and the report of each layout. Returns its path."""
-        return write_atomic(Path(path), self._page(), "another path")
+        """Write a standalone HTML page with the table and the report of each layout. Returns its path.
+
+        Raises ValueError if the name does not end in `.html`.
+        """
+        return write_atomic(require_suffix(path, ".html"), self._page(), "another path")
 
     def save(self, folder: str | Path) -> Path:
-        """Write `search.json` and the page `report.html` into a folder, creating it if missing. Returns the folder."""
+        """Write `search.json` and the page `report.html` into a folder, creating it if missing. Returns the folder.
+
+        Raises ValueError if these files are not those of a program search, as `refuse_other_folder`.
+        """
         folder = Path(folder)
+        refuse_other_folder(folder)
         with disk_errors(folder, "another folder="):
             folder.mkdir(parents=True, exist_ok=True)
         write_record(folder / SEARCH_FILE, self.record)
@@ -223,6 +230,21 @@ class Comparison:
                 f"of {measured}"
             )
         return lines
+
+
+def refuse_other_folder(folder: Path) -> None:
+    """Raise ValueError if saving a comparison into a folder would replace a file of a run, a sweep or the user."""
+    file, page, remedy = folder / SEARCH_FILE, folder / PAGE_FILE, "Use another folder=."
+    if (folder / RUN_FILE).exists():
+        raise ValueError(f"folder={folder} is the folder of a run ({RUN_FILE}). {remedy}")
+    if not file.exists():
+        if page.exists():
+            raise ValueError(f"folder={folder}: {page} is not the page of a program search. {remedy}")
+        return
+    try:
+        read_record(ComparisonRecord, file)
+    except RecordError as error:
+        raise ValueError(f"folder={folder}: {file} is not an answer of search_program. {remedy}") from error
 
 
 def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]]:

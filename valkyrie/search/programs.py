@@ -37,6 +37,15 @@ class ProgramCall:
     options: Mapping[str, Any] | None = None
 
 
+def require_mesh(mesh: object, key: str) -> None:
+    """Raise TypeError if `mesh` is not a JAX mesh, the sizes of its axes by name, or None. `key` starts the message."""
+    import jax
+
+    require_type(
+        mesh, jax.sharding.Mesh | Mapping | None, f'{key} takes {{"data": 2, "model": 4}} or a mesh of slice.mesh(...)'
+    )
+
+
 def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCall) -> dict[str, ProgramCall]:
     """Parse `layouts=` of `valkyrie.predict` into a call for each layout. Raises ValueError or TypeError if malformed.
 
@@ -63,6 +72,7 @@ def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCa
             require_type(
                 value.get("args", ()), list | tuple, f'{key}["args"] takes the positional arguments as a tuple'
             )
+            require_mesh(value.get("mesh"), f'{key}["mesh"]')
             calls[name] = replace(
                 defaults,
                 function=value.get("function", function),
@@ -77,6 +87,8 @@ def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCa
             raise TypeError(
                 f"{key} takes the positional arguments as a tuple, not {type(value).__name__}. Use (arguments,)."
             )
+        if not hasattr(calls[name].function, "lower"):
+            raise TypeError(f"{key} needs a jitted function, not {calls[name].function!r}. Use jax.jit(step).")
     return calls
 
 
