@@ -44,6 +44,13 @@ def test_every_chip_has_all_figures_with_their_sources(chip: ChipConfig):
             assert re.search(r"  # \S", line), line
 
 
+def test_the_figures_of_a_users_chip_that_a_step_time_needs_are_named():
+    missing = ChipConfig("nod", hbm_gib=16.0).missing_figures()
+    assert missing is not None and missing.startswith("target.chip=nod sets no hbm_gbs, peak_tflops.bfloat16, so")
+    assert "begin nod.yaml with `defaults: [v5e, _self_]`" in missing
+    assert not any(chip.missing_figures() for chip in known_chips().values())
+
+
 def test_usable_memory_is_at_most_the_memory_of_the_chip():
     v4, h100 = known_chips()["v4"], known_chips()["h100"]
     assert usable_hbm(v4) == 30.75 * 2**30 and usable_hbm(dataclasses.replace(v4, hbm_gib=8.0)) == 8 * 2**30

@@ -93,7 +93,8 @@ def write_atomic(path: Path, content: str | bytes, alternative: str | None = Non
 def require_suffix(path: str | Path, suffix: str, key: str = "") -> Path:
     """Return the path of a file to write.
 
-    Raises ValueError if it does not end in `suffix`, because the user may have passed an input by mistake. Devices such as `/dev/stdout` are accepted. `key` precedes the path in the message.
+    Raises ValueError if it does not end in `suffix`, because the user may have passed an input by mistake. Devices
+    such as `/dev/stdout` are accepted. `key` precedes the path in the message.
     """
     path = Path(path)
     if path.suffix.lower() != suffix and not (path.is_char_device() or path.is_fifo()):

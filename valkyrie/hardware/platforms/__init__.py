@@ -91,7 +91,7 @@ class Platform(ABC):
         return self.runs_on_host
 
     def missing_compiler(self, target: TargetConfig) -> str | None:
-        """Return instructions to install the compiler for a target, or None if nothing is missing."""
+        """Return how to install the compiler for a target, or which figures to set, or None if nothing is missing."""
         return None
 
     def compile_environment(self) -> Mapping[str, str]:
