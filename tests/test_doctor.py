@@ -172,7 +172,7 @@ def test_the_state_size_equals_that_of_its_arrays(overrides: Sequence[str]):
     assert arrays - tolerance <= state_bytes(run) <= arrays
 
 
-def test_the_folder_of_the_checkpoints_is_written_and_read(tmp_path: Path):
+def test_the_doctor_checks_the_checkpoint_folder_and_leaves_no_files(tmp_path: Path):
     (tmp_path / "file").write_text("")
     run_in_file, run_in_new_folder = (
         compose_run(*SMALL, f"checkpoint.folder={tmp_path / name}") for name in ("file", "new/one")

@@ -176,8 +176,8 @@ def test_bash_runs_the_planned_commands(tmp_path_factory: pytest.TempPathFactory
     read = "".join(f"{word}\0" for word in ("name=mine", *arguments)).encode()
     assert (result.returncode, result.stdout) == (0, read) and (folder / "valkyrie/launch.log").read_bytes() == read
     content = "\n".join(arguments)
-    wrote = Plan((), (FileStep("write", "it's here", content),))
-    run_and_record_commands(wrote.text(), folder)
+    file_plan = Plan((), (FileStep("write", "it's here", content),))
+    run_and_record_commands(file_plan.text(), folder)
     whole_lines = content if content[-1:] in ("", "\n") else f"{content}\n"
     assert (folder / "it's here").read_bytes() == whole_lines.encode()
 

@@ -108,15 +108,15 @@ def test_the_tokenizer_fingerprint_is_in_the_manifest(trained: Path, tmp_path: P
 @pytest.mark.parametrize("blank", ["\u2581", "G"])
 def test_other_tokenizer_types_are_read_by_the_tokenizers_package(tmp_path: Path, blank: str) -> None:
     """Tests SentencePiece, and a byte-level tokenizer that normalises text. Neither can be a tiktoken encoding."""
-    package = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
-    package.add_special_tokens(["<s>"])
+    original = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    original.add_special_tokens(["<s>"])
     kinds = tokenizers.pre_tokenizers, tokenizers.decoders
     if blank == "G":
-        package.pre_tokenizer, package.decoder = (kind.ByteLevel() for kind in kinds)
-        package.normalizer = tokenizers.normalizers.NFC()
+        original.pre_tokenizer, original.decoder = (kind.ByteLevel() for kind in kinds)
+        original.normalizer = tokenizers.normalizers.NFC()
         alphabet = kinds[0].ByteLevel.alphabet()
     else:
-        package.pre_tokenizer, package.decoder = kinds[0].Metaspace(), kinds[1].Metaspace()
+        original.pre_tokenizer, original.decoder = kinds[0].Metaspace(), kinds[1].Metaspace()
         alphabet = []
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=600,
@@ -124,11 +124,11 @@ def test_other_tokenizer_types_are_read_by_the_tokenizers_package(tmp_path: Path
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    package.train_from_iterator(TEXTS[2:], trainer)
-    package.save(str(tmp_path / "tokenizer.json"))
+    original.train_from_iterator(TEXTS[2:], trainer)
+    original.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
     assert not isinstance(tokenizer, TiktokenTokenizer)
-    assert tokenizer.vocab_size == read_vocab_size(str(tmp_path)) == package.get_vocab_size()
+    assert tokenizer.vocab_size == read_vocab_size(str(tmp_path)) == original.get_vocab_size()
     ids = tokenizer.encode_ordinary("import csv <s>")
     assert tokenizer.bos_id == 0 and 0 not in ids and tokenizer.decode([0, *ids]).strip() == "import csv <s>"
     assert tokenizer.token_bytes[ids].sum() in (14, 15)
@@ -157,13 +157,13 @@ def test_a_bad_file_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_a_checkpoint_with_another_tokenizer_is_refused(trained: Path, tmp_path: Path) -> None:
     step = tmp_path / "run" / "checkpoints" / "5"
-    now, bytes_ = tokenizer_identity(str(trained)), tokenizer_identity("bytes")
-    refuse_other_tokenizer(step, bytes_, bytes_)
-    refuse_other_tokenizer(step, None, now)
+    json_identity, bytes_identity = tokenizer_identity(str(trained)), tokenizer_identity("bytes")
+    refuse_other_tokenizer(step, bytes_identity, bytes_identity)
+    refuse_other_tokenizer(step, None, json_identity)
     with pytest.raises(ValueError, match=r"\b5\b.* tokenizer=bytes\b.* tokenizer=/.*json"):
-        refuse_other_tokenizer(step, bytes_, now)
-    with pytest.raises(ValueError, match=rf"\b0{{16}}\b.*\b{now['fingerprint']}\b"):
-        refuse_other_tokenizer(step, now | {"fingerprint": "0" * 16}, now)
+        refuse_other_tokenizer(step, bytes_identity, json_identity)
+    with pytest.raises(ValueError, match=rf"\b0{{16}}\b.*\b{json_identity['fingerprint']}\b"):
+        refuse_other_tokenizer(step, json_identity | {"fingerprint": "0" * 16}, json_identity)
 
 
 @pytest.mark.parametrize("pattern", [r"\p{N}{1,3}", r"\p{L}+|\p{N}+", r"[^\n]+", r"\S+|\s+(?!\S)", r"\p{N}*"])

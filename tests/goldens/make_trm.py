@@ -18,9 +18,9 @@ from models.losses import ACTLossHead
 from models.recursive_reasoning.trm import TinyRecursiveReasoningModel_ACTV1
 from models.sparse_embedding import _sparse_emb_signsgd_dist
 
-SHAPE = {"batch_size": 5, "seq_len": 9, "puzzle_emb_ndim": 12, "num_puzzle_identifiers": 4, "vocab_size": 7}
-SHAPE |= {"H_cycles": 3, "L_cycles": 6, "H_layers": 0, "hidden_size": 8, "expansion": 4, "num_heads": 2}
-SHAPE |= {"halt_max_steps": 16, "halt_exploration_prob": 0.0, "forward_dtype": "float32", "puzzle_emb_len": 3}
+BASE_CONFIG = {"batch_size": 5, "seq_len": 9, "puzzle_emb_ndim": 12, "num_puzzle_identifiers": 4, "vocab_size": 7}
+BASE_CONFIG |= {"H_cycles": 3, "L_cycles": 6, "H_layers": 0, "hidden_size": 8, "expansion": 4, "num_heads": 2}
+BASE_CONFIG |= {"halt_max_steps": 16, "halt_exploration_prob": 0.0, "forward_dtype": "float32", "puzzle_emb_len": 3}
 VARIANTS = {
     "attention": {"pos_encodings": "rope", "L_layers": 2},
     "mlp": {"pos_encodings": "none", "L_layers": 1, "mlp_t": True},
@@ -31,7 +31,7 @@ def main() -> None:
     """Write `trm.npz` with the results of both variants."""
     golden = {}
     for name, variant in VARIANTS.items():
-        golden |= {f"{name}.{key}": value for key, value in run_variant(SHAPE | variant).items()}
+        golden |= {f"{name}.{key}": value for key, value in run_variant(BASE_CONFIG | variant).items()}
     np.savez_compressed(Path(__file__).with_name("trm.npz"), **golden)
 
 

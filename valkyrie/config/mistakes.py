@@ -58,7 +58,7 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
     for argument in overrides:
         key, _, value = argument.partition("=")
         _refuse_wrong_choice(argument, key.lstrip("+"), value, in_python)
-        _refuse_hydra_syntax(argument, key, value)
+        _refuse_arguments_hydra_reports_poorly(argument, key, value)
         if not multirun:
             _refuse_several_values(argument, key.lstrip("+"), value, in_python)
 
@@ -97,7 +97,7 @@ def _refuse_missing_value(argument: str, next_argument: str) -> None:
         raise ValueError(f"{argument} has no value. Write {argument}={value}, with no spaces around =.")
 
 
-def _refuse_hydra_syntax(argument: str, key: str, value: str) -> None:
+def _refuse_arguments_hydra_reports_poorly(argument: str, key: str, value: str) -> None:
     """Reject arguments for which Hydra would report an unclear error."""
     if key == "hydra.searchpath" and "valkyrie://groups" not in value:
         raise ValueError(

@@ -42,9 +42,9 @@ def state_bytes(run: Run) -> int:
     itemsize = {"float32": 4, "bfloat16": 2}
     size = 0.0
     for spec in run.model.parameters().values():
-        parameter = itemsize["float32" if spec.float32 else config.precision.parameter.value]
-        average = 0 if config.optimizer.ema_decay is None else itemsize["float32"]
-        size += math.prod(spec.shape) * (parameter + config.optimizer.state_bytes(spec) + average)
+        parameter_bytes = itemsize["float32" if spec.float32 else config.precision.parameter.value]
+        average_bytes = 0 if config.optimizer.ema_decay is None else itemsize["float32"]
+        size += math.prod(spec.shape) * (parameter_bytes + config.optimizer.state_bytes(spec) + average_bytes)
     return int(size)
 
 
