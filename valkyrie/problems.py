@@ -354,7 +354,9 @@ _TEMPLATES = {
 def _microbatches_clause(problem: Problem) -> str:
     count, stage_axes = problem.details["microbatch_count"], problem.details["stage_axes"]
     if stage_axis := next((axis for axis in problem.mesh_axes if axis in stage_axes), None):
-        return f", and each of microbatches={count} over all but {stage_axis}"
+        sizes = zip(problem.mesh_axes, problem.mesh_sizes, strict=True)
+        others = "·".join(f"{axis}={size}" for axis, size in sizes if axis != stage_axis)
+        return f", and each of its {count} microbatches over {others}" if others else f" times microbatches={count}"
     return f" times microbatches={count}" if count > 1 else ""
 
 

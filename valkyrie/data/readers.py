@@ -183,8 +183,8 @@ def _read_whole(file: File, options: ReadOptions, group: int | None) -> Iterator
     free_bytes = free_memory() if file.size > _LARGE_FILE_BYTES else None
     if free_bytes is not None and _MEMORY_FACTOR * file.size > free_bytes:
         raise ValueError(
-            f"{file.id} has {memory_text(file.size)}. A {file.suffix} file is read whole, which needs "
-            f"{memory_text(_MEMORY_FACTOR * file.size)} of memory, but {memory_text(free_bytes)} are free. Split it, "
+            f"{file.id} is too large ({memory_text(file.size)}): a {file.suffix} file is read into memory whole, which "
+            f"needs {memory_text(_MEMORY_FACTOR * file.size)}, but only {memory_text(free_bytes)} is free. Split it, "
             "or write its documents to a .jsonl file, which is read line by line."
         )
     yield _decode(file.read(), file.id)

@@ -44,18 +44,21 @@ def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:
     if target.chip and target.chip.units_in_name > 1 and target.name.endswith(f"-{mesh.size}"):
         target_size += f" ({target.name} counts {target.chip.units_in_name} cores per chip)"
     if target.slices > 1 and not target.topology and (single := target.resized(target.devices or 0)):
-        target_size += f", as target={single.name} has"  # without a torus, a network joins all hosts anyway
+        target_size += f" (the same as target={single.name})"  # without a torus, a network joins all hosts anyway
     slice_prefix = f"{target.slices}s" if target.slices > 1 else ""
     mesh_hint = f", such as mesh={slice_prefix}{_torus_mesh_name(target)}" if target.chip and target.topology else ""
     resized = target.resized(mesh.size)
     nearest = " and ".join(f"target={other.describe()}" for other in target.nearest(mesh.size))
     fitting_hint = f" No slice has {mesh.size} {noun}; the nearest are {nearest}." if nearest else ""
-    if resized is not None:
-        fitting_hint = f" {mesh.size} {noun} are target={resized.describe()}."
+    mesh_remedy = f"a mesh of {target.devices} devices{mesh_hint}."
+    remedy = f" Use {mesh_remedy}" if resized is None else f" Use target={resized.describe()}, or {mesh_remedy}"
+    if slices_hint := _slices_hint(target, mesh):
+        fitting_hint, remedy = slices_hint, f" Use {mesh_remedy}"
+    elif resized is not None:
+        fitting_hint = ""
     return (
         f"target={target.describe()} has {target_size}, but mesh={mesh.name} needs {mesh.size} devices."
-        f"{_slices_hint(target, mesh) or fitting_hint} Use a mesh of {target.devices} devices{mesh_hint}"
-        f"{'' if resized is None else f', or a target of {mesh.size}'}."
+        f"{fitting_hint}{remedy}"
     )
 
 

@@ -96,8 +96,8 @@ LOSS = Figure(
 WALL_TIME = Figure(
     "walltime",
     "Where the wall time of a training run goes",
-    "Wall time from the first start of a run to its end or last record. Everything except steps that count is "
-    "overhead, such as startup, compilation, saving, evaluation, downtime, and steps repeated after a restart.",
+    "Wall time from the first start of a run to its end or last record. Overhead is all time "
+    "not spent on new training steps: startup, compilation, saving, evaluation, downtime, and repeated steps.",
     values.wall_times,
     specs.stacked_bars("wall time", "spent on", lambda v: colours.time_colour(v["part"])),
 )

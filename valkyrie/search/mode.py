@@ -93,9 +93,8 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     shortlist = build_shortlist(ranking)
     compiled_layouts, measured_trials, status = CompiledLayouts(), MeasuredTrials(), 0
     if not shortlist.fitting and not shortlist.doubtful:
-        return _nothing_fits(
-            NO_STEP_TIME, folder, _describe_no_fit(shortlist, request, compiled_layouts, space), console
-        )
+        reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
+        return _nothing_fits(NO_STEP_TIME, folder, reason, console)
     will_measure = request.mode.measure > 0 and can_measure(request)
     missing_compilers = _missing_compilers(request)
     if not will_measure:
@@ -103,12 +102,7 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     compiled_targets = [target.name for target in request.targets if target.name not in missing_compilers]
     compilable = shortlist.for_targets(compiled_targets)
     if compilable.fitting or compilable.doubtful:
-        try:
-            with signals_as_exceptions():
-                status = _compile(request, ranking, compilable, folder, compiled_layouts, console)
-        except KeyboardInterrupt:
-            console.print("interrupted; the best so far:", style="yellow")
-            status = INTERRUPTED
+        status = _try_compiling(request, ranking, compilable, folder, compiled_layouts, console)
     shortlist = shortlist.select(compiled_layouts.may_fit)  # what the compiles have ruled out is no answer
     best, options = compiled_layouts.best(request), []
     tune_s = None if request.mode.tune is None else parse_seconds(request.mode.tune)
@@ -116,12 +110,8 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
         status, options = tune_best(request, best, tune_s, console)
     if status == 0 and will_measure:
         status = _measure(request, shortlist, compiled_layouts, folder, measured_trials, console)
-    rows = rank_measured(
-        request,
-        rank_layouts(request, shortlist, compiled_layouts, MAX_SHOWN_LAYOUTS),
-        measured_trials,
-        compiled_layouts,
-    )
+    ranked_layouts = rank_layouts(request, shortlist, compiled_layouts, MAX_SHOWN_LAYOUTS)
+    rows = rank_measured(request, ranked_layouts, measured_trials, compiled_layouts)
     if not rows:
         reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
         return _nothing_fits(status or NO_STEP_TIME, folder, reason, console)
@@ -233,6 +223,23 @@ def _wider_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlis
 
 def _target_slice(row: RankedLayout, request: SearchRequest) -> TargetConfig:
     return next(target for target in request.targets if target.name == row.candidate.target)
+
+
+def _try_compiling(
+    request: SearchRequest,
+    ranking: Ranking,
+    shortlist: Shortlist,
+    folder: Path,
+    compiled_layouts: CompiledLayouts,
+    console: Console,
+) -> int:
+    """Compile the best layouts. Returns the exit status, `INTERRUPTED` if the user or a signal stopped it."""
+    try:
+        with signals_as_exceptions():
+            return _compile(request, ranking, shortlist, folder, compiled_layouts, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; the best so far:", style="yellow")
+        return INTERRUPTED
 
 
 def _compile(

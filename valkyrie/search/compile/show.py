@@ -210,7 +210,7 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
 def describe_range(interval: StepInterval | None) -> str:
     """Describe the range of a predicted step, and the measured runs behind it."""
     if interval is None:
-        return "unknown, because all published runs are of dense transformers. mode=calibrate fits one to your runs"
+        return "unknown for this model. Ranges come from published runs of dense transformers, or mode=calibrate"
     runs = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "
     runs += f"on {interval.chip}" if interval.chip else "on all chips (this one has too few)"
     if interval.is_new:
