@@ -100,6 +100,10 @@ MISTAKES |= {
         "model.block_pattern=s5",
         "model.attention=3",
         "model.tie_embeddings=maybe",
+        "runs=FILE",
+        "runs=FILE resume=latest",
+        "runs=FILE/below",
+        "checkpoint.folder=FILE",
     )
 }
 """Arguments by case. `goldens/messages/errors.txt` has their messages."""
@@ -108,6 +112,7 @@ MISTAKES |= {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_is_reported_in_one_message(command: Any, case: str):
     arguments = MISTAKES[case]
+    Path("FILE").touch()
     result = command(*arguments)
     assert result.run is None
     lines = [line for line in result.err.splitlines() if not line.startswith("  - Partitions that work with ")]

@@ -328,8 +328,9 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     _, err = job.communicate(timeout=30)
     assert time.monotonic() - start < 5
     assert job.returncode == 130
-    (line,) = err.strip().splitlines()
-    assert line.startswith("stopping after")
+    first, _, last = err.strip().splitlines()
+    assert first.startswith("stopping after")
+    assert re.search(r"step \d+ was not saved. Newest checkpoint: none$", last)
 
 
 @pytest.mark.slow
@@ -350,22 +351,26 @@ def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("worth_saving", "status", "message"),
+    ("worth_saving", "signals", "status", "message"),
     [
-        (False, 75, "nothing to save"),
-        (True, 0, "stopping after"),
+        (False, "SIGTERM", 75, "nothing to save"),
+        (True, "SIGTERM", 0, "stopping after"),
+        (True, "SIGTERM SIGTERM SIGUSR1", 0, "stopping after"),
+        (True, "SIGINT SIGTERM", 0, "stopping after"),
+        (True, "SIGTERM SIGINT", 130, "stopped at once; step 7 was not saved. Newest checkpoint: step 5"),
     ],
 )
 def test_a_signal_aborts_the_first_step_but_waits_for_later_steps(
-    worth_saving: bool, status: int, message: str
+    worth_saving: bool, signals: str, status: int, message: str
 ) -> None:
     training = (
         "import os, signal, time\nfrom valkyrie.processes.interrupt import Interrupt\n"
         f"interrupt = Interrupt()\nwith interrupt.handle_signals():\n  interrupt.worth_saving = {worth_saving}\n"
-        "  os.kill(os.getpid(), signal.SIGTERM)\n  time.sleep(0.5)\n  assert interrupt.requested"
+        f"  interrupt.should_stop(7)\n  interrupt.find_newest_step = lambda: 5\n  for name in {signals.split()}:\n"
+        "    os.kill(os.getpid(), getattr(signal, name))\n    time.sleep(0.3)\n  assert interrupt.requested"
     )
     result = subprocess.run([sys.executable, "-c", training], capture_output=True, text=True, timeout=60)
-    (line,) = result.stderr.strip().splitlines()
+    line = result.stderr.strip().splitlines()[-1]
     assert result.returncode == status and message in line
 
 

@@ -234,13 +234,15 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
 def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
     """Evaluate a trained run on its whole validation split. Returns its metrics by name, such as `eval_loss`.
 
-    Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none.
+    Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none, or if a row is longer
+    than the validation split.
     """
     _require_run("evaluate", run)
-    from valkyrie.train.prepare import prepare_run, restore, trained_folder
+    from valkyrie.train.prepare import prepare_run, refuse_long_rows, restore, trained_folder
 
     folder = trained_folder(run)
     prepared = prepare_run(run, _console(quiet))
+    refuse_long_rows(run, prepared.data)
     from valkyrie.train.evaluate import Evaluator
 
     program, _, parameters = restore(run, prepared.devices, folder)

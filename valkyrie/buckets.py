@@ -1,9 +1,11 @@
-"""Checks bucket paths such as `gs://bucket/x`: their scheme, and the package that it needs."""
+"""Checks paths of settings: the scheme of buckets such as `gs://bucket/x`, their package, and files among folders."""
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 from valkyrie.problems import Problem, ProblemCode
 
@@ -32,3 +34,15 @@ def bucket_problems(key: str, path: str) -> list[Problem]:
         "Use a local folder, or with several hosts one that all of them mount (NFS, Filestore, a mounted bucket)."
     )
     return [Problem(ProblemCode.unsupported, key, path, text)]
+
+
+def file_problems(key: str, path: str) -> list[Problem]:
+    """Return a problem if the path of `key`, a folder on disk that may not exist yet, is a file or is below one."""
+    folder = Path(os.path.expanduser(path))
+    file = next((parent for parent in (folder, *folder.parents) if os.path.isfile(parent)), None)
+    if file is None:
+        return []
+    text = f"{key}={path} is a file, not a folder."
+    if file != folder:
+        text = f"{key}={path} cannot be a folder, because {file} is a file."
+    return [Problem(ProblemCode.malformed, key, path, text)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from valkyrie.buckets import package_problems, url_scheme
+from valkyrie.buckets import file_problems, package_problems, url_scheme
 from valkyrie.paths import DiskError, error_reason, write_atomic
 from valkyrie.problems import Problem, ProblemCode
 
@@ -33,15 +33,17 @@ _MISTAKES = (ValueError, TypeError, AttributeError, NameError, LookupError, Asse
 
 
 def folder_problems(folder: str | None) -> list[Problem]:
-    """Return a problem if `checkpoint.folder` has an unknown URL scheme, or if the scheme's package is missing."""
-    scheme = None if folder is None else url_scheme(folder)
-    if scheme is None:
+    """Return a problem if `checkpoint.folder` is a file, or if its URL scheme is unknown or lacks its package."""
+    if folder is None:
         return []
+    scheme = url_scheme(folder)
+    if scheme is None:
+        return file_problems("checkpoint.folder", folder)
     if scheme not in _PACKAGES:
         schemes = " or ".join(f"{known_scheme}://" for known_scheme in _PACKAGES)
         text = f"checkpoint.folder={folder}: {scheme}:// is not supported. Use {schemes}, or a local folder."
         return [Problem(ProblemCode.unknown_name, "checkpoint.folder", folder, text)]
-    return package_problems("checkpoint.folder", str(folder), scheme, _PACKAGES[scheme])
+    return package_problems("checkpoint.folder", folder, scheme, _PACKAGES[scheme])
 
 
 def in_bucket(path: Any) -> bool:

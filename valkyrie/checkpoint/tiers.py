@@ -22,7 +22,7 @@ from valkyrie.checkpoint.contents import (
 )
 from valkyrie.checkpoint.durable import DurableTier
 from valkyrie.checkpoint.fast import FastTier, fast_folder
-from valkyrie.checkpoint.location import IDENTITY_FILE, all_steps_in, checkpoint_root, in_bucket
+from valkyrie.checkpoint.location import IDENTITY_FILE, all_steps_in, checkpoint_root, in_bucket, steps_in
 from valkyrie.checksums import CHECKSUMS_FILE
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
@@ -82,6 +82,11 @@ class Checkpoints:
         """The step of the newest checkpoint of either tier, or None if this process has none."""
         steps = [tier.last_saved for tier in (self.durable, self.fast) if tier is not None]
         return max((step for step in steps if step is not None), default=None)
+
+    def newest_complete_step(self) -> int | None:
+        """Return the newest step that is completely stored in either tier, without saves in progress, or None."""
+        paths = [tier.path for tier in (self.durable, self.fast) if tier is not None]
+        return max((step for path in paths for step in steps_in(path)), default=None)
 
     def save(
         self, step: int, state: Any, data: Mapping[str, Any], metrics: Mapping[str, float] | None = None

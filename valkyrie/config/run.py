@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from valkyrie import models, optim
 from valkyrie.axes import BATCH, Arrays
-from valkyrie.buckets import bucket_problems
+from valkyrie.buckets import bucket_problems, file_problems
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.config import refusals
@@ -331,7 +331,8 @@ class Run:
         hardware_problems = c.target.problems() if is_search else target_problems(c.target, c.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_LAYOUT_COUNTS):
             problems += check_range(key, get_value(c, key), least=1)
-        problems += [*bucket_problems("runs", c.runs), *profile_problems(c.profile, c.steps), *c.tracking.problems()]
+        problems += bucket_problems("runs", c.runs) or file_problems("runs", c.runs)
+        problems += [*profile_problems(c.profile, c.steps), *c.tracking.problems()]
         problems += c.tracking.environment_problems() if c.mode.tracked else []
         problems += c.mode.problems()
         problems += check_range("trial.limit_s", c.trial.limit_s, above=0, otherwise="null")

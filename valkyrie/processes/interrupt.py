@@ -1,7 +1,7 @@
 """Signal handling. Ctrl-C ends a command immediately; a training run first finishes its step and saves.
 
-A second Ctrl-C ends the training immediately. SIGTERM, Slurm's SIGUSR1 and a closed terminal (SIGHUP) stop it like
-Ctrl-C. With several processes, any of them may receive the signal: JAX's preemption service forwards it and chooses the
+A second Ctrl-C ends the training immediately. SIGTERM, Slurm's SIGUSR1 and a closed terminal (SIGHUP) stop it like the
+first Ctrl-C, and have no effect on a training that is stopping. With several processes, any of them may receive the signal: JAX's preemption service forwards it and chooses the
 step after which all of them stop.
 
 By default, Python raises KeyboardInterrupt in the main thread. If that thread is in a garbage collector callback or a
@@ -65,7 +65,7 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
 
 
 class Interrupt:
-    """Stops a training run on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. The second signal ends the process immediately.
+    """Stops a training run on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. After any of them, SIGINT ends the process at once.
 
     Until `worth_saving` is set, the first signal also ends the process immediately. Otherwise, it would not be possible
     to stop a first step that never finishes because devices wait for each other.
@@ -83,6 +83,9 @@ class Interrupt:
         """Step of the checkpoint that the training continues from, or None if it starts from the beginning."""
         self.preempted = False
         """Whether the stop is due to a preemption of the machine, not requested by the user."""
+        self.find_newest_step: Callable[[], int | None] | None = None
+        """Returns the step of the newest complete checkpoint. None if it is in a bucket, which may not respond."""
+        self._step = 0
         self._multiprocess = multiprocess
 
     def handle_signals(self) -> contextlib.AbstractContextManager[None]:
@@ -95,6 +98,7 @@ class Interrupt:
 
         All processes must call this at every step. `force` requests a stop without a signal.
         """
+        self._step = step
         if not self._multiprocess:
             return self.requested or force
         from jax.experimental.multihost_utils import reached_preemption_sync_point
@@ -109,12 +113,11 @@ class Interrupt:
 
     def _stop(self, signum: int) -> None:
         preempted = signum in (signal.SIGTERM, signal.SIGUSR1)
+        if self.requested and signum != signal.SIGINT:
+            return
         if self.requested or not self.worth_saving:
-            if not self.requested:
-                kept = f"; the checkpoint at step {self.restored_step} is kept" if self.restored_step else ""
-                line = f"\nvalkyrie-train: stopped before the first step, so there is nothing to save{kept}\n"
-                with contextlib.suppress(OSError):
-                    os.write(2, line.encode())
+            with contextlib.suppress(OSError):
+                os.write(2, f"\nvalkyrie-train: {self._describe_loss()}\n".encode())
             show_cursor()
             end_process(PREEMPTED if preempted else INTERRUPTED, "stopped by a signal")
         self.requested, self.preempted = True, preempted
@@ -125,6 +128,19 @@ class Interrupt:
                 "\nstopping after this step, then saving. Press Ctrl-C again to stop immediately without saving.\n"
             )
             sys.stderr.flush()
+
+    def _describe_loss(self) -> str:
+        """Return what an immediate stop loses, and the newest checkpoint that remains."""
+        if not self.requested:
+            kept = f"; the checkpoint at step {self.restored_step} is kept" if self.restored_step else ""
+            return f"stopped before the first step, so there is nothing to save{kept}"
+        lost = f"stopped at once; step {self._step} was not saved."
+        if self.find_newest_step is None:
+            return lost
+        newest_step = self.find_newest_step()
+        if newest_step == self._step:
+            return f"stopped at once; step {self._step} was saved."
+        return f"{lost} Newest checkpoint: {'none' if newest_step is None else f'step {newest_step}'}"
 
 
 def show_cursor() -> None:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from valkyrie.buckets import file_problems
 from valkyrie.checkpoint import is_resumable, latest_step
 from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER
 from valkyrie.config.modes import reads_run
@@ -26,7 +27,7 @@ from valkyrie.extensions import check_modules
 from valkyrie.hardware.chips import add_shipped_figures
 from valkyrie.optim import OptimizerConfig, convert_old_settings, learning_rate_schedule
 from valkyrie.paths import disk_errors, unused_path, write_atomic
-from valkyrie.problems import first_line, suggest
+from valkyrie.problems import first_line, refuse, suggest
 from valkyrie.processes.locks import WRITER_FILE
 from valkyrie.trees import override_text
 
@@ -61,9 +62,12 @@ _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-
 def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
     """Find the run folder of `resume`: `latest`, a name under `runs`, or a path. Raises ValueError if there is none.
 
-    `key` precedes `resume` in messages.
+    `latest`, and the newest runs in messages, are those with a `run.yaml`. `key` precedes `resume` in messages.
     """
-    candidates = sorted((f for f in runs.glob("*") if is_resumable(f)), key=_last_save_time)
+    refuse(file_problems("runs", str(runs)))
+    candidates = sorted(
+        (f for f in runs.glob("*") if is_resumable(f) and (f / RUN_FILE).is_file()), key=_last_save_time
+    )
     if resume == "latest":
         if not candidates:
             raise ValueError(

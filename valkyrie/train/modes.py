@@ -23,7 +23,14 @@ from valkyrie.runs.folder import resume_command, run_folder, stored_text_file
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.wandb_writer import TRAFFIC
 from valkyrie.train.devices import configure_jax, prepare_devices
-from valkyrie.train.prepare import load_run_tokenizer, prepare_run, refuse_without_judge, restore, trained_folder
+from valkyrie.train.prepare import (
+    load_run_tokenizer,
+    prepare_run,
+    refuse_long_rows,
+    refuse_without_judge,
+    restore,
+    trained_folder,
+)
 from valkyrie.train.processes import Team, join_processes
 from valkyrie.train.room import explain_oom
 from valkyrie.train.screen import make_console
@@ -95,13 +102,7 @@ def evaluate(run: Run) -> int:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         console = make_console()
         inputs = prepare_run(run, console, team)
-        from valkyrie.data.manifest import PreparedText
-
-        seq, data = run.config.seq, inputs.data
-        if isinstance(data, PreparedText) and seq >= data.validation.tokens:
-            targets = data.validation.tokens - 1
-            note = f"the validation split fills only {targets:,} tokens of one row. Use seq<={targets}."
-            console.print(f"seq={seq}: {note}", style="yellow", highlight=False)
+        refuse_long_rows(run, inputs.data)
         program, step, parameters = restore(run, inputs.devices, folder, team)
         from valkyrie.train.evaluate import Evaluator
 

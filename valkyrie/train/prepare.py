@@ -62,6 +62,17 @@ def refuse_unsuitable_data(run: Run) -> None:
     refuse(task.data_problems(run.model, run.config.seq, data))
 
 
+def refuse_long_rows(run: Run, data: Dataset) -> None:
+    """Raise ValueError if a row has more tokens than the whole validation split of prepared text."""
+    from valkyrie.data.manifest import PreparedText
+
+    if isinstance(data, PreparedText) and run.config.seq >= data.validation.tokens:
+        targets = data.validation.tokens - 1
+        raise ValueError(
+            f"seq={run.config.seq}: the validation split fills only {targets:,} tokens of one row. Use seq<={targets}."
+        )
+
+
 def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
     """Raise ValueError if process 0, which judges code, lacks the coding problems, a compiler or a sandbox."""
     from valkyrie.code_eval.config import evaluation_problems

@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from valkyrie.checkpoint import Checkpoints, NotSavedError
+from valkyrie.checkpoint.location import in_bucket
 from valkyrie.config.run import Run
 from valkyrie.data.batches import Dataset, Loader
 from valkyrie.data.tokenizer import Tokenizer
@@ -135,6 +136,8 @@ def fit(
         with meter.paused("setup" if checkpoints.last_step is None else "restore"), ledger.record_refusal():
             start, state = _restore_or_init(program, checkpoints, loader, folder, console)
         interrupt.restored_step = start or None
+        if not in_bucket(checkpoints.durable.path):
+            interrupt.find_newest_step = checkpoints.newest_complete_step
         ledger.count_setup(start)  # records the restored step before the compile, which may crash
         # A run that has no step to do keeps its record, so that the next one does not report `steps` as changed.
         if team.is_leader and (start < config.steps or not (folder / RUN_FILE).is_file()):
