@@ -1,8 +1,8 @@
 """Signal handling. Ctrl-C ends a command immediately; a training run first finishes its step and saves.
 
 A second Ctrl-C ends the training immediately. SIGTERM, Slurm's SIGUSR1 and a closed terminal (SIGHUP) stop it like the
-first Ctrl-C, and have no effect on a training that is stopping. With several processes, any of them may receive the signal: JAX's preemption service forwards it and chooses the
-step after which all of them stop.
+first Ctrl-C, and have no effect on a training that is stopping. With several processes, any of them may receive the
+signal: JAX's preemption service forwards it and chooses the step after which all of them stop.
 
 By default, Python raises KeyboardInterrupt in the main thread. If that thread is in a garbage collector callback or a
 finalizer, both of which JAX has, Python prints the exception and continues. Therefore a separate thread handles signals
