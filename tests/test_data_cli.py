@@ -81,6 +81,13 @@ def test_synthetic_data_needs_no_files(corpus: Path, capsys: pytest.CaptureFixtu
         (["prepare", "--cache-dir", "gs://a/b"], ["data: --cache-dir gs://a/b: "]),
         (["prepare", "text", "corpus", "--field", "body"], ["--field body ", ".jsonl", "Leave it out"]),
         (["tokenizer", "corpus", "--column", "body"], ["--column body ", ".parquet files"]),
+        (
+            ["prepare", "text", "c.jsonl", "--column", "body"],
+            [": --column body ", ".parquet files. Write --field body."],
+        ),
+        (["prepare", "text", "c.jsonl"], ["c.jsonl is UTF-16, UTF-32 or binary"]),
+        (["prepare", "text", "-1.txt"], ["-1.txt is not an argument, but there is such a file. Write ./-1.txt."]),
+        (["prepare", "--cache-dir", ""], [": --cache-dir: an empty string is not a folder. "]),
         (["prepare", "--workers", "many"], ["--workers", "'many'"]),
         (["verify", "nowhere"], ["nowhere ", "no such folder"]),
         (["show", "nowhere"], ["nowhere ", "no such folder"]),
@@ -96,6 +103,8 @@ def test_a_mistake_gives_one_line_and_status_2(
     values: list[str],
 ) -> None:
     monkeypatch.chdir(corpus.parent)
+    Path("-1.txt").write_text("text")
+    Path("c.jsonl").write_text('{"text": "a"}\n', encoding="utf-16")
     with pytest.raises(SystemExit) as error:
         main(arguments)
     out, errors = capsys.readouterr()

@@ -309,6 +309,19 @@ def test_a_damaged_manifest_is_refused(config: text_source.Config, content: str,
         open_prepared(path)
 
 
+def test_a_cached_dataset_without_a_manifest_and_an_unreadable_folder_are_named(
+    config: text_source.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = prepare(config, "bytes").path
+    (path / MANIFEST_FILE).unlink()
+    with pytest.raises(ValueError, match=rf"^{path} has no manifest\.json\. Delete the folder"):
+        prepare(config, "bytes")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    config.paths = [str(tmp_path)]
+    with pytest.raises(ValueError, match=rf"^data\.paths: {tmp_path} cannot be read \(permission denied\)"):
+        prepare(config, "bytes")
+
+
 def test_a_directory_without_a_manifest_is_not_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no manifest\.json"):
         open_prepared(tmp_path)

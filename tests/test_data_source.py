@@ -136,7 +136,10 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.jsonl:1 .*data\.field=text\. .*body"):
         read(text_config(tmp_path / "a.jsonl"))
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n{"text": \n')
-    with pytest.raises(ValueError, match=r"c\.jsonl:2 "):
+    with pytest.raises(ValueError, match=r"c\.jsonl:2 is not JSON \(Expecting value at character \d+\)\. A \.jsonl"):
+        read(text_config(tmp_path / "c.jsonl"))
+    (tmp_path / "c.jsonl").write_text('{"text": "x", "id": ' + 5000 * "9" + '}\n{"text": "y')
+    with pytest.raises(ValueError, match=r"c\.jsonl:2 .* at character 10\)\. .* the file may be cut short\. "):
         read(text_config(tmp_path / "c.jsonl"))
     (tmp_path / "d.parquet").write_text("no")
     with pytest.raises(ValueError, match=r"d\.parquet "):

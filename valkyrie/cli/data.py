@@ -158,11 +158,17 @@ def _refuse_unread_options(config: text.Config) -> None:
     """Raise ValueError if `--field` or `--column` is set, but no file has a format that reads it."""
     if config.prepared_folder() is not None or config.problems():
         return
-    for key, suffixes in (("field", FIELD_SUFFIXES), ("column", COLUMN_SUFFIXES)):
+    for key, suffixes, other_key, other_suffixes in (
+        ("field", FIELD_SUFFIXES, "column", COLUMN_SUFFIXES),
+        ("column", COLUMN_SUFFIXES, "field", FIELD_SUFFIXES),
+    ):
         value = getattr(config, key)
-        if value == getattr(text.Config(), key) or any(file.suffix in suffixes for file in config.list_files().files):
+        if value == getattr(text.Config(), key):
             continue
-        raise ValueError(f"--{key} {value} applies only to {alternatives(None, suffixes)} files. Leave it out.")
+        file_suffixes = {file.suffix for file in config.list_files().files}
+        if file_suffixes.isdisjoint(suffixes):
+            remedy = "Leave it out." if file_suffixes.isdisjoint(other_suffixes) else f"Write --{other_key} {value}."
+            raise ValueError(f"--{key} {value} applies only to {alternatives(None, suffixes)} files. {remedy}")
 
 
 def _train_tokenizer(arguments: argparse.Namespace) -> None:

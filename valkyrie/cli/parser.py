@@ -57,6 +57,8 @@ def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argum
 def _advice(parser: argparse.ArgumentParser, word: str) -> str:
     """Return the end of the message for an unknown argument, which suggests its correct form, a flag, or `--help`."""
     flag = word.partition("=")[0]
+    if os.path.exists(word):
+        return f", but there is such a file. Write ./{word}."
     for action in parser._actions:
         if not action.option_strings and flag.startswith("-") and flag.lstrip("-") == action.dest:
             return f": write the {action.dest} without {flag}."

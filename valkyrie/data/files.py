@@ -92,6 +92,10 @@ def _match(pattern: str, key: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise ValueError(
+                f"{key}: {path} cannot be read (permission denied). Run chmod u+rx on it, or ask its owner."
+            )
         children = walk(path, lambda directory: directory.startswith("."))
         return [child for child in children if child.is_file() and not child.name.startswith(".")]
     if glob.has_magic(pattern):

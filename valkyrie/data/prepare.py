@@ -52,7 +52,7 @@ def prepare(
         _write(config, listing, load_tokenizer(tokenizer), key, path, progress)
 
     cache = Path(config.cache_dir).expanduser()
-    return open_prepared(cached_folder(cache, _folder_name(config, tokenizer, key), write, alternative=alternative))
+    return _open_cached(cached_folder(cache, _folder_name(config, tokenizer, key), write, alternative=alternative))
 
 
 def find_prepared(config: DocumentConfig, tokenizer: str) -> PreparedText | None:
@@ -62,7 +62,16 @@ def find_prepared(config: DocumentConfig, tokenizer: str) -> PreparedText | None
     config.raise_problems()
     key = _cache_key(config, config.list_files(), tokenizer)
     folder = Path(config.cache_dir).expanduser() / _folder_name(config, tokenizer, key)
-    return open_prepared(folder) if folder.is_dir() else None
+    return _open_cached(folder) if folder.is_dir() else None
+
+
+def _open_cached(folder: Path) -> PreparedText:
+    """Open a folder of the cache. Raises ValueError if it has no manifest, which `write` creates before publishing."""
+    if not (folder / manifest.MANIFEST_FILE).is_file():
+        raise ValueError(
+            f"{folder} has no {manifest.MANIFEST_FILE}. Delete the folder, and the data is prepared again."
+        )
+    return open_prepared(folder)
 
 
 def _folder_name(config: DocumentConfig, tokenizer: str, key: str) -> str:

@@ -126,12 +126,16 @@ File = SourceFile | RemoteFile
 Reader = Callable[[File, ReadOptions, int | None], Iterator[Document]]
 
 
-def _decode(raw: bytes, name: str) -> Document:
+def _refuse_utf16(raw: bytes, name: str) -> None:
     if raw.startswith(_BYTE_ORDER_MARKS) or raw.count(0) > MAX_REPLACED_SHARE * len(raw):
         raise ValueError(
             f"{name} is UTF-16, UTF-32 or binary, not UTF-8 text. Convert it (iconv -f UTF-16 -t UTF-8), or remove it "
             "from data.paths."
         )
+
+
+def _decode(raw: bytes, name: str) -> Document:
+    _refuse_utf16(raw, name)
     try:
         return Document(name, raw.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -214,9 +218,16 @@ def _parse_jsonl_lines(lines: Any, file: File, options: ReadOptions) -> Iterator
         if not line.strip():
             continue
         try:
-            row: Any = json.loads(line)
+            row: Any = json.loads(line, parse_int=float)  # Python refuses to parse an int of over 4,300 digits
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name} is not JSON ({error}). A .jsonl file has one object on every line.") from None
+            _refuse_utf16(line, file.id)
+            reason = (
+                f"{error.msg} at character {error.pos + 1:,}" if isinstance(error, json.JSONDecodeError) else str(error)
+            )
+            is_cut = (
+                "" if line.endswith(b"\n") else "It is the last line and has no line break: the file may be cut short. "
+            )
+            raise ValueError(f"{name} is not JSON ({reason}). {is_cut}A .jsonl file has one object per line.") from None
         if not isinstance(row, dict) or options.field not in row:
             row_text = (
                 f"has the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"is {_JSON_KINDS[type(row)]}"

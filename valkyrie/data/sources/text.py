@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,4 +65,4 @@ class Config(CorpusConfig):
         if len(self.paths) != 1 or url_scheme(self.paths[0]):
             return None
         path = Path(self.paths[0]).expanduser()
-        return path if (path / MANIFEST_FILE).is_file() else None
+        return path if os.access(path / MANIFEST_FILE, os.F_OK) else None  # False for a folder without permissions
