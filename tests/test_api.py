@@ -264,6 +264,7 @@ def predict(**arguments: Any) -> valkyrie.Result:
 
 
 def test_the_error_for_a_slice_that_does_not_exist_names_the_nearest():
+    assert valkyrie.slice(" v5e-8 ") == valkyrie.slice("v5e-8")
     with pytest.raises(ValueError) as error:
         valkyrie.slice("v5e-7")
     assert "v5e-8" in str(error.value)

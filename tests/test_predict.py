@@ -237,6 +237,7 @@ def test_the_command_predicts_a_function_of_a_file(
     (tmp_path / "builders.py").write_text(BUILDERS)
     (tmp_path / "helper_of_the_step.py").write_text("def jitted(name=None, scale=1):\n    pass\n")
     (tmp_path / "damaged.py").write_text("import no_such_library\n")
+    (tmp_path / "folder.py").mkdir()
     (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
 
     def run(name: str, *more: str) -> tuple[object, str]:
@@ -259,7 +260,9 @@ def test_the_command_predicts_a_function_of_a_file(
         ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
         ("ends.py:step", "ends.py ended while it was imported (sys.exit(0)). Put that behind `if __name__"),
         ("builders.py:exiting", "builders.py:exiting ended the process (sys.exit()). Return the step and its"),
-        ("missing.py:step", "there is no file "),
+        ("missing.py:step", "missing.py: no such file or directory."),
+        ("folder.py:step", "folder.py: is a directory."),
+        ("step.hlo:step", "step.hlo is not a Python file. Name one: FILE.py:step."),
         ("builders:step", "write the name of the file in full: "),
         ("missing.hlo", "missing.hlo: no such file or directory."),
         ("step.hlo", "--mesh: name the mesh axes of a compiled module in order"),

@@ -87,8 +87,7 @@ def _predict(words: list[str]) -> int:
     settings = {"slice": target, "mesh": mesh, "tokens": options.tokens, "flops": options.flops, "unit": options.unit}
     file, function = split_function(options.module)
     if function is None:
-        if not file.is_file():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
+        _require_file(file)
         if options.time_limit is not None:
             raise ValueError(
                 f"--time-limit {options.time_limit:g} is only for a function, which is compiled. Leave it out."
@@ -114,7 +113,7 @@ def _predict(words: list[str]) -> int:
 def split_function(module: str) -> tuple[Path, str | None]:
     """Split `FILE.py:FUNCTION` into the file and the function's name. For a compiled module, the name is None.
 
-    Raises ValueError for a Python file without a function, or without its suffix.
+    Raises ValueError for a Python file without a function or without its suffix, and for a function of another file.
     """
     file, colon, function = module.rpartition(":")
     if colon and file.endswith(".py"):
@@ -123,6 +122,8 @@ def split_function(module: str) -> tuple[Path, str | None]:
         raise ValueError(f"{module}: name the function that returns the step and its arguments: {module}:step.")
     if colon and Path(f"{file}.py").is_file():
         raise ValueError(f"{module}: write the name of the file in full: {file}.py:{function}.")
+    if colon and Path(file).is_file():
+        raise ValueError(f"{module}: {file} is not a Python file. Name one: FILE.py:{function}.")
     return Path(module), None
 
 
@@ -139,6 +140,7 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
     from valkyrie.search.programs import describe_error, parse_built
 
     source = f"{file}:{function}"
+    _require_file(file)
     with _explain_exit(f"{file} ended while it was imported", 'Put that behind `if __name__ == "__main__":`.'):
         try:
             build = _import_function(file, function)
@@ -165,6 +167,13 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
             raise ValueError(f"{source}: {describe_error(error)}") from error
 
 
+def _require_file(file: Path) -> None:
+    """Raise FileNotFoundError or IsADirectoryError if there is no such file. A pipe is a file."""
+    if file.is_dir() or not file.exists():
+        error = errno.EISDIR if file.is_dir() else errno.ENOENT
+        raise OSError(error, os.strerror(error), str(file))
+
+
 @contextlib.contextmanager
 def _explain_exit(start: str, remedy: str) -> Iterator[None]:
     """Convert `sys.exit` in the user's code to a ValueError."""
@@ -179,8 +188,6 @@ def _import_function(file: Path, function: str) -> Callable[..., Any]:
 
     Adds the folder of the file to `sys.path`, and passes no arguments to it, as `python FILE` does.
     """
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
     sys.path.insert(0, str(file.resolve().parent))
     sys.argv = [str(file)]
     spec = importlib.util.spec_from_file_location(file.stem, file)

@@ -46,8 +46,9 @@ class Chips(Mapping[str, ChipConfig]):
 def get_target(name: str) -> TargetConfig:
     """Return a target by name: `target/NAME.yaml` of the package or of the user, or else a slice such as `v4-64`.
 
-    Raises ValueError for any other name.
+    Ignores spaces around the name. Raises ValueError for any other name.
     """
+    name = name.strip()
     if name in config_names("target"):
         return read_config("target", name, TargetConfig)
     return _read_user_config(f"target/{name}", TargetConfig) or parse_target(name, Chips(), choice_names("target"))

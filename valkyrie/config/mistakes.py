@@ -60,7 +60,7 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
         _refuse_wrong_choice(argument, key.lstrip("+"), value, in_python)
         _refuse_arguments_hydra_reports_poorly(argument, key, value)
         if not multirun:
-            _refuse_several_values(argument, key.lstrip("+"), value, in_python)
+            _refuse_several_values(argument, key.lstrip("+"), value, in_python, "mode=search" in overrides)
 
 
 def _refuse_dashes(flag: str, next_argument: str) -> None:
@@ -154,13 +154,15 @@ def _choice_hint(key: str, value: str, in_python: bool) -> str:
     return f". Use {alternatives}, or run a sweep over them: valkyrie-train -m {key}={','.join(choices)}"
 
 
-def _refuse_several_values(argument: str, key: str, value: str, in_python: bool) -> None:
+def _refuse_several_values(argument: str, key: str, value: str, in_python: bool, is_search: bool) -> None:
     if re.fullmatch(r"\d+(s?,\d+)+", value) and key == "mesh":
         raise ValueError(f"{argument}: join the sizes of a mesh with the letter x: mesh={value.replace(',', 'x')}.")
     is_text = key in ("prompt", "data.paths")  # a comma is part of it
     several_values = r"[\w.+-]+(,[\w.+-]+)+|(choice|range|glob|interval)\(.*\)"
     if key.partition(".")[0] in _KEYS and not is_text and re.fullmatch(several_values, value):
         remedy = f"Add -m for a sweep over them: valkyrie-train -m {shlex.quote(argument)}"
-        if in_python:
+        if is_search and key == "target":
+            remedy = f"Search several slices with target=[{value}]."
+        elif in_python:
             remedy = "Make a run for each."
         raise ValueError(f"{argument} has several values, but a run takes one. {remedy}")

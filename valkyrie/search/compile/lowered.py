@@ -131,12 +131,14 @@ class StoredProgram:
         cached: Whether the cache already had the program.
         moved: Maps source lines (`file:line`) in the module to current ones, for operations that have moved since the
             module was stored.
+        note: Why the program is not in the cache, or None if it is.
     """
 
     record: ProgramRecord
     folder: Path
     cached: bool
     moved: Mapping[str, str]
+    note: str | None = None
 
     @property
     def module(self) -> bytes:
@@ -250,7 +252,8 @@ def compile_program(
         with contextlib.suppress(OSError, RecordError):
             moved = read_record(SourceLocations, folder / LOCATIONS_FILE).moved_to(locations)
             return StoredProgram(record, folder, True, moved)
-    is_writable = cache_problem(programs_folder()) is None
+    problem = cache_problem(programs_folder())
+    is_writable = problem is None
     scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs_folder() if is_writable else None))
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     request = ProgramRequest(key, _plain_target(target), tuple(options), program.overrides, program.devices)
@@ -276,7 +279,9 @@ def compile_program(
             return failure
         record = read_record(ProgramRecord, scratch / key / PROGRAM_FILE)
         if not is_writable:
-            return StoredProgram(record, scratch / key, False, {})
+            return StoredProgram(
+                record, scratch / key, False, {}, f"{problem} The result of this compile is not cached."
+            )
         store_program(scratch / key, folder, replace=False)
         return StoredProgram(record, folder, False, {})
     finally:
@@ -287,6 +292,13 @@ def compile_program(
 def _plain_target(target: TargetConfig) -> TargetConfig:
     """Return a target without the methods of `Slice`, which cannot be written to a file."""
     return TargetConfig(**{field.name: getattr(target, field.name) for field in fields(TargetConfig)})
+
+
+def _unescape(text: str) -> str:
+    r"""Decode a string of MLIR, which writes the bytes of letters such as `é` as `\C3\A9`, and a backslash as two."""
+    escapes = re.compile(rb"\\(\\|[0-9A-F]{2})")
+    decoded = escapes.sub(lambda m: b"\\" if m[1] == b"\\" else bytes.fromhex(m[1].decode()), text.encode())
+    return decoded.decode(errors="replace")
 
 
 def split_locations(text: str) -> tuple[str, SourceLocations]:
@@ -302,7 +314,7 @@ def split_locations(text: str) -> tuple[str, SourceLocations]:
     def stack(number: str) -> tuple[str, ...]:
         definition = definitions.get(number, "")
         if line := _LINE.match(definition):
-            return (f"{line[1]}:{line[2]}",)
+            return (f"{_unescape(line[1])}:{line[2]}",)
         return tuple(frame for inner in _REFERENCE.findall(definition) for frame in stack(inner))
 
     @functools.cache

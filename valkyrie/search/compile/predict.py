@@ -141,8 +141,10 @@ def predict_function(
         *(program, result.module, target, axes, positions, result.memory, work, result.options), whole=whole
     )
     times = CompileTimes(lower_s, result.compile_s, result.cached)
+    notes = (*predicted.prediction.notes, *([] if result.note is None else [result.note]))
     return _explain(
-        replace(predicted, prediction=replace(predicted.prediction, compile=times)), whole, axes, result.module
+        replace(predicted, prediction=replace(predicted.prediction, compile=times, notes=notes)),
+        *(whole, axes, result.module),
     )
 
 
@@ -174,6 +176,7 @@ class _CompiledModule:
         options: Compiler options that were used.
         compile_s: Compile time in seconds, or None if the caller compiled the program.
         cached: Whether the program came from the cache, or None if the caller compiled it.
+        note: Why the program was not stored in the cache, or None.
     """
 
     module: Module
@@ -181,6 +184,7 @@ class _CompiledModule:
     options: Sequence[Option]
     compile_s: float | None = None
     cached: bool | None = None
+    note: str | None = None
 
 
 def _compile_in_child(
@@ -203,7 +207,7 @@ def _compile_in_child(
             return memory
     module = parse(stored.module)
     stored.update_sources(module)
-    return _CompiledModule(module, memory, record.options, record.compile_s, stored.cached)
+    return _CompiledModule(module, memory, record.options, record.compile_s, stored.cached, stored.note)
 
 
 def _compile_here(
