@@ -119,6 +119,7 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
         ({"layouts": {"dp": {"w": 1}}}, ValueError, r'layouts\["dp"\] has the unknown key .w.'),
         ({"layouts": {"dp": {"function": len}}}, TypeError, r'layouts\["dp"\] needs a jitted function, not <built-in'),
         ({"layouts": {"dp": {"mesh": 8}}}, TypeError, r'layouts\["dp"\]\["mesh"\] takes {"data": 2, "model": 4} or'),
+        ({"token": 512}, TypeError, r"token= is not an argument of predict or of the program. Did you mean tokens=\?"),
         ({"mesh": (2, 4)}, TypeError, r"mesh= takes .*, not \(2, 4\)"),
         ({"layouts": LAYOUTS, "measured_s": {"dp": 1}}, ValueError, "no such layout. Use slow, large, fast, broken"),
         ({"layouts": LAYOUTS, "measured_s": {"fast": 0}}, ValueError, r'measured_s\["fast"\]'),
@@ -130,6 +131,19 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
 def test_illegal_arguments_are_refused(more: dict[str, Any], kind: type[Exception], message: str):
     with pytest.raises(kind, match=message):
         valkyrie.predict(step, slice=SLICE, **more)
+
+
+@pytest.mark.parametrize(
+    ("program", "more", "message"),
+    [
+        (valkyrie.compose("model=gpt_tiny", "mesh=2x2x2"), {}, "not a Run"),
+        ("step.hlo", {}, "not a str"),
+        (step, {"layouts": LAYOUTS}, "Check each layout by itself"),
+    ],
+)
+def test_programs_without_shardings_are_not_checked(program: Any, more: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=message):
+        valkyrie.check(program, slice=SLICE, **more)
 
 
 def test_arguments_belong_into_the_layouts():

@@ -15,7 +15,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
-from valkyrie.problems import check_range, refuse, require_type
+from valkyrie.problems import check_range, refuse, require_type, suggest
 from valkyrie.results import Result
 from valkyrie.search.comparison import Comparison, refuse_other_folder
 from valkyrie.search.compile.fault import Fault
@@ -125,6 +125,7 @@ def predict(
     require_mesh(mesh, "mesh=")
     if measured_s is not None and layouts is None:
         raise ValueError("measured_s= corrects the predictions of other layouts. Pass them too, as layouts=.")
+    _refuse_misspelt_keywords(program, arguments, keywords)
     if isinstance(program, str | Path):
         if layouts is not None:
             raise ValueError("layouts= takes arguments of a function. Predict each dumped module by itself.")
@@ -134,6 +135,26 @@ def predict(
     if layouts is not None:
         return _predict_layouts(call, layouts, measured_s, target, work, time_limit_s, console)
     return _predict_function(call, target, work, time_limit_s, console)
+
+
+def _refuse_misspelt_keywords(program: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise TypeError for a keyword of neither `predict` nor the function, and for arguments of a dumped module."""
+    import inspect
+
+    if isinstance(program, str | Path) and arguments:
+        raise TypeError("predict takes no arguments for a dumped module, which already has its shapes. Leave them out.")
+    try:
+        parameters = {} if isinstance(program, str | Path) else inspect.signature(program).parameters
+    except (TypeError, ValueError):  # a lowered or compiled program
+        return
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    own = inspect.signature(predict).parameters.values()
+    names = [parameter.name for parameter in own if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    for key in keywords.keys() - parameters.keys():
+        nearest = suggest(key, names)
+        hint = f"Did you mean {nearest}=?" if nearest else f"predict takes {', '.join(names)}."
+        raise TypeError(f"{key}= is not an argument of predict or of the program. {hint}")
 
 
 def _predict_module_file(
@@ -352,8 +373,20 @@ def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tupl
 
     A fault has a code, a text, a remedy, the source line, and its cost in seconds and bytes. `assert not
     valkyrie.check(step, *shapes, slice=slice)` is a test that a sharding has no known fault. Takes the arguments of
-    `predict`, and raises the same errors. Raises RuntimeError if the compile fails.
+    `predict`, and raises the same errors. Raises RuntimeError if the compile fails, and TypeError for programs that are
+    already partitioned, such as compiled ones.
     """
+    import jax
+
+    if isinstance(function, Run | str | Path | jax.stages.Compiled):
+        raise TypeError(
+            f"check takes a jitted or lowered function, not a {type(function).__name__}, whose shardings it cannot "
+            "read. Use predict for its time and memory."
+        )
+    if "layouts" in keywords:
+        raise TypeError(
+            "layouts= is an argument of predict. Check each layout by itself: check(step, w, x, slice=slice)."
+        )
     result = predict(function, *arguments, slice=slice, **keywords)
     if result.status in ("failed", "timeout"):
         raise RuntimeError(f"The program was not checked, because it was not compiled: {result.reason}")

@@ -453,7 +453,10 @@ def _refuse_other_mesh(mesh: jax.sharding.Mesh | None, own_mesh: jax.sharding.Me
     if mesh is None or own_mesh is None or dict(mesh.shape) == dict(own_mesh.shape):
         return
     passed, own = (", ".join(f"{axis}={size}" for axis, size in m.shape.items()) for m in (mesh, own_mesh))
-    raise ValueError(f"mesh: {passed} differs from the mesh of the program's shardings, {own}. Leave it out.")
+    raise ValueError(
+        f"mesh: {passed} differs from the mesh of the program's shardings, {own}. Use the mesh that build receives, or "
+        "pass no mesh=."
+    )
 
 
 def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:

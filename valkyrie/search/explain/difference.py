@@ -237,8 +237,13 @@ def _distinct_names(first: Prediction, second: Prediction, requests: tuple[str, 
     names = [prediction.layout.name for prediction in pair]
     programs = [(prediction.module_sha256, prediction.step and prediction.step.step_s) for prediction in pair]
     if first.module_sha256 is not None and programs[0] == programs[1]:
+        texts = [
+            f"{key}={text!r}" if text else key
+            for key, text in zip(("first", "second"), requests or ("", ""), strict=True)
+        ]
         raise ValueError(
-            f"A and B are the same program, {' and '.join(dict.fromkeys(names))}. Choose another layout in second=."
+            f"{' and '.join(texts)} compile to the same program, {' and '.join(dict.fromkeys(names))}. "
+            "Choose another layout in second=."
         )
     for key in ("target", "batch", "seq", "precision"):
         values = [getattr(prediction.layout, key) for prediction in pair]
