@@ -153,8 +153,8 @@ def slice_mask(slices: Sequence[int], partitions: int) -> np.ndarray | None:
     if partitions not in (len(mask), np.count_nonzero(mask)):
         sharding = "Shard its arguments over the mesh: NamedSharding(mesh, PartitionSpec(...))."
         raise ValueError(
-            f"The module was compiled for {partitions} device{'s' * (partitions != 1)}, not for the {len(mask)} of this "
-            f"mesh. {sharding if partitions == 1 else 'Compile it for this mesh.'}"
+            f"The module was compiled for {partitions} device{'s' * (partitions != 1)}, not for the {len(mask)} of "
+            f"this mesh. {sharding if partitions == 1 else 'Compile it for this mesh.'}"
         )
     return mask if partitions < len(mask) else None
 
