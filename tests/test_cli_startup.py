@@ -110,9 +110,10 @@ def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedPr
     )
 
 
-def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["train", "launch", "doctor"])
+def test_a_deleted_working_directory_is_reported(tmp_path: Path, command: str) -> None:
     (tmp_path / "gone").mkdir()
-    result = shell("cd gone; rmdir ../gone; $command --version", tmp_path)
+    result = shell(f"cd gone; rmdir ../gone; {sys.executable} -m valkyrie.cli.{command} name=a", tmp_path)
     assert result.returncode == 2 and "current folder was deleted" in result.stderr and result.stderr.count("\n") == 1
 
 

@@ -196,6 +196,7 @@ def refusal_message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             {"rope_theta": 500000, "rope_parameters": {"rope_theta": 10000}},
             "config.json: rope_theta=500000 and rope_parameters.rope_theta=10000 differ. Remove the wrong one.",
         ),
+        ({"model_type": "gpt2"}, "config.json: model_type=gpt2 contradicts architectures=['LlamaForCausalLM'], "),
         ({"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor=0.5 "),
         ({"quantization_config": {"bits": 4}}, "config.json: quantization_config: "),
         ({"hidden_size": None}, "config.json: hidden_size=None "),
@@ -381,6 +382,7 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):
     with write_lock(tmp_path / "c"):
         assert re.match("c is in use by process .* use another FOLDER", refusal_message(capsys, "to-hf", "model", "c"))
     main(["to-hf", "model", "c"])
+    assert "no tokenizer.json: tokenizer=bytes has none, so from-hf needs --tokenizer bytes" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"config.json", "model.safetensors"}
     assert refusal_message(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
     assert refusal_message(capsys, "to-hf", "other", "b").startswith("resume=other")

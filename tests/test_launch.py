@@ -440,6 +440,7 @@ def test_actions_print_one_command(capsys: pytest.CaptureFixture[str]):
     assert out.split()[3:] == ["queued-resources", "delete", "mine", "--force", "--quiet", "--zone=z"]
     assert call(capsys, "list", "target=v6e-4", "queued=false")[1].split()[3:] == ["tpu-vm", "list"]
     assert call(capsys, "dockerfile", "extra=none") == (0, dockerfile(""), "")
+    assert call(capsys, "logs", "delete", "target=v6e-4")[2] == "valkyrie-launch: logs delete: write only one action.\n"
 
 
 def program(folder: Path, name: str, code: str, flags: str = " -S") -> None:

@@ -61,7 +61,7 @@ class Checkpoints:
         team: Team = ALONE,
         info: CheckpointInfo | None = None,
     ) -> None:
-        self._team, self._read_only, self._complete = team, read_only, False
+        self._folder, self._team, self._read_only, self._complete = folder, team, read_only, False
         self._info = info = info or CheckpointInfo({})
         self.durable = DurableTier(folder, config, read_only=read_only, team=team, info=info)
         self.fast: FastTier | None = None
@@ -178,7 +178,7 @@ class Checkpoints:
         except ValueError as error:
             if needed:
                 raise ValueError(
-                    f"{error} There is no other checkpoint. Start the run again, or resume another run."
+                    f"{error} There is no other checkpoint. To start over, delete {self._folder}, or use another name=."
                 ) from error
             if self._team.is_leader:
                 print(f"{error} Continuing from a fast checkpoint.", file=sys.stderr)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.cli.parser import error_text, exit_on_broken_pipe, fail, strip_comment
+from valkyrie.cli.parser import current_folder, error_text, exit_on_broken_pipe, fail, strip_comment
 from valkyrie.config.arguments import add_later_problems, composition_errors, expand_shorthand, read_arguments
 from valkyrie.config.compose import register
 from valkyrie.config.explain import explain
@@ -51,11 +51,7 @@ def dispatch() -> None:
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = strip_comment(sys.argv[1:])
     command = f"{command_name()} {shlex.join(arguments)}"
-    try:
-        current_folder = os.getcwd()
-    except OSError:
-        fail(COMMAND, "the current folder was deleted. Change to another folder (cd).")
-    if bad_bytes := bytes_not_utf8(current_folder):
+    if bad_bytes := bytes_not_utf8(current_folder(COMMAND)):
         fail(
             COMMAND,
             f"the path of the current folder has bytes that are not UTF-8 ({bad_bytes}). Rename it, or cd to another.",

@@ -22,7 +22,7 @@ from valkyrie.processes.child import module_command
 from valkyrie.runs.folder import key_values, split_flags
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
-"""Actions that `valkyrie-launch` takes as its first argument. Without one, it starts a training run."""
+"""Actions of `valkyrie-launch`. Without one, it starts a training run."""
 TRAIN_COMMAND = module_command("valkyrie.cli.train")
 """Command that runs `valkyrie-train` on this machine."""
 
@@ -56,8 +56,11 @@ def _parser() -> argparse.ArgumentParser:
 def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     launch_arguments, overrides = split_at_dashes(arguments)
     parsed = _parser().parse_intermixed_args(launch_arguments)
-    action = next((action for action in parsed.words[:1] if action in ACTIONS), None)
-    words = parsed.words[1:] if action else parsed.words
+    actions = [word for word in parsed.words if word in ACTIONS]
+    if len(actions) > 1:
+        raise ValueError(f"{' '.join(actions)}: write only one action.")
+    action = actions[0] if actions else None
+    words = [word for word in parsed.words if word not in ACTIONS]
     if action and overrides is not None:
         raise ValueError(f"{action} does not take settings of a training run. Leave out everything after --.")
     if action == "dockerfile":

@@ -83,6 +83,7 @@ def run_command(command: str, body: Callable[[list[str]], int | None], argv: Seq
 
 def _run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:
     repair_std_streams()
+    current_folder(command)
     status = None
     try:
         status = body(strip_comment(sys.argv[1:] if argv is None else argv))
@@ -96,6 +97,14 @@ def _run_command(command: str, body: Callable[[list[str]], int | None], argv: Se
         status = INTERRUPTED
     if status is not None:
         sys.exit(status)
+
+
+def current_folder(command: str) -> str:
+    """Return the current folder. Exits with a message that begins with `command` if the folder was deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        fail(command, "the current folder was deleted. Change to another folder (cd).")
 
 
 def strip_comment(arguments: Sequence[str]) -> list[str]:

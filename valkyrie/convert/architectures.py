@@ -156,7 +156,13 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
         raise ValueError(f"config.json: architectures={names} must name a single architecture. Supported: {supported}.")
     if names[0] not in ARCHITECTURES:
         raise ValueError(f"config.json: architectures={names} is not supported. Supported: {supported}.")
-    return ARCHITECTURES[names[0]]
+    architecture = ARCHITECTURES[names[0]]
+    if (model_type := config.get("model_type", architecture.model_type)) != architecture.model_type:
+        raise ValueError(
+            f"config.json: model_type={model_type} contradicts architectures={names}, which needs "
+            f"model_type={architecture.model_type}. Correct the wrong one."
+        )
+    return architecture
 
 
 def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:

@@ -122,8 +122,9 @@ def _make_run(
     assert isinstance(context, int)
     tokenizer_file = folder / "tokenizer.json"
     if tokenizer is None and not tokenizer_file.is_file():
+        example = "bytes" if settings["vocab_size"] == read_vocab_size("bytes") else "gpt2"
         raise ValueError(
-            f"{folder} has no tokenizer.json. Set --tokenizer to a name such as gpt2, or to the path of a "
+            f"{folder} has no tokenizer.json. Set --tokenizer to a name such as {example}, or to the path of a "
             "tokenizer.json."
         )
     settings = {"tokenizer": tokenizer or str(tokenizer_file), **settings}

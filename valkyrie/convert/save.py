@@ -76,7 +76,8 @@ def export_run(
     reader = _ParameterReader(path, field)
     with _lock_empty(folder):
         write_folder(folder, config, shapes, weights_dtype, lambda name: reader.read(by_name[name]), file_bytes)
-        _copy_tokenizer(run_folder, run, folder)
+        if not _copy_tokenizer(run_folder, run, folder):
+            say(f"no tokenizer.json: tokenizer={run.tokenizer} has none, so from-hf needs --tokenizer {run.tokenizer}")
     return folder
 
 
@@ -181,13 +182,15 @@ def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str,
     return old | new | {"dtype": dtype or (old_dtype if old_dtype in DTYPES_BY_NAME else "float32")}
 
 
-def _copy_tokenizer(run_folder: Path, run: Run, folder: Path) -> None:
-    """Copy the tokenizer files of the folder that the run was converted from.
+def _copy_tokenizer(run_folder: Path, run: Run, folder: Path) -> bool:
+    """Copy the tokenizer files of the folder that the run was converted from. Returns whether there are any.
 
     For other runs, copies the tokenizer that the run was trained with if it is a `tokenizer.json`.
     """
     if (run_folder / ORIGINALS_FOLDER).is_dir():
-        copy_other_files(run_folder / ORIGINALS_FOLDER, folder, OTHER_FOLDER_REMEDY)
-    elif (file := json_path(run.tokenizer)) is not None:
-        with disk_errors(folder, OTHER_FOLDER_REMEDY):
-            shutil.copyfile(file, folder / "tokenizer.json")
+        return bool(copy_other_files(run_folder / ORIGINALS_FOLDER, folder, OTHER_FOLDER_REMEDY))
+    if (file := json_path(run.tokenizer)) is None:
+        return False
+    with disk_errors(folder, OTHER_FOLDER_REMEDY):
+        shutil.copyfile(file, folder / "tokenizer.json")
+    return True

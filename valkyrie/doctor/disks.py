@@ -130,7 +130,9 @@ def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
     steps = all_steps_in(root)
     step, damages = newest_undamaged(root, steps)
     remedy = (
-        "Start the run again, or resume another run." if step is None else f"The run would resume from step {step}."
+        f"To start over, delete {folder}, or use another name=."
+        if step is None
+        else f"The run would resume from step {step}."
     )
     severity = FAILS if step is None and config.checkpoint.fast.every is None else WARNING
     for damage in damages:

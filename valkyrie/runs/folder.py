@@ -120,7 +120,8 @@ def run_folder(run: Run) -> Path:
         folder = runs / (f"{name}-{mode}" if needs_separate_folder else name)
         if _has_other_files(folder):
             raise ValueError(
-                f"name={name}: {folder} contains files but no {RUN_FILE}, so it is not a run folder. Use another name."
+                f"name={name}: {folder} contains files but no {RUN_FILE}, so it is not a run folder. Use another name, "
+                "or delete the folder if a killed from-hf left it there."
             )
         return folder
     folder = runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}"
