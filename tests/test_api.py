@@ -112,7 +112,13 @@ def test_the_model_example_runs_as_written(working_folder: Path, capsys: pytest.
     last_loss = [line["loss"] for line in run.metrics if "loss" in line][-1]
     assert run.summary["loss"] == last_loss and repr(model).startswith("<TrainedModel gpt_tiny, ")
     assert repr(run).startswith("<Trained gpt_tiny: 4 steps, loss ") and "<svg" in run._repr_html_()
-    for wrong, message in (([1, 2], "shape"), ([[1.0]], "whole numbers"), ([[257]], "vocabulary"), ([[-1]], "-1")):
+    for wrong, message in (
+        ([1, 2], "shape"),
+        ([[1, 2], [3]], "lengths"),
+        ([[1.0]], "whole numbers"),
+        ([[257]], "vocabulary"),
+        ([[-1]], "-1"),
+    ):
         with pytest.raises(ValueError, match=rf"^tokens= .*{message}"):
             model(wrong)
     with pytest.raises(ValueError, match=r"^tokens=-1:"):

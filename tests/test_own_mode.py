@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_users_mode_runs_with_its_key(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_train("--config-dir", str(folder), "mode=count", "mode.unit=1000", *SMALL) == 0
+    assert run_train("mode=count", "--config-dir", str(folder), "mode.unit=1000", *SMALL) == 0
     assert float(capfd.readouterr().out.replace(",", "")) == round(
         compose_run(*SMALL).model.parameter_count() / 1000, 1
     )

@@ -137,6 +137,8 @@ def test_a_damaged_line_is_reported_once_with_its_file(tmp_path: Path, capsys, l
     log.path.write_text(f"{log.path.read_text()}{line}\n{TP.to_json()}\n")
     err = fails(capsys, tmp_path)
     assert err.startswith(f"valkyrie-report: {log.path}, line 2, ") and err.count(str(log.path)) == 1
+    log.path.write_text(line)  # without a newline
+    assert fails(capsys, tmp_path).startswith(f"valkyrie-report: {log.path}: its only line is incomplete")
 
 
 @pytest.mark.parametrize("count", [1, 400])

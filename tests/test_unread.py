@@ -107,3 +107,13 @@ def test_used_settings_are_not_reported():
     assert unread_notes(valkyrie.compose(*TINY_ARGUMENTS, "model.layers=2", "sample_tokens=1", *pipeline)) == []
     assert unread_notes(valkyrie.compose("target=cpu8", "target.slices=2", "mesh=2s2x2x2", "mode=compile")) == []
     assert mode_reads(MODES.config_class("search")(), "seed")
+
+
+def test_a_search_notes_that_it_ignores_the_mesh_of_the_environment(monkeypatch: pytest.MonkeyPatch):
+    run = valkyrie.compose("model=gpt_tiny", "target=v5e-8", "mode=search")
+    assert unread_notes(run) == []
+    monkeypatch.setenv("TPU_MESH_CONFIG", "2,2,2")
+    (note,) = unread_notes(run)
+    assert note.startswith("TPU_MESH_CONFIG=2,2,2 has no effect: ") and note.endswith("add mesh=environment")
+    named = valkyrie.compose("model=gpt_tiny", "target=v5e-8", "mode=search", "mesh=environment")
+    assert unread_notes(named) == []

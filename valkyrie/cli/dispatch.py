@@ -31,7 +31,7 @@ from valkyrie.paths import cache_root
 from valkyrie.problems import Problem
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
-from valkyrie.runs.folder import command_name
+from valkyrie.runs.folder import command_name, split_flags
 from valkyrie.sweep.end import SweepEndError, print_results_at_end
 from valkyrie.sweep.members import join_multirun
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
@@ -69,7 +69,9 @@ def dispatch() -> None:
             check_folder(folder)
         hydra_arguments = read_arguments(multirun or arguments, multirun=multirun is not None)
         primary = find_primary_config(hydra_arguments, read_run=multirun is None or reads_one_run(hydra_arguments))
-        sys.argv[1:] = primary.arguments
+        flags, overrides = split_flags(primary.arguments)
+        # argparse refuses flags between overrides. The value of --info is optional, so it must stay in its place.
+        sys.argv[1:] = primary.arguments if {"--info", "-i"} & {*flags} else [*flags, *overrides]
         if multirun is not None:
             with join_multirun(hydra_arguments) as is_leader, signals_as_exceptions():
                 config = _compose(primary, command) if is_leader else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def unread_notes(run: Run) -> list[str]:
         settings = [text for key, text in command_line.items() if key in keys or key.partition(".")[0] in keys]
         if settings and not set(settings) & set(unread_by_mode):
             notes.append(f"{_join_settings(settings)} {'has' if len(settings) == 1 else 'have'} no effect: {reason}")
+    if (sizes := os.environ.get("TPU_MESH_CONFIG")) and run.config.mode.name == "search" and "mesh" not in command_line:
+        notes.append(
+            f"TPU_MESH_CONFIG={sizes} has no effect: mode=search tries all meshes. To search only this one, add "
+            "mesh=environment"
+        )
     return notes
 
 

@@ -39,6 +39,12 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS_FILE).is_file()}
     trainings = {folder: [read_training(folder)] for folder in folders if folder not in sweeps}
     rows = make_rows(sweeps, trainings)
+    for file in (folder / TRIALS_FILE for folder in sweeps):
+        if not rows and file.stat().st_size:
+            raise ValueError(
+                f"{file}: its only line is incomplete, as after a crash or on a full disk. Run the sweep command again "
+                "to repeat its trial."
+            )
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: no trial has ended yet. Try again when the first one has.")
     return rows

@@ -44,7 +44,10 @@ class TrainedModel:
         to multiples of their shards. Each new shape is compiled once. Raises ValueError if there are more positions
         than the model has, or if a token is not in its vocabulary.
         """
-        ids = np.asarray(tokens)
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:  # of NumPy
+            raise ValueError("tokens= has rows of different lengths. Pad the shorter ones, or pass one row.") from None
         if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(
                 f"tokens= is a {ids.dtype} array of shape {ids.shape}. Pass whole numbers of shape (batch, seq), such "
