@@ -243,6 +243,8 @@ def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     name = "model.layers.1.self_attn.q_proj.weight"
     message = refusal_message(capsys, "from-hf", "model")
     assert "--tokenizer" in message and "tokenizer.json" in message
+    write_published(tmp_path / "of_bytes", "llama", vocab_size=257)
+    assert "a name such as bytes, " in refusal_message(capsys, "from-hf", "of_bytes")
     other_tensors = [tensor for tensor in read_tensors(folder) if tensor != name]
     for tensor, details in (
         (None, ["model has no tensor "]),
