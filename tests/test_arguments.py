@@ -126,6 +126,11 @@ def test_a_users_chip_is_selected_by_name_and_number(own: Path, chip: str):
     assert target.name == ("dual-16" if chip == "dual" else f"{chip}-8")
     if chip == "timed":
         assert target.chip.estimate["launch_s"] == 2.1e-06
+    (chips / "taken.yaml").write_text("defaults: [v5e, _self_]\nname: taken\naliases: [v4]\n")
+    with pytest.raises(
+        ValueError, match=r"^target\.chip=taken: aliases of .*taken\.yaml has v4, which is another chip"
+    ):
+        valkyrie.compose("--config-dir", str(own), "model=gpt_tiny", "target=taken-8")
     with pytest.raises(ValueError, match=r"^target\.chip=tuned .*\btarget\.chips=N\b"):
         valkyrie.compose("--config-dir", str(own), "target.chip=tuned")
 

@@ -34,7 +34,14 @@ class Chips(Mapping[str, ChipConfig]):
 
     def __getitem__(self, name: str) -> ChipConfig:
         user_chip = None if name in config_names(CHIP_GROUP) else _read_user_config(f"{CHIP_GROUP}/{name}", ChipConfig)
-        return user_chip or known_chips()[name]
+        if user_chip is None:
+            return known_chips()[name]
+        if taken := sorted({*user_chip.aliases} & {*config_names(CHIP_GROUP)} - {user_chip.name}):
+            raise ValueError(
+                f"target.chip={name}: aliases of {CHIP_GROUP}/{name}.yaml has {taken[0]}, which is another chip. "
+                "Remove it."
+            )
+        return user_chip
 
     def __iter__(self) -> Iterator[str]:
         return iter(choice_names(CHIP_GROUP))
