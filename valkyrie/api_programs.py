@@ -116,8 +116,10 @@ def predict(
         return _predict_run(program, quiet)
     _refuse_other_programs(program)
     if places is not None:
-        for value, kind in ((places, list | tuple), *((place, Position) for place in places)):
-            require_type(value, kind, "places= takes a list of positions, such as record.positions")
+        usage = "places= takes a list of positions, such as record.positions"
+        require_type(places, list | tuple, usage)
+        for place in places:
+            require_type(place, Position, usage)
     settings = {"name": name, "tokens": tokens, "flops": flops, "options": options, "time_limit_s": time_limit_s}
     target, work = _program_work(slice, unit=unit, **settings)
     from valkyrie.search.programs import ProgramCall, require_mesh
