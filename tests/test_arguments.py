@@ -69,6 +69,11 @@ def test_a_prompt_is_taken_as_it_is_typed(folder: Path, prompt: str):
     assert valkyrie.load(folder, f"prompt={prompt}").config.prompt == prompt
 
 
+@pytest.mark.parametrize("name", ["1e3", "007", "1_000", "true", "-1", "a.b"])
+def test_a_name_is_taken_as_it_is_typed(name: str):
+    assert valkyrie.compose("model=gpt_tiny", f"name={name}").config.name == name
+
+
 @pytest.mark.parametrize("override", ["mesh=8", "--cfg"])
 def test_an_override_that_compose_cannot_read_is_refused(override: str):
     with pytest.raises(ValueError) as error:

@@ -359,6 +359,9 @@ def test_an_impossible_launch_environment_is_refused(command: Any, monkeypatch: 
     assert result.status == 2
     assert result.err.startswith("valkyrie-train: TPU_MESH_CONFIG=4x4x2: ") and "4,4,2" in result.err
     assert result.err.count("\n") == 1
+    monkeypatch.setenv("TPU_MESH_CONFIG", "3,1,1")
+    assert "TPU_MESH_CONFIG=3,1,1 sets the mesh" in command("target=cpu8", "partition=fsdp").err
+    assert "TPU_MESH_CONFIG" not in command("target=cpu8", "partition=fsdp", "mesh=3x1x1").err
     monkeypatch.setenv("TPU_MESH_CONFIG", "2,2,2")
     monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,expert")
     assert ("unknown_role", "expert") in [(p.code.value, p.value) for p in parse_run([]).problems()]
@@ -384,6 +387,9 @@ def test_accelerators_are_on_the_last_mesh_axis_by_default(monkeypatch: pytest.M
         ("experiment/m.yaml", "steps: 5\n", "experiment=own/experiment/m.yaml"),
         ("experiment/m.yaml", "# @package _global_\ndefaults: [override /partiton: dp]\n", "experiment=m"),
         ("experiment/m.yaml", "# @package _global_\nmodel: gpt_tiny\n", "experiment=m"),
+        ("partitions/m.yaml", "name: m\n", "partition=m"),
+        ("partition/m.yaml", "- embed\n", "partition=m"),
+        ("sweep/m.yaml", "# @package _global_\nhydra: {sweeper: {space: {meshes: [1x1x1]}}}\n", "sweep=m"),
     ],
 )
 def test_a_mistake_in_a_users_file_is_refused_with_its_remedy(

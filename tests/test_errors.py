@@ -105,6 +105,8 @@ MISTAKES |= {
         "runs=FILE resume=latest",
         "runs=FILE/below",
         "checkpoint.folder=FILE",
+        "modules=[nothere]",
+        "modules=[FILE]",
     )
 }
 """Arguments by case. `goldens/messages/errors.txt` has their messages."""

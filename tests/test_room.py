@@ -18,6 +18,7 @@ from helpers import compose_run
 from runs import run_train, tiny_arguments
 from valkyrie import host_memory
 from valkyrie.host_memory import free_memory
+from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train import room
@@ -162,6 +163,9 @@ def test_running_out_of_memory_is_reported_in_one_line_with_a_remedy(free: Any, 
     assert "\n" not in str(caught.value)
     for part in ("valkyrie_tiny", "1x1x1-dp", "35.0 GiB", "20.0 GiB", "batch=4 (about "):
         assert part in str(caught.value)
+    run = compose_run("mesh=1x1x1", "sample_tokens=77").changed(mode=GenerateMode())
+    with pytest.raises(DoesNotFit, match=r"^sample_tokens=77: .*fewer sample_tokens"), explain_oom(run, simulated()):
+        raise error
 
 
 def test_other_compiler_errors_are_not_changed():

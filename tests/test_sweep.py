@@ -60,6 +60,11 @@ def test_a_sweep_is_named_by_its_setting_its_file_or_a_hash():
     assert measured != sweep_name(["-m", "mesh=2x2x1,4x1x1", "partition=fsdp"])
 
 
+def test_sweeps_that_read_different_runs_have_different_names():
+    names = [sweep_name(["-m", "mode=eval", *run]) for run in (["resume=a,b"], ["resume=a,c"], ["name=a,b"], [])]
+    assert len(set(names)) == 4
+
+
 def test_different_spaces_are_different_sweeps_but_limits_and_stages_are_not():
     spaces = [["hydra.sweeper.space.meshes=[AxB]"], ["hydra.sweeper.space.meshes=[AxBxC]"], []]
     names = [sweep_name(["-m", "hydra/sweeper=layouts", "mode=compile", *space]) for space in spaces]

@@ -137,6 +137,12 @@ def scalar_for_group(message: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def list_for_group(message: str) -> str | None:
+    """Return the config, such as `partition/mine`, if its file contains a list instead of a mapping, else None."""
+    match = re.match(r"In '(.+)': ValidationError raised while composing config:\s+Merge error: list ", message)
+    return match[1] if match else None
+
+
 def needs_quotes(message: str) -> bool:
     """Return whether Hydra's lexer found a character that needs quotes."""
     return message.startswith("LexerNoViableAltException")

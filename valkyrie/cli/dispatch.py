@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from valkyrie.cli.parser import current_folder, error_text, exit_on_broken_pipe, fail, strip_comment
 from valkyrie.config.arguments import add_later_problems, composition_errors, expand_shorthand, read_arguments
-from valkyrie.config.compose import register
+from valkyrie.config.compose import ENVIRONMENT_MESH, register
 from valkyrie.config.explain import explain
 from valkyrie.config.files import check_folder
 from valkyrie.config.mistakes import bytes_not_utf8, refuse_typos, version_text
@@ -31,7 +31,7 @@ from valkyrie.paths import cache_root
 from valkyrie.problems import Problem
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
-from valkyrie.runs.folder import command_name, split_flags
+from valkyrie.runs.folder import command_name, key_values, split_flags
 from valkyrie.sweep.end import SweepEndError, print_results_at_end
 from valkyrie.sweep.members import join_multirun
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
@@ -92,7 +92,7 @@ def dispatch() -> None:
         # Hydra's MissingConfigException is an OSError too, and needs an explanation.
         if not isinstance(error, OSError) or isinstance(error, HydraException):
             error = add_later_problems(explain(error, config_dirs(sys.argv[1:])), arguments)
-        fail(COMMAND, error_text(error))
+        fail(COMMAND, error_text(error) + _mesh_origin(str(error), arguments))
     except SweepEndError as error:
         if show_traceback:
             raise
@@ -137,6 +137,15 @@ def _compose(primary: PrimaryConfig, command: str) -> DictConfig | None:
 
 def _dispatch(run: Run) -> int:
     return run.config.mode.run(run)
+
+
+def _mesh_origin(text: str, arguments: Sequence[str]) -> str:
+    """Return a line for an error message about a mesh that only an environment variable sets, else ""."""
+    sizes = os.environ.get("TPU_MESH_CONFIG", "")
+    is_typed = key_values(arguments).get("mesh", ENVIRONMENT_MESH) != ENVIRONMENT_MESH
+    if not sizes or is_typed or f"mesh={sizes.replace(',', 'x')}" not in text:
+        return ""
+    return f"\nTPU_MESH_CONFIG={sizes} sets the mesh. Set mesh= to use another, or unset the variable."
 
 
 def _describe_problems(run: Run, problems: Sequence[Problem]) -> str:

@@ -44,6 +44,7 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
     - Quotes `prompt=`, the two layouts of `mode=explain` and the paths of `data.paths=`. Hydra strips the spaces around
       unquoted text and rejects most punctuation. Leaves `null`, values that are already quoted or escaped for Hydra,
       and a sweep's list of prompts unchanged. Hydra still interpolates `${KEY}`.
+    - Quotes names of runs that look like numbers or booleans.
     - Expands `~` in `runs=` and `resume=`.
 
     `multirun` is whether the arguments are for a sweep, where a key may have several values. Raises ValueError for
@@ -62,6 +63,8 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
             argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
         elif key.lstrip("+") == "data.paths":
             argument = f"{key}={_quote_paths(value, multirun)}"
+        elif key in ("name", "resume") and re.fullmatch(r"[\d.e_+-]+|true|false|nan|inf", value, re.IGNORECASE):
+            argument = f"{key}='{value}'"  # Hydra would read a number or a boolean: 1e3 would become 1000.0
         elif key in ("runs", "resume") and value.startswith("~"):  # shells do not expand ~ after =
             argument = f"{key}={os.path.expanduser(value)}"
         elif key == "mesh" and value.isdecimal():

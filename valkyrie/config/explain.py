@@ -21,7 +21,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from valkyrie.config.compose import GROUPS
+from valkyrie.config.compose import GROUPS, SCHEMAS
 from valkyrie.config.refusals import problem_from_error, unset_variable_text
 from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.foreign_errors import (
@@ -29,6 +29,7 @@ from valkyrie.foreign_errors import (
     ambiguous_argument,
     group_chosen_twice,
     hydra_sweep_argument,
+    list_for_group,
     missing_group,
     missing_variable,
     needs_quotes,
@@ -132,6 +133,9 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
             return (
                 f"{group}={name}: {file} is not read, because it is not in a folder {group} of --config-dir. {remedy}"
             )
+        for file in sorted(Path(folder).glob(f"*/{name}.yaml")):
+            if file.parent.name not in _GROUPS and suggest(file.parent.name, [group]):
+                return f"{group}={name}: {file} is not read. Rename the folder {file.parent.name} to {group}."
     completion = next((option for option in options if name and option.startswith(name)), None)
     suggestion = suggest(name, options) or completion
     hint = f" Did you mean {group}={suggestion}?" if suggestion else ""
@@ -206,9 +210,18 @@ def _wrong_user_file(message: str) -> str | None:
             f"{group} is chosen twice. In the defaults list of an experiment or sweep, write 'override /{group}: NAME' "
             f"instead of '/{group}: NAME'."
         )
+    if config := list_for_group(message):
+        schema = SCHEMAS.get(config.partition("/")[0])
+        keys = f" Keys: {', '.join(field.name for field in fields(schema))}." if schema else ""
+        return f"{config}.yaml holds a list, but a config has keys. Write one KEY: VALUE per line.{keys}"
     if argument := hydra_sweep_argument(message):
         return f"{argument}: a sweep cannot vary Hydra's own settings. Vary keys of a run, such as seed=1,2."
     if unexpected_name := unexpected_key(message):
+        if unexpected_name in ("hydra.sweeper.space", "hydra.sweeper.limit"):
+            return (
+                f"{unexpected_name} needs hydra/sweeper=layouts. Add it to the command, or add "
+                "'- override /hydra/sweeper: layouts' to the defaults list of the sweep."
+            )
         return f"{unexpected_name} is not a key of this choice of {unexpected_name.rpartition('.')[0]}. Leave it out."
     if file_and_value := scalar_for_group(message):
         file, value = file_and_value

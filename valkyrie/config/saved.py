@@ -152,10 +152,17 @@ def config_dirs(arguments: Sequence[str]) -> list[str]:
 
 
 def _module_folders(arguments: Sequence[str]) -> list[str]:
-    """Return the folders that `modules=` names."""
+    """Return the folders that `modules=` names. Raises ValueError if one is not a folder."""
     overrides = [o for o in split_flags(arguments)[1] if key_value(o)[0] == "modules"]
     values = [override.value() for override in OverridesParser.create().parse_overrides(overrides)]
-    return [str(folder) for value in values if isinstance(value, list) for folder in value]
+    folders = [str(folder) for value in values if isinstance(value, list) for folder in value]
+    for folder in folders:
+        if os.path.isfile(folder):
+            parent = os.path.dirname(folder) or "."
+            raise ValueError(f"modules=[{folder}] is a file, not a folder. Name its folder: modules=[{parent}].")
+        if not os.path.isdir(folder):
+            raise ValueError(f"modules=[{folder}]: there is no such folder. Name the folder of your Python modules.")
+    return folders
 
 
 def _read_settings_file(file: Path, arguments: Sequence[str]) -> DictConfig:

@@ -168,10 +168,11 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
     def close(self) -> None:
         """Stop reading ahead. There are no more batches afterwards."""
 
-    def restore(self, saved: Mapping[str, object]) -> None:
+    def restore(self, saved: Mapping[str, object], *, seed_key: str = "data.shuffle_seed") -> None:
         """Continue from a saved position. The number of processes may differ.
 
-        Raises ValueError if the data, or anything else that determines the row order, differs.
+        Raises ValueError if the data, or anything else that determines the row order, differs. `seed_key` is the
+        setting that gives the seed of the row order.
         """
         if saved.get("version") != self.start.current_version:
             raise ValueError(
@@ -183,23 +184,24 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
         for field in dataclasses.fields(self.start):
             saved_value, current_value = getattr(position, field.name), getattr(self.start, field.name)
             if saved_value != current_value and field.name not in self.start.progress_fields:
-                raise ValueError(_position_refusal(field.name, saved_value, current_value))
+                raise ValueError(_position_refusal(field.name, saved_value, current_value, seed_key))
         self.go_to(position)
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def _position_refusal(field: str, saved_value: object, current_value: object) -> str:
+def _position_refusal(field: str, saved_value: object, current_value: object, seed_key: str) -> str:
     if field == "content":
         return (
             "the data differs from the data that the run was trained on: its files, text, tokenizer or split have "
             "changed. Use the same data, or start a new run with another name=."
         )
-    key = field if field in ("seq", "split", "batch") else f"data.{'shuffle_seed' if field == 'seed' else field}"
+    key = seed_key if field == "seed" else field if field in ("seq", "split", "batch") else f"data.{field}"
+    alternative = f" or data.shuffle_seed={saved_value}" if key == "seed" else ""
     return (
-        f"the data position was saved with {key}={saved_value}, but this run has {key}={current_value}, which gives "
-        f"other rows. Use {key}={saved_value}, or start a new run with another name=."
+        f"{key}={current_value} gives other rows than {key}={saved_value}, with which the data position was saved. Use "
+        f"{key}={saved_value}{alternative}, or start a new run with another name=."
     )
 
 

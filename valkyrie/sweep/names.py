@@ -17,6 +17,8 @@ from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _GROUPS_NOT_IN_NAME = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
 """Config groups that do not affect a sweep's name. Compiling and measuring the same layouts thus share a report."""
+RUN_KEYS = ("name", "resume")
+"""Keys that select a trained run in modes that read one."""
 _SWEEPER_PREFIXES = ("hydra/sweeper", "hydra.sweeper.")
 _SWEEPER_KEYS_NOT_IN_NAME = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
 """Sweeper keys that do not affect the name of a sweep: they only limit how many trials run, or how many at a time."""
@@ -55,7 +57,10 @@ def sweep_name(arguments: Sequence[str]) -> str:
         return folder_name(name)
     if sweep_choice not in (None, "null"):
         return folder_name(sweep_choice)
-    identifying_values = {key: value for key, value in values_by_key.items() if _identifies_sweep(key)}
+    run_keys = RUN_KEYS if reads_run(values_by_key.get("mode")) else ()
+    identifying_values = {
+        key: value for key, value in values_by_key.items() if key in run_keys or _identifies_sweep(key)
+    }
     return f"sweep-{digest(identifying_values)[:8]}"
 
 

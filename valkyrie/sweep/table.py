@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from valkyrie.config.modes import has_results
+from valkyrie.config.modes import has_results, reads_run
 from valkyrie.runs.columns import FORMATS, terminal_table
 from valkyrie.runs.folder import command_name
 from valkyrie.sweep.columns import TERMINAL_COLUMNS
@@ -72,7 +72,7 @@ def closing_lines(trials: Sequence[Trial], folder: Path, *, complete: bool = Tru
         lines.append(f"refused: {len(refused) - 3} more, explained on the page")
     if any(trial.status in NO_RESULT_STATUSES for trial in trials):
         lines.append("to repeat trials without a result, add trial.retry=true")
-    for stage in sorted({trial.stage for trial in trials if not has_results(trial.stage)}):
+    for stage in sorted({trial.stage for trial in trials if not (has_results(trial.stage) or reads_run(trial.stage))}):
         lines.append(f"mode={stage} records no numbers. To compare memory and step time, use mode=compile")
     page_exists = complete and (folder / PAGE_FILE).is_file()
     page = folder / PAGE_FILE if page_exists else f"{command_name('valkyrie-report')} {shlex.quote(str(folder))}"

@@ -7,8 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from valkyrie.config.modes import reads_run
 from valkyrie.hardware.names import parse_target
 from valkyrie.runs.folder import key_values
+from valkyrie.sweep.names import RUN_KEYS
 from valkyrie.sweep.trial import Trial
 
 _TRIAL_GROUPS = {"name", "runs", "resume", "trial", "tracking", "hydra"}
@@ -75,7 +77,9 @@ def _settings(trial: Trial) -> dict[str, str]:
 
 def _command_line_settings(trial: Trial) -> dict[str, str]:
     return {
-        key: value for key, value in key_values(trial.overrides).items() if _group(key) not in _GROUPS_OUTSIDE_WORKLOAD
+        key: value
+        for key, value in key_values(trial.overrides).items()
+        if _group(key) not in _GROUPS_OUTSIDE_WORKLOAD or (key in RUN_KEYS and reads_run(trial.stage))
     }
 
 

@@ -89,6 +89,11 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
         program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
         available = _available_bytes(devices)
         memory_note = "" if available is None else f"; {_describe_memory(devices, available)}"
+        if run.config.mode.name == "generate":
+            raise DoesNotFit(
+                f"sample_tokens={run.config.sample_tokens}: {run.model.name} ran out of memory{request_note}"
+                f"{memory_note}. Use fewer sample_tokens or a shorter prompt."
+            ) from None
         suggestion = _suggest_lighter(program, available or 0, devices.devices_per_memory)
         raise DoesNotFit(
             f"{run.model.name} under {run.layout.name} ran out of memory{request_note}{memory_note}. {suggestion}"

@@ -285,7 +285,8 @@ def _restore_or_init(
     if state.optimizer is None:  # converted weights have no data position
         state = program.init_with_parameters(state.parameters)
     else:
-        loader.restore(data)
+        seed_key = "seed" if run.config.data.shuffle_seed is None else "data.shuffle_seed"
+        loader.restore(data, seed_key=seed_key)
     if step < run.config.steps:
         console.print(describe_continuation(run, folder, step, changed), markup=False)
         if run.config.checkpoint.fast.every is not None:
