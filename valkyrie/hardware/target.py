@@ -150,21 +150,6 @@ class ChipConfig:
         peak = self.peak_tflops.get(compute.value)
         return None if peak is None else peak * 1e12
 
-    def missing_figures(self, compute: DType = DType.bfloat16) -> str | None:
-        """Return an error message if figures that the time of a step in `compute` depends on are not set, else None."""
-        has_torus = get_platform(self.platform).has_torus
-        needed = ("hbm_gbs", *(("hbm_gib", "clock_ghz", "ici_axes", "ici_link_gbs") if has_torus else ()))
-        missing = [name for name in needed if getattr(self, name) is None]
-        if not {compute.value, "bfloat16"} & {*self.peak_tflops}:
-            missing.append(f"peak_tflops.{compute.value}")
-        if not missing:
-            return None
-        base = "h100" if self.platform == "gpu" else "v5e"
-        return (
-            f"target.chip={self.name} sets no {', '.join(missing)}, so its steps have no predicted time. Set them, or "
-            f"begin {self.name}.yaml with `defaults: [{base}, _self_]`."
-        )
-
     @property
     def slices(self) -> Slices:
         """The slices that exist for the chip. Raises ProblemError if its figures contradict each other."""

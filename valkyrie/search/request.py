@@ -192,7 +192,8 @@ def _requested_slices(run: Run, mode: SearchMode) -> list[TargetConfig]:
     targets = named_slices or [target]
     refuse([problem for t in targets for problem in t.problems()])
     for t in targets:
-        if t.chip is not None and (missing := t.chip.missing_figures(run.config.precision.compute)):
+        platform, compute = get_platform(t.platform), run.config.precision.compute.value
+        if t.chip is not None and (missing := platform.missing_figures(t.chip, compute)):
             raise ValueError(missing)
     for t in targets:
         if t.chips is not None and (t.chip is not None or get_platform(t.platform).runs_on_host):

@@ -94,6 +94,20 @@ class Platform(ABC):
         """Return how to install the compiler for a target, or which figures to set, or None if nothing is missing."""
         return None
 
+    def missing_figures(self, chip: ChipConfig, compute: str = "bfloat16") -> str | None:
+        """Return an error message if figures that the time of a step in `compute` depends on are not set, else None."""
+        needed = ("hbm_gbs", *(("hbm_gib", "clock_ghz", "ici_axes", "ici_link_gbs") if self.has_torus else ()))
+        missing = [name for name in needed if getattr(chip, name) is None]
+        if not {compute, "bfloat16"} & {*chip.peak_tflops}:
+            missing.append(f"peak_tflops.{compute}")
+        if not missing:
+            return None
+        base = "h100" if self.name == "gpu" else "v5e"
+        return (
+            f"target.chip={chip.name} sets no {', '.join(missing)}, so its steps have no predicted time. Set them, or "
+            f"begin {chip.name}.yaml with `defaults: [{base}, _self_]`."
+        )
+
     def compile_environment(self) -> Mapping[str, str]:
         """Return the environment variables of a process that compiles for the platform."""
         return {"JAX_PLATFORMS": "cpu"}

@@ -59,7 +59,7 @@ class Tpu(Platform):
     def missing_compiler(self, target: TargetConfig) -> str | None:
         """Return how to install libtpu or which figures of the chip to set, or None if nothing is missing."""
         if self.is_installed():
-            return None if target.chip is None else target.chip.missing_figures()
+            return None if target.chip is None else self.missing_figures(target.chip)
         return (
             f"target={target.describe()} is compiled by libtpu, which is not installed. Install it with "
             "`uv sync --extra tpu` in the clone; no TPU is needed."
