@@ -47,6 +47,8 @@ from valkyrie.train import devices
 from valkyrie.train.program import StepProgram
 
 SMALL = (*TINY_ARGUMENTS, "mesh=2x1x1", "partition=dp")
+UNWRITABLE = "/proc/valkyrie"
+"""A folder that nobody can create, not even root."""
 
 
 def on_tpu(monkeypatch: pytest.MonkeyPatch, chips: int = 4) -> None:
@@ -173,12 +175,11 @@ def test_the_state_size_equals_that_of_its_arrays(overrides: Sequence[str]):
 
 
 def test_the_doctor_checks_the_checkpoint_folder_and_leaves_no_files(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    run_in_file, run_in_new_folder = (
-        compose_run(*SMALL, f"checkpoint.folder={tmp_path / name}") for name in ("file", "new/one")
+    unusable_run, run_in_new_folder = (
+        compose_run(*SMALL, f"checkpoint.folder={folder}") for folder in (UNWRITABLE, tmp_path / "new/one")
     )
     assert list(disks.check_checkpoint_folder(CheckContext(compose_run(*SMALL)))) == []
-    verdict, text, remedy = single_finding(disks.check_checkpoint_folder, run_in_file)
+    verdict, text, remedy = single_finding(disks.check_checkpoint_folder, unusable_run)
     assert verdict == FAILS and "cannot be used" in text and "checkpoint.folder=DIR" in remedy
     assert single_finding(disks.check_checkpoint_folder, run_in_new_folder)[0] == OK
     assert not (tmp_path / "new").exists()
@@ -228,9 +229,8 @@ def test_a_host_without_room_for_fast_checkpoints_fails(tmp_path: Path, monkeypa
 FOLDER_CHECKS = [check for check in HOST_CHECKS if check.name in ("run folder", "clock")]
 
 
-def test_a_folder_that_cannot_be_written_fails_once(tmp_path: Path):
-    (tmp_path / "file").touch()
-    (finding,) = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={tmp_path}/file/runs")))
+def test_a_folder_that_cannot_be_written_fails_once():
+    (finding,) = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={UNWRITABLE}")))
     assert finding.severity == FAILS and "cannot be written" in finding.text
 
 
@@ -401,8 +401,7 @@ def test_status_is_1_for_a_failure_and_later_checks_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").touch()
-    status, out, _ = doctor(capsys, *SMALL, "--dry-run", "5")
+    status, out, _ = doctor(capsys, *SMALL, f"runs={UNWRITABLE}", "--dry-run", "5")
     assert status == 1
     assert "FAILS    run folder" in out and "dry run" in out and not re.search("^ok +devices", out, re.M)
 
@@ -457,10 +456,10 @@ def test_incomplete_process_settings_are_a_finding(monkeypatch: pytest.MonkeyPat
 
 
 def test_jax_is_not_imported_if_a_cheap_check_fails(tmp_path: Path):
-    (tmp_path / "runs").touch()
+    arguments = [*SMALL, f"runs={UNWRITABLE}"]
     code = (
         "import sys\nfrom valkyrie.cli.doctor import main\n"
-        f"try: main({list(SMALL)!r})\nexcept SystemExit as end: print(end.code, 'jax' in sys.modules)"
+        f"try: main({arguments!r})\nexcept SystemExit as end: print(end.code, 'jax' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "1 False", result.stdout

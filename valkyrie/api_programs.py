@@ -115,16 +115,11 @@ def predict(
         _refuse_run_arguments(arguments, keywords, **settings, tokens=tokens, flops=flops, time_limit_s=time_limit_s)
         return _predict_run(program, quiet)
     _refuse_other_programs(program)
-    if places is not None:
-        usage = "places= takes a list of positions, such as record.positions"
-        require_type(places, list | tuple, usage)
-        for place in places:
-            require_type(place, Position, usage)
+    _require_mesh_and_places(mesh, places)
     settings = {"name": name, "tokens": tokens, "flops": flops, "options": options, "time_limit_s": time_limit_s}
     target, work = _program_work(slice, unit=unit, **settings)
-    from valkyrie.search.programs import ProgramCall, require_mesh
+    from valkyrie.search.programs import ProgramCall
 
-    require_mesh(mesh, "mesh=")
     if measured_s is not None and layouts is None:
         raise ValueError("measured_s= corrects the predictions of other layouts. Pass them too, as layouts=.")
     _refuse_misspelt_keywords(program, arguments, keywords)
@@ -132,11 +127,21 @@ def predict(
         if layouts is not None:
             raise ValueError("layouts= takes arguments of a function. Predict each dumped module by itself.")
         return _predict_module_file(Path(program), target, mesh, places, work)
-
     call, console = ProgramCall(program, arguments, keywords, mesh, options), Console(stderr=True, quiet=quiet)
     if layouts is not None:
         return _predict_layouts(call, layouts, measured_s, target, work, time_limit_s, console)
     return _predict_function(call, target, work, time_limit_s, console)
+
+
+def _require_mesh_and_places(mesh: object, places: Sequence[Position] | None) -> None:
+    """Raise TypeError if one of these arguments of `predict` has the wrong type."""
+    from valkyrie.search.programs import require_mesh
+
+    require_mesh(mesh, "mesh=")
+    usage = "places= takes a list of positions, such as record.positions"
+    require_type(places, list | tuple | None, usage)
+    for place in places or ():
+        require_type(place, Position, usage)
 
 
 def _refuse_misspelt_keywords(program: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
