@@ -78,10 +78,10 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import test_checkpoint as t
-kept = t.checkpoints(Path({folder!r}))
-kept.save(1, t.make_state(1), t.DATA)
+kept = t.open_checkpoints(Path({folder!r}))
+kept.save(1, t.make_state(1), t.DATA_POSITION)
 kept.wait()
-kept.save(2, t.make_state(2, size=1 << 24), t.DATA)
+kept.save(2, t.make_state(2, size=1 << 24), t.DATA_POSITION)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

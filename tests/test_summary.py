@@ -116,7 +116,7 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     text = describe_range(known)
     assert all(part in text for part in ("420.0 ms", "500.0 ms", "6 published", "3 models", "on v4", "-2% to +16%"))
     assert "all chips" in describe_range(replace(known, chip=None))
-    assert "no published run" in describe_range(None)
+    assert "mode=calibrate" in describe_range(None)
 
 
 def test_bytes_sent_add_up_in_every_breakdown(run: Run):

@@ -302,15 +302,8 @@ def search_program(
     require_type(folder, str | Path | None, "folder= takes the path of a folder")
     if folder is not None:
         refuse_other_folder(Path(folder))
-    budget_s = parse_seconds(budget) if isinstance(budget, str) else budget
-    if budget is not None:
-        require_type(budget, str | Real, 'budget= takes seconds, or a time such as "5min"')
-        if budget_s is None:
-            raise ValueError(f'budget={budget} is not a time. Use seconds, or a time such as "90s", "5min" or "1h".')
-        refuse(check_range("budget", budget_s, above=0))
-    search = ProgramSearch(
-        build, target, parse_meshes(meshes, axes, target), rules, work, options, time_limit_s, budget_s
-    )
+    parsed_meshes, budget_s = parse_meshes(meshes, axes, target), _parse_budget(budget)
+    search = ProgramSearch(build, target, parsed_meshes, rules, work, options, time_limit_s, budget_s)
     _refuse_unknown_layouts(measured_s, search.names)
     console, comparison = Console(stderr=True, quiet=quiet), Comparison({}, measured_s or {})
     with console.status("lowering") as status:
@@ -325,6 +318,18 @@ def search_program(
         if folder is not None:
             comparison.save(folder)
     return comparison
+
+
+def _parse_budget(budget: str | float | int | None) -> float | int | None:
+    """Return a time budget in seconds. Raises ValueError if it is not a positive time, TypeError for other types."""
+    if budget is None:
+        return None
+    require_type(budget, str | Real, 'budget= takes seconds, or a time such as "5min"')
+    seconds = parse_seconds(budget) if isinstance(budget, str) else budget
+    if seconds is None:
+        raise ValueError(f'budget={budget} is not a time. Use seconds, or a time such as "90s", "5min" or "1h".')
+    refuse(check_range("budget", seconds, above=0))
+    return seconds
 
 
 def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[Slice, ProgramWork]:
