@@ -258,6 +258,18 @@ SHARDED_CASES = [
 ]
 
 
+def sequence_specs(tokens: GlobalTokens | None) -> tuple[P, P, GlobalTokens | None]:
+    """Return the specs of arrays sharded along the sequence, of replicated arrays, and of the global tokens."""
+    sharded_spec, replicated_spec = P(None, ("a", "b")), P()
+    if tokens is None:
+        return sharded_spec, replicated_spec, None
+    return (
+        sharded_spec,
+        replicated_spec,
+        GlobalTokens(replicated_spec, replicated_spec, replicated_spec, sharded_spec, sharded_spec),
+    )
+
+
 @pytest.mark.parametrize(
     ("case", "check_vma"),
     [
@@ -271,12 +283,7 @@ def test_attention_over_a_sharded_sequence_equals_that_over_a_whole_one(case, ch
     window, causal, dilation, segments, count = case
     q, k, v, ids, tokens = make_inputs(40, global_tokens=count, segments=segments)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    sharded_spec, replicated_spec = P(None, ("a", "b")), P()
-    token_specs = (
-        None
-        if tokens is None
-        else GlobalTokens(replicated_spec, replicated_spec, replicated_spec, sharded_spec, sharded_spec)
-    )
+    sharded_spec, replicated_spec, token_specs = sequence_specs(tokens)
 
     def attend_locally(q, k, v, tokens, ids):
         return sharded_attention(
@@ -316,12 +323,7 @@ def test_kernel_attention_over_a_sharded_sequence_equals_dense(seq, causal, segm
     """
     q, k, v, ids, tokens = make_inputs(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=count)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    sharded_spec, replicated_spec = P(None, ("a", "b")), P()
-    token_specs = (
-        None
-        if tokens is None
-        else GlobalTokens(replicated_spec, replicated_spec, replicated_spec, sharded_spec, sharded_spec)
-    )
+    sharded_spec, replicated_spec, token_specs = sequence_specs(tokens)
 
     def attend_locally(q, k, v, tokens, ids):
         return sharded_attention(

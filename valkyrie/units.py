@@ -19,7 +19,7 @@ def gib(size: int | float | None) -> str:
 
 
 def memory_text(size: int | float | None) -> str:
-    """Format bytes in GiB, MiB or KiB: the largest unit in which the size is at least 0.1. Returns `?` if unknown."""
+    """Format bytes in GiB, MiB or KiB: the largest unit that gives at least 0.1. Returns `?` if unknown."""
     if size is None or size >= GIB / 10:
         return gib(size)
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"

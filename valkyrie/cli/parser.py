@@ -31,7 +31,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser that prints errors in one line, without the usage."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> Any:
-        """Parse the arguments. An unknown argument is an error whose message suggests a correction."""
+        """Parse the arguments. The error for an unknown argument suggests a correction."""
         words = sys.argv[1:] if args is None else list(args)
         command, subcommands = self, _subcommands(self)
         if subcommands and words and words[0] in subcommands:

@@ -18,7 +18,7 @@ COMPILERS = ("g++", "clang++", "c++")
 """C++ compilers in order of preference."""
 _MAIN = re.compile(r"\bint\s+main\s*\([^)]*\)\s*\{")
 _SANDBOX_COMPILER_FOLDERS = ("/usr", "/bin")
-"""Folders in which compilers are visible in the sandbox."""
+"""Folders of compilers that the sandbox shows."""
 
 
 class Program(NamedTuple):

@@ -27,7 +27,7 @@ KINDS = (
 FUSED_CONFIG_KEY = "async_collective_fusion_config"
 """Key in the configuration of a collective that is fused into matrix products."""
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
-"""Custom calls that mark the fusions in which a collective starts and ends. Fusions in between execute parts of it."""
+"""Custom calls that mark the fusions where a collective starts and ends. Fusions in between execute parts of it."""
 
 _RUNTIME_KINDS = {
     "ALL_REDUCE": "all-reduce",

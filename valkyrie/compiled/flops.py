@@ -75,7 +75,7 @@ def _valid_positions(window: Any, in_size: int, out_size: int) -> int:
     return int(np.maximum(last_output - first_output + 1, 0).sum())
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """A dot or convolution, and how often one step executes it.
 
     Args:
@@ -94,7 +94,7 @@ class Product(NamedTuple):
         return self.calls * product_flops(self.instruction)
 
 
-def products(module: Module, mesh_axes: Mapping[str, int]) -> list[Product]:
+def products(module: Module, mesh_axes: Mapping[str, int]) -> list[MatrixProduct]:
     """Return the dots and convolutions of a program in execution order.
 
     A product in a loop is listed once, with `calls` multiplied by the trip count, or by 1 if the trip count is unknown.
@@ -115,11 +115,11 @@ def model_flops(module: Module, mesh_axes: Mapping[str, int]) -> float | None:
 
 def _iterate_products(
     computation: Computation, calls: float, mesh_axes: Mapping[str, int], fusion: Instruction | None = None
-) -> Iterator[Product]:
+) -> Iterator[MatrixProduct]:
     for instruction in computation.instructions:
         opcode = instruction.opcode
         if opcode in ("dot", "convolution"):
-            yield Product(instruction, fusion or instruction, calls)
+            yield MatrixProduct(instruction, fusion or instruction, calls)
         elif opcode == "while":
             trips = trip_count(instruction)
             yield from _iterate_products(

@@ -69,7 +69,7 @@ class SourceFile:
 
     @property
     def stamp(self) -> list[str | int | None]:
-        """The values by which a cache key identifies this version of the file: path, zip member, size and time."""
+        """The values that identify this version of the file in a cache key: path, zip member, size and time."""
         return [str(self.path), self.member, self.size, self.mtime_ns]
 
     def open(self) -> AbstractContextManager[BinaryIO]:

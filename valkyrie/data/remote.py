@@ -70,7 +70,7 @@ class RemoteFile:
 
     @property
     def stamp(self) -> list[str | int | None]:
-        """The values by which a cache key identifies this version of the file: URL, size and version."""
+        """The values that identify this version of the file in a cache key: URL, size and version."""
         return [self.id, self.size, self.version]
 
     def read(self) -> bytes:

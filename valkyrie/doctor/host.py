@@ -27,7 +27,7 @@ _OPEN_FILES, _FILES_PER_PROCESS = 256, 8
 """Estimated open files of a training run, and additional open files and sockets for each of its processes."""
 _SHOWN_PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 _CHECKED_PACKAGES = ("valkyrie-jax", "jax")
-"""Packages whose requirements are checked."""
+"""Packages that must have their requirements installed."""
 
 
 def check_environment(_: CheckContext) -> CheckResults:

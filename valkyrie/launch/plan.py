@@ -97,7 +97,7 @@ class Plan:
     later_steps: tuple[Step, ...] = ()
 
     def text(self) -> str:
-        """Return the plan as a shell script, in which notes and later steps are comments."""
+        """Return the plan as a shell script. Notes and later steps are comments."""
         lines = [f"# {line}" for note in self.notes for line in textwrap.wrap(note, WIDTH - 2, break_on_hyphens=False)]
         for number, step in enumerate(self.steps, 1):
             lines += [f"# {number}. {step.description}", step.text()]

@@ -15,7 +15,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
 
 FALLBACK_CHIP = "v5p"
-"""Chip whose cycle counts are used for chips without their own. A note in the report names it."""
+"""Chip that provides cycle counts for chips without their own. A note in the report names it."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class Model(Protocol):
 
 @runtime_checkable
 class Layered(Model, Protocol):
-    """A model whose layers run one after another, such as a `Stack`."""
+    """A model with layers that run one after another, such as a `Stack`."""
 
     embed: int
 

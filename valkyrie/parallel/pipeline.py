@@ -217,7 +217,7 @@ def fold_in_keys(layers: Any, microbatch: jax.Array) -> Any:
 
 
 def _widen(x: jax.Array) -> jax.Array:
-    """Cast a floating-point parameter to the dtype in which gradients of microbatches are added."""
+    """Cast a floating-point parameter to the dtype for adding up gradients of microbatches."""
     return x.astype(jnp.promote_types(x.dtype, ACCUMULATOR_DTYPE.value)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 

@@ -79,19 +79,27 @@ class Interrupt:
         """Whether this process received a signal to stop. With `multiprocess`, `force` in `should_stop` sets it too."""
         self.worth_saving = False
         """Set by the training loop once a step has finished."""
-        self.restored_step: int | None = None
-        """Step of the checkpoint that the training continues from, or None if it starts from the beginning."""
         self.preempted = False
         """Whether the stop is due to a preemption of the machine, not requested by the user."""
-        self.find_newest_step: Callable[[], int | None] | None = None
-        """Returns the step of the newest complete checkpoint. None if it is in a bucket, which may not respond."""
+        self._restored_step: int | None = None
+        self._find_newest_step: Callable[[], int | None] | None = None
         self._step = 0
         self._multiprocess = multiprocess
 
     def handle_signals(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the signals are handled. With `multiprocess`, JAX handles SIGTERM."""
+        """Return a context that handles the signals. With `multiprocess`, JAX handles SIGTERM."""
         signals = [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
         return on_signals(self._stop, signals if self._multiprocess else [*signals, signal.SIGTERM])
+
+    def set_checkpoints(self, restored_step: int | None, find_newest_step: Callable[[], int | None] | None) -> None:
+        """Set what a message about an immediate stop says of checkpoints.
+
+        Args:
+            restored_step: Step of the checkpoint that the training continues from, or None without one.
+            find_newest_step: Returns the step of the newest complete checkpoint, or None if there is none. None if the
+                checkpoints are in a bucket, which may not respond.
+        """
+        self._restored_step, self._find_newest_step = restored_step, find_newest_step
 
     def should_stop(self, step: int, *, force: bool = False) -> bool:
         """Return whether to stop after this step. The result is the same on all processes.
@@ -132,12 +140,12 @@ class Interrupt:
     def _describe_loss(self) -> str:
         """Return what an immediate stop loses, and the newest checkpoint that remains."""
         if not self.requested:
-            kept = f"; the checkpoint at step {self.restored_step} is kept" if self.restored_step else ""
+            kept = f"; the checkpoint at step {self._restored_step} is kept" if self._restored_step else ""
             return f"stopped before the first step, so there is nothing to save{kept}"
         lost = f"stopped at once; step {self._step} was not saved."
-        if self.find_newest_step is None:
+        if self._find_newest_step is None:
             return lost
-        newest_step = self.find_newest_step()
+        newest_step = self._find_newest_step()
         if newest_step == self._step:
             return f"stopped at once; step {self._step} was saved."
         return f"{lost} Newest checkpoint: {'none' if newest_step is None else f'step {newest_step}'}"

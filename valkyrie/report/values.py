@@ -20,7 +20,7 @@ from valkyrie.units import duration, memory_text, percent
 Values = list[dict[str, Any]]
 
 MAX_CURVES, MAX_POINTS = 8, 300
-"""Maximum number of training runs whose losses are drawn, and of points of a curve."""
+"""Maximum numbers of training runs with a loss curve, and of points per curve."""
 MAX_BARS = 40
 """Maximum number of layouts in a bar chart, which shows the best ones."""
 _LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))

@@ -155,7 +155,7 @@ def _has_other_files(folder: Path) -> bool:
 
 
 def stored_text_file(folder: Path, name: str) -> Path:
-    """Return the file in which `mode.keep=name` stores a generated text. Raises ValueError for an invalid name."""
+    """Return the file where `mode.keep=name` stores a generated text. Raises ValueError for an invalid name."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"mode.keep={name} is not a valid file name. Use a word, such as mode.keep=story.")
     return folder / "texts" / f"{name}.npz"

@@ -23,9 +23,9 @@ OFFLINE_SUFFIX = "-offline"
 """Appended to the id of a run that falls back to offline mode, because W&B may have reserved the id when it started
 online."""
 TAG_GROUPS = ("mesh", "partition", "model", "target")
-"""Config groups whose choices become tags of the run in W&B (`group_tag`)."""
+"""Config groups that become tags of the run in W&B (`group_tag`)."""
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
-"""Config groups whose choices are recorded as `GROUP.name` in a run's config."""
+"""Config groups that are recorded as `GROUP.name` in a run's config."""
 
 
 class WandbMode(Enum):

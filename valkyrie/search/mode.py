@@ -102,7 +102,7 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     compiled_targets = [target.name for target in request.targets if target.name not in missing_compilers]
     compilable = shortlist.for_targets(compiled_targets)
     if compilable.fitting or compilable.doubtful:
-        status = _try_compiling(request, ranking, compilable, folder, compiled_layouts, console)
+        status = _compile(request, ranking, compilable, folder, compiled_layouts, console)
     shortlist = shortlist.select(compiled_layouts.may_fit)  # what the compiles have ruled out is no answer
     best, options = compiled_layouts.best(request), []
     tune_s = None if request.mode.tune is None else parse_seconds(request.mode.tune)
@@ -225,23 +225,6 @@ def _target_slice(row: RankedLayout, request: SearchRequest) -> TargetConfig:
     return next(target for target in request.targets if target.name == row.candidate.target)
 
 
-def _try_compiling(
-    request: SearchRequest,
-    ranking: Ranking,
-    shortlist: Shortlist,
-    folder: Path,
-    compiled_layouts: CompiledLayouts,
-    console: Console,
-) -> int:
-    """Compile the best layouts. Returns the exit status, `INTERRUPTED` if the user or a signal stopped it."""
-    try:
-        with signals_as_exceptions():
-            return _compile(request, ranking, shortlist, folder, compiled_layouts, console)
-    except KeyboardInterrupt:
-        console.print("interrupted; the best so far:", style="yellow")
-        return INTERRUPTED
-
-
 def _compile(
     request: SearchRequest,
     ranking: Ranking,
@@ -290,18 +273,23 @@ def _compile(
         line = f"[{len(so_far.layouts)}] {layout}: {result} ({estimate}; compiled in {compiled.trial.wall_s:.0f} s)"
         console.print(line + best_so_far, markup=False, soft_wrap=True)
 
-    with console.status("compiling") as status:
+    status = console.status("compiling")
 
-        def show_progress(layout: EstimatedLayout, seconds: float, longest: float) -> None:
-            done = f", the longest so far took {duration(longest)}" if longest else ""
-            text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{done}"
-            best = compiled_layouts.best(request)
-            best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
-            status.update(escape(text + best_so_far))
+    def show_progress(layout: EstimatedLayout, seconds: float, longest: float) -> None:
+        done = f", the longest so far took {duration(longest)}" if longest else ""
+        text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{done}"
+        best = compiled_layouts.best(request)
+        best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
+        status.update(escape(text + best_so_far))
 
-        compile_best(
-            request, shortlist, find_baseline_layouts, folder, limit, compiled_layouts, print_result, show_progress
-        )
+    try:
+        with signals_as_exceptions(), status:
+            compile_best(
+                request, shortlist, find_baseline_layouts, folder, limit, compiled_layouts, print_result, show_progress
+            )
+    except KeyboardInterrupt:
+        console.print("interrupted; the best so far:", style="yellow")
+        return INTERRUPTED
     console.print(
         f"{len(compiled_layouts.layouts)} compiled: {compiled_layouts.stop_reason}", markup=False, soft_wrap=True
     )

@@ -245,7 +245,7 @@ class ProgramSearch:
 
     @property
     def names(self) -> list[str]:
-        """Names of all layouts, in the order in which they are compiled (see `layout_name`)."""
+        """Names of all layouts, in the order of compiling (see `layout_name`)."""
         return [layout_name(axes, rule) for axes, rule in self._pairs()]
 
     def predictions(self, progress: Progress) -> Iterator[tuple[str, PredictedProgram]]:

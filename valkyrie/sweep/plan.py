@@ -229,7 +229,7 @@ def plan_run(
 
 
 def plan_refused(error: ValueError, mode: str, sweep: SweepContext, overrides: Sequence[str]) -> TrialPlan:
-    """Return a refused plan for a job whose configuration does not compose, with the error as the reason."""
+    """Return a refused plan for a job with an invalid configuration, with the error as the reason."""
     key = digest(sorted(overrides))[:16]
     name = f"{folder_name(mode)}-{key[:6]}"
     return TrialPlan(key, name, mode, sweep.folder, tuple(overrides), None, str(error), flags=sweep.flags)

@@ -257,7 +257,7 @@ class TrialLog:
                 raise OSError(error.errno, message, str(self.path)) from error
 
     def read(self) -> list[Trial]:
-        """Return the newest trial of each key, in the order in which keys first appear.
+        """Return the newest trial of each key, in the order that keys first appear.
 
         Raises ValueError for a malformed line or a newer schema, with the line number and advice in the message.
         """

@@ -20,9 +20,9 @@ _GROUPS_OUTSIDE_WORKLOAD = {"mesh", "partition", "microbatches", "remat", "place
 _DESCRIBED_FIELDS = ("model", "batch", "seq")
 """Fields of `Trial.about` that tables show anyway. A setting that they determine is not listed as varied."""
 _MODEL_GROUPS = {"model"}
-"""Config groups in which settings are compared across all sweeps, stages and targets."""
+"""Config groups that are compared across all sweeps, stages and targets."""
 _STEP_GROUPS = _MODEL_GROUPS | {"precision", "optimizer"}
-"""Config groups in which settings are compared across the sweeps of one stage and target."""
+"""Config groups that are compared across the sweeps of one stage and target."""
 
 
 def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], tuple[str, ...]]:
@@ -84,7 +84,7 @@ def _command_line_settings(trial: Trial) -> dict[str, str]:
 
 
 def _differing_keys(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
-    """Return the keys in which comparable trials differ. Keys that appear on a command line come first.
+    """Return the keys that differ between comparable trials. Keys that appear on a command line come first.
 
     A key that no command line sets is compared only among trials whose records contain it.
     """

@@ -91,7 +91,7 @@ class StepProgram:
         return jax.jit(self._init, out_shardings=self.shardings)
 
     def init_with_parameters(self, parameters: Any) -> TrainState:
-        """Return the state before the first step with these parameters, whose buffers are donated."""
+        """Return the state before the first step with these parameters. Their buffers are donated."""
 
         def begin(parameters: Any, seed: Any) -> TrainState:
             return state_from_parameters(parameters, self.optimizer, self._keep_ema, seed, self.carry)
@@ -256,7 +256,7 @@ class StepProgram:
         return math.prod(size // part for size, part, axis in sizes if axis != "layers")
 
     def _matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which matrix products use full float32, not TF32 or bfloat16, under a float32 policy."""
+        """Return a context where matrix products use full float32, not TF32 or bfloat16, under a float32 policy."""
         is_float32 = self.run.config.precision.compute is DType.float32
         return jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext()
 

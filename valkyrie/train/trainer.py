@@ -135,9 +135,8 @@ def fit(
         ledger = Ledger(folder, began, meter.spent, write=team.is_leader)
         with meter.paused("setup" if checkpoints.last_step is None else "restore"), ledger.record_refusal():
             start, state = _restore_or_init(program, checkpoints, loader, folder, console)
-        interrupt.restored_step = start or None
-        if not in_bucket(checkpoints.durable.path):
-            interrupt.find_newest_step = checkpoints.newest_complete_step
+        is_local = not in_bucket(checkpoints.durable.path)
+        interrupt.set_checkpoints(start or None, checkpoints.newest_complete_step if is_local else None)
         ledger.count_setup(start)  # records the restored step before the compile, which may crash
         # A run that has no step to do keeps its record, so that the next one does not report `steps` as changed.
         if team.is_leader and (start < config.steps or not (folder / RUN_FILE).is_file()):
@@ -159,13 +158,8 @@ def fit(
         evaluator, save = Evaluator(program, dataset, tokenizer), Save(checkpoints, loader)
         # The order matters: metrics are checked before a state is saved, evaluations come before the save because
         # `keep_best` needs them, and the slow samples and code evaluations come after it.
-        callbacks = [
-            RefuseDivergence(checkpoints),
-            Profile(profile_window),
-            Evaluate(evaluator),
-            save,
-            Sample(evaluator),
-        ]
+        callbacks = [RefuseDivergence(checkpoints), Profile(profile_window), Evaluate(evaluator), save]
+        callbacks.append(Sample(evaluator))
         if tokenizer is not None and config.code_eval_every is not None:
             callbacks.append(EvaluateCode(CodeEvaluation(program, tokenizer), lambda: interrupt.requested))
         callbacks.append(Log())

@@ -108,7 +108,7 @@ class Config(RentedConfig):
 
     @property
     def ready_state(self) -> str:
-        """Google Cloud's name for the state in which slices can be used."""
+        """State of a slice that is ready for use, as Google Cloud names it."""
         return "ACTIVE" if self.queued else "READY"
 
     def create_step(self) -> CommandStep:

@@ -42,7 +42,7 @@ MIN_LONG_LENGTH = 16384
 """Minimum sequence length at which the blocks of keys in the backward pass are twice as wide."""
 
 MAX_WIDE_HEAD_DIM = 128
-"""Largest head_dim whose wide blocks fit into a core's scratch memory."""
+"""Largest head_dim that fits into a core's scratch memory with wide blocks."""
 
 MAX_DQ_WRITES = 8
 """Maximum number of key blocks for the fused backward pass, which writes dq once per key block."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from valkyrie.compiled.collectives import find_cause
-from valkyrie.compiled.flops import Product, products
+from valkyrie.compiled.flops import MatrixProduct, products
 from valkyrie.compiled.hlo import Module
 from valkyrie.compiled.whole import WholeProgram
 from valkyrie.machine.replay import Replay
@@ -46,12 +46,12 @@ class CheckedProgram:
         return math.prod(self.mesh_axes.values())
 
     @cached_property
-    def whole_products(self) -> list[Product]:
+    def whole_products(self) -> list[MatrixProduct]:
         """Products of the program before partitioning, in order."""
         return products(self.whole.module, self.mesh_axes)
 
     @cached_property
-    def local_products(self) -> list[Product]:
+    def local_products(self) -> list[MatrixProduct]:
         """Products of the compiled program of one device."""
         return products(self.module, self.mesh_axes) if self.module else []
 
@@ -79,7 +79,7 @@ class CheckedProgram:
         )
 
 
-def _flops_by_source(group: Iterable[Product]) -> dict[str, float]:
+def _flops_by_source(group: Iterable[MatrixProduct]) -> dict[str, float]:
     flops: dict[str, float] = defaultdict(float)
     for product in group:
         flops[find_cause(product.instruction)[1]] += product.flops

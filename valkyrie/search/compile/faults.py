@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.collectives import CollectiveReader, collective_kind, find_cause
-from valkyrie.compiled.flops import Product
+from valkyrie.compiled.flops import MatrixProduct
 from valkyrie.compiled.hbm import map_users
 from valkyrie.compiled.hlo import Instruction, Shape
 from valkyrie.compiled.shards import UnsplitDimensions, match_product
@@ -90,7 +90,7 @@ def _find_whole_batches(program: CheckedProgram) -> tuple[list[Fault], set[str]]
     """
     whole_flops: dict[BatchDimension, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     matched_products: dict[BatchDimension, set[Instruction]] = defaultdict(set)
-    by_origin: dict[_Origin, list[Product]] = defaultdict(list)
+    by_origin: dict[_Origin, list[MatrixProduct]] = defaultdict(list)
     for product in program.whole_products:
         by_origin[_origin(product.instruction)].append(product)
     total_flops: dict[str, float] = defaultdict(float)

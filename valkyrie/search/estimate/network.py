@@ -48,7 +48,7 @@ class CollectiveModel:
     def gather(
         self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, *, one_ring: bool = False
     ) -> np.ndarray:
-        """Return the seconds of an all-gather whose result has `full` bytes on each device.
+        """Return the seconds of an all-gather to `full` bytes on each device.
 
         With `one_ring`, a single ring goes through all devices. XLA uses one ring for activations that it gathers along
         a dimension other than the first.
@@ -58,7 +58,7 @@ class CollectiveModel:
     def scatter(
         self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, *, one_ring: bool = False
     ) -> np.ndarray:
-        """Return the seconds of a reduce-scatter whose input has `full` bytes on each device.
+        """Return the seconds of a reduce-scatter of `full` bytes on each device.
 
         `one_ring` is as in `gather`.
         """

@@ -55,7 +55,7 @@ class EstimatedLayout:
 
     @property
     def ranked_s(self) -> float:
-        """Estimated seconds by which layouts are ranked: per sequence if the search varies the batch, else per step."""
+        """Estimated seconds that rank the layouts: per sequence if the search varies the batch, else per step."""
         return self.per_sequence(self.step_s)
 
     @property
@@ -98,7 +98,7 @@ class GroupEstimates:
 
     @property
     def ranked_s(self) -> np.ndarray:
-        """Times by which layouts are ranked, in seconds.
+        """Times that rank the layouts, in seconds.
 
         The time of a step or, if the search varies the batch, of `MAX_DEVICE_TOKENS` sequences.
         """

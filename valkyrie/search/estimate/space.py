@@ -36,7 +36,7 @@ MAX_ACCUMULATION_STEPS = 32
 MAX_DEVICE_TOKENS = 2**20
 """Largest number of tokens per device of a searched batch. More would shorten a step per token by far less than 1%."""
 ROUNDS = (2, 4)
-"""Numbers of rounds to try under the circular schedule, in which each stage has this many blocks of layers."""
+"""Numbers of rounds to try under the circular schedule. Each stage has one block of layers per round."""
 
 
 @dataclass(frozen=True)
