@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import valkyrie
 from machines import needs_libtpu
-from valkyrie.compiled.collectives import find_cause
+from valkyrie.compiled.collectives import collective_uses, find_cause
 from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import parse
 from valkyrie.compiled.shards import match_shard
@@ -231,3 +232,47 @@ def test_check_compiles_for_a_slice_and_prices_a_fault() -> None:
 
 def flatten(program: tuple[Any, tuple[Any, ...]]) -> tuple[Any, ...]:
     return program[0], *program[1]
+
+
+def with_waits(program: CheckedProgram) -> CheckedProgram:
+    """Return the program with a step of 1 s per collective, all of it spent waiting."""
+    assert program.module is not None
+    uses = [replace(use, exposed_s=1.0) for use in collective_uses(program.module, dict(program.mesh_axes))]
+    return replace(program, replay=Replay(float(len(uses)), [], 0.0, 0.0, uses, [], [], []))
+
+
+def constrain(mesh: Mesh, array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+
+def gathers_the_batch(mesh: Mesh, w: jax.Array, x: jax.Array) -> jax.Array:
+    return constrain(mesh, jnp.tanh(x @ w), PartitionSpec()) * 2
+
+
+def gathers_float32(mesh: Mesh, w: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ constrain(mesh, w, PartitionSpec()).astype(jnp.bfloat16)
+
+
+def reduces_everywhere(mesh: Mesh, w: jax.Array, x: jax.Array) -> jax.Array:
+    return constrain(mesh, constrain(mesh, x.T @ x, PartitionSpec()) * 2.0, DATA)
+
+
+@pytest.mark.parametrize(
+    ("step", "weights", "dtype", "code"),
+    [
+        (gathers_the_batch, PartitionSpec(), jnp.float32, FaultCode.gathered_batch),
+        (gathers_float32, DATA, jnp.bfloat16, FaultCode.float32_gather),
+        (reduces_everywhere, PartitionSpec(), jnp.float32, FaultCode.all_reduce),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_collectives_that_send_too_much_are_found(
+    step: Any, weights: PartitionSpec, dtype: Any, code: FaultCode
+) -> None:
+    mesh = cpu_mesh(data=8)
+    arguments = struct(mesh, (EMBED, MLP), weights), struct(mesh, (BATCH * SEQ, EMBED), DATA, dtype)
+    program = with_waits(checked(mesh, jax.jit(partial(step, mesh)), arguments))
+    fault = faults(program)[code]
+    assert fault.seconds and fault.bytes
+    file, _, line = fault.source.rpartition(":")
+    assert file == __file__ and "constrain" in linecache.getline(file, int(line))

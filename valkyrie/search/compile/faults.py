@@ -49,6 +49,8 @@ MAX_LINES = 3
 """Maximum number of source lines that a fault lists."""
 _PASS_THROUGH = ("bitcast", "copy", "reshape")
 """Operations that forward an array."""
+_FILLED = ("broadcast", "constant", "iota")
+"""Operations that fill an array with values that do not come from an argument of its shape."""
 _CONVERSION_FUSION = ("parameter", "convert", "convolution", "dot", "transpose", *_PASS_THROUGH)
 """Operations of a fusion that only converts an array, or multiplies the converted array."""
 
@@ -366,7 +368,7 @@ def _dims_by_line(
             for array in (instruction, *instruction.operands):
                 if dimensions := program.whole.batch_dimensions(array):
                     with_batch[instruction.source][_sorted_dims(array.shape)] = next(iter(dimensions.values()))
-                else:
+                elif array.opcode not in _FILLED:  # such as the 2 in `x * 2`, as an array of the shape of x
                     without_batch[instruction.source].add(_sorted_dims(array.shape))
     return with_batch, without_batch
 
