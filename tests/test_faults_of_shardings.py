@@ -22,7 +22,7 @@ from valkyrie.compiled.collectives import collective_uses, find_cause
 from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import parse
 from valkyrie.compiled.shards import match_shard
-from valkyrie.compiled.whole import WholeProgram, parse_sharding
+from valkyrie.compiled.whole import AxisPart, WholeProgram, parse_sharding
 from valkyrie.machine.replay import Cost, Replay
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.checked import CheckedProgram
@@ -211,12 +211,12 @@ def test_shards_are_matched_with_merged_and_reordered_dimensions(data: st.DataOb
     [
         ("", ()),
         ("#sdy.sharding<@mesh, []>", ()),
-        ('#sdy.sharding<@mesh, [{}, {"data"}]>', ((), ("data",))),
-        ('#sdy.sharding_per_value<[<@mesh, [{"x", "y"}, {?}]>]>', (("x", "y"), ())),
-        ('#sdy.sharding<@mesh, [{"x":(1)2}, {}], replicated={"y"}>', (("x",), ())),
+        ('#sdy.sharding<@mesh, [{}, {"data"}]>', ((), (("data", None),))),
+        ('#sdy.sharding_per_value<[<@mesh, [{"x", "y"}, {?}]>]>', ((("x", None), ("y", None)), ())),
+        ('#sdy.sharding<@mesh, [{"x":(1)2}, {}], replicated={"y"}>', ((("x", 2),), ())),
     ],
 )
-def test_shardings_are_parsed(text: str, axes: tuple[tuple[str, ...], ...]) -> None:
+def test_shardings_are_parsed(text: str, axes: tuple[tuple[AxisPart, ...], ...]) -> None:
     assert parse_sharding(text) == axes
 
 

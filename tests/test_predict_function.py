@@ -20,6 +20,7 @@ import valkyrie
 import valkyrie.train.options as train_options
 from machines import needs_libtpu
 from valkyrie.search.compile import lowered as lowered_programs
+from valkyrie.search.compile import predict
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.lowered import (
     StoredProgram,
@@ -256,6 +257,7 @@ def test_a_compile_that_exceeds_its_time_limit_is_stopped(
     pid: Path, mesh: Mesh, target: valkyrie.Slice, monkeypatch: pytest.MonkeyPatch
 ):
     fail_with(monkeypatch, "time.sleep(600)")
+    monkeypatch.setattr(predict.WholeProgram, "from_lowered", lambda lowered: pytest.fail("only a result needs it"))
     function, arguments = products(mesh)
     result = valkyrie.predict(function, *arguments, slice=target, time_limit_s=0.5)
     assert result.status == "timeout" and "exceeded time_limit_s=0.5 seconds" in (result.reason or "")

@@ -97,6 +97,12 @@ def test_layouts_are_ranked_and_printed():
     assert "5,120 images/s" in str(comparison["fast"]) and "step (fast) on v5e-8" in str(comparison["fast"])
 
 
+def test_a_layout_may_be_a_lowered_or_compiled_function():
+    lowered = jax.jit(lambda x: x).lower(1.0)
+    layouts = {"jitted": (0.4,), "lowered": {"function": lowered}, "compiled": {"function": lowered.compile()}}
+    assert [*valkyrie.predict(step, layouts=layouts, slice=SLICE).results][0] == "jitted"
+
+
 def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
     comparison = valkyrie.predict(
         step, layouts=LAYOUTS, slice=SLICE, tokens=512, measured_s={"fast": 0.6, "slow": 0.48}
@@ -117,9 +123,11 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
         ({"layouts": [1]}, TypeError, "layouts= takes {name: arguments}"),
         ({"layouts": {"dp": 0.1}}, TypeError, r'layouts\["dp"\] takes the positional arguments as a tuple, not float'),
         ({"layouts": {"dp": {"w": 1}}}, ValueError, r'layouts\["dp"\] has the unknown key .w.'),
-        ({"layouts": {"dp": {"function": len}}}, TypeError, r'layouts\["dp"\] needs a jitted function, not <built-in'),
+        ({"layouts": {"dp": {"function": len}}}, TypeError, r'layouts\["dp"\] needs a jitted function, not builtin'),
+        ({"layouts": {"dp": {"function": "step"}}}, TypeError, r'layouts\["dp"\] needs a jitted function, not str'),
         ({"layouts": {"dp": {"mesh": 8}}}, TypeError, r'layouts\["dp"\]\["mesh"\] takes {"data": 2, "model": 4} or'),
         ({"token": 512}, TypeError, r"token= is not an argument of predict or of the program. Did you mean tokens=\?"),
+        ({f"wrong{i}": 1 for i in range(9)}, TypeError, "^wrong0= is not an argument"),
         ({"mesh": (2, 4)}, TypeError, r"mesh= takes .*, not \(2, 4\)"),
         ({"layouts": LAYOUTS, "measured_s": {"dp": 1}}, ValueError, "no such layout. Use slow, large, fast, broken"),
         ({"layouts": LAYOUTS, "measured_s": {"fast": 0}}, ValueError, r'measured_s\["fast"\]'),

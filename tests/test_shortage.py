@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.compiled.hlo import parse
-from valkyrie.compiled.whole import WholeProgram
+from valkyrie.compiled.hlo import Shape, parse
+from valkyrie.compiled.whole import Argument, WholeProgram
 from valkyrie.foreign_errors import Allocation
 from valkyrie.report.program import program_page
 from valkyrie.results import Result
@@ -45,6 +45,17 @@ def test_arguments_are_listed_with_the_axes_that_do_not_shard_them():
     assert arguments[0].savable == 7 * arguments[0].bytes / 8
     unsharded = WholeProgram.from_lowered(jax.jit(lambda x: x).lower(jnp.zeros(8)))
     assert list_arguments(unsharded, mesh.shape) == []
+
+
+def test_uneven_arguments_and_parts_of_axes_have_the_bytes_of_the_largest_shard():
+    whole = WholeProgram.from_lowered(jax.jit(lambda x: x).lower(jnp.zeros(8)))
+    shape, part, rest = Shape("bf16", (9, 128), 16), ("data", 2), ("data", None)
+    whole.arguments = tuple(Argument("x", shape, ((axis,), ()), False) for axis in (part, rest))
+    arguments = list_arguments(whole, {"data": 4, "model": 2})
+    assert [(each.bytes, each.replicated_over) for each in arguments] == [
+        (2 * 5 * 128, {"data": 2, "model": 2}),
+        (2 * 3 * 128, {"model": 2}),
+    ]
 
 
 def test_hints_name_replicated_arguments_and_temporaries():

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers import compose_run
 from runs import run_train
 from sweeps import FakeMultirun
-from valkyrie.config.modes import MODES
 from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, record_ending
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.sweep.child import capture_outcome
@@ -201,7 +201,7 @@ def test_the_reason_of_a_failure_is_the_last_error_in_the_log(tmp_path: Path):
     result = read_outcome(tmp_path, -signal.SIGABRT)
     assert result.status is Status.killed and result.reason is not None
     assert "SIGABRT: F0101" in result.reason and result.reason.endswith("a == b")
-    assert "measure.json" in str(read_results(tmp_path, MODES.config_class("measure")).reason)
+    assert "measure.json" in str(read_results(tmp_path, compose_run("mode=measure", "mesh=1x1x1")).reason)
     assert read_outcome(tmp_path, 130).status is Status.killed
 
 
@@ -250,10 +250,12 @@ def test_a_training_trial_has_the_results_of_its_last_summary(tmp_path: Path):
     parts = [part | ending for part in parts]
     lines = [line for part in parts for line in ({"step": 1, "loss": part["eval_loss"]}, {"summary": part})]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = read_results(tmp_path, MODES.config_class("train"))
+    run = compose_run("model=gpt_tiny", "mode=train")
+    result = read_results(tmp_path, run)
     assert result.status is Status.ok
     step, memory = StepResult(step_s=0.4), MemoryReport(peak=2**28)
-    assert result.results == TrialResult(step=step, memory=memory, eval_loss=2.0, loss=2.0, steps=1, finished=True)
+    expected = TrialResult(run.model.parameter_count(), memory, step, eval_loss=2.0, loss=2.0, steps=1, finished=True)
+    assert result.results == expected
 
 
 def test_an_exception_gives_a_short_reason_and_a_traceback_in_the_log(tmp_path: Path):

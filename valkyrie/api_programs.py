@@ -158,7 +158,7 @@ def _refuse_misspelt_keywords(program: Any, arguments: Sequence[Any], keywords: 
         return
     own = inspect.signature(predict).parameters.values()
     names = [parameter.name for parameter in own if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    for key in keywords.keys() - parameters.keys():
+    if key := next((key for key in keywords if key not in parameters), None):
         nearest = suggest(key, names)
         hint = f"Did you mean {nearest}=?" if nearest else f"predict takes {', '.join(names)}."
         raise TypeError(f"{key}= is not an argument of predict or of the program. {hint}")

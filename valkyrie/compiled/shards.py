@@ -24,7 +24,7 @@ def match_product(local: Instruction, whole: Instruction) -> tuple[UnsplitDimens
     be a part of `whole`.
     """
     (result_dims, *factor_dims), (whole_result_dims, *whole_factor_dims) = (
-        [whole_dims.shape.dims for whole_dims in (product, *product.operands[:2])] for product in (local, whole)
+        [array.shape.dims for array in (product, *product.operands[:2])] for product in (local, whole)
     )
     for order in permutations(factor_dims):
         pairs = [(result_dims, whole_result_dims), *zip(order, whole_factor_dims, strict=True)]

@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 _SHARDING_ATTRIBUTE = "xla.sdy.sharding"
 """Frontend attribute with the sharding of a value, written by Shardy, JAX's partitioner."""
 _DIMENSION_PATTERN = re.compile(r"\{([^}]*)\}")
-_AXIS_PATTERN = re.compile(r'"([^"]+)"')
+_AXIS_PATTERN = re.compile(r'"([^"]+)"(?::\(\d+\)(\d+))?')
+"""A mesh axis, or a part of it and the size of the part: `"data":(1)2`."""
 _NO_MARKS: frozenset[int] = frozenset()
 _MAX_PASSES = 4
 """Maximum number of passes over the body of a loop. Passes end earlier if the marks of its carry no longer change."""
+
+AxisPart = tuple[str, int | None]
+"""A mesh axis and the size of a part of it, or None for the whole axis."""
 
 Marks = tuple[frozenset[int], ...]
 """For each dimension of an array, the batch dimensions that it comes from, by number."""
@@ -36,14 +40,19 @@ class Argument:
     Args:
         name: Path in the arguments: `state.params['embed']['kernel']`.
         shape: Shape of the whole array.
-        mesh_axes: Mesh axes that split each dimension.
+        axis_parts: Mesh axes that split each dimension, with the sizes of those of which only a part does, or None.
         is_state: Whether the program returns an array of this shape and dtype, as a training step returns its state.
     """
 
     name: str
     shape: Shape
-    mesh_axes: tuple[tuple[str, ...], ...]
+    axis_parts: tuple[tuple[AxisPart, ...], ...]
     is_state: bool
+
+    @property
+    def mesh_axes(self) -> tuple[tuple[str, ...], ...]:
+        """Mesh axes that split each dimension, entirely or in part."""
+        return tuple(tuple(axis for axis, _ in parts) for parts in self.axis_parts)
 
 
 @dataclass(frozen=True)
@@ -95,19 +104,21 @@ def read_arguments(module: Module) -> tuple[Argument, ...]:
         is_state = unmatched_results[key] > 0
         unmatched_results[key] -= is_state
         name = parameter.op_name or parameter.name
-        arguments.append(
-            Argument(name, shape, parse_sharding(parameter.attributes.get(_SHARDING_ATTRIBUTE, "")), is_state)
-        )
+        axis_parts = parse_sharding(parameter.attributes.get(_SHARDING_ATTRIBUTE, ""))
+        arguments.append(Argument(name, shape, axis_parts, is_state))
     return tuple(arguments)
 
 
-def parse_sharding(text: str) -> tuple[tuple[str, ...], ...]:
+def parse_sharding(text: str) -> tuple[tuple[AxisPart, ...], ...]:
     """Parse a sharding of Shardy, such as `#sdy.sharding<@mesh, [{}, {"data"}]>`, to the mesh axes of each dimension.
 
-    Parts of an axis, written as `"data":(1)2`, count as the axis. Returns () if there is no sharding.
+    A part of an axis, written as `"data":(1)2`, has its size, here 2. Returns () if there is no sharding.
     """
     inner = text[text.find("[{") + 1 : text.find("}]") + 1] if "[{" in text else ""
-    return tuple(tuple(_AXIS_PATTERN.findall(dimension)) for dimension in _DIMENSION_PATTERN.findall(inner))
+    return tuple(
+        tuple((axis, int(size) if size else None) for axis, size in _AXIS_PATTERN.findall(dimension))
+        for dimension in _DIMENSION_PATTERN.findall(inner)
+    )
 
 
 class _Tracer:
@@ -193,8 +204,10 @@ class _Tracer:
         """Return the marks of a batch argument after a sharding constraint, which may split further dimensions."""
         dims = instruction.shape.dims
         old_marks = marks if isinstance(marks, tuple) else (_NO_MARKS,) * len(dims)
-        mesh_axes = parse_sharding(instruction.attributes.get(_SHARDING_ATTRIBUTE, ""))
-        new_axes = [() if mark else axes for mark, axes in zip(old_marks, mesh_axes, strict=False)]
+        axis_parts = parse_sharding(instruction.attributes.get(_SHARDING_ATTRIBUTE, ""))
+        new_axes = [
+            () if mark else tuple(axis for axis, _ in parts) for mark, parts in zip(old_marks, axis_parts, strict=False)
+        ]
         if instruction in self.marks or not any(new_axes):
             return marks
         return _union_marks(marks, self._create_marks(_argument_name(instruction), dims, new_axes))

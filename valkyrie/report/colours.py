@@ -51,7 +51,7 @@ def part_colour(part: str, axes: str | None) -> str:
 
 
 def time_colour(kind: str) -> str:
-    """Return the colour of a kind of wall time, given its label (a value of `valkyrie.runs.goodput.KINDS`)."""
+    """Return the colour of a kind of wall time, given its label (a value of `valkyrie.runs.goodput.TIME_KINDS`)."""
     return _WALL_TIMES[kind]
 
 

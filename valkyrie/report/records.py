@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +154,7 @@ def read_training(folder: Path) -> Trial:
     try:
         run = saved_run(folder)
         about, values = run.layout_record(), run.values()
-        results = replace(training_results(folder / METRICS_FILE), parameters=run.model.parameter_count())
+        results = training_results(folder / METRICS_FILE, run)
     except ValueError as error:
         return _trial(folder, Status.failed, str(error), about, values, TrialResult())
     reason = "no step has finished yet" if results.step == StepResult() else None

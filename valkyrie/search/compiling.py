@@ -257,7 +257,7 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
 
             def compile_layout() -> Outcome:
                 compile_into_folder(run, console, check_limits)
-                return read_results(folder, plan.mode)
+                return read_results(folder, run)
 
             return capture_outcome(compile_layout, log)
 

@@ -15,7 +15,13 @@ from valkyrie.foreign_errors import first_lines
 from valkyrie.parallel.slice import Slice
 from valkyrie.problems import require_type
 from valkyrie.runs.folder import versions
-from valkyrie.search.compile.predict import PredictedProgram, ProgramWork, foreign_program, predict_function
+from valkyrie.search.compile.predict import (
+    PredictedProgram,
+    ProgramWork,
+    foreign_program,
+    predict_function,
+    require_function,
+)
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.compile.runner import Progress
 
@@ -87,8 +93,7 @@ def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCa
             raise TypeError(
                 f"{key} takes the positional arguments as a tuple, not {type(value).__name__}. Use (arguments,)."
             )
-        if not hasattr(calls[name].function, "lower"):
-            raise TypeError(f"{key} needs a jitted function, not {calls[name].function!r}. Use jax.jit(step).")
+        require_function(calls[name].function, key)
     return calls
 
 

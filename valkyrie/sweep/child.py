@@ -62,7 +62,7 @@ def _run_mode(folder: Path) -> Outcome:
     status = run.config.mode.run(run)
     if status not in (0, NO_STEP_TIME):
         return outcome_from_status(status, f"the process exited with status {status}")
-    return Outcome(Status.ok) if sys.argv[2:] == [WORKER_ARGUMENT] else read_results(folder, run.config.mode)
+    return Outcome(Status.ok) if sys.argv[2:] == [WORKER_ARGUMENT] else read_results(folder, run)
 
 
 def _write_outcome(outcome: Outcome, folder: Path) -> None:

@@ -256,9 +256,9 @@ def _missing_requirements(run: Run) -> list[str]:
 
     Does not initialize JAX.
     """
-    needs = run.config.mode.needs
+    needs, target = run.config.mode.needs, run.config.target
     if needs is Needs.compiler:
-        missing = get_platform(run.config.target.platform).missing_compiler(run.config.target)
+        missing = get_platform(target.platform).compile_refusal(target, run.config.precision.compute.value)
         return [missing] if missing else []
     return [str(problem) for problem in machine_problems(run)] if needs is Needs.devices else []
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.compiled.communication import Communication, upgrade_communication
-from valkyrie.config.modes import MEASURE_FILE, ModeConfig
+from valkyrie.config.modes import MEASURE_FILE
+from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
 from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, PREEMPTED, REFUSED, describe_status
 from valkyrie.records import RecordError, decode, load, read_record
@@ -72,13 +73,13 @@ def failed_outcome(reason: str) -> Outcome:
     return Outcome(Status.failed, " ".join(reason.split())[:_MAX_REASON_LENGTH])
 
 
-def read_results(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
-    """Return the outcome of a mode that ended without an error, from the results in its run folder."""
-    if mode.results is None:
+def read_results(folder: Path, run: Run) -> Outcome:
+    """Return the outcome of a run that ended without an error, from the results in its folder."""
+    if run.config.mode.results is None:
         return Outcome(Status.ok)
-    file = folder / mode.results
+    file = folder / run.config.mode.results
     if file.suffix == ".jsonl":
-        return Outcome(Status.ok, None, training_results(file))
+        return Outcome(Status.ok, None, training_results(file, run))
     if not file.is_file():
         return failed_outcome(f"the process wrote no {file.name}")
     result = read_record(Measurement if file.name == MEASURE_FILE else Prediction, file)
@@ -125,8 +126,8 @@ class _TrainingNumbers:
     simulated: bool | None = None
 
 
-def training_results(metrics: Path) -> TrialResult:
-    """Return the speeds, memory and losses of a training run from its `metrics.jsonl`.
+def training_results(metrics: Path, run: Run) -> TrialResult:
+    """Return the parameter count of a training run, and its speeds, memory and losses from its `metrics.jsonl`.
 
     Speeds come from the summary of a finished training, or from the last record of an unfinished one. Raises ValueError
     with the file and the field if a value has the wrong type.
@@ -160,6 +161,7 @@ def training_results(metrics: Path) -> TrialResult:
             numbers.data_wait,
         )
     return TrialResult(
+        parameters=run.model.parameter_count(),
         step=decode(StepResult, known_values | {"p90_s": known_values.get("step_p90_s")}, str(metrics)),
         memory=MemoryReport(peak=None if peak is None else round(peak * GIB)),
         communication=None if traffic is None else decode(Communication, traffic, str(metrics)),

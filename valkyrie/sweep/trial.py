@@ -67,7 +67,7 @@ class GoodputResult:
 
     Args:
         wall_s: Wall time, including restarts.
-        seconds: Seconds of the wall time by kind, a key of `valkyrie.runs.goodput.KINDS` such as `compile`.
+        seconds: Seconds of the wall time by kind, a key of `valkyrie.runs.goodput.TIME_KINDS` such as `compile`.
         restarts: Number of restarts.
         share: Share of the wall time spent on steps that were not repeated.
         data_wait: Share of the step time spent waiting for data.

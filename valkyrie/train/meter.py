@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 TimeKind = Literal["setup", "compile", "restore", "save", "evaluation", "other"]
-"""Kinds of time spent outside of steps, a subset of the keys of `goodput.KINDS`."""
+"""Kinds of time spent outside of steps, a subset of the keys of `goodput.TIME_KINDS`."""
 
 
 class Meter:

@@ -54,6 +54,7 @@ class Platform(ABC):
         runs_pallas_tpu: Runs Pallas kernels for TPUs; other platforms interpret them.
         rotates_by_product: A matrix product is the fastest way to swap the halves of a vector.
         lanes: The head dimension of attention is padded to a multiple of this, in memory and in matrix products.
+        example_chip: A shipped chip that the YAML of a user's chip can begin with.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Platform(ABC):
     runs_pallas_tpu: bool = False
     rotates_by_product: bool = False
     lanes: int = 1
+    example_chip: str = "v5e"
 
     def device_files(self) -> list[Path]:
         """Return the device files of this host's chips, one per chip."""
@@ -91,8 +93,15 @@ class Platform(ABC):
         return self.runs_on_host
 
     def missing_compiler(self, target: TargetConfig) -> str | None:
-        """Return how to install the compiler for a target, or which figures to set, or None if nothing is missing."""
+        """Return how to install the compiler for a target, or None if it is installed or comes with JAX."""
         return None
+
+    def compile_refusal(self, target: TargetConfig, compute: str) -> str | None:
+        """Return why a step in `compute` cannot be compiled and timed for a target: see `missing_*`. None if it can."""
+        missing = self.missing_compiler(target)
+        if missing is None and target.chip is not None and self.replay is not None:
+            return self.missing_figures(target.chip, compute)
+        return missing
 
     def missing_figures(self, chip: ChipConfig, compute: str = "bfloat16") -> str | None:
         """Return an error message if figures that the time of a step in `compute` depends on are not set, else None."""
@@ -102,10 +111,9 @@ class Platform(ABC):
             missing.append(f"peak_tflops.{compute}")
         if not missing:
             return None
-        base = "h100" if self.name == "gpu" else "v5e"
         return (
             f"target.chip={chip.name} sets no {', '.join(missing)}, so its steps have no predicted time. Set them, or "
-            f"begin {chip.name}.yaml with `defaults: [{base}, _self_]`."
+            f"begin {chip.name}.yaml with `defaults: [{self.example_chip}, _self_]`."
         )
 
     def compile_environment(self) -> Mapping[str, str]:

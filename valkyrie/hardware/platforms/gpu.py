@@ -22,6 +22,7 @@ class Gpu(Platform):
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
     attention = "cudnn"
     scan = "associative"
+    example_chip = "h100"
 
     def device_files(self) -> list[Path]:
         """Return `/dev/nvidia0`, `/dev/nvidia1` and so on."""

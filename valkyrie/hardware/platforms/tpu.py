@@ -57,9 +57,9 @@ class Tpu(Platform):
         return [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
 
     def missing_compiler(self, target: TargetConfig) -> str | None:
-        """Return how to install libtpu or which figures of the chip to set, or None if nothing is missing."""
+        """Return how to install libtpu, or None if it is installed."""
         if self.is_installed():
-            return None if target.chip is None else self.missing_figures(target.chip)
+            return None
         return (
             f"target={target.describe()} is compiled by libtpu, which is not installed. Install it with "
             "`uv sync --extra tpu` in the clone; no TPU is needed."

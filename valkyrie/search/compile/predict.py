@@ -89,8 +89,8 @@ def predict_function(
     A program is compiled in a child process, or comes from the compile cache. One with Python callbacks, or for devices
     that are not those of `Slice.mesh`, is compiled in this process, without a time limit. The status of the prediction
     is `does_not_fit` if the program does not fit, `timeout` after the time limit, and `failed` if the compiler fails.
-    Raises ValueError if `function` is none of these, if the mesh has devices that are not in the slice, if the program
-    has no mesh, or if the compiler refuses an option. Errors of tracing are not caught.
+    Raises TypeError if `function` is none of these, and ValueError if the mesh has devices that are not in the slice,
+    if the program has no mesh, or if the compiler refuses an option. Errors of tracing are not caught.
 
     Args:
         function: The function, which does one step.
@@ -128,7 +128,8 @@ def predict_function(
         result = _compile_here(lowered, mesh, user_options)
     else:
         result = _compile_in_child(captured, mesh, target, user_options, name or "a program", time_limit_s, progress)
-    whole = None if lowered is None else WholeProgram.from_lowered(lowered)
+    is_explained = not isinstance(result, CompileOutcome) or result.status is CompileStatus.does_not_fit
+    whole = WholeProgram.from_lowered(lowered) if is_explained and lowered is not None else None
     if isinstance(result, CompileOutcome):
         if result.status is CompileStatus.refused:
             raise ValueError(result.reason)
@@ -396,12 +397,20 @@ def _lower(
         return None, function
     if isinstance(function, jax.stages.Lowered):
         return function, None
-    if not hasattr(function, "lower"):
-        raise ValueError(
-            f"predict needs a jitted function, not {type(function).__name__}. Use jax.jit(step, in_shardings=...), the "
-            "result of its .lower(...) or .compile(), or a Run."
-        )
+    require_function(function, "predict")
     return function.lower(*arguments, **kwargs), None
+
+
+def require_function(function: object, name: str) -> None:
+    """Raise TypeError if `function` is not a jitted, lowered or compiled function. `name` starts the message."""
+    import jax
+
+    is_jitted = callable(function) and hasattr(function, "lower")
+    if not is_jitted and not isinstance(function, jax.stages.Compiled | jax.stages.Lowered):
+        raise TypeError(
+            f"{name} needs a jitted function, not {type(function).__name__}. Use jax.jit(step, in_shardings=...), or "
+            "the result of its .lower(...) or .compile()."
+        )
 
 
 def _option_texts(options: Mapping[str, Any]) -> dict[str, str]:

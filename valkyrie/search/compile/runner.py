@@ -91,7 +91,7 @@ def compile_layout(
     folder, programs = requests_folder() / request_key(run), programs_folder()
     progress = progress or (lambda line: None)
     target = run.config.target
-    if refusal := get_platform(target.platform).missing_compiler(target):
+    if refusal := get_platform(target.platform).compile_refusal(target, run.config.precision.compute.value):
         return CompiledRun(CompileOutcome(CompileStatus.refused, refusal), folder, programs, False, 0.0)
     outcome = read_outcome(folder, settings_for(CompileMode, run.config.mode).hlo) if use_cache else None
     if outcome is not None:

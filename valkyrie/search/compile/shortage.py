@@ -47,12 +47,15 @@ def list_arguments(whole: WholeProgram, axes: Mapping[str, int]) -> list[ListedA
     """Return the arguments that have a sharding, the largest on a device first. `axes` maps mesh axes to sizes."""
     arguments = []
     for argument in whole.arguments:
-        if not argument.mesh_axes:  # no sharding, or a scalar
+        if not argument.axis_parts:  # no sharding, or a scalar
             continue
-        shape, used = argument.shape, {axis for of_dimension in argument.mesh_axes for axis in of_dimension}
-        parts = [math.prod(axes[axis] for axis in of_dimension) for of_dimension in argument.mesh_axes]
-        elements = math.prod(-(-dim // number) for dim, number in zip(shape.dims, parts, strict=True))
-        replicated = {axis: size for axis, size in axes.items() if size > 1 and axis not in used}
+        shape, replicated, elements = argument.shape, dict(axes), 1
+        for dim, parts in zip(shape.dims, argument.axis_parts, strict=True):
+            sizes = [(axis, size or axes[axis]) for axis, size in parts]
+            for axis, size in sizes:
+                replicated[axis] //= size
+            elements *= -(-dim // math.prod(size for _, size in sizes))
+        replicated = {axis: size for axis, size in replicated.items() if size > 1}
         text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
         arguments.append(ListedArgument(argument.name, text, -(-elements * shape.bits // 8), replicated))
     return sorted(arguments, key=lambda argument: -argument.bytes)

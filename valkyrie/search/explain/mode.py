@@ -171,7 +171,7 @@ def _refuse_uncompilable(run: Run) -> None:
     platform = get_platform(target.platform)
     if platform.replay is None:
         problems.append(f"target={target.name} has no predicted step time. Use a TPU slice, such as target=v4-64.")
-    elif missing := platform.missing_compiler(target):
+    elif missing := platform.compile_refusal(target, run.config.precision.compute.value):
         problems.append(missing)
     if problems:
         raise ValueError("\n".join(problems))
