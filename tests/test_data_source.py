@@ -120,7 +120,7 @@ def test_files_directories_and_globs_are_read(tmp_path: Path, monkeypatch: pytes
     assert read_texts(text_config("~/a.txt", "~/notes/*.md")) == ["A", "B"]
 
 
-def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path) -> None:
+def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [{"body": "one"}, {"body": ""}, {"body": "two\nlines", "n": 1}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     parquet.write_table(pyarrow.table({"story": ["three", None, "four"], "n": [1, 2, 3]}), tmp_path / "b.parquet")
@@ -131,6 +131,9 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path) -> None:
         ("b.parquet:1", "three"),
         ("b.parquet:3", "four"),
     ]
+    with monkeypatch.context() as patches:
+        patches.delattr(json, "JSONDecoder")  # json.loads would build one for each line
+        assert [d.text for d in read(text_config(tmp_path / "a.jsonl", field="body"))] == ["one", "two\nlines"]
     with pytest.raises(ValueError, match=r"b\.parquet .*data\.column=n\. .*story"):
         read(text_config(tmp_path / "b.parquet", column="n"))
     with pytest.raises(ValueError, match=r"a\.jsonl:1 .*data\.field=text\. .*body"):

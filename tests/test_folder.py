@@ -12,6 +12,7 @@ import pytest
 import valkyrie
 from helpers import assert_golden_message, compose_run
 from valkyrie.checkpoint.config import CheckpointConfig
+from valkyrie.checkpoint.location import IDENTITY_FILE
 from valkyrie.checkpoint.tiers import Checkpoints
 from valkyrie.config.modes import MODES
 from valkyrie.config.unread import replacement_notes
@@ -63,6 +64,15 @@ def test_another_model_than_that_of_the_run_is_noted(tmp_path: Path) -> None:
     first, *_ = replacement_notes(resumed[1])
     assert replacement_notes(same) == replacement_notes(resumed[0]) == []
     assert "model=gpt_tiny replaces model=s5_tiny" in first and first.endswith(" of one") and "seed" not in first
+
+
+def test_latest_skips_a_folder_without_settings_only_if_it_has_no_checkpoints(tmp_path: Path) -> None:
+    make_run(tmp_path, "good", when=10)
+    damaged = make_run(tmp_path, "damaged", when=30)
+    (damaged / RUN_FILE).unlink()
+    (tmp_path / "failed_start").mkdir()
+    (tmp_path / "failed_start" / IDENTITY_FILE).touch()
+    assert find_run(tmp_path, "latest") == damaged
 
 
 def test_a_folder_without_a_finished_checkpoint_is_not_a_run(tmp_path: Path) -> None:

@@ -34,13 +34,12 @@ def test_evaluation_of_a_run_covers_its_validation_split(capfd: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_evaluation_with_rows_longer_than_the_validation_split_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_evaluation_refuses_rows_longer_than_the_validation_split_unless_the_training_had_them(
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "short.txt").write_text("word " * 100)
-    data = ("data=text", f"data.paths=[{tmp_path}/short.txt]", "data.validation_fraction=0.05")
-    assert run_train(*reading(trained_run(), *data, "mode=eval", "seq=32")) == 2
-    assert "seq=32: the validation split fills only 25 tokens of one row. Use seq<=25." in capfd.readouterr().err
+    assert run_train(*reading(trained_run(), "mode=eval", "seq=96")) == 2
+    assert "seq=96: the validation split fills only 80 tokens of one row. Use seq<=80." in capfd.readouterr().err
+    assert run_train(*reading(trained_run("batch=1", "seq=96"), "mode=eval")) == 0
 
 
 @pytest.mark.parametrize("prompt", mark_slow_except(["def ", 'x = "é" # 😀', "two\nlines", ""], []))

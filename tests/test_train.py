@@ -366,12 +366,28 @@ def test_a_signal_aborts_the_first_step_but_waits_for_later_steps(
     training = (
         "import os, signal, time\nfrom valkyrie.processes.interrupt import Interrupt\n"
         f"interrupt = Interrupt()\nwith interrupt.handle_signals():\n  interrupt.worth_saving = {worth_saving}\n"
-        f"  interrupt.should_stop(7)\n  interrupt.find_newest_step = lambda: 5\n  for name in {signals.split()}:\n"
+        f"  interrupt.should_stop(7)\n  interrupt.set_checkpoints(None, lambda: 5)\n  for name in {signals.split()}:\n"
         "    os.kill(os.getpid(), getattr(signal, name))\n    time.sleep(0.3)\n  assert interrupt.requested"
     )
     result = subprocess.run([sys.executable, "-c", training], capture_output=True, text=True, timeout=60)
     line = result.stderr.strip().splitlines()[-1]
     assert result.returncode == status and message in line
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
+def test_a_signal_during_the_preparation_of_data_deletes_its_partial_files(
+    name: str, status: int, tmp_path: Path
+) -> None:
+    program = (
+        "import os, signal, time\nimport valkyrie.cli.train\nfrom valkyrie.data.writer import ShardWriter\n"
+        f"def finish(self):\n  os.kill(os.getpid(), signal.{name})\n  time.sleep(20)\n"
+        "ShardWriter.finish = finish\nvalkyrie.cli.train.main()"
+    )
+    job = start_python("-c", program, *tiny_arguments(tmp_path), cwd=tmp_path, VALKYRIE_CACHE=str(tmp_path / "cache"))
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == status
+    assert err.strip() == "valkyrie-train: stopped before the first step, so there is nothing to save"
+    assert not [path for path in (tmp_path / "cache").rglob("*.tmp-*") if path.is_dir()]
 
 
 def test_ctrl_c_inside_a_finaliser_is_not_lost() -> None:

@@ -234,15 +234,14 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
 def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
     """Evaluate a trained run on its whole validation split. Returns its metrics by name, such as `eval_loss`.
 
-    Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none, or if a row is longer
-    than the validation split.
+    Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none, or if `seq` is longer
+    than both the rows of the training and the validation split.
     """
     _require_run("evaluate", run)
-    from valkyrie.train.prepare import prepare_run, refuse_long_rows, restore, trained_folder
+    from valkyrie.train.prepare import prepare_evaluation, restore, trained_folder
 
     folder = trained_folder(run)
-    prepared = prepare_run(run, _console(quiet))
-    refuse_long_rows(run, prepared.data)
+    prepared = prepare_evaluation(run, folder, _console(quiet))
     from valkyrie.train.evaluate import Evaluator
 
     program, _, parameters = restore(run, prepared.devices, folder)

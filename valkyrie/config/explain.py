@@ -68,35 +68,7 @@ def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
     return ValueError(problems_or_text) if isinstance(problems_or_text, str) else ProblemError(problems_or_text)
 
 
-def _rewrite(error: Exception, folders: Sequence[str]) -> list[Problem] | str:
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _unknown_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
-    if isinstance(error, OverrideParseException):
-        return _unparsable_argument(error, folders)
-    if isinstance(error, ConfigCompositionException) and (argument := ambiguous_argument(str(error))):
-        return f"{argument} has several values, but a run takes one. Add -m for a sweep over them."
-    if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
-        return str(error)
-    resolver_error = _resolver_error(error)
-    if resolver_error is not None:
-        return str(resolver_error)
-    cause = error.__cause__ or error.__context__
-    if variable := missing_variable(f"{error} {cause}"):  # of a choice such as mesh=${oc.env:MESH}
-        return f"${{oc.env:{variable}}}: {unset_variable_text(variable)}"
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _missing_package_line(cause.full_key) if cause.full_key in _OVERLAYS else [problem_from_error(cause)]
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        config = unmergeable_config(str(error))
-        return [problem_from_error(cause)] if config is None else _file_problems(cause, config, folders)
-    if isinstance(error, HydraException) and (message := _wrong_user_file(str(error))):
-        return message
-    if message := _missing_members(error):
-        return message
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
-    return "; ".join(lines) or type(error).__name__
-
-
-def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence[str]) -> str:
+def unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence[str]) -> str:
     """Return the message for a choice without a file, `GROUP/NAME.yaml`, with the available choices."""
     group, _, name = missing_file.removesuffix(".yaml").rpartition("/")
     if not group:
@@ -141,6 +113,34 @@ def _unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence
     hint = f" Did you mean {group}={suggestion}?" if suggestion else ""
     mesh_hint = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
     return f"{group}={name} is not a choice.{hint}{mesh_hint} Choices: {', '.join(options) or 'none'}."
+
+
+def _rewrite(error: Exception, folders: Sequence[str]) -> list[Problem] | str:
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return unknown_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
+    if isinstance(error, OverrideParseException):
+        return _unparsable_argument(error, folders)
+    if isinstance(error, ConfigCompositionException) and (argument := ambiguous_argument(str(error))):
+        return f"{argument} has several values, but a run takes one. Add -m for a sweep over them."
+    if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
+        return str(error)
+    resolver_error = _resolver_error(error)
+    if resolver_error is not None:
+        return str(resolver_error)
+    cause = error.__cause__ or error.__context__
+    if variable := missing_variable(f"{error} {cause}"):  # of a choice such as mesh=${oc.env:MESH}
+        return f"${{oc.env:{variable}}}: {unset_variable_text(variable)}"
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return _missing_package_line(cause.full_key) if cause.full_key in _OVERLAYS else [problem_from_error(cause)]
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        config = unmergeable_config(str(error))
+        return [problem_from_error(cause)] if config is None else _file_problems(cause, config, folders)
+    if isinstance(error, HydraException) and (message := _wrong_user_file(str(error))):
+        return message
+    if message := _missing_members(error):
+        return message
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
+    return "; ".join(lines) or type(error).__name__
 
 
 def _file_problems(cause: OmegaConfBaseException, config: str, folders: Sequence[str]) -> list[Problem]:

@@ -31,6 +31,8 @@ SINGLE_DOCUMENT_SUFFIXES = (".txt", ".md", ".py", ".c", ".h", ".cc", ".cpp", ".c
 """Suffixes of files with one document each."""
 _ROWS_PER_READ = 256
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_JSON_DECODER = json.JSONDecoder(parse_int=float)
+"""Decoder of all lines. Python refuses to parse an int of more than 4,300 digits."""
 _JSON_KINDS = {
     type(None): "null",
     bool: "true or false",
@@ -218,7 +220,7 @@ def _parse_jsonl_lines(lines: Any, file: File, options: ReadOptions) -> Iterator
         if not line.strip():
             continue
         try:
-            row: Any = json.loads(line, parse_int=float)  # Python refuses to parse an int of over 4,300 digits
+            row: Any = _JSON_DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
         except (ValueError, RecursionError) as error:
             _refuse_utf16(line, file.id)
             reason = (

@@ -85,11 +85,22 @@ class Interrupt:
         self._find_newest_step: Callable[[], int | None] | None = None
         self._step = 0
         self._multiprocess = multiprocess
+        signals = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+        self._signals = signals if multiprocess else (*signals, signal.SIGTERM)
 
     def handle_signals(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that handles the signals. With `multiprocess`, JAX handles SIGTERM."""
-        signals = [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-        return on_signals(self._stop, signals if self._multiprocess else [*signals, signal.SIGTERM])
+        return on_signals(self._stop, self._signals)
+
+    @contextlib.contextmanager
+    def clean_up_on_signals(self) -> Iterator[None]:
+        """Let the code in this context clean up before a signal ends the process. For code before the first step."""
+        try:
+            with signals_as_exceptions(self._signals):
+                yield
+        except KeyboardInterrupt as error:
+            self._stop(signal.Signals[str(error) or "SIGINT"])  # Python's own handler names no signal
+            raise
 
     def set_checkpoints(self, restored_step: int | None, find_newest_step: Callable[[], int | None] | None) -> None:
         """Set what a message about an immediate stop says of checkpoints.
@@ -187,15 +198,17 @@ def exit_on_ctrl_c(command: str) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def signals_as_exceptions() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP, for code that must clean up before it ends.
+def signals_as_exceptions(
+    signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+) -> Iterator[None]:
+    """Raise KeyboardInterrupt on these signals, for code that must clean up before it ends.
 
-    Does not replace handlers that other code has installed.
+    The exception has the name of the signal. Does not replace handlers that other code has installed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {n: signal.getsignal(n) for n in signals}
     replaced = {n: handler for n, handler in handlers.items() if handler in (signal.SIG_DFL, _no_op_handler)}
     for signum in replaced:
         signal.signal(signum, _raise_keyboard_interrupt)

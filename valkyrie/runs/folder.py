@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from valkyrie.buckets import file_problems
 from valkyrie.checkpoint import is_resumable, latest_step
-from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER
+from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER, steps_in
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.extensions import check_modules
@@ -62,12 +62,15 @@ _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-
 def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
     """Find the run folder of `resume`: `latest`, a name under `runs`, or a path. Raises ValueError if there is none.
 
-    `latest`, and the newest runs in messages, are those with a `run.yaml`. `key` precedes `resume` in messages.
+    `latest` and the newest runs in messages have a `run.yaml` or, in their folder, checkpoints. `key` precedes `resume`
+    in messages.
     """
     refuse(file_problems("runs", str(runs)))
-    candidates = sorted(
-        (f for f in runs.glob("*") if is_resumable(f) and (f / RUN_FILE).is_file()), key=_last_save_time
-    )
+    # A training whose start failed may leave only the identity or the pointer of its checkpoints.
+    candidates = [
+        f for f in runs.glob("*") if is_resumable(f) and ((f / RUN_FILE).is_file() or steps_in(f / CHECKPOINTS_FOLDER))
+    ]
+    candidates.sort(key=_last_save_time)
     if resume == "latest":
         if not candidates:
             raise ValueError(

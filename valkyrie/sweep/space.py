@@ -10,11 +10,10 @@ from enum import Enum
 from typing import Any
 
 from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from valkyrie.config.explain import explain
+from valkyrie.config.explain import unknown_choice
 from valkyrie.config.refusals import describe_unknown_key, problem_from_error
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import parse_mesh
@@ -189,8 +188,9 @@ def _unknown_names(space: SpaceConfig, composer: Composer) -> Iterator[Problem]:
         options = composer.group_options(group)
         for name in names:
             if name not in options and not (group == "partition" and name == ALL):
-                text = str(explain(MissingConfigException("", f"{group}/{name}", options), folders))
-                yield Problem(ProblemCode.unknown_name, group, name, text)
+                yield Problem(
+                    ProblemCode.unknown_name, group, name, unknown_choice(f"{group}/{name}", options, folders)
+                )
     for name in space.meshes:
         if re.fullmatch(r"\d[\da-z]*", name) and name not in composer.group_options("mesh"):
             try:

@@ -25,8 +25,8 @@ from valkyrie.runs.wandb_writer import TRAFFIC
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.prepare import (
     load_run_tokenizer,
+    prepare_evaluation,
     prepare_run,
-    refuse_long_rows,
     refuse_without_judge,
     restore,
     trained_folder,
@@ -57,7 +57,7 @@ def _train(run: Run, team: Team, start_time: float) -> int:
     folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
     console, interrupt = make_console(), Interrupt(multiprocess=team.count > 1)
     with interrupt.handle_signals():
-        inputs = prepare_run(run, console, team)
+        inputs = prepare_run(run, console, team, interrupt)
         from valkyrie.train.callbacks import DivergedError, FolderGoneError
         from valkyrie.train.trainer import fit
 
@@ -100,9 +100,8 @@ def evaluate(run: Run) -> int:
     """Evaluate a trained run on its whole validation split and print the result; return the exit status."""
     with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
-        console = make_console()
-        inputs = prepare_run(run, console, team)
-        refuse_long_rows(run, inputs.data)
+        console, interrupt = make_console(), Interrupt(multiprocess=team.count > 1)
+        inputs = prepare_evaluation(run, folder, console, team, interrupt)
         program, step, parameters = restore(run, inputs.devices, folder, team)
         from valkyrie.train.evaluate import Evaluator
 

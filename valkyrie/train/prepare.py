@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from valkyrie.config.run import Run
 from valkyrie.data.config import source_names
 from valkyrie.problems import check_range, refuse, require_type
+from valkyrie.processes.interrupt import Interrupt
 from valkyrie.processes.team import ALONE, Team
-from valkyrie.runs.folder import changed_settings, find_run, saved_run
+from valkyrie.runs.folder import RUN_FILE, changed_settings, find_run, saved_config, saved_run
 from valkyrie.train.devices import acquire_devices, configure_jax, machine_problems
 
 if TYPE_CHECKING:
@@ -30,8 +32,10 @@ class Inputs(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
+def prepare_run(run: Run, console: Console, team: Team = ALONE, interrupt: Interrupt | None = None) -> Inputs:
     """Prepare the tokenizer, the data and the devices of a run, and print a line about the data and the devices.
+
+    A signal that `interrupt` handles ends the process after the partial data is deleted.
 
     Raises ValueError if this machine lacks the devices or cannot judge code that the run evaluates, or if the model
     does not match the data or the tokenizer.
@@ -40,8 +44,9 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     refuse_unsuitable_data(run)
     if run.config.mode.name == "train" and run.config.code_eval_every is not None:
         refuse_without_judge(run, team)
-    tokenizer = load_run_tokenizer(run) if run.task.is_text else None
-    data = _prepare_data(run, console, team)
+    with contextlib.nullcontext() if interrupt is None else interrupt.clean_up_on_signals():
+        tokenizer = load_run_tokenizer(run) if run.task.is_text else None
+        data = _prepare_data(run, console, team)
     console.print(data.describe(), highlight=False)
     if note := run.config.data.note(data):
         console.print(note, style="yellow")
@@ -49,6 +54,27 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     devices = acquire_devices(run, team)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     return Inputs(devices, data, tokenizer)
+
+
+def prepare_evaluation(
+    run: Run, folder: Path, console: Console, team: Team = ALONE, interrupt: Interrupt | None = None
+) -> Inputs:
+    """Prepare the evaluation of the run in `folder`, as `prepare_run` does.
+
+    Also raises ValueError if `seq` exceeds both that of the training and the tokens of the validation split.
+    """
+    from valkyrie.data.manifest import PreparedText
+
+    inputs = prepare_run(run, console, team, interrupt)
+    seq, data = run.config.seq, inputs.data
+    trained_seq = saved_config(folder).seq if (folder / RUN_FILE).is_file() else seq
+    if isinstance(data, PreparedText) and seq > trained_seq and seq >= data.validation.tokens:
+        targets = data.validation.tokens - 1
+        raise ValueError(
+            f"seq={seq}: the validation split fills only {targets:,} tokens of one row. Use "
+            f"seq<={max(targets, trained_seq)}."
+        )
+    return inputs
 
 
 def refuse_unsuitable_data(run: Run) -> None:
@@ -60,17 +86,6 @@ def refuse_unsuitable_data(run: Run) -> None:
             f"model={run.model.name} trains on {task.data_kind}, but data={data.name} has {data.kind}. Use {choices}."
         )
     refuse(task.data_problems(run.model, run.config.seq, data))
-
-
-def refuse_long_rows(run: Run, data: Dataset) -> None:
-    """Raise ValueError if a row has more tokens than the whole validation split of prepared text."""
-    from valkyrie.data.manifest import PreparedText
-
-    if isinstance(data, PreparedText) and run.config.seq >= data.validation.tokens:
-        targets = data.validation.tokens - 1
-        raise ValueError(
-            f"seq={run.config.seq}: the validation split fills only {targets:,} tokens of one row. Use seq<={targets}."
-        )
 
 
 def refuse_without_judge(run: Run, team: Team = ALONE) -> None:

@@ -82,11 +82,8 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and not is_out_of_memory(str(error)):
             raise
-        from valkyrie.train.program import StepProgram
-
         size = allocated_bytes(str(error))
         request_note = "" if size is None else f" while allocating {memory_text(size)}"
-        program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
         available = _available_bytes(devices)
         memory_note = "" if available is None else f"; {_describe_memory(devices, available)}"
         if run.config.mode.name == "generate":
@@ -94,6 +91,9 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
                 f"sample_tokens={run.config.sample_tokens}: {run.model.name} ran out of memory{request_note}"
                 f"{memory_note}. Use fewer sample_tokens or a shorter prompt."
             ) from None
+        from valkyrie.train.program import StepProgram
+
+        program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
         suggestion = _suggest_lighter(program, available or 0, devices.devices_per_memory)
         raise DoesNotFit(
             f"{run.model.name} under {run.layout.name} ran out of memory{request_note}{memory_note}. {suggestion}"
