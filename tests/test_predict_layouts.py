@@ -188,6 +188,8 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
     [
         ("search.json", "search.json is not an answer of search_program. Use another folder="),
         ("run.yaml", r"is the folder of a run \(run.yaml\)"),
+        ("multirun.yaml", r"is the folder of a sweep \(multirun.yaml\)"),
+        ("trials.jsonl", r"is the folder of a sweep or a search of layouts \(trials.jsonl\)"),
         ("report.html", "report.html is not the page of a program search"),
     ],
 )
@@ -196,6 +198,15 @@ def test_a_search_does_not_replace_other_files(tmp_path: Path, name: str, reason
     with pytest.raises(ValueError, match=reason):
         valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, folder=tmp_path, quiet=True)
     assert [file.name for file in tmp_path.iterdir()] == [name] and "v5e-8" in (tmp_path / name).read_text()
+
+
+def test_a_search_continues_in_a_folder_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / SEARCH_FILE).write_text('{"schema": 99, "rows": []}')
+    checks = []
+    monkeypatch.setattr("valkyrie.search.comparison.refuse_other_folder", checks.append)
+    valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, folder=tmp_path, quiet=True)
+    assert len(read_record(ComparisonRecord, tmp_path / SEARCH_FILE).rows) == 4
+    assert checks == [], "the search checks the folder before it begins, and not its own files"
 
 
 def test_all_divisions_of_the_devices():

@@ -404,3 +404,15 @@ def test_a_training_has_a_rate_but_no_step_time(tmp_path: Path):
     assert [row.ranked for row in trial_rows] == [False, True]
     assert trial_rows[1].step_s == pytest.approx(1.28) and trial_rows[1].group.devices == "simulated devices (v5e-8)"
     assert data_of(render_page(trial_rows))["rows"][0][3] == pytest.approx(1.28)
+
+
+def test_trainings_of_equal_names_have_a_loss_curve_each(tmp_path: Path):
+    trial = replace(FSDP, stage="train", name="same", folder="same", overrides=[])
+    for sweep in ("a", "b"):
+        write_sweep(tmp_path / sweep, [trial])
+        (tmp_path / sweep / "same").mkdir()
+        (tmp_path / sweep / "same" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    rows = read_rows([tmp_path])
+    assert [value["label"] for value in values.losses(rows)] == [f"same ({tmp_path / s})" for s in ("a", "b")]
+    assert [value["label"] for value in values.losses(rows[:1])] == ["same"]
+    assert f"at most {values.MAX_CURVES} trainings" in figures.LOSS.caption

@@ -310,13 +310,13 @@ def search_program(
         for layout, predicted in search.predictions(status.update):
             comparison = dataclasses.replace(comparison, results={**comparison.results, layout: _as_result(predicted)})
             if folder is not None:
-                comparison.save(folder)
+                comparison.write(Path(folder))
             if console.is_terminal:
                 console.print(f"{layout}: {comparison.describe(layout)}", markup=False, highlight=False)
     if search.note:
         comparison = dataclasses.replace(comparison, notes=(search.note,))
         if folder is not None:
-            comparison.save(folder)
+            comparison.write(Path(folder))
     return comparison
 
 

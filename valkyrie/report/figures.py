@@ -87,8 +87,8 @@ SENT = Figure(
 LOSS = Figure(
     "loss",
     "Loss by step",
-    "Training loss of the recorded steps, and validation loss (dashed) where it was evaluated. Long runs show "
-    f"{values.MAX_POINTS} evenly spaced steps.",
+    "Training loss of the recorded steps, and validation loss (dashed) where it was evaluated. Shows at most "
+    f"{values.MAX_CURVES} trainings, the fastest ones. Long runs show {values.MAX_POINTS} evenly spaced steps.",
     values.losses,
     specs.losses,
     min_labels=1,

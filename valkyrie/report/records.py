@@ -74,8 +74,12 @@ def _missing_results(path: Path) -> str:
     """Return the reason why there is nothing to report at a path."""
     if path.is_file():
         return f"{path} is a file"
-    if (path / ANSWER_FILE).is_file():
+    if is_program_search(path):
+        return f"{path} is a search of search_program: its layouts are in its report.html and {ANSWER_FILE}"
+    if read_answer(path) is not None:
         return f"{path} is a search that only estimated its layouts: they are in its report.html and {ANSWER_FILE}"
+    if (path / ANSWER_FILE).is_file():
+        return f"{path} has a {ANSWER_FILE} that is damaged, or of another version of Valkyrie"
     if (path / RUN_FILE).is_file():
         return f"{path} is a run without {METRICS_FILE}: no training step has finished"
     return f"no {TRIALS_FILE} in {path} or its subfolders"
@@ -112,6 +116,14 @@ def read_answer(folder: Path) -> SearchAnswer | None:
         return read_record(SearchAnswer, folder / ANSWER_FILE)
     except (OSError, RecordError):
         return None
+
+
+def is_program_search(folder: Path) -> bool:
+    """Return whether the `search.json` of a folder is of `search_program`, in any version, and not of `mode=search`."""
+    try:
+        return "rows" in read_record(dict, folder / ANSWER_FILE)
+    except (OSError, RecordError):
+        return False
 
 
 def read_command(folder: Path) -> str | None:

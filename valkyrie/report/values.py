@@ -232,7 +232,9 @@ def losses(rows: Sequence[Row]) -> Values:
     Shows at most `MAX_CURVES` runs, fastest first, with at most `MAX_POINTS` points per curve.
     """
     values: Values = []
-    for row in [row for row in rows if row.is_training and row.folder is not None][:MAX_CURVES]:
+    shown_rows = [row for row in rows if row.is_training and row.folder is not None][:MAX_CURVES]
+    row_labels = _training_labels(shown_rows)
+    for row in shown_rows:
         assert row.folder is not None
         file = row.folder / METRICS_FILE
         records = read_metrics(file) if file.is_file() else []
@@ -242,20 +244,28 @@ def losses(rows: Sequence[Row]) -> Values:
             stride = -(-len(points) // MAX_POINTS) or 1
             last = points[-1:] if (len(points) - 1) % stride else []
             shown = [*points[::stride], *last]
-            values += [{"label": row.trial.name, "kind": kind, "step": x, "loss": round_digits(y)} for x, y in shown]
+            values += [
+                {"label": row_labels[row.id], "kind": kind, "step": x, "loss": round_digits(y)} for x, y in shown
+            ]
     return values
+
+
+def _training_labels(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the names of training runs by the ids of their rows. Equal names are followed by their folders."""
+    counts = Counter(row.trial.name for row in rows)
+    return {
+        row.id: f"{row.trial.name} ({row.source})" if counts[row.trial.name] > 1 else row.trial.name for row in rows
+    }
 
 
 def wall_times(rows: Sequence[Row]) -> Values:
     """Return the wall time of training runs by kind (steps, compile, saving, ...), longest run first.
 
-    Shows at most `MAX_BARS` runs. Amounts are in `unit`, which is days, hours, minutes or seconds for all runs. Labels
-    are the names of the runs if these are unique, else their layouts.
+    Shows at most `MAX_BARS` runs. Amounts are in `unit`, which is days, hours, minutes or seconds for all runs.
     """
     entries = [(row, row.goodput.seconds, row.goodput.wall_s) for row in rows if row.goodput and row.goodput.wall_s]
     entries = sorted(entries, key=lambda entry: -entry[2])[:MAX_BARS]
-    names = {row.id: row.trial.name for row, *_ in entries}
-    row_labels = names if len(set(names.values())) == len(names) else labels(rows)
+    row_labels = _training_labels([row for row, *_ in entries])
     longest = max((wall_s for *_, wall_s in entries), default=0.0)
     unit, scale = next((unit, scale) for unit, scale in _LONG_UNITS if longest * scale >= 2 or unit == "s")
     return _stacked(row_labels, entries, list(TIME_KINDS), TIME_KINDS, unit, scale)

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.paths import disk_errors, require_suffix, write_atomic
-from valkyrie.records import RecordError, read_record, write_record
+from valkyrie.records import write_record
 from valkyrie.runs.columns import Column, terminal_table
 from valkyrie.runs.folder import RUN_FILE, versions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
+from valkyrie.sweep.trial import TRIALS_FILE
 from valkyrie.units import count_text, duration, memory_text
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class ComparedProgram:
 
 @dataclass(frozen=True)
 class ComparisonRecord:
-    """Content of the `search.json` of a program search.
+    """Content of the `search.json` of a program search. `report.records` recognises it by `rows`, in any version.
 
     Args:
         target: Description of the slice.
@@ -166,8 +167,11 @@ class Comparison:
 
         Raises ValueError if these files are not those of a program search, as `refuse_other_folder`.
         """
-        folder = Path(folder)
-        refuse_other_folder(folder)
+        refuse_other_folder(Path(folder))
+        return self.write(Path(folder))
+
+    def write(self, folder: Path) -> Path:
+        """Write the files of `save`, replacing any that the folder has. Returns the folder."""
         with disk_errors(folder, "another folder="):
             folder.mkdir(parents=True, exist_ok=True)
         write_record(folder / SEARCH_FILE, self.record)
@@ -234,17 +238,16 @@ class Comparison:
 
 def refuse_other_folder(folder: Path) -> None:
     """Raise ValueError if saving a comparison into a folder would replace a file of a run, a sweep or the user."""
+    from valkyrie.report.records import MULTIRUN_FILE, is_program_search
+
     file, page, remedy = folder / SEARCH_FILE, folder / PAGE_FILE, "Use another folder=."
-    if (folder / RUN_FILE).exists():
-        raise ValueError(f"folder={folder} is the folder of a run ({RUN_FILE}). {remedy}")
-    if not file.exists():
-        if page.exists():
-            raise ValueError(f"folder={folder}: {page} is not the page of a program search. {remedy}")
-        return
-    try:
-        read_record(ComparisonRecord, file)
-    except RecordError as error:
-        raise ValueError(f"folder={folder}: {file} is not an answer of search_program. {remedy}") from error
+    for name, kind in ((RUN_FILE, "run"), (MULTIRUN_FILE, "sweep"), (TRIALS_FILE, "sweep or a search of layouts")):
+        if (folder / name).exists():
+            raise ValueError(f"folder={folder} is the folder of a {kind} ({name}). {remedy}")
+    if file.exists() and not is_program_search(folder):
+        raise ValueError(f"folder={folder}: {file} is not an answer of search_program. {remedy}")
+    if page.exists() and not file.exists():
+        raise ValueError(f"folder={folder}: {page} is not the page of a program search. {remedy}")
 
 
 def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]]:
