@@ -235,6 +235,16 @@ def test_overrides_that_cannot_apply_are_refused(override, message, tmp_path, ca
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_default_mesh_that_does_not_suit_the_model_is_no_reason_to_refuse(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TPU_MESH_CONFIG", "1,1,3")
+    load = ("from-hf", str(write_published(tmp_path / "model", "llama")), "--tokenizer", "bytes")
+    assert "batch=7 is not divisible by 3" in refusal_message(capsys, *load, "batch=7")
+    assert "steps=-1" in refusal_message(capsys, *load, "steps=-1")
+    main([*load])
+    assert (tmp_path / "runs" / "model").exists()
+
+
 def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load = ("from-hf", "model", "--tokenizer", "bytes")
@@ -368,6 +378,19 @@ def test_paths_with_spaces_are_converted_and_unwritable_ones_are_named(tmp_path,
     (tmp_path / "file").touch()
     message = refusal_message(capsys, "to-hf", run_folder.name, "file/out")
     assert "file/out" in message and "another FOLDER" in message
+
+
+def test_to_hf_writes_the_tokenizer_of_the_run_or_reports_that_it_has_no_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write_published(tmp_path / "model", "llama")
+    (source / "tokenizer_config.json").write_text("{}")
+    train_tokenizer(["some text"], 257, "cl100k", tmp_path / "own.json")
+    for name, tokenizer in (("a", "bytes"), ("b", "own.json")):
+        main(["from-hf", "model", "--tokenizer", tokenizer, "--name", name, "mesh=1x1x1"])
+        main(["to-hf", name, f"{name}_hf"])
+    assert capsys.readouterr().out.count("no tokenizer.json: tokenizer=bytes has none") == 1
+    assert not (tmp_path / "a_hf" / "tokenizer.json").exists()
+    assert (tmp_path / "b_hf" / "tokenizer.json").read_bytes() == (tmp_path / "own.json").read_bytes()
 
 
 def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):

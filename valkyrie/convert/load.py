@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,7 @@ _UNEMBEDDING = "lm_head.weight"
 """Tensor of the output matrix. Folders of models with tied embeddings may have it as a copy of the embedding."""
 _ADJUSTABLE_SETTINGS = ("name", "context", "attention.rope_theta")
 """Model settings that overrides may change: they change neither the tensors nor the architecture."""
+_LAYOUT_GROUPS = ("mesh", "partition", "target")
 _MAX_SEQ = 2048
 """Upper limit of the default `seq`, in tokens. Many models support longer contexts than fit on a laptop."""
 
@@ -114,7 +115,7 @@ def _make_run(
 ) -> Run:
     """Return a run with these model settings.
 
-    Raises ValueError if they are invalid, if the run could not start, or if there is no tokenizer.
+    Raises ValueError if they or the overrides are invalid, or if there is no tokenizer.
     """
     _refuse_overrides(overrides, settings)
     name = name or dict(map(key_value, overrides)).get("name") or _run_name(folder.resolve().name)
@@ -132,7 +133,9 @@ def _make_run(
     for key, value in settings.items():
         arguments.append(f"model.{key}={_quote(value) if isinstance(value, str) else override_text(value)}")
     run = parse_run([o for o in overrides if key_value(o)[0] != "name"], derived=arguments)
-    refuse(run.model.problems() or list(map(_without_model_sizes, run.problems())))
+    groups = {_group(key_value(override)[0]) for override in overrides}
+    problems = [problem for problem in run.problems() if _prevents_conversion(problem, groups)]
+    refuse(run.model.problems() or list(map(_without_model_sizes, problems)))
     return run
 
 
@@ -148,6 +151,20 @@ def _refuse_overrides(overrides: Sequence[str], settings: Mapping[str, Setting])
             raise ValueError(f"{override}: the architecture comes from {CONFIG_FILE}. Leave it out.")
         if key in ("mode", "resume"):
             raise ValueError(f"{override}: from-hf only writes a new run. Leave it out.")
+
+
+def _prevents_conversion(problem: Problem, groups: Set[str]) -> bool:
+    """Return whether a problem prevents the conversion: if it is about the layout, only if overrides set it.
+
+    `groups` are those of the overrides. The default layout is that of this machine, and may suit no run of the model.
+    """
+    group = _group(problem.key or "")
+    concerns_layout = bool(problem.mesh_axes) or group in _LAYOUT_GROUPS
+    return not concerns_layout or not groups.isdisjoint({group, *_LAYOUT_GROUPS})
+
+
+def _group(key: str) -> str:
+    return key.partition(".")[0]
 
 
 def _without_model_sizes(problem: Problem) -> Problem:

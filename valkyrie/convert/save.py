@@ -183,14 +183,13 @@ def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str,
 
 
 def _copy_tokenizer(run_folder: Path, run: Run, folder: Path) -> bool:
-    """Copy the tokenizer files of the folder that the run was converted from. Returns whether there are any.
+    """Copy the tokenizer files of the folder that the run was converted from. Return whether `tokenizer.json` exists.
 
-    For other runs, copies the tokenizer that the run was trained with if it is a `tokenizer.json`.
+    If that folder has none, copies that of the run's tokenizer.
     """
-    if (run_folder / ORIGINALS_FOLDER).is_dir():
-        return bool(copy_other_files(run_folder / ORIGINALS_FOLDER, folder, OTHER_FOLDER_REMEDY))
-    if (file := json_path(run.tokenizer)) is None:
-        return False
-    with disk_errors(folder, OTHER_FOLDER_REMEDY):
-        shutil.copyfile(file, folder / "tokenizer.json")
-    return True
+    copy_other_files(run_folder / ORIGINALS_FOLDER, folder, OTHER_FOLDER_REMEDY)
+    target = folder / "tokenizer.json"
+    if not target.is_file() and (file := json_path(run.tokenizer)) is not None:
+        with disk_errors(folder, OTHER_FOLDER_REMEDY):
+            shutil.copyfile(file, target)
+    return target.is_file()
