@@ -217,6 +217,12 @@ def test_a_killed_training_has_the_numbers_of_its_records(tmp_path: Path, capsys
     (row,) = read_rows([folder])
     assert row.ranked and row.trial.results.finished is False and row.trial.results.steps == 6
     assert row.sent["x,y"] == 300 and row.goodput is not None and row.goodput.restarts == 0
+    capsys.readouterr()
+    main([str(folder), "--format", "md"])
+    assert capsys.readouterr().err == ""
+    metrics.write_text('{"step\n' + metrics.read_text())
+    main([str(folder)])
+    assert capsys.readouterr().err == f"{metrics}: skipped 1 damaged line\n"
     metrics.write_text("")
     (row,) = read_rows([folder])
     assert row.status == "killed" and "no step has" in str(row.reason)

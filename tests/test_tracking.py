@@ -59,7 +59,11 @@ def test_records_of_repeated_steps_are_replaced(tmp_path: Path, capsys: pytest.C
     tracker(tmp_path, start=6).close()
     assert path.read_bytes() == damaged + b"".join(written[: len(before)]), "a damaged line takes no other with it"
     assert read_metrics(path) == before
-    assert capsys.readouterr().err == f"{path}: skipped 1 damaged line\n"
+    messages: list[str] = []
+    path.write_bytes(path.read_bytes() + b'\n \n{"step": 7, "lo')
+    assert read_metrics(path, messages.append) == before
+    assert messages == [f"{path}: skipped 1 damaged line"], "blank and incomplete lines are not damaged"
+    assert capsys.readouterr().err == ""
 
 
 def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:

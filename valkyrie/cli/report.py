@@ -6,9 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.report.wandb import add_arguments, main_wandb
+
+if TYPE_CHECKING:
+    from valkyrie.sweep.rows import Row
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,6 +82,16 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _report_damaged_metrics(rows: Sequence[Row]) -> None:
+    """Print how many damaged lines the metrics of each training run have."""
+    from valkyrie.config.modes import METRICS_FILE
+    from valkyrie.runs.tracking import read_metrics
+
+    files = (row.folder / METRICS_FILE for row in rows if row.is_training and row.folder is not None)
+    for file in filter(Path.is_file, dict.fromkeys(files)):
+        read_metrics(file, say=lambda line: print(line, file=sys.stderr))
+
+
 def _report(arguments: argparse.Namespace) -> None:
     from valkyrie.paths import write_atomic
     from valkyrie.report.page import page_file, render_page
@@ -98,6 +112,7 @@ def _report(arguments: argparse.Namespace) -> None:
             )
         raise ValueError("PATH is missing. Pass a sweep folder, or a folder with sweeps. Example: valkyrie-report runs")
     rows = read_rows(paths)
+    _report_damaged_metrics(rows)
     comparison = compare(rows, *compared_sweeps) if compared_sweeps else None
     kind = _output_format(arguments.format, arguments.output)
     if kind == "html":

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +177,22 @@ def _record_step(line: bytes, default: int) -> int:
         return default
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records in a `metrics.jsonl`, oldest first. Prints how many damaged or incomplete lines it skips."""
-    records, lines = [], path.read_text(errors="replace").splitlines()
-    for line in lines:
+def read_metrics(path: Path, say: Callable[[str], object] | None = None) -> list[dict[str, Any]]:
+    """Return the records in a `metrics.jsonl`, oldest first, without damaged lines.
+
+    `say` is called with a message about the damaged lines, if any. An incomplete last line is not damaged: the run may
+    be writing it.
+    """
+    records, damaged_count = [], 0
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            continue
+            record = None
         if isinstance(record, dict):
             records.append(record)
-    if damaged_count := len(lines) - len(records):
-        print(f"{path}: skipped {count_text(damaged_count, 'damaged line')}", file=sys.stderr)
+        elif line.strip() and line.endswith("\n"):
+            damaged_count += 1
+    if damaged_count and say is not None:
+        say(f"{path}: skipped {count_text(damaged_count, 'damaged line')}")
     return records
