@@ -384,7 +384,11 @@ def test_a_config_folder_outside_the_clone_is_noted(target: str):
     ("override", "noted"),
     [
         ("data.paths=[docs/*.txt,gs://b/c]", "data.paths=docs/*.txt is read from the disk of each machine"),
-        ("data.paths=[gs://b/c]", None),
+        ("data.paths=['docs/a b.txt', \"more\"]", "data.paths=docs/a b.txt,more is read from the disk of each machine"),
+        ("data.paths=[gs://b/c,/mnt/nfs/docs]", None),
+        (f"data.paths=[{Path.home()}/docs]", f"data.paths={Path.home()}/docs is read from the disk of each machine"),
+        ("checkpoint.folder=saves", "checkpoint.folder=saves is on the local disk of each machine"),
+        ("checkpoint.folder=/mnt/nfs/saves", None),
         (f"runs={Path.home()}/runs", f"runs={Path.home()}/runs is on the local disk of each machine"),
     ],
 )

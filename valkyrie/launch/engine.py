@@ -225,18 +225,23 @@ def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machi
         risk: risk for checkpoints on such a disk, as the text after "checkpoints" in the warning.
     """
     values, notes = key_values(overrides), []
-    paths = values.get("data.paths", "null")
-    if local_paths := [path for path in paths.strip("[]").split(",") if path and path != "null" and "://" not in path]:
+    paths = [path.strip(" '\"") for path in values.get("data.paths", "null").strip("[]").split(",")]
+    if local_paths := [path for path in paths if path not in ("", "null") and _is_local(path)]:
         notes.append(
             f"data.paths={','.join(local_paths)} is read from the disk of each machine, which only has the files of "
             "the last commit. Use gs://BUCKET/..., or a disk that all hosts mount."
         )
-    runs, folder = values.get("runs", "runs"), values.get("checkpoint.folder", "null")
-    is_shared = Path(runs).is_absolute() and not Path(runs).is_relative_to(Path.home())
-    if not overrides or not is_single_training(overrides) or is_shared or "://" in folder or folder.startswith("/"):
-        return tuple(notes)
-    return (
-        *notes,
-        f"runs={runs} is on the local disk of each machine: checkpoints {risk}. Set runs=DIR to a folder on a disk "
-        "that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR.",
-    )
+    key = "runs" if values.get("checkpoint.folder", "null") == "null" else "checkpoint.folder"
+    folder = values.get(key, "runs")
+    if overrides and is_single_training(overrides) and _is_local(folder):
+        notes.append(
+            f"{key}={folder} is on the local disk of each machine: checkpoints {risk}. Set runs=DIR to a folder on a "
+            "disk that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR."
+        )
+    return tuple(notes)
+
+
+def _is_local(path: str) -> bool:
+    """Return whether only one machine has a path. Absolute paths outside the home folder may be on a shared disk."""
+    may_be_shared = Path(path).is_absolute() and not Path(path).is_relative_to(Path.home())
+    return not may_be_shared and "://" not in path
