@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
+import valkyrie
 from reported import GOLDEN_FOLDER
 from valkyrie.config.arguments import abbreviate_search, expand_shorthand, parse_run
 from valkyrie.config.modes import ANSWER_FILE, COMPILE_FILE
@@ -26,7 +27,8 @@ from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, rank_layout, rank_layouts, show, train_command
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
 from valkyrie.search.baselines import FASTEST_FSDP, PAPER_RULE, Baseline, find_baselines, format_comparison
-from valkyrie.search.compile.prediction import MemoryReport, read_prediction
+from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport, read_prediction
+from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.folder import request_digest, save_answer
@@ -122,15 +124,27 @@ def compiled_by(
     return compiles
 
 
-def test_a_wrong_flag_of_libtpu_ends_the_search(search: Callable[..., Finished], monkeypatch) -> None:
+def test_a_wrong_flag_of_libtpu_ends_the_search_and_keeps_its_results(
+    search: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     reason = "LIBTPU_INIT_ARGS=--xla_foo=1: libtpu has no flag xla_foo. Change the variable, or unset it."
 
-    def refuse(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
-        return plan.to_trial(Status.refused, reason, "2026-01-01T00:00:00+00:00", 1.0)
+    refused = CompiledRun(CompileOutcome(CompileStatus.refused, reason, variable="X"), tmp_path, tmp_path, False, 0.0)
+    monkeypatch.setattr("valkyrie.search.modes.compile_layout", lambda *_: refused)
+    plans, compile_trial = list[TrialPlan](), compiling.compile_trial
 
-    monkeypatch.setattr(compiling, "compile_trial", refuse)
+    def compile_first(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
+        plans.append(plan)
+        results = TrialResult(step=StepResult(step_s=1.0), memory=MemoryReport(peak=2**30))
+        first = plan.to_trial(Status.ok, None, "2026-01-01T00:00:00+00:00", 1.0, results)
+        return first if len(plans) == 1 else compile_trial(plan, watch)
+
+    monkeypatch.setattr(compiling, "compile_trial", compile_first)
+    finished = search("partition=fsdp", "mesh=2x2x2")
+    assert (finished.status, len(plans), finished.answer["compiled"]) == (2, 2, 1)
+    assert finished.answer["why"] == reason and f"1 compiled: {reason}" in finished.printed
     with pytest.raises(ValueError, match=f"^{reason}"):
-        search("partition=fsdp", "mesh=2x2x2")
+        valkyrie.search_layouts(finished.run, quiet=True)
 
 
 def test_search_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompiler, tmp_path: Path) -> None:

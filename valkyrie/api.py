@@ -25,7 +25,7 @@ from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_atomic
 from valkyrie.problems import refuse, require_type
 from valkyrie.processes.child import module_command, run_streamed
-from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.ending import INTERRUPTED, REFUSED
 from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained, TrialRow, Trials
 from valkyrie.runs.folder import key_value, key_values, split_flags
 from valkyrie.search.comparison import Comparison
@@ -160,7 +160,8 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
     The folder of the search keeps every compile and measurement, so that a later search with the same model and target
     continues there. Interrupting it raises KeyboardInterrupt and keeps the answer so far in `search.json`. Compiles and
     measurements run in child processes, which need the devices: on a TPU or GPU, search before this process uses JAX.
-    Raises ValueError if no layout fits, and names a slice that is large enough.
+    Raises ValueError if no layout fits, and names a slice that is large enough, or if a setting of this machine keeps
+    the compiler from compiling any layout.
     """
     from valkyrie.modes.search import Config as SearchMode
 
@@ -184,6 +185,8 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
         raise KeyboardInterrupt
     if outcome.answer is None:
         raise ValueError(outcome.reason)
+    if outcome.status == REFUSED:
+        raise ValueError(outcome.answer.why)
     return Answer(outcome.answer, outcome.folder)
 
 

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from valkyrie.config.modes import COMPILE_FILE, settings_for
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
+from valkyrie.problems import ProblemCode
 from valkyrie.records import RecordError
 from valkyrie.runs.folder import split_flags
 from valkyrie.search.compile.prediction import read_prediction
@@ -85,10 +85,14 @@ class CompiledLayout:
 
 @dataclass
 class CompiledLayouts:
-    """All compiled layouts of a search. `stop_reason` is the reason why no more were compiled."""
+    """All compiled layouts of a search. `stop_reason` is the reason why no more were compiled.
+
+    `is_refused` states that the reason is a setting of this machine, for which the compiler refuses every layout.
+    """
 
     layouts: list[CompiledLayout] = field(default_factory=list)
     stop_reason: str = ""
+    is_refused: bool = False
 
     def best(self, request: SearchRequest) -> CompiledLayout | None:
         """Return the fastest layout that fits (the cheapest if the search is by price), or None if none fits."""
@@ -213,16 +217,16 @@ def compile_best(
         if layout is None or compiled_layouts.stop_reason:
             return
         waiting = [other for other in waiting if other.candidate != layout.candidate]
-        start = time.monotonic()
-        plan = plan_compile(request, layout, folder)
+        start, plan = time.monotonic(), plan_compile(request, layout, folder)
         try:
             trial = compile_trial(plan, partial(watch, layout, start))
         except BudgetOver:
             overrides = " ".join(layout.candidate.overrides)
             compiled_layouts.stop_reason = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
             return
-        if trial.status is Status.refused and str(trial.reason).startswith(LIBTPU_FLAGS):
-            raise ValueError(trial.reason)  # a wrong flag refuses every layout alike
+        if ProblemCode.environment.value in (problem.code for problem in trial.problems):
+            compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
+            return
         longest = max(longest, time.monotonic() - start)
         compiled_layouts.layouts.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
         on_result(compiled_layouts.layouts[-1], compiled_layouts)

@@ -15,7 +15,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.problems import DIVISIBILITY_CODES
-from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.ending import INTERRUPTED, REFUSED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
 from valkyrie.report.search import explain_command
@@ -56,7 +56,7 @@ class SearchResult:
     """Result of a search.
 
     Args:
-        status: Exit status of the command: 0, `NO_STEP_TIME` or `INTERRUPTED`.
+        status: Exit status of the command: 0, `NO_STEP_TIME`, `INTERRUPTED` or `REFUSED`.
         folder: Folder of the search.
         answer: The answer, or None if no layout fits.
         reason: Reason why there is no answer, or None.
@@ -293,6 +293,8 @@ def _compile(
     console.print(
         f"{len(compiled_layouts.layouts)} compiled: {compiled_layouts.stop_reason}", markup=False, soft_wrap=True
     )
+    if compiled_layouts.is_refused:
+        return REFUSED
     if compiled_layouts.layouts:
         return 0 if compiled_layouts.best(request) is not None else NO_STEP_TIME
     advice = (

@@ -25,6 +25,7 @@ from valkyrie.machine.timeline import write_timeline
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.paths import DiskError
+from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import claim_run_folder, run_folder, write_run_files
 from valkyrie.search import NO_STEP_TIME
@@ -64,7 +65,9 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
     with _created_folder(run) as folder:
         compiled, prediction, replay = compile_and_summarise(run, console, watch)
         if prediction.status is CompileStatus.refused:
-            raise ValueError(prediction.reason)
+            variable, reason = compiled.outcome.variable, prediction.reason or ""
+            refuse([Problem(ProblemCode.environment, variable, text=reason)] if variable else [])
+            raise ValueError(reason)
         try:
             write_run_files(run, folder)
             write_record(folder / COMPILE_FILE, prediction)

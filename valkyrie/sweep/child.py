@@ -18,6 +18,7 @@ from typing import TextIO
 
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import is_out_of_memory
+from valkyrie.problems import ProblemError
 from valkyrie.processes.ending import record_ending
 from valkyrie.processes.interrupt import exit_on_ctrl_c
 from valkyrie.runs.folder import saved_config
@@ -52,7 +53,9 @@ def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> O
         if isinstance(error, DoesNotFit):
             return Outcome(Status.does_not_fit, str(error))
         if isinstance(error, ValueError | OSError):  # the user's mistakes, as in a single run
-            return Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()))
+            problems = error.problems if isinstance(error, ProblemError) else ()
+            reason = " ".join(line.strip() for line in str(error).splitlines())
+            return Outcome(Status.refused, reason, problems=tuple(problem.record() for problem in problems))
         failure = failed_outcome(f"{type(error).__name__}: {error}")
         return replace(failure, status=Status.does_not_fit) if is_out_of_memory(str(error)) else failure
 

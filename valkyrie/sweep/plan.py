@@ -23,7 +23,7 @@ from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.cache import package_digest
 from valkyrie.sweep.composer import search_path
 from valkyrie.sweep.names import folder_name, trial_key, trial_name
-from valkyrie.sweep.results import OUTCOME_FILE
+from valkyrie.sweep.results import OUTCOME_FILE, Outcome
 from valkyrie.sweep.tracking import wandb_run_id
 from valkyrie.sweep.trial import Status, Trial, TrialResult
 from valkyrie.train.devices import machine_problems
@@ -152,6 +152,11 @@ class TrialPlan:
             flags=list(self.flags),
             problems=tuple(p.record() for p in self.problems) if status is Status.refused else (),
         )
+
+    def record_outcome(self, outcome: Outcome, started: str, wall_s: float) -> Trial:
+        """Return the record of this trial after it has ended with an outcome, as `to_trial`."""
+        trial = self.to_trial(outcome.status, outcome.reason, started, wall_s, outcome.results)
+        return replace(trial, problems=outcome.problems or trial.problems)
 
     def settled_by(self, trial: Trial | None) -> bool:
         """Return whether `trial`, an earlier record of this trial, makes a new run unnecessary. False if it is None.

@@ -14,8 +14,9 @@ from valkyrie.compiled.communication import Communication, upgrade_communication
 from valkyrie.config.modes import MEASURE_FILE
 from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
+from valkyrie.problems import ProblemRecord
 from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, PREEMPTED, REFUSED, describe_status
-from valkyrie.records import RecordError, decode, load, read_record
+from valkyrie.records import RecordError, decode, encode, load, read_record
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.runs.wandb_writer import TRAFFIC
@@ -34,15 +35,16 @@ _OLD_TRAFFIC_PREFIX, _OLD_TRAFFIC_TOTAL = "comm_bytes/", "comm_bytes/total"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Status of a trial, the reason if it is not ok (else None), and its results."""
+    """Status of a trial, the reason if it is not ok (else None), its results, and why it is refused."""
 
     status: Status
     reason: str | None = None
     results: TrialResult = TrialResult()
+    problems: tuple[ProblemRecord, ...] = ()
 
     def write(self, folder: Path) -> None:
         """Write `outcome.json` into a trial's folder."""
-        json_values = {"status": self.status.value, "reason": self.reason, "results": self.results.json_values()}
+        json_values = encode(self) | {"results": self.results.json_values()}
         write_atomic(folder / OUTCOME_FILE, json.dumps(json_values) + "\n")
 
 

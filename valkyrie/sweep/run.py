@@ -76,7 +76,7 @@ def run_in_this_process(
         except TrialTimeout:
             outcome = timeout_outcome(plan)
         outcome.write(plan.trial_folder)
-        trial = plan.to_trial(outcome.status, outcome.reason, started, time.monotonic() - start_time, outcome.results)
+        trial = plan.record_outcome(outcome, started, time.monotonic() - start_time)
         TrialLog(plan.folder).append([trial])
         return trial
 

@@ -443,13 +443,15 @@ class CompiledStep:
 class CompileOutcome:
     """Result of a compile, as the child process writes it.
 
-    Has a `step` if and only if the status is `ok`, and a `shortage` if and only if the layout does not fit.
+    Has a `step` if and only if the status is `ok`, and a `shortage` if and only if the layout does not fit. `variable`
+    is the environment variable for which the compiler refuses every program, or None.
     """
 
     status: CompileStatus
     reason: str | None = None
     step: CompiledStep | None = None
     shortage: MemoryReport | None = None
+    variable: str | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

@@ -169,7 +169,7 @@ def run_compiler(
     if flag := next(filter(None, map(wrong_flag, lines)), None):
         value = os.environ.get(LIBTPU_FLAGS, "")
         reason = f"{LIBTPU_FLAGS}={value}: libtpu {flag}. Change the variable, or unset it."
-        return CompileOutcome(CompileStatus.refused, reason)
+        return CompileOutcome(CompileStatus.refused, reason, variable=LIBTPU_FLAGS)
     last_line = lines[-1][:400] if lines else "no output"
     reason = f"the compiler process ended {describe_status(status)}: {last_line}"
     return CompileOutcome(CompileStatus.failed, reason)
