@@ -513,7 +513,7 @@ def test_a_users_file_needs_its_own_name(
     assert "Write name" not in command("--config-dir", "own", argument, "mode=show").err
 
 
-def test_files_of_a_mode_or_a_copy_may_have_a_shipped_name(command: Any, tmp_path: Path):
+def test_mode_files_and_copies_of_shipped_files_may_keep_the_shipped_name(command: Any, tmp_path: Path):
     for group in ("mode", "partition", "checkpoint"):
         (tmp_path / "own" / group).mkdir(parents=True)
     (tmp_path / "own/mode/m.yaml").write_text("defaults: [measure_schema, _self_]\nname: measure\nrepeats: 7\n")

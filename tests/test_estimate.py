@@ -384,11 +384,12 @@ def estimated_seconds(*overrides: str, **constants: float) -> dict[str, float]:
 
 def test_activations_are_gathered_by_one_ring_over_several_torus_axes() -> None:
     layout = ("target=v5p-64", "batch=64", "mesh=2x16x1", "partition=fsdp_tp")
-    on_two, on_one = (
+    whole_axes_s, split_axes_s = (
         estimated_seconds(*layout, f"mesh.placement=[{places}]", hidden_activations=0.0)["activations"]
         for places in ("x,y", "y:2,x,y:8")
     )
-    assert on_one > 0.9 * on_two  # two lines of four have twice the links of one, and no ring goes over both at once
+    # Two lines of four have twice the links of one, and no ring goes over both at once.
+    assert split_axes_s > 0.9 * whole_axes_s
 
 
 def test_windowed_products_gather_their_own_operands() -> None:

@@ -508,8 +508,8 @@ def test_a_searched_batch_has_one_microbatch_without_a_pipeline() -> None:
 
 def test_a_list_of_device_batches_is_searched() -> None:
     fixed = make_request("mode.device_batches=[1,2]", "partition=fsdp")
-    counts = {(entry.candidate.mesh, entry.candidate.microbatches) for entry in rank(fixed.run, fixed.space())}
-    assert counts == {("8x1x1", 4), ("8x1x1", 2)}, "the batch of 32 is fixed"
+    mesh_and_count = {(entry.candidate.mesh, entry.candidate.microbatches) for entry in rank(fixed.run, fixed.space())}
+    assert mesh_and_count == {("8x1x1", 4), ("8x1x1", 2)}, "the batch of 32 is fixed"
     tiny = ("mode=search", "target=v5e-8", "model=gpt_tiny", "partition=fsdp", "mode.search_batch=true")
     searched = parse_request(parse_run([*tiny, "mode.device_batches=[1,2]"]))
     pairs = {(entry.candidate.batch, entry.candidate.microbatches) for entry in rank(searched.run, searched.space())}

@@ -173,7 +173,10 @@ REFUSED = {
     "no answer": ("question,rating\n", "column answer"),
     "nothing": (None, "train/dataset.json is missing"),
 }
-"""By case: puzzles and answers, or the text of a CSV file, or None for no file; and words of the error message."""
+"""Invalid data and a part of the error message, by case.
+
+The data are pairs of puzzle and answer, the text of a CSV file, or None for no file.
+"""
 
 
 def prepared(run: Run) -> Dataset:

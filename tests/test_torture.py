@@ -117,8 +117,8 @@ def test_random_kills_do_not_change_the_result(tmp_path: Path):
     assert kills, "nothing was killed"
     lost = lost_steps((tmp_path / "killed/output.txt").read_text())
     assert lost and max(lost) <= 2 * EVERY + 1, (lost, kills)  # one may be killed in the middle of a save
-    one, other = (tmp_path / name / "runs" / "run" for name in ("whole", "killed"))
-    mine, theirs = training_records(one), training_records(other)
-    assert mine.keys() == theirs.keys() == set(range(1, steps + 1)), kills
-    assert all(mine[step]["loss"] == theirs[step]["loss"] for step in mine), kills
-    assert_same_bits(saved_arrays(one), saved_arrays(other))
+    whole_run, killed_run = (tmp_path / name / "runs" / "run" for name in ("whole", "killed"))
+    whole_records, killed_records = training_records(whole_run), training_records(killed_run)
+    assert whole_records.keys() == killed_records.keys() == set(range(1, steps + 1)), kills
+    assert all(whole_records[step]["loss"] == killed_records[step]["loss"] for step in whole_records), kills
+    assert_same_bits(saved_arrays(whole_run), saved_arrays(killed_run))

@@ -185,8 +185,8 @@ class Shard(Protocol):
             operands: arrays with leading dimensions (batch, seq).
             axes: logical axes of the parameter.
             reduction_dtype: dtype of the partial sums that devices exchange.
-            whole: whether each device computes its partial sum of the whole gradient. Otherwise, the compiler may
-                instead send operands to the shards of the gradient.
+            whole: whether each device computes a full-size gradient of its part of the batch before the sum. If False,
+                the compiler may all-gather the operands instead, and compute only each device's shard.
         """
         ...
 

@@ -127,7 +127,7 @@ def error_text(error: Exception) -> str:
 
 
 def output_error(error: Exception) -> str | None:
-    """Return the message for an error of writing to stdout, as on a full disk, or None for other errors.
+    """Return an error message if `error` is a failed write to stdout, for example on a full disk, or None if it is not.
 
     Python's error after a failed print does not name stdout, so this writes a newline to find out whether stdout fails.
     If it does, discards the unwritten output.

@@ -140,9 +140,11 @@ class ValkyrieSource(ConfigSource):
         )
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the groups `mesh` and `FAMILIES` for the root path, or `cpu8` and one target per chip for `target`.
+        """List the choices that Hydra shows at a path: groups at the root, example targets in `target`, else none.
 
-        The list is empty for other paths. Meshes are too many to list, and only YAMLs use schemas.
+        The groups are `mesh` and those in `FAMILIES`. The targets are `cpu8` and one per chip. `results_filter` keeps
+        only groups or only configs. Meshes are not listed because there are too many, and schemas because only YAML
+        files refer to them.
         """
         if config_path == "target" and results_filter is not ObjectType.GROUP:
             return ["cpu8", *(f"{chip}-8" for chip in choice_names(CHIP_GROUP))]
@@ -376,4 +378,7 @@ _RESOLVERS: Mapping[str, Callable[..., object]] = {
 }
 """The functions that YAMLs call as `${valkyrie.NAME:ARGUMENTS}`."""
 _EARLIER_NAMES = {"tiny_or": "if_tiny", "tiny_model_for": "tiny_of", "vocab_size_for": "ids_of"}
-"""Earlier names of renamed resolvers. YAMLs of earlier versions call resolvers without the prefix `valkyrie.`."""
+"""Maps resolvers to their earlier names.
+
+YAMLs of earlier versions use these, and the names of the other resolvers, without the prefix `valkyrie.`.
+"""

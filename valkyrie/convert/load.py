@@ -140,9 +140,9 @@ def _make_run(
 
 
 def _refuse_overrides(overrides: Sequence[str], settings: Mapping[str, Setting]) -> None:
-    """Raise ValueError if an override sets `mode`, `resume`, `model`, or a model setting that `config.json` determines.
+    """Raise ValueError if an override sets `mode`, `resume`, `model`, or a model setting from `config.json`.
 
-    These are all model settings except `_ADJUSTABLE_SETTINGS`.
+    `settings` are the model settings from `config.json`. Overrides may still set those in `_ADJUSTABLE_SETTINGS`.
     """
     fixed_keys = {f"model.{key}" for key in settings if key not in _ADJUSTABLE_SETTINGS}
     for override in overrides:

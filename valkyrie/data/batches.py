@@ -153,7 +153,9 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
     def position(self) -> Position:
         """Return the position of the next batch. Call it on all processes, because some loaders exchange positions."""
         position = self.start.at_step(self.step, self.batch)
-        assert isinstance(position, type(self.start)), "`at_step` returns a position of the same class"
+        assert isinstance(position, type(self.start)), (
+            f"{type(self.start).__name__}.at_step returned a {type(position).__name__}"
+        )
         return position
 
     def state(self) -> Mapping[str, object]:

@@ -32,7 +32,7 @@ class Config(CompilingMode, MeasuringMode):
     """
 
     description: ClassVar[str] = (
-        "find the fastest layout on a slice: estimate all, compile the best, measure them if the slice is here"
+        "find the fastest layout on a slice: estimate all, compile the best, measure them if this machine is the slice"
     )
     needs: ClassVar[Needs] = Needs.nothing
     short_keys: ClassVar[tuple[str, ...]] = ("tokens", "budget_usd", "budget")

@@ -104,7 +104,7 @@ def _question(answer: SearchAnswer) -> str:
         text += f", and with which batch of sequences of {answer.seq:,} tokens"
     text += "?"
     if answer.tokens is not None:
-        text += f" The training is on {number_text(answer.tokens / 1e9)} billion tokens."
+        text += f" It is trained on {number_text(answer.tokens / 1e9)} billion tokens."
     if answer.budget_usd is not None:
         text += f" The budget is ${number_text(answer.budget_usd)}."
     return text

@@ -85,9 +85,12 @@ class CompiledLayout:
 
 @dataclass
 class CompiledLayouts:
-    """All compiled layouts of a search. `stop_reason` is the reason why no more were compiled.
+    """All compiled layouts of a search.
 
-    `is_refused` states that the reason is a setting of this machine, for which the compiler refuses every layout.
+    Args:
+        layouts: The layouts, in the order of their compiles.
+        stop_reason: Why no more layouts were compiled.
+        is_refused: Whether compiling stopped because an environment variable of this machine makes every compile fail.
     """
 
     layouts: list[CompiledLayout] = field(default_factory=list)

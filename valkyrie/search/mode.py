@@ -384,7 +384,7 @@ def _describe_no_fit(
 
 
 def _describe_untried(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -> str:
-    """Count the uncompiled layouts that may fit, as the end of a sentence. Empty if there are none."""
+    """Return a clause with the number of uncompiled layouts that may fit, for a message, or "" if there are none."""
     done = {compiled.estimate.candidate for compiled in compiled_layouts.layouts}
     untried = len([other for other in shortlist.doubtful if other.candidate not in done])
     return (

@@ -34,7 +34,7 @@ _RETURNS = "(jitted, arguments) or (jitted, arguments, keywords)"
 
 @dataclass(frozen=True)
 class ProgramCall:
-    """A call of a function to predict, with the mesh and compiler options of `valkyrie.predict`."""
+    """A function call whose performance is predicted. The fields are arguments of `valkyrie.predict`."""
 
     function: Any
     arguments: Sequence[Any] = ()

@@ -154,7 +154,7 @@ class TrialPlan:
         )
 
     def record_outcome(self, outcome: Outcome, started: str, wall_s: float) -> Trial:
-        """Return the record of this trial after it has ended with an outcome, as `to_trial`."""
+        """Like `to_trial`, but takes the status, reason, results and problems from `outcome`."""
         trial = self.to_trial(outcome.status, outcome.reason, started, wall_s, outcome.results)
         return replace(trial, problems=outcome.problems or trial.problems)
 

@@ -208,7 +208,10 @@ class Completer:
             ]
 
     def _decode_text(self, sampled: np.ndarray, tokens: int) -> tuple[str, bool]:
-        """Decode tokens up to the end of the document, at most `tokens`. Returns (text, whether it is complete)."""
+        """Decode at most `tokens` tokens, up to the end of the document.
+
+        Returns (text, is_finished). `is_finished` is True if the document ended or has `tokens` tokens.
+        """
         ids, end_indices = sampled[:tokens], np.flatnonzero(sampled[:tokens] == self._tokenizer.bos_id)
-        is_complete = bool(len(end_indices)) or len(ids) == tokens
-        return self._tokenizer.decode(ids[: end_indices[0]] if len(end_indices) else ids), is_complete
+        is_finished = bool(len(end_indices)) or len(ids) == tokens
+        return self._tokenizer.decode(ids[: end_indices[0]] if len(end_indices) else ids), is_finished

@@ -224,9 +224,9 @@ class StepProgram:
 
     @cached_property
     def options(self) -> list[Option]:
-        """Compiler options with their origins: those of the platform, and those of the chip if it is of that platform.
+        """Compiler options for the platform, and for the chip if it belongs to that platform, each with its origin.
 
-        They are the same for training and for compiling without devices.
+        Training and compiling without devices use the same options.
         """
         itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
         gathered_sizes = (

@@ -37,12 +37,17 @@ class DoesNotFit(ValueError):
 def check_room(
     program: StepProgram, devices: Devices, *, training: bool = True, say: Callable[[str], Any] | None = None
 ) -> None:
-    """Raise an error if a run's arrays exceed the memory of its devices. Otherwise, warn if a training may not fit.
+    """Check that a run fits in the memory of its devices. Does nothing if the size of the memory is unknown.
 
-    The error counts only arrays whose sizes follow from shapes: parameters, optimizer state, the average of parameters,
-    and gradients when `training`. It is a plain ValueError for simulated devices, which share the host's memory, and
-    DoesNotFit for others. There is no error with `force=true` or if the memory size is unknown. The warning counts
-    activations too. It is passed to `say`, and omitted if that is None.
+    Raises DoesNotFit if parameters, their average, optimizer state and gradients alone exceed the memory, unless
+    `force=true`. On simulated devices, which share the host's memory, this is a plain ValueError. Warns if the
+    estimate with activations exceeds the memory.
+
+    Args:
+        program: step of the run.
+        devices: devices of the run.
+        training: whether the run trains. If not, gradients do not count, and there is no warning.
+        say: called with the warning. None for no warning.
     """
     run = program.run
     available = _available_bytes(devices)

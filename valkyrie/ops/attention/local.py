@@ -121,8 +121,8 @@ def chunked_attention(
     seq, keys = q.shape[1], k.shape[1]
     chunk = min(chunk or pick_chunk(pattern.window, seq), seq)
     needs_all_keys = pattern.window is None or chunk + (pattern.window - 1) * (1 if pattern.causal else 2) >= keys
-    split_keys = _all_key_blocks if needs_all_keys else _window_blocks
-    scanned_keys, make_key_block = split_keys(k, v, pattern, key_range, -(-seq // chunk), chunk)
+    prepare_keys = _prepare_all_keys if needs_all_keys else _prepare_window_keys
+    scanned_keys, make_key_block = prepare_keys(k, v, pattern, key_range, -(-seq // chunk), chunk)
 
     @jax.checkpoint
     def chunk_step(carry: None, x: tuple[_Chunk, Any]):
@@ -155,7 +155,7 @@ class _Window(NamedTuple):
     segments: Int[Array, "batch width"] | None
 
 
-def _all_key_blocks(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chunks: int, chunk: int):
+def _prepare_all_keys(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chunks: int, chunk: int):
     """Return the query positions of each chunk, and a function that builds a chunk's `KeyBlock` with all keys.
 
     The scan over chunks passes the positions to the function.
@@ -172,7 +172,7 @@ def _all_key_blocks(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chu
     return key_range.keys_before + jnp.arange(chunks * chunk).reshape(chunks, chunk), make_key_block
 
 
-def _window_blocks(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chunks: int, chunk: int):
+def _prepare_window_keys(k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, chunks: int, chunk: int):
     """Return the keys in each chunk's windows, and a function that builds a chunk's `KeyBlock` from them.
 
     The scan over chunks passes the keys to the function.

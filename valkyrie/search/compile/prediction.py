@@ -471,8 +471,9 @@ def read_prediction(path: Path) -> Prediction:
         return decode(Prediction, upgrade_results(json.loads(content)), str(path))
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         reason = getattr(error, "reason", f"cannot be read ({error})")
-        reason += ". Recreate the file with valkyrie-train mode=compile"
-        raise RecordError(str(path), getattr(error, "field", ""), reason) from error
+        place = f" at {error.field}" if isinstance(error, RecordError) and error.field else ""
+        reason += f"{place}. Recreate the file with valkyrie-train mode=compile"
+        raise RecordError(str(path), "", reason) from error
 
 
 def short_cause(op_name: str | None) -> str:

@@ -193,7 +193,10 @@ class StepEstimator:
 
     @cached_property
     def _activation_bytes(self) -> list[np.ndarray]:
-        """Bytes of each declared activation in a microbatch, over all its layers."""
+        """Bytes of each activation in `work.activations`, per device and microbatch, summed over its layers.
+
+        One array per activation, with an element per layout.
+        """
         bytes_by_activation = []
         for activation, count in self.work.activations:
             elements = activation.count * count * self.rows

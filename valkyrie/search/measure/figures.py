@@ -164,9 +164,9 @@ def _product_speed(timer: _Timer, dtype: Any) -> tuple[float, float]:
 
         return _seconds_per_iteration(timer, matmul, (side, side), dtype)
 
-    large, small = seconds(LARGE_SIZE), seconds(SMALL_SIZE)
-    peak, flops = 2.0 * LARGE_SIZE**3 / large, 2.0 * SMALL_SIZE**3
-    return peak, min(max(flops * (peak * small / flops - 1), 1e4), 1e9)
+    large_s, small_s = seconds(LARGE_SIZE), seconds(SMALL_SIZE)
+    peak, flops = 2.0 * LARGE_SIZE**3 / large_s, 2.0 * SMALL_SIZE**3
+    return peak, min(max(flops * (peak * small_s / flops - 1), 1e4), 1e9)
 
 
 def _memory_bandwidth(timer: _Timer, devices: int) -> float:

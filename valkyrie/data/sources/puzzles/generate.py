@@ -234,7 +234,7 @@ def _renumber_digits(grids: np.ndarray, side: int) -> np.ndarray:
 
 def _cell_permutations(side: int) -> list[np.ndarray]:
     """Return the cell permutations of a 4x4 grid: all its symmetries except those that renumber digits."""
-    assert side == 4, "there are too many for larger grids"
+    assert side == 4, "larger grids have too many permutations of cells"
     first_orders, second_orders = [(0, 1), (1, 0)], [(2, 3), (3, 2)]
     lines = [[*p, *q] for p in first_orders for q in second_orders] + [
         [*q, *p] for p in first_orders for q in second_orders
