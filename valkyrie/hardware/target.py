@@ -369,7 +369,7 @@ class TargetRecord:
         chips: Chips of one slice, or None if the run used the devices that it found.
         topology: The torus without its twist (`4x4x8`), or None for hardware without one.
         hosts: Hosts of one slice.
-        described: For display only.
+        described: Text of `TargetConfig.describe`, for display only.
     """
 
     name: str

@@ -14,7 +14,16 @@ the residuals, and the forward pass is not computed again.
 
 
 class ScanImpl(Enum):
-    """Implementation of the S5 recurrence. `auto` depends on the backend; `kernel` is interpreted without a TPU."""
+    """Implementation of the S5 recurrence. `auto` depends on the backend.
+
+    `sequential`: One position at a time.
+
+    `associative`: `jax.lax.associative_scan`.
+
+    `blocked`: Scans blocks of positions in parallel, then the states between blocks.
+
+    `kernel`: A Pallas TPU kernel. Interpreted, and therefore slow, without a TPU.
+    """
 
     auto = "auto"
     sequential = "sequential"
@@ -31,7 +40,7 @@ class Discretization(Enum):
 
 
 class CInit(Enum):
-    """Initialiser of the S5 output matrix C, named as in lindermanlab/S5 `ssm_init.py`."""
+    """Initialiser of the S5 output matrix C, named as in lindermanlab/S5 `ssm_init.py` (see `init_C_tilde`)."""
 
     trunc_standard_normal = "trunc_standard_normal"
     lecun_normal = "lecun_normal"
@@ -61,7 +70,14 @@ class RopeStretch:
 
 
 class AttentionImpl(Enum):
-    """Implementation of attention. `auto` depends on the backend and the length."""
+    """Implementation of attention. `auto` depends on the backend, the sequence length and the pattern.
+
+    `dense`: One matrix of logits per head, quadratic in the length.
+
+    `chunked`: Chunks of queries, one after another, with memory linear in the length.
+
+    `kernel`: The platform's kernel: splash attention on a TPU, cuDNN on a GPU.
+    """
 
     auto = "auto"
     dense = "dense"

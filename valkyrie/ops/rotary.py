@@ -31,8 +31,8 @@ def rotate(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotate queries or keys by their positions, in x's dtype. Angles and products are float32.
 
-    `stretch` lowers the low frequencies (Llama 3.1, arXiv 2407.21783). `backend` (cpu, gpu, tpu) is the backend that
-    will run the result, by default JAX's default backend. Raises ValueError for an odd head_dim.
+    `stretch` lowers the low frequencies (Llama 3.1, arXiv 2407.21783). `backend` (cpu, gpu, tpu) is the platform
+    that will run the computation, by default JAX's default backend. Raises ValueError for an odd head_dim.
     """
     head_dim = x.shape[-1]
     if head_dim % 2:

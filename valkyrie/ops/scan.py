@@ -89,7 +89,7 @@ def linear_recurrence(
 
     `h0` is the state before the first position (None: zero) and `keep` is 0 at the start of a document (None: one
     document). With `reverse` the recurrence runs from the last position to the first, `h0` is the state after the last
-    position, and `keep` is 0 at the end of a document. Other float inputs are cast to float32.
+    position, and `keep` is 0 at the end of a document. Inputs of other dtypes are cast to float32.
 
     Differentiable in reverse mode with respect to `lam_bar`, `bu` and `h0`; `keep` is a constant. The backward pass
     needs only the states. All implementations agree to float32 rounding. Raises ValueError for a block below 1.
@@ -208,7 +208,7 @@ def _evaluate(
 ) -> tuple[States, Carry | None]:
     """Compute the recurrence over the positions on this device.
 
-    Returns the states, and the state before this device's first position (None: zero).
+    Returns the states, and the state before the first position that the recurrence visits here (None: zero).
     """
     form = form_for_backend(settings.impl, settings.backend)
     if not settings.axis_names:

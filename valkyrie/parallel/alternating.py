@@ -42,9 +42,9 @@ def run_1f1b(
 ) -> Any:
     """Apply `f` once per layer, then `head`, in a 1F1B pipeline. Returns the results of `head`.
 
-    Under differentiation, one pass computes the results and the gradients of the objective, the first leaf of the
-    head's `sums` (`jax.custom_vjp`). Cotangents of all other results are ignored. Without differentiation, the layers
-    run in `run_pipeline`.
+    Under differentiation, a single pass computes both the results and the gradients (`jax.custom_vjp`). The objective
+    is the first leaf of the head's `sums`, and cotangents of all other results are ignored. Without differentiation,
+    the layers run in `run_pipeline`.
 
     Args:
         pipeline: The 1F1B pipeline.
@@ -54,7 +54,7 @@ def run_1f1b(
         f: Applies one layer, as in `Shard.repeat`.
         layers: Parameters, stacked on a leading axis.
         x: Stream that enters the first layer.
-        rows: Inputs of every layer with one entry per row of the batch.
+        rows: Inputs that every layer gets, with one entry per row of the batch.
         head: The loss head.
     """
     leaves, structure = jax.tree.flatten((layers, x, rows, head.parameters, head.rows))

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from valkyrie.hardware.target import Topology
 
 DCN, CORE, HOST = "dcn", "core", "host"
-"""Physical axes other than those of the torus: between slices or hosts, within a chip, within a host."""
+"""Names of physical axes outside the torus: between slices or hosts, over a chip's cores, over a host's devices."""
 TORUS_AXES = ("a", "b", "c", "d")
 """Names of a slice's torus axes, in the order of a device's coordinates."""
 MAX_FACTORS = 2
-"""Maximum number of mesh axes that share a physical axis, except the last one.
+"""Maximum number of mesh axes that share a physical axis. More would share the same links without any gain.
 
-More mesh axes would share the same links without any gain.
+The last physical axis takes all remaining mesh axes, without a maximum.
 """
 MAX_PLACEMENTS = 4000
 """Maximum number of placements of a mesh to compare. Limits the time that a search spends on one mesh."""
@@ -48,7 +48,7 @@ class Factor(NamedTuple):
     def links(self) -> float:
         """One-way links per chip, or 0 if the factor is not on the torus.
 
-        A ring uses two links and a line one. `stride` rings or lines share them.
+        A ring uses two links and a line one. `stride` interleaved rings or lines share these links.
         """
         return (2 if self.ring else 1) / self.stride if self.physical_axis in TORUS_AXES else 0.0
 
@@ -289,9 +289,14 @@ def _fill_axis(
 ) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]]:
     """Yield every way to fill a physical axis of this length with mesh axes.
 
-    Each is a tuple of (axis number, factor) pairs with the product `length`, and the mesh axis sizes left after
-    dividing by these factors. `max_axes` and the order of the factors are as in `iterate_fillings`. `used` has the mesh
-    axes that the next factor cannot come from.
+    Yields (factors, remaining sizes). The factors are pairs (axis number, factor), slowest first, and multiply to
+    `length`. The remaining sizes are those of the mesh axes divided by these factors.
+
+    Args:
+        length: Number of positions of the physical axis.
+        sizes: Sizes of the mesh axes.
+        max_axes: Maximum number of mesh axes, or None. Sets the order of the factors too (`iterate_fillings`).
+        used: Numbers of the mesh axes that the next factor cannot come from.
     """
     if length == 1:
         yield (), sizes

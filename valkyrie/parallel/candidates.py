@@ -20,9 +20,9 @@ class AxisLinks:
     """Links of a mesh axis, with one entry per layout.
 
     Args:
-        inner: Number of devices joined by fast links: within a TPU slice, or a GPU host.
+        inner: Number of the axis's devices in each group that fast links join: a TPU slice, or a GPU host.
         inner_rate: Bytes per second that a device sends over fast links.
-        outer: Number of groups of devices with fast links that the axis spans: slices, or GPU hosts.
+        outer: Number of these groups that the axis spans.
         outer_rate: Bytes per second that a device sends between groups.
         hops: Hops until data from one device has reached all others of the axis on the torus (`AxisPlacement.hops`).
         ring_rate: Bytes per second that a device sends in a single ring through all inner devices. It uses the links
@@ -139,9 +139,10 @@ class Candidates:
         return () if set(embed) & set(vocab) else tuple(embed)
 
     def zero1_axes(self, axes: Sequence[str | None]) -> tuple[str, ...]:
-        """Return the mesh axes over which ZeRO-1 splits the moments of a parameter: data axes that do not split it.
+        """Return the mesh axes over which ZeRO-1 splits the moments of a parameter with these logical axes.
 
-        The pipeline's axis counts as a data axis, because it splits the batch outside of the stages.
+        They are the data axes that do not split the parameter. The pipeline's axis counts as a data axis, because it
+        splits the batch outside of the stages.
         """
         data_axes = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
         return find_zero1_axes(data_axes, map(self.stored_axes, axes))

@@ -175,7 +175,10 @@ class Layout:
 
 
 def find_zero1_axes(data_axes: Iterable[str], stored_axes: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Return the mesh axes over which ZeRO-1 splits the moments of a parameter: data axes that do not split it."""
+    """Return the mesh axes over which ZeRO-1 splits the moments of a parameter: data axes that do not split it.
+
+    `stored_axes` are the mesh axes that split each dimension of the parameter.
+    """
     used = {axis for axes in stored_axes for axis in axes}
     return tuple(axis for axis in data_axes if axis not in used)
 

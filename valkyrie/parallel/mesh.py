@@ -102,7 +102,7 @@ def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshCo
     """Return the mesh of `TPU_MESH_CONFIG=4,4,2`, or None if this variable is unset.
 
     Fewer than three sizes are padded with 1. The roles in `TPU_AXIS_NAMES=data,model,fsdp` become `names`. Raises
-    ValueError if the sizes are not those of a mesh, or if there are more or fewer names than sizes.
+    ValueError if the sizes are not a valid mesh, or if there are more or fewer names than sizes.
     """
     sizes = environment.get("TPU_MESH_CONFIG")
     if not sizes:
@@ -132,7 +132,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     Without a `placement`, `mesh_utils.create_device_mesh` places the axes on the torus, or `create_hybrid_device_mesh`
     if the devices are in several slices. Both may split a torus axis among mesh axes. Raises ValueError if there are
     too few devices. Without a `placement`, also raises ValueError if the devices are in several slices and
-    `config.slices` is not their number. Platforms without a torus accept `slices=1` for any number of slices.
+    `config.slices` is not the number of these slices. Platforms without a torus accept `slices=1` for any number.
     """
     axes = config.axes
     mesh_devices = list(devices)[: config.size]

@@ -11,7 +11,8 @@ from valkyrie.problems import Problem, ProblemCode
 def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
     """Return the problems of a target, or a problem if the mesh and the target differ in devices or slices.
 
-    A target without a number of devices fits every mesh. Slices are not compared if `mesh.placement` is set.
+    A target without a number of devices fits every mesh. Slices are not compared if `mesh.placement` is set, or if the
+    target is a single slice without a topology.
     """
     problems = target.problems()
     if problems or target.devices is None:

@@ -21,7 +21,7 @@ ROLE_SYNONYMS = {
     "tensor": "model",
     "fully_sharded": "fsdp",
 }
-"""Role for each axis name that other launch scripts use."""
+"""Maps names that other launch scripts use in `TPU_AXIS_NAMES` to roles of the shipped partitions."""
 
 
 class Memory(Enum):
@@ -217,7 +217,7 @@ class RoleKind(Enum):
 
     @property
     def splits_only_data(self) -> bool:
-        """Whether a mesh axis of this kind splits activations at most by batch, so its devices exchange none."""
+        """Whether a mesh axis of this kind splits activations at most by batch. Its devices then exchange no activations."""
         return self in (RoleKind.DP, RoleKind.FSDP, RoleKind.unused)
 
 

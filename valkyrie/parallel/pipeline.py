@@ -114,7 +114,10 @@ def _gather_microbatches(pipeline: Pipeline, shard: Shard, tree: Any) -> Any:
 
 
 def _scatter_rows(pipeline: Pipeline, shard: Shard, tree: Any, has_rows: jax.Array) -> Any:
-    """Scatter arrays (microbatch, rows, ...) from the stage with `has_rows` to all stages: (rows of a stage, ...)."""
+    """Scatter arrays (microbatch, rows, ...) from one stage to all stages. Returns arrays (rows of a stage, ...).
+
+    `has_rows` is True on the stage that sends.
+    """
     parts = shard.size(BATCH)
 
     def scatter(x: jax.Array) -> jax.Array:

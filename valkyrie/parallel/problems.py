@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from valkyrie.parallel.layout import Layout
 
 FindNearest = Callable[[Problem], list[int]]
-"""Returns the values of a problem's key that remove the problem and cause no other, nearest to the current value."""
+"""Returns values of a problem's config key, near the current one, that remove the problem and cause no other."""
 
 
 def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:

@@ -87,7 +87,8 @@ class MeshShard:
             operands: Arrays of shape (batch, seq, ...).
             axes: Logical axes of the parameter.
             reduction_dtype: Dtype in which parts of the gradient are sent.
-            whole: Whether each device sums the whole gradient and then takes its part, if no all-to-all is used.
+            whole: Whether each device computes a full-size gradient of its part of the batch before the sum, instead of
+                leaving the order to the compiler. Ignored for an all-to-all.
         """
         data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
         split = [tuple(m for m in entry if m in data) for entry in self.layout.gathered_axes(axes)]

@@ -97,14 +97,21 @@ class Platform(ABC):
         return None
 
     def compile_refusal(self, target: TargetConfig, compute: str) -> str | None:
-        """Return why a step in `compute` cannot be compiled and timed for a target: see `missing_*`. None if it can."""
+        """Return why a step cannot be compiled and timed for a target, or None if it can.
+
+        The reason is a missing compiler (`missing_compiler`) or missing figures of the chip (`missing_figures`).
+        `compute` is the step's compute dtype.
+        """
         missing = self.missing_compiler(target)
         if missing is None and target.chip is not None and self.replay is not None:
             return self.missing_figures(target.chip, compute)
         return missing
 
     def missing_figures(self, chip: ChipConfig, compute: str = "bfloat16") -> str | None:
-        """Return an error message if figures that the time of a step in `compute` depends on are not set, else None."""
+        """Return an error message that lists the unset figures of a chip that predicted step times need, or None.
+
+        `compute` is the compute dtype of the step. Its peak speed may be missing if that of bfloat16 is set.
+        """
         needed = ("hbm_gbs", *(("hbm_gib", "clock_ghz", "ici_axes", "ici_link_gbs") if self.has_torus else ()))
         missing = [name for name in needed if getattr(chip, name) is None]
         if not {compute, "bfloat16"} & {*chip.peak_tflops}:

@@ -72,7 +72,7 @@ def attention(
         segment_ids: Positions of different segments do not see each other.
         global_tokens: Positions that see all others and are seen by all others, as far as `causal` allows.
         impl: Implementation.
-        backend: Backend that will run the result (cpu, gpu, tpu), by default JAX's default backend.
+        backend: Platform that will run the computation (cpu, gpu, tpu), by default JAX's default backend.
         chunk: Number of queries that the chunked implementation processes at a time, or None to choose it.
         soft_cap: Bound of the logits, or None (see `Pattern`).
     """

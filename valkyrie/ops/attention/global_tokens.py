@@ -52,7 +52,7 @@ def attend_with_global_tokens(
         v: Values of this shard.
         tokens: The global tokens.
         pattern: Visible distances.
-        key_range: Position of the keys relative to the queries.
+        key_range: Positions of the keys relative to the queries, and the segments of both.
         start: First position of this shard.
         shards: Number of shards of the sequence.
         take: Returns entries at positions relative to `start`, from the shards that own them.

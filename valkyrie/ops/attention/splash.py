@@ -39,7 +39,7 @@ MIN_WIDE_LENGTH = 4096
 """Shortest sequence for which wide blocks are faster."""
 
 MIN_LONG_LENGTH = 16384
-"""Minimum sequence length at which the blocks of keys in the backward pass are twice as wide."""
+"""Minimum number of keys for which the backward pass doubles its blocks of keys, to write dq half as often."""
 
 MAX_WIDE_HEAD_DIM = 128
 """Largest head_dim that fits into a core's scratch memory with wide blocks."""
