@@ -30,7 +30,7 @@ class CheckpointInfo:
     Args:
         parameters: Shape of every parameter, by dotted name.
         step: Finished optimizer steps.
-        saved: Time of the save.
+        saved: Time of the save, such as `2026-01-31 12:00:00 +0000`.
         tier: `durable` or `fast`.
         model: Name of the model.
         layout: Name of the layout, or `converted`.
@@ -85,7 +85,11 @@ def find_damage(path: Any) -> Problem | None:
 
 
 def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
-    """Return (metadata, damage) of a checkpoint: None for unreadable metadata, and the first damage found or None."""
+    """Return (metadata, damage) of a checkpoint.
+
+    The metadata is None if it cannot be read. The damage is the first problem found, or None. In a bucket, only
+    unreadable metadata counts as damage, because buckets verify their objects.
+    """
     info = None
     with suppress(ValueError):
         info = read_info(path)

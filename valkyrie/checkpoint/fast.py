@@ -79,10 +79,10 @@ class FastTier(Tier):
         return replace(super()._make_info(arrays), shards=local_shards(arrays))
 
     def restorable_steps(self, abstract_arrays: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-        """Return the steps that this process can restore as `abstract_arrays`, and the reasons against the others.
+        """Return the steps that this process can restore, newest first, and a reason for each step that it cannot.
 
-        Steps are newest first. `abstract_arrays` has arrays, or shapes with shardings, by field of the train state.
-        Deletes damaged checkpoints.
+        Deletes damaged checkpoints. `abstract_arrays` has the arrays that the run needs, or their shapes with
+        shardings, by field of the train state.
         """
         steps, reasons, shards = [], [], local_shards(abstract_arrays)
         for step in sorted(self._manager.all_steps(), reverse=True):

@@ -53,7 +53,7 @@ def in_bucket(path: Any) -> bool:
 
 @contextlib.contextmanager
 def bucket_errors(path: Any) -> Iterator[None]:
-    """Raise errors of the storage service as DiskError with advice, if `path` is in a bucket.
+    """Convert errors that a storage service raises in this context to DiskError, with advice, if `path` is in a bucket.
 
     `path` is the folder of a run's checkpoints. Errors for a local folder, and errors that indicate a bug or a wrong
     setting (`_MISTAKES`), are raised unchanged.

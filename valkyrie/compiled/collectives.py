@@ -25,7 +25,7 @@ KINDS = (
 """Opcodes of collectives, without `-start`."""
 
 FUSED_CONFIG_KEY = "async_collective_fusion_config"
-"""Key in the configuration of a collective that is fused into matrix products."""
+"""Key in `Instruction.config` of the collectives that the compiler fuses into matrix products."""
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 """Custom calls that mark the fusions where a collective starts and ends. Fusions in between execute parts of it."""
 
@@ -291,7 +291,7 @@ def find_cause(instruction: Instruction) -> tuple[str, str]:
 
 
 def inner_collectives(computation: Computation) -> list[Instruction]:
-    """Return the collectives in a computation, including nested computations."""
+    """Return the collectives in a computation and in the fusions, calls and asynchronous operations that it starts."""
     if computation.collectives is None:
         direct_collectives = [i for i in computation.instructions if collective_kind(i.opcode)]
         calling_instructions = (i for i in computation.instructions if i.opcode in ("fusion", "call", "async-start"))
@@ -326,7 +326,7 @@ def fused_kind(fusion: Instruction, inner: Instruction) -> str:
 
 
 def collective_uses(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
-    """Return the collectives that one device runs per step, grouped by kind, axes and source, most bytes first.
+    """Return the collectives that one device runs per step, grouped by kind, mesh axes and cause, most bytes first.
 
     Works for any backend. Loops with an unknown trip count are counted once, and the branches of a conditional are
     weighted equally. Does not set seconds or torus axes.

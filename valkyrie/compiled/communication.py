@@ -122,9 +122,10 @@ def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple
 
 
 def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Upgrade the communication in results of version 1, which stored mesh axes as text and included the trace.
+    """Return saved results with their communication upgraded from version 1.
 
-    Returns newer values unchanged. Raises AttributeError, TypeError or ValueError for malformed values.
+    Version 1 stored mesh axes as text, and the trace as a part of the communication. Returns a copy of newer results.
+    Raises AttributeError, TypeError or ValueError for malformed values.
     """
     communication = results.get("communication")
     if not isinstance(communication, dict) or not isinstance(

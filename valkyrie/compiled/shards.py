@@ -18,10 +18,10 @@ UnsplitDimensions = frozenset[int]
 
 
 def match_product(local: Instruction, whole: Instruction) -> tuple[UnsplitDimensions, ...] | None:
-    """Match a product of one device with one of the whole program.
+    """Match a matrix product of the compiled program with one of the program before partitioning.
 
-    Returns the dimensions that are not split, for the result and the two operands of `whole`, or None if `local` cannot
-    be a part of `whole`.
+    Returns the dimensions that are not split, for the result and each of the two operands of `whole`, or None if
+    `local` cannot be one device's part of `whole`.
     """
     (result_dims, *factor_dims), (whole_result_dims, *whole_factor_dims) = (
         [array.shape.dims for array in (product, *product.operands[:2])] for product in (local, whole)
@@ -69,7 +69,7 @@ def match_shard(local: tuple[int, ...], whole: tuple[int, ...]) -> UnsplitDimens
 
 
 def _can_divide(sizes: list[int], shard_sizes: list[int]) -> bool:
-    """Return whether the parts can be ordered so that each size is a multiple of its part."""
+    """Return whether some order of `shard_sizes` divides `sizes`, entry by entry."""
     return any(
         all(size % shard_size == 0 for size, shard_size in zip(sizes, order, strict=True))
         for order in permutations(shard_sizes)

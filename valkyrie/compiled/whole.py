@@ -30,7 +30,7 @@ AxisPart = tuple[str, int | None]
 """A mesh axis and the size of a part of it, or None for the whole axis."""
 
 Marks = tuple[frozenset[int], ...]
-"""For each dimension of an array, the batch dimensions that it comes from, by number."""
+"""For each dimension of an array, the numbers of the batch dimensions that it comes from, as counted by `_Tracer`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Argument:
     Args:
         name: Path in the arguments: `state.params['embed']['kernel']`.
         shape: Shape of the whole array.
-        axis_parts: Mesh axes that split each dimension, with the sizes of those of which only a part does, or None.
+        axis_parts: For each dimension, the mesh axes that split it. An axis that splits it only in part has the size of
+            that part (`AxisPart`).
         is_state: Whether the program returns an array of this shape and dtype, as a training step returns its state.
     """
 
@@ -110,9 +111,10 @@ def read_arguments(module: Module) -> tuple[Argument, ...]:
 
 
 def parse_sharding(text: str) -> tuple[tuple[AxisPart, ...], ...]:
-    """Parse a sharding of Shardy, such as `#sdy.sharding<@mesh, [{}, {"data"}]>`, to the mesh axes of each dimension.
+    """Return the mesh axes of each dimension in a Shardy sharding, such as `#sdy.sharding<@mesh, [{}, {"data"}]>`.
 
-    A part of an axis, written as `"data":(1)2`, has its size, here 2. Returns () if there is no sharding.
+    An axis is `("data", None)`, or `("data", 2)` for a part of size 2, which Shardy writes as `"data":(1)2`. Returns ()
+    if `text` has no sharding.
     """
     inner = text[text.find("[{") + 1 : text.find("}]") + 1] if "[{" in text else ""
     return tuple(

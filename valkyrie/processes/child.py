@@ -159,7 +159,10 @@ def wait_for(processes: Sequence[ChildProcess], seconds: float, poll_s: float = 
 
 
 def _kill_with_parent(command: Sequence[str]) -> list[str]:
-    """Wrap a command so that the kernel kills it when this process dies. Returns it unchanged outside of Linux."""
+    """Wrap a command so that the kernel kills it when this process dies. Outside of Linux, returns it unchanged.
+
+    Raises FileNotFoundError if the program is not installed.
+    """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"{command[0]} is not installed, or not on the PATH.")
     if sys.platform != "linux":

@@ -65,7 +65,7 @@ def find_process(
     """Return the coordinator address, process count and index of this process, or None if it runs alone.
 
     Uses the config, or else environment variables. If neither is set, lets JAX detect the processes, but only in a
-    cluster or if `accelerators`, the number on this host, is not 0. Raises ValueError for incomplete or invalid values.
+    cluster or if this host has `accelerators`. Raises ValueError for incomplete or invalid values.
     """
     if config.name == "off":
         return None
@@ -142,7 +142,7 @@ def _check_process(process_info: ProcessInfo, source: str) -> ProcessInfo:
 
 
 def _detect_process(config: DistributedConfig) -> ProcessInfo | None:
-    """Return the processes that JAX detects, or None if it finds no cluster. Raises ValueError if detection fails."""
+    """Let JAX detect how this process connects, or return None without a cluster. Raises ValueError if that fails."""
     from jax._src.clusters import ClusterEnv  # JAX has no public function for this
 
     try:

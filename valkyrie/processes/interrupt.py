@@ -1,8 +1,8 @@
 """Signal handling. Ctrl-C ends a command immediately; a training run first finishes its step and saves.
 
-A second Ctrl-C ends the training immediately. SIGTERM, Slurm's SIGUSR1 and a closed terminal (SIGHUP) stop it like the
-first Ctrl-C, and have no effect on a training that is stopping. With several processes, any of them may receive the
-signal: JAX's preemption service forwards it and chooses the step after which all of them stop.
+A second Ctrl-C ends the run immediately. SIGTERM, Slurm's SIGUSR1 and a closed terminal (SIGHUP) stop a run like the
+first Ctrl-C, and have no effect once it is stopping. With several processes, any of them may receive the signal: JAX's
+preemption service forwards it and chooses the step after which all of them stop.
 
 By default, Python raises KeyboardInterrupt in the main thread. If that thread is in a garbage collector callback or a
 finalizer, both of which JAX has, Python prints the exception and continues. Therefore a separate thread handles signals
@@ -103,12 +103,12 @@ class Interrupt:
             raise
 
     def set_checkpoints(self, restored_step: int | None, find_newest_step: Callable[[], int | None] | None) -> None:
-        """Set what a message about an immediate stop says of checkpoints.
+        """Set the checkpoints that the message about an immediate stop mentions.
 
         Args:
             restored_step: Step of the checkpoint that the training continues from, or None without one.
-            find_newest_step: Returns the step of the newest complete checkpoint, or None if there is none. None if the
-                checkpoints are in a bucket, which may not respond.
+            find_newest_step: Returns the step of the newest complete checkpoint, or None if there is none. Pass None
+                instead of a function if the checkpoints are in a bucket, which may not respond.
         """
         self._restored_step, self._find_newest_step = restored_step, find_newest_step
 

@@ -95,7 +95,10 @@ class TrialLock:
 
     @staticmethod
     def acquire(folder: Path) -> TrialLock | None:
-        """Lock a trial's folder, creating it if missing. Returns None if another sweep runs the trial."""
+        """Lock a trial's folder, creating it if missing. Kills a process that a dead sweep left running on this host.
+
+        Returns None if another sweep runs the trial, or if the process of a dead sweep is still running.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         sweep_file = open_to_append(folder / ".sweep")
         state = lock(sweep_file, wait=False)

@@ -32,7 +32,7 @@ from valkyrie.processes.locks import WRITER_FILE
 from valkyrie.trees import override_text
 
 RUN_FILE = "run.yaml"
-"""File in a run folder with all settings of its last training. `resume` starts from these settings."""
+"""File in a run folder with all settings of its last training run. `resume` starts from these settings."""
 
 _UNREPORTED_SETTINGS = {
     "name",
@@ -62,8 +62,8 @@ _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-
 def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
     """Find the run folder of `resume`: `latest`, a name under `runs`, or a path. Raises ValueError if there is none.
 
-    `latest` and the newest runs in messages have a `run.yaml` or, in their folder, checkpoints. `key` precedes `resume`
-    in messages.
+    For `latest` and for the suggestions in messages, a folder counts only if it has a `run.yaml` or finished
+    checkpoints of its own. `key` is the text before the value of `resume` in messages.
     """
     refuse(file_problems("runs", str(runs)))
     # A training whose start failed may leave only the identity or the pointer of its checkpoints.

@@ -77,7 +77,7 @@ class LayoutRecord:
 
 
 def with_hardware(record: LayoutRecord, overrides: Mapping[str, str]) -> LayoutRecord:
-    """Return a record with `hardware`, which versions up to 1.0 did not write. Other records are returned unchanged.
+    """Add `hardware` to a record of version 1.0 or earlier, which lacks it. Returns newer records unchanged.
 
     `hardware` follows from the target's name and the overrides of the trial (`target.topology`, `target.slices`). It
     remains None if the target is not built in.
