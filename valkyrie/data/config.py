@@ -25,7 +25,7 @@ PUZZLES = "puzzles"
 BYTES_VOCAB = 257
 """Vocabulary size of the tokenizer `bytes`: 256 bytes and BOS."""
 NO_TOKENIZER = "none"
-"""Tokenizer of models that do not read text."""
+"""Tokenizer name of models and data without text."""
 VOCAB_SIZES = {
     "bytes": BYTES_VOCAB,
     "gpt2": 50257,
@@ -114,7 +114,7 @@ class DataConfig(ABC):
 
     @abstractmethod
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
-        """Check, without preparing the data, that it exists and has at least one batch, as far as that is known.
+        """Check that the data exists and has at least one batch, as far as possible without preparing it.
 
         Raises ValueError or OSError if not.
 

@@ -43,7 +43,7 @@ class TextConfig(DataConfig):
     tokenizer: str | None = None
 
     def with_full_paths(self) -> DataConfig:
-        """Return this config with absolute paths, including that of a tokenizer file."""
+        """Return this config with absolute paths, including the path of a tokenizer file."""
         config = super().with_full_paths()
         if self.tokenizer is None or not is_tokenizer_file(self.tokenizer):
             return config
@@ -101,7 +101,10 @@ class DocumentConfig(TextConfig):
         return {"settings": {key: value for key, value in settings.items() if key not in excluded_keys}}
 
     def source_details(self) -> dict[str, object]:
-        """Return details of the source, as JSON values, to record in the manifest of the shards for users to read."""
+        """Return details of the source as JSON values, for example `{"paths": [...]}`.
+
+        They are written to the manifest of the shards, only for people to read.
+        """
         return {}
 
     def prepared_folder(self) -> Path | None:

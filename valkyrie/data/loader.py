@@ -77,7 +77,10 @@ class _TextSampler:
 
 
 class PreparedLoader(IndexedLoader[RowPosition]):
-    """Batches of a split of token shards."""
+    """Loads batches from one split of token shards.
+
+    If `plan.repeat`, rows are shuffled every epoch and batches never end. Otherwise, each row is loaded once, in order.
+    """
 
     def __init__(self, prepared: PreparedText, split: str, plan: BatchPlan) -> None:
         import grain

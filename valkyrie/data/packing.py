@@ -54,7 +54,7 @@ class StreamRows:
         return row
 
     def position(self) -> LanePosition:
-        """Position of the next row."""
+        """Return the position of the next row. A new `StreamRows` can start there."""
         return LanePosition(self._next, self._offset)
 
 
@@ -90,7 +90,7 @@ class BestFitRows:
         return row if row.size > 1 else _EMPTY
 
     def position(self) -> LanePosition:
-        """Position of the next row."""
+        """Return the position of the next row, with the documents in the pool. A new `BestFitRows` can start there."""
         pool_in_order = sorted(self._pool, key=lambda entry: entry[1])
         return LanePosition(self._next, pool=tuple(document[0] for _, _, document in pool_in_order))
 

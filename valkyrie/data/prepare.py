@@ -1,4 +1,4 @@
-"""Tokenises a source into token shards in the cache, written atomically and reused for the same content.
+"""Tokenises a source into token shards in the cache, which are reused until its files, tokenizer or settings change.
 
 Tokenising uses threads, not processes. tiktoken releases the GIL while it merges byte pairs, so threads can use every
 core, and they avoid forking a process that runs JAX. The shards do not depend on the number of threads.
@@ -66,7 +66,10 @@ def find_prepared(config: DocumentConfig, tokenizer: str) -> PreparedText | None
 
 
 def _open_cached(folder: Path) -> PreparedText:
-    """Open a folder of the cache. Raises ValueError if it has no manifest, which `write` creates before publishing."""
+    """Open a cached folder of shards. Raises ValueError if it has no manifest.
+
+    The manifest is written before the folder gets its final name, so a missing one was deleted later.
+    """
     if not (folder / manifest.MANIFEST_FILE).is_file():
         raise ValueError(
             f"{folder} has no {manifest.MANIFEST_FILE}. Delete the folder, and the data is prepared again."

@@ -22,7 +22,7 @@ from valkyrie.units import memory_text
 MAX_REPLACED_SHARE = 0.1
 """Maximum share of NUL bytes or undecodable characters in a text. Files with more are refused."""
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
-"""Byte order marks of UTF-16 and UTF-32. The mark of UTF-32-LE begins with that of UTF-16-LE."""
+"""Byte order marks of UTF-16 and UTF-32. UTF-32-LE is covered, because its mark begins with the UTF-16-LE mark."""
 _MEMORY_FACTOR = 3
 """Memory to read a text, as a multiple of its size: for its bytes, its characters, and its bytes again for the hash."""
 _LARGE_FILE_BYTES = 2**28
@@ -32,7 +32,7 @@ SINGLE_DOCUMENT_SUFFIXES = (".txt", ".md", ".py", ".c", ".h", ".cc", ".cpp", ".c
 _ROWS_PER_READ = 256
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _JSON_DECODER = json.JSONDecoder(parse_int=float)
-"""Decoder of all lines. Python refuses to parse an int of more than 4,300 digits."""
+"""Decoder for .jsonl lines. It parses integers as floats, because Python refuses an int of more than 4,300 digits."""
 _JSON_KINDS = {
     type(None): "null",
     bool: "true or false",
@@ -119,7 +119,10 @@ class ReadOptions:
 
     @property
     def cache_identity(self) -> dict[str, object]:
-        """Part of the cache key. Its form must not change, or existing shards in users' caches are not found."""
+        """Options as JSON values, for the cache key of the shards.
+
+        Do not change the form of these values, because existing shards in users' caches would not be found.
+        """
         chunk = {} if self.chunk is Chunk.whole else {"chunk": [self.chunk.value, str(self.language)]}
         return {"fields": [self.field, self.column], **chunk, "synthetic": None}
 

@@ -13,7 +13,10 @@ _RECORDS_PER_READ = 256
 
 
 def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
-    """Yield the records of a .tfrecord file. Raises ValueError if it ends early or a checksum differs."""
+    """Yield the records of a .tfrecord file. Errors refer to the file as `name`.
+
+    Raises ValueError if the file ends early, a checksum differs, or google-crc32c is not installed.
+    """
     try:
         import google_crc32c
     except ImportError:
@@ -39,7 +42,10 @@ def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
 
 
 def array_records(path: str, name: str) -> Iterator[bytes]:
-    """Yield the records of an ArrayRecord file. Raises ValueError if it cannot be read."""
+    """Yield the records of an ArrayRecord file. Errors refer to the file as `name`.
+
+    Raises ValueError if the file cannot be read or array-record is not installed.
+    """
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError:
@@ -82,7 +88,10 @@ def _masked_crc(crc: int) -> int:
 
 
 def _features(raw: bytes) -> dict[str, bytes | None] | None:
-    """Return the first value of each feature of a tf.train.Example (None for numbers), or None for other records."""
+    """Return the features of a tf.train.Example by name, or None if the record is not an Example.
+
+    Each value is the first string of the feature (empty if it has none), or None if the feature holds numbers.
+    """
     features: dict[str, bytes | None] = {}
     try:
         for number, group in _fields(raw):

@@ -32,7 +32,7 @@ _VERSION_KEYS = (
     "mtime",
     "created",
 )
-"""Metadata keys of several services whose value changes with the content of a file, the most reliable first."""
+"""Metadata keys with a value that changes with the content of a file, from several services, most reliable first."""
 _LOGIN_COMMANDS = {"gs": "gcloud auth application-default login", "s3": "aws configure"}
 _FILES_AHEAD = 16
 """Number of files fetched ahead, and in parallel."""
@@ -101,10 +101,10 @@ def reader_suffix(name: str) -> str:
 
 
 def list_remote(pattern: str) -> list[RemoteFile]:
-    """Return the files of a URL, a folder URL or a glob of URLs, except hidden ones.
+    """Return the files of a file URL, a folder URL or a glob of URLs.
 
-    Returns no files if a glob matches none. Raises ValueError if a file or folder does not exist, or if a request
-    fails.
+    Skips hidden files and folders, unless the glob names them, as in `gs://bucket/*/.cache/*`. Returns an empty list if
+    a glob matches nothing. Raises ValueError if a file or folder does not exist, or if a request fails.
     """
     with _explain_errors(pattern):
         from fsspec.core import url_to_fs

@@ -14,7 +14,7 @@ Output = TypeVar("Output")
 def map_ahead(
     function: Callable[[Item], Output], items: Iterable[Item], *, workers: int, ahead: int
 ) -> Iterator[Output]:
-    """Yield `function(item)` of every item in order. `workers` threads compute up to `ahead` results in advance."""
+    """Yield `function(item)` for every item, in order. `workers` threads compute up to `ahead` results in advance."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="valkyrie-data")
     futures: deque[Future[Output]] = deque()
     try:

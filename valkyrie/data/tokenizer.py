@@ -1,4 +1,4 @@
-"""Finds and loads tokenizers: bytes, the packaged GPT-2 vocabulary, any tiktoken encoding, files, and trained ones.
+"""Finds and loads tokenizers by name: built-in ones, tiktoken encodings, files, and tokenizers trained on this machine.
 
 `read_fingerprint` does not load a vocabulary, so that a cached dataset opens quickly.
 """
@@ -44,7 +44,13 @@ class ByteTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class _TokenizerFile:
-    """The file of a tokenizer. `pattern` is the name of a .tiktoken file's pattern, or None for a tokenizer.json."""
+    """The file of a tokenizer.
+
+    Args:
+        path: path of the file.
+        pattern: key in `PATTERNS` of the pattern that splits text, for a .tiktoken file. None for a tokenizer.json,
+            which contains its pattern.
+    """
 
     path: Path
     pattern: str | None

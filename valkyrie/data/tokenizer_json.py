@@ -32,7 +32,7 @@ _SPACE = "\u2581"
 _CATEGORY_SAMPLES = "\xa0a\u01c5\u02b0\xaa\u65e5\u0301\u0903\u0488\u0664\u16ee\xb2\u203f\u2014\xab\xbb\xa7"
 _CATEGORY_SAMPLES += "\u20ac\xa6\U0001f600\xad\u200b\u2028\u2029\u0378\ue000\x85\xc9\xe9"
 _PROBE_CHARACTERS = [*map(chr, range(128)), *_CATEGORY_SAMPLES]
-"""ASCII, and at least one character of each Unicode category."""
+"""Characters to test an encoding with: ASCII, and at least one character of each Unicode category."""
 _MAX_IDS = 2**24
 _OTHER_PATH_OPTION = "--save PATH.json"
 """The option that writes a tokenizer to another disk, for messages."""
@@ -304,7 +304,7 @@ def _keeps_text(encoding: tiktoken.Encoding) -> bool:
 
 
 def _split_pattern(content: _TokenizerJson) -> str | None:
-    """Return the pattern that a byte-level tokenizer splits text with, or None for a tokenizer of another kind."""
+    """Return the pattern with which a byte-level tokenizer splits text, or None if it splits text in another way."""
     steps = content.pre_tokenizer.steps if content.pre_tokenizer else ()
     *first_steps, last_step = steps or (_Step(),)
     if last_step.type != "ByteLevel" or last_step.add_prefix_space:

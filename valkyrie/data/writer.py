@@ -84,7 +84,10 @@ def _groups(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
 MAX_SHARDS = 10_000
 """Maximum number of shards per split, enough for 670 billion tokens with the default of 64 Mi tokens per shard."""
 MAX_SMALL_SHARDS = 1_000
-"""Maximum number of shards per split with less than `_SMALL_SHARD_TOKENS` tokens. Disks write about 100 per second."""
+"""Maximum number of shards per split if a shard has less than `_SMALL_SHARD_TOKENS` tokens.
+
+Disks write about 100 small files per second, so this many take 10 seconds.
+"""
 _SMALL_SHARD_TOKENS = 2**16
 
 
@@ -105,7 +108,7 @@ class ShardWriter:
         self.bytes = 0
 
     def add(self, tokens: EncodedDocuments) -> None:
-        """Append encoded documents to the shards. Raises ValueError if the shards are more than the maximum."""
+        """Append encoded documents to the shards. Raises ValueError if they need too many shards."""
         limit = MAX_SMALL_SHARDS if self._shard_tokens < _SMALL_SHARD_TOKENS else MAX_SHARDS
         if self.tokens + tokens.ids.size > limit * self._shard_tokens:
             raise ValueError(

@@ -106,7 +106,7 @@ class Layered(Model, Protocol):
 
 
 def is_dense_transformer(model: Model) -> bool:
-    """Return whether all layers of a model consist of attention and dense feed-forwards."""
+    """Return whether every layer of a model is attention, with a dense feed-forward or none."""
     return isinstance(model, Layered) and all(
         isinstance(layer.mixer, Attention) and isinstance(layer.feed_forward, FeedForward | None)
         for layers, _ in model.segments()
@@ -121,7 +121,7 @@ def activation_names(model: Model) -> list[str]:
 
 
 def known_axes() -> dict[str, str]:
-    """Return a description of each logical axis of all families, including the user's, by axis."""
+    """Return a dict from the logical axes of all families, including the user's, to their descriptions."""
     return _axis_descriptions((*FAMILIES.names(), *FAMILIES.user_names()))
 
 

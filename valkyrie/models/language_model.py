@@ -211,7 +211,10 @@ class LanguageModel(nnx.Module):
     def boundaries(
         self, segment_ids: Int[Array, "batch seq"] | None, tokens: Int[Array, "batch seq"] | None = None
     ) -> Boundaries:
-        """Return the document boundaries. There are none without `segment_ids` or with `document_boundary=cross`."""
+        """Return the document boundaries. There are none without `segment_ids` or with `document_boundary=cross`.
+
+        `tokens` are the token ids, which only models with value embeddings use.
+        """
         if segment_ids is None or self.config.document_boundary is Boundary.cross:
             return Boundaries()
         same = segment_ids[:, 1:] == segment_ids[:, :-1]
@@ -254,7 +257,7 @@ class LanguageModel(nnx.Module):
         return stream if head is not None else self.head_input(stream)
 
     def zero_values(self, x: Float[Array, "batch seq embed"], shard: Shard) -> AuxiliaryValues:
-        """Return zeros as the initial sums of auxiliary values."""
+        """Return the initial sums of auxiliary values by name: zeros of shape (batch,)."""
         return {name: shard(jnp.zeros(x.shape[0], jnp.float32), "batch") for name in self.config.auxiliary}
 
     def losses(

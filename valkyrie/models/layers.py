@@ -15,7 +15,7 @@ from valkyrie.axes import Parameter, Shard
 from valkyrie.ops.linear import Numerics, linear
 
 Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Rematerialisation of a block: `jax.checkpoint` with a policy, or the identity."""
+"""A function that wraps a block for rematerialisation: `jax.checkpoint` with a policy, or the identity."""
 
 
 class Boundaries(NamedTuple):

@@ -69,7 +69,7 @@ class NanochatAttentionLayer(AttentionLayer):
         tokens: Int[Array, "batch seq"] | None,
         shard: Shard,
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
-        """Return the keys and the values. A layer with value embeddings adds those of the tokens to the values."""
+        """Return (keys, values). A layer with value embeddings adds the gated embedding of each token to the values."""
         k, v = self.local.keys_values(x, positions, shard)
         if not self.has_value_embedding:
             return k, v

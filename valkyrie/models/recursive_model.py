@@ -90,7 +90,7 @@ class RecursiveLayer(nnx.Module):
 
 
 class HaltHead(nnx.Module):
-    """Predicts whether a puzzle is solved. Initially (weight 0, bias -5) it predicts that no puzzle is."""
+    """Predicts whether a puzzle is solved. Initially (weight 0, bias -5) it predicts that no puzzle is solved."""
 
     def __init__(self, specs: dict[str, Parameter], numerics: Numerics) -> None:
         weight, bias = specs["halt.weight"], specs["halt.bias"]
@@ -137,9 +137,9 @@ class RecursiveModel(nnx.Module):
     def embed(
         self, inputs: Int[Array, "batch cells"], puzzles: Int[Array, " batch"], *, shard: Shard = UNSHARDED
     ) -> Float[Array, "batch seq embed"]:
-        """Return the embeddings of the puzzle identifier, then of the cells, times sqrt(embed).
+        """Return the embeddings of the puzzle identifier (`puzzle_tokens` positions), then of the cells.
 
-        Every update of z_L adds them to its input.
+        All are multiplied by sqrt(embed). The result is added to the input of every update of z_L.
         """
         c, axes = self.config, (None, "embed")
         cells = lookup(self.embedding[...], inputs, axes=axes, shard=shard, numerics=self.numerics)

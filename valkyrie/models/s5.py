@@ -23,7 +23,7 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 
 
 class Activation(Enum):
-    """Activation after the state space: GELU, alone or with a gate. Names are those of lindermanlab/S5 `layers.py`."""
+    """Activation after the state space: GELU, alone or with a gate. Names follow lindermanlab/S5 `layers.py`."""
 
     gelu = "gelu"
     half_glu1 = "half_glu1"

@@ -85,7 +85,7 @@ class Task(ABC):
         """Return the shape, dtype and axes of each array in a global batch, by name. The first dimension is `batch`."""
 
     def carry(self, model: Model, compute: str, batch: int, seq: int) -> dict[str, Array]:
-        """Return the shape, dtype and axes of each array carried from step to step, by name. None by default.
+        """Return the shape, dtype and axes of each array carried from step to step, by name. Empty by default.
 
         These arrays start as zeros. They belong to the whole batch, so a task that has them does not support
         microbatches. `compute` is the name of the dtype in which the model computes.
@@ -142,7 +142,7 @@ class Task(ABC):
     ) -> dict[str, jax.Array]:
         """Return metrics summed over an evaluation batch, such as the total loss.
 
-        `references` is the result of the method of that name. The sums of all batches are added and passed to
+        `references` is the result of `Task.references`. The sums of all batches are added and passed to
         `evaluation`.
         """
 

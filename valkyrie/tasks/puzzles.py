@@ -3,6 +3,7 @@
 Every batch has a new puzzle for each row. A row that has halted starts the new puzzle. Any other row ignores it and
 continues with its current puzzle. A puzzle therefore takes several optimizer steps, and the current puzzle of each row
 is part of the train state.
+
 Only functions that compute import JAX, because runs are checked before JAX loads.
 """
 
@@ -259,7 +260,7 @@ class Config(Task):
 def _halted(config: trm.Config, halt_logits: jax.Array, steps: jax.Array, key: jax.Array) -> jax.Array:
     """Return a mask of the rows that halt: after `max_steps`, or when the model halts.
 
-    A random share of rows (`exploration`) must first do a random number of steps.
+    In each call, a random share of rows (`exploration`) may not halt before a random step from 2 to `max_steps`.
     """
     import jax
     import jax.numpy as jnp

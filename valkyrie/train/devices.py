@@ -1,4 +1,4 @@
-"""Configures JAX and finds the devices of a run: those of the target, those of this machine, or simulated ones."""
+"""Configures JAX and finds the devices of a run, which are accelerators or simulated by the CPU."""
 
 from __future__ import annotations
 

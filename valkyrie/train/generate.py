@@ -191,7 +191,10 @@ class Completer:
     def _sample_texts(
         self, parameters: Any, ids: Sequence[Sequence[int]], keys: jax.Array, length: int, tokens: int
     ) -> Iterator[list[tuple[str, bool]]]:
-        """Yield each prompt's text so far and whether it is complete, after every `_CHUNK_TOKENS` of `length` steps."""
+        """Yield one (text so far, is_finished) pair per prompt, after every `_CHUNK_TOKENS` of `length` steps.
+
+        `is_finished` is True if the document ended or has `tokens` tokens.
+        """
         prompts = np.full((len(ids), length), -1, np.int32)
         for row, prompt in enumerate(ids):
             prompts[row, : len(prompt)] = prompt

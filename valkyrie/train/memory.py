@@ -61,7 +61,7 @@ class ExpectedMemory(Generic[Bytes]):
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes per device saved for the backward pass, by activation, in device and in host memory."""
+    """Bytes per device saved for the backward pass in device and in host memory, by activation name (or `UNNAMED`)."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -183,10 +183,10 @@ class MemoryEstimator:
 
     @cached_property
     def _fetched_activations(self) -> tuple[list[tuple[SavedActivation, np.ndarray]], np.ndarray]:
-        """Keys and values that a device fetches from other shards of the sequence.
+        """Keys and values that a device fetches from other shards of the sequence, in bytes per device.
 
-        Returns those of all layers with their bytes per device for all microbatches in flight, and the bytes per device
-        of one group of layers for one microbatch.
+        The first part is a list of (activation, bytes for all microbatches in flight) over all layers. The second part
+        is the bytes of the first group of layers, for one microbatch.
         """
         layouts, model, activations, group_bytes = self.layouts, self.run.model, [], np.zeros(len(self.layouts))
         local_positions = self.run.config.seq / layouts.parts(layouts.activations[SEQ])

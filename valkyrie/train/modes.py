@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> int:
-    """Train, print the results, a text sample and commands to continue, and return the exit status (`ending.py`)."""
+    """Train, and print the results, a text sample and commands to continue.
+
+    Returns the exit status: 0 after the last step, 1 if the training failed, or `INTERRUPTED` or `PREEMPTED` from
+    `valkyrie.processes.ending` if it was stopped.
+    """
     start_time = time.time()
     with join_processes(run) as team:
         return _train(run, team, start_time)
@@ -97,7 +101,7 @@ def _train(run: Run, team: Team, start_time: float) -> int:
 
 
 def evaluate(run: Run) -> int:
-    """Evaluate a trained run on its whole validation split and print the result; return the exit status."""
+    """Evaluate a trained run on its whole validation split and print the result. Returns 0."""
     with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
         console, interrupt = make_console(), Interrupt(multiprocess=team.count > 1)
@@ -115,9 +119,9 @@ def evaluate(run: Run) -> int:
 
 
 def generate(run: Run) -> int:
-    """Print the prompt and its continuation by a trained run, as it is sampled; return the exit status.
+    """Print the prompt and its continuation by a trained run, while it is sampled. Returns 0.
 
-    With `mode.keep`, continue the saved text of that name instead.
+    With `mode.keep`, continues the saved text of that name instead.
     """
     with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))

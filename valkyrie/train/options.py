@@ -89,7 +89,10 @@ def option_text(value: object) -> str | None:
 
 @contextlib.contextmanager
 def explain_option_errors(*, in_python: bool = False) -> Iterator[None]:
-    """Turn XLA's errors about options into OptionRefused. `in_python`: the options are `options=` of `predict`."""
+    """Turn XLA's errors about options into OptionRefused.
+
+    `in_python`: whether the options come from the argument `options=` of `valkyrie.predict`, not from the config.
+    """
     import jax  # not at the top: reports print options without JAX
 
     try:
@@ -103,7 +106,7 @@ def explain_option_errors(*, in_python: bool = False) -> Iterator[None]:
 def explain_refusal(message: str, *, in_python: bool = False) -> str | None:
     """Explain a compiler error about an option. Returns None for other errors.
 
-    The message names the key of a run or, with `in_python`, the argument `options=`.
+    The message refers to the config key of the option or, with `in_python`, to the argument `options=`.
     """
     if name := unknown_option(message):
         names = {option for chip in known_chips().values() for option in chip.xla_options}

@@ -61,7 +61,7 @@ def prepare_evaluation(
 ) -> Inputs:
     """Prepare the evaluation of the run in `folder`, as `prepare_run` does.
 
-    Also raises ValueError if `seq` exceeds both that of the training and the tokens of the validation split.
+    Also raises ValueError if `seq` is larger than in training and the validation split does not fill one row.
     """
     from valkyrie.data.manifest import PreparedText
 
@@ -149,9 +149,9 @@ def check_sampling(prompt: object, tokens: int, temperature: float, top_k: int |
 
 
 def trained_folder(run: Run) -> Path:
-    """Return the run folder that `resume` or `name` selects, by default that of the run with the newest checkpoint.
+    """Return the run folder that `resume` or `name` selects. By default, the one with the newest checkpoint.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is no such folder.
     """
     config = run.config
     return find_run(Path(config.runs), config.resume or config.name or "latest")

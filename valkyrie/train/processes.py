@@ -64,7 +64,7 @@ def agree_on_configuration(team: Team, run: Run) -> None:
 
 
 def silence_workers(team: Team) -> None:
-    """Hide the standard output of all processes except the first, and that of native libraries in the first."""
+    """Hide the standard output of all processes except the first, where only output of native libraries is hidden."""
     if team.is_leader:
         _only_python_prints()
     else:

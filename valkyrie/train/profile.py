@@ -91,7 +91,11 @@ class ProfileWindow:
         return None
 
     def close(self) -> str | None:
-        """End the trace. Returns the command that shows it, an error message, or None if no trace was running."""
+        """End the trace.
+
+        Returns a message for the user, with the command to view the trace or the reason why it could not be written.
+        Returns None if no trace was running.
+        """
         if self._trace is None:
             return None
         trace, self._trace, self._steps = self._trace, None, None

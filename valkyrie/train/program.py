@@ -238,7 +238,7 @@ class StepProgram:
         )
 
     def _chip(self, mesh: AnyMesh, backend: str | None) -> ChipConfig | None:
-        """Return the target's chip, or that of the devices if the target has none.
+        """Return the target's chip or, if the target has none, the chip of the mesh's devices.
 
         None if the chip is unknown or not of the backend's platform.
         """

@@ -19,7 +19,7 @@ from valkyrie.trees import leaf_name
 
 
 class TrainState(NamedTuple):
-    """The arrays that a step changes, or the same tree of shapes or of shardings.
+    """The arrays that a step changes, or the same tree with shapes or shardings in place of the arrays.
 
     Parameters have the dtypes of the precision policy; `optimizer` and `ema` are always float32
     (`valkyrie.precision.ACCUMULATOR_DTYPE`).
@@ -66,7 +66,7 @@ def state_from_parameters(
     seed: int | jax.Array,
     carry: Mapping[str, Array] | None = None,
 ) -> TrainState:
-    """Return the state before the first step with these parameters. The other arguments are those of `init_state`."""
+    """Return the state before the first step, with the given parameters. See `init_state` for the other arguments."""
     _, key = jax.random.split(jax.random.key(seed))
     ema = jax.tree.map(lambda p: jnp.array(p, ACCUMULATOR_DTYPE.value), parameters) if keep_ema else None
     step = jnp.zeros((), jnp.int32)
@@ -77,7 +77,7 @@ def state_from_parameters(
 def state_shardings(
     abstract: TrainState, assembly: Assembly, shard: MeshShard, carry: Mapping[str, Array]
 ) -> TrainState:
-    """Return the sharding of every array of the state.
+    """Return the sharding of every array of the state. `abstract` has the shapes of the state.
 
     Parameters and their average follow the partition. Optimizer state with the shape of its parameter is sharded like
     it, and under ZeRO-1 over the data axes too. The carry is sharded like activations. Everything else is replicated.

@@ -266,7 +266,7 @@ def _record_program(progress: Progress, executable: StepExecutable) -> None:
 def _restore_or_init(
     program: StepProgram, checkpoints: Checkpoints, loader: Loader[Any], folder: Path, console: Console
 ) -> tuple[int, TrainState]:
-    """Restore the newest checkpoint and its data position, or initialise. Returns the finished steps and the state.
+    """Restore the newest checkpoint and its data position, or initialise. Returns (number of finished steps, state).
 
     Converted weights have neither optimizer state nor data position, so both start from the beginning. For a continued
     run, prints the step, the settings that changed, and any jump of the learning rate.

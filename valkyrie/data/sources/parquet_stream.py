@@ -40,7 +40,7 @@ class Config(TextConfig):
         language: the language of the documents in files with a suffix that does not determine it.
         workers: processes that read and tokenise, at most one per lane; 0 for a thread of this process, None for one
             per CPU core, up to 8.
-        packing: how documents become rows.
+        packing: `stream` cuts rows from the concatenated documents; `best_fit` begins every row with a document.
         pool: documents per lane that `packing=best_fit` reads ahead.
         lanes: number of parts of the batch that read separate files or row groups, or None for up to 16.
     """

@@ -30,7 +30,7 @@ _DOCUMENTS_PER_BLOCK = 512
 
 @dataclass
 class Config(DocumentConfig):
-    """A Markov chain, generated as tokens.
+    """Documents that are sampled from a Markov chain, as token ids.
 
     Args:
         documents: number of documents.

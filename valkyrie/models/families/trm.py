@@ -48,7 +48,7 @@ class Config:
         puzzle_embed: Length of the embedding of an identifier.
         puzzle_tokens: Number of positions before the cells, which hold the embedding of the identifier.
         max_steps: Maximum supervision steps per puzzle.
-        exploration: Probability that a puzzle has a minimum number of steps, drawn from 2 to `max_steps`.
+        exploration: Probability, in each step, that a puzzle may not halt before a random step from 2 to `max_steps`.
     """
 
     task: ClassVar[str] = "puzzles"

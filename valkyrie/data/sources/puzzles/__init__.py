@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
 
 ALL_PUZZLES = 1_000_000_000
-"""Sample size that includes every puzzle."""
+"""Default sample size. It is larger than any data set, so that every puzzle is included."""
 
 
 class PuzzleShape(NamedTuple):
@@ -78,7 +78,10 @@ class PuzzleConfig(DataConfig):
         return [*super().problems(), *bucket_problems("data.cache_dir", self.cache_dir)]
 
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
-        """Check that the beginning of the puzzles can be read."""
+        """Check the settings and, for published puzzles, that the folder and its first puzzle can be read.
+
+        Raises ValueError if not. All arguments are ignored.
+        """
         return DataCheck(f"data={self.name}: puzzles of {self.shape().cells} cells")
 
 

@@ -103,7 +103,7 @@ class PreparedPuzzles:
         return PuzzleLoader(self, split, plan)
 
     def describe(self) -> str:
-        """Return one line with the number of puzzles in each split and of cells per puzzle."""
+        """Return one line with the number of puzzles in each split, and the number of cells per puzzle."""
         symmetries = ", with new random symmetries" if self.side else ""
         return (
             f"data {self.name}: {self.train.groups:,} training puzzles{symmetries}, {len(self.validation.inputs):,} "
@@ -168,7 +168,11 @@ def _load(file: Path) -> np.ndarray:
 
 
 def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarray:
-    """Return the array of a file. Raises ValueError if its cells or values do not match the metadata."""
+    """Return `array`, which was read from `file`, unchanged.
+
+    Raises ValueError if it is not an integer array of shape [examples, seq_len], or if a value in the first
+    `_CHECKED_BYTES` is negative or at least `vocab_size`.
+    """
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{file} is {array.dtype}{list(array.shape)}, but must be integers of [examples, cells].")
     if array.shape[1] != metadata.seq_len:
@@ -186,7 +190,7 @@ def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarr
 
 
 def _check_indices(split: PuzzleSplit, path: Path) -> None:
-    """Raise ValueError if the lengths of the arrays do not match, or a puzzle identifier is too large."""
+    """Raise ValueError if lengths or indices do not match, there are no examples, or an identifier is too large."""
     examples, puzzles = len(split.inputs), len(split.puzzle_identifiers)
     has_valid_puzzles = len(split.labels) == examples and _is_index(split.puzzle_indices, puzzles, examples)
     if not has_valid_puzzles or not _is_index(split.group_indices, split.groups, puzzles):

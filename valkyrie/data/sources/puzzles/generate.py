@@ -27,8 +27,8 @@ class Puzzles(NamedTuple):
 def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) -> Puzzles:
     """Return `count` random puzzles with a unique solution.
 
-    Removes the digits of full grids in random order as long as the solution stays unique and more than `clues` digits
-    remain.
+    Starts from full grids and visits the cells of each grid in random order. Removes the digit of a cell if the
+    solution stays unique and the grid has more than `clues` digits.
     """
     solutions = _full_grids(rng, count, side)
     givens, cell_order = solutions.copy(), rng.random(solutions.shape).argsort(1)

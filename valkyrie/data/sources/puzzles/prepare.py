@@ -35,7 +35,10 @@ def prepare_sudoku(config: sudoku.Config, say: Callable[[str], object] | None = 
 
 
 def prepare_published(config: Config) -> PreparedPuzzles:
-    """Open a folder of puzzles, or the arrays converted from its CSV. Raises errors like `prepare_sudoku`."""
+    """Open a folder of puzzle arrays. A folder of CSV files is first converted to arrays in the cache.
+
+    Raises ValueError for mistakes in the settings or files, and DiskError if the cache cannot be written.
+    """
     config.raise_problems()
     tables, options = find_tables(config.folder), config.sudoku
     if tables is None:

@@ -78,7 +78,7 @@ class PuzzleTable:
         """Return the questions and answers of the puzzles with a rating of at least `min_rating`.
 
         Both arrays are uint8 [puzzles, cells] and contain the cell values of `Alphabet`. Raises ValueError for invalid
-        rows, or if no puzzle has this rating.
+        rows, or if no puzzle is rated this high.
         """
         values = np.zeros(256, np.uint8)
         values[list(self.alphabet.value.encode())] = np.arange(len(self.alphabet.value)) + 1
