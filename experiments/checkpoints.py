@@ -27,7 +27,7 @@ LAYERS = 16
 
 
 def main() -> None:
-    """Measure and print one table."""
+    """Measure both tiers of checkpoints and print a table with a row for each."""
     parser = argparse.ArgumentParser(description="Time saves and restores of both tiers of checkpoints.")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state")
     parser.add_argument("--repeats", type=int, default=5, help="number of saves in each tier")

@@ -105,8 +105,9 @@ def compile_layouts(claim: Claim) -> dict[str, Any]:
 def predict_layout(claim: Claim, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the prediction of an experiment with overrides, as numbers for the table.
 
-    If the experiment's slice is too small for the overrides, adds those in `LARGER_SLICES`. `refused` in the result is
-    then the reason that the experiment's slice was refused, otherwise None. Raises ValueError if the layout is illegal
+    `count` is the number of tokens or puzzles per step, and `possible` the rate at the chips' peak, in `unit`. If the
+    experiment's slice is too small for the overrides, adds those in `LARGER_SLICES`. `refused` in the result is then
+    the reason that the experiment's slice was refused, otherwise None. Raises ValueError if the layout is illegal
     and has no entry in `LARGER_SLICES`.
     """
     try:
@@ -167,7 +168,7 @@ def format_table(stored: dict[str, dict[str, Any]]) -> str:
 
 
 def format_prediction(result: dict[str, Any], best_result: dict[str, Any]) -> str:
-    """Return the cell of a prediction, or the reason that there is none.
+    """Return the table cell for a prediction, or the reason that it has no step time.
 
     The cell has the rate, step time, MFU, memory and layout, and the slice if it differs from the experiment's.
     """

@@ -4,7 +4,7 @@
 
 Writes shards of the functions and classes of the standard library. Then alternates between tiktoken's threads, with the
 texts in memory, and batches from `data=parquet_stream` (open, decompress, tokenise, pack, assemble). Starting the
-workers is not timed, because it happens once per training. Prints medians over `--repeats` turns.
+workers is not timed, because it happens once per run. Prints medians over `--repeats` turns.
 """
 
 from __future__ import annotations

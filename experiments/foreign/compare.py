@@ -86,9 +86,11 @@ def compare(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prediction_numbers(result: Any) -> dict[str, Any]:
-    """Return the compared values of a prediction: seconds, GiB, GB sent, and the hidden share of communication.
+    """Return the values of a prediction that the comparison stores.
 
-    If the prediction failed, the only value is `status`, the reason.
+    `step_s` and `seconds` (by category) are seconds per step, `peak_gib` is the peak memory of a device, and `sent_gb`
+    is what a device sends per step. `hidden` is the share of the communication time that overlaps with compute, or None
+    if nothing is sent. If the prediction failed, the only key is `status`, which then has the reason instead of `ok`.
     """
     record = result.record
     if result.status != "ok":

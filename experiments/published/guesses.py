@@ -17,9 +17,12 @@ class Row:
     """A published run.
 
     Args:
+        row: Name of the row.
+        family: Name shared by runs of one recipe on one chip, which are not independent.
         ideal_s: Seconds per step for the model's FLOPs at the peak of the chips.
-        repeated: Ratio of executed FLOPs, with rematerialisation, to the model's FLOPs.
+        executed_ratio: Ratio of executed FLOPs, with rematerialisation, to the model's FLOPs.
         tokens_per_chip: Tokens per step and chip.
+        measured_s: Published seconds per step.
     """
 
     row: str
@@ -37,9 +40,8 @@ class Row:
 def make_row(line: dict[str, str], run: Run) -> Row:
     """Return the row for a line of the table and its composed run.
 
-    Rows of the same `family` are not independent: they are one recipe on one chip. If the table has no column `family`,
-    it is the model and the chip. Raises ValueError if the line contradicts the run, if the target names no chip, or if
-    `step_s` is not positive and finite.
+    If the table has no column `family`, the row's family is its model and chip. Raises ValueError if the line
+    contradicts the run, if the target names no chip, or if `step_s` is not positive and finite.
     """
     config, chip = run.config, run.config.target.chip
     if chip is None:
@@ -75,8 +77,7 @@ def constant_mfu(row: Row, rows: Iterable[Row]) -> float | None:
 def roofline(row: Row) -> float:
     """Return the seconds per step if all FLOPs run at the peak of the chip without waiting.
 
-    FLOPs are those of the model. If rematerialisation recomputes the products of a block, another forward pass is
-    added: 4/3 of the model's FLOPs.
+    Counts the model's FLOPs, times 4/3 if rematerialisation repeats the forward pass.
     """
     return row.ideal_s * row.executed_ratio
 

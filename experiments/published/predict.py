@@ -52,7 +52,7 @@ from programs import is_still_valid, program_digest, replay_digest  # noqa: E402
 from tables import add_guesses, format_pair_table, format_tables, published_ratios  # noqa: E402
 
 REQUIRED_COLUMNS = ("row", "experiment", "overrides", "step_s")
-"""Required columns of a table."""
+"""Columns that every table must have. Rows with an empty `experiment` or `step_s` are listed but not compared."""
 
 
 def main() -> None:
@@ -171,10 +171,13 @@ def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
 def reuse_or_predict(
     name: str, key: str, run: Run, stored: dict[str, dict[str, Any]], console: Console
 ) -> dict[str, Any]:
-    """Return a row's result.
+    """Return a row's result for `--json`.
 
     Reuses the stored result if its status is `ok` or `does_not_fit` and it is from the same program, compiler and
     replay (`key`). Otherwise compiles the run.
+
+    `replayed_s` and `seconds` (by category) are replayed seconds per step before any correction. They are missing if
+    the program was not replayed. `made_by` is `key`, and `program` the digest of the lowered program.
     """
     earlier = stored.get(name, {})
     if earlier.get("made_by") == key and earlier["status"] in ("ok", "does_not_fit"):

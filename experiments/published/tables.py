@@ -75,7 +75,8 @@ def error_summary(results: Sequence[Result]) -> list[str]:
 def _format_errors(results: Iterable[Result], kind: str) -> str:
     """Return the median, 90th percentile and worst absolute error of one of `KINDS`, in percent.
 
-    The percentile is the smallest error that 90% of the rows do not exceed.
+    The percentile is the smallest error that 90% of the rows do not exceed. Rows without a time of this kind are left
+    out. If no row has one, returns a text that says so.
     """
     errors = sorted(100 * abs(r["errors"][kind]) for r in results if r["errors"][kind] is not None)
     if not errors:

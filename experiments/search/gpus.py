@@ -160,7 +160,11 @@ def group_rows(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def make_table(by_group: dict[str, list[tuple[Row, float]]]) -> Table:
-    """Return the table by group: rows, rank correlation, errors, and regret of choosing the shortest estimate."""
+    """Return a table with a line per group: number of rows, rank correlation and errors of the estimates, and regret.
+
+    Regret is how much slower the layout with the shortest estimate is than the fastest one. It is empty for a group
+    with several models or batch sizes.
+    """
     table = Table()
     for name in ("group", "rows", "Spearman", "mean error", "median error", "worst", "regret of the best estimated"):
         table.add_column(name, justify="left" if name == "group" else "right")

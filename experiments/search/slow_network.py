@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def read_measured(batch: int) -> list[tuple[str, float, float]]:
-    """Return each measured layout with its current estimate and its measured median, both in seconds."""
+    """Return (name, estimate, measured median) for each measured layout. Both times are seconds per step."""
     estimates = {
         layout_name(layout): layout.step_s for layout in estimate_layouts(read_figures(STORED_FIGURES_FILE), batch)
     }

@@ -1,9 +1,11 @@
 """Compares estimates with compiled steps of the layouts in spaces.py: order, errors, memory, and what fits.
 
-python experiments/search/table.py            # the table; each space with constants fitted to the other two
-python experiments/search/table.py --fit      # also constants fitted to all spaces, for valkyrie/search/estimate
-python experiments/search/table.py --ship     # write the errors that mode=search shows with its estimates
-python experiments/search/table.py --each     # every layout
+    python experiments/search/table.py            # the table, with the default constants
+    python experiments/search/table.py --fit      # each space with constants fitted to the other two; then fits all
+    python experiments/search/table.py --ship     # write the errors that mode=search shows with its estimates
+    python experiments/search/table.py --each     # every layout
+
+The compiled steps are those that spaces.py has stored in compiled.json.
 """
 
 from __future__ import annotations
@@ -81,7 +83,12 @@ def stack_compiled(pairs: list[tuple[dict[str, Any], Run]]) -> TimedLayouts:
 
 
 def make_table(step_estimates: dict[str, list[Any]], memory_estimates: dict[str, list[Any]]) -> Table:
-    """Return the table that compares estimated with compiled step times and memory, by space."""
+    """Return a table with a line per space, which compares estimated with compiled step times and memory.
+
+    Regret is how much slower the layout with the shortest estimate is than the fastest one. `verdicts right` is the
+    number of layouts for which the estimate correctly predicts whether they fit. The last columns are those of
+    `simulate_funnel`.
+    """
     table = Table()
     columns = ("layouts", "Spearman", "mean error", "median", "worst", "regret", "memory median", "verdicts right")
     columns += ("funnel's regret", "compiles", "of the time")
@@ -106,7 +113,8 @@ def make_table(step_estimates: dict[str, list[Any]], memory_estimates: dict[str,
 def simulate_funnel(pairs: list[tuple[dict[str, Any], float]], all_rows: list[dict[str, Any]]) -> list[str]:
     """Simulate a search that compiles the shortest estimates first, until no other layout can be faster.
 
-    Returns table cells: the regret, the number of compiles, and their share of the time of compiling all layouts.
+    Returns table cells: how much slower the best layout found is than the fastest one, the number of compiles, and
+    their share of the time that compiling all layouts takes.
     """
     best_s, spent_s, count = float("inf"), 0.0, 0
     for row, estimate in sorted(pairs, key=lambda pair: pair[1]):

@@ -4,8 +4,8 @@
     python tests/goldens/make_nanochat.py FOLDER     (FOLDER: a checkout of karpathy/nanochat at 92d63d4)
 
 The version of October 2025 is transformers' NanoChatForCausalLM. The version of July 2026 is nanochat's own gpt.py,
-with a context long enough for its short windows. Weights are not stored: `random_weights` draws them by name from a
-seed.
+with a context long enough for its short windows. Weights are not stored: `random_weights` computes them from
+their names and shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ SEQ = {"2025": 24, "2026": 200}
 
 
 def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """Return random weights by name, scaled so that activations are close to 1."""
+    """Return random weights by name, scaled so that activations are close to 1.
+
+    The seed is fixed, so the same names and shapes always give the same weights.
+    """
     rng = np.random.default_rng(0)
     return {
         name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)

@@ -4,7 +4,7 @@
     python tests/goldens/make_transformers.py
 
 Each model is tiny. Its config.json, the shapes of its tensors in model.safetensors, and its logits are stored. Its
-weights are not: `random_weights` draws them by name from a seed.
+weights are not: `random_weights` computes them from their names and shapes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
-    """Return random weights by name, scaled so that activations are close to 1."""
+    """Return random weights by name, scaled so that activations are close to 1.
+
+    The seed is fixed, so the same names and shapes always give the same weights.
+    """
     rng = np.random.default_rng(0)
     return {
         name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)

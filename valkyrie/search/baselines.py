@@ -77,8 +77,8 @@ def format_comparison(
     """Format the speedup of the best layout over a baseline. `measured_s` is the baseline's measured step time or None.
 
     Compares measured times if both layouts have one, otherwise compiled times if both have one, otherwise estimates,
-    which are corrected as in the table.
-    For a baseline without a layout, or with one that failed to compile, the line has the reason instead.
+    which are corrected as in the table. For a baseline without a layout, or with one that failed to compile, the line
+    has the reason instead.
     """
     name, layout = baseline.name, baseline.layout
     if layout is None:

@@ -115,7 +115,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """Median ratio of measured to predicted step time, or None if unknown. It multiplies all predictions."""
+        """Median ratio of measured to predicted step time, by which `step_s` scales predictions, or None if unknown."""
         predicted = {name: result.step_s for name, result in self.results.items() if result.step_s}
         ratios = [seconds / predicted[name] for name, seconds in self.measured_s.items() if name in predicted]
         return statistics.median(ratios) if ratios else None
@@ -165,7 +165,8 @@ class Comparison:
     def save(self, folder: str | Path) -> Path:
         """Write `search.json` and the page `report.html` into a folder, creating it if missing. Returns the folder.
 
-        Raises ValueError if these files are not those of a program search, as `refuse_other_folder`.
+        Raises ValueError if the folder belongs to a run, a sweep or a search of layouts, or if it has one of these
+        files and the file is not from a program search.
         """
         refuse_other_folder(Path(folder))
         return self.write(Path(folder))
@@ -237,7 +238,11 @@ class Comparison:
 
 
 def refuse_other_folder(folder: Path) -> None:
-    """Raise ValueError if saving a comparison into a folder would replace a file of a run, a sweep or the user."""
+    """Raise ValueError if a comparison must not be saved into a folder.
+
+    This is the case if the folder belongs to a run, a sweep or a search of layouts, or if it has a `search.json` or
+    `report.html` that is not from a program search.
+    """
     from valkyrie.report.records import MULTIRUN_FILE, is_program_search
 
     file, page, remedy = folder / SEARCH_FILE, folder / PAGE_FILE, "Use another folder=."

@@ -91,7 +91,7 @@ class MeasuredTrials:
         return median([(trial.step_s or 0.0) / trial.expected_s for trial in self.timed] or [1.0])
 
     def step_s(self, layout: EstimatedLayout) -> float | None:
-        """Return the measured step time of a layout in seconds, or None if it was not measured."""
+        """Return the measured seconds per step of a layout, or None if there is no successful measurement."""
         return next((trial.step_s for trial in self.trials if trial.estimate.candidate == layout.candidate), None)
 
     def ratio(self, key: MeshPartition) -> float | None:
@@ -133,7 +133,7 @@ def measure_best(
 
 
 def expected_step_times(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -> list[tuple[EstimatedLayout, float]]:
-    """Return the layouts that fit with their predicted step times in seconds, the fastest first.
+    """Return (layout, predicted seconds per step) for each layout that fits, the fastest first.
 
     Compiled times replace estimates, and scale the estimates of layouts with the same mesh and partition.
     """
@@ -162,8 +162,8 @@ def rank_measured(
     """Return the rows of an answer with all measured layouts first, the fastest first.
 
     The step times of the other rows, compiled or estimated, are scaled by the median of measured over predicted time.
-    Measured layouts without a row get one, and may displace the last rows. Layouts whose measurement failed lose
-    theirs.
+    Measured layouts without a row get one, and may displace the last rows. Rows of layouts whose measurement
+    failed are removed.
     """
     failed = {trial.estimate.candidate for trial in measured_trials.trials if trial.step_s is None}
     unmeasured = {row.candidate: row for row in rows if row.candidate not in failed}

@@ -416,9 +416,10 @@ def _no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
 
 
 def _suggest_chips(request: SearchRequest, chip: str) -> str:
-    """Suggest the first slice with 2, 4, ..., 32 times the chips of the largest requested one on which a layout fits.
+    """Return a sentence that suggests the smallest larger slice on which a layout fits by estimate.
 
-    Fit is judged by estimates. If there is none, suggests a smaller model or batch.
+    Tries 2, 4, ..., 32 times the devices of the largest requested slice with this chip. If none is enough, suggests a
+    smaller model or batch.
     """
     slices = [target for target in request.targets if target.chip is not None and target.chip.name == chip]
     target = max(slices, key=lambda target: target.devices or 1)
@@ -432,7 +433,7 @@ def _suggest_chips(request: SearchRequest, chip: str) -> str:
 
 
 def _missing_compilers(request: SearchRequest) -> dict[str, str]:
-    """Return the requested slices for which this machine cannot compile, by name, with the reasons."""
+    """Return the requested slices for which this machine cannot compile, as a dict from name to reason."""
     missing = {}
     for target in request.targets:
         platform = get_platform(target.platform)

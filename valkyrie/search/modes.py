@@ -127,7 +127,7 @@ def _measure(run: Run, team: Team) -> int:
 
 @contextlib.contextmanager
 def _created_folder(run: Run) -> Iterator[Path]:
-    """Create the run folder, then run the body of the `with` statement. An unwritable path thus fails before the work.
+    """Create the run folder before the body of the `with` statement runs, so that an unwritable path fails early.
 
     If the body raises, removes a new folder that is still empty. Raises DiskError if the folder cannot be created.
     """

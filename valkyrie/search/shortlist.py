@@ -117,10 +117,10 @@ class Shortlist:
         return replace(self, fitting=[*filter(condition, self.fitting)], doubtful=[*filter(condition, self.doubtful)])
 
     def best(self, chips_text: str, count: int) -> list[EstimatedLayout]:
-        """Return the fastest fitting layouts, at most `MAX_VARIANTS` with the same mesh and partition.
+        """Return up to `count` of the fastest fitting layouts, at most `MAX_VARIANTS` with the same mesh and partition.
 
-        `chips_text` has the slices and chips, as formatted by `describe_chips` (`1 x 64 v4`). Each layout is listed
-        once, with the torus and the searched batch for which it is fastest.
+        `chips_text` selects the kind and number of chips, as formatted by `describe_chips` (`1 x 64 v4`). Each layout
+        is listed once, with the torus and the searched batch for which it is fastest.
         """
         variant_counts: dict[MeshPartition, int] = {}
         best: dict[Candidate, EstimatedLayout] = {}

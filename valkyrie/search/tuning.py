@@ -15,9 +15,10 @@ from valkyrie.units import duration
 
 
 def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, console: Console) -> tuple[int, list[str]]:
-    """Tune the best layout, and return the exit status and the overrides with the shortest step.
+    """Tune the best layout for up to `budget_s` seconds. Returns (status, overrides).
 
-    After `budget_s` seconds or Ctrl-C, these are the best overrides found so far.
+    The status is 0, or `INTERRUPTED` after Ctrl-C. The overrides are those with the shortest step so far, and empty if
+    Ctrl-C came before the first result.
     """
     run = compile_run(request, best.estimate)
     results: list[TunedRun] = []

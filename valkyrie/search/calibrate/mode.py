@@ -79,7 +79,8 @@ class Calibration:
 def calibrate_mode(run: Run) -> int:
     """Fit the constants of each chip to the trials in `mode.paths`, print them and write them to the run folder.
 
-    Returns exit status 0. Raises ValueError if no chip has enough trials that can be used.
+    Returns exit status 0. Raises ValueError if a path does not exist or has no trials, or if no chip has enough trials
+    that can be used.
     """
     console, paths = (
         make_console(),
@@ -254,7 +255,10 @@ def _describe_estimates(result: Calibration) -> list[str]:
 
 
 def as_json(result: Calibration) -> dict[str, Any]:
-    """Return the content of `calibrate.json` for one chip."""
+    """Return the content of `calibrate.json` for one chip.
+
+    `known_over_estimated`, `left_out` and `gains` are the fields `ratios`, `held_out_ratios` and `is_improvement`.
+    """
     record: dict[str, Any] = {"chip": result.chip.name, "families": result.families, "fitted": list(FITTED_CONSTANTS)}
     record |= {
         "before": asdict(result.initial),

@@ -56,7 +56,7 @@ class ReplayFit:
 
     @property
     def sentences(self) -> list[str]:
-        """The fit and its errors, in sentences."""
+        """Sentences with the fitted factor and the errors of predictions before and after the fit."""
         families, (median, worst) = self.fitted.models, percent_errors(self.ratios)
         names = f"{families} famil{'y' if families == 1 else 'ies'}"
         lines = [
@@ -80,8 +80,9 @@ class ReplayFit:
 def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]:
     """Fit the replay factor of a chip to layouts that were both measured and compiled.
 
-    `pairs` is as in `fit_calibration`. Returns the fit, or None if there is no such layout, and the number of measured
-    layouts that were not compiled.
+    `pairs` has the row and the run of each trial, all on the same chip. Returns (fit, uncompiled_count). The fit is
+    None if no layout was both measured and compiled. `uncompiled_count` is the number of measured layouts that were not
+    compiled.
     """
     replayed_s_by_program: dict[str, float] = {}
     steps: list[ReplayedStep] = []

@@ -39,7 +39,10 @@ class CompiledProgram:
 def compiled_program(
     compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, peak: int | None = None
 ) -> CompiledProgram:
-    """Read the module, memory and device positions of a compiled program. `peak` is as in `program_memory`."""
+    """Read the module, memory and device positions of a compiled program.
+
+    `peak`, in bytes, replaces XLA's own peak (see `program_memory`).
+    """
     return CompiledProgram(
         module=serialised_module(compiled),
         memory=program_memory(compiled, mesh.devices.flat[0].platform, peak),

@@ -406,7 +406,10 @@ def _used_share(reduced: Instruction, users: Mapping[Instruction, Sequence[Instr
 
 
 def _find_padding(program: CheckedProgram) -> Iterator[Fault]:
-    """Find products with a dimension of at most half the width of the matrix unit, which pads it to its width."""
+    """Yield a fault if padding narrow products takes at least `MIN_PADDING_SHARE` of the step.
+
+    A product is narrow if its contracted dimension or its number of output features is at most half of `LANES`.
+    """
     useful_flops: Counter[tuple[str, str]] = Counter()
     padded_flops: Counter[tuple[str, str]] = Counter()
     narrow_sizes: dict[str, Counter[int]] = defaultdict(Counter)

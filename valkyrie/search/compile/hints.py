@@ -30,15 +30,16 @@ if TYPE_CHECKING:
     from valkyrie.search.estimate.runs import WiderHeads
 
 MIN_HINT_SHARE = 0.15
-"""Smallest share of a step that gets a hint."""
+"""Smallest share of a step for which most hints are given. Memory-bound operations need twice this share."""
 LOW_PRODUCT_RATE = 0.6
 """Matrix products below this share of peak FLOP/s get a hint. The compiler estimates 0.85 for large products."""
 MIN_RECOMPUTATION_SHARE = 0.01
 """An activation is worth saving if its recomputation takes at least this share of a step."""
 MARGIN = 1.2
-"""A partition is suggested only if this multiple of its estimated memory is usable.
+"""Safety factor for estimated memory.
 
-An activation to save, or another remat policy, is suggested only if this multiple of its additional bytes is free.
+A partition is suggested only if the usable memory is at least this multiple of its estimate. Saving an activation
+or using another remat policy is suggested only if the free memory is at least this multiple of the additional bytes.
 """
 MAX_SENT_RATIO = 0.75
 """Another partition is suggested only if it sends at most this share of the current bytes."""

@@ -154,7 +154,8 @@ def _explain(
 ) -> PredictedProgram:
     """Add the largest allocations and hints to the prediction of a program that does not fit.
 
-    Returns other predictions, and those of programs that were passed compiled (`lowered` is None), unchanged.
+    Returns other predictions unchanged. This includes programs that the caller has compiled, for which `whole`, the
+    program before partitioning, is None.
     """
     prediction = predicted.prediction
     if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or whole is None:

@@ -156,7 +156,7 @@ class StepInterval:
 class StepTime:
     """Time of a step, and rates derived from it.
 
-    `mfu` is the model FLOPs utilisation, from 0 to 1. `mfu_denominator` describes the peak rate that it is relative to.
+    `mfu` is the model FLOPs utilisation, from 0 to 1. `mfu_denominator` describes the peak rate that `mfu` refers to.
     """
 
     step_s: float
@@ -194,7 +194,7 @@ class MeasuredStep(StepTime):
     """Measured time of a step. `seconds` are the timed steps in order.
 
     `step_s` is their median, `p90_s` their 90% quantile and `min_s` their minimum. `first_step_s` is the first step
-    after the compile, which is not one of them if there is a warm-up.
+    after the compile, which `seconds` leaves out if there is a warm-up.
     """
 
     p90_s: float | None = None

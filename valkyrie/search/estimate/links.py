@@ -24,7 +24,7 @@ share a link more widely still get slower estimates.
 def axis_links(
     placements: Sequence[Sequence[AxisPlacement]], names: Sequence[str], chip: ChipConfig, *, least_links: float = 0.0
 ) -> Mapping[str, AxisLinks]:
-    """Return the links of mesh axes by name, as arrays over layouts.
+    """Return the links of each mesh axis, by name of the axis. Their values are arrays with an entry per layout.
 
     Args:
         placements: For each layout, the placements of its axes in the order of `names`.
@@ -60,10 +60,10 @@ def slice_axis_links(count: int, target: TargetConfig) -> AxisLinks:
 
 
 def host_axis_links(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, AxisLinks]:
-    """Return the links of mesh axes by name, for hosts that connect their devices by a switch.
+    """Return the links of each mesh axis, by name of the axis, for hosts that connect their devices by a switch.
 
-    `sizes` are the sizes of each axis, as arrays over layouts. The last axis varies fastest over the devices, so it is
-    the first to be placed within a host.
+    `sizes` has the sizes of each axis, as an array with an entry per layout. The last axis varies fastest over the
+    devices, so it is the first to be placed within a host.
     """
     devices_per_host = int(np.prod(chip.host_bounds or [1]))
     switch_rate, host_rate = (chip.switch_gbs or 1.0) * 1e9, (chip.dcn_gbs_per_host or 1.0) * 1e9 / devices_per_host

@@ -30,7 +30,7 @@ from valkyrie.search.estimate.links import axis_links, slice_axis_links
 from valkyrie.train.memory import saved_location
 
 MAX_MICROBATCHES = 128
-"""Largest number of microbatches to try in a pipeline. More would shorten its bubble by less than one percent."""
+"""Largest number of microbatches to try in a pipeline. With 4 stages, the bubble is then 2.3% of a step."""
 MAX_ACCUMULATION_STEPS = 32
 """Largest number of microbatches to try without a pipeline, where more microbatches only save memory."""
 MAX_DEVICE_TOKENS = 2**20
@@ -410,7 +410,8 @@ class _MicrobatchCounts:
 
     Args:
         microbatches: The only count, or None for several.
-        device_batches: Sequences that a device processes at a time, which decide the count. If empty, all counts.
+        device_batches: Sequences that a device processes at a time, which decide the counts. If empty, `microbatches`
+            does.
         search_batch: Whether the search varies the batch.
     """
 

@@ -44,7 +44,7 @@ class EstimatedTimes:
         moving: Moving activations through HBM.
         head: The logits and the loss.
         optimizer: The optimizer's step.
-        launching: Time by which starting operations exceeds running them.
+        launching: Time to start the operations, minus the time to run them. 0 if running them takes longer.
         bubble: Idle time of a pipeline.
 
     The keys for exposed communication:

@@ -107,7 +107,7 @@ class StepWork:
 
     @property
     def lanes(self) -> int:
-        """The padded head dimension of attention is a multiple of this number (`Platform.lanes`)."""
+        """Attention's head dimension is padded to a multiple of this number (`Platform.lanes`)."""
         return get_platform(self.run.config.target.platform).lanes
 
     @property

@@ -216,7 +216,10 @@ def model_mismatch(first: Prediction, second: Prediction) -> list[str]:
 
 
 def missing_step_reason(prediction: Prediction, letter: str) -> str | None:
-    """Return an error message if a prediction has no step time, or None if it has one."""
+    """Return an error message if a prediction has no step time, or None if it has one.
+
+    `letter` is the label of the layout in the message, from `LETTERS`.
+    """
     if prediction.program is not None:
         return f"{letter} is a program without a layout: {prediction.program.name}. Choose a layout of a model."
     name = prediction.layout.name
@@ -229,9 +232,11 @@ def missing_step_reason(prediction: Prediction, letter: str) -> str | None:
 
 
 def _distinct_names(first: Prediction, second: Prediction, requests: tuple[str, str] | None) -> tuple[str, str]:
-    """Return distinct names for both layouts, adding settings, compiler options or `requests` if their names are equal.
+    """Return names that distinguish both layouts.
 
-    Raises ValueError if they do not differ, or if both are the same program with the same step time.
+    Adds target, batch, length and precision to the names where they differ. If the names are still equal, adds the
+    compiler options that differ or, if none do, the parts of `requests` that differ. Raises ValueError if nothing
+    differs, or if both layouts are the same program with the same step time.
     """
     pair = (first, second)
     names = [prediction.layout.name for prediction in pair]
@@ -328,7 +333,7 @@ def _explain_difference(a: _Side, b: _Side) -> list[str]:
 
 
 def _share_of_difference(fast: _Side, slow: _Side, *kinds: PartKind) -> float:
-    """Return the share of the difference in step time due to these parts. Negative if the slow layout's are shorter."""
+    """Return the share of the difference in step time due to these parts. Negative if they favour the slow layout."""
     return (slow.seconds(*kinds) - fast.seconds(*kinds)) / (slow.step_s - fast.step_s)
 
 

@@ -134,9 +134,10 @@ class _Timer:
     def __call__(
         self, function: Callable[..., Any], shape: Sequence[int], dtype: Any = jnp.float32, mesh: Mesh | None = None
     ) -> float:
-        """Return the time of the fastest call of a function, in seconds. All devices start a call together.
+        """Return the seconds of the fastest of `REPEATS` calls of a function. All devices start a call together.
 
-        `shape` is the shape of the array on each device.
+        The time of a call is that of the slowest process. `shape` is the shape of the array on each device. `mesh`
+        divides the devices for collectives, and is by default a single axis with all devices.
         """
         mesh = mesh or self.mesh
         axes = PartitionSpec(mesh.axis_names)
@@ -170,7 +171,7 @@ def _product_speed(timer: _Timer, dtype: Any) -> tuple[float, float]:
 
 
 def _memory_bandwidth(timer: _Timer, devices: int) -> float:
-    """Return the memory bandwidth of each device of a process, in bytes per second."""
+    """Return the memory bandwidth of a device, in bytes per second, while all `devices` of its process are busy."""
     bytes_ = max(PROCESS_BYTES // devices, MIN_DEVICE_BYTES)
     return 2 * bytes_ / _seconds_per_iteration(timer, lambda _, y: 1.01 * y, (bytes_ // 4,), jnp.float32)
 
