@@ -35,9 +35,10 @@ _scratch = tempfile.TemporaryDirectory(prefix="valkyrie-tests-", ignore_cleanup_
 
 
 def _set_environment() -> None:
-    """Configure the tests and their child processes: CPU by default, W&B offline, caches in a temporary folder.
+    """Set environment variables for the tests and their child processes.
 
-    Respects JAX_PLATFORMS and JAX_COMPILATION_CACHE_DIR if set.
+    By default, JAX uses the CPU and caches compiled programs in `.jax_cache`. JAX_PLATFORMS and
+    JAX_COMPILATION_CACHE_DIR override this. W&B is offline. Valkyrie and W&B write their caches to a temporary folder.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if os.environ["JAX_PLATFORMS"] == "cpu":  # compiling is most of a test, and a program runs once
@@ -142,7 +143,10 @@ def _compose_commands_once() -> None:
 
 
 def _cache_configs(source: Any, version: Callable[[str, str], object]) -> None:
-    """Cache the configs of a Hydra source. `version(folder, path)` is part of the key, or None for no caching."""
+    """Cache the configs that a Hydra source loads.
+
+    `version(folder, path)` returns a part of the cache key, or None for a config that must not be cached.
+    """
     original_load, cache = source.load_config, dict[tuple[object, ...], bytes]()
 
     def load_config(self: Any, config_path: str) -> Any:
@@ -158,7 +162,7 @@ def _cache_configs(source: Any, version: Callable[[str, str], object]) -> None:
 
 
 def _prepare_libraries() -> None:
-    """Import and configure the libraries that read the environment."""
+    """Import and configure JAX, Hypothesis, jaxtyping, Hydra and absl. `_set_environment` must have run before."""
     import absl.logging
     import hypothesis
     import jax
@@ -203,9 +207,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 class Command(NamedTuple):
-    """Result of parsing a command line: exit status, composed run (None if refused), stdout and stderr.
+    """Result of `valkyrie-train` without executing its mode: exit status, composed run, stdout and stderr.
 
-    Devices are not used.
+    The run is None if the command was refused or composes no single run, as with `--help` or `-m`.
     """
 
     status: int
@@ -216,7 +220,10 @@ class Command(NamedTuple):
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """A function that composes the run of `valkyrie-train` for its arguments, without executing it."""
+    """A function that composes the run for its arguments of `valkyrie-train`, and returns a `Command`.
+
+    The mode of the run is not executed.
+    """
     from valkyrie.cli import dispatch
 
     monkeypatch.chdir(tmp_path)

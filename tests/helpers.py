@@ -69,9 +69,9 @@ def vector_specs(groups: dict[str, str]) -> dict[str, Parameter]:
 
 MODELS = config_names("model", "*_tiny")
 LANGUAGE_MODELS = [model for model in MODELS if not model.startswith("trm_")]
-"""Models that predict tokens. The others solve puzzles."""
+"""Tiny models that predict tokens. The other tiny models solve puzzles."""
 MODELS_WITH_UNIQUE_LAYERS = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
-"""Models with layers that no other model has. `valkyrie_tiny` has those of `s5_tiny` and `longformer_tiny`."""
+"""Tiny models without `s5_tiny` and `longformer_tiny`, because `valkyrie_tiny` has the layers of both."""
 PARTITIONS = config_names("partition")
 PIPELINE_PARTITIONS = [
     name for name in PARTITIONS if "layers" in read_config("partition", name, PartitionConfig).parameters
@@ -112,7 +112,10 @@ def compose_config(*overrides: str) -> DictConfig:
 
 
 def compose_run(*overrides: str) -> Run:
-    """Return the run of these overrides, which must be legal. It is a copy of a cached run: composing takes 0.2 s."""
+    """Return the run that these overrides compose. Fails if the run is illegal.
+
+    Returns a copy of a cached run, because composing takes 0.2 s.
+    """
     variables = ("JAX_PLATFORMS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")
     return copy.deepcopy(_legal_run(overrides, tuple(map(os.environ.get, variables))))
 
@@ -149,9 +152,11 @@ def small_run(model: str, *overrides: str) -> Run:
 
 
 def make_batch(run: Run, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return a random batch. Rows contain several documents. Weights are 0, 0.5 or 1, with different sums by row.
+    """Return a random global batch as a dict of arrays.
 
-    Tasks without text provide their own random batches.
+    A batch of text has `tokens`, `targets`, `segment_ids` and `weights` of shape (batch, seq). A row has several
+    documents, and weights of 0, 0.5 or 1 with a different sum in each row. Other tasks provide their own random
+    batches.
     """
     c, rng, task = run.config, np.random.default_rng(seed), run.task
     if not task.is_text:
@@ -247,8 +252,8 @@ def reference_steps(model: str, *overrides: str) -> Steps:
 def assert_same_steps(steps: Steps, expected: Steps, rtol: float = 2e-5) -> None:
     """Compare the loss, token count, gradient norm and gradient norms by parameter of each step.
 
-    The absolute tolerance is for key biases without rotary embedding: their gradient is zero up to rounding, about
-    1e-9 of the whole.
+    The absolute tolerance is for key biases without rotary embedding. Their gradient is zero except for rounding errors
+    of about 1e-9 of the gradient norm.
     """
     for step, (metrics, expected_metrics) in enumerate(zip(steps.metrics, expected.metrics, strict=True)):
         for key in ("loss", "grad_norm", "tokens"):

@@ -93,7 +93,10 @@ def make_machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None
 
 
 def tpu_devices(name: str, slices: int = 1) -> list[Any]:
-    """Return compile-only devices of a TPU slice, for libtpu's name of its topology, such as `v4:4x4x4`."""
+    """Return the compile-only devices of one or more equal TPU slices.
+
+    `name` is libtpu's name for the topology of a slice, such as `v4:4x4x4`.
+    """
     os.environ |= ENVIRONMENT
     from jax.experimental import topologies
 
@@ -105,7 +108,10 @@ def tpu_devices(name: str, slices: int = 1) -> list[Any]:
 
 @lru_cache
 def tpu_mesh(name: str, slices: int = 1) -> tuple[Mesh, Machine]:
-    """Return the mesh and machine of a slice such as `v4:4x4x4`, with one mesh axis for each torus axis."""
+    """Return the mesh and machine of one or more slices such as `v4:4x4x4`.
+
+    There is one mesh axis for each torus axis, after one for the slices if there are several.
+    """
     chip, shape = name.split(":")
     topology = make_topology([int(n) for n in shape.split("x")], slices)
     devices = {

@@ -30,7 +30,10 @@ STEP = CompiledStep(
 
 
 def fitting_outcome(peak: int | None = None, **fields: Any) -> CompileOutcome:
-    """Return the result of a compile that fits. `fields` replace fields of its predicted step."""
+    """Return the result of a compile that fits.
+
+    `peak` is the peak memory in bytes, by default that of `MEMORY`. `fields` replace fields of the `CompiledStep`.
+    """
     step = replace(STEP, **fields)
     if peak is not None:
         step = replace(step, memory=replace(MEMORY, peak=peak, headroom=(MEMORY.usable or 0) - peak))

@@ -21,9 +21,10 @@ def free_address() -> str:
 def run_teams(
     count: int, work: Callable[[Team], Any], *, counts: Sequence[int] | None = None, timeout_s: float = 5.0
 ) -> list[Any]:
-    """Connect `count` teams, each in a thread. Return the result of `work` for each, or the ValueError it raised.
+    """Connect `count` processes, each simulated by a thread with its own `Team`, and call `work` with each team.
 
-    `counts` is the number of processes that each team expects, if they differ.
+    Returns the results of `work` by process index. If connecting or `work` raises ValueError, the error is returned in
+    place of the result. `counts` are the process counts that the teams expect, by default `count` for each.
     """
     address, results = free_address(), [None] * count
 
@@ -54,7 +55,10 @@ def start_processes(count: int, *overrides: str, cwd: Path, **environment: str) 
 
 
 def wait_for_processes(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Return (status, stdout, stderr) of each process. Kills all of them if one takes too long."""
+    """Return (status, stdout, stderr) of each process.
+
+    If one takes more than 200 s, kills all of them and raises subprocess.TimeoutExpired.
+    """
     try:
         return [(p.wait(200), *p.communicate()) for p in processes]
     finally:

@@ -88,10 +88,10 @@ def make_trial(
         collectives: Traced collectives by mesh axes, as fractions of the step.
         price: Price of a chip in USD per hour.
         overrides: Further overrides.
-        values: Recorded values of the overrides in force.
+        values: Recorded settings by key (`Trial.values`).
         p90: 90th percentile of the step time, as a multiple of the median.
         least: Minimum of the step time, as a multiple of the median.
-        step: Other fields of the step's result.
+        step: Other fields of `StepResult`.
     """
     mesh, _, partition = layout.partition("-")
     template = trial_from_summary(golden_summary(stage), stage, sweep, layout)

@@ -100,9 +100,9 @@ def training_records(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def saved_arrays(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Return the arrays of a checkpoint (by default the latest) by path. `data` is the position in the training data.
+    """Return the arrays of a checkpoint, by default the latest one, by their path in the train state.
 
-    Does not build the run's program.
+    The additional key `data` has the position in the training data as text. Does not build the run's program.
     """
     import orbax.checkpoint as ocp
 

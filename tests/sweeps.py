@@ -59,7 +59,7 @@ if "valkyrie.sweep.child" in sys.orig_argv:
         step = {"step_s": 1 / speed, "tokens_per_second": 8 * speed, "tokens_per_second_per_chip": speed}
         leave("ok", None, {"simulated": True, "step": step, "memory": {"peak": 2**20}})
 """
-"""Content of `sitecustomize.py`. A trial whose partition has the part `real` runs normally."""
+"""Content of `sitecustomize.py`. A trial runs normally if the behaviour of its partition (`PARTS`) is `real`."""
 
 
 class FakeMultirun:
@@ -147,7 +147,10 @@ def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: st
 
 
 def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> None:
-    """Set the status of multirun trials by partition, or an exception to raise. No processes are started."""
+    """Replace the trials of multiruns, so that no processes are started.
+
+    `parts` maps each partition to the status of its trials, or to an exception that running the trials raises.
+    """
 
     def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
         trials = {}

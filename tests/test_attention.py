@@ -109,7 +109,7 @@ CASES = [
 
 
 def run_attention(impl, q, k, v, tokens, ids=None, **options):
-    """Return the output, and gradients of a function of the whole output with respect to every input."""
+    """Return a list with the output, and the gradients of a scalar function of it with respect to each float input."""
 
     @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)

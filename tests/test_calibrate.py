@@ -79,7 +79,7 @@ def true_chip() -> Efficiency:
 
 
 def with_measured_times(compiled_trials: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
-    """Return trials on real devices with step times `ratios` times those of compiled trials."""
+    """Return a measured trial on real devices for each compiled trial, with a step time `ratio` times as long."""
     measured_trials = []
     for compiled_trial, ratio in zip(compiled_trials, ratios, strict=True):
         step = replace(compiled_trial.results.step, step_s=ratio * compiled_trial.results.step.step_s)
@@ -149,7 +149,7 @@ def test_calibration_recovers_constants_and_validates_on_held_out_families(
 
 
 def write_and_read_rows(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:
-    """Return the rows of a sweep with these trials, each with its run, as `fit_calibration` expects them."""
+    """Write a sweep with these trials, read it, and return a pair (row, run) per trial, as for `fit_calibration`."""
     rows = read_rows([write_sweep(folder, made)])
     return [(row, shared_run(*row.trial.overrides)) for row in rows]
 

@@ -37,7 +37,11 @@ def plain(hidden, unembed, targets, weights, z_loss=0.0, soft_cap=None):
 
 
 def gradients(f, hidden, unembed):
-    """Return the results of `f`, and gradients of a weighted sum of all results."""
+    """Return ((total, results), gradients).
+
+    `results` are the loss, z-loss and token losses that `f` returns, `total` is a scalar that depends on all of them,
+    and `gradients` are its gradients with respect to `hidden` and `unembed`.
+    """
 
     def mixture(hidden, unembed):
         parts = loss, z, per_token = f(hidden, unembed)

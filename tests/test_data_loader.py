@@ -53,7 +53,7 @@ def take_batches(loader: Loader, count: int) -> list[Batch]:
 
 
 def row_starts(batches: list[Batch]) -> list[int]:
-    """Return the index of every row, for a dataset of consecutive numbers."""
+    """Return the indices in the dataset of all rows of the batches. The dataset must be consecutive numbers."""
     return [int(row[0]) // 16 for batch in batches for row in batch["tokens"]]
 
 
@@ -76,7 +76,7 @@ def assert_same(batches: list[Batch], expected: list[Batch]) -> None:
 
 
 def concatenate_batches(parts: Sequence[list[Batch]]) -> list[Batch]:
-    """Return global batches, from the batches of each process in order."""
+    """Return global batches. `parts` has a list of batches for each process, in order of the process index."""
     return [
         {name: np.concatenate([part[name] for part in step]) for name in step[0]} for step in zip(*parts, strict=True)
     ]

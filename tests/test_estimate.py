@@ -125,7 +125,7 @@ def test_indivisible_layouts_are_refused_with_the_reason() -> None:
 
 
 def refused_by(run: Run, one: EstimatedLayout) -> list[Problem]:
-    """Return the problems of the search's command with the layout's overrides."""
+    """Return the problems of a layout as a single run: the search's command with the layout's overrides."""
     flags, overrides = split_flags(parse_request(run).command)
     return parse_run([*flags, *overrides, *one.candidate.overrides, "mode=show"]).problems(advise=False)
 
@@ -332,7 +332,10 @@ def test_a_chip_can_override_the_constants() -> None:
 
 
 def run_of_row(overrides: Sequence[str]) -> Run:
-    """Return the run of a compiled row. Rows that differ only in mesh and partition are composed once."""
+    """Return the run for the overrides of a row of `COMPILED`.
+
+    Composes once for all rows that differ only in mesh and partition.
+    """
     mesh, partition = (key_value(override)[1] for override in overrides if override.startswith(("mesh=", "partition=")))
     rest = [override for override in overrides if not override.startswith(("mesh=", "partition="))]
     return shared_run(*rest, "mesh=1x1x32", "partition=dp").changed(
@@ -375,7 +378,7 @@ def test_estimates_rank_the_pairs_of_the_tpu_v4_paper_correctly(pair: str, monke
 
 
 def estimated_seconds(*overrides: str, **constants: float) -> dict[str, float]:
-    """Return the estimated seconds of each part of a step, with `constants` instead of the chip's."""
+    """Return the estimated seconds of a step by part. `constants` replace efficiency constants of the chip."""
     run = shared_run("mode=compile", "model=gpt_1b", "precision=bf16_mixed", *overrides)
     assert run.config.target.chip is not None
     (parts,) = estimate_runs([run], replace(chip_efficiency(run.config.target.chip), **constants))

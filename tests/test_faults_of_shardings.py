@@ -235,7 +235,7 @@ def flatten(program: tuple[Any, tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def with_waits(program: CheckedProgram) -> CheckedProgram:
-    """Return the program with a step of 1 s per collective, all of it spent waiting."""
+    """Return the program with a fake replay, in which the step waits 1 s for each collective and does nothing else."""
     assert program.module is not None
     uses = [replace(use, exposed_s=1.0) for use in collective_uses(program.module, dict(program.mesh_axes))]
     return replace(program, replay=Replay(float(len(uses)), [], 0.0, 0.0, uses, [], [], []))

@@ -35,7 +35,10 @@ from valkyrie.sweep import child as trial_child
 
 
 def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:
-    """Make a run folder with a finished checkpoint and the settings composed from these arguments."""
+    """Make a run folder with a finished checkpoint and the settings composed from these arguments.
+
+    `when` is the modification time of the folder of checkpoints, in seconds since the epoch.
+    """
     checkpoint = runs / name / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")

@@ -1,4 +1,4 @@
-"""Tests that `valkyrie.foreign_errors` parses the error messages of the versions of other programs that it names."""
+"""Tests that `valkyrie.foreign_errors` parses error messages of Python, Hydra, OmegaConf, XLA, JAX and libtpu."""
 
 from __future__ import annotations
 

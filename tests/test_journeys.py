@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 TRAINING = (*TINY_ARGUMENTS, *ONE_DEVICE, "sample_tokens=0", "tracking=off", "checkpoint.every=3")
 REFUSED_S, TRAINED_S = 15.0, 90.0
-"""Seconds that a refusal and a tiny training may take on a busy machine. On an idle one they take 1 s and 8 s."""
+"""Time limits for a refused command and a tiny training run. On an idle machine they take 1 s and 8 s."""
 
 
 class Ended(NamedTuple):
@@ -217,7 +217,7 @@ def test_a_flipped_bit_is_found_and_the_previous_checkpoint_is_used(live: Path, 
 
 @pytest.fixture
 def running(tmp_path: Path):
-    """An endless training in an empty directory, started and already taking steps."""
+    """The process of an endless training run in an empty directory, which has already saved a checkpoint."""
     process = start_training(
         *TRAINING, "steps=1000000", "name=live", "log_every=1", "checkpoint.every=20", cwd=tmp_path
     )

@@ -143,7 +143,9 @@ GROUPED = {
     "full, with the sequence": ("2x2x1", {"heads": ["x"], "seq": ["y"]}, {"windows": [None]}),
     "with global tokens": ("4x2x1", {"heads": ["x"], "seq": ["y"]}, {"global_tokens": 2}),
 }
-"""Meshes, rules that shard heads and key heads differently, and changes to the block (by default 8 heads, 2 key heads).
+"""Cases of (mesh, rules that shard heads, key heads or the sequence, settings of `Attention`).
+
+By default, there are 8 heads, 2 key heads and a window of 5.
 """
 GROUPED_ONCE = [
     pytest.param(case, impl, marks=[pytest.mark.slow] * ((i + 2 * j) % 4 != 2))

@@ -244,7 +244,10 @@ def test_tied_and_untied_embeddings():
 
 
 def products(jaxpr: Any, times: float = 1.0) -> float:
-    """Return the FLOPs of all matrix products of a jaxpr, two per multiply-add. Scans count per iteration."""
+    """Return the FLOPs of all matrix products of a jaxpr that runs `times` times, two per multiply-add.
+
+    The body of a scan counts once per iteration.
+    """
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":

@@ -20,7 +20,7 @@ SMALL += ("tracking=off", "sample_tokens=0", "log_every=1", "data=tickets")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files listed in both READMEs, and a database next to the folder."""
+    """A user's folder with the files listed in both READMEs. A database for the data source is next to it."""
     folder = tmp_path_factory.mktemp("own")
     write_listings(folder, PACKAGE / "data" / "README.md", PACKAGE / "tasks" / "README.md")
     with closing(sqlite3.connect(folder.parent / "tickets.db")) as database, database:

@@ -22,7 +22,7 @@ SMALL = (*ONE_DEVICE, "model=s5_tiny")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of the page."""
+    """A user's folder with the mode `count` of conf/README.md."""
     folder = tmp_path_factory.mktemp("own")
     assert write_listings(folder, conf_dir() / "README.md", name=r"\S*count\S*") == ["count.py", "mode/count.yaml"]
     add_import_path([folder])

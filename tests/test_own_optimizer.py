@@ -27,7 +27,7 @@ SMALL = ("model=gpt_tiny", "model.embed=32", "batch=8", "seq=32", "mesh=2x2x2", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of the README."""
+    """A user's folder with the optimizer `lion` of valkyrie/optim/README.md."""
     folder = tmp_path_factory.mktemp("own")
     assert write_listings(folder, README) == ["lion.py", "optimizer/lion.yaml"]
     add_import_path([folder])

@@ -129,7 +129,10 @@ def test_1f1b_stores_inputs_of_fewer_microbatches_than_gpipe():
     ],
 )
 def test_the_bubble_is_the_idle_fraction_of_a_stage(pipeline: Pipeline, bubble: float):
-    """A stage is busy in some turns and idle in others. A forward pass takes 1/3 of a turn and a backward pass 2/3."""
+    """The bubble is a stage's idle time divided by its busy time.
+
+    In a turn of 1F1B, the forward pass of a microbatch takes 1/3 and the backward pass 2/3.
+    """
     work = pipeline.rounds * pipeline.microbatches
     turns = pipeline.forward_turns
     if pipeline.is_1f1b:

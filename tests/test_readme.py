@@ -259,7 +259,7 @@ def test_target_names_count_cores_or_chips_as_stated():
 
 REPORT = section(SEARCH, "Predict one layout").split("```")[3]
 ROWS = {name.split("`")[1]: tuple(number(cell) for cell in cells) for name, *cells in table(SEARCH, "`partition=`")}
-"""By partition: peak GiB, step time in ms, tokens/s/chip and MFU in percent."""
+"""Peak memory in GiB, step time in ms, tokens/s/chip and MFU in percent, for each partition in the README's table."""
 
 
 def layout(partition: str) -> Run:
@@ -369,7 +369,7 @@ def flat(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A function that runs a command line and returns its output."""
+    """A function that runs a compile command and returns its output without line breaks and padding (`flat`)."""
     folder = tmp_path_factory.mktemp("compiled")
 
     def call(line: str) -> str:

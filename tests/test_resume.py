@@ -34,7 +34,7 @@ FORMS = {
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals = signal.SIGINT) -> None:
-    """Send this process one signal, when the metrics of `step` or a later one are shown."""
+    """Send this process one signal when the metrics of `step`, or of a later step, are shown."""
     show, sent = screen.Screen.step, []
 
     def shown(self: screen.Screen, of_step: int, record: dict[str, Any], *, line: bool) -> None:
@@ -174,7 +174,7 @@ def test_other_data_is_refused_with_both_values(
 
 
 def _continuing(capfd: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
-    """Return the steps and the changed settings in the line that a continued run prints."""
+    """Return the step numbers and the changed settings, both as text, in the line that a continued run prints."""
     (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("continuing run "))
     steps, _, changes = line.partition(": ")
     return re.findall(r"step (\d+)", steps), changes

@@ -88,7 +88,10 @@ def legal_layout(run: Run, mesh: MeshConfig, partition: PartitionConfig, microba
 
 
 def shard_indices(layout: Layout) -> tuple[object, ...]:
-    """Return the number of shards of each logical axis, followed by each device's shard index."""
+    """Return, for each logical axis, its number of shards and the shard index of every device.
+
+    The logical axes of parameters come first, then those of activations.
+    """
     mesh = layout.mesh
     devices = np.arange(mesh.size)
     grid = devices.reshape([*mesh.axes.values()])

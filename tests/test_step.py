@@ -74,7 +74,7 @@ def abstract_state(*overrides: str) -> Any:
 
 
 def test_uneven_microbatches_average_over_tokens():
-    """One microbatch has all the weight, so a mean of microbatch means would be too small by their number."""
+    """One of 4 microbatches has all the weight, so a mean of microbatch means would be too small by a factor of 4."""
     run = small_run("gpt_tiny", "microbatches=4")
     batch = make_batch(run)
     batch["weights"][np.arange(8) % 4 != 1] = 0
@@ -242,7 +242,10 @@ def test_matrix_products_use_bfloat16_under_bf16_mixed_but_the_state_space_does_
 
 @lru_cache
 def updated(*overrides: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Any, Any]:
-    """Return the parameters before and after one step, the metrics, and the state after it."""
+    """Run one step with these overrides.
+
+    Returns the parameters before it and after it, by name, its metrics, and the state after it.
+    """
     key = (*small_overrides(TINY), *overrides)
     program, host = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
     state, metrics = program.step(place_state(program, host), program.place(make_batch(program.run)))
@@ -259,7 +262,7 @@ RECIPE = (
     "optimizer.clip_norm=0.01",
     "optimizer.ema_decay=0.75",
 )
-"""With epsilon near 0, the size of Adam's first update is the learning rate, whatever the gradient or its clipping."""
+"""Optimizer settings. With epsilon near 0, Adam's first update has the size of the learning rate for every gradient."""
 
 
 @pytest.mark.slow

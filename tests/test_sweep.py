@@ -191,9 +191,9 @@ LISTENING = (
     "from valkyrie.cli.train import main\n"
     "main()\n"
 )
-"""Program that runs the command with Ctrl-C enabled.
+"""Program that runs `valkyrie-train` with Ctrl-C enabled.
 
-If the tests run in the background, their child processes would otherwise ignore it.
+Without it, child processes would ignore SIGINT if the tests run in the background.
 """
 
 

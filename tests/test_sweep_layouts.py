@@ -35,7 +35,7 @@ CELLS = {"laptop_8": (62, 49), "v4_64_topology": (62, 58), "partition_by_length"
 
 @contextmanager
 def composer(*arguments: str) -> Iterator[tuple[Composer, list[str]]]:
-    """Yield the composer of a multirun with these arguments, and those arguments that Hydra does not parse."""
+    """Yield the composer of a multirun with these arguments, and the arguments that are not settings of Hydra."""
     with initialize_config_dir(str(register()), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         master = loader.load_configuration("train", list(arguments), run_mode=RunMode.MULTIRUN)

@@ -37,7 +37,7 @@ SLICES = {
     "tpu7x": "2 1x1x1 1, 8 2x2x1 1, 16 2x2x2 2, 128 4x4x4 16, 384 4x4x12 48, 768 4x8x12 96, 4096 8x16x16 512, "
     "8192 16x16x16 1024, 16384 16x16x32 2048, 18432 16x24x24 2304",
 }
-"""By chip: the number in a slice's name, its topology, and its number of hosts.
+"""Slices of each chip: the number in the slice's name, its topology, and its number of hosts.
 
 Sources: Cloud TPU's documentation, and AXLearn's aot_compilation.py.
 """

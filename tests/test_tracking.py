@@ -160,7 +160,10 @@ print("wandb" in sys.modules, time.perf_counter() - began, one.note)
 
 
 def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, str]:
-    """Run a tracker in a subprocess. Return whether it imported wandb, its seconds, and its printed note."""
+    """Run a `Tracker` in a subprocess with a W&B mode and extra environment variables.
+
+    Returns whether it imported wandb, the seconds from its construction to its end, and its note.
+    """
     import os
 
     inherited = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}

@@ -85,7 +85,7 @@ class OptionCompiler:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OptionCompiler]:
-    """A function that replaces the compiler with a fake one."""
+    """A function that replaces the compiler, replays and the clock with an `OptionCompiler`, and returns it."""
 
     def replace_compiler(steps: Callable[[Mapping[str, str | None]], Outcome], takes: float = 10.0) -> OptionCompiler:
         compiler = OptionCompiler(steps, takes)

@@ -54,7 +54,7 @@ def is_affected(file: str, changed: set[str]) -> bool:
 
 
 def sort_items(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the collected tests by turn if `--minutes` bounds them."""
+    """Sort the collected tests by file, in the order of `rotate_files`. Does nothing without `--minutes`."""
     if config.getoption("--minutes") is None:
         return
     names = [_file(item) for item in items]
@@ -86,7 +86,10 @@ def print_skipped(terminal: Any, config: pytest.Config) -> None:
 
 
 def changed_files() -> set[str]:
-    """Return the files changed since `CI_BASE`, since main on a branch, or by the last commit on main itself."""
+    """Return the files changed since the commit `CI_BASE` or, if it is not set, since the merge base with origin/main.
+
+    On main itself, returns the files changed since the commit before the last.
+    """
     base = os.environ.get("CI_BASE") or _git("merge-base", "HEAD", "origin/main")
     if base in ("", _git("rev-parse", "HEAD")):
         base = "HEAD~1"

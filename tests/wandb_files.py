@@ -59,7 +59,11 @@ def read_wandb(path: Path) -> dict[str, Any]:
 
 
 def _frames(data: bytes, block: int = 32768) -> Iterator[bytes]:
-    """Yield the records of a LevelDB log: frames of CRC, length and kind, cut at blocks."""
+    """Yield the complete records of a LevelDB log.
+
+    A record is split into frames that do not cross blocks of `block` bytes. A frame has a header of 7 bytes with CRC,
+    length and kind (whole record, or first, middle or last part), followed by its data.
+    """
     position, body = 7, b""
     while position + 7 <= len(data):
         room = block - position % block

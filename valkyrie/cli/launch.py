@@ -85,7 +85,11 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
 
 
 def _refuse_useless_launch(config: EngineConfig, overrides: Sequence[str]) -> None:
-    """Raise ValueError for flags in the wrong place, and for runs that would not use the hosts or devices."""
+    """Raise ValueError if the launch would not do what the user expects.
+
+    Refuses `--run` after the `--`, `distributed=off` with several processes, and a mode that needs no devices on a
+    slice.
+    """
     if "--run" in overrides:
         raise ValueError("--run: valkyrie-train has no such flag. Write --run before the --.")
     values = key_values(overrides)
@@ -130,7 +134,10 @@ def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> 
 
 
 def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str], run: bool) -> int:
-    """Print the commands that start a training run, or run them. Returns the exit status."""
+    """Print the commands that start a training run, or run them if `run` is true or the engine always runs them.
+
+    Returns the exit status.
+    """
     overrides, name_added = add_name(settings, config.name)
     config = replace(config, name=key_values(overrides).get("name") or config.name)
     if not config.runs_immediately:

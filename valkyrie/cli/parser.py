@@ -1,4 +1,4 @@
-"""Helpers of all commands. They run `main`, print errors in one line, and exit silently when a pipe closes."""
+"""Helpers of all commands: parse arguments, run the command, print its errors, and exit silently when a pipe closes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argum
 
 
 def _advice(parser: argparse.ArgumentParser, word: str) -> str:
-    """Return the end of the message for an unknown argument, which suggests its correct form, a flag, or `--help`."""
+    """Return the advice that follows "WORD is not an argument": a correct form, the nearest flag, or `--help`.
+
+    It starts with punctuation.
+    """
     flag = word.partition("=")[0]
     if os.path.exists(word):
         return f", but there is such a file. Write ./{word}."

@@ -113,7 +113,8 @@ def _predict(words: list[str]) -> int:
 def split_function(module: str) -> tuple[Path, str | None]:
     """Split `FILE.py:FUNCTION` into the file and the function's name. For a compiled module, the name is None.
 
-    Raises ValueError for a Python file without a function or without its suffix, and for a function of another file.
+    Raises ValueError for a Python file without a function or without the suffix `.py`, and for a function in a file
+    that is not a Python file.
     """
     file, colon, function = module.rpartition(":")
     if colon and file.endswith(".py"):
@@ -128,9 +129,10 @@ def split_function(module: str) -> tuple[Path, str | None]:
 
 
 def _predict_built(file: Path, function: str, target: Slice, settings: dict[str, Any]) -> Any:
-    """Predict the program that a function of a Python file returns.
+    """Predict the program that a function in a Python file builds. Returns the `Result` of `valkyrie.predict`.
 
-    Calls the function with the slice if it has an argument. Raises ValueError if the user's code fails.
+    Calls the function with the slice if it has a required argument, and otherwise without arguments. `settings` are
+    keyword arguments of `valkyrie.predict`. Raises ValueError if the user's code fails.
     """
     from valkyrie import api
     from valkyrie.hardware.platforms import get_platform

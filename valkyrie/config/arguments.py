@@ -76,7 +76,7 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
 
 
 def expand_shorthand(arguments: Sequence[str]) -> list[str]:
-    """Expand the abbreviations in arguments. Raises ValueError for incomplete ones.
+    """Expand the abbreviations in arguments.
 
     - `target.chip=v4 target.chips=512` becomes `target=v4-1024` (v4 names count two cores per chip). With
       `mode=search`, also sets `mode.shapes=true` to search every shape of that size. Unknown chips stay unchanged.
@@ -84,6 +84,9 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
     - `batch=auto` becomes `mode.search_batch=true`, and `device_batch=[2,4]` becomes `mode.device_batches=[2,4]`, with
       `mode=search`. Other modes refuse `batch=auto`.
     - Keys in the mode's `ModeConfig.short_keys` get the prefix `mode.`, such as `tokens=` with `mode=search`.
+
+    Raises ValueError for `target.chip=` without a legal `target.chips=`, for `target=[]`, and for a key that is set
+    both with and without `mode.`.
     """
     values = key_values(arguments)
     mode = get_mode(values.get("mode"))
@@ -185,8 +188,9 @@ def parse_run(arguments: Sequence[str], *, in_python: bool = False, derived: Seq
 def add_later_problems(error: ValueError, arguments: Sequence[str]) -> ValueError:
     """Return `error` together with the problems of later arguments, which Hydra does not reach.
 
-    Composes the arguments again without the keys at fault, until nothing is at fault. Returns `error` itself if it is
-    not about keys, or about groups, without which other keys may be wrong.
+    Removes the arguments whose keys are at fault and composes the rest, until no key is at fault. Returns `error`
+    itself if it names no key, or only config groups. Groups are not removed, because other keys may be valid only for
+    the chosen config.
     """
     keys = {problem.key for problem in error.problems} if isinstance(error, ProblemError) else set[str | None]()
     remaining_arguments = [argument for argument in arguments if key_value(argument)[0] not in keys - {*GROUPS}]

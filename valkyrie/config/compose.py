@@ -63,7 +63,10 @@ SCHEMAS_BY_PATH: dict[str, type] = {
 AS_SAVED = "as_saved"
 """Choice of every group that selects the settings of the saved run. `--help` does not list it."""
 saved_groups: dict[str, DictConfig] = {}
-"""Config of the choice `as_saved` of each group: a defaults list with the schema, and the saved settings."""
+"""Maps each group to the config of its choice `as_saved`.
+
+A config has a defaults list with the schema, and the saved settings.
+"""
 ENVIRONMENT_MESH = "environment"
 """`mesh=environment` is the mesh that the variables `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
 BY_WIDTH = "by_width"

@@ -69,7 +69,13 @@ def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
 
 
 def unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence[str]) -> str:
-    """Return the message for a choice without a file, `GROUP/NAME.yaml`, with the available choices."""
+    """Return the message for a choice that does not exist. It names the mistake if known, or else the valid choices.
+
+    Args:
+        missing_file: The config that Hydra did not find, `GROUP/NAME` with or without `.yaml`.
+        options: The valid choices of the group.
+        folders: The user's config folders.
+    """
     group, _, name = missing_file.removesuffix(".yaml").rpartition("/")
     if not group:
         return f"--config-name {name}: there is no {name}.yaml in the folder of --config-path."

@@ -32,9 +32,11 @@ def bytes_not_utf8(text: str) -> str:
 
 
 def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = False) -> None:
-    """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b`, ..., with the correct form.
+    """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b` and similar mistakes.
 
-    With `in_python`, messages about several values suggest several runs, because only commands run sweeps.
+    The message contains the correct form. If `multirun` is true, the arguments are for a sweep, and keys may have
+    several values. With `in_python`, messages about several values suggest several runs, because only commands run
+    sweeps.
     """
     if sum(argument.partition("=")[0] in CONFIG_DIR_FLAGS for argument in arguments) > 1:
         raise ValueError("--config-dir can be given once. Put the files of both folders into one.")
@@ -126,9 +128,9 @@ def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
 
 
 def _refuse_wrong_choice(argument: str, key: str, value: str, in_python: bool) -> None:
-    """Raise ValueError for a group set to a list or null, and for `model.name=x`.
+    """Raise ValueError for a group set to a list, a number, a boolean or null, and for `model.name=x`.
 
-    The latter would change the name in records but not the settings.
+    `model.name=x` would change the name in records but not the settings.
     """
     group = key.partition(".")[0]
     is_name_key = group in _GROUPS and key == f"{group}.name"
@@ -144,7 +146,7 @@ def _refuse_wrong_choice(argument: str, key: str, value: str, in_python: bool) -
 
 
 def _choice_hint(key: str, value: str, in_python: bool) -> str:
-    """Return the end of the message for a list: how to choose one of its values, or to run all of them."""
+    """Return advice to choose one value of a list or to run all of them, starting with the `:` or `.` before it."""
     choices = [choice for choice in value.strip("[]").replace(" ", "").split(",") if choice]
     if key == "mesh" or len(choices) < 2:
         return f": {key}={'x'.join(choices) or 'NAME'}."

@@ -105,7 +105,7 @@ class ModeConfig(ABC):
     reads_run: ClassVar[bool] = False
     """Whether the mode reads a trained run, which `name` or `resume` selects."""
     predicts: ClassVar[bool] = False
-    """Whether the results are predictions. If so, a new version of the code or the compiler repeats trials."""
+    """Whether the results are predictions. If so, trials are repeated after the code or the compiler has changed."""
     timed: ClassVar[bool] = False
     """Whether other trials on the same machine at the same time would disturb the results."""
     tracked: ClassVar[bool] = False

@@ -315,7 +315,10 @@ def unknown_key_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
 
 
 def drop_foreign_keys(values: DictConfig, group: str) -> None:
-    """Drop keys of other modes or data sources from a group of an earlier version's `run.yaml`, in place."""
+    """Drop the keys of other modes from `mode`, or of other sources from `data`, which earlier versions saved.
+
+    Modifies `values` in place. Other groups stay unchanged.
+    """
     without_foreign_keys = {"mode": modes.without_foreign_keys, "data": data.without_foreign_keys}.get(group)
     settings = OmegaConf.to_container(values[group])
     valid_settings = without_foreign_keys(settings) if without_foreign_keys and isinstance(settings, dict) else settings

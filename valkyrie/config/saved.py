@@ -244,7 +244,10 @@ def _remove_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def _last_flag_value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the last value of a flag, given as `FLAG=VALUE` or `FLAG VALUE`, or None."""
+    """Return the last value of a flag, given as `FLAG=VALUE` or `FLAG VALUE`, or None if the flag is not given.
+
+    `names` are the long and the short name of the flag.
+    """
     last_value = None
     for argument, next_argument in zip_longest(arguments, arguments[1:]):
         name, sign, value = argument.partition("=")

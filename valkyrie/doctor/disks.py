@@ -118,8 +118,9 @@ def _checkpoint_location(run: Run) -> tuple[str, str]:
 
 
 def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
-    """Check the files and the model of the checkpoint to resume from. Skipped for a new run, and except on process 0.
+    """Check the files and the model of the checkpoint to resume from.
 
+    Only process 0 runs this check. It is skipped if neither `resume` nor `name` is set, because such a run is new.
     A damaged checkpoint is a warning if an older one is undamaged, or if the run may have fast checkpoints.
     """
     config = context.run.config

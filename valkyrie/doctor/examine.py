@@ -87,7 +87,7 @@ TEAM_CHECKS = (
 )
 """Checks that compare the connected processes. Every process runs them in this order."""
 RESUME_CHECK = Check("checkpoint", disks.check_resumed_checkpoint)
-"""Check that reads the whole checkpoint, so only process 0 makes it."""
+"""Checks the checkpoint to resume from. It reads the whole checkpoint, so only process 0 runs it."""
 
 
 def examine(run: Run, console: Console, steps: int | None) -> int:

@@ -75,7 +75,7 @@ class FindingsTable:
 
     @property
     def failed(self) -> bool:
-        """Whether any finding says that the run would fail."""
+        """Whether a finding with severity `FAILS` has been added."""
         return self._counts[FAILS] > 0
 
     def add(self, by_process: Sequence[Iterable[Sequence[str]]]) -> None:
