@@ -31,7 +31,10 @@ _PATTERN = re.compile(r"(?:([0-9]+)s)?((?:[A-Z]|[0-9]+)(?:x(?:[A-Z]|[0-9]+)){2,3
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of the values in a space. It is legal if it has no problems."""
+    """One combination of the values in a space. It is legal if it has no problems.
+
+    `overrides` compose the run, together with the overrides that all trials of the sweep share.
+    """
 
     overrides: tuple[str, ...]
     run: Run
@@ -42,7 +45,7 @@ class Cell:
 class Cells:
     """The cells (combinations of settings) of a sweep's space, in order of enumeration.
 
-    `skipped` has one problem, the reason, for each mesh or model that was skipped.
+    `skipped` has a problem with the reason for each skipped model, and for each mesh that was skipped for a partition.
     """
 
     cells: list[Cell]
@@ -68,7 +71,7 @@ def enumerate_space(
     resolve_mesh: Callable[[str], MeshConfig] = parse_mesh,
     has_accelerators: bool = False,
 ) -> Cells:
-    """Return every cell of a space.
+    """Return the legal and refused cells of a space, and the reasons for skipped combinations.
 
     Args:
         space: The ranges and lists to combine.

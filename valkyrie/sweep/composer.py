@@ -26,7 +26,10 @@ from valkyrie.runs.folder import key_value
 from valkyrie.trees import get_value, with_value
 
 _REFERENCE = r"\$\{{[^}}]*\b(?:{key}\b|(?:{nodes})\b(?!\.))"
-"""Regular expression that matches a `${...}` reference to `key` or to one of `nodes`, the nodes that contain it."""
+"""Format string of a regular expression that matches a `${...}` reference to a key or to one of its parent nodes.
+
+`{key}` is the last part of the key, and `{nodes}` are the names of the parent nodes, separated by `|`.
+"""
 _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 
 

@@ -48,9 +48,9 @@ class SweepEndError(Exception):
 
 @contextmanager
 def print_results_at_end(command: str) -> Iterator[None]:
-    """Print a multirun's results at the end of this context, even if the multirun failed or was interrupted.
+    """Print a multirun's results at the end of this context.
 
-    In the latter case, also prints `command`, which does the remaining trials.
+    If the multirun failed or was interrupted, also prints `command`, which does the remaining trials.
 
     Raises SystemExit if the multirun completed but its exit status is not 0, and SweepEndError if printing fails.
     Exceptions raised inside the context propagate.
@@ -110,7 +110,7 @@ class SweepEnd(Callback):
         self._has_all_trials = True
 
     def add(self, trial: Trial) -> None:
-        """Add a recorded trial to the table, and report it to W&B if it has results."""
+        """Add a recorded trial to the table, and report it to W&B if trials of its mode have results."""
         self._trials[trial.key] = trial
         if self._tracker is not None and has_results(trial.stage):
             self._tracker.log(trial)
@@ -121,8 +121,8 @@ class SweepEnd(Callback):
         The exit status is 0, `NO_RESULT_EXIT` or `ALL_REFUSED_EXIT`.
 
         Args:
-            early_end: `interrupted` or `failed`, or None if all trials have ended. Of a sweep that failed before any
-                trial ended, prints nothing.
+            early_end: `interrupted` or `failed`, or None if all trials have ended. Nothing is printed if the sweep
+                failed before any trial ended.
             command: The command that does the remaining trials.
         """
         try:

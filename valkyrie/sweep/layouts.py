@@ -56,7 +56,8 @@ def sweep_layouts(
 
     Raises:
         ValueError: The space is invalid, all its combinations were skipped, or `limit` is below 1.
-        Exception: Any exception of a failed job, as with Hydra's own sweeper.
+        Exception: With a launcher other than `trials`, the exception of the first failed job, as in Hydra's own
+            sweepers.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"hydra.sweeper.limit={limit}: must be at least 1, or null for no limit.")

@@ -29,7 +29,7 @@ _MAX_LENGTH = 120
 def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     """Return the arguments of a multirun, with `hydra.sweep.dir` added if it is missing, or None for a single run.
 
-    `+sweep=NAME` is a multirun without `-m`, too: adds `hydra.mode` for it.
+    Arguments with `+sweep=NAME` are a multirun even without `-m`, for which `hydra.mode=MULTIRUN` is added.
     Drops `resume=true` and `resume=null`, because a sweep always skips trials that already have a result.
     """
     overrides_by_key = key_values(arguments)
@@ -65,7 +65,7 @@ def sweep_name(arguments: Sequence[str]) -> str:
 
 
 def trial_key(run: Run) -> str:
-    """Return a digest of the mode and of every setting that affects its result. Equal trials have equal keys."""
+    """Return a digest of a run's mode and of every setting that affects the result. Equal trials have equal keys."""
     config, values = run.config, asdict(run.config)
     mode, keys = config.mode, config.mode.result_keys()
     if keys is None:

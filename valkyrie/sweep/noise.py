@@ -16,10 +16,10 @@ def has_spread(trial: Trial) -> bool:
 
 
 def within_noise(trial: Trial, other: Trial) -> bool:
-    """Return whether two speeds differ by at most `EQUAL_TOLERANCE`, or the ranges of the step times overlap.
+    """Return whether the speeds of two trials differ by at most `EQUAL_TOLERANCE`, or their step times overlap.
 
-    A range extends from the fastest step, or the median if that is unknown, to the 90th percentile. Returns False if a
-    speed is unknown.
+    The step times of a trial range from the fastest step, or the median if that is unknown, to the 90th percentile.
+    Returns False if a speed is unknown.
     """
     slow, fast = sorted((trial, other), key=lambda trial: trial.results.objective)
     low, high = slow.results.objective, fast.results.objective

@@ -64,19 +64,19 @@ class TrialPlan:
     Args:
         key: Digest that identifies the trial, see `trial_key`.
         name: Name of the trial's folder.
-        stage: Name of its mode.
+        stage: Name of the mode.
         folder: Folder of the sweep.
-        overrides: Overrides of the command line, for its record.
-        about: The layout, for its record, or None if the configuration does not compose.
-        refusal: The reason why it cannot run, or None if it can.
-        problems: Problems of its run.
-        run: The run of its process, or None if it is refused.
-        environment: Environment variables to set in its process.
-        limit_s: Time limit of its process in seconds, or None for no limit.
+        overrides: Command-line overrides, for the trial's record.
+        about: The layout, for the trial's record, or None if the configuration does not compose.
+        refusal: The reason why the trial cannot run, or None if it can.
+        problems: Problems of the run.
+        run: The run that the trial's process executes. May be None if the trial is refused.
+        environment: Environment variables to set in the trial's process.
+        limit_s: Time limit of the trial's process in seconds, or None for no limit.
         retry: Whether to repeat the trial if an earlier attempt failed, was killed or timed out.
         files: Files that the run writes in addition to its results.
-        values: Settings that determine what a step computes, for its record.
-        flags: Command-line flags and overrides that locate the configuration, for its record.
+        values: Settings that determine what a step computes, for the trial's record.
+        flags: Command-line flags and overrides that locate the configuration, for the trial's record.
     """
 
     key: str
@@ -132,8 +132,8 @@ class TrialPlan:
             status: Status of the trial.
             reason: The reason for the status, or None if the trial is ok.
             started: UTC time in ISO 8601.
-            wall_s: Seconds that its process ran.
-            results: Its results, or None if it has none.
+            wall_s: Seconds that the trial's process ran.
+            results: Results of the trial, or None if it has none.
         """
         return Trial(
             key=self.key,

@@ -21,7 +21,10 @@ _POLL_S = 0.05
 
 
 class TrialProcess:
-    """A trial that runs in a separate process. The constructor starts the process."""
+    """A trial that runs in a separate process. The constructor starts the process.
+
+    The process takes over `lock`, the lock of the trial's folder.
+    """
 
     def __init__(self, plan: TrialPlan, lock: TrialLock) -> None:
         self.plan = plan
@@ -91,7 +94,7 @@ class TrialProcess:
         self._process.kill()
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the process to end. Returns whether it has ended."""
+        """Wait up to `seconds`, but at least 0.05 s, for the process to end. Returns whether it has ended."""
         return self._process.wait(max(seconds, _POLL_S))
 
 
@@ -101,7 +104,7 @@ def timeout_outcome(plan: TrialPlan) -> Outcome:
 
 
 def stop_trials(running: Iterable[TrialProcess]) -> None:
-    """Interrupt trials and wait for them to end. Kills those that do not end in time, and all after another Ctrl-C."""
+    """Interrupt trials and wait for them to end. Kills a trial after its `grace_s`, and all after another Ctrl-C."""
     running = list(running)
     try:
         for process in running:

@@ -35,7 +35,14 @@ _OLD_TRAFFIC_PREFIX, _OLD_TRAFFIC_TOTAL = "comm_bytes/", "comm_bytes/total"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Status of a trial, the reason if it is not ok (else None), its results, and why it is refused."""
+    """How a trial ended.
+
+    Args:
+        status: Status of the trial.
+        reason: The reason for the status, or None if the trial is ok.
+        results: Results of the trial. Empty if there are none.
+        problems: Problems of the run if it is refused. Empty if the refusal has other reasons.
+    """
 
     status: Status
     reason: str | None = None
@@ -63,7 +70,7 @@ def read_outcome(folder: Path, returncode: int) -> Outcome:
 
 
 def outcome_from_status(status: int, reason: str) -> Outcome:
-    """Return the outcome of a process that ended itself, from its exit status and its reason."""
+    """Return the outcome of a process that ended itself, from its exit status and the reason that it gave."""
     if status in (INTERRUPTED, PREEMPTED):
         return Outcome(Status.killed, "the process was interrupted by another program")
     statuses = {REFUSED: Status.refused, DOES_NOT_FIT: Status.does_not_fit}
@@ -76,7 +83,11 @@ def failed_outcome(reason: str) -> Outcome:
 
 
 def read_results(folder: Path, run: Run) -> Outcome:
-    """Return the outcome of a run that ended without an error, from the results in its folder."""
+    """Return the outcome of a run that ended without an error, from the results file of its mode.
+
+    The status is `failed` if a prediction or measurement is missing, else the status in that file. Training runs, and
+    modes without a results file, are `ok`.
+    """
     if run.config.mode.results is None:
         return Outcome(Status.ok)
     file = folder / run.config.mode.results
@@ -131,8 +142,8 @@ class _TrainingNumbers:
 def training_results(metrics: Path, run: Run) -> TrialResult:
     """Return the parameter count of a training run, and its speeds, memory and losses from its `metrics.jsonl`.
 
-    Speeds come from the summary of a finished training, or from the last record of an unfinished one. Raises ValueError
-    with the file and the field if a value has the wrong type.
+    Speeds come from the summary if the run is finished, else from its last record. Raises ValueError with the file and
+    the field if a value has the wrong type.
     """
     records = read_metrics(metrics) if metrics.is_file() else []
     summary: dict[str, Any] = {}

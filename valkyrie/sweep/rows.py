@@ -319,7 +319,10 @@ def pair_predictions(rows: Iterable[Row]) -> list[RowPair]:
 
 
 def with_predictions(rows: Iterable[Row]) -> list[Row]:
-    """Return rows with `prediction` set on each measured row for which there is a prediction."""
+    """Return rows with `prediction` set on each measured or trained row that `pair_predictions` pairs with one.
+
+    If there are several predictions, the first is used.
+    """
     rows = list(rows)
     predictions = {pair.b.id: pair.a for pair in reversed(pair_predictions(rows))}
     return [replace(row, prediction=predictions.get(row.id)) for row in rows]
@@ -337,7 +340,11 @@ def _known_settings(work: Workload, keys: Iterable[str]) -> list[str]:
 
 
 def _price(trial: Trial, simulated: bool) -> float | None:
-    """Return a chip's price in dollars per hour: as recorded, else from the chip's file. None if unknown."""
+    """Return a chip's price in dollars per hour, from the recorded tokens per dollar or else from the chip's file.
+
+    Returns None if it is unknown, or if the record has no price and either the devices are simulated or there is no
+    speed.
+    """
     step, about = trial.results.step, trial.about
     per_dollar = step.tokens_per_dollar.get("on_demand")
     if about is None:

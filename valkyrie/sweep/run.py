@@ -119,7 +119,8 @@ def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = 
 def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[dict[str, Trial], list[TrialPlan]]:
     """Split plans into settled trials, by key, and plans that must run.
 
-    A trial is settled if an earlier record makes a new run unnecessary, or if it is refused. Records new refusals.
+    A trial is settled if an earlier record makes a new run unnecessary, or if it is refused. Records new refusals, and
+    shows settled trials with `watcher`.
     """
     trials: dict[str, Trial] = {}
     waiting: list[TrialPlan] = []
@@ -150,9 +151,10 @@ def _start_next(
     trials: dict[str, Trial],
     watcher: Watcher | None,
 ) -> bool:
-    """Start the first waiting trial that no other sweep is running, or use its record if it has been run since.
+    """Start the first waiting trial that no other sweep is running.
 
-    Returns False if all waiting trials are locked.
+    If another sweep has recorded that trial in the meantime, uses the record instead. Returns False if all waiting
+    trials are locked.
     """
     for plan in waiting:
         if plan.key in trials:  # another job has the same key

@@ -92,7 +92,7 @@ class TrialResult:
         communication: Bytes that each device sends per step, without the list of collectives.
         trace: Time that a measured step spends in collectives.
         placement: Description of each mesh axis on the torus, for display.
-        compile: Compile times.
+        compile: Seconds to lower and to compile the step.
         simulated: Whether the devices are simulated, so that times are not real.
         loss: Last training loss.
         hints: Advice, for display.
@@ -153,7 +153,7 @@ class Trial:
         overrides: Overrides of the command line.
         about: The layout. Some fields are unknown if the trial was refused. None if the configuration does not compose.
         started: UTC time in ISO 8601.
-        wall_s: Seconds that its process ran.
+        wall_s: Seconds that the trial's process ran.
         folder: Run folder, relative to the sweep's folder, or None if no process was started.
         results: The results.
         values: Settings that determine what a step computes, by key (`model.layers`: `4`), including those that the
@@ -180,7 +180,7 @@ class Trial:
 
     @property
     def title(self) -> str:
-        """The model, layout, target and stage as text."""
+        """The model, layout, target and stage as text, or the overrides if the configuration does not compose."""
         return trial_title(self.about, self.overrides, self.stage)
 
     @property
