@@ -1,9 +1,10 @@
 """The Python API, which offers the commands as functions with return values.
 
-Import the functions from `valkyrie`, such as `valkyrie.fit`. `named_slice` is `valkyrie.slice` there. The functions do
-not exit the process, do not install signal handlers, and print nothing with `quiet=True`. Wrong values raise ValueError
-with the message that the command would print, and arguments of a wrong type raise TypeError. Only functions that need
-JAX import it, so composing runs and reading trials work without a device.
+Import the functions from `valkyrie`, such as `valkyrie.fit`. `named_slice` is exported as `valkyrie.slice`.
+
+The functions do not exit the process, do not install signal handlers, and print nothing with `quiet=True`. Wrong values
+raise ValueError with the message that the command would print, and arguments of a wrong type raise TypeError. Only
+functions that need JAX import it, so composing runs and reading trials work without a device.
 """
 
 from __future__ import annotations
@@ -136,9 +137,10 @@ def show(run: Run) -> None:
 
 
 def measure(run: Run, *, quiet: bool = False) -> Result:
-    """Time the step of a run on the devices of this process. Raises ValueError if they do not match the target.
+    """Time the step of a run on the devices of this process, and return the measurement.
 
-    The number of simulated devices is fixed when JAX starts. A mesh with more devices needs a new process.
+    Raises ValueError if the devices do not match the target. The number of simulated devices is fixed when JAX starts,
+    so a mesh with more devices needs a new process.
     """
     _require_run("measure", run)
     from valkyrie.train.devices import prepare_devices
@@ -160,8 +162,8 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
     The folder of the search keeps every compile and measurement, so that a later search with the same model and target
     continues there. Interrupting it raises KeyboardInterrupt and keeps the answer so far in `search.json`. Compiles and
     measurements run in child processes, which need the devices: on a TPU or GPU, search before this process uses JAX.
-    Raises ValueError if no layout fits, and names a slice that is large enough, or if a setting of this machine keeps
-    the compiler from compiling any layout.
+    Raises ValueError if no layout fits (the message names a slice that is large enough), if an environment variable
+    makes every compile fail, or if the run sets `resume`.
     """
     from valkyrie.modes.search import Config as SearchMode
 
@@ -237,8 +239,8 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
 def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
     """Evaluate a trained run on its whole validation split. Returns its metrics by name, such as `eval_loss`.
 
-    Uses the run of `resume=` or `name=`, or else the latest. Raises ValueError if there is none, or if `seq` is longer
-    than both the rows of the training and the validation split.
+    Uses the trained run that `resume=` or `name=` selects, or else the one with the newest checkpoint. Raises
+    ValueError if there is none, or if `seq` exceeds both the `seq` of that run and the tokens of the validation split.
     """
     _require_run("evaluate", run)
     from valkyrie.train.prepare import prepare_evaluation, restore, trained_folder
@@ -367,9 +369,10 @@ def _convert(command: str, arguments: Sequence[str], options: Mapping[str, objec
 
 
 def trials(*paths: str | Path) -> Trials:
-    """Return the trials of sweeps, one row per trial. `paths` are sweep folders or folders that contain them.
+    """Return the trials of sweeps and the training runs outside sweeps, one row each.
 
-    `pandas.DataFrame(valkyrie.trials("runs"))` makes a table.
+    `paths` are sweep folders, run folders, or folders that contain them. `pandas.DataFrame(valkyrie.trials("runs"))`
+    makes a table. Raises ValueError if a path has no trials or training runs, or if a file is damaged.
     """
     for path in paths:
         require_type(path, str | Path, "trials takes paths of sweep folders")

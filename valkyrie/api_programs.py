@@ -87,7 +87,8 @@ def predict(
     or a dict with `args` and, if they differ between layouts, `kwargs`, `mesh`, `options` and `function`. A layout that
     raises an error has the status `failed`.
 
-    Compiling for TPU slices needs libtpu (extra `tpu`) but no TPU. Raises ValueError for illegal arguments or programs.
+    Compiling for TPU slices needs libtpu (extra `tpu`) but no TPU. Raises ValueError or TypeError for illegal arguments
+    or programs.
 
     Args:
         program: The program, as above.
@@ -333,9 +334,10 @@ def _parse_budget(budget: str | float | int | None) -> float | int | None:
 
 
 def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[Slice, ProgramWork]:
-    """Check the settings of a prediction. Returns the slice, and the name, tokens, FLOPs and unit of the program.
+    """Check the settings of a prediction, and return the slice and a `ProgramWork`.
 
-    Raises TypeError or ValueError for illegal settings, and ValueError for a slice without TPUs.
+    The `ProgramWork` has the settings `name`, `tokens` and `flops`, and `unit`. Raises TypeError or ValueError for
+    illegal settings, and ValueError for a slice without TPUs.
     """
     from valkyrie.search.compile.predict import ProgramWork
 

@@ -130,8 +130,8 @@ class Arrays:
         axes: Every logical axis, with a description.
         parameters: Every distinct parameter tensor, with its names in messages.
         activations: Every distinct activation that the model constrains, with its names in messages.
-        sharded_like: Axes that follow the sharding of another axis, such as `kv_heads` that of `heads`. They are
-            replicated over mesh axes that do not divide their length.
+        sharded_like: Maps an axis to the axis that it is sharded like, such as `kv_heads` to `heads`. It is replicated
+            over mesh axes that do not divide its length.
         stack_lengths: Lengths of the `layers` axis: the repetitions of each scanned group of layers, first to last.
         dispatched: Axes, such as `experts`, with parameters that are never gathered. Tokens are sent to their shards
             instead.

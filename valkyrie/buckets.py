@@ -1,4 +1,8 @@
-"""Checks paths of settings: the scheme of buckets such as `gs://bucket/x`, their package, and files among folders."""
+"""Checks the paths in settings.
+
+A bucket such as `gs://bucket/x` needs a package for its scheme, and is not supported by every setting. The path of a
+folder must not be a file.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def write_checksums(folder: Path, excluded: Container[str] = ()) -> None:
 
 
 def folder_problem(folder: Path) -> Problem | None:
-    """Return the problem of the first file that differs from `checksums.json`, or None.
+    """Return a problem for the first file that differs from `checksums.json`, or if that file is damaged, else None.
 
     A folder without `checksums.json` counts as undamaged.
     """

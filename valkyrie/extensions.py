@@ -84,9 +84,10 @@ class Families:
         return config
 
     def refuse_ignored_module(self, name: str) -> None:
-        """Raise ValueError if the command's folders have a module `name` that cannot be imported by that name.
+        """Raise ValueError if a user's module would be ignored, because it cannot be imported as `name`.
 
-        It has the name of a shipped family or of another Python module, or a name that is not an identifier.
+        This is so if a shipped family or another Python module has the same name, or if `name` is not an identifier.
+        Searches the folders in `VALKYRIE_MODULES`.
         """
         names = (f"{name}.py", f"{name}/__init__.py")
         files = [file for folder in _command_folders() for file in (Path(folder, n) for n in names) if file.is_file()]
@@ -153,7 +154,7 @@ def remember_modules(folders: Iterable[str]) -> None:
 def check_modules(folders: Sequence[str], file: Path) -> None:
     """Raise ValueError if one of `folders` has not been named by any command on this machine.
 
-    `folders` are the folders of modules in the settings that `file` records.
+    `folders` are the module folders that `file`, such as the `run.yaml` of a run, records.
     """
     trusted = {*_command_folders(), *_remembered_folders()}
     if untrusted := [folder for folder in folders if os.path.realpath(folder) not in trusted]:

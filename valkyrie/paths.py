@@ -69,7 +69,8 @@ def write_atomic(path: Path, content: str | bytes, alternative: str | None = Non
     """Write a file atomically, text as UTF-8, and return its path.
 
     Readers see either the old file or the complete new one, even after a kill, a full disk or a crash of the machine.
-    Raises DiskError, with the remedy of `disk_errors`, if it cannot be written.
+    Only devices and pipes are written directly. Raises DiskError if the file cannot be written. The message suggests
+    the setting `alternative` (see `disk_errors`).
     """
     body = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
@@ -215,7 +216,7 @@ def config_files(group: str) -> dict[str, Path]:
 
 
 def read_defaults(path: Path) -> list[Any]:
-    """Return the defaults list of a YAML. Its entries are names and mappings of one group to a name.
+    """Return the defaults list of a YAML. An entry is a name, or a dict that maps a config group to a name.
 
     Returns an empty list for a file that cannot be read, because callers also read files that no command chooses.
     Hydra reports the fault of a chosen file.

@@ -37,7 +37,10 @@ def encode(record: Any) -> Any:
 
 
 def decode(record_type: type[R], plain: Any, source: str) -> R:
-    """Convert plain values to a record. Raises RecordError, with `source` and field, for wrong types or versions."""
+    """Convert plain values to a record.
+
+    Raises RecordError for a wrong type or a newer format version. Its message names `source`, the file, and the field.
+    """
     if not isinstance(plain, dict) or not dataclasses.is_dataclass(record_type):
         return _convert(record_type, plain, source)
     fields = {field.name: field for field in dataclasses.fields(record_type)}
@@ -58,7 +61,7 @@ def dump(record: Any) -> str:
 
 
 def load(record_type: type[R], text: str | bytes, source: str) -> R:
-    """Parse JSON text into a record. Raises RecordError for invalid JSON or wrong types."""
+    """Parse JSON text into a record. Raises RecordError for invalid JSON, and for the same reasons as `decode`."""
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Types that the Python API returns: predictions, trainings, searches and comparisons, with reprs for notebooks.
+"""Types that the Python API returns for predictions, training runs, searches and sweeps, with reprs for notebooks.
 
 Import them from `valkyrie`: `valkyrie.Result`. `str(result)` is the text that the command prints, and the last
 expression of a notebook's cell is shown as a table or a page.
@@ -170,7 +170,7 @@ _LOSSES = ("loss", "eval_loss")
 
 @dataclass(frozen=True, repr=False)
 class Trained:
-    """A finished training.
+    """A finished training run.
 
     Args:
         run: The run.
@@ -382,8 +382,9 @@ class TrialRow:
         sent_bytes: Bytes that a device sends per step.
         exposed_s: Seconds of a predicted step spent waiting for communication.
         loss, eval_loss: Last training loss and evaluation loss.
-        goodput, restarts, data_wait: Share of a training's wall time spent on steps, its restarts, and the share of
-            step time spent waiting for data.
+        goodput: Share of a training run's wall time spent on steps that were not repeated.
+        restarts: Number of restarts of a training run.
+        data_wait: Share of a training run's step time spent waiting for data.
         dollars_per_million_tokens: Dollars per million tokens, at the on-demand price.
         wall_s: Seconds that the trial ran.
         reason: Why the trial has no step time.

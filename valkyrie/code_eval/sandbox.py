@@ -152,7 +152,12 @@ def visible_folders() -> tuple[str, ...]:
 
 
 class SandboxPython(NamedTuple):
-    """The installation folder of a Python, and the path of its interpreter in the sandbox."""
+    """A Python installation that programs in the sandbox can use.
+
+    Args:
+        folder: The installation folder, outside the sandbox.
+        interpreter: Path of the interpreter in the sandbox.
+    """
 
     folder: str
     interpreter: str

@@ -20,7 +20,10 @@ TPU_ENGINE = "tpu_vm"
 
 
 def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
-    """Parse `KEY=VALUE` arguments into the configuration of an engine. Raises ValueError with a suggested fix."""
+    """Parse `KEY=VALUE` arguments, one of which is `target=`, into the configuration of an engine.
+
+    `restarts` is the value of `--restarts`. Raises ValueError with a suggested fix if an argument is invalid.
+    """
     texts: dict[str, str] = {}
     for word in words:
         key, sign, value = word.partition("=")

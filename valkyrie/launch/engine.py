@@ -39,7 +39,7 @@ class EngineConfig(ABC):
     restarts: int = 3
 
     runs_immediately: ClassVar[bool] = False
-    """Whether the training starts without `--run`. The plan is then not printed."""
+    """Whether the training run starts without `--run`. The plan is then not printed."""
 
     @property
     def process_count(self) -> int:
@@ -126,7 +126,7 @@ class SliceConfig(EngineConfig):
 
     @property
     def all_slices(self) -> TargetConfig | None:
-        """The hardware of all slices, as the target of the training, or None if `slice` is empty."""
+        """The target of the training run: `hardware` with the number of slices set. None if `slice` is empty."""
         hardware = self.hardware
         return None if hardware is None else replace(hardware, slices=self.slices)
 

@@ -30,7 +30,8 @@ class CommandStep:
         commands: the commands. Each reads the output of the previous one.
         until: if not empty, the printed script repeats the step until it prints this word.
         in_background: whether the next steps start without waiting for this one.
-        action: subcommand of `valkyrie-launch` that runs only this step: logs, describe, list or delete.
+        action: subcommand of `valkyrie-launch` that runs only this step (logs, describe, list or delete); empty if
+            none does.
     """
 
     description: str
@@ -90,7 +91,13 @@ Step = CommandStep | FileStep
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps that start a training run, notes for the user, and steps to run later, such as showing the log."""
+    """How an engine starts a training run.
+
+    Args:
+        notes: notes for the user, such as the cost.
+        steps: steps that start the run, in order.
+        later_steps: steps for the user to run later, such as showing the log.
+    """
 
     notes: tuple[str, ...]
     steps: tuple[Step, ...]
@@ -109,10 +116,10 @@ class Plan:
 
 
 def check_plan(plan: object, source: str) -> Plan:
-    """Return an engine's plan if its fields have the documented types, where lists may replace tuples.
+    """Check the types in a plan, because users' engines are not type-checked. Returns the plan.
 
-    Raises ValueError otherwise, because engines of users are not type-checked. `source` begins the message: the engine
-    and its file.
+    Lists are accepted in place of tuples. Raises ValueError for other types. The message starts with `source`, which
+    names the engine and its file.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"{source} returned {plan!r}, not a Plan.")

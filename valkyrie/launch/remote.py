@@ -1,4 +1,4 @@
-"""Shell commands for remote hosts: copy and install the code, train, stop the training."""
+"""Shell commands that copy and install the code on remote hosts, train there, and stop a training run."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def signal_command(overrides: Sequence[str], signum: int, is_only_run: bool = Fa
     """Return the shell command that sends a signal to a training run, or None if its process cannot be identified.
 
     Args:
-        overrides: the arguments of the training. `name=` or `resume=` identifies its process.
-        signum: the signal.
-        is_only_run: whether no other training runs on the host, so that no name is needed.
+        overrides: the arguments of the training run. `name=` or `resume=` identifies its process.
+        signum: the signal's number, such as `signal.SIGTERM`.
+        is_only_run: whether the host has no other training run, so that no name is needed.
     """
     names = [(key, value) for key, value in map(key_value, overrides) if key in ("name", "resume")]
     if not names and not is_only_run:

@@ -77,7 +77,10 @@ class Supervisor:
     min_uptime_s: float = 10.0
 
     def run(self) -> int:
-        """Run the training to its end and return its exit status, which is 75 if all processes saved after SIGTERM."""
+        """Run the processes until the training run ends, and return the exit status.
+
+        This is 0 on success, and 75 if all processes saved their state after SIGTERM.
+        """
         crashes = starts = 0
         while True:
             specs, start_time = self.prepare(starts), time.monotonic()

@@ -106,6 +106,9 @@ class OptimizerConfig:
             specs: Tree of `Parameter` with the structure of the parameters. Gradients, parameters and state are
                 float32.
             training: Properties of the run.
+
+        Raises:
+            ValueError: `rules` returns a rule for an unknown group, or none for a group that the model has.
         """
         import jax
 
@@ -134,7 +137,7 @@ class OptimizerConfig:
         Args:
             rules: Transformation by label, including its learning rate.
             labels: Tree of labels with the structure of the parameters.
-            rate: Learning rate by step, from which that of the `puzzle` rule is derived.
+            rate: Learning rate by step. The `puzzle` rule scales it to the peak `puzzle_learning_rate`.
         """
         import jax
         import optax

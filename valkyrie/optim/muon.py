@@ -70,7 +70,13 @@ class Recipe(NamedTuple):
 
 
 class MuonState(NamedTuple):
-    """Number of steps, momentum of each parameter, and mean squares of its rows or columns (None without `beta2`)."""
+    """State of Muon.
+
+    Args:
+        count: Number of steps so far.
+        momentum: Tree with the momentum of each parameter.
+        second: Tree with NorMuon's mean squares of each parameter's rows or columns, or None for plain Muon.
+    """
 
     count: Array
     momentum: Any

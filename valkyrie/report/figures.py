@@ -21,7 +21,8 @@ class Figure:
         caption: Explanation for a first-time reader.
         values: Returns the data, given ranked rows.
         spec: Returns the Vega-Lite specification, given the data.
-        min_labels: Minimum number of labels in the data, such as layouts, for which the figure is worth drawing.
+        min_labels: Minimum number of different labels (layouts or training runs) in the data. With fewer, the figure is
+            omitted.
     """
 
     id: str

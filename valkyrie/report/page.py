@@ -101,8 +101,8 @@ class PageData:
 
     Args:
         groups: Labels of the kinds of speed.
-        figures: By figure id, the figure's specification for each kind of speed, or None where it is omitted.
-        overall_figures: By figure id, the specification of a figure for all rows, or None if it is omitted.
+        figures: Maps figure ids to specifications, one for each kind of speed. None where the figure is omitted.
+        overall_figures: Maps ids of figures for all rows to their specifications. None if the figure is omitted.
         columns: Columns of the ranked table.
         rows: Cells of the ranked table.
         details: For each row, the facts shown when it is selected, by name.

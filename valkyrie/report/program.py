@@ -46,7 +46,14 @@ class Rectangle(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """The drawing of a step: track names, spans, labels of the time axis with their positions, and colours by label."""
+    """The drawing of a step's timeline.
+
+    Args:
+        tracks: Names of the tracks, from top to bottom.
+        spans: A rectangle for each span.
+        ticks: Positions in pixels and labels on the time axis.
+        legend: Colours of step parts, by label.
+    """
 
     tracks: list[str]
     spans: list[Rectangle]

@@ -213,7 +213,7 @@ def concordance(pairs: Sequence[RowPair]) -> float | None:
 def group_unsuccessful(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
     """Group rows without a result by status and kind of reason. Returns (status, first reason, rows).
 
-    Groups are sorted by status, those with the most rows first.
+    Groups are sorted by status, and groups of the same status by their number of rows, largest first.
 
     Refusals are of one kind if their first problems have the same code, key and axes. All layouts that do not fit are
     one kind, and so are all timeouts. Other reasons, and refusals in older files, are compared as text.

@@ -26,7 +26,7 @@ TRAIN_STAGE, _SETTINGS_NAME = "train", "run"
 MULTIRUN_FILE = "multirun.yaml"
 """File in a sweep's folder with the configuration of the multirun, including its command-line overrides."""
 MADE_BY_PREFIX = "# made by: "
-"""Start of the comment in `run.yaml` that states the command of the training."""
+"""Start of the comment in `run.yaml` that contains the command that started the training run."""
 
 SEARCH_DEPTH = 2
 """Number of levels of subfolders to search for sweeps and training runs."""
@@ -119,7 +119,7 @@ def read_answer(folder: Path) -> SearchAnswer | None:
 
 
 def is_program_search(folder: Path) -> bool:
-    """Return whether the `search.json` of a folder is of `search_program`, in any version, and not of `mode=search`."""
+    """Return whether `search_program` in any version, not `mode=search`, wrote the `search.json` of a folder."""
     try:
         return "rows" in read_record(dict, folder / ANSWER_FILE)
     except (OSError, RecordError):
@@ -156,9 +156,9 @@ def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]
 
 
 def read_training(folder: Path) -> Trial:
-    """Read the training in a run folder as a trial.
+    """Read the training run in a folder as a trial.
 
-    Its status is `failed` if the settings or the metrics cannot be read, and `killed` if no step has finished.
+    The trial's status is `failed` if the settings or the metrics cannot be read, and `killed` if no step has finished.
     """
     from valkyrie.runs.folder import saved_run
 

@@ -295,7 +295,7 @@ def price(_: Values) -> Spec:
 
 
 def costs(data: Values, time: str) -> Spec:
-    """Return a scatter plot of price against step time or time per million tokens. `time` is the title of that axis."""
+    """Return a scatter plot of price against time. `time` is the title of the time axis, with the unit."""
     tooltip = _tooltip(
         ("layout", "layout"),
         ("target", "slice"),
@@ -312,7 +312,7 @@ def costs(data: Values, time: str) -> Spec:
 
 
 def losses(data: Values) -> Spec:
-    """Return a line chart of losses by step, with a colour for each training and dashes for validation losses."""
+    """Return a line chart of losses by step, with a colour for each training run and dashes for validation losses."""
     many = len({v["label"] for v in data}) > 1
     encoding = {
         "x": _quantitative("step", title="step", axis={"tickCount": 8, "format": "~s"}),

@@ -85,7 +85,7 @@ def read_timeline(row: Row, limit: int = MAX_SPANS) -> Timeline | None:
 
 
 def make_timeline(events: Sequence[Mapping[str, Any]], limit: int = MAX_SPANS) -> Timeline | None:
-    """Convert the events of a trace to a timeline, merging neighbours until at most `limit` spans remain.
+    """Convert Chrome trace events to a timeline, merging neighbouring spans until at most `limit` remain.
 
     Returns None if there are no events.
     """

@@ -189,8 +189,8 @@ def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: flo
 def parts(rows: Sequence[Row]) -> Values:
     """Return the data of the step-time chart: the step parts of the best `MAX_BARS` rows.
 
-    Parts are ordered as in `PART_LABELS`, followed by communication, which also has its mesh `axes`. Amounts are in
-    `unit`, which is s, ms or µs for all rows.
+    Parts are ordered as in `PART_LABELS`, followed by communication. Records of communication also have `axes`, their
+    mesh axes. Amounts are in `unit`, which is s, ms or µs for all rows.
     """
     shown_rows = [row for row in rows if row.ranked and row.parts][:MAX_BARS]
     by_axes = {

@@ -210,8 +210,8 @@ class PairedRows:
     """Sentences that compare predicted rows in pairs, and the quantities that they compare.
 
     Args:
-        sides: By row index, the fields of `ComparedQuantities`, and the workload as `work`.
-        why: By the indices of two rows (`0,2`), sentences that explain the difference. They call the first row A.
+        sides: Maps row indices to the fields of `ComparedQuantities`, and the workload under the key `work`.
+        why: Maps the indices of two rows (`0,2`) to sentences that explain the difference. They call the first row A.
     """
 
     sides: dict[int, dict[str, object]] = field(default_factory=dict)

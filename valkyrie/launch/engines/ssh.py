@@ -67,7 +67,7 @@ class Config(EngineConfig):
         return Plan(notes, (*self.copy_steps(), *self.train_steps(overrides)))
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Train on all hosts. This machine restarts the training after a crash. Returns the exit status."""
+        """Train on all hosts, and restart after a crash. Returns the exit status."""
         remote.check_clone()
         return self.supervisor(overrides).run()
 
@@ -102,7 +102,7 @@ class Config(EngineConfig):
         ]
 
     def train_steps(self, overrides: Sequence[str], restarts: int = 0) -> list[CommandStep]:
-        """Return the steps that train in one process on each host. `restarts`: Number of restarts so far."""
+        """Return the steps that train in one process on each host. `restarts` is the number of restarts so far."""
         address = f"{self.hosts[0].rpartition('@')[2]}:{self.port}"
         restart_count = {RESTARTS_VARIABLE: str(restarts)} if restarts else {}
         steps = []

@@ -35,7 +35,7 @@ _UNUSABLE_STATES = ("SUSPENDING", "SUSPENDED", "FAILED", "PREEMPTED", "TERMINATE
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RentedConfig):
-    """Keys of a slice of TPU VMs, such as `target=v4-64`.
+    """Keys of `target=tpu_vm`, and of a TPU slice as the target, such as `target=v4-64`.
 
     Args:
         project: Google Cloud project; empty for the default project.
@@ -91,7 +91,7 @@ class Config(RentedConfig):
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
         """Train on the slices, and return the exit status. Does not delete the slices afterwards.
 
-        This machine restarts the training after a crash or preemption.
+        Restarts after a crash or preemption, as long as this process runs.
         """
         remote.check_clone()
         try:
@@ -150,7 +150,7 @@ class Config(RentedConfig):
     def train_step(self, overrides: Sequence[str], restarts: int = 0) -> CommandStep:
         """Return the step that trains on every worker. It exits with 0, or with the first nonzero status of a worker.
 
-        `restarts`: Number of restarts so far.
+        `restarts` is the number of restarts so far.
         """
         environment = {RESTARTS_VARIABLE: str(restarts)} if restarts else {}
         return CommandStep(
@@ -158,7 +158,7 @@ class Config(RentedConfig):
         )
 
     def signal_step(self, signum: int) -> CommandStep:
-        """Return the step that sends a signal to the training on every worker."""
+        """Return the step that sends a signal to the training process on every worker."""
         text = remote.signal_command((), signum, is_only_run=True)
         assert text is not None
         return CommandStep("stop the training", (self._ssh_all(text),))
