@@ -154,9 +154,10 @@ def _refuse_overrides(overrides: Sequence[str], settings: Mapping[str, Setting])
 
 
 def _prevents_conversion(problem: Problem, groups: Set[str]) -> bool:
-    """Return whether a problem prevents the conversion: if it is about the layout, only if overrides set it.
+    """Return whether a problem prevents the conversion. A problem of the layout does only if overrides set the layout.
 
-    `groups` are those of the overrides. The default layout is that of this machine, and may suit no run of the model.
+    The default layout is chosen for this machine, and may suit no run of the model. `groups` are the config groups that
+    the overrides set.
     """
     group = _group(problem.key or "")
     concerns_layout = bool(problem.mesh_axes) or group in _LAYOUT_GROUPS
@@ -168,7 +169,7 @@ def _group(key: str) -> str:
 
 
 def _without_model_sizes(problem: Problem) -> Problem:
-    """Return the problem, without suggested values if it is about a model size, which the weights determine."""
+    """Remove the suggested values from a problem with a model setting, because the weights determine model sizes."""
     is_model_size = problem.nearest is not None and (problem.key or "").startswith("model.")
     return replace(problem, nearest=()) if is_model_size else problem
 

@@ -139,7 +139,7 @@ class TensorSlice:
 
 
 def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]]:
-    """Return a dict from the name of each parameter to the tensors that store it, in layer order.
+    """Return a dict from the name of each parameter to its `TensorSlice` objects, one per layer in layer order.
 
     `prefix` is prepended to all tensor names except those that start with `lm_head.`.
     """

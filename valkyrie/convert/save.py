@@ -82,7 +82,7 @@ def export_run(
 
 
 def _refuse_files(folder: Path) -> None:
-    """Raise ValueError if a path exists and is not a folder that is empty except for the lock."""
+    """Raise ValueError if `folder` exists, unless it is a folder with no entries except the lock file."""
     if folder.exists() and (not folder.is_dir() or any(file.name != WRITER_FILE for file in folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER_REMEDY}.")
 
@@ -144,7 +144,7 @@ def _tensor_prefix(run_folder: Path, run: Run) -> str:
 
 
 def _find_checkpoint(run_folder: Path, step: int | None) -> tuple[int, Any]:
-    """Return a checkpoint's step and path: that of `step`, or the newest undamaged one if it is None.
+    """Return the step and path of the checkpoint at `step`, or of the newest undamaged one if `step` is None.
 
     Prints a note for each newer, damaged checkpoint. Raises ValueError if there is no such undamaged checkpoint.
     """
@@ -183,9 +183,10 @@ def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str,
 
 
 def _copy_tokenizer(run_folder: Path, run: Run, folder: Path) -> bool:
-    """Copy the tokenizer files of the folder that the run was converted from. Return whether `tokenizer.json` exists.
+    """Copy tokenizer files to `folder`, and return whether it then has a `tokenizer.json`.
 
-    If that folder has none, copies that of the run's tokenizer.
+    Copies the files from the Hugging Face folder that the run was converted from. If that folder had no
+    `tokenizer.json`, copies the one of the run's tokenizer, if there is one.
     """
     copy_other_files(run_folder / ORIGINALS_FOLDER, folder, OTHER_FOLDER_REMEDY)
     target = folder / "tokenizer.json"

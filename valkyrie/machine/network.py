@@ -309,7 +309,12 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class _Phase:
-    """A phase of a collective: for each axis, (seconds of its busiest link, bytes that a device sends), and hops."""
+    """A phase of a collective.
+
+    Args:
+        loads: (seconds of the busiest link, bytes that a device sends), by torus axis.
+        hops: Hops of the longest route.
+    """
 
     loads: dict[str, tuple[float, float]]
     hops: float

@@ -35,21 +35,21 @@ class Crossings:
 
     @property
     def descending_load(self) -> float:
-        """Crossings of the busiest link in descending direction."""
+        """Messages over the busiest link in descending direction."""
         return float(self.loads[0].max())
 
     @property
     def ascending_load(self) -> float:
-        """Crossings of the busiest link in ascending direction."""
+        """Messages over the busiest link in ascending direction."""
         return float(self.loads[-1].max())
 
     @property
     def load(self) -> float:
-        """Crossings of the busiest link in either direction."""
+        """Messages over the busiest link of both directions."""
         return float(self.loads.max())
 
     def plus(self, other: Crossings) -> Crossings:
-        """Return the sum for messages that are sent at the same time."""
+        """Return the load of the messages of both objects together, sent at the same time."""
         return Crossings(self.loads + other.loads, max(self.hops, other.hops), self.share + other.share)
 
 
