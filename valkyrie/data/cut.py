@@ -27,7 +27,7 @@ _LINE_END = re.compile(r"\n")
 
 @dataclass(frozen=True)
 class TokenDocument:
-    """A document that a source provides as token ids instead of text."""
+    """A document that a source provides as token ids (without BOS) instead of text. `id` is its name in messages."""
 
     id: str
     tokens: Int[np.ndarray, " length"]

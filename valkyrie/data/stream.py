@@ -138,7 +138,8 @@ def _describe_units(units: Sequence[Unit]) -> str:
 def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedText:
     """Open the dataset of a config with `source=parquet_stream`, reading the footers of its .parquet files.
 
-    Raises ValueError if a file is cut short or lacks the text column, or if a split would be empty.
+    Without `config.val_paths`, the last file is for validation, or the last row group if there is one file. Raises
+    ValueError if a file is cut short or lacks the text column, or if a split would be empty.
     """
     config.raise_problems()
     files = list_paths(config.paths, config.read_options).files

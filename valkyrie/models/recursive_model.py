@@ -101,7 +101,7 @@ class HaltHead(nnx.Module):
     def __call__(self, first_state: Float[Array, "batch embed"]) -> Float[Array, " batch"]:
         """Return the float32 logit of halting, given the answer state at the first position.
 
-        The second row of the weight is not used.
+        Uses only the first row of the weight and the first entry of the bias.
         """
         weight = self.weight[0].astype(self.numerics.compute)
         logit = jnp.einsum("be,e->b", first_state, weight, preferred_element_type=jnp.float32)

@@ -205,9 +205,9 @@ class Stack:
         return layers
 
     def segments(self) -> list[tuple[list[Layer], int]]:
-        """Return the stack as groups of layers with their number of repetitions. Each pair becomes one scan.
+        """Return the stack as (group of layers, number of repetitions) pairs, first to last. Each becomes one scan.
 
-        A group has `period` layers; the last one may have fewer.
+        A group has `period` layers. The last group may have fewer.
         """
         layers, width = self.make_layers(), self.period
         segments: list[tuple[list[Layer], int]] = []

@@ -73,11 +73,11 @@ class Task(ABC):
         return self.data_kind == TEXT
 
     def problems(self, model: Model, seq: int) -> list[Problem]:
-        """Return the problems of training this model on sequences of `seq` positions."""
+        """Return every reason why this model cannot be trained on sequences of `seq` positions. Empty by default."""
         return []
 
     def data_problems(self, model: Model, seq: int, data: DataConfig) -> list[Problem]:
-        """Return the problems of training this model on this data, judged by the beginning of the data."""
+        """Return every reason why this model cannot be trained on `data`, judging by the beginning of the data."""
         return []
 
     @abstractmethod

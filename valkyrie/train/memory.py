@@ -243,7 +243,10 @@ class MemoryEstimator:
 
 
 def layout_arrays(runs: Sequence[Run]) -> Candidates:
-    """Convert the layouts of runs with the same partition and mesh axis names to `Candidates`, without `links`."""
+    """Return the layouts of runs as `Candidates`, with one entry per run and with empty `links`.
+
+    The runs must have the same partition and the same names of mesh axes.
+    """
     config, layouts = runs[0].config, [run.layout for run in runs]
     parameters, activations, _ = resolve_rules(config.partition, config.mesh, runs[0].arrays.axes, known_axes())
     return Candidates(

@@ -139,7 +139,7 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
 
 
 def check_sampling(prompt: object, tokens: int, temperature: float, top_k: int | None) -> None:
-    """Raise TypeError or ValueError for invalid arguments of text generation."""
+    """Check arguments of text generation. Raises TypeError for wrong types, and ValueError for values out of range."""
     require_type(prompt, str, "prompt= takes a string")
     require_type(tokens, Integral, "tokens= takes a whole number")
     require_type(temperature, Real, "temperature= takes a number")
@@ -160,8 +160,8 @@ def trained_folder(run: Run) -> Path:
 def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tuple[StepProgram, int, Any]:
     """Return (program, step, parameters) of a trained run, with averaged parameters if the run has them.
 
-    Raises ValueError if the state exceeds the memory of the devices, and DiskError if the bucket of the checkpoints
-    cannot be reached.
+    Raises ValueError if the state exceeds the memory of the devices or if no checkpoint can be restored, and DiskError
+    if the bucket of the checkpoints cannot be reached.
     """
     from contextlib import closing
 

@@ -126,7 +126,7 @@ class StepProgram:
 
     @cached_property
     def logits(self) -> Any:
-        """The jitted function (parameters, tokens) -> float32 logits at every position. Only for language models."""
+        """The jitted function (parameters, tokens) -> float32 logits (batch, seq, vocab). Only for language models."""
 
         def logits(parameters: Any, tokens: jax.Array) -> jax.Array:
             with self._matmul_precision():

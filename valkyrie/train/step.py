@@ -20,10 +20,10 @@ Batch = dict[str, jax.Array]
 
 
 def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Return the state after one optimizer step and the metrics of the step.
+    """Run one optimizer step. Returns (new state, metrics).
 
-    Metrics: those of the task (`loss`, `tokens` and others), `grad_norm` (before clipping), `learning_rate`, and
-    `leaf_norms` (squared gradient norms by parameter, in the order of `program.parameter_names`).
+    The metrics are the task's (`loss`, `tokens` and others), `grad_norm` (before clipping), `learning_rate`, and
+    `leaf_norms` (a vector of squared gradient norms, one per parameter in `program.parameter_names`).
     """
     shardings = program.shardings
     parameters = copy_to_device(state.parameters, shardings.parameters)

@@ -20,7 +20,7 @@ from valkyrie.records import RecordError, read_record
 METADATA_FILE = "dataset.json"
 _INDICES = ("puzzle_identifiers", "puzzle_indices", "group_indices")
 FOLDERS = {"train": "train", "validation": "test"}
-"""The folder of each split."""
+"""The subfolder of each split in a folder of puzzles."""
 _CHECKED_BYTES = 64 * 1024 * 1024
 """Bytes at the beginning of each array file that are checked for invalid values and hashed."""
 

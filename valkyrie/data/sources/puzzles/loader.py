@@ -93,7 +93,10 @@ class PuzzlePosition(DataPosition):
 
 
 class PuzzleLoader(IndexedLoader[PuzzlePosition]):
-    """Batches of a split of puzzles: random and endless for training, all examples once in order for evaluation."""
+    """Loads batches of puzzles: random and endless for training, all examples once in order for evaluation.
+
+    Raises ValueError if `plan.seq` is not the number of cells per puzzle.
+    """
 
     def __init__(self, data: PreparedPuzzles, split: str, plan: BatchPlan) -> None:
         cells = data.split(split).cells
