@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 def write_listings(folder: Path, *pages: Path, name: str = r"\S+") -> list[str]:
-    """Write the files of listings titled `FOLDER/...` on these pages. Return the names that match `name`, sorted."""
+    """Write the listings titled `FOLDER/NAME` on these pages to files in `folder`, and return the sorted names.
+
+    Skips names that do not match the regex `name`.
+    """
     listings = re.findall(
         rf"```(?:python|yaml)\n# FOLDER/({name})\n(.*?)```", "\n".join(page.read_text() for page in pages), re.DOTALL
     )

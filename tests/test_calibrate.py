@@ -79,7 +79,10 @@ def true_chip() -> Efficiency:
 
 
 def with_measured_times(compiled_trials: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
-    """Return a measured trial on real devices for each compiled trial, with a step time `ratio` times as long."""
+    """Return a measured trial on real devices for each compiled trial.
+
+    `ratios` are the ratios of measured to compiled step times.
+    """
     measured_trials = []
     for compiled_trial, ratio in zip(compiled_trials, ratios, strict=True):
         step = replace(compiled_trial.results.step, step_s=ratio * compiled_trial.results.step.step_s)

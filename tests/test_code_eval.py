@@ -247,7 +247,7 @@ def test_invalid_settings_are_refused(
 
 
 def refused(tmp_path: Path, *arguments: str, **environment: str) -> str:
-    """Return the message of a command that is refused without loading JAX."""
+    """Run `valkyrie-train` and return its error message. Asserts that it is refused before it loads JAX."""
     script = "import sys; from valkyrie.cli.train import main\ntry: main()\nfinally: assert 'jax' not in sys.modules"
     words = [sys.executable, "-c", script, *ONE_DEVICE, f"runs={tmp_path / 'runs'}", *arguments]
     result = subprocess.run(words, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True)

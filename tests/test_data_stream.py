@@ -24,7 +24,11 @@ BOS = 256
 
 
 def write_shards(folder: Path, shards: int = 4, groups: int = 5, documents: int = 7) -> Path:
-    """Write shards of documents. Each starts with its position, `shard.document.`, followed by letters."""
+    """Write Parquet shards of documents, and return their folder.
+
+    Each shard has `groups` row groups of `documents` documents. A document starts with its position, `SHARD.NUMBER.`,
+    followed by up to 59 letters.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(shards):
         lengths = np.random.default_rng(shard).integers(0, 60, groups * documents)

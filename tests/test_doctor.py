@@ -108,7 +108,7 @@ def process_with(proc: Path, pid: int, device: str) -> None:
 
 @pytest.fixture
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty fake /proc, in which libtpu's lock file would be `lockfile`, on a host with four TPU chips."""
+    """An empty folder that replaces /proc, on a host with four accelerators. libtpu's lock file is `lockfile` in it."""
     on_tpu(monkeypatch)
     monkeypatch.setattr(host, "PROC", tmp_path)
     monkeypatch.setattr(host, "LOCK_FILE", tmp_path / "lockfile")

@@ -260,7 +260,7 @@ def test_a_resumed_run_keeps_its_tokenizer_and_its_finished_steps(tmp_path: Path
 
 
 def orbax_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Make Orbax raise an error when it opens a folder. Buckets count as supported."""
+    """Make Orbax raise an error when it opens a folder, and make the packages for buckets appear installed."""
 
     def fail(*_: object, **__: object) -> None:
         raise error

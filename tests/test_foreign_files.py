@@ -54,7 +54,10 @@ def damaged(draw: st.DrawFn, valid: Any) -> bytes:
 
 
 def check(data: st.DataObject, path: Path, valid: Any, read: Callable[[], object]) -> None:
-    """Read a damaged file. Asserts that the reader returns, or raises an error that names the file."""
+    """Write a damaged copy of the JSON value `valid` to `path` and call `read`.
+
+    Asserts that it returns, or raises ValueError or OSError with the name or the folder of the file.
+    """
     path.write_bytes(data.draw(damaged(valid)))
     message = path.name
     try:

@@ -190,7 +190,7 @@ def test_unreadable_programs_and_profiler_failures_do_not_end_a_training(
 
 
 def test_a_killed_run_restarts_and_counts_its_repeated_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The killed run is a finished run with an older checkpoint and without the records of its end."""
+    """Simulates a killed run: a finished run whose last checkpoint and record of its end are removed."""
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     file = folder / GOODPUT_FILE
     lines = [line for line in file.read_text().splitlines(keepends=True) if '"end"' not in line]

@@ -448,7 +448,7 @@ def test_actions_print_one_command(capsys: pytest.CaptureFixture[str]):
 
 
 def program(folder: Path, name: str, code: str, flags: str = " -S") -> None:
-    """Write a fake program, which records its arguments and then runs some Python code, into a folder on the PATH."""
+    """Write a fake program to a folder. It appends its arguments to the file `calls` there, and then runs `code`."""
     file = folder / name
     head = f"#!{sys.executable}{flags}\nimport os, pathlib, subprocess, sys, time\n"
     note = f"with open({str(folder / 'calls')!r}, 'a') as file: print({name!r}, *sys.argv[1:], file=file)\n"
@@ -468,7 +468,10 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def verbs(folder: Path, skip: Sequence[str] = ("describe",)) -> list[str]:
-    """Return the recorded gcloud actions in order. An ssh action includes what its command does."""
+    """Return the gcloud actions in `calls`, in order and without those in `skip`.
+
+    An ssh action includes the program of its remote command: `ssh tar`, `ssh pkill -TERM` or `ssh train`.
+    """
     actions = []
     for line in (folder / "calls").read_text().splitlines():
         words = line.split()
@@ -502,8 +505,8 @@ elif verb == "ssh" and ".venv/bin/valkyrie-train" in command:
 def rented(folder: Path, monkeypatch: pytest.MonkeyPatch, attempts: str, restarts: int = 2) -> int:
     """Train on a fake slice and return the exit status.
 
-    Each of `attempts` is the exit status of one start, optionally with the state of the slice after it:
-    `255:SUSPENDED`.
+    `attempts` lists the exit statuses of successive starts, separated by spaces. A status may be followed by the state
+    of the slice after that start, such as `255:SUSPENDED`.
     """
     program(folder, "gcloud", GCLOUD)
     monkeypatch.setenv("STATE", str(folder / "state"))

@@ -57,7 +57,7 @@ def test_the_task_function_records_a_trial_without_our_launcher(
 ):
     """The joblib, submitit and ray launchers call the task function in workers.
 
-    Hydra's basic launcher calls it in this process, so it is tested through that.
+    This test uses Hydra's basic launcher instead, which calls it in this process.
     """
     multirun = FakeMultirun(tmp_path)
     multirun.activate(monkeypatch)

@@ -99,7 +99,10 @@ def test_the_slice_axis_is_always_placed_between_slices():
 
 
 def test_placement_counts_equal_the_number_of_words():
-    """If all sizes are powers of two, a placement is a sequence of mesh axes, one entry for each factor of 2."""
+    """If all sizes are powers of two, a placement is a sequence of mesh axes, with one entry for each factor of 2.
+
+    The number of such sequences is a multinomial coefficient.
+    """
     assert len(placements({"x": 4, "y": 4, "z": 2}, torus(2, 4, 4))) == math.factorial(5) // 4
     assert len(placements({"x": 16, "y": 16, "z": 1}, torus(4, 8, 8))) == math.comb(8, 4)
 

@@ -51,7 +51,11 @@ def products(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def donating(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """Return a program that donates an argument, sets compiler options in `jit`, and has no result shardings."""
+    """Return a jitted step and its arguments.
+
+    The step donates its first argument, sets compiler options in `jit`, and leaves the result shardings to the
+    compiler.
+    """
     options = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
 
     @partial(jax.jit, donate_argnums=0, compiler_options=options)

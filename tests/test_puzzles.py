@@ -37,7 +37,7 @@ TINY += ("optimizer=adam_atan2", "optimizer.warmup_steps=0", "optimizer.learning
 
 @lru_cache
 def golden(variant: str) -> dict[str, np.ndarray]:
-    """Return the reference's inputs and outputs for a variant."""
+    """Return the reference's weights, batches and outputs for a variant (`attention` or `mlp`), by name."""
     with np.load(GOLDEN) as archive:
         return {name.removeprefix(f"{variant}."): archive[name] for name in archive if name.startswith(f"{variant}.")}
 
@@ -217,7 +217,7 @@ def test_rows_halt_by_step_limit_or_by_the_model_and_later_when_exploring():
 
 @pytest.fixture(scope="module")
 def puzzles(tmp_path_factory: pytest.TempPathFactory) -> PreparedPuzzles:
-    """A few generated 4x4 puzzles."""
+    """40 training and 12 validation puzzles of size 4x4."""
     keys = ("data.sudoku.train=40", "data.sudoku.validation=12", f"data.cache_dir={tmp_path_factory.mktemp('cache')}")
     return compose_run("model=trm_tiny", "data=sudoku_4x4", *keys).config.data.open("none")
 

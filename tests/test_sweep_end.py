@@ -17,7 +17,7 @@ LAUNCHERS = ["trials", "basic"]
 
 
 class Tracker:
-    """A fake W&B tracker that records the partitions of logged trials, and how often it is closed."""
+    """A fake W&B tracker. `logged` has the partitions of the logged trials, and `closed` counts calls of `close`."""
 
     def __init__(self, *_: object) -> None:
         self.logged: list[str] = []

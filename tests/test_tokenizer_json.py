@@ -39,7 +39,7 @@ def both(trained: Path) -> tuple[Any, Any]:
 
 
 def changed(path: Path, tmp_path: Path, **changes: Any) -> str:
-    """Write a copy of the tokenizer with some values changed, and return its path."""
+    """Write a copy of a `tokenizer.json` with top-level keys replaced by `changes`, and return its path."""
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return str(other)

@@ -27,7 +27,7 @@ def run(*command: str, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheel built from the checkout (`tree`), and the one built from the source distribution (`sdist`)."""
+    """Paths of the wheels built from the checkout (key `tree`) and from the source distribution (key `sdist`)."""
     paths = {}
     for name, flags in (("tree", ["--wheel"]), ("sdist", [])):
         out = tmp_path_factory.mktemp(name)

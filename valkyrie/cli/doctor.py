@@ -12,7 +12,7 @@ from valkyrie.processes.interrupt import exit_on_ctrl_c
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `valkyrie-doctor` with `argv`, or with the arguments of the process if it is None.
 
-    Exits with status 0 if the training would run, 1 if it would fail, or 2 if the arguments are wrong.
+    Exits with status 0 if the training run would start and run, 1 if it would fail, or 2 if the arguments are wrong.
     """
     with exit_on_ctrl_c("valkyrie-doctor"):
         run_command("valkyrie-doctor", _doctor, argv)
