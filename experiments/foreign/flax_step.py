@@ -104,7 +104,7 @@ def add_shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def main() -> None:
-    """Predict the step for the requested slice."""
+    """Predict the step on the slice of `--target` and print the report."""
     parser = argparse.ArgumentParser(description="A plain Flax step, predicted for a slice.")
     parser.add_argument("--target", default="v5e-8", help="the slice")
     parser.add_argument("--mesh", default="data=2,model=4", help="its axes data and model, in order")

@@ -37,7 +37,7 @@ def program_digest(run: Run) -> str:
 
 
 def replay_digest(run: Run) -> str:
-    """Return a digest of all that a run's replay depends on: source code, topology, and the chip's `CHIP_FIELDS`."""
+    """Return a digest of what a replay depends on besides the program: code, topology and chip (`CHIP_FIELDS`)."""
     chip = run.config.target.chip
     values = [getattr(chip, name) for name in CHIP_FIELDS]
     text = repr([source_digest("compiled", "machine"), build_topology(run.config.target), values])

@@ -185,7 +185,8 @@ def make_table(by_group: dict[str, list[tuple[Row, float]]]) -> Table:
 def parse_row(line: dict[str, str]) -> Row | None:
     """Return the row of a line, or None if the estimate does not support it.
 
-    Supports fp16 and bf16 without asynchronous tensor parallelism, eager execution or context parallelism.
+    Supports fp16 and bf16 without asynchronous tensor parallelism, eager execution or context parallelism. The step
+    time comes from the first of the columns `step_time_s`, `tok_per_s_per_chip` and `tflops_per_chip` that is set.
     """
     if (
         line["precision"] not in ("fp16", "bf16")
@@ -209,7 +210,11 @@ def parse_row(line: dict[str, str]) -> Row | None:
 
 @cache
 def make_run(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab: str, seq: str, name: str) -> Run:
-    """Return a run with this shape: Llama's blocks if the name starts with `llama`, otherwise GPT's (two matrices)."""
+    """Return a run with this shape: Llama's blocks if the name starts with `llama`, otherwise GPT's (two matrices).
+
+    Arguments are texts from the table. If empty, `kv_heads` is `heads`, `mlp` is four times `embed`, and `vocab` is
+    51,200.
+    """
     llama = name.startswith("llama")
     head_dim = int(embed) // int(heads)
     shape = {

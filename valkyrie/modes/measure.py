@@ -25,7 +25,7 @@ class Config(MeasuringMode):
     """Settings of `mode=measure`.
 
     Args:
-        data: input of a step.
+        data: input of a step: `random` tokens that are already on the devices, or `real` batches from the run's loader.
         trace: whether to write the profiler's trace to the run folder.
     """
 

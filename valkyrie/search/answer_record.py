@@ -48,8 +48,8 @@ class RankedLayout:
         memory, usable: Peak and usable memory per device, in bytes.
         bottleneck: The resource that takes most of the step.
         parts_s: Seconds of the estimated step by part, with the keys of `EstimatedTimes.parts`.
-        hours, dollars: Time and cost of training on the requested tokens, on demand.
-        spot_dollars: The same cost on interruptible chips.
+        hours, dollars: Hours to train on the requested tokens, and their price on demand.
+        spot_dollars: Price of these hours on interruptible chips.
         tokens_for_budget: Number of tokens that can be trained on for the requested dollars.
         expected_s: Predicted step time of a measured layout.
         as_fast_on: Names of other slices with as many chips, on which the layout is equally fast by estimate.
@@ -120,9 +120,10 @@ class MeasuredLayout:
 class MeasureReport:
     """The measured layouts, and how well their step times were predicted.
 
-    `agreement` is Spearman's rank correlation of predicted and measured step times, or None for fewer than three
-    layouts. `regret` is the relative slowdown of the predicted best layout over the fastest one (0.1 for 10%), or None
-    if none was measured. `why` is the reason why no more were measured.
+    `agreement` is Spearman's rank correlation of predicted and measured step times. It is None for fewer than three
+    layouts, or if all predictions or all measurements are equal. `regret` is the relative slowdown of the predicted
+    best layout over the fastest one (0.1 for 10%), or None if none was measured. `why` is the reason why no more were
+    measured.
     """
 
     layouts: list[MeasuredLayout] = field(default_factory=list)

@@ -69,7 +69,7 @@ class CompiledLayout:
 
     @property
     def step_s(self) -> float | None:
-        """Predicted step time in seconds, or None if the layout does not fit or was not compiled."""
+        """Predicted step time in seconds, or None if the layout does not fit or its compile did not succeed."""
         return self.trial.results.step.step_s if self.trial.status is Status.ok else None
 
     @property

@@ -26,11 +26,11 @@ MAX_BATCHES = 3
 MAX_VARIANTS = 3
 """Maximum number of estimated layouts in an answer with the same chips, mesh and partition."""
 EQUALLY_FAST = 1.01
-"""A layout counts as equally fast on another torus if this increases its estimated step time by at most 1%."""
+"""A layout counts as equally fast on another torus if a step there is estimated to take at most 1% longer."""
 
 
 class MeshPartition(NamedTuple):
-    """Names of a layout's chips, mesh, and partition with pipeline schedule, without its torus."""
+    """A layout's chips, mesh and partition with schedule, such as `1 x 64 v4`, `4x4x4` and `fsdp gpipe`."""
 
     chips: str
     mesh: str

@@ -232,7 +232,10 @@ def peak_without_host(
 
 
 def explain_scratch_memory(text: str, remedy: str) -> str | None:
-    """Explain an error about a kernel that needs too much scratch memory, or return None for other errors."""
+    """Explain an error about a kernel that needs too much scratch memory, or return None for other errors.
+
+    `remedy` is what to change. It ends the explanation.
+    """
     usage = parse_scratch_memory(text)
     if usage is None:
         return None

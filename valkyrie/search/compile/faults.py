@@ -122,7 +122,7 @@ def _find_whole_batches(program: CheckedProgram) -> tuple[list[Fault], set[str]]
 def _whole_batch(
     program: CheckedProgram, product: Instruction, unsplit: Sequence[UnsplitDimensions]
 ) -> BatchDimension | None:
-    """Return the batch dimension of a product that each device computes completely, or None if there is none.
+    """Return a batch dimension that each device computes completely in this product, or None if there is none.
 
     `unsplit` has the dimensions that are not split, for the result and each operand of the product.
     """
@@ -356,10 +356,10 @@ def _sorted_dims(array: Shape) -> tuple[int, ...]:
 def _dims_by_line(
     program: CheckedProgram,
 ) -> tuple[dict[str, dict[tuple[int, ...], BatchDimension]], dict[str, set[tuple[int, ...]]]]:
-    """Return the shapes of arrays with a batch dimension, and of those without, by source line.
+    """Return the shapes of arrays with and without a batch dimension, as two dicts with source lines as keys.
 
-    The arrays are those before partitioning. Shapes are sorted and leave out dimensions of size 1. The first dict maps
-    each shape to its batch dimension.
+    The first dict has, for each line, a dict from shapes to batch dimensions. The arrays are those of the program
+    before partitioning. Shapes are sorted and leave out dimensions of size 1.
     """
     with_batch: dict[str, dict[tuple[int, ...], BatchDimension]] = defaultdict(dict)
     without_batch: dict[str, set[tuple[int, ...]]] = defaultdict(set)

@@ -103,6 +103,8 @@ def hints(
 ) -> tuple[Hint, ...]:
     """Return the hints for a compiled layout. Empty if the layout does not fit or has no predicted step time.
 
+    If there is nothing to change, the only hint describes the largest part of the step.
+
     Args:
         prediction: The compiled layout.
         other_layouts: Predictions of the same model, batch, length and target under other layouts.
@@ -127,7 +129,10 @@ def hints(
 
 
 def program_hints(prediction: Prediction) -> tuple[Hint, ...]:
-    """Return the hints for a program that is not a run's step, on exposed communication and memory-bound operations."""
+    """Return the hints for a program that is not a run's step, on exposed communication and memory-bound operations.
+
+    Empty without a predicted step time. If neither takes long, the only hint describes the largest part of the step.
+    """
     return _collect_hints(prediction, (), (_exposed_hints, _memory_bound_hints))
 
 

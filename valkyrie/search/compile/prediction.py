@@ -444,7 +444,7 @@ class CompileOutcome:
     """Result of a compile, as the child process writes it.
 
     Has a `step` if and only if the status is `ok`, and a `shortage` if and only if the layout does not fit. `variable`
-    is the environment variable for which the compiler refuses every program, or None.
+    is the environment variable that makes the compiler refuse every program, or None.
     """
 
     status: CompileStatus

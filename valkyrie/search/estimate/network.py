@@ -60,7 +60,7 @@ class CollectiveModel:
     ) -> np.ndarray:
         """Return the seconds of a reduce-scatter of `full` bytes on each device.
 
-        `one_ring` is as in `gather`.
+        With `one_ring`, a single ring goes through all devices (see `gather`).
         """
         return self.scatters * self._seconds(layouts, axes, full, self.gathers, one_ring)
 

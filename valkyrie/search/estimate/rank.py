@@ -145,11 +145,11 @@ class Ranking:
         return list(zip(group_index[order].tolist(), layout_index[order].astype(int).tolist(), strict=True))
 
     def for_partition(self, partition: str) -> Ranking:
-        """Return the ranking of the layouts with one partition."""
+        """Return the ranking of only the layouts with the partition of this name."""
         return Ranking(self.space, [e for e in self.estimates if e.group.candidates.partition.name == partition])
 
     def for_target(self, target: str) -> Ranking:
-        """Return the ranking of the layouts on one slice."""
+        """Return the ranking of only the layouts on the slice of this name."""
         return Ranking(self.space, [e for e in self.estimates if e.group.target.name == target])
 
     def smallest(self) -> EstimatedLayout | None:

@@ -59,8 +59,8 @@ class Mixing:
 
     Args:
         flops: FLOPs per token of a forward pass.
-        scores: Number of values per pair of positions, such as attention scores, computed per token. Counted even if a
-            fused kernel never writes them to HBM.
+        scores: Number of scores between positions, such as attention logits, that a forward pass computes per token.
+            Counted even if a fused kernel never writes them to HBM.
         axes: Logical axes that split the work.
         count: Number of layers.
         name: Name of the result in remat policies, or None if it has none.

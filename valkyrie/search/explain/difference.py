@@ -84,7 +84,7 @@ class Difference:
 
     Args:
         names: Names of the layouts.
-        step_s: Step times.
+        step_s: Seconds per step.
         seconds: Seconds of the parts of a step, the largest difference first.
         bytes_sent: Bytes that a device sends, by mesh axes.
         bytes_at_peak: Peak memory of a device by content. Not scaled.

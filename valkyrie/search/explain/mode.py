@@ -73,7 +73,7 @@ def _explain_folder(run: Run, predictions: Sequence[Prediction]) -> Path:
 
 
 def explain(first: Run | Path | Prediction, second: Run | Path | Prediction, console: Console) -> Difference:
-    """Compare two layouts. Each is a `Run`, which is compiled, a run folder of `mode=compile`, or a prediction.
+    """Compare two layouts. Each is a prediction, a run folder of `mode=compile`, or a `Run` to compile.
 
     Raises ValueError with all problems before compiling anything.
     """

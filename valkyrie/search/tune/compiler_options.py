@@ -64,6 +64,6 @@ def all_options() -> tuple[CompilerOption, ...]:
 
 
 def options_for(chip: str) -> list[CompilerOption]:
-    """Return the options that may be worth setting on a chip, in the order of trial."""
+    """Return the options that may be worth setting on a chip, in the order that `mode=tune` tries them."""
     options = (option for option in all_options() if option.chips is None or chip in option.chips)
     return [replace(option, idle=chip in option.idle_on) for option in options]

@@ -97,7 +97,7 @@ class TuneResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedRun(TuneResult):
-    """Results so far. `run` is the run with the best settings."""
+    """Results of tuning a run, final or so far (see `finished`). `run` is the run with the best settings."""
 
     run: Run
 
