@@ -166,7 +166,10 @@ def code_eval(run: Run) -> int:
 
 
 def list_checkpoints(run: Run) -> int:
-    """Print a trained run's durable checkpoints, and its fast ones on this host. Returns 1 if any is damaged, else 0."""
+    """Print the durable checkpoints of a trained run, and its fast ones on this host.
+
+    Returns 1 if any is damaged, else 0.
+    """
     folder, console = trained_folder(run), make_console()
     checkpoints = stored_checkpoints(folder, run.config.checkpoint)
     for c in checkpoints:
