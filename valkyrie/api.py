@@ -115,8 +115,8 @@ def named_slice(name: str, *, slices: int = 1) -> Slice:
     """Return the slice with this name, such as `v4-64`, `v5litepod-8` or `v4:4x8x8`.
 
     It has the chip, the number of chips and hosts, the topology and prices. `slice.mesh((4, 16), ("data", "model"))`
-    returns a mesh to compile for. `slices` is the number of slices, connected by the data-centre network. Raises
-    ValueError for an unknown name, with the nearest legal slices.
+    returns a mesh to compile for. `slices` is the number of such slices, connected by the data-centre network. Raises
+    ValueError for an unknown name. The message names the nearest legal slices.
     """
     from valkyrie.config.choices import get_target
 
@@ -160,7 +160,7 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
     `name` is not used. Layout settings that the run sets (`partition=fsdp`) are fixed, and the others vary.
 
     The folder of the search keeps every compile and measurement, so that a later search with the same model and target
-    continues there. Interrupting it raises KeyboardInterrupt and keeps the answer so far in `search.json`. Compiles and
+    continues there. An interrupt raises KeyboardInterrupt and keeps the answer so far in `search.json`. Compiles and
     measurements run in child processes, which need the devices: on a TPU or GPU, search before this process uses JAX.
     Raises ValueError if no layout fits (the message names a slice that is large enough), if an environment variable
     makes every compile fail, or if the run sets `resume`.
@@ -195,9 +195,8 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
 def explain(first: Run | Result | str | Path, second: Run | Result | str | Path, *, quiet: bool = False) -> Explanation:
     """Explain why one of two layouts of a model is faster: what each waits for, recomputes and saves.
 
-    Each layout is a `Run`, which is compiled for its target, a `Result` of `predict`, or the run folder of a
-    `mode=compile`, as a path or a name in `runs`. Raises ValueError if they cannot be compared, before compiling
-    anything.
+    Each layout is a `Run`, which is compiled for its target, a `Result` of `predict`, or the path or name of a run
+    folder that `mode=compile` has made. Raises ValueError if the layouts cannot be compared, before compiling anything.
     """
     from valkyrie.search.explain.mode import explain as explain_layouts
 
@@ -391,7 +390,7 @@ def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool
     have a result in the folder are not repeated. Failed trials are rows with a `status` and `reason`.
 
     The sweep and each of its trials run in separate child processes, which need the devices: on a TPU or GPU, sweep
-    before this process uses JAX. Interrupting it raises KeyboardInterrupt and keeps the finished trials. Raises
+    before this process uses JAX. An interrupt raises KeyboardInterrupt and keeps the finished trials. Raises
     ValueError for settings that `valkyrie-train` refuses. `config_dir` is a folder with your configs and modules.
     """
     folders: list[str] = []

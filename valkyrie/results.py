@@ -174,8 +174,8 @@ class Trained:
 
     Args:
         run: The run.
-        folder: Its run folder.
-        summary: Summary of the run by name, as in `metrics.jsonl`: `steps`, losses, seconds, rates and status.
+        folder: The run folder.
+        summary: The summary in `metrics.jsonl`, a dict with `steps`, losses, seconds, rates and status.
         fitted: The step program and the last state.
     """
 

@@ -120,9 +120,10 @@ def judge_all(
     workers: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[CompletionResult] | None:
-    """Judge completions, `workers` at a time (None: one per CPU core). Returns their results in order.
+    """Judge completions, given as (problem, text), `workers` at a time (None: one per CPU core).
 
-    Returns None if `stopped`, which is called before each completion, returned true.
+    Returns the results in the order of `pairs`, or None if `stopped`, which is called before each completion, returned
+    true.
     """
 
     def judge_pair(pair: tuple[CodingProblem, str]) -> CompletionResult | None:
@@ -141,7 +142,8 @@ def judge_all(
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Estimate the probability that at least one of `k` samples passes, given that `passed` of `samples` did.
 
-    The unbiased estimator of the Codex paper (arXiv 2107.03374, equation 1): 1 - C(n-c, k) / C(n, k).
+    The unbiased estimator of the Codex paper (arXiv 2107.03374, equation 1): 1 - C(n-c, k) / C(n, k), where n is
+    `samples` and c is `passed`. Raises ValueError unless 1 <= k <= samples.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs 1 <= k <= {samples} samples.")

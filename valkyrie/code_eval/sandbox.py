@@ -48,8 +48,8 @@ class SandboxStepResult:
 
     Args:
         status: Exit status as in a shell: 128 + n if signal n killed the command.
-        output: The command's output.
-        seconds: Duration in seconds.
+        output: The command's standard output and error, combined and cut to twice `OUTPUT_BYTES`.
+        seconds: Wall time in seconds.
         limit: The limit that was exceeded, `time` or `output`, or None.
     """
 

@@ -41,7 +41,7 @@ class StackSharding(NamedTuple):
     Args:
         devices: Number of devices that a stack is split over.
         sharding_key: Returns a key that is equal for parameters with equally sharded matrices.
-        shard_as_stored: Shards a stack (matrices, rows, columns) like the parameter between steps.
+        shard_as_stored: Shards a stack (matrices, rows, columns) as the parameter is sharded between steps.
         shard_by_matrix: Shards the first dimension of a stack over all devices.
     """
 
@@ -192,7 +192,10 @@ def _normalise(
 
 
 def _second_moment_axis(spec: Parameter) -> int:
-    """Return the dimension of a stack along which NorMuon stores second moments: the larger of outputs and inputs."""
+    """Return the dimension of a stack along which NorMuon stores second moments: 1 for rows or 2 for columns.
+
+    It is the dimension of the outputs if there are at least as many as inputs, else that of the inputs.
+    """
     _, rows, columns = matrix_shape(spec)
     outputs, inputs = (rows, columns) if spec.output_first else (columns, rows)
     return 1 if spec.output_first == (outputs >= inputs) else 2

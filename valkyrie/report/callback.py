@@ -35,7 +35,7 @@ class SweepPage(Callback):
 
 
 def _remove_outdated_page(page: Path) -> str:
-    """Remove an outdated report, if there is one. Returns a suffix for the error message."""
+    """Remove an outdated report. Returns a suffix for the error message, or "" if there was no report."""
     if not page.exists():
         return ""
     try:

@@ -105,7 +105,7 @@ class PageData:
         overall_figures: Maps ids of figures for all rows to their specifications. None if the figure is omitted.
         columns: Columns of the ranked table.
         rows: Cells of the ranked table.
-        details: For each row, the facts shown when it is selected, by name.
+        details: For each row, a dict of the facts that are shown when the row is selected.
         pairs: Quantities of predicted rows, and explanations of the difference between two of them.
         timelines: Timelines of the best rows, by row number.
         toruses: Drawings of the mesh on the torus, by row number.

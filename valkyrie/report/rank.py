@@ -66,7 +66,7 @@ def chip_price(row: Row) -> float | None:
 
 
 def simplest_partitions(rows: Sequence[Row]) -> dict[str, str]:
-    """Return, by row id, the simplest partition that shards every array in the same way. It may be the row's own.
+    """Return a dict from row ids to the simplest partition that shards every array as the row's partition does.
 
     The simplest partition is the one with the fewest kinds of roles. For example, `1d_tp` on a mesh with x=1 only
     shards the batch, so its simplest partition is `dp`, and its speed says nothing about tensor parallelism.
@@ -191,9 +191,9 @@ def compare(rows: Sequence[Row], a: str, b: str) -> SweepComparison:
 def concordance(pairs: Sequence[RowPair]) -> float | None:
     """Return the share of pairs of layouts that predictions rank in the measured order (concordance).
 
-    Each item of `pairs` has the prediction `a` and the measurement `b` of one layout.
-    Compares only layouts of one workload with the same kinds of speed. Ignores equal predictions, and measurements that
-    differ only by noise. Returns None if no two layouts remain.
+    Each item of `pairs` has the prediction `a` and the measurement `b` of one layout. Compares only layouts with the
+    same workload and kinds of speed. Ignores equal predictions, and measurements that differ only by noise. Returns
+    None if no two layouts remain.
     """
     agree = total = 0
     for i, pair in enumerate(pairs):

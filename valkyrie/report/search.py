@@ -234,7 +234,7 @@ def _counts_table(answer: SearchAnswer) -> TextTable:
 def explain_command(arguments: Sequence[str], first: Sequence[str], second: Sequence[str]) -> str:
     """Return the shell command that explains the difference between two layouts, given the overrides of each.
 
-    `arguments` are those of the search: the overrides that both layouts share.
+    `arguments` are the overrides of the search, which both layouts share.
     """
     sides = [f"{side}={' '.join(overrides)}" for side, overrides in (("first", first), ("second", second))]
     return f"valkyrie-train {shlex.join(['mode=explain', *arguments, *sides])}"

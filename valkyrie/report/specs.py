@@ -140,7 +140,7 @@ def bars(data: Values) -> Spec:
 def heat(data: Values) -> Spec:
     """Return one heat map for each degree of DP. Its cells show the best tokens/s/chip by the degrees of MP1 and MP2.
 
-    Cells without a speed are empty, with the reason as tooltip.
+    Cells without a speed have no colour and show the status. Their tooltip shows the reason.
     """
     missing = "datum.rate === null"
     tooltip = _tooltip(

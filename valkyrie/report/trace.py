@@ -40,7 +40,7 @@ class Timeline:
         step_us: End of the last span.
         spans: (track, start, duration, category, name, number of merged operations) of each span. `track` is an index
             into `tracks`, and `category` and `name` are indices into `names`.
-        axes: Mesh axes, such as `x,y`, by the name of a communication category or track.
+        axes: Maps names of communication categories and tracks to mesh axes, such as `x,y`.
     """
 
     tracks: list[str]

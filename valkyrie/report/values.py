@@ -31,7 +31,7 @@ FAR_FACTOR = 4
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the label of each row by its id: the layout, followed by the workload settings that differ between rows.
+    """Return a dict from row ids to labels: the layout, followed by the workload settings that differ between rows.
 
     Labels that are still equal get the name of the sweep, its folder or the name of the trial in parentheses.
     """
@@ -251,7 +251,7 @@ def losses(rows: Sequence[Row]) -> Values:
 
 
 def _training_labels(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the names of training runs by the ids of their rows. Equal names are followed by their folders."""
+    """Return a dict from row ids to names of training runs. Equal names are followed by the folder."""
     counts = Counter(row.trial.name for row in rows)
     return {
         row.id: f"{row.trial.name} ({row.source})" if counts[row.trial.name] > 1 else row.trial.name for row in rows

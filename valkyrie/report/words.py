@@ -187,7 +187,10 @@ def _describe_equivalents(partition: str, rows: Sequence[Row], simplest: dict[st
 
 
 def explain_ratio(fast: Row, slow: Row) -> str:
-    """Return a sentence with the ratio of two speeds, followed by sentences that explain the difference."""
+    """Return a sentence with the ratio of two speeds, followed by sentences that explain the difference.
+
+    Only says that the speeds are equal if they differ by noise or their ratio is below `EQUAL_RATIO`.
+    """
     assert fast.tokens_per_second_per_chip and slow.tokens_per_second_per_chip
     ratio, (a, b) = fast.tokens_per_second_per_chip / slow.tokens_per_second_per_chip, distinguishing_names(fast, slow)
     if within_noise(fast.trial, slow.trial) and (noise := _describe_noise(fast, slow)):
@@ -219,7 +222,10 @@ class PairedRows:
 
 
 def compare_rows(rows: Sequence[Row]) -> PairedRows:
-    """Compare predicted rows that differ at most in layout and batch. Empty if fewer than two rows have step parts."""
+    """Compare the first `MAX_EXPLAINED` predicted rows in pairs. Skips pairs that differ in more than layout and batch.
+
+    The result is empty if fewer than two rows have step parts.
+    """
     predicted = {
         i: _prediction(row)
         for i, row in enumerate(rows)

@@ -44,7 +44,8 @@ def main() -> None:
 def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> Outcome:
     """Call `work` and return its outcome, or convert its exception to an outcome.
 
-    Prints the traceback to `log`, or to stderr if `log` is None.
+    The status is `does_not_fit` if memory is exceeded, `refused` for other ValueErrors and OSErrors, and `failed` for
+    other exceptions. Prints the traceback to `log`, or to stderr if `log` is None.
     """
     try:
         return work()

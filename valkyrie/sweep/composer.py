@@ -105,7 +105,7 @@ class Composer:
         return run.changed(**layout) if layout else run
 
     def compose_choice(self, group: str, name: str, fixed_overrides: Sequence[str]) -> Any:
-        """Return the mesh, partition or remat policy named `name`, composed together with `fixed_overrides`."""
+        """Return the choice `name` of `group` (mesh, partition or remat), composed together with `fixed_overrides`."""
         mesh = self._mesh(name) if group == "mesh" else None
         return mesh or getattr(self.compose_run([*fixed_overrides, f"{group}={name}"]).config, group)
 

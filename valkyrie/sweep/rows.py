@@ -39,7 +39,7 @@ class SpeedKind(NamedTuple):
 
     @property
     def devices(self) -> str:
-        """The devices of a measurement or training, such as `simulated devices`."""
+        """The devices of a measurement or training run, such as `simulated devices`."""
         if not self.simulated:
             return "this machine" if self.target == AUTO_TARGET else self.target
         return "simulated devices" + ("" if self.target in _SIMULATED else f" ({self.target})")
@@ -220,8 +220,9 @@ def make_rows(
 ) -> list[Row]:
     """Convert trials to rows, training runs first.
 
-    `sweeps` has the trials of each sweep by its folder. `trainings` has training runs outside sweeps by their run
-    folders. A trial that did not record its devices gets those of other trials with the same folder, stage and target.
+    `sweeps` maps the folders of sweeps to their trials. `trainings` maps run folders to the training runs in them that
+    do not belong to a sweep. If a trial did not record its devices, they are taken from other trials with the same
+    folder, stage and target.
     """
     varied, rows = varied_settings({**sweeps, **trainings}), []
     for folder, trials in itertools.chain(trainings.items(), sweeps.items()):

@@ -82,10 +82,11 @@ def run_in_this_process(
 
 
 def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = None) -> dict[str, Trial]:
-    """Run the trials of one sweep folder, `jobs` at a time in separate processes, and return their records by key.
+    """Run the trials of one sweep folder, `jobs` at a time in separate processes.
 
-    Waits for trials that another sweep is running. Raises OSError if a record cannot be written, and KeyboardInterrupt
-    after Ctrl-C. In both cases running trials are stopped and not recorded.
+    Returns a dict from trial keys to records, including earlier records of trials that need no new run. Waits for
+    trials that another sweep is running. Raises OSError if a record cannot be written, and KeyboardInterrupt after
+    Ctrl-C. In both cases running trials are stopped and not recorded.
     """
     trials, waiting = settle(plans, watcher)
     running: dict[str, tuple[TrialProcess, TrialLock]] = {}
@@ -117,7 +118,7 @@ def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = 
 
 
 def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[dict[str, Trial], list[TrialPlan]]:
-    """Split plans into settled trials, by key, and plans that must run.
+    """Split plans into settled trials and plans that must run. Returns (trials by key, plans).
 
     A trial is settled if an earlier record makes a new run unnecessary, or if it is refused. Records new refusals, and
     shows settled trials with `watcher`.

@@ -57,7 +57,7 @@ class SpaceConfig:
             `2sAxBxC` the same within each of two slices.
         devices: Number of devices to factorise, or None for the target's. With `target=auto`, None means the number of
             devices in the mesh of the run.
-        partitions: Names, or `all`.
+        partitions: Names of partitions, or `all`.
         microbatches: Numbers of microbatches, or None to use the run's.
         remat: Names of remat policies, or None to use the run's.
         placements: `default`, `all`, or lists of mesh axes such as `z,x,y`.

@@ -198,7 +198,10 @@ class SweepTracker:
 
 
 def wandb_run_id(config: TrackingConfig, folder: Path, key: str) -> str:
-    """Return the W&B id of a trial, or of the sweep if `key` is `sweep`. All attempts of a trial share an id."""
+    """Return the id of a trial's W&B run, or of the sweep's parent run if `key` is `sweep`.
+
+    All attempts of a trial have the same id.
+    """
     identity = (config.entity, config.project, folder.resolve().name, folder.stat().st_ino, key)
     return digest(repr(identity))[:16]
 

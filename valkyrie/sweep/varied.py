@@ -26,7 +26,7 @@ _STEP_GROUPS = _MODEL_GROUPS | {"precision", "optimizer"}
 
 
 def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], tuple[str, ...]]:
-    """Return the varied settings of each trial, such as `state_size=1024`, by sweep folder and trial key.
+    """Return a dict from (sweep folder, trial key) to the varied settings of the trial, such as `state_size=1024`.
 
     A key is varied if its value differs between trials of one sweep, stage and target. Keys of the precision or
     optimizer are compared across sweeps too, and keys of the model also across stages and targets.

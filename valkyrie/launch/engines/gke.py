@@ -89,7 +89,7 @@ class Config(RentedConfig):
 
 
 def xpk_command(config: Config, overrides: Sequence[str]) -> Command:
-    """Return the command that submits the same job with XPK."""
+    """Return the XPK command that submits the same job as `manifest`."""
     return (
         *("xpk", "workload", "create", f"--workload={resource_name(config.name)}", f"--cluster={config.cluster}"),
         *flags(zone=config.zone, project=config.project),
