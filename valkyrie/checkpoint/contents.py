@@ -187,7 +187,10 @@ def refuse_other_state(path: Any, expected: Mapping[str, Any], changed: Mapping[
 
 
 def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, expected: Mapping[str, str] | None) -> None:
-    """Raise ValueError if a checkpoint's tokenizer is not `expected`. Does nothing if either is None (unknown)."""
+    """Raise ValueError if the tokenizers of a checkpoint and of the run have different fingerprints.
+
+    `saved` and `expected` are their `name` and `fingerprint`. Does nothing if one of them is None (unknown).
+    """
     if expected is None or saved is None or saved["fingerprint"] == expected["fingerprint"]:
         return
     if saved["name"] == expected["name"]:

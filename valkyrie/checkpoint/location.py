@@ -97,8 +97,8 @@ def checkpoint_root(run_folder: Path) -> Any:
 def configured_root(run_folder: Path, folder: str | None) -> Any:
     """Return the path of a run's durable checkpoints.
 
-    `folder` is the setting `checkpoint.folder`: the checkpoints are in its subfolder with the run's name, or in the run
-    folder if it is None.
+    `folder` is the setting `checkpoint.folder`. The checkpoints are in its subfolder with the run's name, or in the run
+    folder if `folder` is None.
     """
     return run_folder / CHECKPOINTS_FOLDER if folder is None else parse_path(folder) / run_folder.name
 
@@ -149,8 +149,9 @@ def saved_steps(run_folder: Path) -> list[int]:
 def all_steps_in(root: Any) -> list[int]:
     """Return the steps of the checkpoint folders directly in a folder or bucket, oldest first.
 
-    On a disk, includes incomplete folders, for example of an interrupted copy. They are never saves in progress, which
-    get their final name when they finish. In a bucket they could be, so only finished checkpoints are returned.
+    On a disk, includes incomplete folders, for example of an interrupted copy. A save in progress is not included,
+    because its folder gets the step as its name when it finishes. In a bucket, an incomplete folder may be a save in
+    progress, so only finished checkpoints are returned.
     """
     if in_bucket(root):
         return steps_in(root)

@@ -84,7 +84,7 @@ class Checkpoints:
         return max((step for step in steps if step is not None), default=None)
 
     def newest_complete_step(self) -> int | None:
-        """Return the newest step that is completely stored in either tier, without saves in progress, or None."""
+        """Return the step of the newest checkpoint that either tier has finished saving, or None if there is none."""
         paths = [tier.path for tier in (self.durable, self.fast) if tier is not None]
         return max((step for path in paths for step in steps_in(path)), default=None)
 
@@ -110,7 +110,7 @@ class Checkpoints:
     def try_restore(
         self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None
     ) -> Restored | None:
-        """Restore the newest undamaged checkpoint of any tier that all processes can read. None if there is none.
+        """Restore the newest undamaged checkpoint that all processes can read. Returns None if there is none.
 
         Unless read-only, moves newer, damaged durable checkpoints aside and deletes fast checkpoints of later steps.
         Raises ValueError if all checkpoints are damaged, or if the newest one does not fit the model, tokenizer or

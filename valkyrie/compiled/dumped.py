@@ -26,7 +26,7 @@ HOW_TO_DUMP = (
     "Run the program with XLA_FLAGS='--xla_dump_to=FOLDER --xla_dump_hlo_as_proto' and take "
     "FOLDER/*.after_optimizations.hlo.pb, or save compiled.as_text()"
 )
-"""How to dump the scheduled module of any JAX program."""
+"""Advice in error messages: how to dump the scheduled module of a JAX program."""
 MAX_FILE_BYTES = 2 * 2**30
 """Maximum size of a file in bytes. Protos are limited to 2 GiB; the HLO text of a large model has a few hundred MiB."""
 _REPLICAS_PATTERN = re.compile(r"replica_count=(\d+)")

@@ -58,7 +58,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class BatchDimension:
-    """A dimension of a batch argument, its size, and the mesh axes that split it."""
+    """A dimension of a batch argument: the argument's name, the dimension's size, and the mesh axes that split it."""
 
     argument: str
     size: int

@@ -50,12 +50,12 @@ def export_run(
 ) -> Path:
     """Write the weights of a run as a Hugging Face folder, and return its path.
 
-    Raises ValueError if the checkpoint does not exist, the model cannot be converted, or `folder` is not empty.
+    Raises ValueError if the checkpoint is missing or damaged, the model cannot be converted, or `folder` is not empty.
 
     Args:
         run_folder: the run folder. If its checkpoint has averaged parameters (`ema_decay`), these are written.
         folder: the folder to write.
-        step: step of the checkpoint, or None for the newest.
+        step: step of the checkpoint, or None for the newest undamaged one.
         dtype: dtype of the weights. None for the original dtype if the run was converted from a folder, else float32.
         file_bytes: approximate maximum bytes of a file.
         say: called with a message before the tensors are written.

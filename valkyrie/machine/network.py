@@ -45,7 +45,7 @@ class LinkTraffic:
         latency_s: Seconds during which no bytes move.
         busy_s: Seconds that the busiest link is in use, by torus axis and direction (`a+`, `a-`, or `dcn`).
         bytes_sent: Bytes that one device sends.
-        bytes_by_axis: Bytes that one device sends along each torus axis.
+        bytes_by_axis: Bytes that one device sends along each torus axis, and between slices (`dcn`).
     """
 
     seconds: float = 0.0
@@ -212,7 +212,10 @@ class LinkModel:
         )
 
     def _across_slices(self, kind: str, groups: np.ndarray, full_bytes: float, slices: int) -> LinkTraffic:
-        """Return the cost of a scatter within slices, an exchange over the network, and a gather within slices."""
+        """Return the cost of a collective whose groups span several slices.
+
+        It consists of a scatter within slices, an exchange over the network, and a gather within slices.
+        """
         members = groups.shape[1]
         slice_members = members // slices
         order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")

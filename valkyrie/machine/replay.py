@@ -353,7 +353,7 @@ class _Replayer:
             self._add_loop_overhead(instruction, remaining_trips)
 
     def _add_loop_overhead(self, loop: Instruction, times: int) -> None:
-        """Add the scalar work of a loop's iterations."""
+        """Add the time of branching and scalar work in `times` iterations of a loop (`LOOP_ITERATION_S`)."""
         seconds = times * assumptions.LOOP_ITERATION_S
         self._totals.add_time(PartKind.compute, seconds, "loop control", loop.source, float(times))
         self._links.pass_time(seconds)

@@ -122,7 +122,7 @@ def _split_chunks(x: Array, shards: int, chunk: int) -> Array:
 
 
 def _merge_chunks(x: Array, shards: int, batch: int, seq: int) -> Array:
-    """Invert `_split_chunks`, dropping positions after `seq`."""
+    """Reshape (chunks, batch, shards * chunk, ...) to (batch, seq, ...), and drop the padding of `_split_chunks`."""
     chunks = x.shape[0]
     x = jnp.moveaxis(x.reshape(chunks, batch, shards, -1, *x.shape[3:]), 0, 2)
     x = x.reshape(batch, shards, -1, *x.shape[4:])[:, :, : seq // shards]

@@ -43,7 +43,7 @@ DOUBLINGS = (1, 2, 4)
 """Distance, in positions, that each doubling step looks back."""
 
 STEPS = len(DOUBLINGS) + 1
-"""Number of multiply-adds per state: one for each doubling step, and one for the previous tile."""
+"""Number of multiply-adds per state and position: one for each doubling step, and one for the previous tile."""
 
 
 def kernel(

@@ -284,7 +284,7 @@ class _Stage:
         return constrain_rows(self._shard, split, 1)
 
     def _join_microbatches(self, x: jax.Array) -> jax.Array:
-        """Invert `_split_microbatches`."""
+        """Reshape (microbatch, rows, ...) to (rows of a stage, ...). Inverts `_split_microbatches`."""
         parts, count = self._shard.size(BATCH), self._pipeline.microbatches
         return x.reshape(count, parts, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
 

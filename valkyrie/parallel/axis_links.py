@@ -237,7 +237,7 @@ def _sorted_placements(sizes: tuple[int, ...], topology: Topology, has_torus: bo
 
 
 Filling = tuple[tuple[tuple[int, int], ...], ...]
-"""Factors (axis number, size) of mesh axes on each physical axis, slowest first."""
+"""For each physical axis, the factors (mesh axis number, size) on it, slowest first."""
 
 
 def _torus_factors(

@@ -189,10 +189,11 @@ class Candidates:
         return elements
 
     def state_shard_elements(self, spec: Parameter) -> np.ndarray:
-        """Return the number of elements of a parameter for which one device stores the optimizer state.
+        """Return, for each layout, the number of a parameter's elements for which one device stores optimizer state.
 
         As in `Layout.optimizer_axes`, ZeRO-1 splits the state over each data axis that does not split the parameter.
-        The axis splits the first dimension, except `layers`, that is divisible by the resulting number of parts.
+        Each of these axes splits the first dimension, except `layers`, that is divisible by the resulting number of
+        parts.
         """
         elements = self.shard_elements(spec, "stored")
         if not self.partition.zero1:

@@ -144,8 +144,8 @@ class Layout:
     def optimizer_axes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split the optimizer state of a parameter.
 
-        ZeRO-1 adds each data axis that does not split the parameter to a dimension: the first one, except `layers`,
-        that is divisible by the resulting number of parts.
+        With ZeRO-1, each data axis that does not split the parameter also splits the state. It splits the first
+        dimension, except `layers`, that is divisible by the resulting number of parts.
         """
         entries = list(self.stored_axes(axes))
         if self.partition.zero1:
@@ -286,11 +286,12 @@ def derive_layout(
 
 
 def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
-    """Replicate axes in `Arrays.sharded_like` over mesh axes that do not divide their length, and add a note.
+    """Return a layout that replicates axes in `Arrays.sharded_like` over mesh axes that do not divide their length.
 
     `sharded_like` maps an axis to the axis that it follows, such as key heads to query heads. If both have the same
     rule, mesh axes are dropped from the end of the follower's rule until the remaining ones divide its length. For
-    example, key heads are replicated if there are fewer of them than shards of the query heads.
+    example, key heads are replicated if there are fewer of them than shards of the query heads. Each change
+    adds a line to `Layout.notes`.
     """
     notes = []
     for axis, leading in arrays.sharded_like.items():

@@ -239,7 +239,11 @@ def describe_roles(sizes: Mapping[str, int], roles: Mapping[str, Role]) -> str:
 
 
 def roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, Role]:
-    """Return the role of every mesh axis."""
+    """Return the role of every mesh axis.
+
+    If a mesh axis splits several logical axes, its kind follows from `layers`, else from the batch, else from the
+    sequence.
+    """
     roles = {}
     for axis, size in mesh.axes.items():
         split = [logical for logical, axes in parameters.items() if axis in axes]

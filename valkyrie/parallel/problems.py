@@ -24,9 +24,10 @@ FindNearest = Callable[[Problem], list[int]]
 
 
 def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
-    """Return whether all sizes that depend on the problem's config key are divisible by `problem.parts`.
+    """Return whether a new value of a problem's config key makes the sizes that depend on it divisible.
 
-    If no size of an array depends on the key, the value itself must be divisible.
+    All these sizes must be divisible by `problem.parts`. If no size of an array depends on the key, the value itself
+    must be.
 
     Args:
         problem: A divisibility problem.
@@ -94,7 +95,14 @@ class SizeCheck:
 
 
 def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: int) -> Iterator[SizeCheck]:
-    """Yield a check for each problem that the sizes of mesh axes can cause, with the layouts that have the problem."""
+    """Yield a check for each problem that the sizes of mesh axes can cause, with the layouts that have the problem.
+
+    Args:
+        layouts: A single layout, or all candidates of a search.
+        arrays: Arrays of the model.
+        batch: Number of sequences in the global batch.
+        seq: Number of tokens per sequence.
+    """
     partition, microbatches, rounds = layouts.partition, layouts.microbatches, layouts.partition.rounds
     batch_axes, seq_axes = layouts.activations[BATCH], layouts.activations[SEQ]
     layer_axes = layouts.parameters.get(LAYERS, ())
@@ -193,7 +201,10 @@ def _with_mesh_axes(layout: Layout, problem: Problem, mesh_axes: Sequence[str], 
 def _pipeline_problems(
     layout: Layout, arrays: Arrays, size_problems: dict[ProblemCode, list[Problem]]
 ) -> list[Problem]:
-    """Return the problems of a pipeline's stages and schedule, and of a model or partition that does not support it."""
+    """Return the problems of a pipeline: of its stages, its schedule, and a model or remat policy that it cannot run.
+
+    Returns an empty list without a pipeline. `size_problems` are the layout's problems from `size_checks`, by code.
+    """
     pipeline, partition = layout.pipeline, layout.partition
     if pipeline is None:
         return []

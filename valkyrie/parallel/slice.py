@@ -68,7 +68,10 @@ class Slice(TargetConfig):
         return placed_mesh(axes, devices, placement, self.slices)
 
     def positions(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
-        """Return the positions of a mesh's devices, flattened in row-major order. Needs no libtpu."""
+        """Return the positions of a mesh's devices, flattened in row-major order. Needs no libtpu.
+
+        Raises ValueError if the mesh does not fit this slice.
+        """
         grid = placed_grid(self.axes(shape, names, None), list_device_stubs(self), slices=self.slices)
         return tuple(Position(d.slice_index, tuple(d.coords), d.core_on_chip) for d in grid.flat)
 

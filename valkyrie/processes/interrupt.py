@@ -188,7 +188,7 @@ def repair_std_streams() -> None:
 
 
 def exit_on_ctrl_c(command: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context where Ctrl-C prints a message and ends the process immediately."""
+    """Return a context where Ctrl-C prints a message that names `command`, and ends the process immediately."""
 
     def end(signum: int) -> None:
         os.write(2, f"{command}: stopped\n".encode())

@@ -94,7 +94,7 @@ def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
 
 
 def _last_save_time(folder: Path) -> float:
-    """Return the time of a run's last save: that of its checkpoint folder, or of the run folder if that is missing."""
+    """Return the modification time (Unix) of a run's checkpoint folder, or of the run folder if it has none."""
     checkpoints = folder / CHECKPOINTS_FOLDER
     return (checkpoints if checkpoints.exists() else folder).stat().st_mtime
 
@@ -104,7 +104,8 @@ def run_folder(run: Run) -> Path:
 
     A new folder is named after model, layout and time. Compiling or measuring a trained run uses a separate folder next
     to it, so that the training's `run.yaml` is not overwritten. Raises ValueError if the run to resume does not exist,
-    if the folder contains other files, or if `name` has a slash (`resume=latest` does not search nested folders).
+    if the folder contains files but is not a run folder, or if `name` has a slash (`resume=latest` does not search
+    nested folders).
     """
     runs, mode = Path(run.config.runs), run.config.mode.name
     uses_run_folder = mode == "train" or reads_run(mode)
@@ -270,7 +271,10 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def describe_continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
-    """Return a line about a run that continues: its first and last step, and the settings that have changed."""
+    """Return a line about a run that continues: its first and last step, and the settings that have changed.
+
+    `changed` is the result of `changed_settings`.
+    """
     config = run.config
     saved_steps = saved_config(folder).steps if (folder / RUN_FILE).is_file() else config.steps
     changed_steps = {"steps": (str(config.steps), str(saved_steps))} if saved_steps != config.steps else {}

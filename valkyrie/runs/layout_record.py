@@ -38,7 +38,7 @@ class LayoutRecord:
         roles: Role of each mesh axis, as text.
         axis_roles: Role of each mesh axis. None in older records.
         degrees: Product of the sizes of the mesh axes with each kind of role, such as `DP`.
-        sharding: Name shared by layouts of a model that shard every array in the same way.
+        sharding: Hash that layouts of a model share if they shard every array in the same way (`Layout.sharding`).
         pipeline: `Pipeline.record()`, or None without a pipeline.
         predicted_by: Digest of the code and compiler of a prediction. None for other stages.
     """

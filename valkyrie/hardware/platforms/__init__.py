@@ -190,7 +190,7 @@ def platforms() -> tuple[Platform, ...]:
 
 @cache
 def get_platform(name: str) -> Platform:
-    """Return the platform with this name in `target.platform` or in JAX. Raises ValueError if there is none."""
+    """Return the platform with this name in `target.platform` or JAX's backends. Raises ValueError for other names."""
     for platform in platforms():
         if name in (platform.name, *platform.aliases):
             return platform

@@ -115,8 +115,9 @@ def chunked_attention(
 ) -> Queries:
     """Compute attention for chunks of `chunk` queries, one after another, with memory linear in the length.
 
-    Each chunk reads only the keys in the windows of its queries. This requires a dilation of 1. It reads all keys if
-    there is no window, or if its windows span the sequence. Windows are cut off at the first and the last key.
+    Each chunk reads only the keys in the windows of its queries, and the dilation must be 1. Without a window, or if
+    the windows of a chunk span the sequence, each chunk reads all keys, and any dilation is allowed. Windows end at the
+    first and the last key.
     """
     seq, keys = q.shape[1], k.shape[1]
     chunk = min(chunk or pick_chunk(pattern.window, seq), seq)
@@ -139,7 +140,7 @@ def chunked_attention(
 
 
 class _Chunk(NamedTuple):
-    """Queries of one scan step, with their segments, and whether they see the global tokens."""
+    """Queries of one scan step, their segments, and a mask of the global tokens that they see outside their windows."""
 
     q: Float[Array, "batch chunk heads head_dim"]
     query_segments: Int[Array, "batch chunk"] | None

@@ -168,7 +168,7 @@ def _extend_keys(
 
 
 def _add_halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards: int) -> Array:
-    """Return `x` (batch, seq, ...) with adjacent positions from the neighbours, or zeros outside of the sequence."""
+    """Extend `x` (batch, seq, ...) by `before` and `after` positions of its neighbours, or zeros past the sequence."""
     seq = x.shape[1]
     parts = [x]
     for hop in range(1, -(-before // seq) + 1):

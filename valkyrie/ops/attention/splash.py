@@ -30,10 +30,10 @@ LANES = 128
 """Lanes of a TPU vector register. Lengths up to `BLOCK` are padded to a multiple of this."""
 
 BLOCK = 512
-"""Block length with a window, or for short sequences."""
+"""Number of queries or keys in a block, with a window or for short sequences."""
 
 WIDE_BLOCK = 1024
-"""Block length without a window, if the limits below allow it."""
+"""Number of queries or keys in a block without a window, if the limits below allow it."""
 
 MIN_WIDE_LENGTH = 4096
 """Shortest sequence for which wide blocks are faster."""
