@@ -47,7 +47,7 @@ CHIP = ChipConfig("cpu", "cpu", {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8],
 
 
 def make_request(*arguments: str) -> SearchRequest:
-    """Return a search request for eight CPU devices with known figures."""
+    """Return a search request for eight simulated CPU devices with the rates of `CHIP`, which are not measured."""
     request = parse_request(
         shared_run("mode=search", "target=cpu8", "model=gpt_tiny", "precision=float32", "batch=16", *arguments)
     )

@@ -56,7 +56,7 @@ DRAWN = st.tuples(
     st.lists(st.sampled_from(sorted(KINDS)), min_size=3, max_size=3),
     st.sampled_from([False, False, True]),
 )
-"""Order of the mesh axes within rules, use of each mesh axis, and whether ZeRO-1 is on."""
+"""Strategy for the arguments of `partition_of`: order of the mesh axes, use of each axis, and whether ZeRO-1 is on."""
 
 
 def partition_of(order: Sequence[str], kinds: Sequence[str], zero1: bool) -> PartitionConfig:

@@ -140,7 +140,7 @@ def _dispatch(run: Run) -> int:
 
 
 def _mesh_origin(text: str, arguments: Sequence[str]) -> str:
-    """Return a line for an error message about a mesh that only an environment variable sets, else ""."""
+    """Return a line that names TPU_MESH_CONFIG if `text` is an error about the mesh that the variable sets, else ""."""
     sizes = os.environ.get("TPU_MESH_CONFIG", "")
     is_typed = key_values(arguments).get("mesh", ENVIRONMENT_MESH) != ENVIRONMENT_MESH
     if not sizes or is_typed or f"mesh={sizes.replace(',', 'x')}" not in text:

@@ -178,7 +178,7 @@ def _require_file(file: Path) -> None:
 
 @contextlib.contextmanager
 def _explain_exit(start: str, remedy: str) -> Iterator[None]:
-    """Convert `sys.exit` in the user's code to a ValueError."""
+    """Convert `sys.exit` in the user's code to a ValueError with the message `START (sys.exit(STATUS)). REMEDY`."""
     try:
         yield
     except SystemExit as error:
@@ -188,7 +188,8 @@ def _explain_exit(start: str, remedy: str) -> Iterator[None]:
 def _import_function(file: Path, function: str) -> Callable[..., Any]:
     """Import a Python file, and return its function of this name.
 
-    Adds the folder of the file to `sys.path`, and passes no arguments to it, as `python FILE` does.
+    Adds the folder of the file to `sys.path`, and passes no arguments to it, as `python FILE` does. Raises ValueError
+    if the file has no such function.
     """
     sys.path.insert(0, str(file.resolve().parent))
     sys.argv = [str(file)]

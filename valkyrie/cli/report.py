@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refuse_ignored(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for arguments that would be ignored."""
+    """Raise ValueError for options that would be ignored, with or without `--wandb`, and for a comparison as CSV."""
     if arguments.wandb is None and (arguments.group is not None or arguments.dry_run):
         raise ValueError("--group and --dry-run need --wandb ENTITY/PROJECT.")
     if arguments.wandb is not None:
@@ -83,7 +83,7 @@ def _path(text: str) -> Path:
 
 
 def _report_damaged_metrics(rows: Sequence[Row]) -> None:
-    """Print how many damaged lines the metrics of each training run have."""
+    """Print a line to stderr for each training run whose metrics file has damaged lines."""
     from valkyrie.config.modes import METRICS_FILE
     from valkyrie.runs.tracking import read_metrics
 

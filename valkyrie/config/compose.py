@@ -47,7 +47,7 @@ SCHEMAS: dict[str, type] = {
     "tracking": TrackingConfig,
     "distributed": DistributedConfig,
 }
-"""Dataclass of each config group without families. Its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
+"""Dataclasses of config groups with a single schema. Their YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
 GROUPS = (*FAMILIES, *SCHEMAS)
 """Every config group with a schema. The YAMLs of `FAMILIES` begin with `defaults: [FAMILY_schema, _self_]`."""
 SCHEMAS_BY_PATH: dict[str, type] = {

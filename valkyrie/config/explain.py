@@ -49,7 +49,10 @@ _SCALAR_KEYS = {
     for field in fields(RunConfig)
     if (kind := {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(str(field.type).split()[0]))
 }
-"""Top-level keys that take a number or boolean, with that type as text. Messages for them do not suggest quotes."""
+"""Maps top-level keys that take a number or boolean to that type in words, such as `a whole number`.
+
+Messages for these keys do not suggest quotes.
+"""
 _EXTRAS = {
     "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
     "hydra/sweeper": {"optuna": "optuna"},
@@ -58,7 +61,7 @@ _EXTRAS = {
 
 
 def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
-    """Convert an error of Hydra, OmegaConf or YAML to a ValueError: a ProblemError if a single key is at fault.
+    """Convert an error of Hydra, OmegaConf or YAML to a ValueError: a ProblemError if it is about keys or their values.
 
     `folders` are the user's config folders.
     """

@@ -76,7 +76,7 @@ _SYNONYMS = {
     "dataset": "data",
     "tokenizer": "data.tokenizer",
 }
-"""Valkyrie's keys by their names in other frameworks."""
+"""Maps names of settings in other frameworks to Valkyrie's keys."""
 LARGEST_INT = 2**31 - 1
 """Largest integer setting. JAX uses 32-bit integers."""
 _INT64_KEYS = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}

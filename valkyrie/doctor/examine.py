@@ -47,7 +47,10 @@ def check_same_settings(context: CheckContext) -> CheckResults:
 
 
 def check_clocks(context: CheckContext) -> CheckResults:
-    """Compare this host's clock with that of process 0 at a barrier."""
+    """Compare this host's clock with that of process 0 at a barrier.
+
+    A difference above `MAX_CLOCK_DIFFERENCE_S` is a warning, and above `_CLOCK_FAILS_S` a failure.
+    """
     team = context.team
     team.wait("look at the clock")
     times = team.exchange("time", time.time())
@@ -140,7 +143,10 @@ def _report_all(context: CheckContext, table: FindingsTable, findings: list[Find
 
 
 def _acquire_devices(run: Run, team: Team) -> tuple[Devices | None, list[Finding]]:
-    """Start JAX. Returns the devices, or None if they do not match the target, and the finding about them."""
+    """Start JAX and acquire the devices of the run. Returns (devices, findings).
+
+    If the devices do not match the target, returns None in place of the devices, and a failure.
+    """
     if isinstance(team, ConnectedTeam):
         start_jax(run.config.distributed, team.process_info)
     try:

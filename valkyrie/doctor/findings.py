@@ -45,7 +45,7 @@ class CheckContext(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A named check. If `function` raises ValueError or OSError, the check fails with its message."""
+    """A named check. If `function` raises ValueError or OSError, the check fails with the message of that error."""
 
     name: str
     function: Callable[[CheckContext], CheckResults]
