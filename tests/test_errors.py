@@ -24,6 +24,7 @@ MISTAKES: dict[str, list[str]] = {
     "a sweep that is none": ["+sweep=nix"],
     "a key with two letters exchanged": ["modle=gpt_tiny"],
     "a key with dashes": ["--steps=5"],
+    "an unknown flag": ["mode=show", "--multrun"],
     "a key with dashes and a blank": ["--steps", "5"],
     "a key with a blank": ["steps", "5"],
     "a mesh with commas": ["mesh=2,2,2"],

@@ -9,11 +9,14 @@ from dataclasses import fields
 from importlib.metadata import version
 from itertools import zip_longest
 
+from hydra._internal.utils import get_args_parser  # the flags have no public list
+
 from valkyrie.config.compose import GROUPS
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import RunConfig
 from valkyrie.config.saved import CONFIG_DIR_FLAGS
 from valkyrie.paths import config_names
+from valkyrie.problems import suggest
 from valkyrie.runs.folder import key_value, key_values, split_flags
 
 _GROUPS = set(GROUPS)
@@ -73,6 +76,14 @@ def _refuse_dashes(flag: str, next_argument: str) -> None:
                 "VALUE" if "=" in next_argument or next_argument.startswith("-") or not next_argument else next_argument
             )
         raise ValueError(f"{flag}: write settings without dashes: {key}={value}.")
+    known_flags = [name for action in get_args_parser()._actions for name in action.option_strings]
+    name = flag.partition("=")[0]
+    # argparse accepts the beginning of a long flag, and a value directly after a short one.
+    if not any(known.startswith(name) if name.startswith("--") else name.startswith(known) for known in known_flags):
+        nearest = suggest(name, known_flags)
+        raise ValueError(
+            f"{flag} is not a flag. {f'Did you mean {nearest}?' if nearest else 'See --help.'}"
+        )
 
 
 def _refuse_joined_settings(argument: str, in_python: bool) -> None:
