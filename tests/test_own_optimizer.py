@@ -105,3 +105,14 @@ def test_a_module_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     for family in ("no_optimizer", "no_module"):
         with pytest.raises(ValueError, match=f"optimizer.family={family}"):
             valkyrie.optim.FAMILIES.config_class(family)
+
+
+def test_an_optimizer_with_the_name_of_a_module_of_python_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text((folder / "lion.py").read_text())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("VALKYRIE_MODULES", raising=False)
+    add_import_path([tmp_path])
+    with pytest.raises(ValueError, match="optimizer.family=json: .*/json.py would be ignored, because json is also a"):
+        valkyrie.optim.FAMILIES.config_class("json")

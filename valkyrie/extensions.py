@@ -64,6 +64,7 @@ class Families:
         """
         if name in self.names():
             return import_module(f"{self.package}.{name}").Config
+        self.refuse_ignored_module(name)
         if name not in self:
             raise ValueError(
                 f"{self.key}={name} is not known. Known: {', '.join(self.names())}, or the name of a Python module "

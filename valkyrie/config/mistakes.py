@@ -81,9 +81,7 @@ def _refuse_dashes(flag: str, next_argument: str) -> None:
     # argparse accepts the beginning of a long flag, and a value directly after a short one.
     if not any(known.startswith(name) if name.startswith("--") else name.startswith(known) for known in known_flags):
         nearest = suggest(name, known_flags)
-        raise ValueError(
-            f"{flag} is not a flag. {f'Did you mean {nearest}?' if nearest else 'See --help.'}"
-        )
+        raise ValueError(f"{flag} is not a flag. {f'Did you mean {nearest}?' if nearest else 'See --help.'}")
 
 
 def _refuse_joined_settings(argument: str, in_python: bool) -> None:
