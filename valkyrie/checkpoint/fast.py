@@ -79,7 +79,7 @@ class FastTier(Tier):
         return replace(super()._make_info(arrays), shards=local_shards(arrays))
 
     def restorable_steps(self, abstract_arrays: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-        """Return the steps that this process can restore, newest first, and a reason for each step that it cannot.
+        """Return the steps that this process can restore, newest first, and the reasons why it cannot restore the rest.
 
         Deletes damaged checkpoints. `abstract_arrays` has the arrays that the run needs, or their shapes with
         shardings, by field of the train state.

@@ -243,7 +243,7 @@ def format_shape(shape: Iterable[int]) -> str:
 
 
 def even_shape(chips: int, axes: int) -> SliceShape:
-    """Return `axes` lengths that are as equal as possible, ascending, with the product `chips`."""
+    """Return nearly equal lengths of `axes` axes, ascending, whose product is `chips`."""
     if axes == 1:
         return (chips,)
     side = next(n for n in range(round(chips ** (1 / axes)), 0, -1) if chips % n == 0)

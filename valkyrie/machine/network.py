@@ -316,7 +316,7 @@ class _Phase:
 
     Args:
         loads: (seconds of the busiest link, bytes that a device sends), by torus axis.
-        hops: Hops of the longest route.
+        hops: Hops until data from one member has reached all others of the phase.
     """
 
     loads: dict[str, tuple[float, float]]

@@ -49,7 +49,7 @@ class Crossings:
         return float(self.loads.max())
 
     def plus(self, other: Crossings) -> Crossings:
-        """Return the load of the messages of both objects together, sent at the same time."""
+        """Return the load if the messages of `self` and `other` are sent at the same time."""
         return Crossings(self.loads + other.loads, max(self.hops, other.hops), self.share + other.share)
 
 

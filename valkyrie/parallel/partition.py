@@ -217,7 +217,7 @@ class RoleKind(Enum):
 
     @property
     def splits_only_data(self) -> bool:
-        """Whether devices along such a mesh axis exchange no activations, because it splits them at most by batch."""
+        """Whether a mesh axis of this kind splits activations at most by batch, so they are not exchanged along it."""
         return self in (RoleKind.DP, RoleKind.FSDP, RoleKind.unused)
 
 

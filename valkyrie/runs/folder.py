@@ -62,8 +62,8 @@ _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-
 def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
     """Find the run folder of `resume`: `latest`, a name under `runs`, or a path. Raises ValueError if there is none.
 
-    For `latest` and for the suggestions in messages, a folder counts only if it has a `run.yaml` or finished
-    checkpoints of its own. `key` is the text before the value of `resume` in messages.
+    For `latest` and for the suggestions in messages, a resumable folder counts only if it also has a `run.yaml` or
+    finished checkpoints of its own. `key` is the text before the value of `resume` in messages.
     """
     refuse(file_problems("runs", str(runs)))
     # A training whose start failed may leave only the identity or the pointer of its checkpoints.
