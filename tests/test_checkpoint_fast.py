@@ -1,4 +1,4 @@
-"""Tests of fast checkpoints, the choice between fast and durable ones, and which durable ones are kept."""
+"""Tests of fast checkpoints (on local disks), of choosing between fast and durable ones, and of which ones are kept."""
 
 from __future__ import annotations
 

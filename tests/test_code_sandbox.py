@@ -50,7 +50,10 @@ def shell(command: str, time_s: float = 20.0, **limits: int) -> SandboxStepResul
 def judge_body(
     body: str, test: str = "assert f() is True", time_s: float = 20.0, isolated: bool = True
 ) -> CompletionResult:
-    """Return the result of `test` on a completion that is the body of a function `f()`."""
+    """Judge a completion by `test` and return the result.
+
+    The completion is `body`, indented as the body of a function `f()`. It may take `time_s` seconds and 256 MiB.
+    """
     problem = CodingProblem("f", "python", "easy", "def f():\n", f"{test}\n")
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     return judge(problem, lines, Limits(time_s, 256, isolated))

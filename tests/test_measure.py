@@ -1,4 +1,4 @@
-"""Tests of measuring a layout: every timed step counts, and simulated speeds are marked as such."""
+"""Tests of `mode=measure`: every timed step counts, and simulated speeds are marked as such."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ READ = {
     "": ["s5_tiny"],
     "resume=base,other": ["gpt_tiny", "s5_tiny"],
 }
-"""Overrides that select runs, and the models of these runs. Without overrides, the latest run is selected."""
+"""Maps overrides that select runs to the models of these runs. Without overrides, the latest run is selected."""
 
 
 @pytest.mark.slow

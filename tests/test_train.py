@@ -1,4 +1,4 @@
-"""Tests of training by the command: the run folder, output, evaluation, Ctrl-C, signals and NaN losses."""
+"""Tests of training with `valkyrie-train`: the run folder, output, evaluation, Ctrl-C, signals and NaN losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the record of trials: concurrent writers, a line cut off at the end, and newer schemas."""
+"""Tests of the record of trials, `trials.jsonl`: concurrent writers, a line cut off at the end, and newer schemas."""
 
 from __future__ import annotations
 

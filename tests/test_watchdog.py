@@ -28,7 +28,10 @@ class SimulatedWatchdog:
         self.watchdog._poll_s = 1.0
 
     def hangs_after(self, seconds: float) -> float | None:
-        """Return the time until the watchdog reports a hang, or None if it does not within `seconds`."""
+        """Advance the clock by up to `seconds`, until the watchdog reports a hang.
+
+        Returns the simulated seconds until then, or None if it reports no hang.
+        """
         began = self.now
         while self.now - began < seconds:
             self.now += 1.0
