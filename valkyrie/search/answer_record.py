@@ -40,7 +40,7 @@ class RankedLayout:
 
     Args:
         candidate: The layout.
-        overrides: Command-line overrides that select it.
+        overrides: Command-line overrides that select it. The first one is `target=`.
         stage: Source of the step time.
         step_s: Seconds per step.
         low_s, high_s: Range of the step time: the error range of a prediction, or the minimum and 90% quantile of a

@@ -29,7 +29,7 @@ SEARCH_FILE, PAGE_FILE = "search.json", "report.html"
 
 @dataclass(frozen=True)
 class ComparedProgram:
-    """A row of a comparison.
+    """A row of a comparison. None means unknown, unless stated otherwise.
 
     Args:
         name: Name of the layout.
@@ -65,7 +65,7 @@ class ComparedProgram:
 
 @dataclass(frozen=True)
 class ComparisonRecord:
-    """Content of the `search.json` of a program search. `report.records` recognises it by `rows`, in any version.
+    """Content of the `search.json` of `valkyrie.search_program`. `report.records` recognises every version by `rows`.
 
     Args:
         target: Description of the slice.
@@ -166,7 +166,7 @@ class Comparison:
         """Write `search.json` and the page `report.html` into a folder, creating it if missing. Returns the folder.
 
         Raises ValueError if the folder belongs to a run, a sweep or a search of layouts, or if it has one of these
-        files and the file is not from a program search.
+        files and the file is not from `valkyrie.search_program`.
         """
         refuse_other_folder(Path(folder))
         return self.write(Path(folder))
@@ -241,7 +241,7 @@ def refuse_other_folder(folder: Path) -> None:
     """Raise ValueError if a comparison must not be saved into a folder.
 
     This is the case if the folder belongs to a run, a sweep or a search of layouts, or if it has a `search.json` or
-    `report.html` that is not from a program search.
+    `report.html` that is not from `valkyrie.search_program`.
     """
     from valkyrie.report.records import MULTIRUN_FILE, is_program_search
 

@@ -119,7 +119,7 @@ class CompiledLayouts:
         return layout.step_s * (self.ratio(mesh_partition(layout)) or 1.0)
 
     def on_uncompiled_chips(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
-        """Return those of `layouts` on a kind and number of chips for which nothing was compiled."""
+        """Return the layouts on kinds and numbers of chips for which no layout was compiled."""
         compiled = {describe_chips(layout.target) for layout in self.layouts}
         return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
 
@@ -238,7 +238,7 @@ def compile_best(
 def add_recorded(
     request: SearchRequest, layouts: Iterable[EstimatedLayout], folder: Path, compiled_layouts: CompiledLayouts
 ) -> None:
-    """Add to `compiled_layouts` those of `layouts` that earlier searches in `folder` compiled. Compiles nothing."""
+    """Extend `compiled_layouts` by the `layouts` that earlier searches in `folder` compiled. Compiles nothing."""
     compiled = [trial.overrides for trial in TrialLog(folder).read() if trial.stage == CompileMode.name]
     for layout in layouts:
         overrides = layout.candidate.overrides

@@ -1,6 +1,6 @@
 """Checks whether this machine has the requested devices, and times CPU devices in a separate process.
 
-This process never initialises JAX's devices: the trials could not use a TPU or GPU that it holds.
+This process never initialises JAX's devices, because trials cannot use a TPU or GPU that another process holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POLL_S = 0.1
 
 
 def process_count() -> int:
-    """Return the number of processes that run each trial: those of the multirun, or 1 if this process runs alone."""
+    """Return the number of processes that run each trial: all processes of a multirun, or 1 if this one runs alone."""
     members = current_members()
     return 1 if members is None else members.count
 

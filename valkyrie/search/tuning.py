@@ -1,4 +1,7 @@
-"""Tuning stage of a search: tries compiler options and implementations on the best layout, by compiling only."""
+"""Tuning stage of a search: tries compiler options and implementations on the best layout.
+
+Compares predicted step times, without measuring any.
+"""
 
 from __future__ import annotations
 

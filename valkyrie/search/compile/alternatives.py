@@ -27,7 +27,7 @@ def memory_savings(run: Run, missing_bytes: int, count: int = 5) -> tuple[Saving
     - Two changes at most set a remat policy with offload: the one with the largest saving, and the smallest sufficient
       one. The same holds for policies without offload.
 
-    Savings are the estimates of `mode=show`. Those of activations can be off by a factor of two.
+    Savings are the estimates of `mode=show`, in which activations can be off by a factor of two.
     """
     current_bytes = _estimated_bytes(run)
 

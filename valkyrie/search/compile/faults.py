@@ -261,7 +261,10 @@ def _find_replicated_state(program: CheckedProgram) -> Iterator[Fault]:
 
 
 class _Sent(NamedTuple):
-    """Bytes sent by some collectives, the seconds that a step waits for them, and the source line with most waiting."""
+    """Bytes that a device sends in a group of collectives per step, and the seconds that it waits for them.
+
+    `source` is the source line with the longest wait, or empty if the group is empty.
+    """
 
     bytes: float
     exposed_s: float

@@ -234,7 +234,7 @@ def compile_program(
 
     Args:
         program: The program.
-        mesh: Mesh of the program's devices, which are those of the slice.
+        mesh: Mesh of the program. It has the devices of the slice.
         target: The slice.
         options: Compiler options of the user.
         name: Name of the program, for the status line.

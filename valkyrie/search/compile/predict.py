@@ -257,7 +257,7 @@ def predict_file(
     places: Sequence[Position] | None = None,
     work: ProgramWork | None = None,
 ) -> PredictedProgram:
-    """Predict a step of a dumped module on a slice.
+    """Predict a step of a compiled module that XLA has dumped to a file (`--xla_dump_to`).
 
     Raises ValueError for a module that cannot be replayed, or was compiled for another chip or number of devices, and
     for `places` that are not those of the slice.

@@ -132,11 +132,11 @@ class StepInterval:
     Args:
         low_s, high_s: Ends of the range in seconds.
         low, high: Ends of the range relative to the predicted seconds.
-        rows: Number of the measured runs.
-        models: Number of different models among them. If `yours`, the number of families (model, batch and length).
+        rows: Number of measured runs that the range is derived from.
+        models: Number of different models of these runs. If `yours`, the number of families (model, batch and length).
         chip: Chip of the runs, or None for runs on several chips.
-        libtpu: Versions of libtpu that compiled them.
-        yours: Whether they are the user's own runs instead of published ones.
+        libtpu: Versions of libtpu that compiled the runs.
+        yours: Whether the runs are the user's own instead of published ones.
         is_new: Whether there is no published run on the chip of the prediction.
     """
 

@@ -118,7 +118,7 @@ def _read_dump(folder: Path) -> bytes | None:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """An XLA executable with those methods of `jax.stages.Compiled` that Valkyrie uses."""
+    """Gives an XLA executable the methods of `jax.stages.Compiled` that Valkyrie uses."""
 
     executable: Any
 

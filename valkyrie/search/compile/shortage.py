@@ -27,7 +27,7 @@ class ListedArgument:
 
     Args:
         name: Its name with its position in a tree: `params['w']`.
-        shape: Dtype and dimensions, as XLA prints them.
+        shape: Dtype and dimensions before partitioning, such as `f32[16,128]`.
         bytes: Bytes on one device.
         replicated_over: Sizes of the mesh axes over which it is replicated, by name.
     """
@@ -87,10 +87,10 @@ def explain_shortage(
     *,
     hint_replicated: bool = True,
 ) -> tuple[MemoryReport, list[Hint]]:
-    """Add the largest arguments and results to a memory report, unless XLA listed allocations.
+    """Explain why a program does not fit. Returns (report, hints).
 
-    Also returns hints that would reduce the memory. With `hint_replicated`, one is to shard the largest replicated
-    arguments.
+    The report is `memory`. If XLA listed no allocations, it also has the largest arguments and results. Hints suggest
+    how to reduce the memory. With `hint_replicated`, one of them suggests sharding the largest replicated arguments.
     """
     smallest = MIN_SHARE * (memory.usable or 0)
     if not memory.largest:

@@ -58,7 +58,7 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        """Command-line overrides that select the slice and the layout."""
+        """Command-line overrides that select the slice and the layout. The first one is `target=`."""
         slices = [f"target.slices={self.slices}"] if self.slices > 1 else []
         overrides = [f"target={self.target}", *slices, f"mesh={self.mesh}", f"partition={self.partition}"]
         if self.schedule is not PipelineSchedule.gpipe:

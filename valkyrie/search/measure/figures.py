@@ -63,7 +63,7 @@ class CollectiveSpeed:
 
 
 def figures_mode(run: Run) -> int:
-    """Time the local devices, print their figures, store them in the run folder, and return the exit status."""
+    """Time the local devices, print their speeds, store them in the run folder, and return the exit status."""
     with join_processes(run) as team:
         console = make_console()
         devices = prepare_devices(run, console.print, team).devices

@@ -30,7 +30,7 @@ def read_figures(file: Path) -> ChipConfig:
 
 
 def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> bool:
-    """Return whether a folder has figures of this machine, compute dtype and number of devices per process.
+    """Return whether a folder has the speeds of this machine for a compute dtype and number of devices per process.
 
     Raises ValueError if the file is damaged.
     """

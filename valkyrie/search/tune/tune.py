@@ -77,7 +77,7 @@ def tune(
 
     Args:
         run: The run.
-        candidates: Options to try. None tries those of the chip, then other implementations of the blocks.
+        candidates: Options to try, or None to try the chip's options and then other implementations of the blocks.
             Settings in the run's command are not varied.
         budget_s: Time limit in seconds, or None. A compile that is running at the limit is stopped. The baseline
             compile is limited only by `mode.time_limit_s`.

@@ -35,9 +35,10 @@ class Attempt:
         options: Compiler options and model settings that were changed together, by name.
         verdict: Result of the attempt.
         round: Round of the search, from 1.
-        step_s: Predicted seconds per step.
-        peak: Peak bytes per device.
-        change: Relative change of the step time from the best before the attempt. Negative if the step is shorter.
+        step_s: Predicted seconds per step, or None if the program does not compile or fit.
+        peak: Peak bytes per device, or None without a step time.
+        change: Relative change of the step time from the best before the attempt. Negative if the step is shorter. None
+            for the baseline and without a step time.
         reason: Why there is no step time.
         seconds: Duration of the attempt in seconds.
         cached: Whether the program came from the compile cache.
@@ -104,7 +105,7 @@ class TunedRun(TuneResult):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneRecord(TuneResult):
-    """Content of `tune.json`. `versions` are those of the packages that affect the results."""
+    """Content of `tune.json`. `about` is the layout, and `versions` has versions of packages that affect results."""
 
     about: LayoutRecord
     versions: dict[str, str]
