@@ -603,7 +603,7 @@ def test_devices_without_a_torus_have_one_topology() -> None:
             "target.chip=v5e sets no hbm_gbs, ici_link_gbs, so its steps have no predicted time. Set them, or",
         ),
         (("target=auto", "target.chips=64"), "target.chips=64 needs a kind of chip"),
-        (("mode.tokens=1e9", "steps=50"), "steps=50: tokens=1e+09 sets the steps of the training."),
+        (("mode.tokens=1e9", "steps=50"), "steps=50: tokens=1e+09 sets the number of steps."),
         (("mode.search_batch=true",), "batch: batch=auto searches the batch."),
         (("mode.device_batches=[2,4]", "microbatches=2"), "microbatches: device_batch=[2,4] sets the microbatches"),
         (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 is unknown"),

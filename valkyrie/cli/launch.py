@@ -75,7 +75,7 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
         return _act(config, words, action, parsed.run)
     if overrides is None:
         raise ValueError(
-            "The settings of the training are missing. Write them after --: "
+            "The settings of the training run are missing. Write them after --: "
             f"valkyrie-launch {shell_text(words)} -- model=gpt_tiny"
         )
     if "name" in (launch_values := key_values(words)):

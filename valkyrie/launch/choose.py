@@ -31,7 +31,7 @@ def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
             raise ValueError(f"{word} has no value. Write {word}VALUE, or leave it out for the default.")
         if not sign:
             raise ValueError(
-                f"{word} is not of the form KEY=VALUE, such as target=local. Put settings of the training after --."
+                f"{word} is not of the form KEY=VALUE, such as target=local. Put settings of the training run after --."
             )
         if key in texts:
             raise ValueError(f"{key}= is set twice: {key}={texts[key]} and {word}. Remove one of them.")
@@ -87,7 +87,7 @@ def _key_hint(key: str) -> str:
     """Return the last sentence of the error message for an unknown key: the engines that accept it, or other advice."""
     engines = [name for name in ENGINES.names() if key in engine_keys(ENGINES.config_class(name))]
     if not engines:
-        return " Put settings of the training after --."
+        return " Put settings of the training run after --."
     return f" It is a key of {', '.join(f'target={name}' for name in engines)}."
 
 

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from valkyrie.report import specs
 from valkyrie.report.specs import CHART_CONFIG, SCHEMA, Spec
 from valkyrie.report.tables import ColumnHead, TextTable
-from valkyrie.report.words import Summary, search_answer
+from valkyrie.report.words import STAGE_WORDS, Summary, search_answer
 from valkyrie.sweep.trial import Status
 from valkyrie.units import number_text, share_text
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 
-STAGE_WORDS = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
-"""Adjective for a step time, by the stage of a search that it comes from."""
 MIN_DRAWN_SHARE = 0.05
 """The figure of memory is shown only if a layout needs at least this share of the usable memory."""
 _HEADS = {"place": "#", "interval": "range", "rate": "tokens/s/chip", "bottleneck": "limited by"}

@@ -130,7 +130,7 @@ def parse_request(run: Run) -> SearchRequest:
         raise ValueError(f"{wrong[0]}: batch=auto searches the batch. Remove one of the two.")
     if mode.tokens is not None and "steps" in keys:
         raise ValueError(
-            f"steps={config.steps}: tokens={mode.tokens:g} sets the steps of the training. Remove one of the two."
+            f"steps={config.steps}: tokens={mode.tokens:g} sets the number of steps. Remove one of the two."
         )
     if mode.device_batches and (wrong := sorted(keys & {"device_batch", "microbatches"})):
         values = ",".join(map(str, mode.device_batches))

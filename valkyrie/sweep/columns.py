@@ -125,7 +125,7 @@ _ALL = (
         "goodput",
         "share",
         lambda r: r.goodput and r.goodput.share,
-        "share of the training's wall time, including restarts, spent on steps that were not repeated",
+        "share of the run's wall time, including restarts, spent on steps that were not repeated",
     ),
     _Column(
         "restarts",
@@ -139,7 +139,7 @@ _ALL = (
         "data wait",
         "share",
         lambda r: r.data_wait,
-        "share of the training's step time spent waiting for data",
+        "share of the run's step time spent waiting for data",
     ),
     _Column("loss", "loss", "loss", lambda r: r.trial.results.loss),
     _Column("eval_loss", "evaluation loss", "loss", lambda r: r.trial.results.eval_loss),

@@ -37,12 +37,12 @@ from valkyrie.runs.wandb_writer import (
 )
 from valkyrie.sweep.columns import WANDB_RUN_COLUMNS, WANDB_TABLE_COLUMNS
 from valkyrie.sweep.rows import Row, make_row, with_predictions
+from valkyrie.sweep.table import NO_RESULT_STATUSES
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 REPORTED_FILE = "reported.json"
 """File in the W&B folder of a run with the content that was last reported."""
 
-_FAILED_STATUSES = {Status.failed, Status.killed, Status.timeout}
 _MINIMAL_SETTINGS = {
     "x_save_requirements": False,  # listing the packages takes most of the 0.2 s that a run needs to start
     "x_disable_stats": True,
@@ -123,7 +123,7 @@ class SweepTracker:
             job_type=trial.stage,
             fields=wandb_config(about, _settings(trial, self._folder)),
             notes=trial.reason,
-            exit_code=int(trial.status in _FAILED_STATUSES),
+            exit_code=int(trial.status in NO_RESULT_STATUSES),
         )
 
     def _with_prediction(self, trial: Trial) -> Row:
