@@ -131,6 +131,19 @@ def test_a_permute_to_a_distant_chip_crosses_every_link_between():
     assert traffic.latency_s == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
 
 
+def test_a_permute_between_slices_takes_the_rate_of_their_network() -> None:
+    net, ids = network((4, 4, 4), slices=2)
+    traffic = net.permute_traffic(np.stack([ids[0].ravel(), ids[1].ravel()], axis=1), BYTES)
+    assert traffic.seconds - traffic.latency_s == pytest.approx(traffic.busy_s[DCN]) and set(traffic.busy_s) == {DCN}
+
+
+def test_a_ragged_all_to_all_sends_as_much_between_slices_as_an_all_to_all() -> None:
+    net, ids = network((4, 4, 4), slices=2)
+    groups = ids.reshape(1, -1)
+    ragged, even = (net.collective_traffic(kind, groups, BYTES) for kind in ("ragged-all-to-all", "all-to-all"))
+    assert ragged == even and even.bytes_by_axis[DCN] == BYTES / 2
+
+
 def test_two_devices_of_a_chip_share_its_links_and_have_a_link_between_them():
     topology = Topology((4, 4), (False, False), (2, 2), devices_per_chip=2)
     positions = [Position(0, (x, y), core) for x in range(4) for y in range(4) for core in range(2)]

@@ -168,10 +168,9 @@ class LinkModel:
             busy_s[DCN] = message_bytes / self._dcn_rate
             bytes_by_axis[DCN] = message_bytes
             latency_s += assumptions.DCN_LATENCY_S
-        traffic = LinkTraffic(
-            latency_s + max(busy_s.values(), default=0.0), latency_s, busy_s, message_bytes, bytes_by_axis
-        )
-        return _apply_efficiency("collective-permute", traffic)
+        traffic = LinkTraffic(latency_s, latency_s, busy_s, message_bytes, bytes_by_axis)
+        traffic = _apply_efficiency("collective-permute", traffic)
+        return replace(traffic, seconds=latency_s + max(traffic.busy_s.values(), default=0.0))
 
     def between_slices_traffic(self, kind: str, input_bytes: float, slices: int) -> LinkTraffic:
         """Return the cost of a collective between slices. Each group has one device of each slice.
@@ -220,7 +219,8 @@ class LinkModel:
         slice_members = members // slices
         order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
         slice_groups = np.take_along_axis(groups, order, axis=1).reshape(-1, slice_members)
-        bytes_sent = min_bytes_sent(kind, full_bytes / slice_members if kind != "all-to-all" else full_bytes, slices)
+        share = 1 if kind in ("all-to-all", "ragged-all-to-all") else slice_members
+        bytes_sent = min_bytes_sent(kind, full_bytes / share, slices)
         inner_traffic = LinkTraffic()
         if slice_members > 1:
             inner_traffic = _apply_efficiency(kind, self._within_slice(kind, slice_groups, full_bytes, None))
