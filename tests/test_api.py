@@ -320,7 +320,7 @@ def test_a_search_in_which_nothing_fits_is_a_value_error(working_folder: Path):
 
 def test_layouts_that_cannot_be_explained_are_named(working_folder: Path):
     run = valkyrie.compose(*SEARCH_OVERRIDES, "mesh=2x4x1")
-    with pytest.raises(ValueError, match=r"^second: nothing is no run folder"):
+    with pytest.raises(ValueError, match=r"^second: there is no run folder runs/nothing"):
         valkyrie.explain(run, "nothing")
     (working_folder / "runs" / "empty").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"(?m)^second: runs/empty has no compile.json"):

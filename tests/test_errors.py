@@ -25,6 +25,7 @@ MISTAKES: dict[str, list[str]] = {
     "a key with two letters exchanged": ["modle=gpt_tiny"],
     "a key with dashes": ["--steps=5"],
     "an unknown flag": ["mode=show", "--multrun"],
+    "a key of another sweeper": ["-m", "model=gpt_tiny,s5_tiny", "hydra.sweeper.limit=3"],
     "a key with dashes and a blank": ["--steps", "5"],
     "a key with a blank": ["steps", "5"],
     "a mesh with commas": ["mesh=2,2,2"],

@@ -156,7 +156,7 @@ def tpu_slices(shape: tuple[int, int, int], slices: int) -> list[SimpleNamespace
 
 @pytest.mark.parametrize("inner", ["8x8x1", "2x32x1", "4x4x4", "64x1x1", "2x4x4x2"])
 def test_each_of_several_slices_has_the_mesh_of_a_single_slice(inner: str, monkeypatch: pytest.MonkeyPatch):
-    """A mesh axis of 8 uses parts of two axes of a 4x4x4 torus, in each of two slices as in a single one."""
+    """Each of two 4x4x4 slices orders its devices as a single slice does, also if mesh axes use parts of torus axes."""
     monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, axes, **_: SimpleNamespace(devices=grid, axis_names=axes))
     alone = build_mesh(parse_mesh(inner), tpu_slices((4, 4, 4), 1))
     both = build_mesh(parse_mesh(f"2s{inner}"), tpu_slices((4, 4, 4), 2))

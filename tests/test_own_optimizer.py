@@ -79,12 +79,12 @@ def test_wrong_groups_are_refused_by_name(folder: Path) -> None:
     code = module.read_text()
     try:
         for wrong, words in (
-            ('"matrices"', "the unknown group matrices. Groups: matrix, vector, ssm."),
-            ('"vector"', "no rule for matrix, which the model has."),
+            ('"matrices"', "returned the unknown group matrices. Groups: matrix, vector, ssm."),
+            ('"vector"', "has no rule for parameters of the group matrix."),
         ):
             module.write_text(code.replace('"matrix"', wrong, 1))
             refusal = train(folder, "mode=show")
-            message = f"optimizer=lion: rules() returned {words}"
+            message = f"optimizer=lion: rules() {words}"
             assert refusal.returncode == 2 and message in refusal.stderr, refusal.stderr
     finally:
         module.write_text(code)

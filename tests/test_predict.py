@@ -1,4 +1,4 @@
-"""Tests of predicting any JAX program: dumped modules and jitted functions, and refusals in one line."""
+"""Tests of predictions for any JAX program, dumped or jitted, and of the messages for invalid input."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsy
     status, _, err = run("--target", "v5e-8", "--mesh", "8")
     assert status == 2 and err.startswith("valkyrie-predict: --mesh 8: ")
     for more, start in (
-        (("--time-limit", "5"), "--time-limit 5 is only for a function"),
+        (("--time-limit", "5"), "--time-limit 5: "),
         (("--places", '["0:0,0,0:0"]'), '--places ["0:0,0,0:0"]: write the list to a file'),
     ):
         status, _, err = run(*overrides, *more)
@@ -349,7 +349,7 @@ def test_values_mistaken_for_programs_are_refused():
     ):
         with pytest.raises(kind, match=reason):
             valkyrie.predict(program, slice=target, mesh={"data": 8})
-    with pytest.raises(ValueError, match="already has its shapes"):
+    with pytest.raises(ValueError, match="takes no arguments of the function"):
         valkyrie.predict(lowered, jnp.zeros((16, 16)), slice=target)
     with pytest.raises(ValueError, match="is not a TPU slice"):
         valkyrie.predict(step, jnp.zeros((8, 8)), slice=valkyrie.slice("cpu4"))

@@ -209,7 +209,7 @@ def explain(first: Run | Result | str | Path, second: Run | Result | str | Path,
             layout = Path(RunConfig.runs) / layout
             if not layout.is_dir():
                 raise ValueError(
-                    f"{key}: {layout.name} is no run folder. Pass one that mode=compile has made, or a Run."
+                    f"{key}: there is no run folder {layout}. Pass a run folder of mode=compile, a Run or a Result."
                 )
         layouts.append(layout)  # pyright: ignore[reportArgumentType]
     return Explanation(explain_layouts(layouts[0], layouts[1], _console(quiet)))

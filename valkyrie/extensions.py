@@ -26,7 +26,7 @@ from valkyrie.paths import cache_root, read_defaults
 _PACKAGE = Path(__file__).parent
 
 _MODULES_VARIABLE = "VALKYRIE_MODULES"
-"""Environment variable with the folders of modules that this command names. Child processes inherit it."""
+"""Environment variable that passes the folders of `modules=` and `--config-dir` to child processes."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ def encode(record: Any) -> Any:
 def decode(record_type: type[R], plain: Any, source: str) -> R:
     """Convert plain values to a record.
 
-    Raises RecordError for a wrong type or a newer format version. Its message names `source`, the file, and the field.
+    `source` is the name of the file, for messages. Raises RecordError, which names the file and the field, for a wrong
+    type or a newer format version.
     """
     if not isinstance(plain, dict) or not dataclasses.is_dataclass(record_type):
         return _convert(record_type, plain, source)

@@ -1,13 +1,16 @@
-"""Compares estimates with published step times of GPU clusters, layout by layout: order, error, and regret.
+"""Compares estimates with published step times of GPU clusters.
+
+For each group of rows, reports how well estimates order the layouts, their errors, and the regret: how much slower the
+layout with the shortest estimate is than the fastest layout.
 
     python experiments/search/gpus.py
     python experiments/search/gpus.py --rows FILE.csv     # other rows with the columns of measured_gpus.csv
 
-measured_gpus.csv has the published rows with their sources: vTrain's 512 and 64 A100 runs of a 175B and a 3.6B GPT,
-Megatron-LM's weak scaling and its sequence parallelism, and torchtitan's Llama 3.1. `host_gbs` and `hbm_gbs` are the
-figures of the source's machines if they differ from the chip's file: vTrain's hosts have network cards with a total of
-800 Gb/s, and torchtitan's H100s have a memory bandwidth of 2.4 TB/s. Every group is estimated with constants fitted to
-the other groups of measured_gpus.csv. The fit for H100s starts from the constants of A100s.
+measured_gpus.csv has the published step times and their sources: vTrain (a 175B GPT on 512 A100s, a 3.6B GPT on 64),
+Megatron-LM (weak scaling, sequence parallelism) and torchtitan (Llama 3.1). Its columns `host_gbs` and `hbm_gbs`
+replace the bandwidths of network and memory in the chip's file: vTrain's hosts have 800 Gb/s in total, and torchtitan's
+H100s 2.4 TB/s. The constants for each group are fitted to the other groups of measured_gpus.csv. The fit for H100s
+starts from the constants of A100s.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def _predict(words: list[str]) -> int:
         _require_file(file)
         if options.time_limit is not None:
             raise ValueError(
-                f"--time-limit {options.time_limit:g} is only for a function, which is compiled. Leave it out."
+                f"--time-limit {options.time_limit:g}: {file} is compiled already. The limit is for the compile of "
+                "FILE.py:FUNCTION. Leave it out."
             )
         if mesh is None:
             raise ValueError("--mesh: name the mesh axes of a compiled module in order, such as --mesh data=8,model=4.")

@@ -176,10 +176,10 @@ def register() -> Path:
 
 @contextmanager
 def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[None]:
-    """Initialize Hydra in this context, with `folders` before the shipped config groups in its search path.
+    """Initialize Hydra in this context, with the user's config folders `folders` in its search path.
 
-    `primary` is the folder of the primary config, or None for the package's. Raises ValueError if one of `folders` does
-    not exist, or contains a file that a shipped file of the same name would hide (`check_folder`).
+    `primary` is the folder of the primary config, or None for the package's. It is searched first. Raises ValueError
+    if one of `folders` does not exist, or has a file that a shipped file of the same name would hide (`check_folder`).
     """
     for folder in folders:
         check_folder(folder)

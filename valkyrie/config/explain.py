@@ -231,7 +231,8 @@ def _wrong_user_file(message: str) -> str | None:
                 f"{unexpected_name} needs hydra/sweeper=layouts. Add it to the command, or add "
                 "'- override /hydra/sweeper: layouts' to the defaults list of the sweep."
             )
-        return f"{unexpected_name} is not a key of this choice of {unexpected_name.rpartition('.')[0]}. Leave it out."
+        group = unexpected_name.rpartition(".")[0].replace(".", "/")
+        return f"{unexpected_name}: the chosen {group} has no such key. Leave it out, or choose another {group}=."
     if file_and_value := scalar_for_group(message):
         file, value = file_and_value
         return (

@@ -184,6 +184,8 @@ def describe_unknown_key(full_key: str, parent: Any) -> Problem:
         if prefix == group:
             family = parent.get(families.key.removeprefix(f"{group}."))
             description = f"a key of {group if group == 'mode' else families.key}={family}"
+    if full_key.startswith(("hydra.sweeper.space", "hydra.sweeper.limit")):
+        hint = " It is a key of hydra/sweeper=layouts."
     in_prefix = f" in {prefix}" if prefix else ""
     valid_keys_text = f"Known{in_prefix}: {', '.join(valid_keys)}."
     if not valid_keys:
@@ -299,7 +301,7 @@ def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
 
 
 def unknown_key_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
-    """Return a problem for each key that the config class of its mapping lacks. Hydra's `++` adds such keys."""
+    """Return a problem for each key, at any depth, that is not a field of its config class. `++KEY=` adds such keys."""
     config_class, known_values = OmegaConf.get_type(values), values
     known_names = {field.name for field in fields(config_class)} if is_dataclass(config_class) else set(values)
     if unknown_keys := [str(key) for key in values if key not in known_names]:

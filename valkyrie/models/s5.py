@@ -38,7 +38,7 @@ class Activation(Enum):
 
 @dataclass
 class S5(Block):
-    """An S5 layer. Names and defaults follow the paper and its code (lindermanlab/S5).
+    """An S5 layer (arXiv 2208.04933). The settings are those of its code (lindermanlab/S5), with longer names.
 
     Args:
         state_size: Number of real states before diagonalisation.

@@ -122,7 +122,7 @@ class OptimizerConfig:
         present = {*jax.tree.leaves(labels)}
         if missing := [group for group in _RULE_GROUPS if group in present and group not in rules]:
             raise ValueError(
-                f"optimizer={self.name}: rules() returned no rule for {', '.join(missing)}, which the model has."
+                f"optimizer={self.name}: rules() has no rule for parameters of the group {', '.join(missing)}."
             )
         return self.partition(rules, labels, rate)
 

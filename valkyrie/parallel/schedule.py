@@ -71,7 +71,7 @@ class Pipeline:
 
     @property
     def turns(self) -> int:
-        """Number of turns of 1f1b.
+        """Number of turns under 1f1b. In each, a stage runs one forward and one backward pass.
 
         The first `stages - 1` turns run only forward passes, and the last `stages - 1` only backward passes.
         """

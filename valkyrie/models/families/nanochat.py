@@ -45,11 +45,11 @@ class Config(Stack):
     Args:
         depth: Number of layers. `conf/model/nanochat.yaml` derives the other sizes from it: `embed` is 64 times the
             depth, rounded up to a multiple of 128.
-        window_pattern: Windows of the layers, one letter each, repeated. S is the token itself and a quarter of
-            `context`, rounded up to a multiple of 128. L and G are all earlier tokens. The last layer always sees all
-            earlier tokens. null: use `attention.windows`.
-        layer_scales: Replace the input x of each layer by a x + b x0, where x0 is the residual stream before the first
-            layer, and a and b are learned scalars.
+        window_pattern: Windows of the layers, one letter each, repeated. `S`: each token attends to itself and to the
+            previous `context / 4` tokens, rounded up to a multiple of 128. `L` or `G`: to itself and all earlier
+            tokens, as the last layer always does. null: use `attention.windows`.
+        layer_scales: Replace the input `x` of each layer with `a * x + b * x0`, where `x0` is the residual stream
+            before the first layer, and `a` and `b` are learned scalars of the layer.
         smear: Add the embedding of the previous token, times a learned gate, to each embedding.
         backout: Initial value of a learned factor. The residual stream after the middle layer, times this factor, is
             subtracted from the last residual stream; null: nothing is subtracted.

@@ -389,8 +389,8 @@ def _lower(
 
     if isinstance(function, jax.stages.Compiled | jax.stages.Lowered) and (arguments or kwargs):
         raise ValueError(
-            "A lowered or compiled program already has its shapes. Leave out the other arguments, and pass the mesh of "
-            "its shardings as mesh=."
+            "A lowered or compiled program takes no arguments of the function, because its shapes are fixed. Pass only "
+            "keywords such as slice= and mesh=."
         )
     if isinstance(function, jax.stages.Compiled):
         if options:

@@ -161,9 +161,9 @@ class Ranking:
         return EstimatedLayout(e.group, int(e.memory.total.argmin()), e.remat, e.times, e.memory)
 
     def __iter__(self) -> Iterator[EstimatedLayout]:
-        """Yield every layout, the fastest first.
+        """Yield layouts from the fastest to the slowest, without duplicates.
 
-        Of layouts on one slice with the same step time, memory and number of microbatches, yields only the first.
+        Layouts are duplicates if they have the same target, step time, memory, microbatches and batch.
         """
         seen: set[tuple[object, ...]] = set()
         for group_index, layout_index in self.order:

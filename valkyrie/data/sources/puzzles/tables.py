@@ -110,7 +110,7 @@ class PuzzleTable:
         )
         invalid_rows = np.flatnonzero((questions == 0).any(1) | (answers == 0).any(1))
         if invalid_rows.size:
-            selection = " of those with a high enough rating" if min_rating else ""
+            selection = f", of those with data.sudoku.guesses={min_rating} or more," if min_rating else ""
             raise ValueError(
                 f"{self.path}: puzzle {invalid_rows[0] + 1}{selection} has a character that is not in "
                 f"{self.alphabet.value!r}."
