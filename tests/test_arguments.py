@@ -14,7 +14,7 @@ import pytest
 import valkyrie
 from helpers import assert_golden_message
 from runs import TINY_ARGUMENTS, copy_run
-from valkyrie.runs.folder import run_folder
+from valkyrie.runs.folder import choose_run_folder
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_users_target_and_chip_compose(own: Path, target: str, mesh: str):
 def test_resume_starts_from_the_saved_settings(folder: Path):
     run = valkyrie.compose("resume=latest", f"runs={folder.parent}", "steps=8")
     assert (run.model.name, run.config.model.embed, run.config.mesh.name) == ("s5_tiny", 16, "2x1x1")
-    assert run.config.steps == 8 and run_folder(run) == folder
+    assert run.config.steps == 8 and choose_run_folder(run) == folder
 
 
 @pytest.mark.parametrize("prompt", ["def f(x): return", "  a, b", "[1,2]"])
@@ -85,7 +85,7 @@ def test_load_can_choose_other_groups_like_resume(folder: Path):
     run = valkyrie.load(folder, "mesh=4x2x1", "partition=dp", "steps=8")
     assert (run.config.mesh.name, run.config.partition.name, run.config.steps) == ("4x2x1", "dp", 8)
     assert (run.model.name, run.config.model.embed) == ("s5_tiny", 16)
-    assert run_folder(run) == folder
+    assert choose_run_folder(run) == folder
     moved = valkyrie.load(folder, "target=v4-8", "mesh=2x2x1")
     assert moved.config.target.name == "v4-8" and moved.config.model.embed == 16
 
@@ -95,7 +95,7 @@ def test_values_are_parsed_like_those_of_the_command(folder: Path):
         folder, "steps=8", "data=text", "data.paths=[a,'b c']", "optimizer.clip_norm=null", "prompt='x'"
     )
     assert run.config.data.paths == ["a", "b c"] and run.config.optimizer.clip_norm is None
-    assert run.config.steps == 8 and run.config.prompt == "x" and run_folder(run) == folder
+    assert run.config.steps == 8 and run.config.prompt == "x" and choose_run_folder(run) == folder
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_run_is_resumed_only_from_its_run_yaml(folder: Path, tmp_path: Path, m
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     run = valkyrie.compose(f"resume={folder}", "steps=8")
-    assert (run.config.optimizer.learning_rate, run.config.steps) == (0.0625, 8) and run_folder(run) == folder
+    assert (run.config.optimizer.learning_rate, run.config.steps) == (0.0625, 8) and choose_run_folder(run) == folder
 
 
 @pytest.mark.parametrize("argument", ["resume=", "resume=''"])
@@ -172,7 +172,7 @@ def test_a_resumed_run_cannot_be_renamed(folder: Path):
     message = str(error.value)
     assert message.startswith(f"resume={folder} ") and "name=fresh" in message and " one" in message
     for name in ("one", "null"):
-        assert run_folder(valkyrie.compose(*resume_arguments, f"name={name}")) == folder
+        assert choose_run_folder(valkyrie.compose(*resume_arguments, f"name={name}")) == folder
     trial = valkyrie.compose(*resume_arguments, "mode=eval", "name=trial")
     assert trial.config.model.embed == 16, "a sweep names the trials that read a run"
 
@@ -194,11 +194,11 @@ def test_the_command_in_run_yaml_makes_a_new_run_with_the_same_settings(folder: 
     comment, *_ = (folder / "run.yaml").read_text().splitlines()
     _, _, *arguments = shlex.split(comment)
     run = valkyrie.compose(*arguments, "partition=dp")
-    assert run.config.resume is None and not run_folder(run).exists()
+    assert run.config.resume is None and not choose_run_folder(run).exists()
     assert run.config.name == (name and "one-2") and run.config.model.embed == 16
     assert run.config.partition.name == "dp" and run.config.mesh.name == "2x1x1"
     assert valkyrie.compose(*arguments, "mode=eval").config.resume == str(folder), "what reads a run reads this one"
-    assert run_folder(valkyrie.compose(*arguments, "name=one")) == folder, (
+    assert choose_run_folder(valkyrie.compose(*arguments, "name=one")) == folder, (
         "but a name that is given is the run of that name"
     )
 
@@ -256,4 +256,4 @@ def test_a_setting_missing_in_run_yaml_has_its_default(folder: Path):
 def test_a_tilde_is_expanded_in_runs_and_resume(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     assert valkyrie.compose("model=s5_tiny", "runs=~/mine").config.runs == f"{folder.parent}/mine"
-    assert run_folder(valkyrie.compose("resume=~/one", "steps=8")) == folder
+    assert choose_run_folder(valkyrie.compose("resume=~/one", "steps=8")) == folder

@@ -13,7 +13,7 @@ from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, build_topology
 from valkyrie.machine import assumptions
-from valkyrie.machine.network import LinkModel, LinkTraffic, Machine, parse_algorithm
+from valkyrie.machine.network import CollectiveCost, LinkModel, Machine, parse_algorithm
 from valkyrie.parallel.axis_links import DCN
 
 BYTES = 64e6
@@ -26,10 +26,10 @@ def network(shape, **more) -> tuple[LinkModel, np.ndarray]:
     return LinkModel(make_machine("v4", topology)), np.arange(topology.devices).reshape(topology.slices, *shape)
 
 
-def seconds_of_links(traffic: LinkTraffic, kind: str) -> float:
+def seconds_of_links(cost: CollectiveCost, kind: str) -> float:
     """Return the seconds of a transfer without latency, at the full bandwidth of the links."""
     share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.DEFAULT_ICI_EFFICIENCY)
-    return (traffic.seconds - traffic.latency_s) * share
+    return (cost.seconds - cost.latency_s) * share
 
 
 def lines(ids: np.ndarray, axis: int) -> np.ndarray:
@@ -43,80 +43,78 @@ def test_a_ring_uses_both_links_of_an_axis(kind, passes, axis):
     net, ids = network((4, 4, 8))
     groups = lines(ids, axis)
     n = groups.shape[1]
-    traffic = net.collective_traffic(kind, groups, BYTES)
-    assert seconds_of_links(traffic, kind) == pytest.approx(passes * (n - 1) / n * BYTES / (2 * LINK))
-    assert traffic.bytes_sent == passes * (n - 1) / n * BYTES
-    assert traffic.bytes_by_axis == {"abc"[axis]: traffic.bytes_sent}
-    assert traffic.latency_s == pytest.approx(assumptions.COLLECTIVE_START_S + passes * n / 2 * 1e-6)
+    cost = net.collective_cost(kind, groups, BYTES)
+    assert seconds_of_links(cost, kind) == pytest.approx(passes * (n - 1) / n * BYTES / (2 * LINK))
+    assert cost.bytes_sent == passes * (n - 1) / n * BYTES
+    assert cost.bytes_by_axis == {"abc"[axis]: cost.bytes_sent}
+    assert cost.latency_s == pytest.approx(assumptions.COLLECTIVE_START_S + passes * n / 2 * 1e-6)
 
 
 def test_a_line_is_half_as_fast_as_a_ring():
     ring, ids = network((4, 4, 4))
     line, _ = network((4, 4, 4), wrap=(False, False, False))
     groups = lines(ids, 1)
-    ring_traffic, line_traffic = (net.collective_traffic("all-gather", groups, BYTES) for net in (ring, line))
-    assert seconds_of_links(line_traffic, "all-gather") == pytest.approx(
-        2 * seconds_of_links(ring_traffic, "all-gather")
-    )
-    assert line_traffic.latency_s == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
+    ring_cost, line_cost = (net.collective_cost("all-gather", groups, BYTES) for net in (ring, line))
+    assert seconds_of_links(line_cost, "all-gather") == pytest.approx(2 * seconds_of_links(ring_cost, "all-gather"))
+    assert line_cost.latency_s == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
 
 
 def test_an_all_gather_on_v5e_takes_the_time_in_the_scaling_book():
     """34 MB over 4 chips of an axis without wraparound: 560 us in theory, 680 us measured (scaling book)."""
     net = LinkModel(make_machine("v5e", make_topology((4, 8))))
     groups = np.arange(32).reshape(4, 8).T
-    traffic = net.collective_traffic("all-gather", groups, 34e6)
-    assert seconds_of_links(traffic, "all-gather") == pytest.approx(566e-6, rel=0.01)
-    assert traffic.seconds == pytest.approx(680e-6, rel=0.08)
-    small = net.collective_traffic("all-gather", groups, 4 * 32e3)
+    cost = net.collective_cost("all-gather", groups, 34e6)
+    assert seconds_of_links(cost, "all-gather") == pytest.approx(566e-6, rel=0.01)
+    assert cost.seconds == pytest.approx(680e-6, rel=0.08)
+    small = net.collective_cost("all-gather", groups, 4 * 32e3)
     assert small.seconds == pytest.approx(8e-6, rel=0.4)
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-reduce"])
 def test_all_axes_of_a_cube_are_used_at_once(kind):
     net, ids = network((4, 4, 4))
-    traffic = net.collective_traffic(kind, ids.reshape(1, -1), BYTES)
+    cost = net.collective_cost(kind, ids.reshape(1, -1), BYTES)
     passes = 2 if kind == "all-reduce" else 1
-    assert seconds_of_links(traffic, kind) == pytest.approx(passes * 63 / 64 * BYTES / (6 * LINK))
-    assert sum(traffic.bytes_by_axis.values()) == pytest.approx(traffic.bytes_sent)
-    assert set(traffic.bytes_by_axis) == {"a", "b", "c"}
+    assert seconds_of_links(cost, kind) == pytest.approx(passes * 63 / 64 * BYTES / (6 * LINK))
+    assert sum(cost.bytes_by_axis.values()) == pytest.approx(cost.bytes_sent)
+    assert set(cost.bytes_by_axis) == {"a", "b", "c"}
 
 
 def test_a_plane_uses_the_links_of_two_axes():
     net, ids = network((4, 4, 4))
-    traffic = net.collective_traffic("all-gather", ids[0].transpose(1, 0, 2).reshape(4, 16), BYTES)
-    assert seconds_of_links(traffic, "all-gather") == pytest.approx(15 / 16 * BYTES / (4 * LINK))
-    assert set(traffic.bytes_by_axis) == {"a", "c"}
+    cost = net.collective_cost("all-gather", ids[0].transpose(1, 0, 2).reshape(4, 16), BYTES)
+    assert seconds_of_links(cost, "all-gather") == pytest.approx(15 / 16 * BYTES / (4 * LINK))
+    assert set(cost.bytes_by_axis) == {"a", "c"}
 
 
 def test_a_group_on_half_of_an_axis_is_a_line():
     net, ids = network((8, 4, 4))
     halves = lines(ids, 0).reshape(-1, 4)
-    traffic = net.collective_traffic("all-gather", halves, BYTES)
-    assert seconds_of_links(traffic, "all-gather") == pytest.approx(3 / 4 * BYTES / LINK)
+    cost = net.collective_cost("all-gather", halves, BYTES)
+    assert seconds_of_links(cost, "all-gather") == pytest.approx(3 / 4 * BYTES / LINK)
 
 
 def test_groups_that_skip_chips_share_their_links():
     net, ids = network((8, 4, 4))
     skipping = np.concatenate([lines(ids, 0)[:, 0::2], lines(ids, 0)[:, 1::2]])
-    traffic = net.collective_traffic("all-gather", skipping, BYTES)
-    assert seconds_of_links(traffic, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / (2 * LINK))
+    cost = net.collective_cost("all-gather", skipping, BYTES)
+    assert seconds_of_links(cost, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / (2 * LINK))
 
 
 @pytest.mark.parametrize(("shape", "wrap", "crossings"), [((4, 4, 4), True, 2.0), ((2, 2, 4), False, 4.0)])
 def test_an_all_to_all_loads_the_busiest_link(shape, wrap, crossings):
     """On a ring of 4, each link is crossed twice per direction. On a line of 4, the middle link is crossed 4 times."""
     net, ids = network(shape, wrap=(wrap,) * 3)
-    traffic = net.collective_traffic("all-to-all", lines(ids, 2), BYTES)
-    assert seconds_of_links(traffic, "all-to-all") == pytest.approx(crossings * BYTES / 4 / LINK)
-    assert traffic.bytes_sent == min_bytes_sent("all-to-all", BYTES, 4)
+    cost = net.collective_cost("all-to-all", lines(ids, 2), BYTES)
+    assert seconds_of_links(cost, "all-to-all") == pytest.approx(crossings * BYTES / 4 / LINK)
+    assert cost.bytes_sent == min_bytes_sent("all-to-all", BYTES, 4)
 
 
 def test_a_permute_uses_one_direction_and_the_reverse_permute_the_other():
     net, ids = network((4, 4, 4))
     ring = lines(ids, 0)
     up = np.stack([ring.ravel(), np.roll(ring, -1, axis=1).ravel()], axis=1)
-    forward, backward = net.permute_traffic(up, BYTES), net.permute_traffic(up[:, ::-1], BYTES)
+    forward, backward = net.permute_cost(up, BYTES), net.permute_cost(up[:, ::-1], BYTES)
     assert seconds_of_links(forward, "collective-permute") == pytest.approx(BYTES / LINK)
     assert set(forward.busy_s) == {"a+"} and set(backward.busy_s) == {"a-"}
     assert forward.bytes_sent == BYTES and forward.bytes_by_axis == {"a": BYTES}
@@ -126,21 +124,21 @@ def test_a_permute_to_a_distant_chip_crosses_every_link_between():
     net, ids = network((8, 4, 4))
     ring = lines(ids, 0)
     pairs = np.stack([ring.ravel(), np.roll(ring, -3, axis=1).ravel()], axis=1)
-    traffic = net.permute_traffic(pairs, BYTES)
-    assert seconds_of_links(traffic, "collective-permute") == pytest.approx(3 * BYTES / LINK)
-    assert traffic.latency_s == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
+    cost = net.permute_cost(pairs, BYTES)
+    assert seconds_of_links(cost, "collective-permute") == pytest.approx(3 * BYTES / LINK)
+    assert cost.latency_s == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
 
 
 def test_a_permute_between_slices_takes_the_rate_of_their_network() -> None:
     net, ids = network((4, 4, 4), slices=2)
-    traffic = net.permute_traffic(np.stack([ids[0].ravel(), ids[1].ravel()], axis=1), BYTES)
-    assert traffic.seconds - traffic.latency_s == pytest.approx(traffic.busy_s[DCN]) and set(traffic.busy_s) == {DCN}
+    cost = net.permute_cost(np.stack([ids[0].ravel(), ids[1].ravel()], axis=1), BYTES)
+    assert cost.seconds - cost.latency_s == pytest.approx(cost.busy_s[DCN]) and set(cost.busy_s) == {DCN}
 
 
 def test_a_ragged_all_to_all_sends_as_much_between_slices_as_an_all_to_all() -> None:
     net, ids = network((4, 4, 4), slices=2)
     groups = ids.reshape(1, -1)
-    ragged, even = (net.collective_traffic(kind, groups, BYTES) for kind in ("ragged-all-to-all", "all-to-all"))
+    ragged, even = (net.collective_cost(kind, groups, BYTES) for kind in ("ragged-all-to-all", "all-to-all"))
     assert ragged == even and even.bytes_by_axis[DCN] == BYTES / 2
 
 
@@ -149,21 +147,21 @@ def test_two_devices_of_a_chip_share_its_links_and_have_a_link_between_them():
     positions = [Position(0, (x, y), core) for x in range(4) for y in range(4) for core in range(2)]
     net = LinkModel(Machine(CHIPS["v4"], topology, tuple(positions), {"x": 4, "y": 4, "z": 2}))
     ids = np.arange(32).reshape(4, 4, 2)
-    along = net.collective_traffic("all-gather", ids.transpose(1, 2, 0).reshape(8, 4), BYTES)
+    along = net.collective_cost("all-gather", ids.transpose(1, 2, 0).reshape(8, 4), BYTES)
     assert seconds_of_links(along, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / LINK)
-    inside = net.collective_traffic("all-gather", ids.reshape(16, 2), BYTES)
+    inside = net.collective_cost("all-gather", ids.reshape(16, 2), BYTES)
     assert seconds_of_links(inside, "all-gather") == pytest.approx(BYTES / 2 / LINK / assumptions.CORE_LINKS)
     assert inside.bytes_by_axis == {"core": BYTES / 2} and inside.latency_s < along.latency_s
 
 
 def test_devices_of_a_host_share_its_network_between_slices():
     net, ids = network((4, 4, 4), slices=2)
-    traffic = net.between_slices_traffic("all-reduce", BYTES, 2)
-    assert traffic.seconds - traffic.latency_s == pytest.approx(BYTES * 4 / 25e9)
-    assert traffic.bytes_by_axis == {DCN: BYTES}
-    whole = net.collective_traffic("all-reduce", ids.reshape(1, -1), BYTES)
+    cost = net.between_slices_cost("all-reduce", BYTES, 2)
+    assert cost.seconds - cost.latency_s == pytest.approx(BYTES * 4 / 25e9)
+    assert cost.bytes_by_axis == {DCN: BYTES}
+    whole = net.collective_cost("all-reduce", ids.reshape(1, -1), BYTES)
     assert whole.bytes_by_axis[DCN] == pytest.approx(BYTES / 64)
-    assert whole.seconds > net.collective_traffic("all-reduce", ids.reshape(2, -1), BYTES).seconds
+    assert whole.seconds > net.collective_cost("all-reduce", ids.reshape(2, -1), BYTES).seconds
 
 
 @pytest.mark.parametrize("name", ["v5e-8", "v5e-16", "v6e-8", "v6e-16"])
@@ -176,18 +174,16 @@ def test_a_chips_network_bandwidth_does_not_depend_on_its_host_size(name):
     assert target.chip is not None
     topology = build_topology(target)
     places = [Position(s, c, 0) for s in (0, 1) for c in np.ndindex(topology.shape)]
-    traffic = LinkModel(Machine(target.chip, topology, tuple(places), {})).between_slices_traffic(
+    cost = LinkModel(Machine(target.chip, topology, tuple(places), {})).between_slices_cost(
         "collective-permute", BYTES, 2
     )
-    assert BYTES / (traffic.seconds - traffic.latency_s) == pytest.approx(
-        {"v5e": 3.125e9, "v6e": 12.5e9}[target.chip.name]
-    )
+    assert BYTES / (cost.seconds - cost.latency_s) == pytest.approx({"v5e": 3.125e9, "v6e": 12.5e9}[target.chip.name])
 
 
 def test_a_group_of_one_sends_nothing():
     net, ids = network((4, 4, 4))
-    assert net.collective_traffic("all-reduce", ids.reshape(-1, 1), BYTES) == LinkTraffic()
-    assert net.permute_traffic(np.zeros((0, 2), int), BYTES) == LinkTraffic()
+    assert net.collective_cost("all-reduce", ids.reshape(-1, 1), BYTES) == CollectiveCost()
+    assert net.permute_cost(np.zeros((0, 2), int), BYTES) == CollectiveCost()
 
 
 def config(emitter: str, debug: str) -> dict:
@@ -209,18 +205,18 @@ def test_overlapped_gathers_on_v4_use_one_ring_in_mesh_order():
     """At the end of a row, the ring returns over the links of the whole row, which its other hops also use."""
     net, ids = network((4, 4, 4), wrap=(False, False, False))
     planes = ids[0].reshape(4, 16)
-    traffic = net.collective_traffic("all-gather", planes, BYTES, parse_algorithm(BESIDE_PRODUCTS))
+    cost = net.collective_cost("all-gather", planes, BYTES, parse_algorithm(BESIDE_PRODUCTS))
     one_link_of_a_row = 15 / 16 * BYTES / LINK
-    assert seconds_of_links(traffic, "all-gather") == pytest.approx(one_link_of_a_row)
-    by_rows_and_columns = net.collective_traffic("all-gather", planes, BYTES)
+    assert seconds_of_links(cost, "all-gather") == pytest.approx(one_link_of_a_row)
+    by_rows_and_columns = net.collective_cost("all-gather", planes, BYTES)
     assert seconds_of_links(by_rows_and_columns, "all-gather") == pytest.approx(one_link_of_a_row / 2)
 
 
 def test_a_single_ring_through_a_plane_uses_two_links():
     net, ids = network((4, 4, 4))
     planes = ids[0].reshape(4, 16)
-    traffic = net.collective_traffic("all-gather", planes, BYTES, parse_algorithm(ONE_RING_EMITTERS))
-    assert seconds_of_links(traffic, "all-gather") == pytest.approx(15 / 16 * BYTES / (2 * LINK))
+    cost = net.collective_cost("all-gather", planes, BYTES, parse_algorithm(ONE_RING_EMITTERS))
+    assert seconds_of_links(cost, "all-gather") == pytest.approx(15 / 16 * BYTES / (2 * LINK))
 
 
 def test_the_compilers_dimension_orders_are_parsed():
@@ -228,9 +224,7 @@ def test_the_compilers_dimension_orders_are_parsed():
     assert how is not None and how.sizes == (4, 4) and how.orders == ((0, 1), (1, 0))
     net, ids = network((4, 4, 4))
     planes = ids[0].reshape(4, 16)
-    assert net.collective_traffic("all-reduce", planes, BYTES, how) == net.collective_traffic(
-        "all-reduce", planes, BYTES
-    )
+    assert net.collective_cost("all-reduce", planes, BYTES, how) == net.collective_cost("all-reduce", planes, BYTES)
 
 
 def test_an_unstated_algorithm_is_none():

@@ -27,7 +27,7 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import read_config
 from valkyrie.problems import Problem, ProblemCode, ProblemError
-from valkyrie.runs.folder import key_value, split_flags
+from valkyrie.runs.folder import split_flags, split_override
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import TimedLayouts, fit_constants
 from valkyrie.search.estimate.network import collective_model
@@ -336,7 +336,9 @@ def run_of_row(overrides: Sequence[str]) -> Run:
 
     Composes once for all rows that differ only in mesh and partition.
     """
-    mesh, partition = (key_value(override)[1] for override in overrides if override.startswith(("mesh=", "partition=")))
+    mesh, partition = (
+        split_override(override)[1] for override in overrides if override.startswith(("mesh=", "partition="))
+    )
     rest = [override for override in overrides if not override.startswith(("mesh=", "partition="))]
     return shared_run(*rest, "mesh=1x1x32", "partition=dp").changed(
         mesh=parse_mesh(mesh), partition=read_config("partition", partition, PartitionConfig)

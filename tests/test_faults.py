@@ -31,7 +31,7 @@ from valkyrie.config.refusals import describe_unknown_key
 from valkyrie.paths import DiskError
 from valkyrie.processes import ending
 from valkyrie.report.text import as_csv, as_markdown
-from valkyrie.runs.folder import claim_run_folder, key_value, run_folder
+from valkyrie.runs.folder import choose_run_folder, claim_run_folder, split_override
 from valkyrie.sweep.rows import make_rows
 from valkyrie.tasks.puzzles import puzzle_losses
 from valkyrie.units import escape_control_characters
@@ -95,12 +95,12 @@ def test_trainings_started_in_the_same_second_have_separate_folders(tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
     run = valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE)
-    folders = [run_folder(run) for _ in range(3)]
+    folders = [choose_run_folder(run) for _ in range(3)]
     assert len(set(folders)) == 1 and not Path("runs").exists(), "a refusal leaves nothing"
     claimed = [claim_run_folder(run, folder) for folder in folders]
     assert [folder.is_dir() for folder in claimed] == [True] * 3 and len(set(claimed)) == 3
     named = run.changed(name="one")
-    assert len({claim_run_folder(named, run_folder(named)) for _ in range(2)}) == 1
+    assert len({claim_run_folder(named, choose_run_folder(named)) for _ in range(2)}) == 1
 
 
 def test_control_characters_in_files_are_not_printed():
@@ -236,7 +236,7 @@ def test_the_refusal_of_a_key_in_a_free_group_says_how_to_add_it():
     ],
 )
 def test_only_a_pair_of_quotes_around_a_value_is_removed(argument: str, value: str):
-    assert key_value(argument) == ("a.b", value)
+    assert split_override(argument) == ("a.b", value)
 
 
 def test_a_resumed_run_keeps_its_tokenizer_and_its_finished_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -20,11 +20,11 @@ from valkyrie.processes.locks import WRITER_FILE, write_lock
 from valkyrie.runs.folder import (
     RUN_FILE,
     changed_settings,
+    choose_run_folder,
     command_name,
     describe_schedule_change,
     find_run,
     resume_command,
-    run_folder,
     saved_config,
     write_run_files,
 )
@@ -202,9 +202,9 @@ def test_a_resumed_run_warns_if_its_learning_rate_jumps(tmp_path: Path) -> None:
 
 def test_a_run_name_is_a_single_folder_name(tmp_path: Path) -> None:
     run = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}"]
-    assert run_folder(compose_run(*run, "name=a")) == tmp_path / "a"
+    assert choose_run_folder(compose_run(*run, "name=a")) == tmp_path / "a"
     with pytest.raises(ValueError, match=f"name=a/b .*runs={tmp_path / 'a'} name=b.* name=a-b"):
-        run_folder(compose_run(*run, "name=a/b"))
+        choose_run_folder(compose_run(*run, "name=a/b"))
 
 
 def test_a_resume_command_has_the_name_or_else_the_folder(monkeypatch: pytest.MonkeyPatch):
@@ -231,10 +231,10 @@ def test_a_run_that_does_not_exist_is_refused_with_the_nearest(tmp_path: Path, n
 def test_a_compile_of_a_trained_run_does_not_change_its_settings(tmp_path: Path, how: str) -> None:
     make_run(tmp_path, "one")
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}", how)
-    assert run_folder(run) == tmp_path / "one"
+    assert choose_run_folder(run) == tmp_path / "one"
     compiled = run.changed(mode=MODES.config_class("compile")())
-    assert run_folder(compiled) == tmp_path / "one-compile"
-    assert run_folder(run.changed(mode=MODES.config_class("eval")())) == tmp_path / "one"
+    assert choose_run_folder(compiled) == tmp_path / "one-compile"
+    assert choose_run_folder(run.changed(mode=MODES.config_class("eval")())) == tmp_path / "one"
 
 
 def test_code_is_only_imported_from_folders_that_a_command_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -258,10 +258,10 @@ def test_a_folder_with_other_files_is_refused_as_a_run_folder(tmp_path: Path):
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "metrics.jsonl").write_text("mine\n")
     with pytest.raises(ValueError, match="name=project"):
-        run_folder(compose_run("model=s5_tiny", f"runs={tmp_path}", "name=project"))
+        choose_run_folder(compose_run("model=s5_tiny", f"runs={tmp_path}", "name=project"))
     make_run(tmp_path, "ours")
     (tmp_path / "ours" / RUN_FILE).unlink()  # it still has a checkpoint
-    assert run_folder(compose_run("model=s5_tiny", f"runs={tmp_path}", "name=ours")) == tmp_path / "ours"
+    assert choose_run_folder(compose_run("model=s5_tiny", f"runs={tmp_path}", "name=ours")) == tmp_path / "ours"
 
 
 def test_links_in_a_run_folder_are_not_written_through(tmp_path: Path):

@@ -14,7 +14,7 @@ from valkyrie.config.run import Run
 from valkyrie.models import known_axes
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
-from valkyrie.parallel.partition import PartitionConfig, Role, RoleKind, resolve_rules, roles
+from valkyrie.parallel.partition import PartitionConfig, Role, RoleKind, assign_roles, resolve_rules
 from valkyrie.paths import read_group
 from valkyrie.problems import Problem, ProblemCode
 from valkyrie.records import dump, load
@@ -103,7 +103,7 @@ def data_model_fsdp(names: list[str], mesh: str = "4x4x2") -> tuple[dict[str, st
     config = parse_mesh(mesh)
     config.names = names
     parameters, activations, problems = resolve_rules(YAMLS["data_model_fsdp"], config, AXES)
-    return {axis: str(role) for axis, role in roles(config, parameters, activations).items()}, problems
+    return {axis: str(role) for axis, role in assign_roles(config, parameters, activations).items()}, problems
 
 
 MODEL = "MP1(mlp,heads,kv_heads,vocab,state)"

@@ -24,8 +24,8 @@ from valkyrie.parallel.placement import (
     describe_entries,
     describe_placement,
     find_placement,
+    list_placements,
     placement_problems,
-    placements,
 )
 from valkyrie.problems import ProblemCode
 
@@ -82,7 +82,7 @@ def primes(n: int) -> list[int]:
     ids=str,
 )
 def test_every_placement_is_enumerated_once(axes: dict[str, int], topology: Topology):
-    every_placement = placements(axes, topology)
+    every_placement = list_placements(axes, topology)
     assigned = [grid(entries, axes, topology) for entries in every_placement]
     assert len(set(assigned)) == len(assigned)
     assert set(assigned) == by_hand(axes, topology)
@@ -91,10 +91,10 @@ def test_every_placement_is_enumerated_once(axes: dict[str, int], topology: Topo
 
 def test_the_slice_axis_is_always_placed_between_slices():
     axes, topology = {"s": 2, "x": 2, "y": 2, "z": 2}, torus(2, 4, slices=2)
-    every_placement = placements(axes, topology)
+    every_placement = list_placements(axes, topology)
     assert every_placement and all(entries[0] == "s" for entries in every_placement)
     assert all(str(describe_entries(entries, axes, topology)["s"]) == "2 on dcn" for entries in every_placement)
-    inner = placements({"x": 2, "y": 2, "z": 2}, torus(2, 4))
+    inner = list_placements({"x": 2, "y": 2, "z": 2}, torus(2, 4))
     assert [entries[1:] for entries in every_placement] == inner
 
 
@@ -103,20 +103,20 @@ def test_placement_counts_equal_the_number_of_words():
 
     The number of such sequences is a multinomial coefficient.
     """
-    assert len(placements({"x": 4, "y": 4, "z": 2}, torus(2, 4, 4))) == math.factorial(5) // 4
-    assert len(placements({"x": 16, "y": 16, "z": 1}, torus(4, 8, 8))) == math.comb(8, 4)
+    assert len(list_placements({"x": 4, "y": 4, "z": 2}, torus(2, 4, 4))) == math.factorial(5) // 4
+    assert len(list_placements({"x": 16, "y": 16, "z": 1}, torus(4, 8, 8))) == math.comb(8, 4)
 
 
 def test_a_mesh_of_another_size_has_no_placement():
     with pytest.raises(ValueError, match="16 .* 32"):
-        placements({"x": 4, "y": 4, "z": 1}, torus(2, 4, 4))
+        list_placements({"x": 4, "y": 4, "z": 1}, torus(2, 4, 4))
 
 
 def test_every_placement_is_recognised_after_building():
     topology = torus(2, 2, 2)
     for shape in ([2, 2, 2], [4, 2, 1], [8, 1, 1], [1, 2, 2, 2]):
         axes = MeshConfig(shape=shape).axes
-        for entries in placements(axes, topology):
+        for entries in list_placements(axes, topology):
             config = MeshConfig(name="mesh", shape=shape, placement=entries)
             assert config.problems() == []
             mesh = build_mesh(config, jax.devices())
@@ -136,7 +136,7 @@ def test_a_described_placement_matches_the_device_positions(shape: list[int], wr
     axes = dict.fromkeys("xyz", 1)
     for prime, owner in zip(primes(topology.devices), owners, strict=True):
         axes[owner] *= prime
-    every_placement = placements(axes, topology)
+    every_placement = list_placements(axes, topology)
     entries = every_placement[data.draw(st.integers(0, len(every_placement) - 1))]
     cells = arrange(np.arange(topology.devices), entries, axes)
     for dimension, (axis, placed) in enumerate(describe_entries(entries, axes, topology).items()):
@@ -249,4 +249,4 @@ def test_the_placement_chosen_by_mesh_utils_is_described(target: str, mesh: str,
         again = parse_mesh(mesh)
         again.placement = recognised
         assert (build_mesh(again, devices).devices == built.devices).all()
-        assert recognised in placements(again.axes, topology)
+        assert recognised in list_placements(again.axes, topology)

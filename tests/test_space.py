@@ -23,7 +23,7 @@ from valkyrie.models.s5 import Activation
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
-from valkyrie.parallel.placement import arrange, placements
+from valkyrie.parallel.placement import arrange, list_placements
 from valkyrie.problems import ProblemCode
 from valkyrie.sweep.cells import Cells, enumerate_space, expand_pattern
 from valkyrie.sweep.layouts import describe_counts
@@ -143,7 +143,7 @@ def test_every_legal_layout_is_enumerated_once(
     brute = {}
     for name in shapes_of_three(devices):
         mesh = parse_mesh(name)
-        for placement in placements(mesh.axes, build_topology(target)) if placed else [None]:
+        for placement in list_placements(mesh.axes, build_topology(target)) if placed else [None]:
             for count in microbatches or [1]:
                 layout = legal_layout(run, replace(mesh, placement=placement), partition, count)
                 if layout is not None:

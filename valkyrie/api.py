@@ -28,7 +28,7 @@ from valkyrie.problems import refuse, require_type
 from valkyrie.processes.child import module_command, run_streamed
 from valkyrie.processes.ending import INTERRUPTED, REFUSED
 from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained, TrialRow, Trials
-from valkyrie.runs.folder import key_value, key_values, split_flags
+from valkyrie.runs.folder import key_values, split_flags, split_override
 from valkyrie.search.comparison import Comparison
 from valkyrie.search.compile.fault import Fault
 from valkyrie.search.compile.prediction import Prediction
@@ -177,7 +177,9 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
     if not isinstance(run.config.mode, SearchMode):
         flags, overrides = split_flags(run.arguments)
         model_overrides = [
-            o for o in overrides if (key := key_value(o)[0]) not in ("mode", "name") and not key.startswith("mode.")
+            o
+            for o in overrides
+            if (key := split_override(o)[0]) not in ("mode", "name") and not key.startswith("mode.")
         ]
         run = compose(*flags, *model_overrides, "mode=search")
     from valkyrie.search.mode import find_layouts
@@ -224,10 +226,10 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
     longer finite.
     """
     _require_run("fit", run)
-    from valkyrie.runs.folder import run_folder
+    from valkyrie.runs.folder import choose_run_folder
     from valkyrie.train.prepare import prepare_run
 
-    began, folder, console = time.time(), run_folder(run), _console(quiet)
+    began, folder, console = time.time(), choose_run_folder(run), _console(quiet)
     prepared = prepare_run(run, console)
     from valkyrie.train import trainer
 

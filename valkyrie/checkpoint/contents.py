@@ -81,10 +81,10 @@ def find_damage(path: Any) -> Problem | None:
     Looks for required files too, because an interrupted copy may lack the checksums. Does not check checkpoints in
     buckets, because buckets verify their objects.
     """
-    return None if in_bucket(path) else inspect(path)[1]
+    return None if in_bucket(path) else inspect_checkpoint(path)[1]
 
 
-def inspect(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
+def inspect_checkpoint(path: Any) -> tuple[CheckpointInfo | None, Problem | None]:
     """Return (metadata, damage) of a checkpoint.
 
     The metadata is None if it cannot be read. The damage is the first problem found, or None. In a bucket, only

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.config import FastConfig
-from valkyrie.checkpoint.contents import CheckpointInfo, inspect, local_shards
+from valkyrie.checkpoint.contents import CheckpointInfo, inspect_checkpoint, local_shards
 from valkyrie.checkpoint.location import steps_in
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import digest
@@ -86,7 +86,7 @@ class FastTier(Tier):
         """
         steps, reasons, shards = [], [], local_shards(abstract_arrays)
         for step in sorted(self._manager.all_steps(), reverse=True):
-            info, damage = inspect(self.folder_of(step))
+            info, damage = inspect_checkpoint(self.folder_of(step))
             if info is None or damage is not None:
                 print(f"Deleting the damaged fast checkpoint at step {step} in {self.path}: {damage}", file=sys.stderr)
                 reasons.append(f"the checkpoint at step {step} is damaged")

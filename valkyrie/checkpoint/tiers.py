@@ -12,7 +12,7 @@ from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.contents import (
     PARAMETERS_ONLY,
     CheckpointInfo,
-    inspect,
+    inspect_checkpoint,
     parameter_shapes,
     read_info,
     refuse_other_model,
@@ -68,7 +68,7 @@ class Checkpoints:
         if config.fast.every is None and not read_only and team.is_leader:
             (folder / IDENTITY_FILE).unlink(missing_ok=True)  # older fast checkpoints become stale from here on
         if config.fast.every is not None and not read_only:
-            identity = team.broadcast_from_leader("run identity", lambda: _identity(folder))
+            identity = team.broadcast_from_leader("run identity", lambda: _ensure_identity(folder))
             path = fast_folder(config.fast, folder, identity)
             self.fast = FastTier(path / f"process-{team.index}", config.fast, team.index, info=info)
 
@@ -253,7 +253,7 @@ def stored_checkpoints(folder: Path, config: CheckpointConfig) -> list[StoredChe
     root = checkpoint_root(folder)
     checkpoints = [_examine("durable", root / str(step)) for step in all_steps_in(root)]
     if (folder / IDENTITY_FILE).is_file():
-        fast_root = fast_folder(config.fast, folder, _identity(folder))
+        fast_root = fast_folder(config.fast, folder, _ensure_identity(folder))
         for path in sorted(fast_root.glob("process-*")):
             checkpoints += [
                 _examine(f"fast {path.name.replace('-', ' ')}", path / str(step)) for step in all_steps_in(path)
@@ -264,7 +264,7 @@ def stored_checkpoints(folder: Path, config: CheckpointConfig) -> list[StoredChe
 def _examine(tier: str, path: Any) -> StoredCheckpoint:
     from etils import epath
 
-    info, damage = inspect(path)
+    info, damage = inspect_checkpoint(path)
     unchecked_state = "complete; the bucket checks its objects" if in_bucket(path) else "no checksums"
     saved = "" if info is None else f"{info.layout or ''} {info.saved or ''}".strip()
     state = f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS_FILE).is_file() else unchecked_state
@@ -276,7 +276,7 @@ def _bytes_in(path: Any) -> int:
     return sum(_bytes_in(entry) if entry.is_dir() else entry.stat().length for entry in path.iterdir())
 
 
-def _identity(folder: Path) -> str:
+def _ensure_identity(folder: Path) -> str:
     """Return the identity of a run folder: a random ID in `IDENTITY_FILE`, created if missing.
 
     A new run at the same path gets a different ID.

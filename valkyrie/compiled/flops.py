@@ -94,7 +94,7 @@ class MatrixProduct(NamedTuple):
         return self.calls * product_flops(self.instruction)
 
 
-def products(module: Module, mesh_axes: Mapping[str, int]) -> list[MatrixProduct]:
+def list_products(module: Module, mesh_axes: Mapping[str, int]) -> list[MatrixProduct]:
     """Return the dots and convolutions of a program in execution order.
 
     A product in a loop is listed once, with `calls` multiplied by the trip count, or by 1 if the trip count is unknown.
@@ -110,7 +110,7 @@ def model_flops(module: Module, mesh_axes: Mapping[str, int]) -> float | None:
     """
     if any(i.target in _KERNEL_TARGETS for c in module.computations for i in c.instructions):
         return None
-    return sum(p.flops for p in products(module, mesh_axes) if "rematted_computation" not in p.instruction.op_name)
+    return sum(p.flops for p in list_products(module, mesh_axes) if "rematted_computation" not in p.instruction.op_name)
 
 
 def _iterate_products(

@@ -81,7 +81,7 @@ def _bytes_read(operand_shape: Shape, parameter: Instruction) -> float:
         return whole_bytes
     users = map_users(parameter.computation)
     bytes_read = 0.0
-    for value in _aliases(parameter, users):
+    for value in _find_aliases(parameter, users):
         for user in users.get(value, []):
             if user.opcode in _SLICE_OPCODES and user.operands[0] is value:
                 bytes_read += _bytes_in_hbm(operand_shape, user.shape)
@@ -98,7 +98,7 @@ def _bytes_read(operand_shape: Shape, parameter: Instruction) -> float:
     return min(bytes_read, whole_bytes)
 
 
-def _aliases(value: Instruction, users: dict[Instruction, list[Instruction]]) -> list[Instruction]:
+def _find_aliases(value: Instruction, users: dict[Instruction, list[Instruction]]) -> list[Instruction]:
     aliases = [value]
     for alias in aliases:
         aliases += [user for user in users.get(alias, []) if user.opcode in _PASS_THROUGH_OPCODES]

@@ -49,7 +49,7 @@ def trip_count(loop: Instruction) -> int | None:
     step = _counter_step(body, counter)
     if not isinstance(start, int) or not step:
         return None
-    return _iterations(start, limit, step, direction)
+    return _count_iterations(start, limit, step, direction)
 
 
 def condition_and_body(loop: Instruction) -> tuple[Computation, Computation]:
@@ -64,7 +64,7 @@ def constant_value(instruction: Instruction) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def origin(instruction: Instruction) -> Instruction:
+def find_origin(instruction: Instruction) -> Instruction:
     """Return the instruction that computes this value, looking through tuples, copies, loops and calls."""
     while True:
         source = _copied_from(instruction)
@@ -73,7 +73,7 @@ def origin(instruction: Instruction) -> Instruction:
         instruction = source
 
 
-def _iterations(start: int, limit: int, step: int, direction: str) -> int | None:
+def _count_iterations(start: int, limit: int, step: int, direction: str) -> int | None:
     if direction == "NE":
         return (limit - start) // step if (limit - start) % step == 0 else None
     if direction in ("LE", "GE"):
@@ -97,7 +97,7 @@ def _literal(instruction: Instruction) -> int | None:
 
 def _resolve(instruction: Instruction) -> int | Counter | None:
     """Return the constant or the element of a loop's carry that an instruction forwards, or None if it is neither."""
-    producer = origin(instruction)
+    producer = find_origin(instruction)
     if producer.opcode == "constant":
         return _literal(producer)
     if producer.opcode == "get-tuple-element" and producer.operands[0].opcode == "parameter":
@@ -113,12 +113,12 @@ def _fused_root(instruction: Instruction | None) -> Instruction | None:
     return instruction
 
 
-def _caller(computation: Computation) -> Instruction | None:
+def _only_caller(computation: Computation) -> Instruction | None:
     return computation.callers[0] if len(computation.callers) == 1 else None
 
 
 def _enclosing_loop(parameter: Instruction) -> Instruction | None:
-    caller = _caller(parameter.computation)
+    caller = _only_caller(parameter.computation)
     return caller if caller is not None and caller.opcode == "while" else None
 
 
@@ -132,16 +132,16 @@ def _copied_from(instruction: Instruction) -> Instruction | None:
         is_forwarded = root is not None and root.opcode in ("parameter", "constant", *_PASS_THROUGH_OPCODES)
         return root if is_forwarded else None
     if opcode == "parameter":
-        caller = _caller(instruction.computation)
+        caller = _only_caller(instruction.computation)
         if caller is None or caller.opcode not in ("fusion", "call"):
             return None
         return caller.operands[instruction.message.parameter_number]
     if opcode == "get-tuple-element":
-        return _element(instruction.operands[0], instruction.message.tuple_index)
+        return _find_element(instruction.operands[0], instruction.message.tuple_index)
     return None
 
 
-def _element(tuple_value: Instruction, index: int) -> Instruction | None:
+def _find_element(tuple_value: Instruction, index: int) -> Instruction | None:
     """Return the instruction that computes an element of a tuple, or None if unknown.
 
     Looks through loops that do not change the element.
@@ -149,19 +149,19 @@ def _element(tuple_value: Instruction, index: int) -> Instruction | None:
     if tuple_value.opcode == "tuple":
         return tuple_value.operands[index]
     if tuple_value.opcode == "optimization-barrier":
-        return _element(tuple_value.operands[0], index)
+        return _find_element(tuple_value.operands[0], index)
     if tuple_value.opcode == "while":
-        return _element(tuple_value.operands[0], index) if _is_loop_invariant(tuple_value, index) else None
+        return _find_element(tuple_value.operands[0], index) if _is_loop_invariant(tuple_value, index) else None
     if tuple_value.opcode == "parameter":
         loop = _enclosing_loop(tuple_value)
         if loop is not None:
-            return _element(loop.operands[0], index) if _is_loop_invariant(loop, index) else None
-        caller = _caller(tuple_value.computation)
+            return _find_element(loop.operands[0], index) if _is_loop_invariant(loop, index) else None
+        caller = _only_caller(tuple_value.computation)
         if caller is not None and caller.opcode in ("fusion", "call"):
-            return _element(caller.operands[tuple_value.message.parameter_number], index)
+            return _find_element(caller.operands[tuple_value.message.parameter_number], index)
     if tuple_value.opcode == "get-tuple-element":
-        producer = _element(tuple_value.operands[0], tuple_value.message.tuple_index)
-        return None if producer is None else _element(producer, index)
+        producer = _find_element(tuple_value.operands[0], tuple_value.message.tuple_index)
+        return None if producer is None else _find_element(producer, index)
     return None
 
 
@@ -177,7 +177,7 @@ def _is_loop_invariant(loop: Instruction, index: int) -> bool:
 
 
 def _initial_value(initial_carry: Instruction, index: int) -> int | Counter | None:
-    producer = _element(initial_carry, index)
+    producer = _find_element(initial_carry, index)
     return None if producer is None else _resolve(producer)
 
 
@@ -190,7 +190,7 @@ def _counter_step(body: Computation, counter: Counter) -> int | None:
 
 def _increment(value: Instruction, counter: Counter, depth: int) -> int | None:
     """Return the constant that `value` adds to the counter, or None if it is not counter + constant."""
-    producer = origin(value)
+    producer = find_origin(value)
     if _resolve(producer) == counter:
         return 0
     operation = _fused_root(producer)

@@ -29,7 +29,7 @@ from valkyrie.foreign_errors import is_key_of_null
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.problems import ProblemError
-from valkyrie.runs.folder import key_value, key_values, split_flags
+from valkyrie.runs.folder import key_values, split_flags, split_override
 
 _ESCAPED_CHARACTER = r"\\[][(){}:=, \t\\]"
 """Regex that matches a backslash followed by a character that is special in Hydra's grammar."""
@@ -95,7 +95,7 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
     chip = _find_chip(values["target.chip"], config_dirs(arguments)) if "target.chip" in values else None
     expanded_arguments: list[str] = []
     for argument in arguments:
-        key, value = key_value(argument) if "=" in argument else (argument, "")
+        key, value = split_override(argument) if "=" in argument else (argument, "")
         if key == "target.chip" and chip is not None:
             expanded_arguments += _slice_arguments(value, chip.units_in_name, values.get("target.chips"), is_search)
         elif key == "target.chips" and chip is not None:
@@ -133,7 +133,7 @@ def abbreviate_search(arguments: Sequence[str]) -> list[str]:
     short_keys |= {"mode.targets": "target", "mode.device_batches": "device_batch"}
     words = []
     for argument in arguments:
-        key, value = key_value(argument) if "=" in argument else (argument, "")
+        key, value = split_override(argument) if "=" in argument else (argument, "")
         if argument == "mode.search_batch=true":
             words.append("batch=auto")
         elif key in short_keys:
@@ -164,8 +164,8 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
     except AssertionError as error:
         if not is_key_of_null(str(error)):
             raise
-        argument = next(a for a in arguments if "target.chip." in a or key_value(a)[0].count(".") > 1)
-        parent = key_value(argument)[0].rpartition(".")[0]
+        argument = next(a for a in arguments if "target.chip." in a or split_override(a)[0].count(".") > 1)
+        parent = split_override(argument)[0].rpartition(".")[0]
         hint = " Name a target with a chip, such as target=v5e-8." if parent.startswith("target.chip") else ""
         raise ValueError(f"{argument}: {parent} is null, so it has no keys.{hint}") from error
 
@@ -193,7 +193,7 @@ def add_later_problems(error: ValueError, arguments: Sequence[str]) -> ValueErro
     the chosen config.
     """
     keys = {problem.key for problem in error.problems} if isinstance(error, ProblemError) else set[str | None]()
-    remaining_arguments = [argument for argument in arguments if key_value(argument)[0] not in keys - {*GROUPS}]
+    remaining_arguments = [argument for argument in arguments if split_override(argument)[0] not in keys - {*GROUPS}]
     if len(remaining_arguments) == len(arguments):
         return error
     try:
@@ -213,7 +213,7 @@ def load_run(folder: Path, overrides: Sequence[str]) -> Run:
     """
     refuse_typos(overrides, multirun=False, in_python=True)
     hydra_arguments = read_arguments(overrides)
-    if refused_keys := {"name", "resume"} & {key_value(override)[0] for override in hydra_arguments}:
+    if refused_keys := {"name", "resume"} & {split_override(override)[0] for override in hydra_arguments}:
         raise ValueError(
             f"{refused_keys.pop()}= cannot be passed to load, which continues the run in {folder}. To start another "
             "run, use valkyrie.compose(..., 'name=NAME')."

@@ -17,7 +17,7 @@ from valkyrie.config.run import RunConfig
 from valkyrie.config.saved import CONFIG_DIR_FLAGS
 from valkyrie.paths import config_names
 from valkyrie.problems import suggest
-from valkyrie.runs.folder import key_value, key_values, split_flags
+from valkyrie.runs.folder import key_values, split_flags, split_override
 
 _GROUPS = set(GROUPS)
 _KEYS = {field.name for field in fields(RunConfig)} | {"experiment", "sweep"}
@@ -114,7 +114,7 @@ def _refuse_arguments_hydra_reports_poorly(argument: str, key: str, value: str) 
         raise ValueError(
             f"{argument} removes the configs that ship with Valkyrie. To add your own, use --config-dir FOLDER."
         )
-    if key == "name" and (quote := re.search("[\"']", key_value(argument)[1])):
+    if key == "name" and (quote := re.search("[\"']", split_override(argument)[1])):
         raise ValueError(f"{argument}: {quote[0]} is not allowed in a name. Use letters, digits, ., _ or -.")
     if key == "mesh" and re.fullmatch(r"(\d+s)?\d+([^\w.,:+-]\d+)+", value):
         sizes = re.sub(r"[^\w]", "x", value)

@@ -29,12 +29,12 @@ from valkyrie.paths import conf_dir, unused_path
 from valkyrie.runs.folder import (
     RUN_FILE,
     find_run,
-    key_value,
     key_values,
     read_settings,
     run_from_record,
     saved_run,
     split_flags,
+    split_override,
 )
 
 CONFIG_PATH_FLAGS = ("--config-path", "-cp")
@@ -82,7 +82,7 @@ def find_primary_config(
     values.resume = str(folder)
     _register_settings(values, None)
     flags, overrides = split_flags(arguments)
-    return PrimaryConfig(SAVED_RUN, None, [*flags, *(o for o in overrides if key_value(o)[0] != "resume")])
+    return PrimaryConfig(SAVED_RUN, None, [*flags, *(o for o in overrides if split_override(o)[0] != "resume")])
 
 
 def find_run_to_read(arguments: Sequence[str]) -> Path | None:
@@ -153,7 +153,7 @@ def config_dirs(arguments: Sequence[str]) -> list[str]:
 
 def _module_folders(arguments: Sequence[str]) -> list[str]:
     """Return the folders that `modules=` names. Raises ValueError if one is not a folder."""
-    overrides = [o for o in split_flags(arguments)[1] if key_value(o)[0] == "modules"]
+    overrides = [o for o in split_flags(arguments)[1] if split_override(o)[0] == "modules"]
     values = [override.value() for override in OverridesParser.create().parse_overrides(overrides)]
     folders = [str(folder) for value in values if isinstance(value, list) for folder in value]
     for folder in folders:
@@ -173,7 +173,7 @@ def _read_settings_file(file: Path, arguments: Sequence[str]) -> DictConfig:
     set to that folder instead. Raises ValueError if any other file lacks a key.
     """
     is_record = file.read_bytes().startswith(HEADER.encode())
-    values = read_settings(file, whole=is_record)
+    values = read_settings(file, has_hydra=is_record)
     # Interpolations are not resolved, because nothing is registered yet.
     set_keys = {str(key) for key in values if not OmegaConf.is_missing(values, key)}
     missing_keys = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in set_keys | OPTIONAL_GROUPS]

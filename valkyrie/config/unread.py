@@ -8,7 +8,7 @@ from pathlib import Path
 
 from valkyrie.config.modes import NEUTRAL_KEYS, ModeConfig
 from valkyrie.config.run import Run, RunConfig
-from valkyrie.runs.folder import changed_settings, find_run, key_value, split_flags
+from valkyrie.runs.folder import changed_settings, find_run, split_flags, split_override
 from valkyrie.units import escape_control_characters
 
 _ALWAYS_READ = NEUTRAL_KEYS | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
@@ -24,7 +24,7 @@ def unread_notes(run: Run) -> list[str]:
     """
     command_line: dict[str, str] = {}
     for argument in split_flags(run.arguments)[1]:
-        key = key_value(argument)[0]
+        key = split_override(argument)[0]
         if key.partition(".")[0] in RunConfig.__dataclass_fields__:
             command_line[key] = _setting_text(argument)
     unread_by_mode = [text for key, text in command_line.items() if not mode_reads(run.config.mode, key)]
@@ -86,7 +86,7 @@ def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
 
 def _setting_text(argument: str) -> str:
     """Format a setting: KEY=VALUE, KEY alone if the value is long or has several lines, or ~KEY for a deletion."""
-    key, value = key_value(argument)
+    key, value = split_override(argument)
     if argument.startswith("~"):
         return f"~{key}"
     return key if len(value) > _LONGEST_VALUE or "\n" in value else escape_control_characters(f"{key}={value}")

@@ -200,7 +200,7 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     return {
         **sizes,
         "name": architecture.model_type,
-        "feed_forward": architecture.activations[_activation(architecture, config)].value,
+        "feed_forward": architecture.activations[_activation_name(architecture, config)].value,
         "norm_epsilon": float(config.get(epsilon, default)),
         "tie_embeddings": bool(config.get("tie_word_embeddings", architecture.tied)),
         "attention.kv_heads": config.get("num_key_value_heads") or heads,
@@ -246,7 +246,7 @@ def to_config_json(model: Stack) -> dict[str, object]:
     return {**config, **(_window_entries(architecture, model) if architecture.supports_windows else {})}
 
 
-def _activation(architecture: Architecture, config: Mapping[str, Any]) -> str:
+def _activation_name(architecture: Architecture, config: Mapping[str, Any]) -> str:
     return str(config.get(architecture.activation_key, "gelu_new" if architecture.is_gpt2 else None))
 
 
@@ -255,7 +255,7 @@ def _unsupported_values(architecture: Architecture, config: Mapping[str, Any]) -
     refusals = []
     if config.get("quantization_config"):
         refusals.append("quantization_config: only float32, bfloat16 and float16 weights are supported")
-    activation = _activation(architecture, config)
+    activation = _activation_name(architecture, config)
     if activation not in architecture.activations:
         refusals.append(
             f"{architecture.activation_key}={activation} is not one of {', '.join(architecture.activations)}"

@@ -23,7 +23,7 @@ from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size, tokenizer_i
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.problems import Problem, refuse
-from valkyrie.runs.folder import key_value, run_folder, versions, write_run_files
+from valkyrie.runs.folder import choose_run_folder, package_versions, split_override, write_run_files
 from valkyrie.trees import override_text
 
 ORIGINALS_FOLDER = "huggingface"
@@ -66,13 +66,17 @@ def import_folder(
     assert isinstance(run.model, Stack)
     has_prefix = architecture.is_gpt2 and any(name.startswith(GPT2_PREFIX) for name in weights.shapes)
     prefix = GPT2_PREFIX if has_prefix else ""
-    by_parameter = tensor_slices(run.model, prefix)
-    tensor_shapes = {piece.name: piece.tensor_shape for parts in by_parameter.values() for piece in parts}
+    slices_by_parameter = tensor_slices(run.model, prefix)
+    tensor_shapes = {
+        tensor_slice.name: tensor_slice.tensor_shape
+        for slices in slices_by_parameter.values()
+        for tensor_slice in slices
+    }
     ignored_copies = (_UNEMBEDDING,) if run.model.tie_embeddings else ()
     weights.check_tensors(tensor_shapes, (*DERIVED_SUFFIXES, *ignored_copies), architecture.name)
     if run.model.tie_embeddings:
-        _check_tied(weights, by_parameter["embedding"][0].name)
-    target = run_folder(run)
+        _check_tied(weights, slices_by_parameter["embedding"][0].name)
+    target = choose_run_folder(run)
     if target.exists():
         raise ValueError(f"{target} already exists. Use another --name NAME, or delete the folder.")
     _check_tokenizer(run)
@@ -89,7 +93,7 @@ def import_folder(
             write_atomic(originals_folder / PREFIX_FILE, prefix)
         if tokenizer is None and "tokenizer.json" in copied_names:
             run = _with_tokenizer(run, str((originals_folder / "tokenizer.json").absolute()))
-        _save_checkpoint(run, target, weights, by_parameter, folder)
+        _save_checkpoint(run, target, weights, slices_by_parameter, folder)
         write_run_files(run, target)
     return target
 
@@ -118,7 +122,7 @@ def _make_run(
     Raises ValueError if they or the overrides are invalid, or if there is no tokenizer.
     """
     _refuse_overrides(overrides, settings)
-    name = name or dict(map(key_value, overrides)).get("name") or _run_name(folder.resolve().name)
+    name = name or dict(map(split_override, overrides)).get("name") or _run_name(folder.resolve().name)
     context = settings["context"]
     assert isinstance(context, int)
     tokenizer_file = folder / "tokenizer.json"
@@ -132,8 +136,8 @@ def _make_run(
     arguments = [f"model={schema}", f"name={_quote(name)}", f"seq={min(context, _MAX_SEQ)}"]
     for key, value in settings.items():
         arguments.append(f"model.{key}={_quote(value) if isinstance(value, str) else override_text(value)}")
-    run = parse_run([o for o in overrides if key_value(o)[0] != "name"], derived=arguments)
-    groups = {_group(key_value(override)[0]) for override in overrides}
+    run = parse_run([o for o in overrides if split_override(o)[0] != "name"], derived=arguments)
+    groups = {_group(split_override(override)[0]) for override in overrides}
     problems = [problem for problem in run.problems() if _prevents_conversion(problem, groups)]
     refuse(run.model.problems() or list(map(_without_model_sizes, problems)))
     return run
@@ -146,7 +150,7 @@ def _refuse_overrides(overrides: Sequence[str], settings: Mapping[str, Setting])
     """
     fixed_keys = {f"model.{key}" for key in settings if key not in _ADJUSTABLE_SETTINGS}
     for override in overrides:
-        key = key_value(override)[0]
+        key = split_override(override)[0]
         if key == "model" or key in fixed_keys:
             raise ValueError(f"{override}: the architecture comes from {CONFIG_FILE}. Leave it out.")
         if key in ("mode", "resume"):
@@ -212,7 +216,7 @@ def _delete_on_failure(target: Path) -> Iterator[None]:
 
 
 def _save_checkpoint(
-    run: Run, target: Path, weights: Weights, by_parameter: dict[str, list[TensorSlice]], folder: Path
+    run: Run, target: Path, weights: Weights, slices_by_parameter: dict[str, list[TensorSlice]], folder: Path
 ) -> None:
     """Write the weights as the checkpoint of step 0 in `target`. Raises ValueError if it cannot be written."""
     from valkyrie.checkpoint.weights import WeightsTier
@@ -224,17 +228,17 @@ def _save_checkpoint(
         model=run.model.name,
         layout="converted",
         tokenizer=tokenizer_identity(run.tokenizer),
-        versions=versions(),
+        versions=package_versions(),
         converted_from=str(folder.resolve()),
         holds=PARAMETERS_ONLY,
     )
     parameters: Any = {}
-    for name, parts in by_parameter.items():
+    for name, slices in slices_by_parameter.items():
         *path, leaf_key = name.split(".")
         node = parameters
         for key in path:
             node = node.setdefault(key, {})
-        node[leaf_key] = _load_parameter(weights, parts)
+        node[leaf_key] = _load_parameter(weights, slices)
     state = TrainState(step=None, parameters=parameters, optimizer=None, ema=None, key=None)
     with closing(WeightsTier(target, CheckpointConfig(), read_only=False, team=ALONE, info=info)) as tier:
         error = tier.save(0, state, {}) or tier.wait()
@@ -242,7 +246,7 @@ def _save_checkpoint(
         raise ValueError(error)
 
 
-def _load_parameter(weights: Weights, parts: Sequence[TensorSlice]) -> Any:
+def _load_parameter(weights: Weights, slices: Sequence[TensorSlice]) -> Any:
     """Return a parameter as a JAX array on the host, with its layers stacked.
 
     Its dtype is the smallest that represents all its tensors exactly.
@@ -250,10 +254,10 @@ def _load_parameter(weights: Weights, parts: Sequence[TensorSlice]) -> Any:
     import jax
     import numpy as np
 
-    if parts[0].layer is None:
-        value = parts[0].from_tensor(weights.read(parts[0].name))
+    if slices[0].layer is None:
+        value = slices[0].from_tensor(weights.read(slices[0].name))
     else:
-        value = np.empty((len(parts), *parts[0].shape), weights.dtype(piece.name for piece in parts))
-        for i, piece in enumerate(parts):
-            value[i] = piece.from_tensor(weights.read(piece.name))
+        value = np.empty((len(slices), *slices[0].shape), weights.dtype(tensor_slice.name for tensor_slice in slices))
+        for i, tensor_slice in enumerate(slices):
+            value[i] = tensor_slice.from_tensor(weights.read(tensor_slice.name))
     return jax.device_put(value, jax.local_devices(backend="cpu")[0])

@@ -143,7 +143,7 @@ def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]
 
     `prefix` is prepended to all tensor names except those that start with `lm_head.`.
     """
-    by_parameter: dict[str, list[TensorSlice]] = {}
+    slices_by_parameter: dict[str, list[TensorSlice]] = {}
     layers = dict(_layer_numbers(model))
     top_level, per_layer = (GPT2_TOP_LEVEL, GPT2_LAYER) if model.family == "gpt2" else (TOP_LEVEL, LAYER)
     for name, parameter in model.parameters().items():
@@ -151,16 +151,16 @@ def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]
             location, shape = top_level[name], parameter.shape
             rows = model.vocab_size if parameter.axes[0] == "vocab" else shape[0]
             tensor = location.name if location.name.startswith("lm_head.") else prefix + location.name
-            by_parameter[name] = [TensorSlice(name, None, tensor, location, shape, rows)]
+            slices_by_parameter[name] = [TensorSlice(name, None, tensor, location, shape, rows)]
             continue
         segment, block, name_in_layer = name.split(".", 2)
         location, numbers = per_layer[name_in_layer], layers[f"{segment}.{block}"]
         shape = parameter.shape[1:]
-        by_parameter[name] = [
+        slices_by_parameter[name] = [
             TensorSlice(name, i, prefix + location.name.format(number), location, shape, shape[0])
             for i, number in enumerate(numbers)
         ]
-    return by_parameter
+    return slices_by_parameter
 
 
 def _layer_numbers(model: Stack) -> Iterator[tuple[str, list[int]]]:

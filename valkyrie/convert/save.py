@@ -67,15 +67,17 @@ def export_run(
     assert isinstance(run.model, Stack)
     step, path = _find_checkpoint(run_folder, step)  # last, because it reads the whole checkpoint
     field = "ema" if _has_average(run, path) else "parameters"
-    by_name: dict[str, list[TensorSlice]] = {}
-    for parts in tensor_slices(run.model, _tensor_prefix(run_folder, run)).values():
-        for piece in parts:
-            by_name.setdefault(piece.name, []).append(piece)
-    shapes = {name: slices[0].tensor_shape for name, slices in by_name.items()}
+    slices_by_tensor: dict[str, list[TensorSlice]] = {}
+    for slices in tensor_slices(run.model, _tensor_prefix(run_folder, run)).values():
+        for tensor_slice in slices:
+            slices_by_tensor.setdefault(tensor_slice.name, []).append(tensor_slice)
+    shapes = {name: slices[0].tensor_shape for name, slices in slices_by_tensor.items()}
     say(f"{find_architecture(config).name} of step {step}: {describe_tensors(shapes, weights_dtype)}")
     reader = _ParameterReader(path, field)
     with _lock_empty(folder):
-        write_folder(folder, config, shapes, weights_dtype, lambda name: reader.read(by_name[name]), file_bytes)
+        write_folder(
+            folder, config, shapes, weights_dtype, lambda name: reader.read(slices_by_tensor[name]), file_bytes
+        )
         if not _copy_tokenizer(run_folder, run, folder):
             say(f"no tokenizer.json: tokenizer={run.tokenizer} has none, so from-hf needs --tokenizer {run.tokenizer}")
     return folder
@@ -122,17 +124,20 @@ class _ParameterReader:
 
     def read(self, slices: list[TensorSlice]) -> np.ndarray:
         """Return the tensor that these slices form: a single one, or GPT-2's query, key and value."""
-        slices = sorted(slices, key=lambda piece: piece.location.third or 0)
-        names = {piece.parameter for piece in slices}
+        slices = sorted(slices, key=lambda tensor_slice: tensor_slice.location.third or 0)
+        names = {tensor_slice.parameter for tensor_slice in slices}
         self._parameters = {name: array for name, array in self._parameters.items() if name in names}
         for name in names - self._parameters.keys():
             self._parameters[name] = read_array(self._path, self._field, name)
-        parts = [piece.to_tensor(_select_layer(self._parameters[piece.parameter], piece)) for piece in slices]
+        parts = [
+            tensor_slice.to_tensor(_select_layer(self._parameters[tensor_slice.parameter], tensor_slice))
+            for tensor_slice in slices
+        ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
-def _select_layer(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
-    return array if piece.layer is None else array[piece.layer]
+def _select_layer(array: np.ndarray, tensor_slice: TensorSlice) -> np.ndarray:
+    return array if tensor_slice.layer is None else array[tensor_slice.layer]
 
 
 def _tensor_prefix(run_folder: Path, run: Run) -> str:

@@ -21,7 +21,7 @@ from valkyrie.config.run import Run
 from valkyrie.data.config import DataCheck
 from valkyrie.doctor.findings import FAILS, OK, WARNING, CheckContext, CheckResults
 from valkyrie.paths import cache_problem, cache_root, disk_errors, error_reason
-from valkyrie.runs.folder import run_folder
+from valkyrie.runs.folder import choose_run_folder
 from valkyrie.runs.wandb_writer import WandbMode, resolve_mode
 from valkyrie.train.prepare import refuse_unsuitable_data
 from valkyrie.units import count_text, memory_text
@@ -126,7 +126,7 @@ def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
     config = context.run.config
     if not context.team.is_leader or (config.resume is None and config.name is None):
         return
-    folder = run_folder(context.run)
+    folder = choose_run_folder(context.run)
     root = checkpoint_root(folder)
     steps = all_steps_in(root)
     step, damages = newest_undamaged(root, steps)

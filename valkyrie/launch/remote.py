@@ -10,7 +10,7 @@ from pathlib import Path
 
 from valkyrie.launch.plan import CommandStep, shell_text, step_error
 from valkyrie.launch.supervisor import print_message
-from valkyrie.runs.folder import key_value
+from valkyrie.runs.folder import split_override
 
 ARCHIVE_COMMAND = ("git", "archive", "--format=tar.gz")
 """Command that packs the tracked files of a commit. Runs, data and secrets are not tracked."""
@@ -85,7 +85,7 @@ def signal_command(overrides: Sequence[str], signum: int, is_only_run: bool = Fa
         signum: the signal's number, such as `signal.SIGTERM`.
         is_only_run: whether the host has no other training run, so that no name is needed.
     """
-    names = [(key, value) for key, value in map(key_value, overrides) if key in ("name", "resume")]
+    names = [(key, value) for key, value in map(split_override, overrides) if key in ("name", "resume")]
     if not names and not is_only_run:
         return None
     pattern = _TRAINING_PROCESS

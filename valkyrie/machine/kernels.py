@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from valkyrie.compiled.hbm import hbm_bytes
 from valkyrie.compiled.hlo import Instruction
-from valkyrie.compiled.loops import origin
+from valkyrie.compiled.loops import find_origin
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
 
@@ -160,11 +160,11 @@ def _blocks_visited(mask: Instruction) -> float | None:
     dims = mask.shape.dims
     if len(dims) != 3:
         return None
-    producer = origin(mask)
+    producer = find_origin(mask)
     if producer.opcode == "fusion" and producer.called[0].root is not None:
-        producer = origin(producer.called[0].root)
+        producer = find_origin(producer.called[0].root)
     if producer.opcode == "dynamic-slice":
-        producer = origin(producer.operands[0])
+        producer = find_origin(producer.operands[0])
     values = bytes(producer.message.literal.s8s) if producer.opcode == "constant" else b""
     if producer.opcode == "constant" and not values:
         return 0.0 if producer.shape.elements else None

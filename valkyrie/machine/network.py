@@ -37,7 +37,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class LinkTraffic:
+class CollectiveCost:
     """Cost of one run of a collective.
 
     Args:
@@ -119,44 +119,44 @@ class LinkModel:
         self._hop_s = (chip.hop_us or 1.0) * 1e-6
         host_devices = math.prod(chip.host_bounds) * chip.devices
         self._dcn_rate = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY / host_devices
-        self._cache: dict[Collective, LinkTraffic] = {}
+        self._cache: dict[Collective, CollectiveCost] = {}
         self._all_to_all_crossings: dict[bytes, dict[str, Crossings]] = {}
 
-    def traffic(self, collective: Collective) -> LinkTraffic:
+    def cost(self, collective: Collective) -> CollectiveCost:
         """Return the cost of one run of a collective, cached by collective."""
         if collective not in self._cache:
-            self._cache[collective] = self._traffic(collective)
+            self._cache[collective] = self._cost(collective)
         return self._cache[collective]
 
-    def _traffic(self, collective: Collective) -> LinkTraffic:
+    def _cost(self, collective: Collective) -> CollectiveCost:
         if collective.slices is not None:
-            return self.between_slices_traffic(collective.kind, collective.full_bytes, collective.slices)
+            return self.between_slices_cost(collective.kind, collective.full_bytes, collective.slices)
         if collective.pairs is not None:
-            return self.permute_traffic(collective.pairs, collective.full_bytes)
+            return self.permute_cost(collective.pairs, collective.full_bytes)
         if collective.groups is None:
-            return LinkTraffic()
+            return CollectiveCost()
         algorithm = parse_algorithm(collective.config)
-        return self.collective_traffic(collective.kind, collective.groups, collective.full_bytes, algorithm)
+        return self.collective_cost(collective.kind, collective.groups, collective.full_bytes, algorithm)
 
-    def collective_traffic(
+    def collective_cost(
         self, kind: str, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None = None
-    ) -> LinkTraffic:
+    ) -> CollectiveCost:
         """Return the cost of one collective that all groups run at the same time.
 
         `full_bytes`: Size of a group's whole array, as in `min_bytes_sent`.
         """
         members = groups.shape[1]
         if members < 2 or full_bytes <= 0:
-            return LinkTraffic()
+            return CollectiveCost()
         slices = len(np.unique(self._torus.slices(groups[0])))
         if slices > 1:
             return self._across_slices(kind, groups, full_bytes, slices)
         return _apply_efficiency(kind, self._within_slice(kind, groups, full_bytes, algorithm))
 
-    def permute_traffic(self, pairs: np.ndarray, message_bytes: float) -> LinkTraffic:
+    def permute_cost(self, pairs: np.ndarray, message_bytes: float) -> CollectiveCost:
         """Return the cost of simultaneous messages of `message_bytes` between (source, target) pairs."""
         if not len(pairs) or message_bytes <= 0:
-            return LinkTraffic()
+            return CollectiveCost()
         source, target = pairs.T
         crosses_slices = self._torus.slices(source) != self._torus.slices(target)
         crossings = self._torus.crossings(source[~crosses_slices], target[~crosses_slices])
@@ -168,11 +168,11 @@ class LinkModel:
             busy_s[DCN] = message_bytes / self._dcn_rate
             bytes_by_axis[DCN] = message_bytes
             latency_s += assumptions.DCN_LATENCY_S
-        traffic = LinkTraffic(latency_s, latency_s, busy_s, message_bytes, bytes_by_axis)
-        traffic = _apply_efficiency("collective-permute", traffic)
-        return replace(traffic, seconds=latency_s + max(traffic.busy_s.values(), default=0.0))
+        cost = CollectiveCost(latency_s, latency_s, busy_s, message_bytes, bytes_by_axis)
+        cost = _apply_efficiency("collective-permute", cost)
+        return replace(cost, seconds=latency_s + max(cost.busy_s.values(), default=0.0))
 
-    def between_slices_traffic(self, kind: str, input_bytes: float, slices: int) -> LinkTraffic:
+    def between_slices_cost(self, kind: str, input_bytes: float, slices: int) -> CollectiveCost:
         """Return the cost of a collective between slices. Each group has one device of each slice.
 
         All devices of a host send at the same time, through the host's runtime and its network. `input_bytes`: Bytes of
@@ -182,11 +182,11 @@ class LinkModel:
         bytes_sent = min_bytes_sent(kind, full_bytes, slices)
         busy_s = bytes_sent / self._dcn_rate
         latency_s = assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
-        return LinkTraffic(latency_s + busy_s, latency_s, {DCN: busy_s}, bytes_sent, {DCN: bytes_sent})
+        return CollectiveCost(latency_s + busy_s, latency_s, {DCN: busy_s}, bytes_sent, {DCN: bytes_sent})
 
     def _within_slice(
         self, kind: str, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None
-    ) -> LinkTraffic:
+    ) -> CollectiveCost:
         if kind in ("all-to-all", "ragged-all-to-all"):
             return self._all_to_all(groups, full_bytes)
         dims = self._torus.dimensions(groups)
@@ -206,11 +206,11 @@ class LinkModel:
             hops += passes * phase.hops
         latency_s = assumptions.COLLECTIVE_START_S + hops * self._hop_s
         transfer_s = passes * sum(max((axis_s for axis_s, _ in phase.loads.values()), default=0.0) for phase in phases)
-        return LinkTraffic(
+        return CollectiveCost(
             latency_s + transfer_s, latency_s, busy_s, min_bytes_sent(kind, full_bytes, groups.shape[1]), bytes_by_axis
         )
 
-    def _across_slices(self, kind: str, groups: np.ndarray, full_bytes: float, slices: int) -> LinkTraffic:
+    def _across_slices(self, kind: str, groups: np.ndarray, full_bytes: float, slices: int) -> CollectiveCost:
         """Return the cost of a collective whose groups span several slices.
 
         It consists of a scatter within slices, an exchange over the network, and a gather within slices.
@@ -221,20 +221,20 @@ class LinkModel:
         slice_groups = np.take_along_axis(groups, order, axis=1).reshape(-1, slice_members)
         share = 1 if kind in ("all-to-all", "ragged-all-to-all") else slice_members
         bytes_sent = min_bytes_sent(kind, full_bytes / share, slices)
-        inner_traffic = LinkTraffic()
+        inner_cost = CollectiveCost()
         if slice_members > 1:
-            inner_traffic = _apply_efficiency(kind, self._within_slice(kind, slice_groups, full_bytes, None))
+            inner_cost = _apply_efficiency(kind, self._within_slice(kind, slice_groups, full_bytes, None))
         between_s = bytes_sent / self._dcn_rate
-        latency_s = inner_traffic.latency_s + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
-        return LinkTraffic(
-            seconds=inner_traffic.seconds + latency_s - inner_traffic.latency_s + between_s,
+        latency_s = inner_cost.latency_s + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
+        return CollectiveCost(
+            seconds=inner_cost.seconds + latency_s - inner_cost.latency_s + between_s,
             latency_s=latency_s,
-            busy_s=inner_traffic.busy_s | {DCN: between_s},
-            bytes_sent=inner_traffic.bytes_sent + bytes_sent,
-            bytes_by_axis=inner_traffic.bytes_by_axis | {DCN: bytes_sent},
+            busy_s=inner_cost.busy_s | {DCN: between_s},
+            bytes_sent=inner_cost.bytes_sent + bytes_sent,
+            bytes_by_axis=inner_cost.bytes_by_axis | {DCN: bytes_sent},
         )
 
-    def _all_to_all(self, groups: np.ndarray, full_bytes: float) -> LinkTraffic:
+    def _all_to_all(self, groups: np.ndarray, full_bytes: float) -> CollectiveCost:
         members = groups.shape[1]
         message_bytes = full_bytes / members
         key = groups.tobytes()
@@ -256,13 +256,13 @@ class LinkModel:
         )
         bytes_by_axis = {axis: crossings.share * message_bytes for axis, crossings in crossings_by_axis.items()}
         bytes_sent = min_bytes_sent("all-to-all", full_bytes, members)
-        return LinkTraffic(latency_s + max(busy_s.values()), latency_s, busy_s, bytes_sent, bytes_by_axis)
+        return CollectiveCost(latency_s + max(busy_s.values()), latency_s, busy_s, bytes_sent, bytes_by_axis)
 
     def _one_ring(self, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None) -> _Phase:
         """Return the link loads and hops of a collective on one ring through all members, in both directions."""
         members = groups.shape[1]
         bytes_sent = full_bytes * (members - 1) / members
-        axes = self._torus.axes(groups)
+        axes = self._torus.spanned_axes(groups)
         if algorithm is None or algorithm.reordered:
             loads = {axis: (bytes_sent / 2 / self._rate(axis), bytes_sent / len(axes)) for axis in axes}
             return _Phase(loads, members / 2)
@@ -279,7 +279,7 @@ class LinkModel:
 
         The array is divided into parts that use the dimensions in different orders at the same time.
         """
-        orders = _orders(dims, algorithm)
+        orders = _dimension_orders(dims, algorithm)
         part_bytes = [full_bytes / len(orders)] * len(orders)
         phases = []
         for step in range(len(dims)):
@@ -328,18 +328,18 @@ def _directions(axis: str) -> tuple[str, str]:
     return f"{axis}+", f"{axis}-"
 
 
-def _apply_efficiency(kind: str, traffic: LinkTraffic) -> LinkTraffic:
+def _apply_efficiency(kind: str, cost: CollectiveCost) -> CollectiveCost:
     """Divide transfer times by the share of the ICI bandwidth that is reached in practice (`ICI_EFFICIENCY`).
 
     The latency, and `busy_s` of the network between slices, do not change.
     """
     efficiency = assumptions.ICI_EFFICIENCY.get(kind, assumptions.DEFAULT_ICI_EFFICIENCY)
-    busy_s = {axis: seconds / (1.0 if axis == DCN else efficiency) for axis, seconds in traffic.busy_s.items()}
-    transfer_s = (traffic.seconds - traffic.latency_s) / efficiency
-    return replace(traffic, seconds=traffic.latency_s + transfer_s, busy_s=busy_s)
+    busy_s = {axis: seconds / (1.0 if axis == DCN else efficiency) for axis, seconds in cost.busy_s.items()}
+    transfer_s = (cost.seconds - cost.latency_s) / efficiency
+    return replace(cost, seconds=cost.latency_s + transfer_s, busy_s=busy_s)
 
 
-def _orders(dims: Sequence[Dimension], algorithm: _Algorithm | None) -> list[tuple[int, ...]]:
+def _dimension_orders(dims: Sequence[Dimension], algorithm: _Algorithm | None) -> list[tuple[int, ...]]:
     """Return the order of dimensions for each part of the array.
 
     These are the compiler's orders if they are known and match `dims`. Otherwise, each part uses another rotation.

@@ -89,7 +89,7 @@ class OpCosts:
             if HOST in (target.memory, source.memory):
                 return target.padded_bytes / self._host_rate, "to host" if target.memory == HOST else "from host"
             return self._copy_cost(target.padded_bytes, (target.memory == HBM) + (source.memory == HBM))
-        operations = [i for c in instruction.called for i in _leaves(c)]
+        operations = [i for c in instruction.called for i in _leaf_instructions(c)]
         if operations and all(i.opcode in ("slice", "dynamic-slice", "copy", _UPDATE_OPCODE) for i in operations):
             moved_bytes = sum(
                 (i.operands[1] if i.opcode == _UPDATE_OPCODE else i).shape.padded_bytes for i in operations
@@ -139,11 +139,11 @@ class OpCosts:
         return OpCost(PartKind.kernel, seconds, kernel.flops)
 
 
-def _leaves(computation: Computation) -> list[Instruction]:
+def _leaf_instructions(computation: Computation) -> list[Instruction]:
     leaves = []
     for i in computation.instructions:
         if i.opcode in ("call", "async-start"):
-            leaves += [leaf for c in i.called for leaf in _leaves(c)]
+            leaves += [leaf for c in i.called for leaf in _leaf_instructions(c)]
         elif i.opcode not in _FREE_OPCODES and not i.opcode.endswith(("-done", "-update")):
             leaves.append(i)
     return leaves

@@ -248,7 +248,7 @@ class _Replayer:
                 self._wait(transfer)
 
     def _start_collective(self, name: str, collective: Collective) -> Transfer:
-        cost = self._network.traffic(collective)
+        cost = self._network.cost(collective)
         work_s = cost.seconds - cost.latency_s
         link_shares = {link: busy_s / work_s for link, busy_s in cost.busy_s.items()} if work_s > 0 else {}
         transfer = Transfer(cost.latency_s, work_s, link_shares, tag=(name, collective))
@@ -316,23 +316,23 @@ class _Replayer:
                 )
                 totals.add_time(PartKind.copies, waited_s, "wait for a copy between memories", "")
             return
-        traffic = self._network.traffic(collective)
-        use = totals.get_use(collective, tuple(traffic.bytes_by_axis))
+        cost = self._network.cost(collective)
+        use = totals.get_use(collective, tuple(cost.bytes_by_axis))
         use.calls += 1
-        use.bytes_sent += traffic.bytes_sent or collective.bytes_sent
+        use.bytes_sent += cost.bytes_sent or collective.bytes_sent
         use.busy_s += duration_s
         use.exposed_s += waited_s
-        for axis, bytes_sent in traffic.bytes_by_axis.items():
+        for axis, bytes_sent in cost.bytes_by_axis.items():
             use.bytes_by_torus_axis[axis] = use.bytes_by_torus_axis.get(axis, 0.0) + bytes_sent
-        origin = (collective.op_name, collective.source)
+        cause = (collective.op_name, collective.source)
         if duration_s > 0:
             totals.spans.append(
-                TimelineSpan(collective.label, name, collective.kind, *origin, transfer.start_s, duration_s)
+                TimelineSpan(collective.label, name, collective.kind, *cause, transfer.start_s, duration_s)
             )
         if waited_s > 0:
             category = format_category(PartKind.exposed, collective.mesh_axes)
-            totals.spans.append(TimelineSpan("compute", f"wait for {name}", category, *origin, wait_start_s, waited_s))
-            totals.add_time(PartKind.exposed, waited_s, *origin, mesh_axes=collective.mesh_axes)
+            totals.spans.append(TimelineSpan("compute", f"wait for {name}", category, *cause, wait_start_s, waited_s))
+            totals.add_time(PartKind.exposed, waited_s, *cause, mesh_axes=collective.mesh_axes)
 
     def _replay_loop(self, instruction: Instruction) -> None:
         trips = trip_count(instruction)

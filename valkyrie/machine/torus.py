@@ -220,7 +220,7 @@ class Torus:
                 rings.append(np.concatenate([line, next_line]))
         return np.array(rings)
 
-    def axes(self, groups: np.ndarray) -> list[str]:
+    def spanned_axes(self, groups: np.ndarray) -> list[str]:
         """Return the torus axes, and `core`, along which members of the first group differ."""
         coords = np.concatenate([self._coords[groups[0]], self._core[groups[0]][:, None]], axis=-1)
         names = [*TORUS_AXES[: len(self._shape)], CORE]

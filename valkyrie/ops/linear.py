@@ -103,11 +103,11 @@ def lookup(
     """
 
     @jax.custom_vjp
-    def rows(table: Array, tokens: Array) -> Array:
+    def take_rows(table: Array, tokens: Array) -> Array:
         return shard.gather_table(table.astype(numerics.compute), *axes)[tokens]
 
     def forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
-        return rows(table, tokens), (table, tokens)
+        return take_rows(table, tokens), (table, tokens)
 
     def table_gradient(tokens: Array, g: Array) -> Array:
         return jnp.zeros(table.shape, ACCUMULATOR_DTYPE.value).at[tokens].add(g.astype(ACCUMULATOR_DTYPE.value))
@@ -117,8 +117,8 @@ def lookup(
         total = shard.gradient(table_gradient, (tokens, g), *axes, reduction_dtype=numerics.reduction, whole=True)
         return total.astype(table.dtype), None
 
-    rows.defvjp(forward, backward)
-    return rows(table, tokens)
+    take_rows.defvjp(forward, backward)
+    return take_rows(table, tokens)
 
 
 @jax.custom_vjp

@@ -190,9 +190,13 @@ def _block_kernel(table: Any, bu_re: Any, bu_im: Any, *refs: Any, has_h0: bool, 
             tile = index * UNROLL + unrolled
             base = pl.multiple_of((time_block // TILE - 1 - tile if reverse else tile) * TILE, TILE)
             rows = pl.ds(base, TILE)
-            k = None if keep_broadcast is None else [keep_broadcast[step, rows, :] for step in range(STEPS)]
+            keep_factors = None if keep_broadcast is None else [keep_broadcast[step, rows, :] for step in range(STEPS)]
             for c, column in enumerate(columns):
-                by_step = factors[c] if k is None else [scale_by(k[s], factors[c][s]) for s in range(STEPS)]
+                by_step = (
+                    factors[c]
+                    if keep_factors is None
+                    else [scale_by(keep_factors[s], factors[c][s]) for s in range(STEPS)]
+                )
                 value = bu_re[0, rows, column], bu_im[0, rows, column]
                 for step in range(len(DOUBLINGS)):
                     value = _doubling_step(stages.at[step, :, c], value, by_step[step], base, DOUBLINGS[step], reverse)

@@ -155,7 +155,9 @@ class _Stage:
         is_first = self._stage_index == 0
         stream_gradients = [self._scatter_rows(jnp.where(is_first, g, 0)) for g in jax.tree.leaves(state.waiting)]
         next_row_gradient, next_layer_gradient = iter(state.row_gradients), iter(state.layer_gradients)
-        row_gradients = [self._scatter_rows(next(next_row_gradient)) if has else None for has in self._has_gradient]
+        row_gradients = [
+            self._scatter_rows(next(next_row_gradient)) if has_gradient else None for has_gradient in self._has_gradient
+        ]
         layer_gradients = [next(next_layer_gradient) if _is_float(leaf) else None for leaf in jax.tree.leaves(layers)]
         parameter_gradients = jax.lax.psum(jax.tree.leaves(state.head_gradients), axis)
         values = jax.lax.psum(state.sums, axis), jax.tree.map(self._join_microbatches, by_row)
@@ -261,7 +263,9 @@ class _Stage:
             return jax.tree.map(lambda x: jax.lax.ppermute(x, self._pipeline.axis, pairs), tree)
 
     def _differentiable_rows(self, rows: Any) -> list[jax.Array]:
-        return [leaf for leaf, has in zip(jax.tree.leaves(rows), self._has_gradient, strict=True) if has]
+        return [
+            leaf for leaf, has_gradient in zip(jax.tree.leaves(rows), self._has_gradient, strict=True) if has_gradient
+        ]
 
     def _rows_with(self, rows: Any) -> Any:
         """Return a function that takes new values for the leaves with a gradient, and returns `rows` with them."""
@@ -270,7 +274,9 @@ class _Stage:
         def replace_rows(differentiable: list[jax.Array]) -> Any:
             next_leaf = iter(differentiable)
             pairs = zip(leaves, self._has_gradient, strict=True)
-            return jax.tree.unflatten(structure, [next(next_leaf) if has else leaf for leaf, has in pairs])
+            return jax.tree.unflatten(
+                structure, [next(next_leaf) if has_gradient else leaf for leaf, has_gradient in pairs]
+            )
 
         return replace_rows
 

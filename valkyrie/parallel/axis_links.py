@@ -18,7 +18,7 @@ DCN, CORE, HOST = "dcn", "core", "host"
 """Names of physical axes outside the torus: between slices or hosts, over a chip's cores, over a host's devices."""
 TORUS_AXES = ("a", "b", "c", "d")
 """Names of a slice's torus axes, in the order of a device's coordinates."""
-MAX_FACTORS = 2
+MAX_SHARING_AXES = 2
 """Maximum number of mesh axes that share a physical axis. More would share the same links without any gain.
 
 The last physical axis takes all remaining mesh axes, without a maximum.
@@ -58,8 +58,8 @@ class Factor(NamedTuple):
         return self.size * self.stride / (2 if self.ring else 1) if self.physical_axis in TORUS_AXES else 0.0
 
     def __str__(self) -> str:
-        whole = self.physical_axis if self.size == self.length else f"{self.physical_axis}*{self.size}"
-        return whole if self.stride == 1 else f"{whole} by {self.stride}"
+        span_text = self.physical_axis if self.size == self.length else f"{self.physical_axis}*{self.size}"
+        return span_text if self.stride == 1 else f"{span_text} by {self.stride}"
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,9 @@ def _sorted_placements(sizes: tuple[int, ...], topology: Topology, has_torus: bo
     """
     physical = physical_axes(topology)[1:] if has_torus else [(HOST, topology.devices, False)]
     best_placements: dict[tuple[float, ...], Placement] = {}
-    for number, filling in enumerate(iterate_fillings(tuple(length for _, length, _ in physical), sizes, MAX_FACTORS)):
+    for number, filling in enumerate(
+        iterate_fillings(tuple(length for _, length, _ in physical), sizes, MAX_SHARING_AXES)
+    ):
         if number == MAX_PLACEMENTS:
             break
         axes = tuple(

@@ -15,9 +15,9 @@ from valkyrie.parallel.partition import (
     Role,
     RoleKind,
     Rules,
+    assign_roles,
     describe_roles,
     resolve_rules,
-    roles,
 )
 from valkyrie.parallel.problems import FindNearest, add_advice, layout_problems
 from valkyrie.parallel.remat import SAVE_EVERYTHING, RematConfig
@@ -62,7 +62,7 @@ class Layout:
     @property
     def roles(self) -> dict[str, Role]:
         """The role of every mesh axis."""
-        return roles(self.mesh, self.parameters, self.activations)
+        return assign_roles(self.mesh, self.parameters, self.activations)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -149,11 +149,11 @@ class Layout:
         """
         entries = list(self.stored_axes(axes))
         if self.partition.zero1:
-            for data in find_zero1_axes(self.activations[BATCH], entries):
+            for data_axis in find_zero1_axes(self.activations[BATCH], entries):
                 for i, size in enumerate(shape):
-                    split = math.prod(self.mesh.axes[m] for m in entries[i]) * self.mesh.axes[data]
+                    split = math.prod(self.mesh.axes[m] for m in entries[i]) * self.mesh.axes[data_axis]
                     if axes[i] != LAYERS and size % split == 0:
-                        entries[i] = (*entries[i], data)
+                        entries[i] = (*entries[i], data_axis)
                         break
         return tuple(entries)
 

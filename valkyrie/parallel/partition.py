@@ -238,7 +238,7 @@ def describe_roles(sizes: Mapping[str, int], roles: Mapping[str, Role]) -> str:
     return " · ".join(f"{axis}={sizes[axis]} {role}" for axis, role in roles.items())
 
 
-def roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, Role]:
+def assign_roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, Role]:
     """Return the role of every mesh axis.
 
     If a mesh axis splits several logical axes, its kind follows from `layers`, else from the batch, else from the
@@ -247,15 +247,15 @@ def roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, 
     roles = {}
     for axis, size in mesh.axes.items():
         split = [logical for logical, axes in parameters.items() if axis in axes]
-        data = axis in activations.get("batch", ())
-        sequence = axis in activations.get("seq", ())
+        splits_batch = axis in activations.get("batch", ())
+        splits_sequence = axis in activations.get("seq", ())
         if size == 1:
             roles[axis] = Role(RoleKind.unused)
         elif LAYERS in split:
             roles[axis] = Role(RoleKind.PP, tuple(split))
-        elif data:
+        elif splits_batch:
             roles[axis] = Role(RoleKind.FSDP if split else RoleKind.DP, (BATCH, *split))
-        elif sequence:
+        elif splits_sequence:
             roles[axis] = Role(RoleKind.SP, (SEQ, *split))
         elif split:
             roles[axis] = Role(RoleKind.MP2 if set(split) == {"embed"} else RoleKind.MP1, tuple(split))

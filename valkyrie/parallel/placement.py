@@ -58,7 +58,7 @@ def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: 
 
 def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, int]) -> np.ndarray:
     """Arrange values in physical order into an array with one dimension per mesh axis, following a placement."""
-    factors = _factors(placement, axes)
+    factors = _parse_factors(placement, axes)
     order = [i for axis in axes for i, (name, _) in enumerate(factors) if name == axis]
     grid = ordered.reshape([factor for _, factor in factors]).transpose(order)
     return grid.reshape(list(axes.values()))
@@ -121,7 +121,7 @@ def find_placement(mesh: Any, topology: Topology) -> list[str] | None:
     return entries
 
 
-def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
+def list_placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
     """Return all distinct placements of mesh axes on a topology, each as the entries of `mesh.placement`.
 
     A mesh axis `s` with one position per slice is always placed between the slices. Raises ValueError if mesh and
@@ -145,7 +145,7 @@ def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
     ]
 
 
-def _factors(placement: Sequence[str], axes: Mapping[str, int]) -> list[tuple[str, int]]:
+def _parse_factors(placement: Sequence[str], axes: Mapping[str, int]) -> list[tuple[str, int]]:
     split = [entry.partition(":") for entry in placement]
     return [(axis, int(factor) if factor else axes[axis]) for axis, _, factor in split]
 
@@ -203,7 +203,7 @@ def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:
     """
     import numpy as np
 
-    digits: list[tuple[int, int]] = []
+    progressions: list[tuple[int, int]] = []
     while len(values) > 1:
         stride = int(values[1] - values[0])
         matches = values - values[0] == stride * np.arange(len(values))
@@ -213,9 +213,9 @@ def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:
         blocks = values.reshape(-1, factor)
         if (blocks - blocks[:, :1] != stride * np.arange(factor)).any():
             return None
-        digits.insert(0, (factor, stride))
+        progressions.insert(0, (factor, stride))
         values = blocks[:, 0]
-    return digits
+    return progressions
 
 
 def _format_sizes(axes: Mapping[str, int]) -> str:

@@ -78,13 +78,13 @@ class RematConfig:
         model's activations, and is called only if a list has other names.
         """
         shipped_names, problems = _shipped_names(), []
-        for key, words in (("save", (ALL_ACTIVATIONS, PRODUCT_ACTIVATIONS)), ("offload", ())):
-            unshipped = [name for name in getattr(self, key) if name not in shipped_names and name not in words]
+        for key, special_names in (("save", (ALL_ACTIVATIONS, PRODUCT_ACTIVATIONS)), ("offload", ())):
+            unshipped = [name for name in getattr(self, key) if name not in shipped_names and name not in special_names]
             model_names = names() if unshipped else ()
             if unknown := [name for name in unshipped if name not in model_names]:
                 also = (
                     f", {ALL_ACTIVATIONS} (every activation) or {PRODUCT_ACTIVATIONS} (every matrix product)"
-                    if words
+                    if special_names
                     else ""
                 )
                 legal = ", ".join(model_names)

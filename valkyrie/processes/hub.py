@@ -102,11 +102,11 @@ class Connection:
         line = self._file.readline(_MAX_LINE_BYTES)
         if not line:
             return None
-        plain = json.loads(line)
-        message = _MESSAGES.get(str(plain.pop("type", ""))) if isinstance(plain, dict) else None
+        fields = json.loads(line)
+        message = _MESSAGES.get(str(fields.pop("type", ""))) if isinstance(fields, dict) else None
         if message is None:
             raise ValueError("the message is not from Valkyrie")
-        return decode(message, plain, "message")
+        return decode(message, fields, "message")
 
     def set_timeout(self, seconds: float | None) -> None:
         """Set the timeout of `read`, in seconds, or None to wait forever."""

@@ -159,8 +159,8 @@ class ConnectedTeam(Team):
         self.process_info = process_info
         self.on_loss = on_loss or self._end
         self._changed = threading.Condition()
-        self._answers: dict[str, list[Any]] = {}
-        self._left = False
+        self._exchanged_values: dict[str, list[Any]] = {}
+        self._has_left = False
         deadline = time.monotonic() + timeout_s
         self._hub = (
             Hub(process_info.coordinator, process_info.count, deadline, heartbeat_s)
@@ -183,8 +183,9 @@ class ConnectedTeam(Team):
         """Send a JSON-serializable value and return what each process sent under this name, in process order."""
         self._connection.send(Value(name, value))
         with self._changed:
-            self._changed.wait_for(lambda: name in self._answers)  # without a timeout: `_listen` detects a loss
-            return self._answers.pop(name)
+            # Waits without a timeout, because `_listen` detects a loss.
+            self._changed.wait_for(lambda: name in self._exchanged_values)
+            return self._exchanged_values.pop(name)
 
     def finish(self) -> None:
         """Wait until all processes are done, then leave."""
@@ -202,7 +203,7 @@ class ConnectedTeam(Team):
         self._connection.close()
 
     def _leave(self, goodbye: Goodbye) -> None:
-        self._left = True
+        self._has_left = True
         with contextlib.suppress(OSError):
             self._connection.send(goodbye)
 
@@ -224,16 +225,16 @@ class ConnectedTeam(Team):
         try:
             while (message := self._connection.read()) is not None:
                 if isinstance(message, Lost):
-                    if message.status == LOST and not self._left:
+                    if message.status == LOST and not self._has_left:
                         self.on_hang(f"process {self.index}: {message.line}")
                         if self._hub is not None:
                             time.sleep(HANG_REPORT_S)
                     status = message.status
                     return self._report_loss(message.line, status if status in (REFUSED, DOES_NOT_FIT) else LOST)
                 if isinstance(message, Values):
-                    self._left = self._left or message.name == _END
+                    self._has_left = self._has_left or message.name == _END
                     with self._changed:
-                        self._answers[message.name] = message.values
+                        self._exchanged_values[message.name] = message.values
                         self._changed.notify_all()
             raise OSError("its connection closed")
         except TimeoutError:
@@ -242,13 +243,13 @@ class ConnectedTeam(Team):
             self._report_loss(f"process 0 is lost: {error}")
 
     def _send_heartbeats(self, heartbeat_s: float) -> None:
-        while not self._left:
+        while not self._has_left:
             with contextlib.suppress(OSError):
                 self._connection.send(Heartbeat())
             time.sleep(heartbeat_s / 5)
 
     def _report_loss(self, line: str, status: int = LOST) -> None:
-        if not self._left:
+        if not self._has_left:
             self.on_loss(line, status)
 
     def _end(self, line: str, status: int) -> None:

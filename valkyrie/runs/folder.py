@@ -56,7 +56,7 @@ _FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
 """Flags of Hydra that take their value from the next argument."""
 
 _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-"""Packages with an effect on the results of a run. `versions` records their versions."""
+"""Packages with an effect on the results of a run. `package_versions` records their versions."""
 
 
 def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
@@ -99,7 +99,7 @@ def _last_save_time(folder: Path) -> float:
     return (checkpoints if checkpoints.exists() else folder).stat().st_mtime
 
 
-def run_folder(run: Run) -> Path:
+def choose_run_folder(run: Run) -> Path:
     """Return the run folder: the one that `resume` or `name` selects, or a new one.
 
     A new folder is named after model, layout and time. Compiling or measuring a trained run uses a separate folder next
@@ -133,10 +133,11 @@ def run_folder(run: Run) -> Path:
 
 
 def claim_run_folder(run: Run, folder: Path) -> Path:
-    """Create the folder of a run, as returned by `run_folder`, and return it.
+    """Create the folder of a run, as returned by `choose_run_folder`, and return it.
 
-    `run_folder` returns the same new folder for two runs that start in the same second. The second one to claim it gets
-    FOLDER-2. Folders selected by `name` or `resume` may exist. Raises DiskError if the folder cannot be created.
+    `choose_run_folder` returns the same new folder for two runs that start in the same second. The second one to claim
+    it gets FOLDER-2. Folders selected by `name` or `resume` may exist. Raises DiskError if the folder cannot be
+    created.
     """
     is_new = run.config.name is None and run.config.resume is None
     with disk_errors(folder):
@@ -166,11 +167,11 @@ def stored_text_file(folder: Path, name: str) -> Path:
 
 
 def write_run_files(run: Run, folder: Path) -> None:
-    """Write `run.yaml` (all settings) and `versions.json` (`versions`) into the run folder, creating it if missing."""
+    """Write `run.yaml` (all settings) and `versions.json` (of packages) into the run folder, creating it if missing."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     run.save(folder / RUN_FILE)
-    write_atomic(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
+    write_atomic(folder / "versions.json", json.dumps(package_versions(), indent=2) + "\n")
 
 
 def command_name(command: str = "valkyrie-train") -> str:
@@ -225,8 +226,8 @@ def _continue_hint(folder: Path) -> str:
     return f"continue with `{command_name()} {name}` plus the original training settings"
 
 
-def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
-    """Read a `run.yaml` or, with `whole=False`, the output of `--cfg job`. Converts settings of older versions.
+def read_settings(file: Path, *, has_hydra: bool = True) -> DictConfig:
+    """Read a `run.yaml` or, with `has_hydra=False`, the output of `--cfg job`. Converts settings of older versions.
 
     Raises ValueError if the file is damaged, or names a folder of Python modules that the user has not trusted.
     """
@@ -242,7 +243,7 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
     is_complete = (
         isinstance(logging_config, DictConfig) and "root" in logging_config and not isinstance(logging_config.root, str)
     )
-    if not isinstance(config, DictConfig) or not (is_complete or not whole):
+    if not isinstance(config, DictConfig) or not (is_complete or not has_hydra):
         raise ValueError(f"{file} is damaged (the end is missing). {remedy}")
     modules = config.get("modules")
     if not (modules is None or isinstance(modules, ListConfig)):
@@ -324,7 +325,7 @@ def _find_changes(requested: Any, saved: dict[Any, Any], prefix: str = "") -> di
     return changes
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of the packages in `_PACKAGES`, by package. Leaves out those that are not installed."""
     return {package: package_version for package in _PACKAGES if (package_version := installed_version(package))}
 
@@ -348,7 +349,7 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def key_value(argument: str) -> tuple[str, str]:
+def split_override(argument: str) -> tuple[str, str]:
     """Split an override such as `+name='a b'` into its key without `+` or `~`, and its value without quotes."""
     key, _, value = argument.partition("=")
     if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
@@ -358,4 +359,4 @@ def key_value(argument: str) -> tuple[str, str]:
 
 def key_values(arguments: Sequence[str]) -> dict[str, str]:
     """Return the values of the overrides among arguments, by key. If a key is repeated, the last value counts."""
-    return dict(key_value(argument) for argument in split_flags(arguments)[1] if "=" in argument)
+    return dict(split_override(argument) for argument in split_flags(arguments)[1] if "=" in argument)

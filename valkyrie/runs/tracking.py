@@ -71,7 +71,7 @@ class Tracker:
         open_to_append(self.file).close()  # raises an error for a link before any line is removed
         cut_torn_line(self.file)
         if start is not None:
-            drop_after(self.file, start)
+            drop_records_after(self.file, start)
         self._file = open_to_append(self.file)
         writer = WandbWriter(config, folder)
         run_id = config.id or f"{run_name}-{folder.resolve().stat().st_ino}"
@@ -159,7 +159,7 @@ def cut_torn_line(path: Path) -> None:
         os.truncate(path, complete_bytes)
 
 
-def drop_after(path: Path, step: int) -> None:
+def drop_records_after(path: Path, step: int) -> None:
     """Remove the records of steps after `step`. A run that continues from `step` writes them again."""
     if not path.is_file():
         return

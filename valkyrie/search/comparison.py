@@ -15,7 +15,7 @@ from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.paths import disk_errors, require_suffix, write_atomic
 from valkyrie.records import write_record
 from valkyrie.runs.columns import Column, terminal_table
-from valkyrie.runs.folder import RUN_FILE, versions
+from valkyrie.runs.folder import RUN_FILE, package_versions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.sweep.trial import TRIALS_FILE
 from valkyrie.units import count_text, duration, memory_text
@@ -141,7 +141,7 @@ class Comparison:
         unit = next((program.unit for program in foreign_programs if program), "tokens")
         rows = tuple(self._row(name) for name in self.results)
         return ComparisonRecord(
-            described, self.best, rows, self.ratio, unit, (*self._reasons(), *self.notes), versions()
+            described, self.best, rows, self.ratio, unit, (*self._reasons(), *self.notes), package_versions()
         )
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.paths import DiskError
 from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.records import RecordError, read_record, write_record
-from valkyrie.runs.folder import claim_run_folder, run_folder, write_run_files
+from valkyrie.runs.folder import choose_run_folder, claim_run_folder, write_run_files
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.compile.cache import package_digest, requests_folder
 from valkyrie.search.compile.hints import hints
@@ -131,7 +131,7 @@ def _created_folder(run: Run) -> Iterator[Path]:
 
     If the body raises, removes a new folder that is still empty. Raises DiskError if the folder cannot be created.
     """
-    requested = run_folder(run)
+    requested = choose_run_folder(run)
     existed = requested.exists()
     folder = claim_run_folder(run, requested)
     try:

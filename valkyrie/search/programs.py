@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.foreign_errors import first_lines
 from valkyrie.parallel.slice import Slice
 from valkyrie.problems import require_type
-from valkyrie.runs.folder import versions
+from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.predict import (
     PredictedProgram,
     ProgramWork,
@@ -148,7 +148,9 @@ def predict_call(
     except Exception as error:  # of the user's code, of JAX or of XLA
         program = foreign_program(work, name, target, axes)
         reason = describe_error(error)
-        return PredictedProgram(Prediction(None, CompileStatus.failed, reason, versions(), program=program), None)
+        return PredictedProgram(
+            Prediction(None, CompileStatus.failed, reason, package_versions(), program=program), None
+        )
 
 
 def describe_error(error: Exception) -> str:

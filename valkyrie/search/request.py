@@ -19,7 +19,7 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
 from valkyrie.problems import refuse
-from valkyrie.runs.folder import key_value, split_flags
+from valkyrie.runs.folder import split_flags, split_override
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts, partition_variants
 from valkyrie.units import parse_seconds
@@ -104,7 +104,7 @@ class SearchRequest:
         """The user's arguments, without those for the layout, the slice and the search."""
         flags, overrides = split_flags(self.run.arguments)
         search_keys = (*SEARCH_KEYS, "target.slices", "partition.schedule", "partition.rounds", "partition.zero1")
-        keys = [(override, key_value(override)[0]) for override in overrides]
+        keys = [(override, split_override(override)[0]) for override in overrides]
         return [*flags, *(override for override, key in keys if key not in search_keys and not key.startswith("mode."))]
 
     def train_command(self, batch: int | None) -> list[str]:
@@ -120,7 +120,7 @@ class SearchRequest:
 def parse_request(run: Run) -> SearchRequest:
     """Parse the request of a run with `mode=search`. Raises ValueError for settings that a search cannot use."""
     config, mode = run.config, settings_for(SearchMode, run.config.mode)
-    keys = {key_value(o)[0] for o in split_flags(run.arguments)[1]}
+    keys = {split_override(o)[0] for o in split_flags(run.arguments)[1]}
     if "resume" in keys:
         raise ValueError(
             "resume: mode=search has nothing to resume. Repeat the command of a search to continue it. To search for "

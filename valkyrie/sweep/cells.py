@@ -20,7 +20,7 @@ from valkyrie.hardware.target import build_topology
 from valkyrie.parallel.layout import Layout, derive_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, Role, RoleKind
-from valkyrie.parallel.placement import SLICE_AXIS, arrange, placements
+from valkyrie.parallel.placement import SLICE_AXIS, arrange, list_placements
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.search.estimate.space import divisions
@@ -271,7 +271,7 @@ def _with_placements(space: SpaceConfig, run: Run, mesh: MeshConfig) -> Iterator
     target = run.config.target
     for entry in space.placements:
         if entry == ALL and target.devices in (None, mesh.size):
-            yield from (replace(mesh, placement=p) for p in placements(mesh.axes, build_topology(target)))
+            yield from (replace(mesh, placement=p) for p in list_placements(mesh.axes, build_topology(target)))
         elif entry in (ALL, DEFAULT):
             yield mesh  # with ALL, a mesh of another size than the target: its cell is refused
         else:

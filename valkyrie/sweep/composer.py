@@ -22,7 +22,7 @@ from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import conf_dir, read_config
-from valkyrie.runs.folder import key_value
+from valkyrie.runs.folder import split_override
 from valkyrie.trees import get_value, with_value
 
 _REFERENCE = r"\$\{{[^}}]*\b(?:{key}\b|(?:{nodes})\b(?!\.))"
@@ -163,7 +163,7 @@ def search_path(hydra: Any) -> list[str]:
     """Return the `hydra.searchpath` overrides in the `hydra` node of a configuration."""
     overrides = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
     assert isinstance(overrides, list)
-    return [line for line in map(str, overrides) if key_value(line)[0] == "hydra.searchpath"]
+    return [line for line in map(str, overrides) if split_override(line)[0] == "hydra.searchpath"]
 
 
 def _with_numbers(job_kind: _JobKind, overrides: Sequence[Override]) -> Run | None:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from valkyrie.config.compose import count_accelerators
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Identity, Problem
-from valkyrie.runs.folder import key_value
+from valkyrie.runs.folder import split_override
 from valkyrie.sweep.cells import Cell, Cells, enumerate_space
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import find_sweep_end
@@ -99,7 +99,8 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
     """
     variants_by_changes: dict[tuple[str, ...], list[RunVariant]] = defaultdict(list)
     for variant in compose_variants(space, composer):
-        variants_by_changes[tuple(o for o in variant.overrides if _changes_layouts(key_value(o)[0]))].append(variant)
+        changes = tuple(o for o in variant.overrides if _changes_layouts(split_override(o)[0]))
+        variants_by_changes[changes].append(variant)
     names = (composer.group_options("partition") if n == ALL else [n] for n in space.config.partitions)
     partitions = list(dict.fromkeys(itertools.chain.from_iterable(names)))
     cells: list[Cell] = []

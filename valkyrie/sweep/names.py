@@ -13,7 +13,7 @@ from valkyrie.checksums import digest
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import AUTO_TARGET
-from valkyrie.runs.folder import key_value, key_values, split_flags
+from valkyrie.runs.folder import key_values, split_flags, split_override
 
 _GROUPS_NOT_IN_NAME = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
 """Config groups that do not affect a sweep's name. Compiling and measuring the same layouts thus share a report."""
@@ -38,7 +38,7 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     sweep_choice = overrides_by_key.get("sweep") not in (None, "null")
     if mode == "RUN" or not (mode == "MULTIRUN" or has_flag or sweep_choice):
         return None
-    remaining = [a for a in arguments if key_value(a) not in (("resume", "true"), ("resume", "null"))]
+    remaining = [a for a in arguments if split_override(a) not in (("resume", "true"), ("resume", "null"))]
     added = [] if has_flag or mode else ["hydra.mode=MULTIRUN"]
     if "hydra.sweep.dir" not in overrides_by_key:
         added.append(f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}")
@@ -103,7 +103,7 @@ def reads_one_run(arguments: Sequence[str]) -> bool:
 
 def without_run_folder(overrides: Sequence[str]) -> list[str]:
     """Return overrides without those that select the run folder: `name`, `runs` and `resume`."""
-    return [o for o in overrides if key_value(o)[0] not in ("name", "runs", "resume")]
+    return [o for o in overrides if split_override(o)[0] not in ("name", "runs", "resume")]
 
 
 def _identifies_sweep(key: str) -> bool:

@@ -18,7 +18,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.paths import conf_dir
 from valkyrie.problems import Problem
 from valkyrie.processes.child import module_command
-from valkyrie.runs.folder import RUN_FILE, find_run, versions
+from valkyrie.runs.folder import RUN_FILE, find_run, package_versions
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.cache import package_digest
 from valkyrie.sweep.composer import search_path
@@ -270,7 +270,7 @@ def _missing_requirements(run: Run) -> list[str]:
 
 def _predictor_digest(run: Run) -> str:
     """Return a digest of the package versions and of the code on which a prediction depends."""
-    return digest([versions(), package_digest(run)])[:12]
+    return digest([package_versions(), package_digest(run)])[:12]
 
 
 def _resume_refusal(resume: str, mode: str) -> str:

@@ -19,7 +19,7 @@ from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.optim import rate_rises_if_extended
 from valkyrie.processes.ending import INTERRUPTED, PREEMPTED
 from valkyrie.processes.interrupt import Interrupt
-from valkyrie.runs.folder import resume_command, run_folder, stored_text_file
+from valkyrie.runs.folder import choose_run_folder, resume_command, stored_text_file
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.wandb_writer import TRAFFIC
 from valkyrie.train.devices import configure_jax, prepare_devices
@@ -58,7 +58,7 @@ def train(run: Run) -> int:
 
 
 def _train(run: Run, team: Team, start_time: float) -> int:
-    folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
+    folder = Path(team.broadcast_from_leader("run folder", lambda: str(choose_run_folder(run))))
     console, interrupt = make_console(), Interrupt(multiprocess=team.count > 1)
     with interrupt.handle_signals():
         inputs = prepare_run(run, console, team, interrupt)

@@ -19,7 +19,7 @@ from valkyrie.problems import first_line
 from valkyrie.processes.distributed import join_team, start_jax
 from valkyrie.processes.ending import DOES_NOT_FIT, REFUSED, end_process
 from valkyrie.processes.team import ALONE, Team
-from valkyrie.runs.folder import versions
+from valkyrie.runs.folder import package_versions
 from valkyrie.trees import flatten
 
 LOGS_FOLDER = "logs"
@@ -54,7 +54,7 @@ def join_processes(run: Run) -> Iterator[Team]:
 
 def agree_on_versions(team: Team) -> None:
     """Check that all processes run the same code. Raises ValueError, naming the packages that differ."""
-    team.agree("versions", versions() | {"the source of valkyrie": source_digest("")[:12]})
+    team.agree("versions", package_versions() | {"the source of valkyrie": source_digest("")[:12]})
 
 
 def agree_on_configuration(team: Team, run: Run) -> None:

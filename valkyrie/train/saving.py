@@ -10,7 +10,7 @@ import jax
 from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo
 from valkyrie.checkpoint.location import configured_root, in_bucket
 from valkyrie.data.tokenizer import tokenizer_identity
-from valkyrie.runs.folder import versions
+from valkyrie.runs.folder import package_versions
 from valkyrie.tasks import Task
 from valkyrie.train.program import StepProgram
 
@@ -28,7 +28,7 @@ def checkpoint_info(program: StepProgram) -> CheckpointInfo:
         mesh={str(axis): size for axis, size in program.mesh.shape.items()},
         devices_of_process={process: sorted(ids) for process, ids in sorted(devices.items())},
         tokenizer=tokenizer_identity(program.run.tokenizer),
-        versions=versions(),
+        versions=package_versions(),
     )
 
 

@@ -102,12 +102,12 @@ class Tpu(Platform):
         and the larger of two parts: temporaries in HBM, and temporaries in host memory (offloaded activations). If
         those in host memory are larger, the sum of temporaries in HBM replaces them, which is an upper bound.
         """
-        if not (stated_peak := sizes.peak_memory_in_bytes):
+        if not (reported_peak := sizes.peak_memory_in_bytes):
             return super().peak_bytes(sizes)
         resting = resting_bytes(sizes)
-        # 1.01: the stated peak includes small buffers.
-        is_host_peak = stated_peak - resting <= 1.01 * sizes.host_temp_size_in_bytes
-        return min(stated_peak, resting + sizes.temp_size_in_bytes) if is_host_peak else stated_peak
+        # 1.01: the reported peak includes small buffers.
+        is_host_peak = reported_peak - resting <= 1.01 * sizes.host_temp_size_in_bytes
+        return min(reported_peak, resting + sizes.temp_size_in_bytes) if is_host_peak else reported_peak
 
     def activation_bytes(self, saved: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
         """Return the bytes of activations when memory use peaks, excluding `gradients`, which are counted elsewhere.

@@ -25,7 +25,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.modes.calibrate import Config as CalibrateMode
 from valkyrie.paths import write_atomic
 from valkyrie.report.records import find_result_folders, read_rows
-from valkyrie.runs.folder import RUN_FILE, run_folder, saved_run, write_run_files
+from valkyrie.runs.folder import RUN_FILE, choose_run_folder, saved_run, write_run_files
 from valkyrie.search.calibrate.replay_fit import ReplayFit, fit_replays, percent_errors, round_digits
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import FITTED_CONSTANTS, cross_validate, fit_constants, timed_layouts
@@ -119,7 +119,7 @@ def calibrate_mode(run: Run) -> int:
     for sentence in too_few:
         console.print(sentence, style="yellow", markup=False, soft_wrap=True)
     calibrations = [fit_calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED_CONSTANTS)]
-    folder = run_folder(run)
+    folder = choose_run_folder(run)
     write_run_files(run, folder)
     for result in calibrations:
         file = folder / CALIBRATED_FILE.format(chip=result.chip.name)

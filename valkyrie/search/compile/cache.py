@@ -26,7 +26,7 @@ from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.paths import cache_root, publish_folder, source_digest
 from valkyrie.records import RecordError, read_record
-from valkyrie.runs.folder import versions
+from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.prediction import CompileOutcome, MemoryReport
 from valkyrie.train.options import Option
 
@@ -79,7 +79,7 @@ def programs_folder() -> Path:
 
 def request_key(run: Run) -> str:
     """Return a digest of everything that may affect a compile: settings, flags, versions and all source code."""
-    return digest([program_settings(run), compiler_flags(), versions(), package_digest(run)])[:32]
+    return digest([program_settings(run), compiler_flags(), package_versions(), package_digest(run)])[:32]
 
 
 def program_key(
@@ -93,7 +93,7 @@ def program_key(
     `stablehlo` is the lowered program with debug information. Names of operations are part of the key, because reports
     read them from the compiled module. Source locations are not, so reports on cached programs may name old lines.
     """
-    compilers = {name: version for name, version in versions().items() if name in _COMPILER_PACKAGES}
+    compilers = {name: version for name, version in package_versions().items() if name in _COMPILER_PACKAGES}
     program = digest(_SOURCE_LOCATION_PATTERN.sub("", stablehlo))
     devices = [device_kind, *map(str, positions)]
     return digest([program, sorted(dict(options).items()), compiler_flags(), compilers, devices])[:32]

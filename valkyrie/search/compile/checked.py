@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from valkyrie.compiled.collectives import find_cause
-from valkyrie.compiled.flops import MatrixProduct, products
+from valkyrie.compiled.flops import MatrixProduct, list_products
 from valkyrie.compiled.hlo import Module
 from valkyrie.compiled.whole import WholeProgram
 from valkyrie.machine.replay import Replay
@@ -48,12 +48,12 @@ class CheckedProgram:
     @cached_property
     def whole_products(self) -> list[MatrixProduct]:
         """Products of the program before partitioning, in order."""
-        return products(self.whole.module, self.mesh_axes)
+        return list_products(self.whole.module, self.mesh_axes)
 
     @cached_property
     def local_products(self) -> list[MatrixProduct]:
         """Products of the compiled program of one device."""
-        return products(self.module, self.mesh_axes) if self.module else []
+        return list_products(self.module, self.mesh_axes) if self.module else []
 
     @cached_property
     def flops_ratios(self) -> dict[str, float]:

@@ -252,11 +252,11 @@ def _describe_placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     """
     if not get_platform(run.config.target.platform).has_torus:
         return ()
-    from valkyrie.parallel.placement import describe_placement, find_placement, placements
+    from valkyrie.parallel.placement import describe_placement, find_placement, list_placements
 
     topology = build_topology(run.config.target)
     lines = [f"{name}={axis}" for name, axis in describe_placement(mesh, topology).items() if axis.size > 1]
-    placement, count = find_placement(mesh, topology), len(placements(run.config.mesh.axes, topology))
+    placement, count = find_placement(mesh, topology), len(list_placements(run.config.mesh.axes, topology))
     if placement is not None:
         lines.append(f"mesh.placement=[{','.join(placement)}], one of {count} on this torus")
     return tuple(lines)

@@ -21,7 +21,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import build_topology, usable_hbm
 from valkyrie.parallel.slice import Slice
-from valkyrie.runs.folder import versions
+from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.checked import CheckedProgram
 from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.faults import find_faults
@@ -134,7 +134,9 @@ def predict_function(
         if result.status is CompileStatus.refused:
             raise ValueError(result.reason)
         program = foreign_program(work, name or "program", target, axes)
-        prediction = Prediction(None, result.status, result.reason, versions(), CompileTimes(lower_s), program=program)
+        prediction = Prediction(
+            None, result.status, result.reason, package_versions(), CompileTimes(lower_s), program=program
+        )
         return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), whole, axes, None)
     program = foreign_program(work, name or result.module.name.removeprefix("jit_"), target, axes)
     positions = device_positions(mesh)
@@ -335,7 +337,7 @@ def _predict_module(
     replay = correct_replay(replay_on(target, module, dict(axes), positions), target)
     if isinstance(memory, CompileOutcome):
         report = replace(memory.shortage or MemoryReport(), usable=usable_hbm(target.chip))
-        prediction = Prediction(None, memory.status, memory.reason, versions(), program=program, memory=report)
+        prediction = Prediction(None, memory.status, memory.reason, package_versions(), program=program, memory=report)
         return PredictedProgram(replace(prediction, faults=_find(whole, module, axes, replay, report)), None)
     report, flops = _memory_report(target, memory), work.flops
     if flops is None and whole is not None:
@@ -346,7 +348,7 @@ def _predict_module(
         program=program,
         status=CompileStatus.does_not_fit if too_large else CompileStatus.ok,
         reason="needs more memory than is usable on a device" if too_large else None,
-        versions=versions(),
+        versions=package_versions(),
         positions=tuple(positions),
         memory=report,
         options=tuple(options),

@@ -15,7 +15,7 @@ from valkyrie.hardware.target import usable_hbm
 from valkyrie.models import is_dense_transformer
 from valkyrie.models.stack import Stack
 from valkyrie.parts import PartKind, sum_seconds
-from valkyrie.runs.folder import versions
+from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.correction import step_interval
 from valkyrie.search.compile.prediction import (
     CompileTimes,
@@ -64,7 +64,7 @@ def summarise(run: Run, compiled: CompiledRun, replay: Replay | None, uses: Iter
         status=outcome.status,
         reason=outcome.reason,
         model=model_settings(run),
-        versions=versions(),
+        versions=package_versions(),
         compile=CompileTimes(cached=compiled.cached),
         memory=outcome.shortage,
     )

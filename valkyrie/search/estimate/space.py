@@ -22,7 +22,7 @@ from valkyrie.parallel.axis_links import Placement, undominated_placements
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import layout_with_problems
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh, resize_axis
-from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, RoleKind, Rules, resolve_rules, roles
+from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, RoleKind, Rules, assign_roles, resolve_rules
 from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import DIVISIBILITY_CODES, Problem, ProblemCode, ProblemError, alternatives
@@ -369,7 +369,7 @@ def _stack_candidates(
 
 def _axis_classes(mesh: MeshConfig, parameters: Rules, activations: Rules) -> list[list[str]]:
     """Return the mesh axes that appear in at least one rule, grouped by the rules they appear in. `w` comes last."""
-    axis_roles = roles(mesh, parameters, activations)
+    axis_roles = assign_roles(mesh, parameters, activations)
     classes: dict[tuple[object, ...], list[str]] = {}
     for axis in sorted(mesh.axes, key=lambda axis: (axis == "w", axis)):
         if axis != SLICE_AXIS and axis_roles[axis].kind is not RoleKind.idle:

@@ -18,7 +18,7 @@ from valkyrie.modes.explain import Config as ExplainMode
 from valkyrie.parts import label_record_name
 from valkyrie.paths import unused_path
 from valkyrie.records import write_record
-from valkyrie.runs.folder import key_value, run_folder, split_flags, write_run_files
+from valkyrie.runs.folder import choose_run_folder, split_flags, split_override, write_run_files
 from valkyrie.search.compile.cache import program_settings
 from valkyrie.search.compile.prediction import CompileStatus, Prediction, read_prediction
 from valkyrie.search.compile.show import make_table
@@ -67,7 +67,7 @@ def explain_mode(run: Run) -> int:
 def _explain_folder(run: Run, predictions: Sequence[Prediction]) -> Path:
     """Return the run folder if the run has a name, else a new folder named after the model and both layouts."""
     if run.config.name is not None or run.config.resume is not None:
-        return run_folder(run)
+        return choose_run_folder(run)
     a, b = (prediction.layout for prediction in predictions)
     return unused_path(Path(run.config.runs) / f"explain-{a.model}-{a.name}-{b.name}")
 
@@ -151,10 +151,10 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
             f"{not_overrides[0]} is neither a folder nor an override such as partition=fsdp. Set first= and second= to "
             "the two layouts to compare."
         )
-    if modes := [change for change in changes if key_value(change)[0] == "mode"]:
+    if modes := [change for change in changes if split_override(change)[0] == "mode"]:
         raise ValueError(f"{request}: a layout cannot set mode. Leave out {modes[0]}.")
     flags, overrides = split_flags(run.arguments)
-    keys = [(override, key_value(override)[0]) for override in overrides]
+    keys = [(override, split_override(override)[0]) for override in overrides]
     shared = [override for override, key in keys if key not in _MODE_KEYS and not key.startswith("mode.")]
     mode_overrides = [override for override, key in keys if key in ("mode.time_limit_s", "mode.cache")]
     layout_run = parse_run([*flags, *shared, "mode=compile", *mode_overrides, *changes])

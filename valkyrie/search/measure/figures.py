@@ -29,7 +29,7 @@ from valkyrie.paths import write_atomic
 from valkyrie.precision import DType
 from valkyrie.processes.team import Team
 from valkyrie.records import write_record
-from valkyrie.runs.folder import run_folder, write_run_files
+from valkyrie.runs.folder import choose_run_folder, write_run_files
 from valkyrie.search.measure.figures_file import describe_figures
 from valkyrie.train.devices import prepare_devices
 from valkyrie.train.processes import join_processes
@@ -67,7 +67,7 @@ def figures_mode(run: Run) -> int:
     with join_processes(run) as team:
         console = make_console()
         devices = prepare_devices(run, console.print, team).devices
-        folder = Path(team.broadcast_from_leader("run folder", lambda: str(run_folder(run))))
+        folder = Path(team.broadcast_from_leader("run folder", lambda: str(choose_run_folder(run))))
         chip = measure_chip(devices, run.config.precision.compute, team)
         machines = sorted(set(team.exchange("machine", socket.gethostname())))
         if team.is_leader:

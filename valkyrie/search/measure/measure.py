@@ -24,7 +24,7 @@ from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.modes.measure import MeasuredData
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.problems import first_line
-from valkyrie.runs.folder import versions
+from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.executable import program_memory, step_memory
 from valkyrie.search.compile.prediction import CompileStatus, CompileTimes, MeasuredStep, Measurement
 from valkyrie.search.measure.profile import collective_times
@@ -55,7 +55,7 @@ def measure(
     result = Measurement(
         about=run.layout_record(),
         status=CompileStatus.does_not_fit,
-        versions=versions(),
+        versions=package_versions(),
         simulated=devices.simulated,
         devices=f"{len(devices.devices)} x {devices.devices[0].device_kind}",
         data=run.config.data.name if settings_for(MeasureMode, run.config.mode).data is MeasuredData.real else "random",

@@ -16,7 +16,14 @@ from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.records import write_record
 from valkyrie.runs.columns import Column, terminal_line
-from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_run_files
+from valkyrie.runs.folder import (
+    choose_run_folder,
+    command_name,
+    installed_version,
+    package_versions,
+    split_override,
+    write_run_files,
+)
 from valkyrie.search.tune.compiler_options import Options
 from valkyrie.search.tune.tune import refuse_untunable, tune
 from valkyrie.search.tune.tuned import Attempt, TunedRun, TuneRecord, Verdict, assignments
@@ -40,7 +47,7 @@ def tune_mode(run: Run) -> int:
     Ctrl-C stops the search and keeps the results so far. The same command resumes it, using cached programs.
     """
     refuse_untunable(run.config.target)
-    console, folder = make_console(), run_folder(run)
+    console, folder = make_console(), choose_run_folder(run)
     budget = settings_for(TuneMode, run.config.mode).budget
     results: list[TunedRun] = []
     interrupted = False
@@ -63,7 +70,7 @@ def tune_mode(run: Run) -> int:
             interrupted = True
     tuned = results[-1]
     write_run_files(run, folder)
-    write_record(folder / ATTEMPTS_FILE, TuneRecord.from_results(tuned, versions()))
+    write_record(folder / ATTEMPTS_FILE, TuneRecord.from_results(tuned, package_versions()))
     write_atomic(folder / TUNED_FILE, experiment_yaml(tuned))
     _print_results(tuned, folder, interrupted, console)
     return INTERRUPTED if interrupted else 0
@@ -172,7 +179,7 @@ def experiment_yaml(tuned: TunedRun) -> str:
         f"# {training_command(tuned)}",
         "# Or copy this file to FOLDER/experiment/tuned.yaml and write --config-dir FOLDER +experiment=tuned.",
         f"# {record.model} under {record.layout} on {record.described}, batch {record.batch} x {record.seq}:",
-        f"# predicted step {steps[0]} without, {steps[1]} with these options (libtpu {versions().get('libtpu')}).",
+        f"# predicted step {steps[0]} without, {steps[1]} with these options (libtpu {installed_version('libtpu')}).",
     ]
     lines += [f"# {line}" for line in option_gains(tuned)]
     if tuned.to_fit:
@@ -193,6 +200,8 @@ def training_command(tuned: TunedRun) -> str:
     """
     mode_keys = ("mode", "name")
     arguments = [
-        a for a in tuned.run.arguments if key_value(a)[0] not in mode_keys and not key_value(a)[0].startswith("mode.")
+        a
+        for a in tuned.run.arguments
+        if split_override(a)[0] not in mode_keys and not split_override(a)[0].startswith("mode.")
     ]
     return " ".join([command_name(), *map(shlex.quote, arguments), *tuned.overrides])

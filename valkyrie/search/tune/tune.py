@@ -16,7 +16,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.modes.compile import Config as CompileMode
-from valkyrie.runs.folder import key_value
+from valkyrie.runs.folder import split_override
 from valkyrie.search.compile.prediction import CompiledStep, CompileStatus
 from valkyrie.search.compile.replayed import replay_program
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
@@ -91,7 +91,7 @@ def tune(
     try:
         tuner.try_options(options_for(run.config.target.chip.name) if candidates is None else candidates)
         if candidates is None:
-            tuner.try_implementations(implementations(run, [key_value(argument)[0] for argument in run.arguments]))
+            tuner.try_implementations(implementations(run, [split_override(argument)[0] for argument in run.arguments]))
     except _BudgetSpent:
         return tuner.tuned
     return replace(tuner.tuned, finished=True)
