@@ -145,8 +145,14 @@ def test_a_damaged_line_is_reported_once_with_its_file(tmp_path: Path, capsys, l
     log.path.write_text(f"{log.path.read_text()}{line}\n{TP.to_json()}\n")
     err = fails(capsys, tmp_path)
     assert err.startswith(f"valkyrie-report: {log.path}, line 2, ") and err.count(str(log.path)) == 1
-    log.path.write_text(line)  # without a newline
+    log.path.write_text(f"{TP.to_json()}\n{line}")  # without a newline
+    main([str(tmp_path)])
+    assert capsys.readouterr().err == f"{log.path}: skipped the last line, which is incomplete\n"
+    log.path.write_text(line)
     assert fails(capsys, tmp_path).startswith(f"valkyrie-report: {log.path}: its only line is incomplete")
+    log.path.unlink()
+    log.path.mkdir()
+    assert fails(capsys, tmp_path) == f"valkyrie-report: {log.path}: is a directory.\n"
 
 
 @pytest.mark.parametrize("count", [1, 400])

@@ -31,12 +31,12 @@ from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, Me
 from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
-from valkyrie.search.folder import request_digest, save_answer
+from valkyrie.search.folder import locked_folder, request_digest, save_answer
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
-from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
+from valkyrie.sweep.trial import TRIALS_FILE, Status, StepResult, Trial, TrialLog, TrialResult
 from valkyrie.train.options import TO_FIT, USER, Option
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
@@ -724,6 +724,24 @@ def test_a_folder_with_other_files_is_refused_before_estimating(
     ):
         with pytest.raises((ValueError, DiskError), match=message):
             search(*FEW, *arguments)
+
+
+def test_two_searches_do_not_run_in_one_folder(tmp_path: Path, search: Callable[..., Finished]) -> None:
+    with (
+        locked_folder(Path("runs", "found"), make_request()),
+        pytest.raises(ValueError, match="^runs/found is in use by another search"),
+    ):
+        search(*FEW)
+    assert search(*FEW).status == 0
+
+
+def test_an_incomplete_line_of_trials_does_not_stop_a_search(tmp_path: Path, search: Callable[..., Finished]) -> None:
+    folder = tmp_path / "runs" / "found"
+    folder.mkdir(parents=True)
+    (folder / TRIALS_FILE).write_text('{"schema"')
+    finished = search(*FEW)
+    assert finished.status == 0 and finished.answer["best"]
+    assert f"runs/found/{TRIALS_FILE}: skipped the last line" in finished.printed
 
 
 def test_an_answer_does_not_replace_an_earlier_one_with_more_results(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def _report(arguments: argparse.Namespace) -> None:
                 f"{arguments_text}"
             )
         raise ValueError("PATH is missing. Pass a sweep folder, or a folder with sweeps. Example: valkyrie-report runs")
-    rows = read_rows(paths)
+    rows = read_rows(paths, say=lambda line: print(line, file=sys.stderr))
     _report_damaged_metrics(rows)
     comparison = compare(rows, *compared_sweeps) if compared_sweeps else None
     kind = _output_format(arguments.format, arguments.output)

@@ -46,8 +46,8 @@ class LockHolder:
     pid: int
 
 
-def lock(file: IO[bytes] | IO[str], *, wait: bool = True) -> LockState:
-    """Lock an open file until this process and every process that inherited it have closed it.
+def lock(file: IO[bytes] | IO[str] | int, *, wait: bool = True) -> LockState:
+    """Lock an open file or folder until this process and every process that inherited it have closed it.
 
     Returns `another` if another process holds the lock and `wait` is false. Returns `unsupported` on Lustre without
     `-o flock` and on NFS without a lock daemon. Callers then continue without a lock and may print a warning.

@@ -31,7 +31,7 @@ from valkyrie.report.trace import Timeline, TorusDrawing, read_timeline, read_to
 from valkyrie.report.values import labels
 from valkyrie.sweep.columns import PAGE_COLUMNS
 from valkyrie.sweep.rows import Row, group_by_kind
-from valkyrie.sweep.trial import PAGE_FILE, TRIALS_FILE
+from valkyrie.sweep.trial import PAGE_FILE, TrialLog
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
@@ -63,7 +63,7 @@ def page_file(paths: Sequence[Path], output: Path | None) -> Path:
 def write_report(folder: Path) -> Path:
     """Write the HTML report of a sweep or search, or of a folder of sweeps, into that folder and return its path."""
     answer = read_answer(folder)
-    rows = [] if answer is not None and not (folder / TRIALS_FILE).is_file() else read_rows([folder])
+    rows = [] if answer is not None and not TrialLog(folder).read() else read_rows([folder])
     return write_atomic(folder / PAGE_FILE, render_page(rows, answer=answer))
 
 

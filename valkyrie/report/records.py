@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,18 +32,24 @@ SEARCH_DEPTH = 2
 """Number of levels of subfolders to search for sweeps and training runs."""
 
 
-def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """Read the trials at or below these paths as rows. Raises ValueError if there are none or a file is damaged."""
+def read_rows(paths: Sequence[Path], say: Callable[[str], object] | None = None) -> list[Row]:
+    """Read the trials at or below these paths as rows. Raises ValueError if there are none or a file is damaged.
+
+    `say` is called with a message about each incomplete last line, if there are rows.
+    """
     folders = find_result_folders(paths)
-    sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS_FILE).is_file()}
+    sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS_FILE).exists()}
     trainings = {folder: [read_training(folder)] for folder in folders if folder not in sweeps}
     rows = make_rows(sweeps, trainings)
-    for file in (folder / TRIALS_FILE for folder in sweeps):
-        if not rows and file.stat().st_size:
+    for folder in sweeps:
+        torn_line = TrialLog(folder).describe_torn_line()
+        if torn_line and not rows:
             raise ValueError(
-                f"{file}: its only line is incomplete, as after a crash or on a full disk. Run the sweep command again "
-                "to repeat its trial."
+                f"{folder / TRIALS_FILE}: its only line is incomplete, as after a crash or on a full disk. Run the "
+                "sweep command again to repeat its trial."
             )
+        if torn_line and say is not None:
+            say(torn_line)
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: no trial has ended yet. Try again when the first one has.")
     return rows

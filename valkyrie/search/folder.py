@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from valkyrie.checksums import digest
 from valkyrie.config.modes import ANSWER_FILE
 from valkyrie.paths import disk_errors
+from valkyrie.processes.locks import LockState, lock
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN_FILE
 from valkyrie.search.answer_record import MeasureReport, SearchAnswer
@@ -44,15 +47,30 @@ def request_digest(request: SearchRequest) -> str:
     return digest(repr(request_fields))[:8]
 
 
-def create_folder(folder: Path, request: SearchRequest) -> None:
-    """Create the folder of a search.
+@contextlib.contextmanager
+def locked_folder(folder: Path, request: SearchRequest) -> Iterator[None]:
+    """Create the folder of a search, and keep other searches out of it.
 
-    Raises ValueError if it is a file, if it belongs to another command or search, or if it has an answer that
-    cannot be read. Raises DiskError if it cannot be created.
+    Raises ValueError if it is a file, if another search is running in it, if it belongs to another command or search,
+    or if it has an answer that cannot be read. Raises DiskError if it cannot be created.
     """
-    name = request.run.config.name
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, but the search needs this folder. Use another name=.")
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)  # a lock file would be left in the folder
+    try:
+        if lock(descriptor, wait=False) is LockState.another:
+            raise ValueError(f"{folder} is in use by another search. Wait for it, or use another name=.")
+        _refuse_other_owner(folder, request)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_other_owner(folder: Path, request: SearchRequest) -> None:
+    """Raise ValueError if a folder belongs to another command or search, or has an answer that cannot be read."""
+    name = request.run.config.name
     if (folder / RUN_FILE).exists():
         raise ValueError(f"name={name}: {folder} is the run folder of another command ({RUN_FILE}). Use another name=.")
     earlier = _read_earlier(folder)
@@ -63,8 +81,6 @@ def create_folder(folder: Path, request: SearchRequest) -> None:
         raise ValueError(
             f"name={name}: {folder / ANSWER_FILE} belongs to another search: {command}. Use another name=."
         )
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
 
 
 def remove_if_empty(folder: Path) -> None:
@@ -112,7 +128,7 @@ def _read_earlier(folder: Path) -> _EarlierAnswer | None:
     file = folder / ANSWER_FILE
     try:
         return read_record(_EarlierAnswer, file)
-    except (FileNotFoundError, NotADirectoryError):  # `create_folder` reports a file in place of a folder
+    except FileNotFoundError:
         return None
     except (OSError, RecordError) as error:
         raise ValueError(f"{file} cannot be read ({error}). Delete it, or use another name=.") from error

@@ -27,7 +27,7 @@ from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, add_recor
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.runs import WiderHeads, wider_heads
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutSpace
-from valkyrie.search.folder import create_folder, remove_if_empty, request_digest, save_answer, search_folder
+from valkyrie.search.folder import locked_folder, remove_if_empty, request_digest, save_answer, search_folder
 from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
 from valkyrie.search.measuring import (
     MeasuredTrial,
@@ -42,6 +42,7 @@ from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, chip_name
 from valkyrie.search.tuning import tune_best
 from valkyrie.sweep.members import join_multirun
+from valkyrie.sweep.trial import TrialLog
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, parse_seconds
 
@@ -84,7 +85,14 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     """
     request = parse_request(run)
     folder = search_folder(request)
-    create_folder(folder, request)
+    with locked_folder(folder, request):
+        return _find_layouts(request, folder, console)
+
+
+def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> SearchResult:
+    run = request.run
+    if (torn_line := TrialLog(folder).describe_torn_line()) is not None:
+        console.print(torn_line, style="yellow", markup=False, soft_wrap=True)
     request = add_measured_figures(request, folder, console)
     began = time.perf_counter()
     space = request.space()

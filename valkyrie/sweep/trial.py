@@ -256,13 +256,18 @@ class TrialLog:
                 message = f"{os.strerror(error.errno or 0)}: a trial was not recorded"
                 raise OSError(error.errno, message, str(self.path)) from error
 
+    def describe_torn_line(self) -> str | None:
+        """Return a note on the incomplete last line that `read` skips, or None if there is none."""
+        torn_line = self.path.read_bytes().rpartition(b"\n")[2] if self.path.exists() else b""
+        return f"{self.path}: skipped the last line, which is incomplete" if torn_line else None
+
     def read(self) -> list[Trial]:
         """Return the newest trial of each key, in the order that keys first appear.
 
         Raises ValueError for a malformed line or a newer schema, with the line number and advice in the message.
         """
         trials: dict[str, Trial] = {}
-        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.is_file() else []
+        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
         for number, line in enumerate(lines, 1):
             try:
                 trial = Trial.from_json(line)
