@@ -33,7 +33,6 @@ class ProblemCode(Enum):
     missing = "missing"
     unsupported = "unsupported"
     not_installed = "not_installed"
-    environment = "environment"  # a variable of the environment, which affects every run alike
     # Meshes and hardware.
     mesh_shape = "mesh_shape"
     mesh_names = "mesh_names"

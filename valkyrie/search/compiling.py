@@ -16,9 +16,9 @@ from rich.console import Console
 
 from valkyrie.config.modes import COMPILE_FILE, settings_for
 from valkyrie.config.run import Run
+from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
-from valkyrie.problems import ProblemCode
 from valkyrie.records import RecordError
 from valkyrie.runs.folder import split_flags
 from valkyrie.search.compile.prediction import read_prediction
@@ -227,7 +227,7 @@ def compile_best(
             overrides = " ".join(layout.candidate.overrides)
             compiled_layouts.stop_reason = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
             return
-        if ProblemCode.environment.value in (problem.code for problem in trial.problems):
+        if any(problem.key == LIBTPU_FLAGS for problem in trial.problems):  # refuses every layout alike
             compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
             return
         longest = max(longest, time.monotonic() - start)

@@ -66,7 +66,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
         compiled, prediction, replay = compile_and_summarise(run, console, watch)
         if prediction.status is CompileStatus.refused:
             variable, reason = compiled.outcome.variable, prediction.reason or ""
-            refuse([Problem(ProblemCode.environment, variable, text=reason)] if variable else [])
+            refuse([Problem(ProblemCode.unsupported, variable, text=reason)] if variable else [])
             raise ValueError(reason)
         try:
             write_run_files(run, folder)
