@@ -84,17 +84,17 @@ def run_process(folder: Path, processes: int) -> None:
         times[name] = time.perf_counter() - start_of_activity
         return time.perf_counter()
 
-    last = start
+    activity_start = start
     if settings["agree"]:
         team = ConnectedTeam(process_info, timeout_s=60, heartbeat_s=60)
-        last = record("meet", last)
+        activity_start = record("meet", activity_start)
         agree_on_versions(team)
-        last = record("versions", last)
+        activity_start = record("versions", activity_start)
         agree_on_configuration(team, run)
-        last = record("configuration", last)
+        activity_start = record("configuration", activity_start)
     before_jax_s = time.perf_counter() - start
     start_jax(DistributedConfig(), process_info)
-    record("jax", last)
+    record("jax", activity_start)
     (folder / f"times-{index}").write_text(json.dumps(times | {"before_jax_s": before_jax_s}))
     if team is not None:
         team.finish()

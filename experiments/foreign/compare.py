@@ -97,9 +97,9 @@ def prediction_numbers(result: Any) -> dict[str, Any]:
         return {"status": result.reason or result.status}
     sent = record.communication
     hidden = max(0.0, 1 - sent.exposed_s / sent.sending_s) if sent.sending_s else None
-    parts = {"status": "ok", "step_s": result.step_s, "peak_gib": result.peak_gib, "hidden": hidden}
+    values = {"status": "ok", "step_s": result.step_s, "peak_gib": result.peak_gib, "hidden": hidden}
     seconds = {format_category(part.kind, part.mesh_axes): part.seconds for part in record.parts}
-    return parts | {"sent_gb": sent.bytes / 1e9, "seconds": seconds, "notes": record.notes}
+    return values | {"sent_gb": sent.bytes / 1e9, "seconds": seconds, "notes": record.notes}
 
 
 def compile_maxtext(case: dict[str, Any], modules: Path) -> None:

@@ -100,13 +100,13 @@ def interval_coverage(published: Sequence[PublishedRun]) -> str:
 
     The prediction and the interval of each run are computed from the runs of other families.
     """
-    are_inside: dict[str, list[bool]] = defaultdict(list)
+    inside_by_chip: dict[str, list[bool]] = defaultdict(list)
     for row in published:
         others = [other for other in published if other.family != row.family]
         ratio = row.ratio / published_correction(others, row.chip, row.slices).factor
         if (interval := published_interval(others, row.chip, 1.0)) is not None:
-            are_inside[row.chip].append(interval.low <= ratio <= interval.high)
-    counts = ", ".join(f"{chip} {sum(flags)} of {len(flags)}" for chip, flags in sorted(are_inside.items()))
+            inside_by_chip[row.chip].append(interval.low <= ratio <= interval.high)
+    counts = ", ".join(f"{chip} {sum(flags)} of {len(flags)}" for chip, flags in sorted(inside_by_chip.items()))
     return f"Measured within the interval computed without the runs of its recipe: {counts}."
 
 

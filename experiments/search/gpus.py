@@ -69,7 +69,7 @@ Calculon's values for the A100 (arXiv 2305.11375).
 FITTED_CONSTANTS = ("products", "scores_passes", "half_rate_flops", "passes", "launch_s", "sums", "outside")
 FIRST_CHIP = "a100"
 """The chip with the most rows. Its constants are the initial values for other chips."""
-FITTED_WITH_KERNEL = ("products", "mixing")
+FITTED_FOR_OTHER_CHIPS = ("products", "mixing")
 """Constants fitted for chips other than `FIRST_CHIP`, which have too few runs to fit more.
 
 `scores_passes` is fixed at 0, because fused attention kernels keep the scores on the chip.
@@ -148,7 +148,7 @@ def fit_by_chip(timed_groups: Sequence[TimedLayouts]) -> dict[str, Efficiency]:
     constants, initial = {FIRST_CHIP: first_constants}, replace(first_constants, scores_passes=0.0)
     for chip in dict.fromkeys(timed.chip.name for timed in timed_groups if timed.chip.name != FIRST_CHIP):
         constants[chip] = fit_constants(
-            [timed for timed in timed_groups if timed.chip.name == chip], initial, FITTED_WITH_KERNEL
+            [timed for timed in timed_groups if timed.chip.name == chip], initial, FITTED_FOR_OTHER_CHIPS
         )
     return constants
 

@@ -107,10 +107,10 @@ def rank_layout(
     """Return the row of a layout in the answer, with its compiled step time or, if it has none, the estimated one."""
     target, tokens = layout.group.target, request.step_tokens(layout.batch)
     step_s = layout.step_s if compiled is None else compiled.step_s or layout.step_s
-    low, high = estimate_errors().low * step_s, estimate_errors().high * step_s
+    low_s, high_s = estimate_errors().low * step_s, estimate_errors().high * step_s
     interval = None if compiled is None else compiled.trial.results.step.interval
     if compiled is not None:
-        low, high = (interval.low_s, interval.high_s) if interval else (step_s, step_s)
+        low_s, high_s = (interval.low_s, interval.high_s) if interval else (step_s, step_s)
     rate = tokens / step_s
     affordable_s = None if request.budget_usd is None else affordable_seconds(target, request.budget_usd)
     return RankedLayout(
@@ -118,8 +118,8 @@ def rank_layout(
         overrides=layout.candidate.overrides,
         stage=Stage.estimate if compiled is None else Stage.compile,
         step_s=step_s,
-        low_s=low,
-        high_s=high,
+        low_s=low_s,
+        high_s=high_s,
         memory=layout.bytes if compiled is None else compiled.peak,
         usable=usable_hbm(target.chip),
         tokens_per_second_per_chip=rate / ((target.chips or 1) * target.slices),
@@ -148,16 +148,18 @@ def _bottleneck(layout: EstimatedLayout, compiled: CompiledLayout | None) -> Bot
     Uses the parts of the replay or, if the layout was not compiled, those of the estimate.
     """
     usable = usable_hbm(layout.group.target.chip)
-    seconds_by: dict[str, float] = {}
+    seconds_by_resource: dict[str, float] = {}
     if compiled is not None and compiled.trial.results.parts:
-        spent = [(_limiting_resource(part), part.seconds) for part in compiled.trial.results.parts]
+        resource_seconds = [(_limiting_resource(part), part.seconds) for part in compiled.trial.results.parts]
     else:
-        spent = [(_ESTIMATED_BOTTLENECKS[name], seconds) for name, seconds in layout.parts.items()]
-    for resource_name, seconds in spent:
-        seconds_by[resource_name] = seconds_by.get(resource_name, 0.0) + seconds
-    resource, seconds = max(seconds_by.items(), key=lambda item: item[1])
+        resource_seconds = [(_ESTIMATED_BOTTLENECKS[name], seconds) for name, seconds in layout.parts.items()]
+    for resource_name, seconds in resource_seconds:
+        seconds_by_resource[resource_name] = seconds_by_resource.get(resource_name, 0.0) + seconds
+    resource, seconds = max(seconds_by_resource.items(), key=lambda item: item[1])
     peak = layout.bytes if compiled is None else compiled.peak or layout.bytes
-    return Bottleneck(resource, seconds / sum(seconds_by.values()), bool(usable and peak > NEAR_LIMIT * usable))
+    return Bottleneck(
+        resource, seconds / sum(seconds_by_resource.values()), bool(usable and peak > NEAR_LIMIT * usable)
+    )
 
 
 def _limiting_resource(part: StepPart) -> str:

@@ -102,7 +102,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        order = sorted(self.results, key=self._rank)
+        order = sorted(self.results, key=self._sort_key)
         object.__setattr__(self, "results", {name: self.results[name] for name in order})
 
     def __getitem__(self, name: str) -> Result:
@@ -141,14 +141,14 @@ class Comparison:
         unit = next((program.unit for program in foreign_programs if program), "tokens")
         rows = tuple(self._row(name) for name in self.results)
         return ComparisonRecord(
-            described, self.best, rows, self.ratio, unit, (*self._reasons(), *self.notes), package_versions()
+            described, self.best, rows, self.ratio, unit, (*self._failure_lines(), *self.notes), package_versions()
         )
 
     def __str__(self) -> str:
         record, text = self.record, io.StringIO()
         console = Console(file=text, width=140, soft_wrap=True, highlight=False)
         console.print(terminal_table(comparison_columns(record), record.rows))
-        for line in self._lines(record):
+        for line in self._note_lines(record):
             console.print(line, markup=False)
         return text.getvalue()
 
@@ -191,9 +191,9 @@ class Comparison:
         table = terminal_table(comparison_columns(record), record.rows)
         records = {name: _prediction(result) for name, result in self.results.items()}
         title = f"{count_text(len(self.results), 'layout')} on {record.target}"
-        return comparison_page(title, table, self._lines(record), records, self.best)
+        return comparison_page(title, table, self._note_lines(record), records, self.best)
 
-    def _rank(self, name: str) -> tuple[int, float]:
+    def _sort_key(self, name: str) -> tuple[int, float]:
         """Return a sort key: step time if the layout fits, peak memory if it does not, and failed layouts last."""
         result, step_s = self.results[name], self.step_s(name)
         if result.fits is not False and step_s:
@@ -218,7 +218,7 @@ class Comparison:
             faults=len(prediction.faults) if result.fits is not None else None,
         )
 
-    def _reasons(self) -> list[str]:
+    def _failure_lines(self) -> list[str]:
         """Return a line for each reason why layouts failed, timed out or were refused, with their names."""
         names: dict[str, list[str]] = {}
         for name, result in self.results.items():
@@ -226,7 +226,7 @@ class Comparison:
                 names.setdefault(f"{result.status}: {result.reason}", []).append(name)
         return [f"{', '.join(layouts)}: {reason}" for reason, layouts in names.items()]
 
-    def _lines(self, record: ComparisonRecord) -> list[str]:
+    def _note_lines(self, record: ComparisonRecord) -> list[str]:
         lines = [*record.notes]
         if record.ratio is not None:
             measured = ", ".join(name for name in self.measured_s if name in self.results)
@@ -258,12 +258,12 @@ def refuse_other_folder(folder: Path) -> None:
 def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]]:
     """Return the columns of a comparison's table. Rates appear only if one is known."""
     column, rows = Column[ComparedProgram], record.rows
-    rates = [column("rate", f"{record.unit}/s", "speed", lambda row: row.tokens_per_second)]
+    rate_columns = [column("rate", f"{record.unit}/s", "speed", lambda row: row.tokens_per_second)]
     return [
         column("name", "layout", "text", lambda row: row.name, min_width=12),
         column("fits", "fits", "text", lambda row: row.fits),
         column("step_s", "step", "seconds", lambda row: row.step_s),
-        *(rates if any(row.tokens_per_second for row in rows) else []),
+        *(rate_columns if any(row.tokens_per_second for row in rows) else []),
         column("peak", "peak", "bytes", lambda row: row.peak),
         column("waiting", "waiting", "percent", lambda row: row.waiting),
         column("faults", "faults", "count", lambda row: row.faults),

@@ -123,7 +123,7 @@ class CompiledLayouts:
         compiled = {describe_chips(layout.target) for layout in self.layouts}
         return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
 
-    def beats(self, layout: EstimatedLayout) -> bool:
+    def has_faster_batch(self, layout: EstimatedLayout) -> bool:
         """Return whether the same layout was compiled with another batch that fits and is as fast per sequence.
 
         Judges speed by the estimates. Always False if the search does not vary the batch.
@@ -141,11 +141,13 @@ class CompiledLayouts:
         if there are none, or if the usable memory is unknown.
         """
         usable = usable_hbm(layout.group.target.chip)
-        ratios = [c.peak / c.estimate.bytes for c in self.layouts if c.peak and _saves_alike(c.estimate, layout)]
+        ratios = [
+            c.peak / c.estimate.bytes for c in self.layouts if c.peak and _same_chip_and_remat(c.estimate, layout)
+        ]
         return usable is None or not ratios or layout.bytes * min(ratios) <= MEMORY_SLACK * usable
 
 
-def _saves_alike(first: EstimatedLayout, second: EstimatedLayout) -> bool:
+def _same_chip_and_remat(first: EstimatedLayout, second: EstimatedLayout) -> bool:
     return chip_name(first) == chip_name(second) and first.remat == second.remat
 
 
@@ -187,33 +189,37 @@ def compile_best(
     """
     layouts = [*shortlist.fitting, *shortlist.doubtful]
     waiting = [layout for layout in layouts if compiled_layouts.get(layout.candidate) is None]
-    began, longest = time.monotonic(), 0.0
+    began, longest_s = time.monotonic(), 0.0
 
     def watch(layout: EstimatedLayout, start: float) -> None:
         if request.budget_s is not None and time.monotonic() - began > request.budget_s:
             raise BudgetOver
-        on_wait(layout, time.monotonic() - start, longest)
+        on_wait(layout, time.monotonic() - start, longest_s)
 
     while True:
         possible = [
-            layout for layout in waiting if compiled_layouts.may_fit(layout) and not compiled_layouts.beats(layout)
+            layout
+            for layout in waiting
+            if compiled_layouts.may_fit(layout) and not compiled_layouts.has_faster_batch(layout)
         ]
         best = None if compiled_layouts.on_uncompiled_chips(possible) else compiled_layouts.best(request)
         # Baselines wait until each kind of chip has a layout and one fits: with a short budget, these matter more.
-        required = (
+        untried_baselines = (
             []
             if best is None
             else [b for b in find_baseline_layouts(best.target) if compiled_layouts.get(b.candidate) is None]
         )
-        layout = required[0] if required else _pick_next(request, possible, compiled_layouts)
+        layout = untried_baselines[0] if untried_baselines else _pick_next(request, possible, compiled_layouts)
         lower_bound = min(
             (request.cost(other, _lower_bound_s(other, compiled_layouts)) for other in possible), default=0.0
         )
         if layout is None:
             compiled_layouts.stop_reason = "every layout that may fit was compiled"
-        elif not required and best is not None and lower_bound > request.cost(best.estimate, best.step_s or 0.0):
+        elif (
+            not untried_baselines and best is not None and lower_bound > request.cost(best.estimate, best.step_s or 0.0)
+        ):
             compiled_layouts.stop_reason = "no other layout is likely to be faster, judging by the errors of estimates"
-        elif request.budget_s is not None and time.monotonic() - began + longest > request.budget_s:
+        elif request.budget_s is not None and time.monotonic() - began + longest_s > request.budget_s:
             compiled_layouts.stop_reason = f"another compile would exceed mode.budget={request.mode.budget}"
         elif len(compiled_layouts.layouts) >= limit:
             compiled_layouts.stop_reason = f"mode.compiles={limit} is reached"
@@ -230,7 +236,7 @@ def compile_best(
         if any(problem.key == LIBTPU_FLAGS for problem in trial.problems):  # refuses every layout alike
             compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
             return
-        longest = max(longest, time.monotonic() - start)
+        longest_s = max(longest_s, time.monotonic() - start)
         compiled_layouts.layouts.append(CompiledLayout(layout, trial, _settings_to_fit(plan.trial_folder)))
         on_result(compiled_layouts.layouts[-1], compiled_layouts)
 

@@ -61,7 +61,7 @@ def add_measured_figures(request: SearchRequest, folder: Path, console: Console)
     if not any(needs_cpu_figures(target) for target in request.targets):
         return request
     chips = [
-        _timed_chip(request, target, folder, console) if needs_cpu_figures(target) else None
+        _time_chip(request, target, folder, console) if needs_cpu_figures(target) else None
         for target in request.targets
     ]
     targets = [
@@ -71,7 +71,7 @@ def add_measured_figures(request: SearchRequest, folder: Path, console: Console)
     return replace(request, targets=tuple(targets))
 
 
-def _timed_chip(request: SearchRequest, target: TargetConfig, folder: Path, console: Console) -> ChipConfig:
+def _time_chip(request: SearchRequest, target: TargetConfig, folder: Path, console: Console) -> ChipConfig:
     config, devices = request.run.config, target.devices or 1
     run = request.run.changed(
         target=target,

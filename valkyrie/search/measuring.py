@@ -117,7 +117,7 @@ def measure_best(
     Adds each result to `measured_trials` and then calls `on_result` with it. On Ctrl-C (KeyboardInterrupt),
     `measured_trials` holds the results so far.
     """
-    limit, began, waiting = request.mode.measure, time.monotonic(), expected_step_times(shortlist, compiled_layouts)
+    limit, began, waiting = request.mode.measure, time.monotonic(), predict_step_times(shortlist, compiled_layouts)
     while len(measured_trials.trials) < limit and waiting:
         if request.budget_s is not None and time.monotonic() - began > request.budget_s:
             measured_trials.stop_reason = f"mode.budget={request.mode.budget} is used up"
@@ -132,7 +132,7 @@ def measure_best(
             return
 
 
-def expected_step_times(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -> list[tuple[EstimatedLayout, float]]:
+def predict_step_times(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -> list[tuple[EstimatedLayout, float]]:
     """Return (layout, predicted seconds per step) for each layout that fits, the fastest first.
 
     Compiled times replace estimates, and scale the estimates of layouts with the same mesh and partition.

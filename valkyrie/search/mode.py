@@ -102,7 +102,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     compiled_layouts, measured_trials, status = CompiledLayouts(), MeasuredTrials(), 0
     if not shortlist.fitting and not shortlist.doubtful:
         reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
-        return _nothing_fits(NO_STEP_TIME, folder, reason, console)
+        return _report_no_fit(NO_STEP_TIME, folder, reason, console)
     will_measure = request.mode.measure > 0 and can_measure(request)
     missing_compilers = _missing_compilers(request)
     if not will_measure:
@@ -122,9 +122,9 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     rows = rank_measured(request, ranked_layouts, measured_trials, compiled_layouts)
     if not rows:
         reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
-        return _nothing_fits(status or NO_STEP_TIME, folder, reason, console)
+        return _report_no_fit(status or NO_STEP_TIME, folder, reason, console)
     options = _winner_options(rows[0].candidate, options, best, compiled_layouts, console)
-    remarks = _remarks(request, rows[0], ranking, shortlist, compiled_layouts, measured_trials)
+    remarks = _collect_remarks(request, rows[0], ranking, shortlist, compiled_layouts, measured_trials)
     launch = None if has_devices(_target_slice(rows[0], request)) else launch_command(request, rows[0], options)
     answer = SearchAnswer(
         command=list(run.arguments),
@@ -187,13 +187,13 @@ def _winner_options(
     return [] if compiled is None else list(compiled.to_fit)
 
 
-def _nothing_fits(status: int, folder: Path, reason: str, console: Console) -> SearchResult:
+def _report_no_fit(status: int, folder: Path, reason: str, console: Console) -> SearchResult:
     console.print(reason, style="bold red", markup=False)
     remove_if_empty(folder)
     return SearchResult(status, folder, None, reason)
 
 
-def _remarks(
+def _collect_remarks(
     request: SearchRequest,
     best: RankedLayout,
     ranking: Ranking,
@@ -376,8 +376,8 @@ def _describe_no_fit(
     would be enough.
     """
     if not shortlist.smallest:
-        return _no_legal_layout(request, space)
-    several, lines = len(shortlist.smallest) > 1, []
+        return _describe_no_legal_layout(request, space)
+    has_several_chips, lines = len(shortlist.smallest) > 1, []
     for layout in shortlist.smallest:
         no_fit = "no compiled layout fits, although the smallest is estimated to need only"
         prefix = no_fit if layout.fits else "nothing fits: the smallest layout needs"
@@ -387,7 +387,7 @@ def _describe_no_fit(
         text += _describe_untried(
             shortlist.for_targets([t.name for t in request.targets if t.chip and t.chip.name == chip]), compiled_layouts
         )
-        lines.append(f"{f'{chip}: ' if several else ''}{text}. {_suggest_chips(request, chip)}")
+        lines.append(f"{f'{chip}: ' if has_several_chips else ''}{text}. {_suggest_chips(request, chip)}")
     return "\n".join(lines)
 
 
@@ -402,7 +402,7 @@ def _describe_untried(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -
     )
 
 
-def _no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
+def _describe_no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
     """Explain that no layout is legal, and what to change."""
     config, model = request.run.config, request.run.model.name
     if request.search_batch and not space.refused:

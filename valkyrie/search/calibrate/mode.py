@@ -111,13 +111,13 @@ def calibrate_mode(run: Run) -> int:
             f"and a target whose chip is known (conf/target/chip). {_PATHS_HINT}"
         )
     console.print(f"using {sum(map(len, by_chip.values()))} of {len(rows)} trials")
-    too_few = [
+    too_few_messages = [
         _too_few_message(chip, len(pairs)) for chip, pairs in by_chip.items() if len(pairs) < len(FITTED_CONSTANTS)
     ]
-    if len(too_few) == len(by_chip):
-        raise ValueError("\n".join(too_few))
-    for sentence in too_few:
-        console.print(sentence, style="yellow", markup=False, soft_wrap=True)
+    if len(too_few_messages) == len(by_chip):
+        raise ValueError("\n".join(too_few_messages))
+    for message in too_few_messages:
+        console.print(message, style="yellow", markup=False, soft_wrap=True)
     calibrations = [fit_calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED_CONSTANTS)]
     folder = choose_run_folder(run)
     write_run_files(run, folder)
@@ -232,11 +232,11 @@ def describe(result: Calibration) -> list[str]:
 
 
 def _describe_estimates(result: Calibration) -> list[str]:
-    rows, families, (median, worst) = len(result.ratios), len(result.families), percent_errors(result.ratios)
-    names = f"{families} famil{'y' if families == 1 else 'ies'}"
+    trial_count, family_count, (median, worst) = len(result.ratios), len(result.families), percent_errors(result.ratios)
+    names = f"{family_count} famil{'y' if family_count == 1 else 'ies'}"
     lines = [
-        f"{result.chip.name}: {rows} trials of {names} (model, batch and length). Errors of estimates with the chip's "
-        f"own constants: median {median:.1f}%, worst {worst:.1f}%."
+        f"{result.chip.name}: {trial_count} trials of {names} (model, batch and length). Errors of estimates with "
+        f"the chip's own constants: median {median:.1f}%, worst {worst:.1f}%."
     ]
     if result.held_out_ratios is None:
         return [*lines, "All trials are of one family, so the fitted constants cannot be validated on another one."]

@@ -57,8 +57,8 @@ class ReplayFit:
     @property
     def sentences(self) -> list[str]:
         """Sentences with the fitted factor and the errors of predictions before and after the fit."""
-        families, (median, worst) = self.fitted.models, percent_errors(self.ratios)
-        names = f"{families} famil{'y' if families == 1 else 'ies'}"
+        family_count, (median, worst) = self.fitted.models, percent_errors(self.ratios)
+        names = f"{family_count} famil{'y' if family_count == 1 else 'ies'}"
         lines = [
             f"Replays: {len(self.steps)} measured steps of {names} were also compiled. Errors of predictions: median "
             f"{median:.1f}%, worst {worst:.1f}%. The fitted factor for replays is {self.fitted.factor:g}."

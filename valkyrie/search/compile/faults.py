@@ -104,7 +104,7 @@ def _find_whole_batches(program: CheckedProgram) -> tuple[list[Fault], set[str]]
             for candidate in by_origin.get(origin, ())
             if (unsplit := match_product(product.instruction, candidate.instruction)) is not None
         ]
-        whole_dimensions = {_whole_batch(program, instruction, unsplit) for instruction, unsplit in matches}
+        whole_dimensions = {_find_whole_dimension(program, instruction, unsplit) for instruction, unsplit in matches}
         # Several operations may share a line and name. If they disagree, the product is not reported.
         if len(whole_dimensions) == 1 and (dimension := whole_dimensions.pop()) is not None:
             whole_flops[dimension][origin.source] += product.flops
@@ -119,7 +119,7 @@ def _find_whole_batches(program: CheckedProgram) -> tuple[list[Fault], set[str]]
     return faults, lines
 
 
-def _whole_batch(
+def _find_whole_dimension(
     program: CheckedProgram, product: Instruction, unsplit: Sequence[UnsplitDimensions]
 ) -> BatchDimension | None:
     """Return a batch dimension that each device computes completely in this product, or None if there is none.
@@ -129,22 +129,22 @@ def _whole_batch(
     is_whole: dict[BatchDimension, bool] = {}
     for array, dimensions in zip((product, *product.operands[:2]), unsplit, strict=True):
         for number, dimension in program.whole.batch_dimensions(array).items():
-            if _parts(program, dimension.mesh_axes) > 1:
+            if _count_parts(program, dimension.mesh_axes) > 1:
                 is_whole[dimension] = is_whole.get(dimension, True) and number in dimensions
     return next((dimension for dimension, whole in is_whole.items() if whole), None)
 
 
-def _parts(program: CheckedProgram, mesh_axes: Iterable[str]) -> int:
+def _count_parts(program: CheckedProgram, mesh_axes: Iterable[str]) -> int:
     """Return the number of parts into which mesh axes split a dimension."""
     return math.prod(program.mesh_axes.get(axis, 1) for axis in mesh_axes)
 
 
 def _whole_batch_seconds(program: CheckedProgram, dimension: BatchDimension, lines: set[str]) -> float:
     """Estimate the seconds that splitting a batch at these source lines would save."""
-    parts = _parts(program, dimension.mesh_axes)
-    waits = program.seconds(lines, PartKind.exposed, mesh_axes=dimension.mesh_axes)
-    other = program.seconds(lines, PartKind.memory, PartKind.compute) * (1 - 1 / parts)
-    return waits + other + _repeated_seconds(program, lines)
+    parts = _count_parts(program, dimension.mesh_axes)
+    wait_s = program.seconds(lines, PartKind.exposed, mesh_axes=dimension.mesh_axes)
+    compute_s = program.seconds(lines, PartKind.memory, PartKind.compute) * (1 - 1 / parts)
+    return wait_s + compute_s + _repeated_seconds(program, lines)
 
 
 def _repeated_seconds(program: CheckedProgram, lines: Iterable[str]) -> float:
@@ -160,7 +160,7 @@ def _whole_batch_fault(
     seconds: float,
 ) -> Fault:
     first = next(p.instruction for p in program.whole_products if p.instruction in matched_products)
-    axes = _axes(program, dimension.mesh_axes)
+    axes = _format_axes(program, dimension.mesh_axes)
     text = (
         f"The batch is split over {axes} in {dimension.argument} but not in {_list_lines(program, lines)}: each device "
         f"computes all {dimension.size:,} there. {_describe_ratio(program)} This costs about "
@@ -193,7 +193,7 @@ def _describe_ratio(program: CheckedProgram) -> str:
     return f"The devices together compute {ratio:.1f} times the FLOPs of one copy of the program."
 
 
-def _axes(program: CheckedProgram, mesh_axes: Iterable[str]) -> str:
+def _format_axes(program: CheckedProgram, mesh_axes: Iterable[str]) -> str:
     return ",".join(f"{axis}={program.mesh_axes.get(axis, 1)}" for axis in mesh_axes)
 
 
@@ -242,7 +242,7 @@ def _find_unused_axes(program: CheckedProgram) -> Iterator[Fault]:
 
 
 def _find_replicated_state(program: CheckedProgram) -> Iterator[Fault]:
-    replicated = [a for a in program.whole.arguments if a.is_state and _parts(program, sum(a.mesh_axes, ())) == 1]
+    replicated = [a for a in program.whole.arguments if a.is_state and _count_parts(program, sum(a.mesh_axes, ())) == 1]
     size, usable = sum(a.shape.bytes for a in replicated), program.memory.usable
     saved = size * (1 - 1 / program.devices)
     if usable is None or saved < MIN_STATE_SHARE * usable:
@@ -260,7 +260,7 @@ def _find_replicated_state(program: CheckedProgram) -> Iterator[Fault]:
     yield Fault(FaultCode.replicated_state, text, remedy, "", tuple(axes), None, saved)
 
 
-class _Sent(NamedTuple):
+class _CollectiveCost(NamedTuple):
     """Bytes that a device sends in a group of collectives per step, and the seconds that it waits for them.
 
     `source` is the source line with the longest wait, or empty if the group is empty.
@@ -271,14 +271,14 @@ class _Sent(NamedTuple):
     source: str
 
 
-def _sum_collectives(program: CheckedProgram, kind: str, lines: set[str]) -> _Sent:
+def _sum_collectives(program: CheckedProgram, kind: str, lines: set[str]) -> _CollectiveCost:
     uses = [use for use in (program.replay.collectives if program.replay else ()) if use.kind == kind]
     uses = [use for use in uses if use.source in lines]
     waits: Counter[str] = Counter()
     for use in uses:
         waits[use.source] += use.exposed_s  # pyright: ignore[reportArgumentType]  # a counter of seconds
     source = waits.most_common(1)[0][0] if waits else ""
-    return _Sent(sum(use.bytes_sent for use in uses), sum(use.exposed_s for use in uses), source)
+    return _CollectiveCost(sum(use.bytes_sent for use in uses), sum(use.exposed_s for use in uses), source)
 
 
 def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterator[Fault]:
@@ -311,45 +311,45 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
                 if members > 1 and _used_share(instruction, users) * members <= 1.01:
                     partly_used.add(source)
     for dimension, lines in gathered.items() if not has_whole_batch else ():
-        sent = _sum_collectives(program, "all-gather", lines)
+        cost = _sum_collectives(program, "all-gather", lines)
         text = (
-            f"The batch is split over {_axes(program, dimension.mesh_axes)} in {dimension.argument}, but every device "
-            f"gathers it in {_list_lines(program, lines)}. {decimal_bytes_text(sent.bytes)} are sent"
+            f"The batch is split over {_format_axes(program, dimension.mesh_axes)} in {dimension.argument}, but every "
+            f"device gathers it in {_list_lines(program, lines)}. {decimal_bytes_text(cost.bytes)} are sent"
         )
         remedy = "Constrain the gathered array to the sharding of the batch: jax.lax.with_sharding_constraint(...)."
-        yield from _collective_fault(program, FaultCode.gathered_batch, sent, 1.0, text, remedy, dimension.mesh_axes)
-    sent = _sum_collectives(program, "all-gather", float32_gathers)
+        yield from _collective_fault(program, FaultCode.gathered_batch, cost, 1.0, text, remedy, dimension.mesh_axes)
+    cost = _sum_collectives(program, "all-gather", float32_gathers)
     text = (
         f"Arrays are gathered in float32 and then converted to bfloat16 in {_list_lines(program, float32_gathers)}. "
-        f"{decimal_bytes_text(sent.bytes)} are sent, and half would do"
+        f"{decimal_bytes_text(cost.bytes)} are sent, and half would do"
     )
     remedy = (
         "Convert the weights to bfloat16 before their use, and constrain the result to the sharding of the weights."
     )
-    yield from _collective_fault(program, FaultCode.float32_gather, sent, 0.5, text, remedy)
-    sent = _sum_collectives(program, "all-reduce", partly_used)
+    yield from _collective_fault(program, FaultCode.float32_gather, cost, 0.5, text, remedy)
+    cost = _sum_collectives(program, "all-reduce", partly_used)
     text = (
-        f"All-reduces in {_list_lines(program, partly_used)} send {decimal_bytes_text(sent.bytes)}, but each device "
+        f"All-reduces in {_list_lines(program, partly_used)} send {decimal_bytes_text(cost.bytes)}, but each device "
         "uses only its part of the sum. Reduce-scatters would send half"
     )
     remedy = "Constrain the sum to the sharding of its use: jax.lax.with_sharding_constraint(...)."
-    yield from _collective_fault(program, FaultCode.all_reduce, sent, 0.5, text, remedy)
+    yield from _collective_fault(program, FaultCode.all_reduce, cost, 0.5, text, remedy)
 
 
 def _collective_fault(
     program: CheckedProgram,
     code: FaultCode,
-    sent: _Sent,
+    cost: _CollectiveCost,
     share: float,
     text: str,
     remedy: str,
     mesh_axes: tuple[str, ...] = (),
 ) -> Iterator[Fault]:
     """Yield a fault about collectives if it costs enough. `share` is the part of their bytes that is superfluous."""
-    seconds = share * sent.exposed_s
+    seconds = share * cost.exposed_s
     if program.step_s and seconds >= MIN_SHARE * program.step_s:
         text += f". This costs about {duration(seconds)} of {duration(program.step_s)} a step."
-        yield Fault(code, text, remedy, sent.source, mesh_axes, seconds, share * sent.bytes)
+        yield Fault(code, text, remedy, cost.source, mesh_axes, seconds, share * cost.bytes)
 
 
 def _sorted_dims(array: Shape) -> tuple[int, ...]:

@@ -311,23 +311,23 @@ def split_locations(text: str) -> tuple[str, SourceLocations]:
     operations: list[int] = []
 
     @functools.cache
-    def stack(number: str) -> tuple[str, ...]:
+    def read_stack(number: str) -> tuple[str, ...]:
         definition = definitions.get(number, "")
         if line := _LINE.match(definition):
             return (f"{_unescape(line[1])}:{line[2]}",)
-        return tuple(frame for inner in _REFERENCE.findall(definition) for frame in stack(inner))
+        return tuple(frame for inner in _REFERENCE.findall(definition) for frame in read_stack(inner))
 
     @functools.cache
-    def names(number: str) -> tuple[str, ...]:
+    def read_names(number: str) -> tuple[str, ...]:
         definition = definitions.get(number, "")
         if _LINE.match(definition) or definition.startswith("callsite("):
             return ()
-        inner = tuple(name for other in _REFERENCE.findall(definition) for name in names(other))
+        inner = tuple(name for other in _REFERENCE.findall(definition) for name in read_names(other))
         return (name[1], *inner) if (name := _NAME.match(definition)) else inner
 
     def replace_reference(match: re.Match[str]) -> str:
-        operations.append(frames.setdefault(stack(match[1]), len(frames)))
-        return repr(names(match[1]))
+        operations.append(frames.setdefault(read_stack(match[1]), len(frames)))
+        return repr(read_names(match[1]))
 
     body = _REFERENCE.sub(replace_reference, _DEFINITION.sub("", text))
     return body.strip(), SourceLocations(tuple(frames), tuple(operations))

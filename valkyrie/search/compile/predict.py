@@ -338,7 +338,7 @@ def _predict_module(
     if isinstance(memory, CompileOutcome):
         report = replace(memory.shortage or MemoryReport(), usable=usable_hbm(target.chip))
         prediction = Prediction(None, memory.status, memory.reason, package_versions(), program=program, memory=report)
-        return PredictedProgram(replace(prediction, faults=_find(whole, module, axes, replay, report)), None)
+        return PredictedProgram(replace(prediction, faults=_find_faults(whole, module, axes, replay, report)), None)
     report, flops = _memory_report(target, memory), work.flops
     if flops is None and whole is not None:
         flops = model_flops(whole.module, axes)
@@ -353,7 +353,7 @@ def _predict_module(
         memory=report,
         options=tuple(options),
         step=program_step(target.chip, len(positions), replay, work.tokens, flops),
-        faults=_find(whole, module, axes, replay, report),
+        faults=_find_faults(whole, module, axes, replay, report),
     )
     prediction = with_parts(
         prediction, replace(replay, costs=merge_layers(replay.costs)), merge_layers(replay.collectives)
@@ -361,7 +361,7 @@ def _predict_module(
     return PredictedProgram(replace(prediction, hints=program_hints(prediction)), replay)
 
 
-def _find(
+def _find_faults(
     whole: WholeProgram | None, module: Module, axes: Mapping[str, int], replay: Replay, memory: MemoryReport
 ) -> tuple[Fault, ...]:
     return () if whole is None else find_faults(CheckedProgram(whole, module, axes, replay, memory))

@@ -92,21 +92,22 @@ def explain_shortage(
     The report is `memory`. If XLA listed no allocations, it also has the largest arguments and results. Hints suggest
     how to reduce the memory. With `hint_replicated`, one of them suggests sharding the largest replicated arguments.
     """
-    smallest = MIN_SHARE * (memory.usable or 0)
+    min_bytes = MIN_SHARE * (memory.usable or 0)
     if not memory.largest:
         largest = [*(Allocation(each.bytes, f"argument {each.name} {each.shape}") for each in arguments), *results]
-        largest = sorted((entry for entry in largest if entry.bytes > smallest), key=lambda entry: -entry.bytes)
+        largest = sorted((entry for entry in largest if entry.bytes > min_bytes), key=lambda entry: -entry.bytes)
         memory = replace(memory, largest=tuple(largest[:_MAX_LISTED]))
     if memory.needed is None or not memory.usable:
         return memory, []
     texts, missing = [], memory.needed - memory.usable
-    large = sorted(arguments, key=lambda each: -each.savable)
-    large = [each for each in large if each.savable > smallest][:_MAX_ARGUMENTS]
-    if large and hint_replicated:
+    savable_arguments = sorted(arguments, key=lambda each: -each.savable)
+    savable_arguments = [each for each in savable_arguments if each.savable > min_bytes][:_MAX_ARGUMENTS]
+    if savable_arguments and hint_replicated:
         named_arguments = ", ".join(
-            f"{each.name} ({gib(each.bytes)}, replicated over {' and '.join(each.replicated_over)})" for each in large
+            f"{each.name} ({gib(each.bytes)}, replicated over {' and '.join(each.replicated_over)})"
+            for each in savable_arguments
         )
-        saved = sum(each.savable for each in large)
+        saved = sum(each.savable for each in savable_arguments)
         verdict = "enough to fit" if saved >= missing else f"{percent(saved / missing)} of what is missing"
         texts.append(f"shard {named_arguments}: saves up to {gib(saved)} on a device, {verdict}.")
     temporary = memory.needed - sum(each.bytes for each in arguments)

@@ -34,13 +34,13 @@ def axis_links(
     """
     chips_per_host = max(math.prod(chip.host_bounds or [1]), 1)
     host_rate = (chip.dcn_gbs_per_host or 1.0) * 1e9 / chips_per_host / chip.devices
-    torus, links_by_axis = get_platform(chip.platform).has_torus, {}
-    link_rate = (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices if torus else (chip.switch_gbs or 1.0) * 1e9
+    has_torus, links_by_axis = get_platform(chip.platform).has_torus, {}
+    link_rate = (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices if has_torus else (chip.switch_gbs or 1.0) * 1e9
     for index, name in enumerate(names):
         column = [axes[index] for axes in placements]
         link_counts = [max(axis.links, least_links) if axis.torus_factors else 0.0 for axis in column]
         rates, ring_rates = (
-            np.array([link_rate * (n or assumptions.CORE_LINKS) if torus else link_rate for n in counts])
+            np.array([link_rate * (n or assumptions.CORE_LINKS) if has_torus else link_rate for n in counts])
             for counts in (link_counts, [axis.ring_links for axis in column])
         )
         outer = np.array([axis.outer for axis in column], float)

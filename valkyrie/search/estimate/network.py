@@ -102,6 +102,6 @@ class CollectiveModel:
 def collective_model(chip: ChipConfig, efficiency: Efficiency) -> CollectiveModel:
     """Return the time model of collectives on a chip with these efficiency constants."""
     hop_s = (chip.hop_us or 0.0) * 1e-6
-    torus = get_platform(chip.platform).has_torus
+    has_torus = get_platform(chip.platform).has_torus
     e = efficiency
-    return CollectiveModel(torus, e.gathers, e.sums, e.outside, e.start_s, hop_s, e.outer_start_s, e.scatters)
+    return CollectiveModel(has_torus, e.gathers, e.sums, e.outside, e.start_s, hop_s, e.outer_start_s, e.scatters)

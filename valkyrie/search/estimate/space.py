@@ -252,7 +252,7 @@ def _mesh_independent_problems(
 
 
 @dataclass(frozen=True)
-class _Row:
+class _PlacedMesh:
     sizes: dict[str, int]
     placement: Placement
 
@@ -292,10 +292,10 @@ def _partition_space(
         code = ProblemCode.device_batch_not_divisible
         problem = Problem(code, "device_batch", device_batch, partition=partition.name, size=batch)
         refused += Counter({problem: sum(batch % n > 0 for n in parts) * len(remats)})
-    topology, torus = replace(build_topology(target), slices=1), get_platform(target.platform).has_torus
-    rows: list[_Row] = []
+    topology, has_torus = replace(build_topology(target), slices=1), get_platform(target.platform).has_torus
+    placed_meshes: list[_PlacedMesh] = []
     indices: list[int] = []
-    shapes: list[tuple[int, int]] = []
+    batches_and_counts: list[tuple[int, int]] = []
     for sizes in meshes:
         shards, stages = (math.prod(sizes[axis] for axis in rule) for rule in (batch_axes, layer_axes))
         pairs = [
@@ -306,15 +306,17 @@ def _partition_space(
         if not pairs:
             continue
         inner_sizes = tuple(n for axis, n in sizes.items() if axis != SLICE_AXIS)
-        placements = undominated_placements(inner_sizes, topology, torus)
+        placements = undominated_placements(inner_sizes, topology, has_torus)
         for placement in placements:
-            indices += [len(rows)] * len(pairs)
-            shapes += pairs
-            rows.append(_Row(sizes, placement))
-    if not rows:
+            indices += [len(placed_meshes)] * len(pairs)
+            batches_and_counts += pairs
+            placed_meshes.append(_PlacedMesh(sizes, placement))
+    if not placed_meshes:
         return LayoutSpace([], refused, duplicates)
-    candidates = _stack_candidates(run, target, partition, (parameters, activations), rows).take(np.array(indices))
-    batches, microbatches = np.array(shapes).T
+    candidates = _stack_candidates(run, target, partition, (parameters, activations), placed_meshes).take(
+        np.array(indices)
+    )
+    batches, microbatches = np.array(batches_and_counts).T
     candidates = replace(candidates, microbatches=microbatches, batches=batches if counts.search_batch else None)
     legal = np.ones(len(candidates), bool)
     # Searched batches are divisible by construction. A batch of 0 passes that check.
@@ -324,8 +326,8 @@ def _partition_space(
     if not legal.any():
         return LayoutSpace([], refused, duplicates)
     legal_indices = np.array(indices)[legal].tolist()
-    row_meshes = {i: _row_mesh(rows[i], partition, target) for i in dict.fromkeys(legal_indices)}
-    meshes_of_legal = [row_meshes[i] for i in legal_indices]
+    mesh_configs = {i: _mesh_config(placed_meshes[i], partition, target) for i in dict.fromkeys(legal_indices)}
+    meshes_of_legal = [mesh_configs[i] for i in legal_indices]
     return LayoutSpace(
         [LayoutGroup(target, candidates.take(legal), remats, len(classes), meshes_of_legal)], refused, duplicates
     )
@@ -349,21 +351,27 @@ def _distinct_meshes(
 
 
 def _stack_candidates(
-    run: Run, target: TargetConfig, partition: PartitionConfig, rules: tuple[Rules, Rules], rows: Sequence[_Row]
+    run: Run,
+    target: TargetConfig,
+    partition: PartitionConfig,
+    rules: tuple[Rules, Rules],
+    placed_meshes: Sequence[_PlacedMesh],
 ) -> Candidates:
     assert target.chip is not None
-    axes = list(rows[0].sizes)
-    links = dict(axis_links([row.placement.axes for row in rows], [a for a in axes if a != SLICE_AXIS], target.chip))
+    axes = list(placed_meshes[0].sizes)
+    links = dict(
+        axis_links([m.placement.axes for m in placed_meshes], [a for a in axes if a != SLICE_AXIS], target.chip)
+    )
     if SLICE_AXIS in axes:
-        links[SLICE_AXIS] = slice_axis_links(len(rows), target)
+        links[SLICE_AXIS] = slice_axis_links(len(placed_meshes), target)
     return Candidates(
         partition,
         *rules,
         run.arrays,
-        {axis: np.array([row.sizes[axis] for row in rows]) for axis in axes},
+        {axis: np.array([m.sizes[axis] for m in placed_meshes]) for axis in axes},
         links,
-        np.ones(len(rows), np.int64),
-        np.full(len(rows), float(partition.rounds)),
+        np.ones(len(placed_meshes), np.int64),
+        np.full(len(placed_meshes), float(partition.rounds)),
     )
 
 
@@ -442,16 +450,16 @@ class _MicrobatchCounts:
         return [n for n in divisible if n in by_device_batch] if self.device_batches else divisible
 
 
-def _row_mesh(row: _Row, partition: PartitionConfig, target: TargetConfig) -> MeshConfig:
-    """Return the mesh of a row, with the axis `w` only if it has several devices or a rule needs it.
+def _mesh_config(placed_mesh: _PlacedMesh, partition: PartitionConfig, target: TargetConfig) -> MeshConfig:
+    """Return the config of a placed mesh, with the axis `w` only if it has several devices or a rule needs it.
 
     A mesh with a single axis larger than 1 gets no placement, because JAX's default is as good.
     """
-    inner = {axis: n for axis, n in row.sizes.items() if axis != SLICE_AXIS}
+    inner = {axis: n for axis, n in placed_mesh.sizes.items() if axis != SLICE_AXIS}
     needs_w = any("w" in axes for rules in (partition.parameters, partition.activations) for axes in rules.values())
-    prefix = f"{target.slices}s" if SLICE_AXIS in row.sizes else ""
+    prefix = f"{target.slices}s" if SLICE_AXIS in placed_mesh.sizes else ""
     mesh = parse_mesh(prefix + "x".join(str(n) for axis, n in inner.items() if axis != "w" or n > 1 or needs_w))
     if target.chip is None or sum(n > 1 for n in inner.values()) < 2:
         return mesh
-    entries = row.placement.entries([*inner], [*inner.values()])
-    return replace(mesh, placement=[SLICE_AXIS, *entries] if SLICE_AXIS in row.sizes else entries)
+    entries = placed_mesh.placement.entries([*inner], [*inner.values()])
+    return replace(mesh, placement=[SLICE_AXIS, *entries] if SLICE_AXIS in placed_mesh.sizes else entries)

@@ -162,7 +162,7 @@ class StepEstimator:
         flops = _sum_arrays(
             (1 + MIXING_BACKWARD + a) * n for a, n in zip(is_recomputed, self._mixing_flops, strict=True)
         )
-        scores = _sum_arrays((1 + BACKWARD + a) * n for a, n in zip(is_recomputed, self._scores, strict=True))
+        scores = _sum_arrays((1 + BACKWARD + a) * n for a, n in zip(is_recomputed, self._score_counts, strict=True))
         moved = self.work.itemsize * self.efficiency.scores_passes * scores
         return self.layer_share * (flops / (self.peak * self.efficiency.mixing) + moved / self.hbm)
 
@@ -171,7 +171,7 @@ class StepEstimator:
         return [mixing.count * mixing.flops * self.rows / self._mixing_parts(mixing) for mixing in self.work.mixing]
 
     @cached_property
-    def _scores(self) -> list[np.ndarray]:
+    def _score_counts(self) -> list[np.ndarray]:
         return [mixing.count * mixing.scores * self.rows / self._mixing_parts(mixing) for mixing in self.work.mixing]
 
     def _mixing_parts(self, mixing: Mixing) -> np.ndarray:
@@ -269,11 +269,11 @@ class StepEstimator:
         if gathers_operand or self.efficiency.apart > 0:
             backward = backward + network.sum(layouts, back_summed, operand_bytes)
             backward = backward + network.scatter(layouts, back_scattered, operand_bytes, one_ring=True)
-        for axes, other in ((product.input_axes, result_bytes), (product.output_axes, operand_bytes)):
-            backward = backward + sum(self._batch_gathers(axis, other) for axis, _ in axes)
+        for axes, factor_bytes in ((product.input_axes, result_bytes), (product.output_axes, operand_bytes)):
+            backward = backward + sum(self._batch_gathers(axis, factor_bytes) for axis, _ in axes)
         return forward, backward, regather
 
-    def _batch_gathers(self, logical: str, other_bytes: np.ndarray) -> np.ndarray:
+    def _batch_gathers(self, logical: str, factor_bytes: np.ndarray) -> np.ndarray:
         """Return the exposed seconds, for each layout, of all-gathering a batch to compute a parameter's gradient.
 
         The gradient is the matmul of the layer's input with the gradient of its output. If both data axes and other
@@ -283,13 +283,13 @@ class StepEstimator:
 
         Args:
             logical: A logical axis of the parameter.
-            other_bytes: Bytes per device of the factor that does not have this axis.
+            factor_bytes: Bytes per device of the factor that does not have this axis.
         """
         layouts, stored = self.layouts, self.layouts.stored_axes(logical)
         data = tuple(axis for axis in stored if axis in layouts.data_axes)
         parts = layouts.parts(data)
         is_split_twice = (parts > 1) & (layouts.parts(layouts.used_axes(logical)) > 1)
-        seconds = self.network.gather(layouts, data, other_bytes * parts)
+        seconds = self.network.gather(layouts, data, factor_bytes * parts)
         return np.where(is_split_twice, self.efficiency.whole_batches * seconds, 0.0)
 
     def _sequence_exchange(self, mixing: Mixing) -> np.ndarray:
@@ -352,8 +352,8 @@ class StepEstimator:
             seconds += reduce(layouts, summed_axes, bytes_ / layouts.parts(split))
         has_pipeline = layouts.stages > 1
         ticks = np.where(self.efficiency.loop_sums > 0, layouts.microbatches + layouts.stages - 1, 1)
-        times = np.where(has_pipeline, ticks, layouts.microbatches)
-        return seconds * np.where(layouts.sums_once, 1, times)
+        sum_count = np.where(has_pipeline, ticks, layouts.microbatches)
+        return seconds * np.where(layouts.sums_once, 1, sum_count)
 
     @cached_property
     def _pipeline_ends(self) -> np.ndarray:

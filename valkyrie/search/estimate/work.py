@@ -130,28 +130,28 @@ def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
         )
     products, mixing, activations = [], [], []
     lanes = get_platform(run.config.target.platform).lanes
-    total = 2.0 * model.embed * model.vocab_rows
+    flops_per_pass = 2.0 * model.embed * model.vocab_rows
     for group, repeats in model.segments():
         for i, layer in enumerate(group):
-            total += repeats * layer.flops(run.config.seq)
+            flops_per_pass += repeats * layer.flops(run.config.seq)
             blocks = list(layer.blocks.values())
             for j, (block, context) in enumerate(blocks):
-                last = i == len(group) - 1 and j == len(blocks) - 1 and not recompute_last_matmul
-                block_products = _products(block, context, repeats, (i, context.number, j), last)
+                result_unused = i == len(group) - 1 and j == len(blocks) - 1 and not recompute_last_matmul
+                block_products = _products(block, context, repeats, (i, context.number, j), result_unused)
                 products += block_products
                 product_flops = sum(2.0 * p.k * p.n * p.components for p in block_products)
                 mixing.append(_mixing(block, context, repeats, run.config.seq, product_flops, lanes))
                 activations += [(activation, repeats) for activation in block.saved_activations(context)]
-    passes = model.flops_per_token(run.config.seq) / total
+    passes = model.flops_per_token(run.config.seq) / flops_per_pass
     return StepWork(run, model.embed, tuple(products), tuple(mixing), tuple(activations), model.parameters(), passes)
 
 
 def _products(
-    block: Block, context: BlockContext, count: int, block_key: tuple[object, ...], last: bool
+    block: Block, context: BlockContext, count: int, block_key: tuple[object, ...], result_unused: bool
 ) -> list[Product]:
     """Return the matmuls of a block. Each is matched by size to a saved activation and takes its name.
 
-    With `last`, the backward pass does not read the result of the block.
+    With `result_unused`, the backward pass does not read the result of the block.
     """
     unmatched = [
         pair for pair in zip(block.saves(context), block.saved_activations(context), strict=True) if pair[0].product
@@ -169,7 +169,9 @@ def _products(
             unmatched.remove(match)
         components = parameter.size // math.prod(n for _, n in pairs)
         operand_key = (*block_key, tuple(axis for axis, _ in input_axes), parameter.group)
-        name, needed_backward = (None, True) if match is None else (match[0].name, not (last and match[0].result))
+        name, needed_backward = (
+            (None, True) if match is None else (match[0].name, not (result_unused and match[0].result))
+        )
         products.append(
             Product(input_axes, output_axes, count, components, parameter.float32, operand_key, name, needed_backward)
         )

@@ -47,8 +47,8 @@ Other functions are repeated within a call until the call takes half as long.
 """
 MAX_COLLECTIVE_BYTES = 2**25
 """Maximum bytes per device of the result of a timed collective."""
-MAX_CALLS = 2**14
-"""Maximum number of repetitions of a function in one call."""
+MAX_ITERATIONS = 2**14
+"""Maximum number of iterations of a function in one call."""
 SEQ_LENGTH, HEAD_DIM, HEADS = 256, 32, 4
 """Sequence length, head dimension and number of heads of the timed attention."""
 
@@ -159,13 +159,13 @@ class _Timer:
 def _product_speed(timer: _Timer, dtype: Any) -> tuple[float, float]:
     """Return the FLOP/s of a device in large matmuls, and the FLOPs of a matmul that achieves half of this rate."""
 
-    def seconds(side: int) -> float:
+    def time_matmul(side: int) -> float:
         def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
             return (x @ y).astype(x.dtype)
 
         return _seconds_per_iteration(timer, matmul, (side, side), dtype)
 
-    large_s, small_s = seconds(LARGE_SIZE), seconds(SMALL_SIZE)
+    large_s, small_s = time_matmul(LARGE_SIZE), time_matmul(SMALL_SIZE)
     peak, flops = 2.0 * LARGE_SIZE**3 / large_s, 2.0 * SMALL_SIZE**3
     return peak, min(max(flops * (peak * small_s / flops - 1), 1e4), 1e9)
 
@@ -181,13 +181,13 @@ def _seconds_per_iteration(
 ) -> float:
     """Return the seconds of one iteration of `y = function(x, y)`, averaged over many iterations in one call."""
 
-    def repeated(calls: int) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: jax.lax.fori_loop(0, calls, lambda i, y: function(x, y), x)
+    def repeat(iterations: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: jax.lax.fori_loop(0, iterations, lambda i, y: function(x, y), x)
 
-    calls = 4
-    while (seconds := timer(repeated(calls), shape, dtype)) <= MAX_CALL_S / 2 and calls < MAX_CALLS:
-        calls *= 4
-    return seconds / calls
+    iterations = 4
+    while (seconds := timer(repeat(iterations), shape, dtype)) <= MAX_CALL_S / 2 and iterations < MAX_ITERATIONS:
+        iterations *= 4
+    return seconds / iterations
 
 
 def _attention_speed(timer: _Timer, dtype: Any) -> float:

@@ -96,7 +96,7 @@ def _time_steps(
         loss = float(metrics["loss"])
         module = parse(serialised_module(compiled))
         axes = {str(name): int(size) for name, size in program.mesh.shape.items()}
-        times = collective_times(step, module, axes, trace)
+        collective_trace = collective_times(step, module, axes, trace)
     memory = step_memory(program, program_memory(compiled, program.backend))
     return replace(
         result,
@@ -106,7 +106,7 @@ def _time_steps(
         memory=replace(memory, reported_peak=_reported_peak(devices)),
         step=_summarise_steps(run, devices, seconds, mode.warmup),
         communication=sum_communication(collective_uses(module, axes)),
-        trace=times,
+        trace=collective_trace,
         loss=loss,
     )
 

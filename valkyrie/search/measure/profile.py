@@ -133,7 +133,7 @@ def seconds_by_axes(events: list[Event], collectives: dict[str, Collective]) -> 
             (_device_seconds(run, collectives) for run in device_runs.values()), key=lambda s: sum(s.values())
         )
         median_run = run_seconds[(len(run_seconds) - 1) // 2] if run_seconds else {}
-        for (axes, kind), seconds in [*((use, s / STEPS) for use, s in unassigned.items()), *median_run.items()]:
+        for (axes, kind), seconds in [*((key, s / STEPS) for key, s in unassigned.items()), *median_run.items()]:
             seconds_by_kind[axes][kind] += seconds / len(runs)
     return [
         CollectiveTime(kind, axes, seconds)
@@ -142,24 +142,24 @@ def seconds_by_axes(events: list[Event], collectives: dict[str, Collective]) -> 
     ]
 
 
-_Use = tuple[tuple[str, ...], str]
+_AxesAndKind = tuple[tuple[str, ...], str]
 
 
-def _device_seconds(events: list[Event], collectives: dict[str, Collective]) -> dict[_Use, float]:
+def _device_seconds(events: list[Event], collectives: dict[str, Collective]) -> dict[_AxesAndKind, float]:
     """Return the seconds of one device by (mesh axes, kind). Overlapping collectives share the time equally."""
-    edges: list[tuple[float, int, _Use]] = []
+    edges: list[tuple[float, int, _AxesAndKind]] = []
     for event in events:
-        use = collectives[event.op].mesh_axes, collectives[event.op].kind
-        edges += [(event.start, 1, use), (event.start + event.seconds, -1, use)]
-    seconds: dict[_Use, float] = defaultdict(float)
-    in_progress: Counter[_Use] = Counter()
+        axes_and_kind = collectives[event.op].mesh_axes, collectives[event.op].kind
+        edges += [(event.start, 1, axes_and_kind), (event.start + event.seconds, -1, axes_and_kind)]
+    seconds: dict[_AxesAndKind, float] = defaultdict(float)
+    in_progress: Counter[_AxesAndKind] = Counter()
     before = 0.0
-    for now, change, use in sorted(edges):
+    for now, change, axes_and_kind in sorted(edges):
         for running in in_progress:
             seconds[running] += (now - before) / len(in_progress)
-        in_progress[use] += change
-        if not in_progress[use]:
-            del in_progress[use]
+        in_progress[axes_and_kind] += change
+        if not in_progress[axes_and_kind]:
+            del in_progress[axes_and_kind]
         before = now
     return seconds
 

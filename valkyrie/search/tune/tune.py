@@ -136,13 +136,13 @@ def with_settings(run: Run, options: Mapping[str, Any], model: Mapping[str, Enum
 class _Move:
     """Compiler options and model settings to try in addition to the best so far.
 
-    If the move combines several candidates, `parts` has the options of each. Such a move is tried only to find out
-    whether any of the candidates changes the program.
+    If the move combines several candidates, `combined_options` has the options of each. Such a move is tried only to
+    find out whether any of the candidates changes the program.
     """
 
     options: Options
     model: dict[str, Enum] = field(default_factory=dict)
-    parts: tuple[Options, ...] = ()
+    combined_options: tuple[Options, ...] = ()
 
     @property
     def settings(self) -> Options:
@@ -165,7 +165,7 @@ class _Tuner:
         self._defaults: Options = {}
         """Baseline options that the chip's YAML sets."""
         self._tried: set[_OptionsKey] = {frozenset()}
-        self._effects: dict[_OptionsKey, Verdict] = {}
+        self._verdicts: dict[_OptionsKey, Verdict] = {}
         """Most recent verdict, by the options and model settings that were tried."""
         self._step_seconds: dict[str, float] = {}
         """Step time in seconds, by digest of the module."""
@@ -230,7 +230,7 @@ class _Tuner:
         for candidate in (candidate for candidate in candidates if not candidate.idle):
             first, *other_values = candidate.settings()
             yield _Move(first)
-            verdict = self._effects.get(_options_key(first))
+            verdict = self._verdicts.get(_options_key(first))
             if verdict is None or not candidate.is_switch:
                 yield from map(_Move, other_values)
             elif verdict is Verdict.same:
@@ -247,7 +247,7 @@ class _Tuner:
         idle: dict[str, Options] = {}
         active: list[tuple[CompilerOption, list[Options]]] = []
         for candidate in candidates:
-            verdicts = [(options, self._effects.get(_options_key(options))) for options in candidate.settings()]
+            verdicts = [(options, self._verdicts.get(_options_key(options))) for options in candidate.settings()]
             changed = [options for options, verdict in verdicts if verdict in (Verdict.kept, Verdict.no_gain)]
             same = [options for options, verdict in verdicts if verdict is Verdict.same]
             if changed:
@@ -268,8 +268,8 @@ class _Tuner:
         combined: Options = {}
         for options in settings:
             combined |= options
-        yield _Move(combined, parts=tuple(settings))
-        if self._effects.get(_options_key(combined)) is not Verdict.same:
+        yield _Move(combined, combined_options=tuple(settings))
+        if self._verdicts.get(_options_key(combined)) is not Verdict.same:
             half = len(settings) // 2
             yield from self._combinations(settings[:half])
             yield from self._combinations(settings[half:])
@@ -290,13 +290,15 @@ class _Tuner:
         run = with_settings(self._run, options, model)
         if key in self._tried or (move.model and run.problems(advise=False)):
             return
-        combination_title = f"{len(move.parts)} options together"
-        program = self._compile(run, combination_title if move.parts else ", ".join(assignments(move.settings)))
+        combination_title = f"{len(move.combined_options)} options together"
+        program = self._compile(
+            run, combination_title if move.combined_options else ", ".join(assignments(move.settings))
+        )
         self._tried.add(key)
         attempt = self._judge(move, program, round_number, removes_option=len(options) < len(best.options))
         self.tuned = replace(best, attempts=(*best.attempts, attempt))
-        for setting in (move.settings, *(move.parts if attempt.verdict is Verdict.same else ())):
-            self._effects[_options_key(setting)] = attempt.verdict
+        for setting in (move.settings, *(move.combined_options if attempt.verdict is Verdict.same else ())):
+            self._verdicts[_options_key(setting)] = attempt.verdict
         if attempt.verdict in (Verdict.kept, Verdict.not_needed):
             self._set_best(options, model, program)
         self._report(self.tuned)
@@ -329,7 +331,7 @@ class _Tuner:
             verdict = Verdict.not_needed
         elif program.step.module_sha256 == self._best_digest:
             verdict = Verdict.same
-        elif move.parts:
+        elif move.combined_options:
             verdict = Verdict.changed
         else:
             verdict = Verdict.kept if change <= -MIN_GAIN else Verdict.no_gain
