@@ -36,7 +36,7 @@ from valkyrie.search.estimate.runs import estimate_runs, stack_runs, wider_heads
 from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
 from valkyrie.search.request import parse_request
-from valkyrie.train.memory import MemoryEstimator, expected_memory, layout_arrays, saved_bytes
+from valkyrie.train.memory import MemoryEstimator, expected_memory, saved_bytes, to_candidates
 from valkyrie.train.program import StepProgram
 
 COMPILED = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json"
@@ -88,7 +88,7 @@ def test_estimated_memory_equals_that_of_mode_show(model: str) -> None:
 def test_zero1_shards_only_arrays_that_a_data_axis_divides() -> None:
     run = parse_run(["model=gpt_tiny", "mesh=3x2x2", "partition=dp", "partition.zero1=true", "batch=96", "mode=show"])
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
-    estimate = MemoryEstimator(run, layout_arrays([run])).estimate(run.config.remat).optimizer.item()
+    estimate = MemoryEstimator(run, to_candidates([run])).estimate(run.config.remat).optimizer.item()
     assert estimate == pytest.approx(expected_memory(run, program.abstract_state).optimizer, rel=1e-3)
 
 

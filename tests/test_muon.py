@@ -35,7 +35,7 @@ from valkyrie.optim.families.muon import AdamGroup, Config, momentum_schedule
 from valkyrie.optim.muon import Recipe, muon, orthogonalize
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
-from valkyrie.train.memory import MemoryEstimator, expected_memory, layout_arrays
+from valkyrie.train.memory import MemoryEstimator, expected_memory, to_candidates
 from valkyrie.train.program import StepProgram
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
@@ -145,7 +145,7 @@ def test_the_estimate_counts_the_state_and_products_of_muon():
 def test_the_estimated_memory_equals_that_of_the_arrays():
     arguments = ("mesh=2x2x2", "partition=fsdp", "optimizer=muon", "optimizer.beta2=null", "target=v5e-8")
     run = small_run("nanochat_tiny", *arguments)
-    (estimate,) = MemoryEstimator(run, layout_arrays([run])).estimate(run.config.remat).optimizer
+    (estimate,) = MemoryEstimator(run, to_candidates([run])).estimate(run.config.remat).optimizer
     state = expected_memory(run, StepProgram(run, abstract_mesh(run.config.mesh)).abstract_state)
     assert math.isclose(estimate, state.optimizer, rel_tol=1e-2)
 

@@ -27,8 +27,8 @@ from valkyrie.train.memory import (
     ExpectedMemory,
     MemoryEstimator,
     expected_memory,
-    layout_arrays,
     memory_estimate_errors,
+    to_candidates,
 )
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import DoesNotFit, check_room, explain_oom
@@ -230,7 +230,7 @@ def test_mode_show_has_no_note_on_axes_with_a_rule_that_the_mesh_does_not_divide
 def test_the_memory_estimate_counts_gathered_weights_and_loss_or_gradients():
     def activations(*overrides: str) -> tuple[float, float]:
         run = compose_run("model=gpt_tiny", "mesh=2x2x1", "batch=8", "seq=64", "remat=full", *overrides)
-        memory = MemoryEstimator(run, layout_arrays([run]))
+        memory = MemoryEstimator(run, to_candidates([run]))
         return memory.estimate(run.config.remat).activations.item(), memory.gathered_bytes.item()
 
     simulated, _ = activations("partition=fsdp", "target=cpu4")

@@ -157,8 +157,8 @@ def _refuse_misspelt_keywords(program: Any, arguments: Sequence[Any], keywords: 
         return
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    own = inspect.signature(predict).parameters.values()
-    names = [parameter.name for parameter in own if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    predict_parameters = inspect.signature(predict).parameters.values()
+    names = [parameter.name for parameter in predict_parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
     if key := next((key for key in keywords if key not in parameters), None):
         nearest = suggest(key, names)
         hint = f"Did you mean {nearest}=?" if nearest else f"predict takes {', '.join(names)}."

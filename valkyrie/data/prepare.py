@@ -157,8 +157,8 @@ def _write_shards(
     total = min(listing.bytes, config.byte_limit or listing.bytes) or None
     pieces = cut(config, listing, threshold, census)
     try:
-        for tokens in encode_all(pieces, tokenizer, dtype, config.workers or os.cpu_count() or 1):
-            writers[tokens.split].add(tokens)
+        for encoded_documents in encode_all(pieces, tokenizer, dtype, config.workers or os.cpu_count() or 1):
+            writers[encoded_documents.split].add(encoded_documents)
             if progress is not None:
                 progress(sum(writer.bytes for writer in writers.values()), total)
         return tuple(writer.finish() for writer in writers.values())

@@ -229,10 +229,12 @@ def _parse_jsonl_lines(lines: Any, file: File, options: ReadOptions) -> Iterator
             reason = (
                 f"{error.msg} at character {error.pos + 1:,}" if isinstance(error, json.JSONDecodeError) else str(error)
             )
-            is_cut = (
+            cut_hint = (
                 "" if line.endswith(b"\n") else "It is the last line and has no line break: the file may be cut short. "
             )
-            raise ValueError(f"{name} is not JSON ({reason}). {is_cut}A .jsonl file has one object per line.") from None
+            raise ValueError(
+                f"{name} is not JSON ({reason}). {cut_hint}A .jsonl file has one object per line."
+            ) from None
         if not isinstance(row, dict) or options.field not in row:
             row_text = (
                 f"has the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"is {_JSON_KINDS[type(row)]}"

@@ -40,7 +40,7 @@ _MAX_FETCHED_BYTES = 4 * 2**20
 """Files up to this size, in bytes, are fetched ahead."""
 _BUFFER_BYTES = 2**20
 """Buffer size for streamed files, in bytes."""
-File = TypeVar("File")
+AnyFile = TypeVar("AnyFile")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def path_problems(paths: Iterable[str]) -> list[Problem]:
     return [problem for path, scheme in schemes if scheme is not None for problem in _scheme_problems(path, scheme)]
 
 
-def fetch_ahead(files: Iterable[File]) -> Iterator[File]:
+def fetch_ahead(files: Iterable[AnyFile]) -> Iterator[AnyFile]:
     """Yield files in order. Threads fetch the content of small remote files in advance."""
     return map_ahead(_fetch, files, workers=_FILES_AHEAD, ahead=_FILES_AHEAD)
 

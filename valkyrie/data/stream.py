@@ -149,11 +149,11 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedT
         files = [file for file in files if file.id not in validation_ids]
         if not files:
             raise ValueError("data.val_paths includes every file of data.paths, so none is left for training.")
-        train, validation = _units(files, config), _units(validation_files, config)
+        train, validation = _list_units(files, config), _list_units(validation_files, config)
     elif len(files) > 1:
-        train, validation = _units(files[:-1], config), _units(files[-1:], config)
+        train, validation = _list_units(files[:-1], config), _list_units(files[-1:], config)
     else:
-        units = _units(files, config)
+        units = _list_units(files, config)
         train, validation = units[:-1], units[-1:]
     for units, purpose, key in ((train, "training", "data.paths"), (validation, "validation", "data.val_paths")):
         if not units:
@@ -177,14 +177,14 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedT
     )
 
 
-def _units(files: Sequence[File], config: Config) -> tuple[Unit, ...]:
-    def list_units(file: File) -> list[Unit]:
+def _list_units(files: Sequence[File], config: Config) -> tuple[Unit, ...]:
+    def split_file(file: File) -> list[Unit]:
         if file.suffix != ".parquet":
             return [Unit(file, None)]
         return [Unit(file, group) for group in range(count_row_groups(file, config.read_options))]
 
     with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
-        return tuple(unit for units in pool.map(list_units, files) for unit in units)
+        return tuple(unit for units in pool.map(split_file, files) for unit in units)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Lane:
         requested = set(positions)
         for epoch, unit in sorted({(position.epoch, position.unit) for position in positions}):
             last_document = max(position.document for position in positions if position[:2] == (epoch, unit))
-            for number, text in enumerate(islice(self._unit(epoch, unit), last_document + 1)):
+            for number, text in enumerate(islice(self._read_unit(epoch, unit), last_document + 1)):
                 if (position := DocumentPosition(epoch, unit, number)) in requested:
                     texts[position] = text
         return [*self._encode(iter([(position, texts[position]) for position in positions]))]
@@ -230,8 +230,8 @@ class Lane:
         epoch, first_unit, first_document = start
         while True:
             has_text = first_unit > 0 or first_document > 0
-            for unit in range(first_unit, len(self._order(epoch))):
-                for number, text in enumerate(self._unit(epoch, unit)):
+            for unit in range(first_unit, len(self._unit_order(epoch))):
+                for number, text in enumerate(self._read_unit(epoch, unit)):
                     has_text = True
                     if number >= first_document:
                         yield DocumentPosition(epoch, unit, number), text
@@ -243,7 +243,7 @@ class Lane:
             epoch, first_unit = epoch + 1, 0
 
     def _no_text_message(self, epoch: int) -> str:
-        order = self._order(epoch)
+        order = self._unit_order(epoch)
         first_file = self.units[order[0]].file.id
         lane_text, remedy = "", "Add a file with text"
         if self.lanes > 1:
@@ -270,18 +270,18 @@ class Lane:
                 map_in_order = map if self.threads == 1 else encoders.map
                 yield from zip(positions, map_in_order(encode, contents), strict=True)
 
-    def _unit(self, epoch: int, unit: int) -> Iterator[str]:
-        file, group = self.units[self._order(epoch)[unit]]
+    def _read_unit(self, epoch: int, unit: int) -> Iterator[str]:
+        file, group = self.units[self._unit_order(epoch)[unit]]
         for document in read(file, self.config.read_options, group):
             if document.text:
                 yield document.text
 
-    def _order(self, epoch: int) -> list[int]:
-        return _order(len(self.units), self.seed, epoch)[self.number :: self.lanes]
+    def _unit_order(self, epoch: int) -> list[int]:
+        return _shuffle_units(len(self.units), self.seed, epoch)[self.number :: self.lanes]
 
 
 @cache
-def _order(units: int, seed: int | None, epoch: int) -> list[int]:
+def _shuffle_units(units: int, seed: int | None, epoch: int) -> list[int]:
     if seed is None:
         return [*range(units)]
     return np.random.default_rng([seed, epoch]).permutation(units).tolist()

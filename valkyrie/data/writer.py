@@ -107,18 +107,18 @@ class ShardWriter:
         self.tokens = 0
         self.bytes = 0
 
-    def add(self, tokens: EncodedDocuments) -> None:
+    def add(self, encoded_documents: EncodedDocuments) -> None:
         """Append encoded documents to the shards. Raises ValueError if they need too many shards."""
         limit = MAX_SMALL_SHARDS if self._shard_tokens < _SMALL_SHARD_TOKENS else MAX_SHARDS
-        if self.tokens + tokens.ids.size > limit * self._shard_tokens:
+        if self.tokens + encoded_documents.ids.size > limit * self._shard_tokens:
             raise ValueError(
                 f"data.shard_tokens={self._shard_tokens}: this data needs more than {limit:,} files. Use a larger "
                 "value, or leave it out."
             )
-        self.documents += tokens.documents
-        self.bytes += tokens.bytes
-        self.tokens += tokens.ids.size
-        remaining_ids = tokens.ids
+        self.documents += encoded_documents.documents
+        self.bytes += encoded_documents.bytes
+        self.tokens += encoded_documents.ids.size
+        remaining_ids = encoded_documents.ids
         while remaining_ids.size:
             if self._file is None:
                 self._file = (self._path / self._name()).open("wb")

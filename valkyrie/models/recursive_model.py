@@ -51,10 +51,10 @@ class RecursiveLayer(nnx.Module):
         if self.config.has_attention:
             x = self._normalise(x + self._attention(x, shard), -1)
         else:
-            mixed = self._gated_mlp(x, "length_", "bse,sm->bme", "bme,sm->bse", shard)
-            x = self._normalise(x + mixed, 1)  # over the length, because the reference transposes before the norm
-        mixed = self._gated_mlp(x, "", "bse,em->bsm", "bsm,em->bse", shard)
-        return shard(self._normalise(x + mixed, -1), "batch", "seq", "embed")
+            mlp_output = self._gated_mlp(x, "length_", "bse,sm->bme", "bme,sm->bse", shard)
+            x = self._normalise(x + mlp_output, 1)  # over the length, because the reference transposes before the norm
+        mlp_output = self._gated_mlp(x, "", "bse,em->bsm", "bsm,em->bse", shard)
+        return shard(self._normalise(x + mlp_output, -1), "batch", "seq", "embed")
 
     def _normalise(self, x: Array, axis: int) -> Array:
         x_f32 = x.astype(jnp.float32)

@@ -109,7 +109,7 @@ class S5Layer(nnx.Module):
     ) -> States:
         c, axis_names = self.config, shard.mesh_axes_of("seq")
 
-        def local(lam_bar: Eigenvalues, bu: States, keep: Array | None) -> list[Array]:
+        def scan_shard(lam_bar: Eigenvalues, bu: States, keep: Array | None) -> list[Array]:
             options = {
                 "keep": keep,
                 "reverse": reverse,
@@ -124,7 +124,7 @@ class S5Layer(nnx.Module):
         state_axes: Axes = ("batch", "seq", "state")
         keep_axes = None if keep is None else ("batch", "seq")
         checked = supports_vma_check(c.scan, shard.backend)
-        run = shard.map(local, [("state",), state_axes, keep_axes], [state_axes, state_axes], checked=checked)
+        run = shard.map(scan_shard, [("state",), state_axes, keep_axes], [state_axes, state_axes], checked=checked)
         with jax.named_scope(STATES):
             re, im = run(lam_bar, bu, keep)
         return re, im

@@ -94,10 +94,10 @@ def muon(recipe: Recipe, specs: Any, sharding: StackSharding | None = None) -> o
     sharding = sharding or StackSharding()
 
     def init(params: Any) -> MuonState:
-        second = None
+        mean_squares = None
         if recipe.beta2 is not None:
-            second = jax.tree.map(lambda p, s: jnp.zeros(_second_moment_shape(s), jnp.float32), params, specs)
-        return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), second)
+            mean_squares = jax.tree.map(lambda p, s: jnp.zeros(_second_moment_shape(s), jnp.float32), params, specs)
+        return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), mean_squares)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         beta = recipe.momentum(state.count)
@@ -106,19 +106,19 @@ def muon(recipe: Recipe, specs: Any, sharding: StackSharding | None = None) -> o
         leaves, structure = jax.tree.flatten(lookahead)
         leaf_specs = jax.tree.leaves(jax.tree.map(lambda _, s: s, lookahead, specs), is_leaf=is_parameter)
         values = jax.tree.leaves(params)
-        second = [None] * len(leaves) if state.second is None else jax.tree.leaves(state.second)
+        mean_squares = [None] * len(leaves) if state.second is None else jax.tree.leaves(state.second)
         directions: list[Any] = [None] * len(leaves)
         for members in _group_into_stacks(leaf_specs, sharding):
-            stacked = [leaves[i] for i in members], [second[i] for i in members], [leaf_specs[i] for i in members]
-            for i, direction, new in zip(members, *_directions(*stacked, recipe, sharding), strict=True):
-                directions[i], second[i] = direction, new
+            stacked = [leaves[i] for i in members], [mean_squares[i] for i in members], [leaf_specs[i] for i in members]
+            for i, direction, new_squares in zip(members, *_directions(*stacked, recipe, sharding), strict=True):
+                directions[i], mean_squares[i] = direction, new_squares
         rate, decay = recipe.rate(state.count), recipe.decay(state.count)
         steps = [
             _leaf_update(d, p, rate * _rate_factor(s), decay)
             for d, p, s in zip(directions, values, leaf_specs, strict=True)
         ]
-        new_second = None if state.second is None else jax.tree.unflatten(structure, second)
-        return jax.tree.unflatten(structure, steps), MuonState(state.count + 1, momentum, new_second)
+        new_mean_squares = None if state.second is None else jax.tree.unflatten(structure, mean_squares)
+        return jax.tree.unflatten(structure, steps), MuonState(state.count + 1, momentum, new_mean_squares)
 
     return optax.GradientTransformation(init, update)
 
@@ -132,11 +132,11 @@ def _group_into_stacks(specs: list[Parameter], sharding: StackSharding) -> list[
 
 
 def _directions(
-    leaves: list[Array], second: list[Any], specs: list[Parameter], recipe: Recipe, sharding: StackSharding
+    leaves: list[Array], mean_squares: list[Any], specs: list[Parameter], recipe: Recipe, sharding: StackSharding
 ) -> tuple[list[Array], list[Any]]:
     """Return the orthogonalized direction of each parameter in a stack and its new mean squares (None for plain Muon).
 
-    `leaves` are the Nesterov momenta of the parameters, and `second` their old mean squares of rows or columns.
+    `leaves` are the Nesterov momenta of the parameters, and `mean_squares` their old mean squares of rows or columns.
     """
     spec, counts = specs[0], [matrix_shape(s)[0] for s in specs]
     _, rows, columns = matrix_shape(spec)
@@ -145,13 +145,15 @@ def _directions(
     stack = jnp.pad(sharding.shard_as_stored(stack, spec), ((0, padding), (0, 0), (0, 0)))
     directions = orthogonalize(sharding.shard_by_matrix(stack), spec.output_first)
     if recipe.beta2 is not None:
-        old_squares = jnp.pad(jnp.concatenate([s.reshape(-1, s.shape[-1]) for s in second]), ((0, padding), (0, 0)))
+        old_squares = jnp.pad(
+            jnp.concatenate([s.reshape(-1, s.shape[-1]) for s in mean_squares]), ((0, padding), (0, 0))
+        )
         directions, new_squares = _normalise(directions, old_squares, recipe.beta2, _second_moment_axis(spec))
         new_squares = jnp.split(new_squares[: len(new_squares) - padding], _split_points(counts))
-        second = [new.reshape(_second_moment_shape(s)) for new, s in zip(new_squares, specs, strict=True)]
+        mean_squares = [squares.reshape(_second_moment_shape(s)) for squares, s in zip(new_squares, specs, strict=True)]
     directions = sharding.shard_as_stored(sharding.shard_by_matrix(directions), spec)
     parts = jnp.split(directions[: len(directions) - padding], _split_points(counts))
-    return [part.reshape(s.shape).astype(jnp.float32) for part, s in zip(parts, specs, strict=True)], second
+    return [part.reshape(s.shape).astype(jnp.float32) for part, s in zip(parts, specs, strict=True)], mean_squares
 
 
 def orthogonalize(stack: Float[Array, "n rows columns"], output_first: bool) -> Float[Array, "n rows columns"]:

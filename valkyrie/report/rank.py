@@ -195,7 +195,7 @@ def concordance(pairs: Sequence[RowPair]) -> float | None:
     same workload and kinds of speed. Ignores equal predictions, and measurements that differ only by noise. Returns
     None if no two layouts remain.
     """
-    agree = total = 0
+    agreeing_count = compared_count = 0
     for i, pair in enumerate(pairs):
         for earlier in pairs[:i]:
             predicted = _rate(pair.a) - _rate(earlier.a)
@@ -205,9 +205,9 @@ def concordance(pairs: Sequence[RowPair]) -> float | None:
                 and predicted
                 and not within_noise(pair.b.trial, earlier.b.trial)
             ):
-                total += 1
-                agree += (predicted > 0) == (measured > 0)
-    return agree / total if total else None
+                compared_count += 1
+                agreeing_count += (predicted > 0) == (measured > 0)
+    return agreeing_count / compared_count if compared_count else None
 
 
 def group_unsuccessful(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:

@@ -140,8 +140,8 @@ def _best_table(answer: SearchAnswer) -> TextTable:
     if memory_index is not None and any(_memory_share(row) is not None for row in answer.best):
         heads.insert(memory_index, ColumnHead("of usable", "number"))
         for cells, row in zip(rows, answer.best, strict=True):
-            used = _memory_share(row)
-            cells.insert(memory_index, "" if used is None else share_text(used))
+            memory_share = _memory_share(row)
+            cells.insert(memory_index, "" if memory_share is None else share_text(memory_share))
     return TextTable("The best layouts", [*heads, ColumnHead("step is")], rows)
 
 

@@ -313,11 +313,11 @@ def costs(data: Values, time: str) -> Spec:
 
 def losses(data: Values) -> Spec:
     """Return a line chart of losses by step, with a colour for each training run and dashes for validation losses."""
-    many = len({v["label"] for v in data}) > 1
+    has_several_runs = len({v["label"] for v in data}) > 1
     encoding = {
         "x": _quantitative("step", title="step", axis={"tickCount": 8, "format": "~s"}),
         "y": _quantitative("loss", title="loss", scale={"zero": False}),
-        "color": _nominal("label", title=None, legend={"orient": "top"} if many else None),
+        "color": _nominal("label", title=None, legend={"orient": "top"} if has_several_runs else None),
         "strokeDash": _nominal(
             "kind",
             scale={"domain": ["training", "validation"], "range": [[1, 0], [5, 3]]},

@@ -7,7 +7,7 @@ from valkyrie.sweep.rows import Row
 from valkyrie.units import GIB
 
 _Column = Column[Row]
-_ALL = (
+_ALL_COLUMNS = (
     _Column(
         "rank",
         "#",
@@ -162,7 +162,7 @@ _ALL = (
     _Column("reason", "reason", "text", lambda r: r.reason, "why the trial has no speed"),
     _Column("folder", "folder", "text", lambda r: None if r.folder is None else str(r.folder)),
 )
-COLUMNS = {column.name: column for column in _ALL}
+COLUMNS = {column.name: column for column in _ALL_COLUMNS}
 
 
 def select_columns(*names: str) -> list[Column[Row]]:

@@ -145,7 +145,10 @@ class SweepEnd(Callback):
             console.print(sweep_table(trials, self.folder), soft_wrap=False)
         lines = closing_lines(trials, self.folder, complete=early_end is None)
         if early_end is not None:
-            kept = f"{count_text(len(trials), 'trial')} recorded"
-            lines = [f"sweep {early_end}: {kept}. To do the remaining ones: {command}", *(lines if trials else [])]
+            recorded_text = f"{count_text(len(trials), 'trial')} recorded"
+            lines = [
+                f"sweep {early_end}: {recorded_text}. To do the remaining ones: {command}",
+                *(lines if trials else []),
+            ]
         for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)

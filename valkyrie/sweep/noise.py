@@ -21,13 +21,13 @@ def within_noise(trial: Trial, other: Trial) -> bool:
     The step times of a trial range from the fastest step, or the median if that is unknown, to the 90th percentile.
     Returns False if a speed is unknown.
     """
-    slow, fast = sorted((trial, other), key=lambda trial: trial.results.objective)
-    low, high = slow.results.objective, fast.results.objective
-    if not low:
+    slower_trial, faster_trial = sorted((trial, other), key=lambda trial: trial.results.objective)
+    slower_speed, faster_speed = slower_trial.results.objective, faster_trial.results.objective
+    if not slower_speed:
         return False
-    best_of_slow = low * (_speed_range(slow) or (1.0, 1.0))[1]
-    worst_of_fast = high * (_speed_range(fast) or (1.0, 1.0))[0]
-    return best_of_slow >= worst_of_fast or high / low - 1 <= EQUAL_TOLERANCE
+    slower_best_speed = slower_speed * (_speed_range(slower_trial) or (1.0, 1.0))[1]
+    faster_worst_speed = faster_speed * (_speed_range(faster_trial) or (1.0, 1.0))[0]
+    return slower_best_speed >= faster_worst_speed or faster_speed / slower_speed - 1 <= EQUAL_TOLERANCE
 
 
 def _speed_range(trial: Trial) -> tuple[float, float] | None:

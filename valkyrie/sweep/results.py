@@ -148,10 +148,10 @@ def training_results(metrics: Path, run: Run) -> TrialResult:
     records = read_metrics(metrics) if metrics.is_file() else []
     summary: dict[str, Any] = {}
     for record in records:
-        part = record.get("summary", {})
-        if not isinstance(part, dict):
+        record_summary = record.get("summary", {})
+        if not isinstance(record_summary, dict):
             raise RecordError(str(metrics), "$.summary", "expected `object`")
-        summary |= {k: v for k, v in part.items() if v is not None}
+        summary |= {k: v for k, v in record_summary.items() if v is not None}
     steps = [record for record in records if "loss" in record]
     last = steps[-1] if steps else {}
     finished = bool(summary.get("finished")) and summary.get("steps") == last.get("step", summary.get("steps"))

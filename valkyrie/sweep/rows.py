@@ -226,12 +226,14 @@ def make_rows(
     """
     varied, rows = varied_settings({**sweeps, **trainings}), []
     for folder, trials in itertools.chain(trainings.items(), sweeps.items()):
-        simulated = {_stage_and_target(t): t.results.simulated for t in trials if t.results.simulated is not None}
-        devices = {_stage_and_target(t): t.results.devices for t in trials if t.results.devices is not None}
+        simulated_by_kind = {
+            _stage_and_target(t): t.results.simulated for t in trials if t.results.simulated is not None
+        }
+        devices_by_kind = {_stage_and_target(t): t.results.devices for t in trials if t.results.devices is not None}
         for trial in trials:
             kind = _stage_and_target(trial)
-            is_simulated = _is_simulated(trial, simulated.get(kind))
-            trial_devices = trial.results.devices or devices.get(kind)
+            is_simulated = _is_simulated(trial, simulated_by_kind.get(kind))
+            trial_devices = trial.results.devices or devices_by_kind.get(kind)
             source = folder.parent if folder in trainings else folder
             rows.append(make_row(trial, source, is_simulated, trial_devices, varied[folder, trial.key]))
     return rows

@@ -95,7 +95,7 @@ class LiveScreen(LineScreen):
         super().__init__(console, total)
         self._jobs, self._name, self._start_time = jobs, name, time.monotonic()
         self._counts: Counter[Status] = Counter()
-        self._seconds: list[float] = []
+        self._trial_durations_s: list[float] = []
         self._best: Trial | None = None
         self._processes: Sequence[TrialProcess] = ()
         self._waiting = total
@@ -119,15 +119,15 @@ class LiveScreen(LineScreen):
         super().show_ended(plan, trial, earlier=earlier)
         self._counts[trial.status] += 1
         if not earlier and trial.wall_s:
-            self._seconds.append(trial.wall_s)
+            self._trial_durations_s.append(trial.wall_s)
         if trial.results.objective > (self._best.results.objective if self._best else 0.0):
             self._best = trial
 
     def seconds_left(self) -> float | None:
         """Estimate the seconds left from the mean duration of the trials so far. None before the first has finished."""
-        if not self._seconds:
+        if not self._trial_durations_s:
             return None
-        mean = sum(self._seconds) / len(self._seconds)
+        mean = sum(self._trial_durations_s) / len(self._trial_durations_s)
         running_s = sum(max(mean - process.seconds, 0.0) for process in self._processes)
         return (running_s + mean * self._waiting) / self._jobs
 

@@ -288,11 +288,11 @@ def upgrade_line(line: Mapping[str, Any]) -> dict[str, Any]:
     # The hints of a trial are texts. `upgrade_results` expects those of a prediction.
     hints = {"hints": results["hints"]} if "hints" in results else {}
     try:
-        new = upgrade_results({key: value for key, value in results.items() if key != "hints"})
+        upgraded_results = upgrade_results({key: value for key, value in results.items() if key != "hints"})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         key = "seconds" if "seconds" in results else "communication"
         raise RecordError(TRIALS_FILE, f"$.results.{key}", f"cannot be read ({error})") from error
-    return {**line, "results": drop_unknown(new | hints)}
+    return {**line, "results": drop_unknown(upgraded_results | hints)}
 
 
 def _malformed_line(why: str) -> ValueError:

@@ -181,8 +181,8 @@ class Completer:
                 if stopped():
                     return None
                 if all(
-                    is_complete_text or ended(row, text)
-                    for row, (text, is_complete_text) in zip(prompt_numbers, batch_texts, strict=True)
+                    is_finished or ended(row, text)
+                    for row, (text, is_finished) in zip(prompt_numbers, batch_texts, strict=True)
                 ):
                     break
             texts += [text for text, _ in batch_texts]

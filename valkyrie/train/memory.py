@@ -242,7 +242,7 @@ class MemoryEstimator:
         return activation.count * elements * (4 if activation.float32 else config.precision.compute.itemsize)
 
 
-def layout_arrays(runs: Sequence[Run]) -> Candidates:
+def to_candidates(runs: Sequence[Run]) -> Candidates:
     """Return the layouts of runs as `Candidates`, with one entry per run and with empty `links`.
 
     The runs must have the same partition and the same names of mesh axes.
@@ -267,7 +267,7 @@ def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = N
     The size of the optimizer state comes from `abstract_state`, which has shapes and shardings. Arrays that the
     partition keeps in host memory are omitted.
     """
-    memory = MemoryEstimator(run, layout_arrays([run])).estimate(remat or run.config.remat)
+    memory = MemoryEstimator(run, to_candidates([run])).estimate(remat or run.config.remat)
     on_device = run.layout.partition.optimizer_memory is Memory.device
     parts = {name: int(bytes_.item()) for name, bytes_ in vars(memory).items()}
     return ExpectedMemory(**parts | {"optimizer": _shard_bytes(abstract_state.optimizer) if on_device else 0})
@@ -282,7 +282,7 @@ def _shard_bytes(abstract: Any) -> int:
 
 def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
     """Return the bytes that a run saves for the backward pass under `remat`, or under its own policy if None."""
-    sizes_by_location = MemoryEstimator(run, layout_arrays([run])).saved_by_location(remat or run.config.remat)
+    sizes_by_location = MemoryEstimator(run, to_candidates([run])).saved_by_location(remat or run.config.remat)
     locations = sizes_by_location[ActivationLocation.device], sizes_by_location[ActivationLocation.host]
     return SavedBytes(
         *({name: size for name, n in by_name.items() if (size := int(n.item()))} for by_name in locations)
@@ -302,7 +302,7 @@ def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
         return {}
     sizes: dict[str, float] = defaultdict(float)
     prerequisites: dict[str, dict[str, None]] = defaultdict(dict)
-    for activation, bytes_ in MemoryEstimator(run, layout_arrays([run])).activations:
+    for activation, bytes_ in MemoryEstimator(run, to_candidates([run])).activations:
         is_recomputed = saved_location(activation, remat) is ActivationLocation.nowhere and not _is_not_needed(
             activation, remat
         )

@@ -66,9 +66,9 @@ def agree_on_configuration(team: Team, run: Run) -> None:
 def silence_workers(team: Team) -> None:
     """Hide the standard output of all processes except the first, where only output of native libraries is hidden."""
     if team.is_leader:
-        _only_python_prints()
+        _hide_native_output()
     else:
-        _print_to(Path(os.devnull))
+        _redirect_output(Path(os.devnull))
 
 
 def check_shared(team: Team, folder: Path) -> None:
@@ -92,11 +92,11 @@ def check_shared(team: Team, folder: Path) -> None:
         )
 
 
-def print_to_log(team: Team, folder: Path) -> None:
+def redirect_to_log(team: Team, folder: Path) -> None:
     """Redirect the output of all processes except the first to log files in the run folder."""
     if not team.is_leader:
         (folder / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
-        _print_to(folder / LOGS_FOLDER / f"process-{team.index}.log", errors=True)
+        _redirect_output(folder / LOGS_FOLDER / f"process-{team.index}.log", errors=True)
 
 
 @contextlib.contextmanager
@@ -135,14 +135,14 @@ def _end_all(team: Team, status: int, reason: str) -> None:
     end_process(status, reason)
 
 
-def _only_python_prints() -> None:
+def _hide_native_output() -> None:
     """Hide the output of native libraries on stdout: Gloo prints a line for each device and collective."""
     python_stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, errors="replace")
-    _print_to(Path(os.devnull))
+    _redirect_output(Path(os.devnull))
     sys.stdout = python_stdout
 
 
-def _print_to(path: Path, *, errors: bool = False) -> None:
+def _redirect_output(path: Path, *, errors: bool = False) -> None:
     """Redirect stdout (and stderr, with `errors`) of this process and its native libraries to a file."""
     for stream in (sys.stdout, sys.stderr) if errors else (sys.stdout,):
         stream.flush()

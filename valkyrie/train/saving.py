@@ -42,8 +42,8 @@ def refuse_unknown_best(config: CheckpointConfig, task: Task) -> None:
     """Raise ValueError if `checkpoint.best` is not a metric of the task's evaluation. Passes if `keep_best` is 0."""
     if not config.keep_best:
         return
-    names = task.evaluation(defaultdict(lambda: 1.0))
-    if config.best not in names:
+    metrics = task.evaluation(defaultdict(lambda: 1.0))
+    if config.best not in metrics:
         raise ValueError(
-            f"checkpoint.best={config.best} is not a metric of {task.name}. Use one of {', '.join(names)}."
+            f"checkpoint.best={config.best} is not a metric of {task.name}. Use one of {', '.join(metrics)}."
         )

@@ -21,10 +21,10 @@ from valkyrie.train.memory import (
     ExpectedMemory,
     MemoryEstimator,
     expected_memory,
-    layout_arrays,
     legal_remats,
     memory_estimate_errors,
     saved_bytes,
+    to_candidates,
 )
 from valkyrie.train.program import StepProgram
 from valkyrie.units import GIB
@@ -36,14 +36,14 @@ def show_run(run: Run, console: Console) -> None:
     The last table has the memory under each remat policy.
     """
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
-    layout, parameters, shards = program.layout, run.model.parameters(), layout_arrays([run])
+    layout, parameters, candidates = program.layout, run.model.parameters(), to_candidates([run])
     table = _table(f"{run.model.name} under {layout.name}")
     table.add_column("parameter", overflow="fold", no_wrap=console.width >= 110)
     table.add_column("shape: logical axis / mesh axes", overflow="fold")
     table.add_column("bytes/device", justify="right", no_wrap=True)
     for name, spec in parameters.items():
         itemsize = 4 if spec.float32 else run.config.precision.parameter.itemsize
-        size = int(shards.shard_elements(spec, "stored").item()) * itemsize
+        size = int(candidates.shard_elements(spec, "stored").item()) * itemsize
         table.add_row(name, describe_split(spec, layout.stored_axes(spec.axes)), f"{size:,}")
     console.print(table, soft_wrap=False)
     count = sum(spec.size for spec in parameters.values())
@@ -143,7 +143,7 @@ def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
     table.add_column("remat=")
     for column in ("saved on the device", "in host memory", "total"):
         table.add_column(column, justify="right")
-    estimator = MemoryEstimator(run, layout_arrays([run]))
+    estimator = MemoryEstimator(run, to_candidates([run]))
     rows = []
     for name, remat in legal_remats(run).items():
         saved_sizes, activations = saved_bytes(run, remat), int(estimator.estimate(remat).activations.item())

@@ -53,7 +53,7 @@ from valkyrie.train.compiled import StepExecutable, compile_step
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.meter import Meter
-from valkyrie.train.processes import check_shared, print_to_log
+from valkyrie.train.processes import check_shared, redirect_to_log
 from valkyrie.train.profile import ProfileWindow
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, explain_oom
@@ -187,7 +187,7 @@ def _open_run_folder(program: StepProgram, folder: Path, team: Team) -> Iterator
                 stack.enter_context(write_lock(folder))
             if (shared_path := shared_folder(folder, config)) is not None:
                 check_shared(team, shared_path)
-            print_to_log(team, folder)
+            redirect_to_log(team, folder)
             refuse_unknown_best(config, program.task)
             checkpoints = Checkpoints(folder, config, team=team, info=checkpoint_info(program))
         yield stack.enter_context(contextlib.closing(checkpoints))

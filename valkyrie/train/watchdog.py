@@ -66,8 +66,8 @@ class Watchdog:
         self._limit_s, self._team, self._log, self._clock, self._end = limit_s, team, log, clock, end
         self._first_s, self._remedy = first_s, remedy
         self._step_times: deque[float] = deque(maxlen=_KEPT_STEP_TIMES)
-        self._current: tuple[int, float] | None = None
-        self._checked_at, self._checked_step, self._waited = clock(), self._current, 0.0
+        self._running_step: tuple[int, float] | None = None
+        self._checked_at, self._checked_step, self._waited = clock(), self._running_step, 0.0
         self._stop_event, self._print_lock = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Watchdog:
@@ -87,14 +87,14 @@ class Watchdog:
     def step(self, step: int) -> None:
         """Record that a step begins. The time since the previous call counts as the duration of the previous step."""
         now = self._clock()
-        if self._current is not None:
-            self._step_times.append(now - self._current[1])
-        self._current = (step, now)
+        if self._running_step is not None:
+            self._step_times.append(now - self._running_step[1])
+        self._running_step = (step, now)
 
     def _rest(self) -> None:
-        if self._current is not None:
-            self._step_times.append(self._clock() - self._current[1])
-        self._current = None
+        if self._running_step is not None:
+            self._step_times.append(self._clock() - self._running_step[1])
+        self._running_step = None
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -107,7 +107,7 @@ class Watchdog:
 
         Time during which the process was stopped, for example by Ctrl-Z, does not count.
         """
-        now, last_check, step = self._clock(), self._checked_at, self._current
+        now, last_check, step = self._clock(), self._checked_at, self._running_step
         self._checked_at = now
         if step is not self._checked_step or step is None:
             self._checked_step, self._waited = step, 0.0

@@ -22,7 +22,7 @@ from valkyrie.search.estimate.links import MIN_LINKS, axis_links, host_axis_link
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
-from valkyrie.train.memory import layout_arrays
+from valkyrie.train.memory import to_candidates
 from valkyrie.trees import with_value
 
 
@@ -104,7 +104,7 @@ def wider_heads(run: Run) -> WiderHeads | None:
 
 def stack_runs(runs: Sequence[Run]) -> Candidates:
     """Stack the layouts of runs into arrays. The runs must share partition, remat policy and names of mesh axes."""
-    layouts, chip = layout_arrays(runs), runs[0].config.target.chip
+    layouts, chip = to_candidates(runs), runs[0].config.target.chip
     assert chip is not None
     if get_platform(chip.platform).has_torus:
         placements = [axis_placements(run.config.target, run.layout) for run in runs]

@@ -30,14 +30,14 @@ def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) ->
     Starts from full grids and visits the cells of each grid in random order. Removes the digit of a cell if the
     solution stays unique and the grid has more than `clues` digits.
     """
-    solutions = _full_grids(rng, count, side)
+    solutions = _generate_full_grids(rng, count, side)
     givens, cell_order = solutions.copy(), rng.random(solutions.shape).argsort(1)
     rows = np.arange(count)
     for cells in cell_order.T:
-        bits = _bits(solutions[rows, cells])
+        bits = _to_bits(solutions[rows, cells])
         trial_givens = givens.copy()
         trial_givens[rows, cells] = 0
-        masks = _masks(trial_givens, side)
+        masks = _to_masks(trial_givens, side)
         masks[rows, cells] &= ~bits
         candidates = np.flatnonzero((givens > 0).sum(1) > clues)
         removable = candidates[_search(masks[candidates], side, at_most=1)[0] == 0]
@@ -47,12 +47,12 @@ def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) ->
 
 def count_guesses(givens: np.ndarray, side: int) -> np.ndarray:
     """Return the number of guesses that a solver needs to find every solution, for each puzzle."""
-    return _search(_masks(givens, side), side)[1]
+    return _search(_to_masks(givens, side), side)[1]
 
 
 def count_solutions(givens: np.ndarray, side: int, at_most: int = 2) -> np.ndarray:
     """Count the solutions of each puzzle, up to `at_most`."""
-    return _search(_masks(givens, side), side, at_most)[0]
+    return _search(_to_masks(givens, side), side, at_most)[0]
 
 
 def _search(masks: np.ndarray, side: int, at_most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +71,7 @@ def _search(masks: np.ndarray, side: int, at_most: int | None = None) -> tuple[n
             is_unfinished &= solutions[puzzle_indices] < at_most
         masks, puzzle_indices = masks[is_unfinished], puzzle_indices[is_unfinished]
         np.add.at(guesses, puzzle_indices, 1)
-        masks, parents = _branches(masks)
+        masks, parents = _expand_branches(masks)
         puzzle_indices = puzzle_indices[parents]
     return solutions if at_most is None else np.minimum(solutions, at_most), guesses
 
@@ -82,21 +82,21 @@ def canonical_forms(givens: np.ndarray, side: int) -> list[bytes]:
     return [min(form.tobytes() for form in forms[:, i]) for i in range(len(givens))]
 
 
-def _full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
+def _generate_full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
     """Return random complete grids. Fills the boxes on the diagonal, then guesses cells; restarts impossible grids."""
     box = int(side**0.5)
     grids, unfinished = np.zeros((count, side * side), np.int64), np.arange(count)
-    masks = _masks(grids, side)
+    masks = _to_masks(grids, side)
     is_restarted = np.ones(count, bool)
     while len(unfinished):
         new_grids = np.zeros((int(is_restarted.sum()), side, side), np.int64)
         for b in range(box):
             digits = rng.random((len(new_grids), side)).argsort(1) + 1
             new_grids[:, b * box : b * box + box, b * box : b * box + box] = digits.reshape(-1, box, box)
-        masks[is_restarted] = _masks(new_grids.reshape(-1, side * side), side)
+        masks[is_restarted] = _to_masks(new_grids.reshape(-1, side * side), side)
         masks, is_possible = _fill_forced(masks, side)
         is_solved = is_possible & _is_solved(masks)
-        grids[unfinished[is_solved]] = _digits(masks[is_solved])
+        grids[unfinished[is_solved]] = _to_digits(masks[is_solved])
         unfinished, masks, is_possible = unfinished[~is_solved], masks[~is_solved], is_possible[~is_solved]
         rows, cells = np.arange(len(masks)), _branching_cells(masks)
         is_allowed = (masks[rows, cells, None] >> np.arange(side)) & 1
@@ -178,7 +178,7 @@ def _broadcast_to_cells(values: np.ndarray, unit_type: _UnitType, side: int) -> 
     return np.broadcast_to(expanded_values, unit_type.cells.shape).reshape(-1, side * side)
 
 
-def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _expand_branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return copies of each grid: one for each possible digit of its branching cell, with the cell set to the digit.
 
     The second array has the index of each copy's original grid.
@@ -206,15 +206,15 @@ def _is_solved(masks: np.ndarray) -> np.ndarray:
     return np.asarray(_is_single(masks).all(1))
 
 
-def _masks(givens: np.ndarray, side: int) -> np.ndarray:
-    return np.where(givens > 0, _bits(givens), (1 << side) - 1).astype(np.int16)
+def _to_masks(givens: np.ndarray, side: int) -> np.ndarray:
+    return np.where(givens > 0, _to_bits(givens), (1 << side) - 1).astype(np.int16)
 
 
-def _bits(digits: np.ndarray) -> np.ndarray:
+def _to_bits(digits: np.ndarray) -> np.ndarray:
     return (1 << np.maximum(digits.astype(np.int64) - 1, 0)).astype(np.int16)
 
 
-def _digits(masks: np.ndarray) -> np.ndarray:
+def _to_digits(masks: np.ndarray) -> np.ndarray:
     return np.bitwise_count(masks - 1).astype(np.int64) + 1
 
 

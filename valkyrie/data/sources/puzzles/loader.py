@@ -25,7 +25,7 @@ class _PuzzleSampler:
     """Random-access data source for grain: this process's rows of each global batch."""
 
     def __init__(self, data: PreparedPuzzles, name: str, plan: BatchPlan) -> None:
-        self._data, self._split, self._places, self._batch = data, data.split(name), plan.rows, plan.batch
+        self._data, self._split, self._local_rows, self._batch = data, data.split(name), plan.rows, plan.batch
         self._seed, self._endless = plan.seed, plan.repeat
         self._orders: dict[int, np.ndarray] = {}
 
@@ -40,16 +40,16 @@ class _PuzzleSampler:
         epochs, numbers = np.divmod(step * self._batch + np.arange(self._batch), split.groups)
         groups = np.concatenate([self._order(int(e))[numbers[epochs == e]] for e in np.unique(epochs)])
         puzzles = _random_member(rng, split.group_indices, groups)
-        examples = _random_member(rng, split.puzzle_indices, puzzles)[self._places]
+        examples = _random_member(rng, split.puzzle_indices, puzzles)[self._local_rows]
         symmetries = None if self._data.side is None else draw_symmetries(rng, self._batch, self._data.side)
         inputs, labels = split.inputs[examples], split.labels[examples]
         if symmetries is not None:
-            local_symmetries = symmetries[self._places]
+            local_symmetries = symmetries[self._local_rows]
             inputs, labels = local_symmetries.apply(inputs), local_symmetries.apply(labels)
-        return self._as_batch(inputs, labels, split.puzzle_identifiers[puzzles[self._places]])
+        return self._as_batch(inputs, labels, split.puzzle_identifiers[puzzles[self._local_rows]])
 
     def _evaluation_batch(self, step: int) -> Batch:
-        split, rows = self._split, step * self._batch + self._places
+        split, rows = self._split, step * self._batch + self._local_rows
         examples = rows[rows < len(split.inputs)]
         puzzles = np.searchsorted(split.puzzle_indices, examples, side="right") - 1
         batch = self._as_batch(split.inputs[examples], split.labels[examples], split.puzzle_identifiers[puzzles])

@@ -87,13 +87,13 @@ def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, 
         is_hard = puzzles.guesses >= config.guesses
         givens = np.concatenate([givens, puzzles.givens[is_hard]])
         solutions = np.concatenate([solutions, puzzles.solutions[is_hard]])
-    names = [grid.tobytes() for grid in givens] if config.side > 4 else canonical_forms(givens, config.side)
-    first_by_name = {name: i for i, name in reversed(list(enumerate(names)))}  # the first index of each name
-    first_indices = np.array([first_by_name[name] for name in names])
+    puzzle_keys = [grid.tobytes() for grid in givens] if config.side > 4 else canonical_forms(givens, config.side)
+    first_by_key = {key: i for i, key in reversed(list(enumerate(puzzle_keys)))}  # the first index of each key
+    first_indices = np.array([first_by_key[key] for key in puzzle_keys])
     validation_share = config.validation / total
     is_held_out = (
-        rng.random(len(names))[first_indices] < validation_share
-    )  # puzzles with the same name are in the same split
+        rng.random(len(puzzle_keys))[first_indices] < validation_share
+    )  # puzzles with the same key are in the same split
     for split, is_in_split in (("validation", is_held_out), ("train", ~is_held_out)):
         selected = np.flatnonzero(is_in_split)[: getattr(config, split)]
         if not len(selected):
