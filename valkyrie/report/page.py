@@ -87,13 +87,9 @@ def render_page(
     page = None if answer is None else search_page(answer)
     page_data = _page_data(rows, page)
     template, text = template_environment().get_template("page.html"), ""
-    template_values = _template_values(rows, comparison, page_data) | {
-        "command": command,
-        "search": answer,
-        "found": page,
-    }
+    values = _template_values(rows, comparison, page_data) | {"command": command, "search": answer, "found": page}
     for data in _shrink(page_data):
-        text = template.render(template_values, data=_script_json(data))
+        text = template.render(values, data=_script_json(data))
         if len(text.encode()) <= MAX_PAGE_BYTES:
             break
     return text
