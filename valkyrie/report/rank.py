@@ -180,11 +180,11 @@ def compare(rows: Sequence[Row], a: str, b: str) -> SweepComparison:
             row for row in sort_by_speed(members) if best.setdefault((row.group, row.layout, row.work), row) is not row
         ]
         by_sweep.append(best)
-    left, right = by_sweep
-    pairs = [RowPair(row, right[key]) for key, row in left.items() if key in right]
+    rows_a, rows_b = by_sweep
+    pairs = [RowPair(row, rows_b[key]) for key, row in rows_a.items() if key in rows_b]
     pairs.sort(key=lambda p: (p.a.group, p.ratio is None, -(p.ratio or 0.0)))
-    only_a = sort_by_speed(row for key, row in left.items() if key not in right)
-    only_b = sort_by_speed(row for key, row in right.items() if key not in left)
+    only_a = sort_by_speed(row for key, row in rows_a.items() if key not in rows_b)
+    only_b = sort_by_speed(row for key, row in rows_b.items() if key not in rows_a)
     return SweepComparison(a, b, pairs, only_a, only_b, slower_duplicates)
 
 

@@ -269,9 +269,9 @@ def pairs(data: Values) -> Spec:
     points = _point_layer({"x": x, "y": y, "color": _partition_colours(data), "tooltip": tooltip} | mixed)
     if not real:
         return _chart(300, points)
-    low, high = min(min(v["x"], v["y"]) for v in real), max(max(v["x"], v["y"]) for v in real)
+    min_ms, max_ms = min(min(v["x"], v["y"]) for v in real), max(max(v["x"], v["y"]) for v in real)
     equality_line: Spec = {
-        "data": {"values": [{"x": low, "y": low}, {"x": high, "y": high}]},
+        "data": {"values": [{"x": min_ms, "y": min_ms}, {"x": max_ms, "y": max_ms}]},
         "mark": {"type": "line", "stroke": "currentColor", "strokeDash": [4, 3], "opacity": 0.6},
         "encoding": {"x": x, "y": y},
     }

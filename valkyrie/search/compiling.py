@@ -131,8 +131,8 @@ class CompiledLayouts:
         if layout.batch is None:
             return False
         candidate = replace(layout.candidate, batch=None)
-        same = (c for c in self.layouts if replace(c.estimate.candidate, batch=None) == candidate)
-        return any(c.step_s is not None and c.estimate.ranked_s <= layout.ranked_s for c in same)
+        other_batches = (c for c in self.layouts if replace(c.estimate.candidate, batch=None) == candidate)
+        return any(c.step_s is not None and c.estimate.ranked_s <= layout.ranked_s for c in other_batches)
 
     def may_fit(self, layout: EstimatedLayout) -> bool:
         """Return whether a layout may fit, judging by compiled layouts on this chip that save the same activations.

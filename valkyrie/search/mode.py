@@ -283,9 +283,9 @@ def _compile(
 
     status = console.status("compiling")
 
-    def show_progress(layout: EstimatedLayout, seconds: float, longest: float) -> None:
-        done = f", the longest so far took {duration(longest)}" if longest else ""
-        text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{done}"
+    def show_progress(layout: EstimatedLayout, seconds: float, longest_s: float) -> None:
+        longest_text = f", the longest so far took {duration(longest_s)}" if longest_s else ""
+        text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{longest_text}"
         best = compiled_layouts.best(request)
         best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
         status.update(escape(text + best_so_far))
@@ -393,11 +393,11 @@ def _describe_no_fit(
 
 def _describe_untried(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -> str:
     """Return a clause with the number of uncompiled layouts that may fit, for a message, or "" if there are none."""
-    done = {compiled.estimate.candidate for compiled in compiled_layouts.layouts}
-    untried = len([other for other in shortlist.doubtful if other.candidate not in done])
+    compiled_candidates = {compiled.estimate.candidate for compiled in compiled_layouts.layouts}
+    untried_count = len([layout for layout in shortlist.doubtful if layout.candidate not in compiled_candidates])
     return (
-        f"; {untried:,} uncompiled layout{'s' * (untried > 1)} may fit, given the errors of estimates"
-        if untried
+        f"; {untried_count:,} uncompiled layout{'s' * (untried_count > 1)} may fit, given the errors of estimates"
+        if untried_count
         else ""
     )
 
@@ -442,14 +442,14 @@ def _suggest_chips(request: SearchRequest, chip: str) -> str:
 
 def _missing_compilers(request: SearchRequest) -> dict[str, str]:
     """Return the requested slices for which this machine cannot compile, as a dict from name to reason."""
-    missing = {}
+    reasons = {}
     for target in request.targets:
         platform = get_platform(target.platform)
         if not platform.compiles_without_devices:
-            missing[target.name] = "only TPU programs can be compiled without the devices"
+            reasons[target.name] = "only TPU programs can be compiled without the devices"
         elif (reason := platform.missing_compiler(target)) is not None:
-            missing[target.name] = reason
-    return missing
+            reasons[target.name] = reason
+    return reasons
 
 
 def _print_missing_compilers(missing: dict[str, str], request: SearchRequest, console: Console) -> None:

@@ -186,8 +186,9 @@ def _whole_batch_fault(
 
 
 def _describe_ratio(program: CheckedProgram) -> str:
-    whole, local = (sum(p.flops for p in group) for group in (program.whole_products, program.local_products))
-    ratio = program.devices * local / whole if whole else 1.0
+    whole_flops = sum(product.flops for product in program.whole_products)
+    local_flops = sum(product.flops for product in program.local_products)
+    ratio = program.devices * local_flops / whole_flops if whole_flops else 1.0
     if ratio < 1.05:
         return "No product is repeated, because the weights are split instead, and partial results are sent."
     return f"The devices together compute {ratio:.1f} times the FLOPs of one copy of the program."

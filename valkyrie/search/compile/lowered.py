@@ -315,15 +315,15 @@ def split_locations(text: str) -> tuple[str, SourceLocations]:
         definition = definitions.get(number, "")
         if line := _LINE.match(definition):
             return (f"{_unescape(line[1])}:{line[2]}",)
-        return tuple(frame for inner in _REFERENCE.findall(definition) for frame in read_stack(inner))
+        return tuple(frame for reference in _REFERENCE.findall(definition) for frame in read_stack(reference))
 
     @functools.cache
     def read_names(number: str) -> tuple[str, ...]:
         definition = definitions.get(number, "")
         if _LINE.match(definition) or definition.startswith("callsite("):
             return ()
-        inner = tuple(name for other in _REFERENCE.findall(definition) for name in read_names(other))
-        return (name[1], *inner) if (name := _NAME.match(definition)) else inner
+        inner_names = tuple(name for reference in _REFERENCE.findall(definition) for name in read_names(reference))
+        return (name[1], *inner_names) if (name := _NAME.match(definition)) else inner_names
 
     def replace_reference(match: re.Match[str]) -> str:
         operations.append(frames.setdefault(read_stack(match[1]), len(frames)))

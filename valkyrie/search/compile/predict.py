@@ -464,10 +464,10 @@ def _refuse_other_mesh(mesh: jax.sharding.Mesh | None, own_mesh: jax.sharding.Me
     """Raise ValueError if the mesh that the caller passed has other axes than that of the program's shardings."""
     if mesh is None or own_mesh is None or dict(mesh.shape) == dict(own_mesh.shape):
         return
-    passed, own = (", ".join(f"{axis}={size}" for axis, size in m.shape.items()) for m in (mesh, own_mesh))
+    passed_axes, own_axes = (", ".join(f"{axis}={size}" for axis, size in m.shape.items()) for m in (mesh, own_mesh))
     raise ValueError(
-        f"mesh: {passed} differs from the mesh of the program's shardings, {own}. Use the mesh that build receives, or "
-        "pass no mesh=."
+        f"mesh: {passed_axes} differs from the mesh of the program's shardings, {own_axes}. Use the mesh that build receives, "
+        "or pass no mesh=."
     )
 
 
@@ -491,8 +491,8 @@ def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
     spread = [len({position.coords[i] for position in positions}) for i in range(len(shape))]
     if len(slices) != target.slices or tuple(spread) != shape:
         torus = "x".join(str(n) for n in spread)
-        several = f"{len(slices)} slices of " if len(slices) > 1 else ""
+        slices_text = f"{len(slices)} slices of " if len(slices) > 1 else ""
         raise ValueError(
-            f"the program's mesh has the devices of {several}{torus}, but the target is {target.describe()}. {advice}, "
-            f'or valkyrie.slice("{chip.name}-{torus}"{f", slices={len(slices)}" if several else ""}) for that torus.'
+            f"the program's mesh has the devices of {slices_text}{torus}, but the target is {target.describe()}. {advice}, "
+            f'or valkyrie.slice("{chip.name}-{torus}"{f", slices={len(slices)}" if slices_text else ""}) for that torus.'
         )

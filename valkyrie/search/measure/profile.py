@@ -153,14 +153,14 @@ def _device_seconds(events: list[Event], collectives: dict[str, Collective]) -> 
         edges += [(event.start, 1, axes_and_kind), (event.start + event.seconds, -1, axes_and_kind)]
     seconds: dict[_AxesAndKind, float] = defaultdict(float)
     in_progress: Counter[_AxesAndKind] = Counter()
-    before = 0.0
-    for now, change, axes_and_kind in sorted(edges):
-        for running in in_progress:
-            seconds[running] += (now - before) / len(in_progress)
+    previous_s = 0.0
+    for now_s, change, axes_and_kind in sorted(edges):
+        for key in in_progress:
+            seconds[key] += (now_s - previous_s) / len(in_progress)
         in_progress[axes_and_kind] += change
         if not in_progress[axes_and_kind]:
             del in_progress[axes_and_kind]
-        before = now
+        previous_s = now_s
     return seconds
 
 
