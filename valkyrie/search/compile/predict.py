@@ -466,8 +466,8 @@ def _refuse_other_mesh(mesh: jax.sharding.Mesh | None, own_mesh: jax.sharding.Me
         return
     passed_axes, own_axes = (", ".join(f"{axis}={size}" for axis, size in m.shape.items()) for m in (mesh, own_mesh))
     raise ValueError(
-        f"mesh: {passed_axes} differs from the mesh of the program's shardings, {own_axes}. Use the mesh that build receives, "
-        "or pass no mesh=."
+        f"mesh: {passed_axes} differs from the mesh of the program's shardings, {own_axes}. Use the mesh that build "
+        "receives, or pass no mesh=."
     )
 
 
@@ -493,6 +493,7 @@ def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
         torus = "x".join(str(n) for n in spread)
         slices_text = f"{len(slices)} slices of " if len(slices) > 1 else ""
         raise ValueError(
-            f"the program's mesh has the devices of {slices_text}{torus}, but the target is {target.describe()}. {advice}, "
-            f'or valkyrie.slice("{chip.name}-{torus}"{f", slices={len(slices)}" if slices_text else ""}) for that torus.'
+            f"the program's mesh has the devices of {slices_text}{torus}, but the target is {target.describe()}. "
+            f'{advice}, or valkyrie.slice("{chip.name}-{torus}"{f", slices={len(slices)}" if slices_text else ""}) for '
+            "that torus."
         )
