@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from valkyrie.parts import PartKind
 from valkyrie.paths import DiskError
 from valkyrie.search.compile.executable import device_positions, without_cache
 from valkyrie.search.compile.layers import merge_layers
+from valkyrie.search.programs import describe_error
 from valkyrie.train.program import serialised_module
 
 TILED = "bf16[4096,4096]{1,0:T(8,128)(2,1)}"
@@ -163,7 +165,13 @@ def test_places_must_be_all_devices_of_the_slice(step: Path):
     places = valkyrie.predict(step, slice=slice, mesh=MESH).record.positions
     turned = valkyrie.predict(step, slice=slice, mesh=MESH, places=places[::-1])
     assert turned.record.positions == places[::-1]
-    assert "devices of v5e-8" in refusal(step, STEP, places=[places[0]] * 8)
+    repeated = refusal(step, STEP, places=[places[0]] * 8)
+    assert f"places: {places[0]} is listed 8 times; missing: 0:" in repeated and ", .... List each of the 8" in repeated
+    assert f"places: missing: {places[-1]}. List each" in refusal(step, STEP, places=places[:-1])
+    assert f"places: {places[0]} is listed 2 times. List each" in refusal(step, STEP, places=[*places, places[0]])
+    assert "places: missing: 0:0,0,0:0, " in refusal(step, STEP, places=[])
+    other = replace(places[0], slice=1)
+    assert f"places has {other}, which is not a device of v5e-8" in refusal(step, STEP, places=[other, *places[1:]])
     assert places[1] == Position.parse(str(places[1]))
     for wrong in ("places.json", [str(places[0])]):
         with pytest.raises(TypeError, match="places= takes a list of positions"):
@@ -223,6 +231,7 @@ def two(a, b):
 
 def exiting():
     raise SystemExit
+
 """
 
 
@@ -270,6 +279,19 @@ def test_the_command_predicts_a_function_of_a_file(
         status, err = run(words)
         assert status == 2 and message in err and err.count("\n") == 1, (words, err)
     assert len(calls) == 2
+
+
+@needs_libtpu
+def test_running_a_program_on_devices_of_the_slice_is_explained():
+    device = valkyrie.slice("v5e-8").mesh((8,), ("data",)).devices.flat[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    for run in (jax.jit(lambda: 0.0, out_shardings=sharding), lambda: jax.device_put(0.0, device)):
+        with without_cache(), pytest.raises((AttributeError, RuntimeError)) as error:
+            run()
+        text = describe_error(error.value)
+        assert re.match(
+            r"test_predict\.py:\d+ runs a program on devices of the slice, which only compile\. Pass ", text
+        )
 
 
 def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

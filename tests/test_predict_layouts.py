@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -177,10 +178,19 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
     record = read_record(ComparisonRecord, tmp_path / "out" / SEARCH_FILE)
     assert record.best == search_result.best and [row.name for row in record.rows] == [*search_result.results]
     assert "data=8 b" in (tmp_path / "out" / "report.html").read_text()
+    for more, message in (
+        ({"meshes": [(2, 4)], "rules": {"a": 0.2}}, "search.json has data=2,model=4 b, a layout that this search does"),
+        ({"meshes": [(2, 4), (8, 1)], "rules": rules, "slice": valkyrie.slice("v6e-8")}, "is for v5e-8 .*, not v6e-8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            valkyrie.search_program(build, **{"slice": SLICE, "folder": tmp_path / "out", "quiet": True, **more})
+    assert read_record(ComparisonRecord, tmp_path / "out" / SEARCH_FILE) == record
     alone = valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, axes=("data",), quiet=True)
     assert [*alone.results] == ["data=8"]
     wrong = valkyrie.search_program(lambda mesh: step, slice=SLICE, axes=("data",), quiet=True)
     assert "build must return (jitted, arguments) or" in str(wrong)
+    ended = valkyrie.search_program(lambda mesh: sys.exit(3), slice=SLICE, axes=("data",), quiet=True)
+    assert "data=8: failed: the function ended the process (sys.exit(3)). Return the step" in str(ended)
 
 
 @pytest.mark.parametrize(
@@ -268,3 +278,20 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
 def test_illegal_searches_are_refused(more: dict[str, Any], kind: type[Exception], message: str):
     with pytest.raises(kind, match=message):
         valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, **more)
+
+
+@pytest.mark.parametrize(
+    ("build", "rules", "message"),
+    [
+        (step, None, r"^build= is jitted. Pass a function that returns it with its arguments"),
+        (
+            lambda mesh: None,
+            {"dp": 1},
+            r"^build= has the arguments \(mesh\), but with rules=, it is build\(mesh, rule\)",
+        ),
+        (lambda mesh, rule: None, None, r"^build= has the arguments \(mesh, rule\), but without rules=, it is called"),
+    ],
+)
+def test_functions_that_cannot_build_a_step_are_refused(build: Any, rules: dict[str, int] | None, message: str):
+    with pytest.raises(TypeError, match=message):
+        valkyrie.search_program(build, slice=SLICE, rules=rules)

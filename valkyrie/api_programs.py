@@ -17,7 +17,7 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.problems import check_range, refuse, require_type, suggest
 from valkyrie.results import Result
-from valkyrie.search.comparison import Comparison, refuse_other_folder
+from valkyrie.search.comparison import Comparison, refuse_other_folder, refuse_other_search
 from valkyrie.search.compile.fault import Fault
 from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.units import parse_seconds
@@ -278,7 +278,8 @@ def search_program(
         rules: Maps names to values of the second argument of `build`. Each is tried on each mesh.
         budget: Time limit of the search: seconds, or text such as "5min". No compile is started that would likely
             exceed it, judging by the longest so far.
-        folder: Folder for `search.json` and `report.html`, rewritten after every layout. None writes no files.
+        folder: Folder for `search.json` and `report.html`, rewritten after every layout. None writes no files. The
+            folder of a search that has other layouts is refused.
         options: Compiler options.
         name: Title of the reports.
         tokens: Tokens in one step on all devices, for tokens per second.
@@ -289,7 +290,7 @@ def search_program(
         time_limit_s: Time limit of each compile in seconds; None for no limit.
         quiet: Whether to hide the progress lines on stderr.
     """
-    from valkyrie.search.programs import ProgramSearch, parse_meshes
+    from valkyrie.search.programs import ProgramSearch, parse_meshes, require_builder
 
     if not callable(build):
         raise TypeError(f"search_program takes a function that builds the step for a mesh, not {build!r}.")
@@ -300,11 +301,14 @@ def search_program(
         require_type(rules, Mapping, 'rules= takes the second arguments of build by name, such as {"fsdp": FSDP}')
         if not rules:
             raise ValueError("rules= is empty. Leave it out if build takes only the mesh.")
+    require_builder(build, rules)
     require_type(folder, str | Path | None, "folder= takes the path of a folder")
     if folder is not None:
         refuse_other_folder(Path(folder))
     parsed_meshes, budget_s = parse_meshes(meshes, axes, target), _parse_budget(budget)
     search = ProgramSearch(build, target, parsed_meshes, rules, work, options, time_limit_s, budget_s)
+    if folder is not None:
+        refuse_other_search(Path(folder), target.describe(), search.names)
     _refuse_unknown_layouts(measured_s, search.names)
     console, comparison = Console(stderr=True, quiet=quiet), Comparison({}, measured_s or {})
     with console.status("lowering") as status:

@@ -279,5 +279,10 @@ def topology_reason(error: Exception) -> str:
     return first.removeprefix("INVALID_ARGUMENT: ").rstrip(".")
 
 
+def is_compile_only(message: str) -> bool:
+    """Return whether JAX or libtpu refused to run something on devices that can only be compiled for."""
+    return "with compile-only client" in message or "'Executable' object has no attribute 'local_devices'" in message
+
+
 def _bytes(number: str, unit: str) -> int:
     return int(float(number) * _BYTES[unit or "B"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import importlib.util
 import inspect
@@ -11,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,11 +139,11 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
 
     for variable, value in get_platform(target.platform).compile_environment().items():
         os.environ.setdefault(variable, value)  # the file may use JAX when it is imported
-    from valkyrie.search.programs import describe_error, parse_built
+    from valkyrie.search.programs import describe_error, explain_exit, parse_built
 
     source = f"{file}:{function}"
     _require_file(file)
-    with _explain_exit(f"{file} ended while it was imported", 'Put that behind `if __name__ == "__main__":`.'):
+    with explain_exit(f"{file} ended while it was imported", 'Put that behind `if __name__ == "__main__":`.'):
         try:
             build = _import_function(file, function)
         except Exception as error:  # of the user's code
@@ -155,7 +154,7 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
     if len(required) > 1:
         names = ", ".join(each.name for each in required)
         raise ValueError(f"{source} has the arguments {names}. It may have one, the slice.")
-    with _explain_exit(f"{source} ended the process", "Return the step and its arguments instead."):
+    with explain_exit(f"{source} ended the process", "Return the step and its arguments instead."):
         try:
             built = build(target) if required else build()
         except Exception as error:  # of the user's code
@@ -175,15 +174,6 @@ def _require_file(file: Path) -> None:
     if file.is_dir() or not file.exists():
         error = errno.EISDIR if file.is_dir() else errno.ENOENT
         raise OSError(error, os.strerror(error), str(file))
-
-
-@contextlib.contextmanager
-def _explain_exit(start: str, remedy: str) -> Iterator[None]:
-    """Convert `sys.exit` in the user's code to a ValueError with the message `START (sys.exit(STATUS)). REMEDY`."""
-    try:
-        yield
-    except SystemExit as error:
-        raise ValueError(f"{start} (sys.exit({'' if error.code is None else repr(error.code)})). {remedy}") from None
 
 
 def _import_function(file: Path, function: str) -> Callable[..., Any]:

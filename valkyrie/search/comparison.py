@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.paths import disk_errors, require_suffix, write_atomic
-from valkyrie.records import write_record
+from valkyrie.records import read_record, write_record
 from valkyrie.runs.columns import Column, terminal_table
 from valkyrie.runs.folder import RUN_FILE, package_versions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
@@ -253,6 +253,36 @@ def refuse_other_folder(folder: Path) -> None:
         raise ValueError(f"folder={folder}: {file} is not an answer of search_program. {remedy}")
     if page.exists() and not file.exists():
         raise ValueError(f"folder={folder}: {page} is not the page of a program search. {remedy}")
+
+
+@dataclass(frozen=True)
+class _EarlierRow:
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class _EarlierSearch:
+    """Fields of an earlier `search.json` that a new search compares with its own."""
+
+    target: str = ""
+    rows: tuple[_EarlierRow, ...] = ()
+
+
+def refuse_other_search(folder: Path, target: str, layouts: Collection[str]) -> None:
+    """Raise ValueError if the `search.json` of a folder is for another slice, or has rows that are not in `layouts`.
+
+    A search replaces the file, so these rows would be lost.
+    """
+    file = folder / SEARCH_FILE
+    if not file.exists():
+        return
+    earlier = read_record(_EarlierSearch, file)
+    if earlier.rows and earlier.target != target:
+        raise ValueError(f"folder={folder}: {file} is for {earlier.target}, not {target}. Use another folder=.")
+    if other := next((row.name for row in earlier.rows if row.name not in layouts), None):
+        raise ValueError(
+            f"folder={folder}: {file} has {other}, a layout that this search does not try. Use another folder=."
+        )
 
 
 def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import math
 import time
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.foreign_errors import first_lines
+from valkyrie.foreign_errors import first_lines, is_compile_only
 from valkyrie.parallel.slice import Slice
 from valkyrie.problems import require_type
 from valkyrie.runs.folder import package_versions
@@ -110,6 +112,35 @@ def parse_built(value: Any, source: str) -> ProgramCall:
     raise ValueError(f"{source} must return {_RETURNS}, with the positional arguments as a tuple, not {actual}.")
 
 
+def require_builder(build: Callable[..., Any], rules: Mapping[str, Any] | None) -> None:
+    """Raise TypeError if `build` of `search_program` is jitted, or cannot be called with a mesh (and a rule)."""
+    if hasattr(build, "lower"):
+        raise TypeError(
+            "build= is jitted. Pass a function that returns it with its arguments: lambda mesh: (step, (w, x))."
+        )
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):  # of a function without a signature
+        return
+    try:
+        signature.bind(*["mesh", "rule"][: 1 if rules is None else 2])
+    except TypeError:
+        names = ", ".join(signature.parameters)
+        call = (
+            "without rules=, it is called as build(mesh)" if rules is None else "with rules=, it is build(mesh, rule)"
+        )
+        raise TypeError(f"build= has the arguments ({names}), but {call}. Change one of the two.") from None
+
+
+@contextlib.contextmanager
+def explain_exit(start: str, remedy: str) -> Iterator[None]:
+    """Convert `sys.exit` in the user's code to a ValueError with the message `START (sys.exit(STATUS)). REMEDY`."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ValueError(f"{start} (sys.exit({'' if error.code is None else repr(error.code)})). {remedy}") from None
+
+
 def predict_call(
     layout: str,
     build: Callable[[], ProgramCall],
@@ -133,7 +164,8 @@ def predict_call(
     name = f"{work.name or 'program'} ({layout})"
     progress(f"lowering {layout}")
     try:
-        call = build()
+        with explain_exit("the function ended the process", "Return the step and its arguments instead."):
+            call = build()
         mesh, name = call.mesh, f"{work.name or getattr(call.function, '__name__', 'program')} ({layout})"
         if isinstance(mesh, Mapping):
             mesh = target.mesh(list(mesh.values()), list(mesh))
@@ -159,8 +191,13 @@ def describe_error(error: Exception) -> str:
     The type of the error comes first, unless it is ValueError.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = first_lines(str(error))
+    line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    text, place = first_lines(str(error)), f" ({line})" if line else ""
+    if is_compile_only(text):
+        return (
+            f"{line or 'the function'} runs a program on devices of the slice, which only compile. Pass shapes: "
+            "jax.eval_shape, or jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
+        )
     return (
         f"{text or type(error).__name__}{place}"
         if type(error) is ValueError

@@ -6,6 +6,7 @@ Uses the same replay and summary as `mode=compile`.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -276,11 +277,7 @@ def predict_file(
     positions = target.positions(list(axes.values()), list(axes))
     assert chip is not None and chip.clock_ghz is not None
     if places is not None:
-        if sorted(places) != sorted(positions):
-            raise ValueError(
-                f"places has {len(places)} positions. It must have the position of each of the {target.devices} "
-                f"devices of {target.describe()} exactly once."
-            )
+        _require_positions(places, positions, target)
         positions = tuple(places)
     devices, per_slice = len(positions), len(positions) // target.slices
     compiled_for = dumped.devices or dumped.module.partitions
@@ -306,6 +303,18 @@ def predict_file(
         )
     prediction = predicted.prediction
     return replace(predicted, prediction=replace(prediction, notes=(*prediction.notes, note)))
+
+
+def _require_positions(places: Sequence[Position], positions: Sequence[Position], target: Slice) -> None:
+    """Raise ValueError if `places` are not the `positions` of the slice, in any order."""
+    name, (place, count) = target.describe(), (Counter(places) or Counter(positions)).most_common(1)[0]
+    if other := sorted(set(places) - set(positions)):
+        raise ValueError(f"places has {other[0]}, which is not a device of {name}.")
+    missing = [str(position) for position in sorted(set(positions) - set(places))]
+    faults = [f"{place} is listed {count} times"] if count > 1 else []
+    faults += [f"missing: {', '.join([*missing[:3], *(['...'] if len(missing) > 3 else [])])}"] if missing else []
+    if faults:
+        raise ValueError(f"places: {'; '.join(faults)}. List each of the {len(positions)} devices of {name} once.")
 
 
 def _predict_module(
