@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from buckets import bucket
-from helpers import compose_config
+from helpers import compose_config, compose_run
 from runs import run_train, tiny_arguments, trained_run, training_records
 from valkyrie import buckets as schemes
 from valkyrie.checkpoint import CheckpointConfig, saved_steps
@@ -17,6 +18,8 @@ from valkyrie.config.run import Run
 from valkyrie.doctor.disks import check_checkpoint_folder, check_disk_space
 from valkyrie.doctor.findings import OK, CheckContext
 from valkyrie.problems import ProblemCode
+from valkyrie.runs.goodput import GOODPUT_FILE
+from valkyrie.train.saving import refuse_missing_checkpoints
 
 __all__ = ["bucket"]
 
@@ -55,6 +58,28 @@ def test_checkpoints_can_be_in_another_folder(tmp_path: Path, capfd: pytest.Capt
     assert "from step 2" in capfd.readouterr().out
     assert run_train("resume=latest", f"runs={tmp_path / 'runs'}", "steps=4", "checkpoint.folder=null") == 2
     assert f"Use checkpoint.folder={tmp_path}/shared" in capfd.readouterr().err
+    (tmp_path / "shared").rename(tmp_path / "unmounted")
+    metrics, place = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes(), f"{tmp_path}/shared/run"
+    for arguments in (("resume=run", f"runs={tmp_path / 'runs'}"), tiny_arguments(tmp_path / "runs", folder_override)):
+        assert run_train(*arguments, "steps=4") == 2
+        refusal = f"=run: its checkpoints are expected in {place} (checkpoint.folder), but there are none, although"
+        assert f"{refusal} the run reached step 3. " in capfd.readouterr().err
+    assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == metrics
+    assert run_train("mode=checkpoints", "resume=run", f"runs={tmp_path / 'runs'}") == 2
+    assert f": run has no checkpoint in {place} (checkpoint.folder)." in capfd.readouterr().err
+    moved = ("resume=run", f"runs={tmp_path / 'runs'}", f"checkpoint.folder={tmp_path / 'unmounted'}")
+    assert run_train(*moved, "steps=4") == 0
+    assert "from step 3" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_that_was_due_to_save_to_a_bucket_does_not_start_over(bucket: str, tmp_path: Path):
+    (tmp_path / POINTER_FILE).write_text(f"{bucket}/lost\n")
+    config = compose_run("model=s5_tiny", f"checkpoint.folder={bucket}", "checkpoint.every=100").config
+    for step, refused in ((99, False), (100, True)):
+        (tmp_path / GOODPUT_FILE).write_text(f'{{"start": 1.0}}\n{{"time": 2.0, "step": {step}, "seconds": {{}}}}\n')
+        with pytest.raises(ValueError, match="step 100") if refused else nullcontext():
+            refuse_missing_checkpoints(tmp_path, config)
 
 
 def test_a_run_with_local_checkpoints_cannot_use_another_folder(tmp_path: Path):

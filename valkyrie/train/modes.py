@@ -12,7 +12,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.checkpoint import NotSavedError, stored_checkpoints
+from valkyrie.checkpoint import NotSavedError, checkpoint_root, stored_checkpoints
+from valkyrie.checkpoint.location import POINTER_FILE
 from valkyrie.config.modes import CODE_EVAL_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.modes.generate import Config as GenerateMode
@@ -168,10 +169,14 @@ def code_eval(run: Run) -> int:
 def list_checkpoints(run: Run) -> int:
     """Print the durable checkpoints of a trained run, and its fast ones on this host.
 
-    Returns 1 if any is damaged, else 0.
+    Returns 1 if any is damaged, else 0. Raises ValueError if there are none.
     """
     folder, console = trained_folder(run), make_console()
     checkpoints = stored_checkpoints(folder, run.config.checkpoint)
+    if not checkpoints:
+        root = checkpoint_root(folder)
+        hint = " (checkpoint.folder). Is it mounted?" if (folder / POINTER_FILE).is_file() else "."
+        raise ValueError(f"{folder.name} has no checkpoint in {root}{hint}")
     for c in checkpoints:
         parts = (c.tier, decimal_bytes_text(c.size), c.saved, c.state)
         console.print(f"{folder.name} step {c.step}: {', '.join(filter(None, parts))}", markup=False)

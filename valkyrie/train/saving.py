@@ -7,10 +7,12 @@ from pathlib import Path
 
 import jax
 
-from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo
-from valkyrie.checkpoint.location import configured_root, in_bucket
+from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo, checkpoint_root, stored_checkpoints
+from valkyrie.checkpoint.location import POINTER_FILE, bucket_errors, configured_root, in_bucket
+from valkyrie.config.run import RunConfig
 from valkyrie.data.tokenizer import tokenizer_identity
 from valkyrie.runs.folder import package_versions
+from valkyrie.runs.goodput import FINISHED, GOODPUT_FILE, PREEMPTED, read_starts
 from valkyrie.tasks import Task
 from valkyrie.train.program import StepProgram
 
@@ -36,6 +38,30 @@ def shared_folder(folder: Path, config: CheckpointConfig) -> Path | None:
     """Return the folder that all processes of a run must share, or None if their checkpoints go to a bucket."""
     path = folder if config.folder is None else configured_root(folder, config.folder)
     return None if in_bucket(path) else path
+
+
+def refuse_missing_checkpoints(folder: Path, config: RunConfig) -> None:
+    """Raise ValueError if a run saved checkpoints in `checkpoint.folder` that are gone, such as on an unmounted disk.
+
+    Every start creates the run's subfolder of a local `checkpoint.folder`, so a run that reached a step without it has
+    lost it. A bucket has no empty folders, so there a run has lost checkpoints only if it reached `checkpoint.every` or
+    ended after a save. Passes if this host has fast checkpoints of the run, or if `checkpoint.folder` now names a place
+    that has the subfolder.
+    """
+    root, new_root = checkpoint_root(folder), configured_root(folder, config.checkpoint.folder)
+    with bucket_errors(root), bucket_errors(new_root):
+        if not (folder / POINTER_FILE).is_file() or root.exists() or new_root.exists():
+            return
+    starts, every = read_starts(folder / GOODPUT_FILE), config.checkpoint.every
+    step = max((point.step for start in starts for point in start.points), default=0)
+    has_saved = not in_bucket(root) or any(start.end in (FINISHED, PREEMPTED) for start in starts)
+    has_saved = has_saved or (every is not None and step >= every)
+    if step and has_saved and not stored_checkpoints(folder, config.checkpoint):
+        key = "name" if config.resume is None else "resume"
+        raise ValueError(
+            f"{key}={folder.name}: its checkpoints are expected in {root} (checkpoint.folder), but there are none, "
+            f"although the run reached step {step}. Is the disk or bucket mounted? To start over, use another name=."
+        )
 
 
 def refuse_unknown_best(config: CheckpointConfig, task: Task) -> None:

@@ -57,7 +57,7 @@ from valkyrie.train.processes import check_shared, redirect_to_log
 from valkyrie.train.profile import ProfileWindow
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, explain_oom
-from valkyrie.train.saving import checkpoint_info, refuse_unknown_best, shared_folder
+from valkyrie.train.saving import checkpoint_info, refuse_missing_checkpoints, refuse_unknown_best, shared_folder
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog, make_watchdog
@@ -185,6 +185,7 @@ def _open_run_folder(program: StepProgram, folder: Path, team: Team) -> Iterator
         with disk_errors(folder):
             if team.is_leader:
                 stack.enter_context(write_lock(folder))
+                refuse_missing_checkpoints(folder, program.run.config)
             if (shared_path := shared_folder(folder, config)) is not None:
                 check_shared(team, shared_path)
             redirect_to_log(team, folder)
