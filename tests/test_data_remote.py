@@ -74,7 +74,7 @@ def test_remote_files_folders_and_globs_are_read_like_local_ones(remote_folder: 
         == ["C"]
     )
     assert read_texts(remote_config(f"{remote_folder}/*/[br]*")) == ["B", "one", "two"]
-    assert remote_config(f"{remote_folder}/deep").list_files().skipped == 1
+    assert len(remote_config(f"{remote_folder}/deep").list_files().skipped) == 1
     (tmp_path / "local.txt").write_text("L")
     assert read_texts(remote_config(f"{remote_folder}/deep/b.md", str(tmp_path))) == ["L", "B"]
     (name,) = (

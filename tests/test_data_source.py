@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pyarrow
 import pytest
@@ -21,11 +23,12 @@ from pyarrow import parquet
 
 from valkyrie.data import cut as cutting
 from valkyrie.data import readers
+from valkyrie.data.chunks import Chunk
 from valkyrie.data.config import SOURCES
 from valkyrie.data.cut import HASH_RANGE, Census, TokenDocument, adjust_threshold, cut, split_into_pieces
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.readers import Document
-from valkyrie.data.sources import stdlib, synthetic
+from valkyrie.data.sources import parquet_stream, stdlib, synthetic
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.sources.synthetic import FIRST_ID, SUCCESSOR_WEIGHTS, entropy
 from valkyrie.data.tokenizer import load_tokenizer
@@ -115,7 +118,7 @@ def test_files_directories_and_globs_are_read(tmp_path: Path, monkeypatch: pytes
     assert read_texts(text_config("notes/**/*.py", "a.txt")) == ["A", "C"]
     assert read_texts(text_config("notes")) == ["B", "C"]
     assert read_texts(text_config("**/*.md", "notes/b.md", tmp_path / "notes")) == ["B", "C"]
-    assert text_config("notes/*").list_files().skipped == 1
+    assert text_config("notes/*").list_files().skipped == ("notes/picture.png",)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert read_texts(text_config("~/a.txt", "~/notes/*.md")) == ["A", "B"]
 
@@ -151,6 +154,60 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "e.jsonl").write_text(row)
         with pytest.raises(ValueError, match=rf"e\.jsonl:1 .* It is {kind}\."):
             read(text_config(tmp_path / "e.jsonl"))
+
+
+def tfrecord(content: bytes) -> bytes:
+    """Return a record of a .tfrecord file: its length and its content, each followed by its masked CRC-32C."""
+    written = b""
+    for part in (struct.pack("<Q", len(content)), content):
+        crc = google_crc32c.value(part)
+        written += part + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    return written
+
+
+def test_compressed_jsonl_and_sharded_tfrecord_files_are_read(tmp_path: Path) -> None:
+    with pyarrow.output_stream(tmp_path / "a.jsonl.zst", compression="zstd") as file:
+        file.write(b'{"text": "one"}\n')
+    (tmp_path / "B.TFRECORD-00000-of-00001").write_bytes(tfrecord(b"two") + tfrecord(b"three"))
+    assert read_texts(text_config(tmp_path)) == ["two", "three", "one"]
+    assert read_texts(text_config(tmp_path / "a.jsonl.zst")) == ["one"]
+    with pytest.raises(ValueError, match=r"inferred from \.jsonl\.zst\."):
+        text_config(tmp_path / "a.jsonl.zst", chunk=Chunk.functions).list_files()
+
+
+@pytest.mark.parametrize("source", [text_source, parquet_stream], ids=["text", "parquet_stream"])
+def test_skipped_files_are_noted(tmp_path: Path, source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / ".home"))
+    for name in ("a.txt", "b.txt", "table.csv", "LICENSE", ".hidden"):
+        (tmp_path / name).write_text(f"the text of {name}")
+    config = source.Config(paths=[str(tmp_path)])
+    notes: list[str] = []
+    config.open("bytes", say=notes.append)
+    assert notes == ["note: data.paths: 2 files with an unsupported suffix (.csv, none) are skipped."]
+    (tmp_path / "LICENSE").unlink()
+    (tmp_path / "linked.txt").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.txt")
+    notes.clear()
+    config.open("bytes", say=notes.append)
+    assert notes == [
+        "note: data.paths: 1 file with an unsupported suffix (.csv) is skipped.",
+        "note: data.paths: 2 files without content (broken links, pipes or devices: "
+        f"{tmp_path}/linked.txt, {tmp_path}/pipe.txt) are skipped.",
+    ]
+    notes.clear()
+    source.Config(paths=[f"{tmp_path}/*.txt", str(tmp_path / "a.txt")]).open("bytes", say=notes.append)
+    assert len(notes) == 1
+
+
+def test_rows_without_text_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a", "", "b"]))
+    (tmp_path / "empty.txt").write_text("")
+    config = text_config(tmp_path, cache_dir=str(tmp_path / "cache"))
+    note = str(config.note(config.open("bytes")))
+    assert f"note: {tmp_path}/a.jsonl: 1 of 3 rows has no text and is skipped." in note
+    parquet.write_table(pyarrow.table({"text": ["three", None, None, "four"]}), tmp_path / "b.parquet")
+    note = str(config.note(config.open("bytes")))
+    assert f"note: {tmp_path}/b.parquet: 2 of 4 rows have no text and are skipped (3 in all files)." in note
 
 
 @pytest.mark.parametrize(

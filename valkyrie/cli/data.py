@@ -14,6 +14,7 @@ from pathlib import Path
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.data.config import SOURCES
 from valkyrie.data.documents import DocumentConfig
+from valkyrie.data.files import empty_rows_note
 from valkyrie.data.readers import COLUMN_SUFFIXES, FIELD_SUFFIXES
 from valkyrie.data.sources import text
 from valkyrie.paths import cache_root
@@ -51,7 +52,7 @@ def _name_options(message: str) -> str:
         return f"--{key.replace('_', '-')}" + ("" if value is None else f" {value}")
 
     keys = "|".join(field.name for field in fields(text.Config) if field.name not in ("name", "source"))
-    message = re.sub(r"(?m)^data\.paths: ", "", message)
+    message = re.sub(r"(?m)^(note: )?data\.paths: ", r"\1", message)
     name = rf"(?<![\w./])(?:data\.(?={keys})|(?=tokenizer=))(?P<key>\w+)"
     message = re.sub(rf"{name}(?:=(?P<value>\[.*?\]|[^\s,;]*[^\s,;:.]))?", option, message)
     message = re.sub(r"(?<![\w./])data=(?=\w)", "", message)
@@ -133,19 +134,19 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
     from valkyrie.data.prepare import prepare
 
-    start = time.perf_counter()
+    start, notes = time.perf_counter(), list[str]()
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("tokenising", total=None)
 
         def show(done: int, total: int | None) -> None:
             bar.update(task, completed=done, total=total)
 
-        prepared = prepare(config, arguments.tokenizer, show, alternative="--cache-dir DIR")
+        prepared = prepare(config, arguments.tokenizer, show, alternative="--cache-dir DIR", say=notes.append)
     print(
         f"{prepared.train.tokens:,} training and {prepared.validation.tokens:,} validation tokens "
         f"in {time.perf_counter() - start:.1f} s"
     )
-    if note := config.note(prepared):
+    for note in filter(None, (*notes, config.note(prepared))):
         print(_name_options(note), file=sys.stderr)
     print(prepared.path)
 
@@ -189,8 +190,10 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
     )
     config.raise_problems()
     _refuse_unread_options(config)
-    start, counts = time.perf_counter(), TextCounts()
-    ids = train_tokenizer(training_texts(config, counts), arguments.vocab, arguments.pattern, path)
+    start, listing, counts = time.perf_counter(), config.list_files(), TextCounts()
+    ids = train_tokenizer(training_texts(config, listing, counts), arguments.vocab, arguments.pattern, path)
+    for note in filter(None, (*listing.skip_notes(), empty_rows_note(listing.empty_rows))):
+        print(_name_options(note), file=sys.stderr)
     fewer_note = (
         f", not {arguments.vocab:,}, because the text has no more pairs to merge" if ids < arguments.vocab else ""
     )

@@ -137,7 +137,7 @@ class DocumentConfig(TextConfig):
         from valkyrie.data.prepare import prepare
 
         try:
-            return prepare(self, tokenizer)
+            return prepare(self, tokenizer, say=say)
         except DiskError as error:
             folder = tempfile.mkdtemp(prefix="valkyrie-data-")
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -173,17 +173,17 @@ class DocumentConfig(TextConfig):
         )
 
     def note(self, data: Dataset) -> str | None:
-        """Return remarks about undecodable characters and an unexpected size of the validation split, or None.
+        """Return remarks about undecodable characters, rows without text and the size of validation, or None.
 
-        The size is unexpected if the split has less than half or more than twice `validation_fraction` of the tokens.
-        Whole documents are held out, so this happens with a few long documents. The size is not checked for a folder
-        that already held shards (`prepared_folder`).
+        The size is remarked on if the validation split has less than half or more than twice `validation_fraction` of
+        the tokens. Whole documents are held out, so this happens with a few long documents. The size is not checked for
+        a folder that already held shards (`prepared_folder`).
         """
         from valkyrie.data.manifest import PreparedText
 
         assert isinstance(data, PreparedText), "what `open` returns"
         validation_share = data.validation.tokens / (data.train.tokens + data.validation.tokens)
-        remarks = [remark] if (remark := data.undecodable_note()) else []
+        remarks = [*filter(None, (data.undecodable_note(), data.empty_rows_note()))]
         is_off = not self.validation_fraction / 2 <= validation_share <= 2 * self.validation_fraction
         # The split of a folder that already holds shards was made with settings that are unknown here.
         if is_off and self.prepared_folder() is None:

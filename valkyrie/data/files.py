@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from valkyrie.buckets import url_scheme
 from valkyrie.checksums import digest
 from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunk
-from valkyrie.data.readers import SUFFIXES, Document, File, ReadOptions, SourceFile, read
-from valkyrie.data.remote import RemoteFile, fetch_ahead, list_remote
+from valkyrie.data.readers import SINGLE_DOCUMENT_SUFFIXES, SUFFIXES, Document, File, ReadOptions, SourceFile, read
+from valkyrie.data.remote import RemoteFile, fetch_ahead, list_remote, reader_suffix
 from valkyrie.units import count_text
+
+_MAX_NAMES = 5
+"""Maximum number of names or suffixes in a note about skipped files."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source, before they are read. `skipped` counts matched files with an unsupported suffix."""
+    """The files of a source, before they are read.
+
+    Args:
+        files: the files to read.
+        skipped: names of the other matched files: unsupported suffixes, broken links, pipes and devices.
+        empty_rows: (rows without text, all rows) by file, of the files that `read_files` has read to the end.
+    """
 
     files: tuple[File, ...]
-    skipped: int = 0
+    skipped: tuple[str, ...] = ()
+    empty_rows: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False)
 
     @property
     def bytes(self) -> int:
@@ -33,14 +43,52 @@ class Listing:
         """One hash of the path, size and modification time of all files (of remote files: URL, size and version)."""
         return digest([file.stamp for file in self.files])
 
+    def skip_notes(self, key: str = "data.paths") -> Iterator[str]:
+        """Yield notes about the files in `skipped`. `key` is the setting that matches them."""
+        unreadable = [name for name in self.skipped if reader_suffix(name) in SUFFIXES]
+        unsupported = sorted({reader_suffix(name) or "none" for name in self.skipped} - {*SUFFIXES})
+        for count, fault, details in (
+            (len(self.skipped) - len(unreadable), "with an unsupported suffix (", unsupported),
+            (len(unreadable), "without content (broken links, pipes or devices: ", unreadable),
+        ):
+            if count:
+                more_text = ", ..." if len(details) > _MAX_NAMES else ""
+                files_text = f"{count_text(count, 'file')} {fault}{', '.join(details[:_MAX_NAMES])}{more_text})"
+                yield f"note: {key}: {files_text} {'is' if count == 1 else 'are'} skipped."
+
 
 def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
-    """Read the non-empty documents, in the order of the listing. Remote files are fetched ahead."""
+    """Read the non-empty documents, in the order of the listing. Remote files are fetched ahead.
+
+    Counts the rows without text in `listing.empty_rows`.
+    """
     has_remote_files = any(isinstance(file, RemoteFile) for file in listing.files)
     for file in fetch_ahead(listing.files) if has_remote_files else listing.files:
+        rows = empty_rows = 0
         for document in read(file, options):
+            rows += 1
             if document.text:
                 yield document
+            else:
+                empty_rows += 1
+        if empty_rows and file.suffix not in SINGLE_DOCUMENT_SUFFIXES:
+            listing.empty_rows[file.id] = empty_rows, rows
+
+
+def empty_rows_note(files: Mapping[str, Sequence[int]], total: int | None = None) -> str | None:
+    """Return a note about the file with the most rows without text, or None if there are no files.
+
+    Args:
+        files: [rows without text, all rows] by file, as in `Listing.empty_rows`.
+        total: number of rows without text in all files, or None for the sum over `files`.
+    """
+    if not files:
+        return None
+    name, (empty_rows, rows) = max(files.items(), key=lambda item: item[1][0])
+    total = total or sum(count for count, _ in files.values())
+    verbs = ("has", "is") if empty_rows == 1 else ("have", "are")
+    total_text = f" ({total:,} in all files)" if total != empty_rows else ""
+    return f"note: {name}: {empty_rows:,} of {rows:,} rows {verbs[0]} no text and {verbs[1]} skipped{total_text}."
 
 
 def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.paths") -> Listing:
@@ -56,18 +104,19 @@ def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.path
         )
     local_files: dict[Path, SourceFile] = {}
     remote_files: dict[str, RemoteFile] = {}
-    skipped = 0
+    skipped: set[str] = set()
     for pattern in paths:
         is_remote = url_scheme(pattern) is not None
-        matched_files = list_remote(pattern) if is_remote else _match(pattern, key)
-        readable_files = [path for path in matched_files if path.suffix.lower() in SUFFIXES]
+        matches = list_remote(pattern) if is_remote else _match(pattern, key)
+        matched_files = [match for match in matches if isinstance(match, RemoteFile) or match.is_file()]
+        readable_files = [file for file in matched_files if reader_suffix(_name(file)) in SUFFIXES]
         if not readable_files:
             searched_from = "" if is_remote else f" (looked from {Path.cwd()})"
             raise ValueError(
                 f"{key}: {pattern} matches {count_text(len(matched_files), 'file')}{searched_from}, none with a "
                 f"supported suffix: {', '.join(SUFFIXES)}."
             )
-        skipped += len(matched_files) - len(readable_files)
+        skipped |= {*map(_name, matches)} - {*map(_name, readable_files)}
         for path in readable_files:
             if isinstance(path, RemoteFile):
                 remote_files[path.id] = path
@@ -75,7 +124,7 @@ def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.path
                 local_files[path.resolve()] = local_file(str(path), path)
     listing = Listing(
         (*(local_files[path] for path in sorted(local_files)), *(remote_files[url] for url in sorted(remote_files))),
-        skipped,
+        tuple(sorted(skipped)),
     )
     if options.chunk is not Chunk.whole and options.language is None:
         for file in listing.files:
@@ -85,6 +134,10 @@ def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.path
                     f"inferred from {file.suffix}. Set data.language=c, data.language=cpp or data.language=python."
                 )
     return listing
+
+
+def _name(file: Path | RemoteFile) -> str:
+    return str(file) if isinstance(file, Path) else file.path
 
 
 def _match(pattern: str, key: str) -> list[Path]:
@@ -97,9 +150,9 @@ def _match(pattern: str, key: str) -> list[Path]:
                 f"{key}: {path} cannot be read (permission denied). Run chmod u+rx on it, or ask its owner."
             )
         children = walk(path, lambda directory: directory.startswith("."))
-        return [child for child in children if child.is_file() and not child.name.startswith(".")]
+        return [child for child in children if not child.name.startswith(".")]
     if glob.has_magic(pattern):
-        return [child for child in map(Path, dict.fromkeys(_glob(path))) if child.is_file()]
+        return [child for child in map(Path, dict.fromkeys(_glob(path))) if not child.is_dir()]
     if path.exists():
         raise ValueError(f"{key}: {path} is not a regular file. Write its text to a file, such as corpus.txt.")
     raise ValueError(f"{key}: there is no file or directory {path} (looked from {Path.cwd()}).")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.checksums import digest, file_problems
 from valkyrie.data.batches import BatchPlan, Loader
+from valkyrie.data.files import empty_rows_note
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
 from valkyrie.records import decode, encode
@@ -34,6 +35,9 @@ SPLITS = ("train", "validation")
 UNDECODABLE = "undecodable"
 """Key in `Manifest.source` of the documents with the most undecodable characters. Its value maps the ID of each
 document to [undecodable characters, all characters]."""
+EMPTY_ROWS = "empty_rows"
+"""Key in `Manifest.source` of the files with the most rows without text. Its value maps the name of each file to [rows
+without text, all rows]. `total_empty_rows` counts those of all files."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,11 @@ class PreparedText(Manifest):
         share = 100 * replaced / characters
         characters_text = count_text(replaced, "U+FFFD character")
         return f"{name}: text that is not UTF-8 was replaced by {characters_text} ({share:.2g}%){total_text}"
+
+    def empty_rows_note(self) -> str | None:
+        """Return a note about the file with the most rows without text, or None if all rows have text."""
+        files, total = self.source.get(EMPTY_ROWS), self.source.get(f"total_{EMPTY_ROWS}")
+        return empty_rows_note(files, total) if isinstance(files, Mapping) and isinstance(total, int) else None
 
     @property
     def shards(self) -> tuple[TokenShard, ...]:

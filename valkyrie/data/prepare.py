@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from valkyrie.data.cached import cached_folder
 from valkyrie.data.cut import HASH_RANGE, Census, adjust_threshold, cut
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
-from valkyrie.data.manifest import UNDECODABLE, PreparedText, Split, open_prepared, read_manifest
+from valkyrie.data.manifest import EMPTY_ROWS, UNDECODABLE, PreparedText, Split, open_prepared, read_manifest
 from valkyrie.data.tokenizer import Tokenizer, load_tokenizer, read_fingerprint
 from valkyrie.data.writer import ShardWriter, encode_all
 
@@ -28,24 +28,33 @@ Progress = Callable[[int, int | None], None]
 
 _ALGORITHM_VERSION = 2
 """Part of the cache key. Increase it whenever the same text would give different shards."""
-_MAX_LISTED_DOCUMENTS = 10
-"""Maximum number of documents with undecodable characters that the manifest lists."""
+_MAX_LISTED = 10
+"""Maximum number of documents with undecodable characters, and of files with empty rows, that the manifest lists."""
 
 
 def prepare(
-    config: DocumentConfig, tokenizer: str, progress: Progress | None = None, *, alternative: str | None = None
+    config: DocumentConfig,
+    tokenizer: str,
+    progress: Progress | None = None,
+    *,
+    alternative: str | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> PreparedText:
     """Open the shards of a source, tokenising it first if they are not in the cache.
 
     The cache key is a hash of the files, the tokenizer and the settings. Several processes may call this at once: one
     prepares, and the others wait or produce the same result. A process that is killed never leaves an incomplete
     dataset in the cache. Raises ValueError for mistakes in the settings or the files. Raises DiskError if the cache
-    cannot be written; its message suggests `alternative` (see `cached_folder`).
+    cannot be written; its message suggests `alternative` (see `cached_folder`). `say` gets notes about skipped
+    files.
     """
     if (prepared := _open_named_folder(config, tokenizer)) is not None:
         return prepared
     config.raise_problems()
     listing = config.list_files()
+    if say is not None:
+        for note in listing.skip_notes():
+            say(note)
     key = _cache_key(config, listing, tokenizer)
 
     def write(path: Path) -> None:
@@ -168,14 +177,20 @@ def _write_shards(
 
 
 def _describe(config: DocumentConfig, listing: Listing, census: Census) -> dict[str, object]:
-    undecodable = dict(sorted(census.undecodable.items(), key=lambda item: -item[1][0])[:_MAX_LISTED_DOCUMENTS])
-    files = {
+    details = {
         "files": len(listing.files),
         "file_bytes": listing.bytes,
-        "skipped_files": listing.skipped,
+        "skipped_files": len(listing.skipped),
         "undecodable_characters": sum(replaced for replaced, _ in census.undecodable.values()),
-        **({UNDECODABLE: undecodable} if undecodable else {}),
+        UNDECODABLE: _worst(census.undecodable),
+        f"total_{EMPTY_ROWS}": sum(empty_rows for empty_rows, _ in listing.empty_rows.values()),
+        EMPTY_ROWS: _worst(listing.empty_rows),
         "max_bytes": config.byte_limit,
         "validation_fraction": config.validation_fraction,
     }
-    return {"kind": config.source, **config.source_details(), **(files if listing.files else {})}
+    details = {key: value for key, value in details.items() if value != {}}
+    return {"kind": config.source, **config.source_details(), **(details if listing.files else {})}
+
+
+def _worst(counts: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    return dict(sorted(counts.items(), key=lambda item: -item[1][0])[:_MAX_LISTED])

@@ -14,7 +14,7 @@ and every process reads all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -135,16 +135,19 @@ def _describe_units(units: Sequence[Unit]) -> str:
     return f"{files:,} file{'s' * (files > 1)} in {len(units):,} part{'s' * (len(units) > 1)}"
 
 
-def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedText:
+def open_stream(
+    config: Config, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None
+) -> StreamedText:
     """Open the dataset of a config with `source=parquet_stream`, reading the footers of its .parquet files.
 
     Without `config.val_paths`, the last file is for validation, or the last row group if there is one file. Raises
-    ValueError if a file is cut short or lacks the text column, or if a split would be empty.
+    ValueError if a file is cut short or lacks the text column, or if a split would be empty. `say` gets notes about
+    skipped files.
     """
     config.raise_problems()
-    files = list_paths(config.paths, config.read_options).files
+    files = _list_files(config.paths, config, "data.paths", say)
     if config.val_paths:
-        validation_files = list_paths(config.val_paths, config.read_options, "data.val_paths").files
+        validation_files = _list_files(config.val_paths, config, "data.val_paths", say)
         validation_ids = {file.id for file in validation_files}
         files = [file for file in files if file.id not in validation_ids]
         if not files:
@@ -175,6 +178,14 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> StreamedT
         validation,
         team,
     )
+
+
+def _list_files(paths: Sequence[str], config: Config, key: str, say: Callable[[str], object] | None) -> Sequence[File]:
+    listing = list_paths(paths, config.read_options, key)
+    if say is not None:
+        for note in listing.skip_notes(key):
+            say(note)
+    return listing.files
 
 
 def _list_units(files: Sequence[File], config: Config) -> tuple[Unit, ...]:

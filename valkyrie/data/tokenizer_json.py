@@ -19,6 +19,7 @@ import tiktoken
 from jaxtyping import Int32
 
 from valkyrie.data.documents import CorpusConfig
+from valkyrie.data.files import Listing
 from valkyrie.data.git_lfs import refuse_git_lfs_pointer
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 from valkyrie.paths import cache_root, disk_errors, write_atomic
@@ -188,12 +189,12 @@ class TextCounts:
     bytes: int = 0
 
 
-def training_texts(config: CorpusConfig, counts: TextCounts) -> Iterator[str]:
-    """Yield the texts of a source, up to `config.max_bytes` bytes of UTF-8. Adds their number and bytes to `counts`.
+def training_texts(config: CorpusConfig, listing: Listing, counts: TextCounts) -> Iterator[str]:
+    """Yield the texts of the files of a source, up to `config.max_bytes` bytes of UTF-8.
 
-    Raises ValueError if there are no texts.
+    Adds their number and bytes to `counts`. Raises ValueError if there are no texts.
     """
-    for document in config.read_documents(config.list_files()):
+    for document in config.read_documents(listing):
         raw = document.text.encode("utf-8", errors="replace")
         if config.max_bytes is not None:
             raw = raw[: config.max_bytes - counts.bytes]

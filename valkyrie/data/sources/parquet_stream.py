@@ -81,7 +81,7 @@ class Config(TextConfig):
         """
         from valkyrie.data.stream import open_stream
 
-        return open_stream(self, tokenizer, team)
+        return open_stream(self, tokenizer, team, say)
 
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
         """Check that the files can be opened and that neither split is empty. Raises ValueError if not.
