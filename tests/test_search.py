@@ -129,7 +129,9 @@ def test_a_wrong_flag_of_libtpu_ends_the_search_and_keeps_its_results(
 ) -> None:
     reason = "LIBTPU_INIT_ARGS=--xla_foo=1: libtpu has no flag xla_foo. Change the variable, or unset it."
 
-    refused = CompiledRun(CompileOutcome(CompileStatus.refused, reason, variable="LIBTPU_INIT_ARGS"), tmp_path, tmp_path, False, 0.0)
+    refused = CompiledRun(
+        CompileOutcome(CompileStatus.refused, reason, variable="LIBTPU_INIT_ARGS"), tmp_path, tmp_path, False, 0.0
+    )
     monkeypatch.setattr("valkyrie.search.modes.compile_layout", lambda *_: refused)
     plans, compile_trial = list[TrialPlan](), compiling.compile_trial
 
