@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from helpers import compose_run
-from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train, tiny_arguments
+from runs import ONE_DEVICE, TINY_ARGUMENTS, copy_run, run_train, tiny_arguments, trained_run
 from valkyrie.checkpoint import latest_step, tier
 from valkyrie.config.run import Run
 from valkyrie.paths import DiskError, cache_problem, cache_root, disk_errors, write_atomic
@@ -31,6 +32,7 @@ from valkyrie.search.compile.prediction import (
     Prediction,
 )
 from valkyrie.search.measure import measure
+from valkyrie.train import trainer
 from valkyrie.train.devices import configure_jax
 from valkyrie.train.screen import Screen
 
@@ -143,6 +145,21 @@ def test_a_command_that_cannot_save_its_last_state_names_the_newest_checkpoint(
     assert f"resume={tmp_path / 'run'}" in err and "Traceback" not in out + err
     assert latest_step(tmp_path / "run") == 2
     assert "summary" in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+
+
+def test_a_resume_on_a_read_only_disk_suggests_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    @contextlib.contextmanager
+    def fail(_: Path) -> Iterator[None]:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        yield
+
+    folder = copy_run(trained_run(), tmp_path)
+    monkeypatch.setattr(trainer, "write_lock", fail)
+    assert run_train(f"resume={folder}", "steps=8") == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "read-only file system" in line]
+    assert line.endswith(f"Write elsewhere with a copy of it: cp -r {folder} DIR, then resume=DIR/run.")
 
 
 def test_records_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path):

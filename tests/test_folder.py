@@ -219,9 +219,13 @@ def test_printed_commands_start_like_the_users_command(monkeypatch: pytest.Monke
     assert command_name("valkyrie-report") == "uv run valkyrie-report"
 
 
-@pytest.mark.parametrize("name", ["two", "ONE", "{runs}/one/checkpoints/5", "{runs}/one/run.yaml"])
-def test_a_run_that_does_not_exist_is_refused_with_the_nearest(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["two", "ONE", "unsaved", "compiled", "{runs}/one/checkpoints/5", "{runs}/one/run.yaml"]
+)
+def test_a_run_that_cannot_be_resumed_is_refused_with_a_remedy(tmp_path: Path, name: str) -> None:
     make_run(tmp_path, "one")
+    for other, mode in (("unsaved", "train"), ("compiled", "compile")):
+        write_run_files(compose_run("model=s5_tiny", f"mode={mode}"), tmp_path / other)
     with pytest.raises(ValueError) as caught:
         find_run(tmp_path, name.format(runs=tmp_path))
     assert_golden_message("folder", [f"resume={name}"], str(caught.value).replace(str(tmp_path), "{runs}"))

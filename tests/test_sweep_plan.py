@@ -30,6 +30,14 @@ def test_a_multirun_cannot_use_one_run_folder_for_all_trials(command: Any, tmp_p
     assert not list((tmp_path / "runs").rglob("trials.jsonl"))
 
 
+def test_a_sweep_does_not_write_into_the_folder_of_a_run(command: Any, tmp_path: Path):
+    base = make_run(tmp_path / "runs", "base", "model=s5_tiny")
+    for arguments in (["name=base"], ["hydra.sweep.dir=${runs}/base"]):
+        result = command("-m", *arguments, "mode=show", "mesh=1x1x1", "partition=dp", "batch=2,4")
+        assert result.status == 2 and "name=base: runs/base is the folder of a run, not of a sweep." in result.err
+    assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "run.yaml"]
+
+
 READ = {
     "resume=other": ["gpt_tiny"],
     "name=other": ["gpt_tiny"],

@@ -84,6 +84,13 @@ def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
     for folder in Path(resume).absolute().parents:
         if Path(resume).exists() and is_resumable(folder):
             raise ValueError(f"{key}{resume} is inside a run folder. Use {key}{folder}.")
+    for folder in (runs / resume, Path(resume)):
+        if (folder / RUN_FILE).is_file() and saved_config(folder).mode.name == "train":
+            repeat = f"{command_name()} --config-path {shlex.quote(str(folder.resolve()))} --config-name run"
+            raise ValueError(
+                f"{key}{resume}: {folder} has no finished checkpoint, so there is nothing to resume. Start it again: "
+                f"{repeat}"
+            )
     newest_names = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
     names = {f.name.lower(): f.name for f in candidates}
     nearest = suggest(resume.lower(), names, cutoff=0.75)

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from valkyrie.config.compose import count_accelerators
 from valkyrie.config.modes import Needs
+from valkyrie.config.run import RunConfig
 from valkyrie.paths import write_atomic
 from valkyrie.problems import refuse
 from valkyrie.processes.child import ChildProcess, module_command
@@ -101,13 +102,17 @@ def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
     """Join the processes of a multirun. Yields True on process 0, or if there is only one process.
 
     The other processes first start every trial that process 0 requests, and then yield False. Raises ValueError on all
-    processes if their versions or arguments differ, or if the launcher does not support several hosts.
+    processes if their versions or arguments differ, if the launcher does not support several hosts, or if the sweep's
+    folder belongs to a run.
     """
     team = _join_team(arguments)
     if team is None:
+        _refuse_run_folder(arguments)
         yield True
         return
     with abort_all_on_error(team):
+        if team.is_leader:
+            _refuse_run_folder(arguments)
         agree_on_versions(team)
         team.agree("arguments", _comparable_arguments(arguments))
         launcher = key_values(arguments).get("hydra/launcher", "trials")
@@ -133,6 +138,22 @@ def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
         members.finish()
     finally:
         _current_members.reset(token)
+
+
+def _refuse_run_folder(arguments: Sequence[str]) -> None:
+    """Raise ValueError if the folder of a sweep is the folder of a run, whose files the sweep would replace.
+
+    Passes for a search, whose arguments name no folder.
+    """
+    values_by_key = key_values(arguments)
+    folder_text = values_by_key.get("hydra.sweep.dir")
+    if folder_text is None:
+        return
+    folder = Path(folder_text.replace("${runs}", values_by_key.get("runs", RunConfig.runs)))
+    if (folder / RUN_FILE).exists():
+        raise ValueError(
+            f"name={folder.name}: {folder} is the folder of a run, not of a sweep. Use another name= for the sweep."
+        )
 
 
 def _comparable_arguments(arguments: Sequence[str]) -> dict[str, str]:

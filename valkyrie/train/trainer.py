@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -181,8 +182,9 @@ def fit(
 def _open_run_folder(program: StepProgram, folder: Path, team: Team) -> Iterator[Checkpoints]:
     """Lock the run folder for writing, direct the output of workers to it, and open its checkpoints."""
     config = program.run.config.checkpoint
+    copy = f"a copy of it: cp -r {shlex.quote(str(folder))} DIR, then resume=DIR/{folder.name}"
     with contextlib.ExitStack() as stack:
-        with disk_errors(folder):
+        with disk_errors(folder, None if program.run.config.resume is None else copy):
             if team.is_leader:
                 stack.enter_context(write_lock(folder))
                 refuse_missing_checkpoints(folder, program.run.config)
