@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -137,8 +138,8 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patches:
         patches.delattr(json, "JSONDecoder")  # json.loads would build one for each line
         assert [d.text for d in read(text_config(tmp_path / "a.jsonl", field="body"))] == ["one", "two\nlines"]
-    with pytest.raises(ValueError, match=r"b\.parquet .*data\.column=n\. .*story"):
-        read(text_config(tmp_path / "b.parquet", column="n"))
+    with pytest.raises(ValueError, match=r"b\.parquet .*data\.column=m\. .*story"):
+        read(text_config(tmp_path / "b.parquet", column="m"))
     with pytest.raises(ValueError, match=r"a\.jsonl:1 .*data\.field=text\. .*body"):
         read(text_config(tmp_path / "a.jsonl"))
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n{"text": \n')
@@ -217,6 +218,35 @@ def test_a_value_that_is_not_text_is_named(tmp_path: Path, value: str, kind: str
     (tmp_path / "a.jsonl").write_text(f'{{"text": {value}}}')
     with pytest.raises(ValueError, match=rf"a\.jsonl:1: text is {kind}.*, not a string\. Set data\.field"):
         read(text_config(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"), [([b"a"], "binary"), ([1], "int64"), ([{"a": 1, "b": "x"}], "struct"), ([["a"]], "list")]
+)
+def test_the_type_of_a_parquet_column_without_text_is_named(tmp_path: Path, values: list[object], kind: str) -> None:
+    parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=rf"a\.parquet: column text is {kind}, not string\. Cast it\.$"):
+        read(text_config(tmp_path / "a.parquet"))
+    parquet.write_table(pyarrow.table({"text": values, "body": ["b"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=rf"is {kind}, not string\. Cast it, or choose another data\.column: body\.$"):
+        read(text_config(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.tfrecord"])
+@pytest.mark.parametrize(
+    ("magic", "message"),
+    [
+        (b"\x1f\x8b", "is gzip-compressed. Unpack it, for example with gunzip -c."),
+        (b"PK\x03\x04", "is a zip archive. Unpack it, "),
+        (b"(\xb5/\xfd", "is zstd-compressed. Unpack it, "),
+    ],
+)
+def test_a_compressed_file_with_the_suffix_of_another_format_is_named(
+    tmp_path: Path, name: str, magic: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(magic + bytes(range(256)))
+    with pytest.raises(ValueError, match=re.escape(f"{name} {message}")):
+        read(text_config(tmp_path / name))
 
 
 def test_lone_surrogates_are_counted_as_undecodable(tmp_path: Path) -> None:

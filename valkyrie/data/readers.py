@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunk, Language, split_into_chunks
+from valkyrie.data.compressed import refuse_compressed
 from valkyrie.data.records import array_records, record_text, tfrecords
 from valkyrie.data.remote import RemoteFile, reader_suffix
 from valkyrie.host_memory import free_memory
@@ -131,7 +132,9 @@ File = SourceFile | RemoteFile
 Reader = Callable[[File, ReadOptions, int | None], Iterator[Document]]
 
 
-def _refuse_utf16(raw: bytes, name: str) -> None:
+def _refuse_other_formats(raw: bytes, name: str) -> None:
+    """Raise ValueError if the first bytes of a text file, or a line of it, are compressed, UTF-16 or binary."""
+    refuse_compressed(raw, name)
     if raw.startswith(_BYTE_ORDER_MARKS) or raw.count(0) > MAX_REPLACED_SHARE * len(raw):
         raise ValueError(
             f"{name} is UTF-16, UTF-32 or binary, not UTF-8 text. Convert it (iconv -f UTF-16 -t UTF-8), or remove it "
@@ -140,7 +143,7 @@ def _refuse_utf16(raw: bytes, name: str) -> None:
 
 
 def _decode(raw: bytes, name: str) -> Document:
-    _refuse_utf16(raw, name)
+    _refuse_other_formats(raw, name)
     try:
         return Document(name, raw.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -225,7 +228,7 @@ def _parse_jsonl_lines(lines: Any, file: File, options: ReadOptions) -> Iterator
         try:
             row: Any = _JSON_DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
         except (ValueError, RecursionError) as error:
-            _refuse_utf16(line, file.id)
+            _refuse_other_formats(line, file.id)
             reason = (
                 f"{error.msg} at character {error.pos + 1:,}" if isinstance(error, json.JSONDecodeError) else str(error)
             )
@@ -280,10 +283,16 @@ def _parquet(file: File, options: ReadOptions) -> Iterator[Any]:
         try:
             table = parquet.ParquetFile(file.path if isinstance(file, SourceFile) else opened_file)
         except (arrow.ArrowInvalid, OSError) as error:
+            opened_file.seek(0)
+            refuse_compressed(opened_file.read(8), file.id)
             raise ValueError(f"{file.id} is not a readable .parquet file, or is cut short: {error}") from None
         with table:
             schema = table.schema_arrow
             text_columns = [field.name for field in schema if _is_text(arrow.types, field.type)]
+            if options.column in schema.names and options.column not in text_columns:
+                type_name = str(schema.field(options.column).type).partition("<")[0]  # a struct lists all its fields
+                others = f", or choose another data.column: {', '.join(text_columns)}" if text_columns else ""
+                raise ValueError(f"{file.id}: column {options.column} is {type_name}, not string. Cast it{others}.")
             if options.column not in text_columns:
                 raise ValueError(
                     f"{file.id} has no text column data.column={options.column}. Text columns: "

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from valkyrie.data.compressed import refuse_compressed
 from valkyrie.problems import first_line
 
 _MASK = 0xFFFFFFFF
@@ -30,6 +31,7 @@ def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
             raise ValueError(f"{name}:{number} is cut short: the file ends inside a record.")
         length, length_sum = struct.unpack("<QI", head)
         if _masked_crc(google_crc32c.value(head[:8])) != length_sum:
+            refuse_compressed(head, name)
             raise ValueError(
                 f"{name}:{number} is damaged, or the file is not a .tfrecord: the checksum of its length differs."
             )

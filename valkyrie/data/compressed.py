@@ -1,0 +1,18 @@
+"""Recognizes compressed files under the name of another format by their first bytes."""
+
+from __future__ import annotations
+
+_FORMATS = {
+    b"\x1f\x8b": ("gzip-compressed", "gunzip -c"),
+    b"PK\x03\x04": ("a zip archive", "unzip -p"),
+    b"\x28\xb5\x2f\xfd": ("zstd-compressed", "zstd -dc"),
+    b"\xfd7zXZ": ("xz-compressed", "xz -dc"),
+}
+"""Names of formats, and commands that unpack them, by the first bytes of a file. None of these bytes begin a text."""
+
+
+def refuse_compressed(head: bytes, name: str) -> None:
+    """Raise ValueError if the first bytes of a file are those of a compressed file. Errors refer to it as `name`."""
+    for magic, (format_name, command) in _FORMATS.items():
+        if head.startswith(magic):
+            raise ValueError(f"{name} is {format_name}. Unpack it, for example with {command}.")
