@@ -255,6 +255,7 @@ untyped: Any = valkyrie
         (lambda: untyped.trials(None), "trials takes paths of sweep folders, not None"),
         (lambda: untyped.write_report(None), "write_report takes paths of sweep folders, not None"),
         (lambda: predict(tokens="8192"), "tokens= takes a number, not '8192'"),
+        (lambda: predict(tokens=True), "tokens= takes a number, not True"),
         (lambda: predict(options=["xla_x"]), "options= takes a dictionary"),
         (lambda: predict(places=3), "places= takes a list of positions"),
     ],

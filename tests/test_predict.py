@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -122,8 +123,15 @@ def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
     file = tmp_path / "step.hlo"
     proto = parse_to_proto(STEP)
     assert "step.hlo is empty" in refusal(file, " \n")
-    assert "not HLO text" in refusal(file, STEP[: STEP.index("ROOT d")])
+    assert "not HLO text" in refusal(file, STEP[: STEP.index("lhs_contracting")])
     assert "step.hlo is incomplete: it has no ENTRY computation. Run " in refusal(file, STEP[: STEP.index("ENTRY")])
+    assert "step.hlo is incomplete: its ENTRY computation has no ROOT. Run" in refusal(
+        file, STEP[: STEP.index("ROOT d")] + "\n}\n"
+    )
+    assert f"iconv -f UTF-16 -t UTF-8 {file}." in refusal(file, STEP.encode("utf-16"))
+    assert "step.hlo is compressed with gzip. Decompress it with gunzip." in refusal(file, gzip.compress(proto))
+    file.write_text(STEP, encoding="utf-8-sig")
+    assert read_dumped(file).devices == 8
     damaged = refusal(file, STEP.replace("all-reduce(p)", "all-redu(p)"))
     assert "expects opcode but sees: all-redu" in damaged and "--xla_dump_to=" in damaged
     assert "serialised HloProto" in refusal(file, proto[: len(proto) // 2])
@@ -279,6 +287,19 @@ def test_the_command_predicts_a_function_of_a_file(
         status, err = run(words)
         assert status == 2 and message in err and err.count("\n") == 1, (words, err)
     assert len(calls) == 2
+
+
+def test_mesh_axes_in_the_wrong_order_are_noted(step: Path):
+    for mesh, remedy in (
+        ({"model": 4, "data": 2}, "name the mesh axes in the order data=2,model=4, which they match"),
+        ({"data": 8}, "check the mesh axes"),
+        (MESH, None),
+        ({"a": 2, "b": 2, "c": 2}, None),
+    ):
+        notes = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=mesh).record.notes
+        axes = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        note = f"some collectives of the module are among parts of the axes {axes}: {remedy}"
+        assert (note in notes) == (remedy is not None), notes
 
 
 @needs_libtpu

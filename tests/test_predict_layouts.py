@@ -113,6 +113,9 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
     three = valkyrie.predict(step, layouts=LAYOUTS | {"other": (0.2,)}, slice=SLICE, measured_s={"fast": 0.12})
     assert three.step_s("other") == pytest.approx(0.24) and three["other"].step_s == 0.2
     assert "multiplied by 1.200, the ratio of measured to predicted time of fast" in str(three)
+    assert "is in seconds" not in str(three)
+    milliseconds = valkyrie.predict(step, layouts=LAYOUTS, slice=SLICE, measured_s={"fast": 120})
+    assert "measured_s= is in seconds. Check its values" in str(milliseconds)
     page = three.html(tmp_path / "r.html").read_text()
     assert "240.0 ms" in page and "predicted step: 100.0 ms" in page
 
@@ -132,6 +135,7 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
         ({"mesh": (2, 4)}, TypeError, r"mesh= takes .*, not \(2, 4\)"),
         ({"layouts": LAYOUTS, "measured_s": {"dp": 1}}, ValueError, "no such layout. Use slow, large, fast, broken"),
         ({"layouts": LAYOUTS, "measured_s": {"fast": 0}}, ValueError, r'measured_s\["fast"\]'),
+        ({"tokens": 1e300}, ValueError, r"^tokens=1e\+300 is too large. Give the tokens of one"),
         ({"measured_s": {"dp": 1}}, ValueError, "Pass them too, as layouts="),
         ({"unit": "images"}, ValueError, "names what tokens= counts"),
         ({"time_limit_s": 0}, ValueError, "time_limit_s=0"),

@@ -608,6 +608,7 @@ def test_devices_without_a_torus_have_one_topology() -> None:
         (("mode.tokens=1e9", "steps=50"), "steps=50: tokens=1e+09 sets the number of steps."),
         (("mode.search_batch=true",), "batch: batch=auto searches the batch."),
         (("mode.device_batches=[2,4]", "microbatches=2"), "microbatches: device_batch=[2,4] sets the microbatches"),
+        (("mode.device_batches=[]",), "device_batch=[] has no value to try. Use device_batch=[2,4], or leave it out."),
         (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 is unknown"),
     ],
 )

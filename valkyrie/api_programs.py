@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from valkyrie.search.programs import ProgramCall
 
 
+_MAX_TOKENS = 1e15
+"""Maximum number of tokens in a step. Reports print all digits of tokens per second."""
+
+
 @overload
 def predict(program: Any, *arguments: Any, slice: Slice, layouts: Mapping[str, Any], **keywords: Any) -> Comparison: ...
 
@@ -357,12 +361,16 @@ def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[S
     ):
         if settings[key] is not None:
             require_type(settings[key], kind, f"{key}= takes {takes}")
+        if isinstance(settings[key], bool):  # which is a Real
+            raise TypeError(f"{key}= takes {takes}, not {settings[key]}.")
     require_type(unit, str, 'unit= takes what tokens= counts, such as "images"')
     if not unit.strip() or unit != "tokens" and settings["tokens"] is None:
         raise ValueError(f'unit={unit!r} names what tokens= counts: tokens=512, unit="images".')
     refuse(
         [problem for key in ("tokens", "flops", "time_limit_s") for problem in check_range(key, settings[key], above=0)]
     )
+    if (tokens := settings["tokens"]) is not None and tokens > _MAX_TOKENS:
+        raise ValueError(f"tokens={tokens:g} is too large. Give the tokens of one step.")
     target = Slice.from_target(slice)
     if not get_platform(target.platform).compiles_without_devices:
         raise ValueError(f"slice={target.name} is not a TPU slice. Only TPU programs compile without a device.")

@@ -325,6 +325,22 @@ def fused_kind(fusion: Instruction, inner: Instruction) -> str:
     return "reduce-scatter" if kind == "all-reduce" and returned_elements < operand_elements else kind
 
 
+def has_partial_groups(module: Module, mesh_axes: dict[str, int]) -> bool:
+    """Return whether a collective is among only a part of the devices along its mesh axes, not among all of them.
+
+    If so, the axes may be in the wrong order. Returns False for a module that was compiled for one of several slices.
+    """
+    if module.partitions != math.prod(mesh_axes.values()):
+        return False
+    reader = CollectiveReader(module, mesh_axes)
+    collectives = [reader.read(i) for i in module.instructions.values() if collective_kind(i.opcode)]
+    return any(
+        collective.groups is not None
+        and collective.groups.shape[1] != math.prod(mesh_axes[axis] for axis in collective.mesh_axes)
+        for collective in collectives
+    )
+
+
 def collective_uses(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
     """Return the collectives that one device runs per step, grouped by kind, mesh axes and cause, most bytes first.
 

@@ -7,6 +7,7 @@ XLA writes these files with `--xla_dump_to`: `*.after_optimizations.txt` or, wit
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ MAX_FILE_BYTES = 2 * 2**30
 _REPLICAS_PATTERN = re.compile(r"replica_count=(\d+)")
 _PARTITIONS_PATTERN = re.compile(r"num_partitions=(\d+)")
 _ENTRY_PATTERN = re.compile(r"^\s*ENTRY\b", re.MULTILINE)
+_ROOT_PATTERN = re.compile(r"^\s*ROOT\b", re.MULTILINE)
 _GPU_TARGETS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
 _CMEM_SPACE = 3
 """ID of the memory space CMEM, which only v4 chips have."""
@@ -69,8 +71,13 @@ def read_dumped(path: Path) -> DumpedModule:
         raise ValueError(f"{path} is empty. {HOW_TO_DUMP}.")
     if content.startswith(b"ML\xefR") or content.lstrip().startswith((b"module @", b"module attributes", b"#loc")):
         raise ValueError(f"{path} is StableHLO, the program before compilation. {HOW_TO_DUMP}.")
-    if content.lstrip().startswith(b"HloModule"):
-        module, devices, memory = _read_text(path, content.decode(errors="replace").lstrip())
+    if content.startswith(b"\x1f\x8b"):
+        raise ValueError(f"{path} is compressed with gzip. Decompress it with gunzip.")
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{path} is UTF-16 text. Convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {path}.")
+    text = content.removeprefix(codecs.BOM_UTF8).lstrip()
+    if text.startswith(b"HloModule"):
+        module, devices, memory = _read_text(path, text.decode(errors="replace"))
     else:
         module, devices, memory = _read_proto(path, content)
     _check_replayable(path, module)
@@ -126,8 +133,11 @@ def _read_text(path: Path, text: str) -> tuple[Module, int | None, ProgramMemory
     first_line = text.partition("\n")[0]
     if (replicas := _REPLICAS_PATTERN.search(first_line)) and int(replicas[1]) > 1:
         raise ValueError(_replicas_message(path, int(replicas[1])))
-    if _ENTRY_PATTERN.search(text) is None:  # XLA's parser would use the last computation instead
+    entry = _ENTRY_PATTERN.search(text)
+    if entry is None:  # XLA's parser would use the last computation instead
         raise ValueError(f"{path} is incomplete: it has no ENTRY computation. {HOW_TO_DUMP}.")
+    if _ROOT_PATTERN.search(text, entry.end()) is None:  # XLA's parser would use the last instruction instead
+        raise ValueError(f"{path} is incomplete: its ENTRY computation has no ROOT. {HOW_TO_DUMP}.")
     try:
         module = parse(text)
     except Exception as error:  # XLA's parser raises several types

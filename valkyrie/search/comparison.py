@@ -27,6 +27,10 @@ SEARCH_FILE, PAGE_FILE = "search.json", "report.html"
 """Names of the record and the HTML page that `Comparison.save` writes."""
 
 
+MAX_RATIO = 20.0
+"""A larger ratio of measured to predicted time, or one below its inverse, is probably an error of units."""
+
+
 @dataclass(frozen=True)
 class ComparedProgram:
     """A row of a comparison. None means unknown, unless stated otherwise.
@@ -234,6 +238,10 @@ class Comparison:
                 f"predicted steps are multiplied by {record.ratio:.3f}, the ratio of measured to predicted time "
                 f"of {measured}"
             )
+            if not 1 / MAX_RATIO < record.ratio < MAX_RATIO:
+                lines.append(
+                    "measured_s= is in seconds. Check its values: their ratio to predictions is usually about 1"
+                )
         return lines
 
 

@@ -132,6 +132,8 @@ def parse_request(run: Run) -> SearchRequest:
         raise ValueError(
             f"steps={config.steps}: tokens={mode.tokens:g} sets the number of steps. Remove one of the two."
         )
+    if "mode.device_batches" in keys and not mode.device_batches:
+        raise ValueError("device_batch=[] has no value to try. Use device_batch=[2,4], or leave it out.")
     if mode.device_batches and (wrong := sorted(keys & {"device_batch", "microbatches"})):
         values = ",".join(map(str, mode.device_batches))
         raise ValueError(

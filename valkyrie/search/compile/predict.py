@@ -5,6 +5,7 @@ Uses the same replay and summary as `mode=compile`.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.compiled.collectives import has_partial_groups
 from valkyrie.compiled.dumped import fastest_product_rate, read_dumped, refuse_other_chip
 from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import Module, parse
@@ -301,8 +303,19 @@ def predict_file(
             f"the fastest product reaches only {100 * rate:.0f}% of the peak of {chip.name}. Check that the module was "
             "compiled for this chip, because modules do not name their chip"
         )
-    prediction = predicted.prediction
-    return replace(predicted, prediction=replace(prediction, notes=(*prediction.notes, note)))
+    prediction, notes = predicted.prediction, [note, *_describe_axis_order(dumped.module, axes)]
+    return replace(predicted, prediction=replace(prediction, notes=(*prediction.notes, *notes)))
+
+
+def _describe_axis_order(module: Module, axes: Mapping[str, int]) -> list[str]:
+    """Return a note if the groups of a module's collectives do not match the order of the mesh axes."""
+    if not has_partial_groups(module, dict(axes)):
+        return []
+    orders = [dict(order) for order in itertools.permutations(axes.items())]
+    other = next((order for order in orders if not has_partial_groups(module, order)), None)
+    text, other_text = (",".join(f"{axis}={size}" for axis, size in (order or {}).items()) for order in (axes, other))
+    remedy = f"name the mesh axes in the order {other_text}, which they match" if other else "check the mesh axes"
+    return [f"some collectives of the module are among parts of the axes {text}: {remedy}"]
 
 
 def _require_positions(places: Sequence[Position], positions: Sequence[Position], target: Slice) -> None:
