@@ -27,7 +27,7 @@ import hashlib, json, os, pathlib, re, resource, signal, sys, time, traceback
 if "valkyrie.sweep.child" in sys.orig_argv:
     folder = pathlib.Path(sys.orig_argv[-1])
     partition = re.search(r"^partition:\\n  name: (\\S+)", folder.joinpath("run.yaml").read_text(), re.MULTILINE)[1]
-    part = json.loads(os.environ["PARTS"]).get(partition, "measure")
+    behaviour = json.loads(os.environ["BEHAVIOURS"]).get(partition, "measure")
     with open(os.environ["STARTS"], "a") as starts:
         starts.write(folder.name + "\\n")
 
@@ -36,54 +36,56 @@ if "valkyrie.sweep.child" in sys.orig_argv:
         folder.joinpath("outcome.json").write_text(json.dumps(outcome))
         os._exit(0)
 
-    if part == "fail":
+    if behaviour == "fail":
         print("ValueError: the trial was asked to fail", file=sys.stderr)
         os._exit(1)
-    elif part == "refuse":
+    elif behaviour == "refuse":
         leave("refused", "partition=x cannot be. Use another.", {})
-    elif part == "kill":
+    elif behaviour == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif part == "hang":
+    elif behaviour == "hang":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         time.sleep(600)
-    elif part == "memory":
+    elif behaviour == "memory":
         resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
         try:
             held = bytearray(2**30)
         except MemoryError:
             traceback.print_exc()
             os._exit(1)
-    elif part.startswith("measure"):
-        time.sleep(float(part.partition(" ")[2] or 0))
+    elif behaviour.startswith("measure"):
+        time.sleep(float(behaviour.partition(" ")[2] or 0))
         speed = float(int(hashlib.sha256(folder.name.encode()).hexdigest()[:4], 16) + 1)
         step = {"step_s": 1 / speed, "tokens_per_second": 8 * speed, "tokens_per_second_per_chip": speed}
         leave("ok", None, {"simulated": True, "step": step, "memory": {"peak": 2**20}})
 """
-"""Content of `sitecustomize.py`. A trial runs normally if the behaviour of its partition (`PARTS`) is `real`."""
+"""Content of `sitecustomize.py`. A trial runs normally if the behaviour of its partition (`BEHAVIOURS`) is `real`."""
 
 
 class FakeMultirun:
     """A folder for multiruns with fake trials.
 
-    `parts` maps each partition to the behaviour of its trials: `measure`, `fail`, `hang`, ...
+    `behaviours` maps each partition to the behaviour of its trials: `measure`, `fail`, `hang`, ...
     """
 
-    def __init__(self, folder: Path, **parts: str) -> None:
+    def __init__(self, folder: Path, **behaviours: str) -> None:
         self.folder, self.runs = folder, folder / "runs"
         self.starts = folder / "starts"
         (folder / "site").mkdir(parents=True, exist_ok=True)
         (folder / "site" / "sitecustomize.py").write_text(TRIAL_SCRIPT)
         path = os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment = {"PYTHONPATH": path, "STARTS": str(self.starts)}
-        self.set_parts(**parts)
+        self.set_behaviours(**behaviours)
 
-    def set_parts(self, **parts: str) -> None:
+    def set_behaviours(self, **behaviours: str) -> None:
         """Set the behaviour of trials by partition. `_1d_tp` means `1d_tp`: a keyword cannot begin with a digit."""
-        self.environment["PARTS"] = json.dumps({name.removeprefix("_"): part for name, part in parts.items()})
+        self.environment["BEHAVIOURS"] = json.dumps(
+            {partition.removeprefix("_"): behaviour for partition, behaviour in behaviours.items()}
+        )
 
-    def activate(self, monkeypatch: pytest.MonkeyPatch, **parts: str) -> None:
-        """Make commands in this process use this folder and these parts."""
-        self.set_parts(**parts)
+    def activate(self, monkeypatch: pytest.MonkeyPatch, **behaviours: str) -> None:
+        """Make commands in this process use this folder and these behaviours."""
+        self.set_behaviours(**behaviours)
         monkeypatch.chdir(self.folder)
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
@@ -146,19 +148,19 @@ def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: st
     return plans
 
 
-def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> None:
+def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **outcomes: Status | BaseException) -> None:
     """Replace the trials of multiruns, so that no processes are started.
 
-    `parts` maps each partition to the status of its trials, or to an exception that running the trials raises.
+    `outcomes` maps each partition to the status of its trials, or to an exception that running the trials raises.
     """
 
     def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
         trials = {}
         for plan in plans:
-            part = parts[plan.about.partition]
-            if isinstance(part, BaseException):
-                raise part
-            trials[plan.key] = plan.to_trial(part, None if part is Status.ok else "so it was", plan.key, 1.0)
+            outcome = outcomes[plan.about.partition]
+            if isinstance(outcome, BaseException):
+                raise outcome
+            trials[plan.key] = plan.to_trial(outcome, None if outcome is Status.ok else "so it was", plan.key, 1.0)
             TrialLog(plan.folder).append([trials[plan.key]])
             watcher.show_ended(plan, trials[plan.key], earlier=False)
         return trials

@@ -30,7 +30,7 @@ def own(tmp_path: Path) -> Path:
     return folder
 
 
-def saved_run(folder: Path, *arguments: str) -> Path:
+def write_run(folder: Path, *arguments: str) -> Path:
     """Write the run folder of a training run with these arguments, with an empty checkpoint at step 5."""
     checkpoint = folder / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
@@ -40,14 +40,14 @@ def saved_run(folder: Path, *arguments: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
-    return saved_run(runs / "one", *TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "steps=6", f"runs={runs}")
+    return write_run(runs / "one", *TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "steps=6", f"runs={runs}")
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    return copy_run(made, tmp_path)
+def folder(original_folder: Path, tmp_path: Path) -> Path:
+    return copy_run(original_folder, tmp_path)
 
 
 @pytest.mark.parametrize(("target", "mesh"), [("mine", "1x2x2"), ("tuned-8", "1x2x4")])
@@ -109,7 +109,7 @@ def test_an_override_that_load_cannot_apply_is_refused(folder: Path, override: s
 
 
 def test_a_loaded_run_does_not_need_the_users_folder(own: Path, tmp_path: Path):
-    folder = saved_run(tmp_path / "one", "--config-dir", str(own), "model=gpt_tiny", "target=mine", "partition=dp")
+    folder = write_run(tmp_path / "one", "--config-dir", str(own), "model=gpt_tiny", "target=mine", "partition=dp")
     shutil.rmtree(own)
     run = valkyrie.load(folder, "partition=fsdp")
     assert run.config.target.name == "mine" and run.config.partition.name == "fsdp"
@@ -179,7 +179,7 @@ def test_a_resumed_run_cannot_be_renamed(folder: Path):
 
 @pytest.mark.parametrize("mode", ["eval", "generate"])
 def test_modes_that_read_a_run_take_its_settings_without_resume(folder: Path, mode: str):
-    saved_run(folder.parent / "two", "model=longformer_tiny", "mesh=1x1x1", "partition=dp")
+    write_run(folder.parent / "two", "model=longformer_tiny", "mesh=1x1x1", "partition=dp")
     os.utime(folder.parent / "two" / "checkpoints", (1, 1))
     latest = [f"mode={mode}", f"runs={folder.parent}"]
     assert valkyrie.compose(*latest).model.name == "s5_tiny"

@@ -158,12 +158,12 @@ def write_and_read_rows(made: Sequence[Trial], folder: Path) -> list[tuple[Row, 
 
 
 @pytest.fixture
-def uncalibrated_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disables the fit, so that the estimate's constants stay unchanged."""
     monkeypatch.setattr(calibrate, "fit_constants", lambda known, start, names: start)
 
 
-@pytest.mark.usefixtures("uncalibrated_target")
+@pytest.mark.usefixtures("without_fit")
 def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(true_chip: Efficiency, tmp_path: Path) -> None:
     compiled = make_trials((32,), true_chip)
     calibration = fit_calibration(
@@ -181,7 +181,7 @@ def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(true_chip
     )
 
 
-@pytest.mark.usefixtures("uncalibrated_target")
+@pytest.mark.usefixtures("without_fit")
 @pytest.mark.parametrize("also", ["precision=float32", "optimizer=muon"])
 def test_each_trial_is_estimated_with_its_own_settings(also: str, tmp_path: Path) -> None:
     chip = shared_run("target=v5e-8").config.target.chip

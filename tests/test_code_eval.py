@@ -246,7 +246,7 @@ def test_invalid_settings_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def refused(tmp_path: Path, *arguments: str, **environment: str) -> str:
+def refusal_message(tmp_path: Path, *arguments: str, **environment: str) -> str:
     """Run `valkyrie-train` and return its error message. Asserts that it is refused before it loads JAX."""
     script = "import sys; from valkyrie.cli.train import main\ntry: main()\nfinally: assert 'jax' not in sys.modules"
     words = [sys.executable, "-c", script, *ONE_DEVICE, f"runs={tmp_path / 'runs'}", *arguments]
@@ -256,14 +256,14 @@ def refused(tmp_path: Path, *arguments: str, **environment: str) -> str:
 
 
 def test_a_missing_compiler_is_refused_before_jax_loads(tmp_path: Path) -> None:
-    message = refused(tmp_path, "code_eval_every=5", PATH=str(tmp_path))
+    message = refusal_message(tmp_path, "code_eval_every=5", PATH=str(tmp_path))
     assert message.startswith("valkyrie-train: code_eval.problems=cpp:") and "apt install g++" in message
 
 
 def test_a_missing_sandbox_is_refused_before_jax_loads_unless_it_is_disabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message = refused(tmp_path, "code_eval_every=5", "code_eval.problems=python", PATH=str(tmp_path))
+    message = refusal_message(tmp_path, "code_eval_every=5", "code_eval.problems=python", PATH=str(tmp_path))
     assert "unshare, setpriv," in message and message.endswith(" code_eval.sandbox=false.\n")
     monkeypatch.setattr("valkyrie.code_eval.sandbox.sandbox_problem", lambda: "no namespaces")
     assert evaluation_problems(CodeEvalConfig(problems="python", sandbox=False)) == []

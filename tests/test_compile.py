@@ -257,7 +257,7 @@ def test_cached_programs_depend_on_operation_names_but_not_on_source_lines():
 MEMORY = ProgramMemory(1, 1, 0, 1, 1, 3)
 
 
-def entry(folder: Path, compile_s: float = 1.0) -> Path:
+def write_cache_entry(folder: Path, compile_s: float = 1.0) -> Path:
     """Write an entry of the program cache, with a module of three bytes. `compile_s` is its recorded compile time.
 
     Returns the folder of the entry.
@@ -281,14 +281,14 @@ def entry(folder: Path, compile_s: float = 1.0) -> Path:
     ],
 )
 def test_a_damaged_cached_program_is_ignored(tmp_path: Path, file: str, damage: bytes | None):
-    folder = entry(tmp_path / "entry")
+    folder = write_cache_entry(tmp_path / "entry")
     assert read_program(folder) is not None
     assert read_program(folder, hlo=True) is None, "the text was not asked for"
     (folder / file).unlink()
     if damage is not None:
         (folder / file).write_bytes(damage)
     assert read_program(folder) is None
-    store_program(entry(tmp_path / "scratch", compile_s=2.0), folder, replace=False)
+    store_program(write_cache_entry(tmp_path / "scratch", compile_s=2.0), folder, replace=False)
     cached = read_program(folder)
     assert cached is not None and cached.compile_s == 2.0
     assert list(tmp_path.iterdir()) == [folder]
@@ -298,19 +298,19 @@ def test_a_damaged_cached_program_is_ignored(tmp_path: Path, file: str, damage: 
 def test_the_first_of_two_simultaneous_compiles_is_cached_unless_a_new_one_was_requested(tmp_path: Path, anew: bool):
     folder = tmp_path / "entry"
     for compile_s in (1.0, 2.0):
-        store_program(entry(tmp_path / "scratch", compile_s), folder, replace=anew)
+        store_program(write_cache_entry(tmp_path / "scratch", compile_s), folder, replace=anew)
     cached = read_program(folder)
     assert cached is not None and cached.compile_s == (2.0 if anew else 1.0)
-    with_text = entry(tmp_path / "other")
+    with_text = write_cache_entry(tmp_path / "other")
     (with_text / HLO_TEXT_FILE).touch()
     store_program(with_text, folder, replace=False)
     assert read_program(folder, hlo=True) is not None, "the first had no text"
 
 
 def test_an_incomplete_cache_folder_is_repaired(tmp_path: Path):
-    folder = entry(tmp_path / "entry")
+    folder = write_cache_entry(tmp_path / "entry")
     (folder / PROGRAM_FILE).unlink()  # its deletion was cut short
-    store_program(entry(tmp_path / "scratch"), folder, replace=False)
+    store_program(write_cache_entry(tmp_path / "scratch"), folder, replace=False)
     assert read_program(folder) is not None
     assert list(tmp_path.iterdir()) == [folder]
 

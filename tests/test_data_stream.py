@@ -101,16 +101,16 @@ class Gathering(Team):
     `exchange` returns all values sent so far.
     """
 
-    said: list[Any] = []
+    sent_values: list[Any] = []
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
         assert name == "positions of the lanes"
-        self.said.append(value)
-        return self.said
+        self.sent_values.append(value)
+        return self.sent_values
 
 
 def test_positions_of_two_processes_are_restored_by_one(shards: Path) -> None:
-    Gathering.said = []
+    Gathering.sent_values = []
     take_batches(open_shards(shards, Gathering(2, 0), lanes=4), 5, places=range(4))
     _, state = take_batches(open_shards(shards, Gathering(2, 1), lanes=4), 5, places=range(4, 8))
     batches, _ = take_batches(open_shards(shards, lanes=4), 9)

@@ -51,7 +51,7 @@ UNWRITABLE = "/proc/valkyrie"
 """A folder that nobody can create, not even root."""
 
 
-def on_tpu(monkeypatch: pytest.MonkeyPatch, chips: int = 4) -> None:
+def set_accelerator_count(monkeypatch: pytest.MonkeyPatch, chips: int = 4) -> None:
     """Make this host appear to have `chips` accelerators, by replacing `count_accelerators`."""
     for module in (host, devices):
         monkeypatch.setattr(module, "count_accelerators", lambda: chips)
@@ -90,16 +90,16 @@ def test_simulated_devices_are_a_warning_unless_they_are_asked_for():
 
 def test_chips_and_processes_are_compared_with_the_hosts_of_the_target(monkeypatch: pytest.MonkeyPatch):
     run = compose_run("model=gpt_tiny", "mesh=4x4x2", "target=v4-64", "batch=32")
-    on_tpu(monkeypatch)
+    set_accelerator_count(monkeypatch)
     assert single_finding(host.check_chips, run, 8)[0] == OK and list(host.check_processes(CheckContext(run, 8))) == []
     verdict, text, _ = single_finding(host.check_processes, run, 2)
     assert verdict == FAILS and text.startswith("2 processes") and text.endswith("8 hosts")
-    on_tpu(monkeypatch, chips=8)
+    set_accelerator_count(monkeypatch, chips=8)
     verdict, text, _ = single_finding(host.check_chips, run, 8)
     assert verdict == FAILS and text.startswith("8 chips on") and text.endswith("4 per host")
 
 
-def process_with(proc: Path, pid: int, device: str) -> None:
+def add_process(proc: Path, pid: int, device: str) -> None:
     """Add a process to a fake /proc. The process has a device file open."""
     (proc / str(pid) / "fd").mkdir(parents=True)
     (proc / str(pid) / "fd" / "7").symlink_to(device)
@@ -109,7 +109,7 @@ def process_with(proc: Path, pid: int, device: str) -> None:
 @pytest.fixture
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder that replaces /proc, on a host with four accelerators. libtpu's lock file is `lockfile` in it."""
-    on_tpu(monkeypatch)
+    set_accelerator_count(monkeypatch)
     monkeypatch.setattr(host, "PROC", tmp_path)
     monkeypatch.setattr(host, "LOCK_FILE", tmp_path / "lockfile")
     return tmp_path
@@ -117,19 +117,19 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_process_that_holds_the_tpu_is_named(proc: Path, monkeypatch: pytest.MonkeyPatch):
     run = compose_run(*SMALL)
-    process_with(proc, os.getpid(), "/dev/accel0")
+    add_process(proc, os.getpid(), "/dev/accel0")
     assert single_finding(host.check_chips_free, run)[0] == OK
-    process_with(proc, 4_000_001, "/dev/null")
+    add_process(proc, 4_000_001, "/dev/null")
     assert single_finding(host.check_chips_free, run)[0] == OK
-    process_with(proc, 4_000_002, "/dev/vfio/0")
+    add_process(proc, 4_000_002, "/dev/vfio/0")
     verdict, text, remedy = single_finding(host.check_chips_free, run)
     assert verdict == FAILS and text.endswith("4000002 (python other.py)") and remedy.endswith("kill 4000002")
-    on_tpu(monkeypatch, chips=0)
+    set_accelerator_count(monkeypatch, chips=0)
     assert list(host.check_chips_free(CheckContext(run))) == []
 
 
 def test_a_gpu_that_another_process_has_open_is_a_warning(proc: Path):
-    process_with(proc, 4_000_002, "/dev/nvidia1")
+    add_process(proc, 4_000_002, "/dev/nvidia1")
     verdict, text, _ = single_finding(host.check_chips_free, compose_run(*SMALL))
     assert verdict == WARNING and "4000002 (python other.py)" in text
 
@@ -202,7 +202,7 @@ def test_the_checkpoint_to_resume_from_is_verified(tmp_path: Path):
     assert run_checks([RESUME_CHECK], CheckContext(compose_run(*SMALL, f"runs={tmp_path}", "name=new"))) == []
 
 
-def free_disk(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def set_free_bytes(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Make every disk appear to have `size` free bytes."""
     monkeypatch.setattr(disks, "_free_bytes", lambda _: size)
 
@@ -212,7 +212,7 @@ def test_a_disk_without_room_for_the_checkpoints_fails(tmp_path: Path, monkeypat
     assert single_finding(disks.check_disk_space, run)[0] == OK
     size = 3 * state_bytes(run)  # two are kept while the third is written
     for free, verdict in ((size - 1, FAILS), (size + 1, WARNING), (2 * size, OK)):
-        free_disk(monkeypatch, free)
+        set_free_bytes(monkeypatch, free)
         assert single_finding(disks.check_disk_space, run)[0] == verdict
 
 
@@ -222,7 +222,7 @@ def test_a_host_without_room_for_fast_checkpoints_fails(tmp_path: Path, monkeypa
     assert single_finding(disks.check_fast_disk_space, run)[0] == OK
     size = 3 * state_bytes(run)
     for free, processes, verdict in ((size - 1, 1, FAILS), (size, 1, OK), (size - 1, 2, WARNING)):
-        free_disk(monkeypatch, free)
+        set_free_bytes(monkeypatch, free)
         assert single_finding(disks.check_fast_disk_space, run, processes)[0] == verdict
 
 

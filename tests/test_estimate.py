@@ -48,10 +48,10 @@ def searched(*arguments: str) -> tuple[Run, Ranking]:
     return run, rank(run, parse_request(run).space())
 
 
-def some(ranking: Ranking, count: int) -> list[EstimatedLayout]:
+def evenly_spaced(ranking: Ranking, count: int) -> list[EstimatedLayout]:
     """Return about `count` layouts of a ranking, evenly spaced from the fastest to the slowest."""
-    every = list(ranking)
-    return every[:: max(len(every) // count, 1)]
+    layouts = list(ranking)
+    return layouts[:: max(len(layouts) // count, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_estimated_flops_equal_those_of_the_model(model: str) -> None:
 def test_estimated_memory_equals_that_of_mode_show(model: str) -> None:
     run, ranking = searched("target=v5e-8", f"model={model}", "batch=32")
     partitions = set()
-    for entry in some(ranking, 12):
+    for entry in evenly_spaced(ranking, 12):
         layout = entry.run(run)
         program = StepProgram(layout, abstract_mesh(layout.config.mesh), backend="tpu")
         expected = expected_memory(layout, program.abstract_state)
@@ -94,7 +94,7 @@ def test_zero1_shards_only_arrays_that_a_data_axis_divides() -> None:
 
 def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:
     run, ranking = tiny
-    checked_entries = some(ranking, 150)
+    checked_entries = evenly_spaced(ranking, 150)
     assert len(checked_entries) >= 150
     for entry in checked_entries:
         layout = entry.run(run)
@@ -104,7 +104,7 @@ def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:
 
 def test_overrides_of_a_layout_compose_the_same_run(tiny: tuple[Run, Ranking]) -> None:
     run, ranking = tiny
-    for entry in some(ranking, 6):
+    for entry in evenly_spaced(ranking, 6):
         typed = parse_run(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *entry.candidate.overrides])
         layout = entry.run(run)
         assert typed.layout == layout.layout
@@ -124,10 +124,10 @@ def test_indivisible_layouts_are_refused_with_the_reason() -> None:
     assert not any(entry.group.candidates.partition.name == "fsdp" for entry in ranking)
 
 
-def refused_by(run: Run, one: EstimatedLayout) -> list[Problem]:
+def layout_problems(run: Run, entry: EstimatedLayout) -> list[Problem]:
     """Return the problems of a layout as a single run: the search's command with the layout's overrides."""
     flags, overrides = split_flags(parse_request(run).command)
-    return parse_run([*flags, *overrides, *one.candidate.overrides, "mode=show"]).problems(advise=False)
+    return parse_run([*flags, *overrides, *entry.candidate.overrides, "mode=show"]).problems(advise=False)
 
 
 @pytest.mark.parametrize("target", ["target=v4-16", "target=v5e-8", "target=h100-16"])
@@ -135,9 +135,9 @@ def test_several_slices_get_a_mesh_axis_between_them(target: str) -> None:
     few = ("microbatches=4", "remat=full", "partition.zero1=false")
     run, ranking = searched(target, "target.slices=2", "model=gpt_tiny", "batch=64", *few)
     assert run.problems() == []
-    checked_entries = some(ranking, 5)
+    checked_entries = evenly_spaced(ranking, 5)
     for entry in checked_entries:
-        assert refused_by(run, entry) == [], entry.candidate.overrides
+        assert layout_problems(run, entry) == [], entry.candidate.overrides
         layout = entry.run(run).layout
         assert layout.mesh.axes["s"] == 2 and layout.mesh.size == entry.group.target.devices
         assert layout.activations["batch"][0] == "s" or layout.pipeline is not None
@@ -191,14 +191,14 @@ def test_settings_that_a_schedule_leaves_open_are_varied_legally(named: str, fou
     run, ranking = searched(*arguments, "remat=full", "microbatches=8", "partition.zero1=false")
     partitions = [group.candidates.partition for group in ranking.space.groups]
     assert {(partition.schedule.value, partition.rounds) for partition in partitions} == found
-    for entry in some(ranking, 3):
-        assert refused_by(run, entry) == [], entry.candidate.overrides
+    for entry in evenly_spaced(ranking, 3):
+        assert layout_problems(run, entry) == [], entry.candidate.overrides
 
 
 def test_a_schedule_has_no_effect_without_a_pipeline() -> None:
     run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=fsdp", "partition.schedule=1f1b")
     best = next(iter(ranking))
-    assert refused_by(run, best) == [] and best.candidate.overrides[1:3] == ["mesh=8x1x1", "partition=fsdp"]
+    assert layout_problems(run, best) == [] and best.candidate.overrides[1:3] == ["mesh=8x1x1", "partition=fsdp"]
 
 
 @pytest.mark.parametrize(
@@ -218,17 +218,18 @@ def test_a_request_without_a_legal_mesh_is_refused(given: Sequence[str], code: s
 
 def test_gpu_memory_limits_the_layouts() -> None:
     assert not any(
-        entry.fits for entry in some(searched("target=h100-8", "model=gpt3_175b", "batch=32", "remat=full")[1], 9)
+        entry.fits
+        for entry in evenly_spaced(searched("target=h100-8", "model=gpt3_175b", "batch=32", "remat=full")[1], 9)
     )
 
 
 def test_a_device_processes_the_requested_number_of_sequences() -> None:
     run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "device_batch=4", "remat=full")
     assert run.problems() == []
-    for entry in some(ranking, 4):
+    for entry in evenly_spaced(ranking, 4):
         layout = entry.run(run).layout
         assert layout.microbatches * layout.shards("batch") * 4 == 64, entry.candidate.overrides
-        assert refused_by(run, entry) == []
+        assert layout_problems(run, entry) == []
     none = searched("target=v5e-8", "model=gpt_tiny", "batch=16", "device_batch=4", "partition=fsdp")[1].space
     (problem,) = none.refused
     assert (problem.code, problem.partition) == (ProblemCode.device_batch_not_divisible, "fsdp") and not len(none)

@@ -72,10 +72,10 @@ def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
     )
 
 
-def changed(one: Prediction, about: dict[str, Any] | None = None, **step: Any) -> Prediction:
+def changed(original: Prediction, about: dict[str, Any] | None = None, **step: Any) -> Prediction:
     """Return a prediction with fields of its layout's record and of its step replaced."""
-    assert one.step is not None
-    return replace(one, about=replace(one.layout, **(about or {})), step=replace(one.step, **step))
+    assert original.step is not None
+    return replace(original, about=replace(original.layout, **(about or {})), step=replace(original.step, **step))
 
 
 def test_parts_add_up_to_the_steps_and_their_differences() -> None:

@@ -80,7 +80,7 @@ def cpu_mesh(**axes: int) -> Mesh:
     return Mesh(devices.reshape(*axes.values()), tuple(axes))
 
 
-def checked(mesh: Mesh, jitted: Any, arguments: tuple[Any, ...], usable: float = 16 * GIB) -> CheckedProgram:
+def compile_program(mesh: Mesh, jitted: Any, arguments: tuple[Any, ...], usable: float = 16 * GIB) -> CheckedProgram:
     """Compile a step for CPU devices and return its program, without a replay.
 
     `usable` is the memory of a device in bytes.
@@ -98,7 +98,7 @@ def faults(program: CheckedProgram) -> dict[FaultCode, Fault]:
 
 def test_a_batch_that_is_not_split_is_found_at_its_line() -> None:
     mesh = cpu_mesh(data=8)
-    found_faults = faults(checked(mesh, *language_model(mesh, PartitionSpec("data"))))
+    found_faults = faults(compile_program(mesh, *language_model(mesh, PartitionSpec("data"))))
     assert list(found_faults) == [FaultCode.whole_batch]
     fault = found_faults[FaultCode.whole_batch]
     file, _, line = fault.source.rpartition(":")
@@ -119,14 +119,14 @@ def test_a_batch_that_is_not_split_is_found_at_its_line() -> None:
 )
 def test_sound_shardings_have_no_faults(axes: dict[str, int], weights: PartitionSpec, constraint: Any) -> None:
     mesh = cpu_mesh(**axes)
-    program = checked(mesh, *language_model(mesh, weights, constraint))
+    program = compile_program(mesh, *language_model(mesh, weights, constraint))
     assert find_faults(program) == ()
     assert all(ratio == pytest.approx(1.0, rel=0.01) for ratio in program.flops_ratios.values())
 
 
 def test_an_axis_that_splits_nothing_is_found() -> None:
     mesh = cpu_mesh(data=4, spare=2)
-    found_faults = faults(checked(mesh, *language_model(mesh, PartitionSpec("data"), DATA)))
+    found_faults = faults(compile_program(mesh, *language_model(mesh, PartitionSpec("data"), DATA)))
     assert found_faults.keys() == {FaultCode.unused_axis}
     assert found_faults[FaultCode.unused_axis].mesh_axes == ("spare",)
     assert "4 of the 8 devices" in found_faults[FaultCode.unused_axis].text
@@ -141,7 +141,9 @@ def test_products_that_devices_repeat_are_found() -> None:
 
     shapes = (EMBED, EMBED), (EMBED, MLP), (BATCH, EMBED)
     specs = PartitionSpec(), PartitionSpec(None, "model"), DATA
-    found_faults = faults(checked(mesh, jax.jit(step), tuple(map(lambda s, p: struct(mesh, s, p), shapes, specs))))
+    found_faults = faults(
+        compile_program(mesh, jax.jit(step), tuple(map(lambda s, p: struct(mesh, s, p), shapes, specs)))
+    )
     assert found_faults.keys() == {FaultCode.repeated_compute}
     assert "up to 2.0 times" in found_faults[FaultCode.repeated_compute].text
 
@@ -150,7 +152,7 @@ def test_replicated_state_is_found_if_memory_is_short() -> None:
     mesh = cpu_mesh(data=8)
     jitted_step, arguments = language_model(mesh, PartitionSpec())
     state = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(arguments[0]))
-    found_faults = faults(checked(mesh, jitted_step, arguments, usable=2 * state))
+    found_faults = faults(compile_program(mesh, jitted_step, arguments, usable=2 * state))
     assert found_faults.keys() == {FaultCode.replicated_state}
     assert found_faults[FaultCode.replicated_state].bytes == pytest.approx(state * 7 / 8)
     assert "parameters" in found_faults[FaultCode.replicated_state].text
@@ -163,7 +165,7 @@ def test_narrow_products_are_found_by_their_time() -> None:
         return jnp.einsum("bqd,bkd->bqk", q, k)
 
     shape = struct(mesh, (8, 512, 64), DATA)
-    program = checked(mesh, jax.jit(scores), (shape, shape))
+    program = compile_program(mesh, jax.jit(scores), (shape, shape))
     (product,) = program.local_products
     cost = Cost(PartKind.matmul, (), *find_cause(product.operation), 1.0, 0.8)
     program = replace(program, replay=Replay(1.0, [], 0.0, 0.0, [], [cost], [], []))
@@ -188,7 +190,7 @@ def test_flops_of_loops_recomputation_and_shard_map_are_counted() -> None:
     mapped = jax.shard_map(layer, mesh=mesh, in_specs=(PartitionSpec(), DATA), out_specs=DATA)
     arguments = struct(mesh, (EMBED, EMBED), PartitionSpec()), struct(mesh, (BATCH, EMBED), DATA)
     for function, count in ((scanned, 5), (recomputed, 2), (mapped, 1)):
-        program = checked(mesh, jax.jit(function), arguments)
+        program = compile_program(mesh, jax.jit(function), arguments)
         assert model_flops(program.whole.module, program.mesh_axes) == count * flops, function
         if function is not recomputed:
             assert program.flops_ratios.values() == {1.0} or [*program.flops_ratios.values()] == [1.0]
@@ -271,7 +273,7 @@ def test_collectives_that_send_too_much_are_found(
 ) -> None:
     mesh = cpu_mesh(data=8)
     arguments = struct(mesh, (EMBED, MLP), weights), struct(mesh, (BATCH * SEQ, EMBED), DATA, dtype)
-    program = with_waits(checked(mesh, jax.jit(partial(step, mesh)), arguments))
+    program = with_waits(compile_program(mesh, jax.jit(partial(step, mesh)), arguments))
     fault = faults(program)[code]
     assert fault.seconds and fault.bytes
     file, _, line = fault.source.rpartition(":")

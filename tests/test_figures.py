@@ -12,15 +12,15 @@ import pytest
 from valkyrie.search.measure import figures
 
 
-def cost(function: Callable[..., Any], arrays: int, shape: Sequence[int], dtype: Any, what: str) -> float:
+def cost(function: Callable[..., Any], arrays: int, shape: Sequence[int], dtype: Any, quantity: str) -> float:
     """Return the `flops` or `bytes accessed` that XLA counts for a function of `arrays` arrays."""
     inputs = [jax.ShapeDtypeStruct(tuple(shape), dtype)] * arrays
     counted = jax.jit(function).lower(*inputs).compile().cost_analysis()
     assert counted is not None
-    return float(counted[what])
+    return float(counted[quantity])
 
 
-class Counting(figures._Timer):
+class FlopsTimer(figures._Timer):
     """A fake timer that reports one second per 1e12 FLOPs, as counted by XLA."""
 
     def __init__(self) -> None:
@@ -39,15 +39,15 @@ class Counting(figures._Timer):
 def test_memory_bandwidth_counts_the_moved_bytes(devices: int, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = list[Sequence[int]]()
 
-    def moves(timer: Any, one: Callable[..., Any], shape: Sequence[int], dtype: Any) -> float:
+    def fake_seconds(timer: Any, function: Callable[..., Any], shape: Sequence[int], dtype: Any) -> float:
         shapes.append(shape)
-        return cost(one, 2, shape, dtype, "bytes accessed") / 5e9
+        return cost(function, 2, shape, dtype, "bytes accessed") / 5e9
 
-    monkeypatch.setattr(figures, "_seconds_per_iteration", moves)
-    assert figures._memory_bandwidth(Counting(), devices) == pytest.approx(5e9, rel=1e-3)
+    monkeypatch.setattr(figures, "_seconds_per_iteration", fake_seconds)
+    assert figures._memory_bandwidth(FlopsTimer(), devices) == pytest.approx(5e9, rel=1e-3)
     assert shapes == [(bytes_ // 4,)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_attention_speed_counts_the_executed_products(dtype: Any) -> None:
-    assert 0.94 < figures._attention_speed(Counting(), dtype) / 1e12 < 1, "the softmax beside them is little"
+    assert 0.94 < figures._attention_speed(FlopsTimer(), dtype) / 1e12 < 1, "the softmax beside them is little"

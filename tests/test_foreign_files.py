@@ -42,14 +42,14 @@ def damaged(draw: st.DrawFn, valid: Any) -> bytes:
         text = json.dumps(valid).encode()
         return text[: draw(st.integers(0, len(text) - 1))]
     changed = {"": copy.deepcopy(valid)}
-    inside, key = changed, ""
-    while isinstance(inside[key], dict | list) and inside[key] and draw(st.booleans() if key else st.just(True)):
-        inside = inside[key]
-        key = draw(st.sampled_from(sorted(inside) if isinstance(inside, dict) else range(len(inside))))
+    container, key = changed, ""
+    while isinstance(container[key], dict | list) and container[key] and draw(st.booleans() if key else st.just(True)):
+        container = container[key]
+        key = draw(st.sampled_from(sorted(container) if isinstance(container, dict) else range(len(container))))
     if damage is REMOVED:
-        del inside[key]
+        del container[key]
     else:
-        inside[key] = damage
+        container[key] = damage
     return json.dumps(changed.get("")).encode()
 
 

@@ -146,7 +146,7 @@ def test_an_impossible_environment_is_named(tmp_path: Path, variable: str, value
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run with two checkpoints."""
     folder = tmp_path_factory.mktemp("day")
     result = run_command(*TRAINING, "steps=6", "name=live", cwd=folder)
@@ -156,10 +156,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def live(made: Path, tmp_path: Path) -> Path:
-    """A copy of the run `made`, in `runs` in an otherwise empty directory."""
+def live(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of the run `finished_run`, in `runs` in an otherwise empty directory."""
     (tmp_path / "runs").mkdir()
-    return copy_run(made, tmp_path / "runs")
+    return copy_run(finished_run, tmp_path / "runs")
 
 
 def test_a_run_is_repeated_resumed_evaluated_and_moved_from_any_directory(live: Path, tmp_path: Path):

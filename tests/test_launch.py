@@ -447,7 +447,7 @@ def test_actions_print_one_command(capsys: pytest.CaptureFixture[str]):
     assert call(capsys, "logs", "delete", "target=v6e-4")[2] == "valkyrie-launch: logs delete: write only one action.\n"
 
 
-def program(folder: Path, name: str, code: str, flags: str = " -S") -> None:
+def write_program(folder: Path, name: str, code: str, flags: str = " -S") -> None:
     """Write a fake program to a folder. It appends its arguments to the file `calls` there, and then runs `code`."""
     file = folder / name
     head = f"#!{sys.executable}{flags}\nimport os, pathlib, subprocess, sys, time\n"
@@ -463,11 +463,11 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    program(folder, "git", "")
+    write_program(folder, "git", "")
     return folder
 
 
-def verbs(folder: Path, skip: Sequence[str] = ("describe",)) -> list[str]:
+def gcloud_actions(folder: Path, skip: Sequence[str] = ("describe",)) -> list[str]:
     """Return the gcloud actions in `calls`, in order and without those in `skip`.
 
     An ssh action includes the program of its remote command: `ssh tar`, `ssh pkill -TERM` or `ssh train`.
@@ -477,9 +477,9 @@ def verbs(folder: Path, skip: Sequence[str] = ("describe",)) -> list[str]:
         words = line.split()
         if words[0] == "gcloud" and words[4] not in skip:
             command = line.partition("--command=")[2]
-            does = next((word for word in ("tar", "pkill -KILL", "pkill -TERM") if word in command), "")
-            trains = ".venv/bin/valkyrie-train" in command
-            actions.append(f"ssh {'train' if trains else does}" if words[4] == "ssh" else words[4])
+            remote_program = next((word for word in ("tar", "pkill -KILL", "pkill -TERM") if word in command), "")
+            is_training = ".venv/bin/valkyrie-train" in command
+            actions.append(f"ssh {'train' if is_training else remote_program}" if words[4] == "ssh" else words[4])
     return actions
 
 
@@ -502,13 +502,13 @@ elif verb == "ssh" and ".venv/bin/valkyrie-train" in command:
 """
 
 
-def rented(folder: Path, monkeypatch: pytest.MonkeyPatch, attempts: str, restarts: int = 2) -> int:
+def train_on_fake_slice(folder: Path, monkeypatch: pytest.MonkeyPatch, attempts: str, restarts: int = 2) -> int:
     """Train on a fake slice and return the exit status.
 
     `attempts` lists the exit statuses of successive starts, separated by spaces. A status may be followed by the state
     of the slice after that start, such as `255:SUSPENDED`.
     """
-    program(folder, "gcloud", GCLOUD)
+    write_program(folder, "gcloud", GCLOUD)
     monkeypatch.setenv("STATE", str(folder / "state"))
     (folder / "state.train").write_text(attempts)
     monkeypatch.setattr(tpu_vm, "_POLL_S", 0.0)
@@ -516,9 +516,9 @@ def rented(folder: Path, monkeypatch: pytest.MonkeyPatch, attempts: str, restart
 
 
 def test_a_slice_is_requested_again_after_preemption(programs: Path, monkeypatch: Any, capfd: Any):
-    assert rented(programs, monkeypatch, "255:SUSPENDED 1 0", restarts=1) == 0
+    assert train_on_fake_slice(programs, monkeypatch, "255:SUSPENDED 1 0", restarts=1) == 0
     new, end = ["create", "scp", "ssh tar", "ssh train"], "ssh pkill -KILL"
-    assert verbs(programs) == [*new, end, "delete", *new, end, "ssh train"]
+    assert gcloud_actions(programs) == [*new, end, "delete", *new, end, "ssh train"]
     err = capfd.readouterr().err
     assert "mine is SUSPENDED:" in err
     assert err.count("(1 of 1)") == 1, "the preemption does not count as a crash"
@@ -534,20 +534,20 @@ if verb == "scp" and not pathlib.Path(os.environ["STATE"] + ".scp").exists():
     sys.exit(1)
 """
     monkeypatch.setattr("test_launch.GCLOUD", GCLOUD + once)
-    assert rented(programs, monkeypatch, "0") == 0
-    assert verbs(programs) == ["create", "scp", "delete", "create", "scp", "ssh tar", "ssh train"]
+    assert train_on_fake_slice(programs, monkeypatch, "0") == 0
+    assert gcloud_actions(programs) == ["create", "scp", "delete", "create", "scp", "ssh tar", "ssh train"]
 
 
 def test_an_unreachable_slice_is_tried_three_times(programs: Path, monkeypatch: Any):
     monkeypatch.setattr("test_launch.GCLOUD", GCLOUD + '\nif verb == "scp": sys.exit(255)\n')
     with pytest.raises(ValueError) as error:
-        rented(programs, monkeypatch, "0")
+        train_on_fake_slice(programs, monkeypatch, "0")
     assert "status 255" in str(error.value) and "queued-resources scp /tmp/mine" in str(error.value)
-    assert verbs(programs).count("scp") == 4, "the first beside the slice being new"
+    assert gcloud_actions(programs).count("scp") == 4, "the first beside the slice being new"
 
 
 def test_the_command_creates_a_slice_and_prints_how_to_delete_it(programs: Path, monkeypatch: Any, capfd: Any):
-    program(programs, "gcloud", GCLOUD)
+    write_program(programs, "gcloud", GCLOUD)
     monkeypatch.setenv("STATE", str(programs / "state"))
     monkeypatch.setattr(tpu_vm, "_POLL_S", 0.01)
     Path("pyproject.toml").touch()
@@ -557,20 +557,20 @@ def test_the_command_creates_a_slice_and_prints_how_to_delete_it(programs: Path,
         status, _, err = call(capfd, *command)
         assert status == 0
         assert err.split()[-4:] == ["delete", "mine", "--force", "--quiet"] and "gcloud" in err.splitlines()[-1]
-        assert [verb for verb in verbs(programs) if verb == "create" or "pkill" in verb] == actions
-    assert verbs(programs)[-3:] == ["scp", "ssh tar", "ssh train"]
+        assert [verb for verb in gcloud_actions(programs) if verb == "create" or "pkill" in verb] == actions
+    assert gcloud_actions(programs)[-3:] == ["scp", "ssh tar", "ssh train"]
 
 
 def test_a_mistake_on_a_slice_is_not_repeated(programs: Path, monkeypatch: Any):
-    assert rented(programs, monkeypatch, "2") == 2
-    assert verbs(programs).count("ssh train") == 1
+    assert train_on_fake_slice(programs, monkeypatch, "2") == 2
+    assert gcloud_actions(programs).count("ssh train") == 1
 
 
 def test_an_unavailable_slice_is_reported_with_how_to_find_the_reason(programs: Path, monkeypatch: Any):
     failing = GCLOUD.replace('write_text("PROVISIONING")', 'write_text("FAILED")')
     monkeypatch.setattr("test_launch.GCLOUD", failing)
     with pytest.raises(ValueError) as error:
-        rented(programs, monkeypatch, "0")
+        train_on_fake_slice(programs, monkeypatch, "0")
     assert str(error.value).endswith(" describe mine")
 
 
@@ -591,12 +591,12 @@ if starts == 0: time.sleep(60)
 
 
 def test_ssh_hosts_start_together_and_all_end_if_one_fails(programs: Path, monkeypatch: Any, capfd: Any):
-    program(programs, "ssh", SSH)
+    write_program(programs, "ssh", SSH)
     homes = programs / "homes"
     monkeypatch.setenv("HOMES", str(homes))
     for host in ("a", "b"):
         (homes / host / "valkyrie" / ".venv" / "bin").mkdir(parents=True)
-        program(homes / host / "valkyrie" / ".venv" / "bin", "valkyrie-train", TRAINING, flags="")
+        write_program(homes / host / "valkyrie" / ".venv" / "bin", "valkyrie-train", TRAINING, flags="")
     monkeypatch.setattr(ssh.Config, "copy_steps", lambda self: [])
     supervisor = config_of("target=ssh hosts=[a,b]").supervisor(("name=only-this-test", "prompt=it's"))
     assert replace(supervisor, grace_s=0.2).run() == 0
@@ -609,7 +609,7 @@ def test_ssh_hosts_start_together_and_all_end_if_one_fails(programs: Path, monke
 
 
 def test_run_writes_the_file_and_submits_it(programs: Path, capsys: pytest.CaptureFixture[str]):
-    program(programs, "sbatch", "")
+    write_program(programs, "sbatch", "")
     status, out, _ = call(capsys, "target=slurm", "nodes=2", "--run", "--", "name=mine", "mesh=2x1x1")
     assert (status, out) == (0, "")
     assert (programs / "calls").read_text() == "sbatch mine.sbatch\n"
@@ -620,9 +620,9 @@ def test_run_writes_the_file_and_submits_it(programs: Path, capsys: pytest.Captu
 
 def test_run_reports_the_step_that_fails_and_success(programs: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ("target=slurm", "nodes=2", "--run", "--", "name=mine", "mesh=2x1x1")
-    program(programs, "sbatch", "")
+    write_program(programs, "sbatch", "")
     assert "2 steps done" in call(capsys, *arguments)[2]
-    program(programs, "sbatch", "raise SystemExit(127)")
+    write_program(programs, "sbatch", "raise SystemExit(127)")
     status, _, err = call(capsys, *arguments)
     assert status == 127 and "step 2 (submit the job) failed with status 127" in err and "all" not in err
 

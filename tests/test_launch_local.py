@@ -34,7 +34,7 @@ def on(number, status):
 """
 
 
-def member(code: str) -> list[str]:
+def child_command(code: str) -> list[str]:
     """Return the command of a child process with this Python code."""
     return [sys.executable, "-S", "-E", "-c", HEAD + code]
 
@@ -42,7 +42,9 @@ def member(code: str) -> list[str]:
 def run(code: str, processes: int = 3, restarts: int = 2, **settings: Any) -> int:
     """Launch children in this process, in the current folder, and return the exit status."""
     settings = {"grace_s": 0.1, "notice_s": 10.0, "min_uptime_s": 0.0, **settings}
-    return Supervisor(lambda starts: local_processes(member(code), processes), restarts, Path("logs"), **settings).run()
+    return Supervisor(
+        lambda starts: local_processes(child_command(code), processes), restarts, Path("logs"), **settings
+    ).run()
 
 
 def is_gone(pid: int) -> bool:
@@ -173,7 +175,7 @@ def launched(tmp_path: Path) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
 
         def start(code: str, processes: int = 3, *flags: str) -> subprocess.Popen[str]:
-            program = f"from valkyrie.cli.launch import main; main(command={member(code)!r})"
+            program = f"from valkyrie.cli.launch import main; main(command={child_command(code)!r})"
             words = ["target=local", f"processes={processes}", *flags, "--", "name=mine"]
             process = stack.enter_context(
                 subprocess.Popen(

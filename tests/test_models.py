@@ -104,11 +104,11 @@ def stream(run: Run, module: Any, tokens: jax.Array) -> jax.Array:
     """Return the logits of whole sequences, computed one token at a time with `module.step`."""
     start = module.init_state(tokens.shape[0], tokens.shape[1])
 
-    def one(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+    def scan_step(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
         logits, state = module.step(token, state)
         return state, logits
 
-    return jax.jit(lambda t: jax.lax.scan(one, start, t)[1])(tokens.T).swapaxes(0, 1)
+    return jax.jit(lambda t: jax.lax.scan(scan_step, start, t)[1])(tokens.T).swapaxes(0, 1)
 
 
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
@@ -243,7 +243,7 @@ def test_tied_and_untied_embeddings():
     assert tied <= untied
 
 
-def products(jaxpr: Any, times: float = 1.0) -> float:
+def matmul_flops(jaxpr: Any, times: float = 1.0) -> float:
     """Return the FLOPs of all matrix products of a jaxpr that runs `times` times, two per multiply-add.
 
     The body of a scan counts once per iteration.
@@ -257,7 +257,7 @@ def products(jaxpr: Any, times: float = 1.0) -> float:
         inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
             if hasattr(value, "jaxpr"):
-                total += products(value.jaxpr, inner)
+                total += matmul_flops(value.jaxpr, inner)
     return total
 
 
@@ -282,7 +282,7 @@ def test_flops_of_the_config_equal_those_of_the_program(case):
     jaxpr = jax.make_jaxpr(lambda p, b: losses_of(assembly.module(p), b).loss_sum)(shapes, batch)
     expected = run.model.flops_per_token(seq)
     recurrence = 8 * run.model.s5.state_count * run.model.mixer_kinds.count("s5")
-    counted = products(jaxpr.jaxpr) / (2 * seq)
+    counted = matmul_flops(jaxpr.jaxpr) / (2 * seq)
     np.testing.assert_allclose(counted, expected - recurrence, rtol=1e-6)
 
 

@@ -128,7 +128,7 @@ def test_1f1b_stores_inputs_of_fewer_microbatches_than_gpipe():
         (Pipeline("z", 4, 8, PipelineSchedule.circular, 2), 3 / 16),
     ],
 )
-def test_the_bubble_is_the_idle_fraction_of_a_stage(pipeline: Pipeline, bubble: float):
+def test_the_bubble_is_the_idle_time_relative_to_the_busy_time(pipeline: Pipeline, bubble: float):
     """The bubble is a stage's idle time divided by its busy time.
 
     In a turn of 1F1B, the forward pass of a microbatch takes 1/3 and the backward pass 2/3.

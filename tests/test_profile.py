@@ -43,7 +43,7 @@ ENTRY main {
 """An all-reduce over x and an all-gather over z, in the form of GPU programs."""
 
 
-def trace(folder: Path, *devices: dict[str, list[tuple[str, str | None, int]]]) -> Path:
+def write_trace(folder: Path, *devices: dict[str, list[tuple[str, str | None, int]]]) -> Path:
     """Write an XPlane trace and return its path.
 
     Each device maps line names to events `(name, hlo_op or None, microseconds)`.
@@ -137,7 +137,7 @@ def test_gpu_kernels_are_matched_to_operations_without_run_numbers(tmp_path: Pat
     kernels = [("ncclDevKernel_AllReduce", "all-reduce-start.1", 30), ("gemm", "p", 99), ("memset", None, 7)]
     stream = {"Stream #14(Compute)": kernels * STEPS}
     times = seconds_by_axes(
-        list(read_events(trace(tmp_path, stream, stream), module)), collectives_by_operation(module, AXES)
+        list(read_events(write_trace(tmp_path, stream, stream), module)), collectives_by_operation(module, AXES)
     )
     (time,) = times
     assert time.mesh_axes == ("x",) and time.seconds == pytest.approx(30e-6)
@@ -147,7 +147,9 @@ def test_only_the_line_of_operations_is_read(tmp_path: Path):
     module = parse(TWO_GROUPS)
     operations = [("%all-gather.2 = f32[128] all-gather(f32[64] %x)", None, 12)] * STEPS
     lines = {"XLA Ops": operations, "Async XLA Ops": operations}
-    times = seconds_by_axes(list(read_events(trace(tmp_path, lines), module)), collectives_by_operation(module, AXES))
+    times = seconds_by_axes(
+        list(read_events(write_trace(tmp_path, lines), module)), collectives_by_operation(module, AXES)
+    )
     (time,) = times
     assert time.mesh_axes == ("z",) and time.seconds == pytest.approx(12e-6)
 

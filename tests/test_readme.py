@@ -262,7 +262,7 @@ ROWS = {name.split("`")[1]: tuple(number(cell) for cell in cells) for name, *cel
 """Peak memory in GiB, step time in ms, tokens/s/chip and MFU in percent, for each partition in the README's table."""
 
 
-def layout(partition: str) -> Run:
+def compiled_run(partition: str) -> Run:
     """Return the run of the README's `target=v4-64` compile under a partition."""
     line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
     return compose_run(*(a for a in arguments_of(line) if "partition" not in a), f"partition={partition}")
@@ -288,7 +288,7 @@ def test_the_search_output_in_the_readme_is_consistent():
 
 
 def test_the_report_matches_the_run_and_is_consistent():
-    run = layout("2d_tp")
+    run = compiled_run("2d_tp")
     assert REPORT.strip().splitlines()[0] == f"valkyrie_1b under {run.layout.name} on {run.config.target.describe()}"
     assert f"roles: {run.layout.describe_roles()}\n" in REPORT
     (line,) = re.findall("predicted step: (.*)", REPORT)
@@ -319,7 +319,7 @@ def test_the_search_table_is_consistent_and_matches_the_model():
 def test_the_partition_table_is_consistent_and_matches_the_text():
     assert len(ROWS) == 6
     for partition, (_, milliseconds, rate, mfu) in ROWS.items():
-        run = layout(partition)
+        run = compiled_run(partition)
         assert rate == pytest.approx(64 * 2048 / 32 / (milliseconds / 1000), rel=2e-3), partition
         assert mfu == pytest.approx(100 * run.step_flops / (32 * 275e12) / (milliseconds / 1000), abs=0.06), partition
     assert ROWS["fsdp"][1] == min(row[1] for row in ROWS.values()) and "fastest, needs" in " ".join(SEARCH.split())

@@ -32,7 +32,7 @@ BYTES = ROWS * 1024 * 2
 LINK = 45e9
 
 
-def everywhere(function: Any, mesh: Any) -> Any:
+def map_over_mesh(function: Any, mesh: Any) -> Any:
     """Return `function` mapped over a mesh: every device runs it on the whole array."""
     return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
@@ -48,7 +48,7 @@ def collective(kind: str, axes: tuple[str, ...], slices: int = 1, slice_name: st
         "all-to-all": lambda x: jax.lax.all_to_all(x, axes, 0, 1, tiled=True),
         "collective-permute": lambda x: jax.lax.ppermute(x, axes[0], [(i, (i + 1) % n) for i in range(n)]),
     }
-    return replay(compile_module(everywhere(functions[kind], mesh), mesh, SHAPE), machine)
+    return replay(compile_module(map_over_mesh(functions[kind], mesh), mesh, SHAPE), machine)
 
 
 def use_of(done: Replay, kind: str) -> Any:
@@ -212,7 +212,7 @@ def test_a_pallas_kernel_declares_its_cost():
         )(x)
 
     mesh, machine = tpu_mesh("v4:2x2x1")
-    result = replay(compile_module(everywhere(kernel, mesh), mesh, ((64 * 1024, 1024), jnp.float32)), machine)
+    result = replay(compile_module(map_over_mesh(kernel, mesh), mesh, ((64 * 1024, 1024), jnp.float32)), machine)
     assert result.flops == 7_000_000
     expected = 2 * 64 * 4 * MIB / (assumptions.HBM_EFFICIENCY * 1200e9)
     assert sum_seconds(result.parts, PartKind.kernel) == pytest.approx(expected, rel=0.01)

@@ -90,11 +90,11 @@ def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
     assert len(data["timelines"]) >= 4
 
 
-def row_details(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
-    """Return the details of row `place`, with indices replaced by the texts they refer to, as the page does."""
+def row_details(data: dict[str, Any], row_index: int) -> dict[str, str | list[str]]:
+    """Return the details of row `row_index`, with indices replaced by the texts they refer to, as the page does."""
     texts = data["texts"]
-    details = data["details"][place].items()
-    return {name: [texts[i] for i in at] if isinstance(at, list) else texts[at] for name, at in details}
+    details = data["details"][row_index].items()
+    return {name: [texts[i] for i in value] if isinstance(value, list) else texts[value] for name, value in details}
 
 
 def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
@@ -102,8 +102,8 @@ def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
     text = render_page(rows)
     texts = data_of(text)["texts"]
     assert [sum(part in text for text in texts) for part in ("block_pattern", "v5e chips 2x4")] == [1, 1]
-    for place, row in enumerate(rows):
-        details = row_details(data_of(text), place)
+    for row_index, row in enumerate(rows):
+        details = row_details(data_of(text), row_index)
         assert " ".join(details["command"]) == tables.command(row) and details["folder"] == row.trial.folder
         assert details["hints"] == list(row.trial.results.hints[:3])
 

@@ -46,14 +46,14 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sign
     monkeypatch.setattr(screen.Screen, "step", shown)
 
 
-def assert_same_run(one: Path, other: Path) -> None:
+def assert_same_run(actual_run: Path, expected_run: Path) -> None:
     """Assert that two runs logged the same losses, gradient norms and learning rates, and saved the same last state."""
-    mine, theirs = training_records(one), training_records(other)
-    assert mine.keys() == theirs.keys()
-    for step in mine:
+    actual_records, expected_records = training_records(actual_run), training_records(expected_run)
+    assert actual_records.keys() == expected_records.keys()
+    for step in actual_records:
         for key in ("loss", "grad_norm", "learning_rate"):
-            assert mine[step][key] == theirs[step][key], (step, key)
-    assert_same_bits(saved_arrays(one), saved_arrays(other))
+            assert actual_records[step][key] == expected_records[step][key], (step, key)
+    assert_same_bits(saved_arrays(actual_run), saved_arrays(expected_run))
 
 
 @pytest.mark.parametrize("form", mark_slow_except(FORMS, ["microbatches and dropout"]))

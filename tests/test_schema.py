@@ -51,8 +51,8 @@ def numbers(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             if kind is int or kind is float:
                 yield from ((key, bad) for bad in (INTEGERS if kind is int else FLOATS))
             elif typing.get_origin(kind) is list and value:
-                of = typing.get_args(kind)[0]
-                if of is int or typing.get_args(of)[:1] == (int,):
+                item_type = typing.get_args(kind)[0]
+                if item_type is int or typing.get_args(item_type)[:1] == (int,):
                     yield from ((key, [bad, *value[1:]]) for bad in INTEGERS)
 
 

@@ -59,7 +59,7 @@ def make_shortlist(request: SearchRequest) -> Shortlist:
     return build_shortlist(rank(request.run, request.space()))
 
 
-class Devices:
+class FakeTrials:
     """A fake `run_trials`. Steps take 2 times their estimate, or 10 times with the `slow` partitions."""
 
     def __init__(self, request: SearchRequest, slow: Sequence[str] = (), status: Status = Status.ok) -> None:
@@ -77,10 +77,10 @@ class Devices:
 
 
 def measured_by(
-    devices: Devices, request: SearchRequest, monkeypatch: pytest.MonkeyPatch, folder: Path
+    fake_trials: FakeTrials, request: SearchRequest, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> MeasuredTrials:
-    """Measure the best layouts on the fake devices, and return the measured trials."""
-    monkeypatch.setattr(measuring, "run_trials", devices)
+    """Measure the best layouts with fake trials, and return the measured trials."""
+    monkeypatch.setattr(measuring, "run_trials", fake_trials)
     measures = MeasuredTrials()
     measure_best(request, make_shortlist(request), CompiledLayouts(), folder, measures, lambda entry: None)
     return measures
@@ -88,7 +88,7 @@ def measured_by(
 
 def test_other_meshes_and_partitions_are_measured_before_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request("mode.measure=6")
-    measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
+    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
     assert len(measures.trials) == 6 and len({mesh_partition(entry.estimate) for entry in measures.trials[:3]}) == 3
     assert measures.trials[0].expected_s == min(entry.expected_s for entry in measures.trials)
     assert measures.regret == 0 and measures.agreement == pytest.approx(1.0)
@@ -98,9 +98,9 @@ def test_other_meshes_and_partitions_are_measured_before_variants(monkeypatch: p
 def test_a_slow_partition_is_dropped_in_favour_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request("mode.measure=6")
     best = make_shortlist(request).fitting[0].group.candidates.partition.name
-    devices = Devices(request, slow=[best])
-    measures = measured_by(devices, request, monkeypatch, tmp_path)
-    partitions = [plan.about.partition for plan in devices.plans]
+    fake_trials = FakeTrials(request, slow=[best])
+    measures = measured_by(fake_trials, request, monkeypatch, tmp_path)
+    partitions = [plan.about.partition for plan in fake_trials.plans]
     assert partitions[0] == best and best not in partitions[3:]
     assert measures.timed[0].estimate.group.candidates.partition.name != best and (measures.regret or 0) > 1
     assert "% slower than the fastest" in measurement_summary(measures) and "Spearman" in measurement_summary(measures)
@@ -110,7 +110,7 @@ def test_searched_batches_are_measured_and_ranked_by_tokens_per_second(monkeypat
     limited = replace(CHIP, hbm_gib=0.1)
     request = replace(make_request("mode.measure=4", "partition=fsdp", "mesh=8x1x1"), search_batch=True)
     request = replace(request, targets=tuple(replace(target, chip=limited) for target in request.targets))
-    measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
+    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
     per_sequence = [(trial.step_s or 0) / (trial.estimate.batch or 0) for trial in measures.timed]
     assert per_sequence == sorted(per_sequence) and measures.regret == 0
     steps = [trial.step_s or 0 for trial in measures.timed]
@@ -123,22 +123,22 @@ def test_searched_batches_are_measured_and_ranked_by_tokens_per_second(monkeypat
 
 def test_measurements_run_on_the_devices_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request("mode.measure=1")
-    devices = Devices(request)
-    measured_by(devices, request, monkeypatch, tmp_path)
-    run = devices.plans[0].run
+    fake_trials = FakeTrials(request)
+    measured_by(fake_trials, request, monkeypatch, tmp_path)
+    run = fake_trials.plans[0].run
     assert run is not None and run.config.mode.name == "measure" and run.config.target == request.run.config.target
 
 
 def test_a_refused_measurement_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request()
-    measures = measured_by(Devices(request, status=Status.refused), request, monkeypatch, tmp_path)
+    measures = measured_by(FakeTrials(request, status=Status.refused), request, monkeypatch, tmp_path)
     assert len(measures.trials) == 1 and measures.stop_reason == "no such devices"
     assert (measures.regret, measures.agreement) == (None, None)
 
 
 def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = replace(make_request("mode.budget=90s"), budget_s=-1.0)
-    measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
+    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
     assert measures.trials == [] and "mode.budget=90s" in measures.stop_reason
     assert measures.stop_reason in measurement_summary(measures)
 
@@ -146,7 +146,7 @@ def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.mark.parametrize("stage", [Stage.estimate, Stage.compile])
 def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request, listed = make_request("mode.measure=3"), make_shortlist(make_request())
-    measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
+    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
     plain = [replace(row, stage=stage) for row in rank_layouts(request, listed, CompiledLayouts(), 10)]
     rows = rank_measured(request, plain, measures, CompiledLayouts())
     assert [row.stage for row in rows[:4]] == [Stage.measure] * 3 + [stage]
@@ -160,7 +160,7 @@ def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypat
 
 def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=3")
-    measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
+    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
     rows = rank_measured(
         request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
     )
@@ -202,7 +202,7 @@ def compiled(request: SearchRequest, entry: EstimatedLayout, factor: float, fold
 
 def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=1")
-    measures = measured_by(Devices(request), request, monkeypatch, tmp_path)
+    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
     best, baseline_layout = measures.timed[0].estimate, make_shortlist(request).fitting[-1]
     compiles = CompiledLayouts([compiled(request, baseline_layout, 5.0, tmp_path)])
     (row, *_) = rank_measured(

@@ -100,12 +100,12 @@ def shard_indices(layout: Layout) -> tuple[object, ...]:
     shards: list[object] = []
     for rules in (layout.parameters, layout.activations):
         for logical in sorted(rules):
-            part = np.zeros(mesh.size, int)
-            for place, device in np.ndenumerate(grid):
-                at = dict(zip(mesh.axes, place, strict=True))
+            shard_index = np.zeros(mesh.size, int)
+            for coordinates, device in np.ndenumerate(grid):
+                coordinate_by_axis = dict(zip(mesh.axes, coordinates, strict=True))
                 for axis in rules[logical]:
-                    part[device] = part[device] * mesh.axes[axis] + at[axis]
-            shards += [math.prod(mesh.axes[a] for a in rules[logical]), *part]
+                    shard_index[device] = shard_index[device] * mesh.axes[axis] + coordinate_by_axis[axis]
+            shards += [math.prod(mesh.axes[a] for a in rules[logical]), *shard_index]
     return tuple(shards)
 
 

@@ -78,9 +78,11 @@ def test_uneven_microbatches_average_over_tokens():
     run = small_run("gpt_tiny", "microbatches=4")
     batch = make_batch(run)
     batch["weights"][np.arange(8) % 4 != 1] = 0
-    whole, parts = (make_program(small_run("gpt_tiny", f"microbatches={n}")) for n in (1, 4))
+    single_batch_program, microbatched_program = (
+        make_program(small_run("gpt_tiny", f"microbatches={n}")) for n in (1, 4)
+    )
     results = []
-    for program in (whole, parts):
+    for program in (single_batch_program, microbatched_program):
         _, metrics = program.step(
             place_state(program, initial_state(small_overrides("gpt_tiny"))), program.place(batch)
         )

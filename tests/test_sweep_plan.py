@@ -38,7 +38,7 @@ def test_a_sweep_does_not_write_into_the_folder_of_a_run(command: Any, tmp_path:
     assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "run.yaml"]
 
 
-READ = {
+MODELS_BY_SELECTION = {
     "resume=other": ["gpt_tiny"],
     "name=other": ["gpt_tiny"],
     "": ["s5_tiny"],
@@ -48,18 +48,20 @@ READ = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", mark_slow_except([*READ], ["name=other", "resume=base,other"]))
+@pytest.mark.parametrize("selection", mark_slow_except([*MODELS_BY_SELECTION], ["name=other", "resume=base,other"]))
 def test_trials_that_read_a_run_are_planned_as_that_run(
-    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: str
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, selection: str
 ):
     runs, arguments = tmp_path / "runs", ["mesh=1x1x1", "partition=dp", "batch=3", "hydra.mode=RUN"]
     make_run(runs, "base", "model=s5_tiny", *arguments, when=20)
     make_run(runs, "other", "model=gpt_tiny", *arguments, when=10)
     plans = multirun_plans(
-        command, monkeypatch, "-m", "mode=eval", *asked.split(), "data.documents=30,31", "data=synthetic"
+        command, monkeypatch, "-m", "mode=eval", *selection.split(), "data.documents=30,31", "data=synthetic"
     )
-    assert [plan.refusal for plan in plans] == [None] * 2 * len(READ[asked]), "batch=3 is illegal on the default mesh"
-    assert sorted({plan.about.model for plan in plans}) == READ[asked]
+    assert [plan.refusal for plan in plans] == [None] * 2 * len(MODELS_BY_SELECTION[selection]), (
+        "batch=3 is illegal on the default mesh"
+    )
+    assert sorted({plan.about.model for plan in plans}) == MODELS_BY_SELECTION[selection]
     assert all(plan.about.layout == "1x1x1-dp" and plan.name.startswith(plan.about.model) for plan in plans)
     assert {str(plan.folder.parent) for plan in plans} == {"runs"}
     for plan in plans:
@@ -136,7 +138,7 @@ def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, mon
 
 
 @pytest.mark.parametrize(
-    ("asked", "warned"),
+    ("overrides", "warned"),
     [
         (["mode=measure", "hydra.launcher.jobs=2"], True),
         (["mode=measure"], False),
@@ -144,10 +146,10 @@ def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, mon
     ],
 )
 def test_parallel_trials_that_distort_each_other_cause_a_warning(
-    command: Any, monkeypatch: pytest.MonkeyPatch, asked: list[str], warned: bool
+    command: Any, monkeypatch: pytest.MonkeyPatch, overrides: list[str], warned: bool
 ):
     fake_outcomes(monkeypatch, dp=Status.ok, fsdp=Status.ok)
-    result = command("-m", "model=s5_tiny", "batch=8", "mesh=1x1x1", "partition=dp,fsdp", "tracking=off", *asked)
+    result = command("-m", "model=s5_tiny", "batch=8", "mesh=1x1x1", "partition=dp,fsdp", "tracking=off", *overrides)
     assert (result.status, "CONCURRENT MEASUREMENTS" in result.out) == (0, warned)
 
 

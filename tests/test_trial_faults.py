@@ -90,7 +90,7 @@ def test_a_restarted_sweep_ends_with_the_same_table(tmp_path: Path):
     sweep.kill()
     sweep.communicate()
     assert list(multirun.trials()) == ["dp"]
-    multirun.set_parts()
+    multirun.set_behaviours()
     for fake in (multirun, whole):
         again = fake.start(swept)
         output, _ = again.communicate(timeout=60)

@@ -45,7 +45,7 @@ def _run(words: list[str]) -> None:
 def _name_options(message: str) -> str:
     """Replace keys of a run in a message by the options of this command: `data.workers=0` by `--workers 0`."""
 
-    def option(match: re.Match[str]) -> str:
+    def format_option(match: re.Match[str]) -> str:
         key, value = match["key"], match["value"]
         if key == "paths":
             return "the paths" if value is None else " ".join(re.findall(r"[^\[\],]+", value))
@@ -54,7 +54,7 @@ def _name_options(message: str) -> str:
     keys = "|".join(field.name for field in fields(text.Config) if field.name not in ("name", "source"))
     message = re.sub(r"(?m)^(note: )?data\.paths: ", r"\1", message)
     name = rf"(?<![\w./])(?:data\.(?={keys})|(?=tokenizer=))(?P<key>\w+)"
-    message = re.sub(rf"{name}(?:=(?P<value>\[.*?\]|[^\s,;]*[^\s,;:.]))?", option, message)
+    message = re.sub(rf"{name}(?:=(?P<value>\[.*?\]|[^\s,;]*[^\s,;:.]))?", format_option, message)
     message = re.sub(r"(?<![\w./])data=(?=\w)", "", message)
     return message.replace(", or null for ", ", or left out for ")
 

@@ -148,11 +148,13 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
             build = _import_function(file, function)
         except Exception as error:  # of the user's code
             raise ValueError(f"{file} cannot be imported: {describe_error(error)}") from error
-    required = [each for each in inspect.signature(build).parameters.values() if each.default is each.empty]
+    required = [
+        parameter for parameter in inspect.signature(build).parameters.values() if parameter.default is parameter.empty
+    ]
     if hasattr(build, "lower"):
         raise ValueError(f"{source} is jitted. Name a function that returns it with its arguments: (step, (w, x)).")
     if len(required) > 1:
-        names = ", ".join(each.name for each in required)
+        names = ", ".join(parameter.name for parameter in required)
         raise ValueError(f"{source} has the arguments {names}. It may have one, the slice.")
     with explain_exit(f"{source} ended the process", "Return the step and its arguments instead."):
         try:

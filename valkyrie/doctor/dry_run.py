@@ -126,10 +126,14 @@ def compare_replicas(parameters: Mapping[str, jax.Array], team: Team) -> Finding
     local_checksums = {name: _checksums(array) for name, array in replicated.items()}
     merged: dict[str, dict[str, dict[str, int]]] = {}
     for checksums in team.exchange("checksums of parameters", local_checksums):
-        for name, parts in checksums.items():
-            for part, by_device in parts.items():
-                merged.setdefault(name, {}).setdefault(part, {}).update(by_device)
-    differing = {name: devices for name, parts in merged.items() if (devices := _differing_devices(parts))}
+        for name, checksums_by_index in checksums.items():
+            for index, by_device in checksums_by_index.items():
+                merged.setdefault(name, {}).setdefault(index, {}).update(by_device)
+    differing = {
+        name: devices
+        for name, checksums_by_index in merged.items()
+        if (devices := _differing_devices(checksums_by_index))
+    }
     if not replicated:
         return Finding("replicas", OK, "no parameter has copies on several devices")
     if differing:
@@ -144,8 +148,8 @@ def compare_replicas(parameters: Mapping[str, jax.Array], team: Team) -> Finding
 
 
 def _is_replicated(array: jax.Array) -> bool:
-    parts = array.sharding.devices_indices_map(array.shape)
-    return len({_index_text(index) for index in parts.values()}) < len(parts)
+    index_by_device = array.sharding.devices_indices_map(array.shape)
+    return len({_index_text(index) for index in index_by_device.values()}) < len(index_by_device)
 
 
 def _checksums(array: jax.Array) -> dict[str, dict[str, int]]:
@@ -158,16 +162,16 @@ def _checksums(array: jax.Array) -> dict[str, dict[str, int]]:
 
 
 def _index_text(index: tuple[slice, ...]) -> str:
-    return ",".join(f"{part.start or 0}:{part.stop}" for part in index)
+    return ",".join(f"{dimension.start or 0}:{dimension.stop}" for dimension in index)
 
 
-def _differing_devices(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
+def _differing_devices(checksums_by_index: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Return the sorted ids of devices with a shard whose checksum is not the most common one among its replicas.
 
-    `parts` is `{index of the shard: {device id: checksum}}`.
+    `checksums_by_index` is `{index of the shard: {device id: checksum}}`.
     """
     devices = []
-    for by_device in parts.values():
+    for by_device in checksums_by_index.values():
         common = statistics.mode(by_device.values())
         devices += [device for device, value in by_device.items() if value != common]
     return sorted(devices, key=int)
