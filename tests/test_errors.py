@@ -88,6 +88,7 @@ MISTAKES |= {
         "batch_size=4",
         "STEPS=4",
         "batch=4.5",
+        "batch=2 batch_tokens=256",
         "steps=1e3",
         "steps=",
         "seq=null",

@@ -95,11 +95,20 @@ def test_a_trial_key_depends_on_exactly_the_keys_that_its_mode_reads(mode: str):
         (["mode=show", "~temperature"], "note: mode=show does not read ~temperature"),
         (["mode=show", f"prompt={'a' * 100}"], "note: mode=show does not read prompt\n"),
         (["mode=show", "target.slices=2"], "target.slices=2 has no effect: target=auto has no slices"),
+        (["mode=show", "size=tiny", "model=gpt_125m"], "note: size=tiny keeps model=gpt_125m, because the command"),
     ],
 )
 def test_unread_settings_are_reported(arguments: list[str], note: str, capfd: pytest.CaptureFixture[str]):
     assert run_train("model=gpt_tiny", *ONE_DEVICE, *arguments) == 0
     assert note in capfd.readouterr().err
+
+
+def test_a_batch_that_an_experiment_replaces_is_reported():
+    arguments = ("experiment=nanochat_v5e8", "mode=compile", "batch=8")
+    assert unread_notes(valkyrie.compose(*arguments)) == [
+        "batch=8 has no effect: batch_tokens sets batch=512. Add batch_tokens=null"
+    ]
+    assert unread_notes(valkyrie.compose(*arguments, "batch_tokens=null", "device_batch=null")) == []
 
 
 def test_used_settings_are_not_reported():

@@ -35,7 +35,7 @@ def bytes_not_utf8(text: str) -> str:
 
 
 def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = False) -> None:
-    """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b` and similar mistakes.
+    """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `batch=8 batch_tokens=1024` and similar mistakes.
 
     The message contains the correct form. If `multirun` is true, the arguments are for a sweep, and keys may have
     several values. With `in_python`, messages about several values suggest several runs, because only commands run
@@ -66,6 +66,10 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
         _refuse_arguments_hydra_reports_poorly(argument, key, value)
         if not multirun:
             _refuse_several_values(argument, key.lstrip("+"), value, in_python, "mode=search" in overrides)
+    values = key_values(overrides)
+    batch, batch_tokens = values.get("batch", "null"), values.get("batch_tokens", "null")
+    if "null" not in (batch, batch_tokens):
+        raise ValueError(f"batch={batch} and batch_tokens={batch_tokens} are both set. Leave one out.")
 
 
 def _refuse_dashes(flag: str, next_argument: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from valkyrie.config.modes import NEUTRAL_KEYS, ModeConfig
 from valkyrie.config.run import Run, RunConfig
-from valkyrie.runs.folder import changed_settings, find_run, split_flags, split_override
+from valkyrie.runs.folder import changed_settings, find_run, key_values, split_flags, split_override
 from valkyrie.units import escape_control_characters
 
 _ALWAYS_READ = NEUTRAL_KEYS | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
@@ -37,6 +37,12 @@ def unread_notes(run: Run) -> list[str]:
         notes.append(
             f"TPU_MESH_CONFIG={sizes} has no effect: mode=search tries all meshes. To search only this one, add "
             "mesh=environment"
+        )
+    values = key_values(run.arguments)
+    if values.get("size") == "tiny" and (model := values.get("model")) and not model.endswith("_tiny"):
+        notes.append(
+            f"size=tiny keeps model={model}, because the command line names it. For a tiny model, use one such as "
+            "model=gpt_tiny"
         )
     return notes
 
@@ -79,6 +85,8 @@ def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
     config, mode = run.config, run.config.mode
     if config.target.slices > 1 and config.target.chips is None:
         yield ("target.slices",), f"target={config.target.name} has no slices. Name one, such as target=v5e-8"
+    if run.batch_note is not None and key_values(run.arguments).get("batch") != str(config.batch):
+        yield ("batch",), f"batch_tokens sets batch={config.batch}. Add batch_tokens=null"
     if not mode.ignores_layout and run.layout.pipeline is None:
         reason = f"partition={config.partition.name} has no pipeline on mesh={config.mesh.name}"
         yield ("partition.schedule", "partition.rounds"), reason
