@@ -415,4 +415,4 @@ def test_trainings_of_equal_names_have_a_loss_curve_each(tmp_path: Path):
     rows = read_rows([tmp_path])
     assert [value["label"] for value in values.losses(rows)] == [f"same ({tmp_path / s})" for s in ("a", "b")]
     assert [value["label"] for value in values.losses(rows[:1])] == ["same"]
-    assert f"at most {values.MAX_CURVES} trainings" in figures.LOSS.caption
+    assert f"at most {values.MAX_CURVES} training runs" in figures.LOSS.caption
