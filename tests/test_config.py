@@ -513,6 +513,25 @@ def test_a_users_file_needs_its_own_name(
     assert "Write name" not in command("--config-dir", "own", argument, "mode=show").err
 
 
+@pytest.mark.parametrize(
+    ("file", "entries", "after", "remedy"),
+    [
+        ("optimizer/m", "adamw_schema", "adamw_schema", "[adamw_schema, _self_]"),
+        ("partition/m", "dp", "dp", "[dp, _self_]"),
+        ("target/m", "target_schema, chip/v4@chip", "target_schema", "[target_schema, chip/v4@chip, _self_]"),
+    ],
+)
+def test_a_users_file_is_refused_if_its_schema_would_replace_its_values(
+    command: Any, tmp_path: Path, file: str, entries: str, after: str, remedy: str
+):
+    path = write_own_file(tmp_path, f"{file}.yaml", f"defaults: [_self_, {entries}]\nname: m\n".encode())
+    result = command("--config-dir", "own", f"{path.parent.name}=m", "mode=show")
+    assert result.status == 2 and result.err == (
+        f"valkyrie-train: {path}: defaults has _self_ before {after}, whose values would replace those of this file. "
+        f"Write defaults: {remedy}.\n"
+    )
+
+
 def test_mode_files_and_copies_of_shipped_files_may_keep_the_shipped_name(command: Any, tmp_path: Path):
     for group in ("mode", "partition", "checkpoint"):
         (tmp_path / "own" / group).mkdir(parents=True)

@@ -50,11 +50,14 @@ class CheckedFiles(FileConfigSource):
         if isinstance(result.config, DictConfig) and Path(self.path) != conf_dir():
             values = OmegaConf.to_container(result.config, resolve=False)
             assert isinstance(values, dict)
+            group = path.parent.relative_to(self.path).as_posix()
             if path not in self._bases:
-                check_name(path, path.parent.relative_to(self.path).as_posix(), values.get("name"))
+                check_name(path, group, values.get("name"))
             self._bases.discard(path)  # the next composition may choose it by name
             defaults = values.get("defaults")
-            entries = [entry for entry in defaults if isinstance(entry, str)] if isinstance(defaults, list) else []
+            defaults = defaults if isinstance(defaults, list) else []
+            check_order(path, group, defaults)
+            entries = [entry for entry in defaults if isinstance(entry, str)]
             self._bases |= {path.with_name(f"{entry}.yaml") for entry in entries if not re.search("[/@]", entry)}
         return result
 
@@ -93,6 +96,24 @@ def check_name(path: Path, group: str, name: object) -> None:
         return
     reason = f", but Valkyrie ships another {group} of that name" if name in config_names(group) else ""
     raise ValueError(f"{path} has name: {name}{reason}. Write name: {path.stem}.")
+
+
+def check_order(path: Path, group: str, defaults: Sequence[object]) -> None:
+    """Raise ValueError if the defaults list of a user's config has `_self_` before a schema or a shipped config.
+
+    Hydra would then replace the values of the file. `_self_` came first by default before Hydra 1.1.
+    """
+    if "_self_" not in defaults:
+        return
+    bases = config_names(group) if group in NAMED_GROUPS else []
+    for entry in defaults[defaults.index("_self_") :]:
+        if entry in bases or str(entry).partition("@")[0].endswith("_schema"):
+            ordered = [*(other for other in defaults if other != "_self_"), "_self_"]
+            remedy = yaml.safe_dump({"defaults": ordered}, default_flow_style=None, width=math.inf).strip()
+            raise ValueError(
+                f"{path}: defaults has _self_ before {entry}, whose values would replace those of this file. "
+                f"Write {remedy}."
+            )
 
 
 def check_file(path: Path) -> None:
