@@ -532,6 +532,24 @@ def test_a_users_file_is_refused_if_its_schema_would_replace_its_values(
     )
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "family", "fact"),
+    [
+        ("optimizer/m", "family", "muon", "has family: adamw"),
+        ("data/m", "source", "text", "has source: stdlib"),
+    ],
+)
+def test_a_users_file_with_the_schema_of_another_family_is_refused(
+    command: Any, tmp_path: Path, file: str, key: str, family: str, fact: str
+):
+    value = fact.removeprefix("has ") if ":" in fact else ""
+    path = write_own_file(tmp_path, f"{file}.yaml", f"defaults: [{family}_schema, _self_]\nname: m\n{value}\n".encode())
+    result = command("--config-dir", "own", f"{path.parent.name}=m", "mode=show")
+    assert result.status == 2 and result.err == (
+        f"valkyrie-train: {path} {fact}, but {family}_schema is the Config of {family}.py. Write {key}: {family}.\n"
+    )
+
+
 def test_mode_files_and_copies_of_shipped_files_may_keep_the_shipped_name(command: Any, tmp_path: Path):
     for group in ("mode", "partition", "checkpoint"):
         (tmp_path / "own" / group).mkdir(parents=True)

@@ -56,6 +56,7 @@ MISTAKES: dict[str, list[str]] = {
     "a reference to no key": ["steps=${nope.key}"],
     "an argument that is no pair": ["steps"],
     "a family that is none": ["model.family=x"],
+    "a family without its settings": ["optimizer.family=muon"],
     "a variable that is not set": ["runs=${oc.env:NOT_SET}"],
     "a choice from a variable that is not set": ["mesh=${oc.env:NOT_SET}"],
     "a resolver that is none": ["steps=${nope:batch}"],

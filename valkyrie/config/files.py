@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -14,6 +14,8 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
+from valkyrie.config.run import FAMILIES
+from valkyrie.extensions import Families
 from valkyrie.paths import conf_dir, config_names, read_defaults
 from valkyrie.problems import first_line
 
@@ -58,6 +60,8 @@ class CheckedFiles(FileConfigSource):
             defaults = defaults if isinstance(defaults, list) else []
             check_order(path, group, defaults)
             entries = [entry for entry in defaults if isinstance(entry, str)]
+            if group in FAMILIES:
+                check_family(path, FAMILIES[group], entries, values)
             self._bases |= {path.with_name(f"{entry}.yaml") for entry in entries if not re.search("[/@]", entry)}
         return result
 
@@ -114,6 +118,19 @@ def check_order(path: Path, group: str, defaults: Sequence[object]) -> None:
                 f"{path}: defaults has _self_ before {entry}, whose values would replace those of this file. "
                 f"Write {remedy}."
             )
+
+
+def check_family(path: Path, families: Families, entries: Sequence[str], values: Mapping[object, object]) -> None:
+    """Raise ValueError if a user's config with `NAME_schema` in its defaults list selects another family than NAME.
+
+    A missing or unimportable module NAME is reported when Hydra loads the schema.
+    """
+    key = families.key.rpartition(".")[2]
+    for name in (entry.removesuffix("_schema") for entry in entries if entry.endswith("_schema")):
+        family = values.get(key, getattr(families.config_class(name), key, None) if name in families else name)
+        if family != name:
+            fact = f"has {key}: {family}" if key in values else f"does not set {key}"
+            raise ValueError(f"{path} {fact}, but {name}_schema is the Config of {name}.py. Write {key}: {name}.")
 
 
 def check_file(path: Path) -> None:

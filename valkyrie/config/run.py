@@ -34,7 +34,7 @@ from valkyrie.parallel.on_target import target_problems
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.problems import is_removed_by, nearest_legal
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.paths import read_group, write_atomic
+from valkyrie.paths import config_names, read_group, write_atomic
 from valkyrie.precision import PolicyConfig
 from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range, refuse
 from valkyrie.processes.distributed import DistributedConfig
@@ -272,10 +272,13 @@ class Run:
             if family is None:
                 raise ValueError(f"{families.key} is missing. Known: {', '.join(families.names())}.")
             refusals.drop_foreign_keys(composed_config, group)
-            known_types = (dict, families.config_class(family))
-            if group == "data" and OmegaConf.get_type(composed_config.data) not in known_types:
-                raise ValueError(f"data.source={family} changes the source but not its settings. Write data={family}.")
             classes[group] = families.config_class(family)
+            if OmegaConf.get_type(composed_config[group]) not in (dict, classes[group]):
+                choice = family if family in config_names(group) else "NAME"
+                raise ValueError(
+                    f"{families.key}={family} changes the {families.key.rpartition('.')[2]} but not its settings. Write "
+                    f"{group}={choice}."
+                )
             folders.append(families.user_folder(family))
         try:
             merged_config = OmegaConf.merge(_run_schema(tuple(classes.items())), composed_config)
