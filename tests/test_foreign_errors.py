@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
+from dataclasses import field, make_dataclass
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from valkyrie.foreign_errors import (
     topology_reason,
     unknown_option,
     unreadable_option,
+    unsupported_type,
     wrong_flag,
     wrong_value,
 )
@@ -63,6 +65,16 @@ def test_omegaconf_errors_about_values_are_explained(key: str, value: Any, kind:
         OmegaConf.update(OmegaConf.structured(RunConfig), key, value)
     assert wrong_value(str(error.value).splitlines()[0].rstrip(".")) == (kind, words)
     assert wrong_value("something else") is None
+
+
+@pytest.mark.parametrize(
+    ("field_type", "name"), [(complex, "complex"), (set[str], "set[str]"), (list[complex], "complex")]
+)
+def test_omegaconf_errors_about_types_are_explained(field_type: Any, name: str):
+    with pytest.raises(OmegaConfBaseException) as error:
+        OmegaConf.structured(make_dataclass("Config", [("key", field_type, field(default_factory=list))]))
+    assert unsupported_type(str(error.value).splitlines()[0]) == name
+    assert unsupported_type("another") is None
 
 
 def test_omegaconf_errors_about_null_groups_are_explained():

@@ -346,6 +346,16 @@ class Config(EngineConfig):
             'plan() of FILE: step "w": path and content must be strings.',
         ),
         (
+            "action_engine",
+            "def plan(self, overrides): return Plan((), (), (CommandStep('x', (('ls',),), action='lst'),))",
+            "plan() of FILE: step \"x\": action='lst' is not one of logs, describe, list, delete.",
+        ),
+        (
+            "problem_engine",
+            "def plan(self, overrides): ...\n    def problems(self): return 'oops'",
+            "problems() of FILE returned 'oops', not a list of str.",
+        ),
+        (
             "abstract_engine",
             "queue: str = ''",
             "the class Config of the module abstract_engine does not define plan, which ",

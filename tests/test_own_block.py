@@ -159,6 +159,11 @@ def test_an_incomplete_block_is_refused(tmp_path):
             '{"unit": Size(',
             "GatedUnit uses the axis units without a length. Return it from `sizes`.",
         ),
+        (
+            "return check_range",
+            "check_range",
+            f"model.family=gated_unit: GatedUnit.problems() of {module} returned None, not a list of Problem.",
+        ),
         ("def sizes", "def size", f"{module}: GatedUnit has no `sizes`."),
     ):
         assert code.count(old) == 1

@@ -72,15 +72,48 @@ def test_the_doctor_checks_a_users_source_and_does_not_suggest_valkyrie_data(fol
     assert "valkyrie-data prepare" not in checked
 
 
-def test_an_error_in_a_users_source_names_the_document(folder: Path):
+@pytest.mark.parametrize(
+    ("correct", "wrong", "message"),
+    [
+        (
+            "yield Document",
+            "yield {}[number] if number == 2 else Document",
+            "KeyError: 2\nwhile reading data.source=tickets, document 3",
+        ),
+        (
+            "yield Document(",
+            "text = None if number == 2 else text; yield Document(",
+            "document tickets.db:2 has a text of type NoneType, not str.\n",
+        ),
+        (
+            "yield Document(",
+            "yield (",
+            "read_documents() of FILE returned a value of type tuple, not a Document.\n",
+        ),
+        (
+            "return Listing(",
+            "return (",
+            "list_files() of FILE returned a value of type tuple, not a Listing.\n",
+        ),
+        (
+            "return [*super().problems()",
+            "[*super().problems()",
+            "problems() of FILE returned None, not a list of Problem.\n",
+        ),
+    ],
+)
+def test_a_slip_in_a_users_source_is_named(folder: Path, correct: str, wrong: str, message: str):
     module = folder / "tickets.py"
     code = module.read_text()
+    assert code.count(correct) == 1
     try:
-        module.write_text(code.replace("yield Document", "yield {}[number] if number == 2 else Document"))
+        module.write_text(code.replace(correct, wrong))
         result = train(folder, "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
     finally:
         module.write_text(code)
-    assert result.returncode and "while reading data.source=tickets, document 3" in result.stderr, result.stderr
+    start = "" if "KeyError" in message else "valkyrie-train: data.source=tickets: "
+    assert result.returncode == (2 if start else 1), result.stderr
+    assert f"{start}{message.replace('FILE', str(module))}" in result.stderr
 
 
 def test_checks_of_a_users_source_and_task_refuse_mistakes(folder: Path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,20 +75,74 @@ def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
     assert [problem.key for problem in wrong.problems()] == ["optimizer.beta2"]
 
 
-def test_wrong_groups_are_refused_by_name(folder: Path) -> None:
+def test_wrong_or_missing_rules_are_refused(folder: Path) -> None:
     module = folder / "lion.py"
     code = module.read_text()
     try:
-        for wrong, words in (
-            ('"matrices"', "returned the unknown group matrices. Groups: matrix, vector, ssm."),
-            ('"vector"', "has no rule for parameters of the group matrix."),
+        for correct, wrong, message in (
+            (
+                '"matrix"',
+                '"matrices"',
+                "lion: rules() returned the unknown group matrices. Groups: matrix, vector, ssm.",
+            ),
+            ('"matrix"', '"vector"', "lion: rules() has no rule for parameters of the group matrix."),
+            ("def rules", "def rule", "lion: Config defines neither `rules` nor `transformation`. Define one of them."),
         ):
-            module.write_text(code.replace('"matrix"', wrong, 1))
+            module.write_text(code.replace(correct, wrong, 1))
             refusal = train(folder, "mode=show")
-            message = f"optimizer=lion: rules() {words}"
-            assert refusal.returncode == 2 and message in refusal.stderr, refusal.stderr
+            assert refusal.returncode == 2 and refusal.stderr.startswith("valkyrie-train: optimizer"), refusal.stderr
+            assert message in refusal.stderr and refusal.stderr.count("\n") == 1
     finally:
         module.write_text(code)
+
+
+@pytest.mark.parametrize(
+    ("family", "correct", "wrong", "message"),
+    [
+        ("lion_1", "return super().problems() +", "super().problems() +", "FILE returned None, not a list of Problem."),
+        ("lion_2", "return super().problems() +", 'return ["a"] or', "FILE returned ['a'], not a list of Problem."),
+        ("lion_3", "return 4.0", 'return "4"', "state_bytes() of FILE returned '4', not a number of bytes."),
+        ("lion_4", "return 4.0", "return -4.0", "FILE returned -4.0, not a number of bytes."),
+        ("lion_5", "return 4.0", 'return float("nan")', "FILE returned nan, not a number of bytes."),
+        ("lion_6", "def state_bytes", "def update_bytes", "FILE returned None, not a number of bytes."),
+        (
+            "lion_7",
+            "@dataclass\n",
+            "",
+            "Config of the module lion_7 has annotated fields, but no @dataclass. Write @data",
+        ),
+        (
+            "lion_8",
+            "beta1: float = 0.9",
+            "beta1: complex = 1j",
+            "FILE: beta1 has type complex, but the keys of a Config ",
+        ),
+        ("lion_9", "beta1: float = 0.9", 'beta1: float = "a"', "FILE: beta1=a: must be a number."),
+        ("lion_10", "beta1: float = 0.9", 'beta1: "Foo" = 0.9', "FILE: name 'Foo' is not defined."),
+    ],
+)
+def test_slips_in_a_users_optimizer_are_refused_in_one_line(
+    command: Any, folder: Path, family: str, correct: str, wrong: str, message: str
+) -> None:
+    file = folder / f"{family}.py"
+    code = (folder / "lion.py").read_text()
+    assert code.count(correct) == 1
+    code = code.replace(correct, wrong)
+    file.write_text(code.replace("return 4.0", "return None") if "update_bytes" in wrong else code)
+    settings = (folder / "optimizer" / "lion.yaml").read_text()
+    (folder / "optimizer" / f"{family}.yaml").write_text(settings.replace("lion", family))
+    result = command("--config-dir", str(folder), *SMALL, f"optimizer={family}")
+    assert result.status == 2 and result.err.count("\n") == 1, result.err
+    assert result.err.startswith(f"valkyrie-train: optimizer.family={family}: ")
+    assert message.replace("FILE", str(file)) in result.err
+
+
+def test_a_yaml_without_its_family_is_refused(command: Any, folder: Path) -> None:
+    file = folder / "optimizer" / "nameless.yaml"
+    file.write_text("defaults: [lion_schema, _self_]\nname: nameless\n")
+    result = command("--config-dir", str(folder), *SMALL, "optimizer=nameless")
+    message = f"{file} does not set family, but lion_schema is the Config of lion.py. Write family: lion."
+    assert (result.status, result.err) == (2, f"valkyrie-train: {message}\n")
 
 
 def test_a_missing_module_is_named_with_its_yaml(tmp_path: Path) -> None:

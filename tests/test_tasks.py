@@ -43,5 +43,8 @@ def test_a_task_declares_its_requirements(tmp_path: Path, monkeypatch: pytest.Mo
     assert run_of("next_token", "microbatches=2").problems() == []
     (problem,) = run_of("carrying_task", "microbatches=2").problems()
     assert (problem.code, problem.key, problem.value) == (ProblemCode.unsupported, "microbatches", 2)
+    (tmp_path / "silent_task.py").write_text(CARRYING.replace("return []", "return None"))
+    with pytest.raises(ValueError, match=r"problems\(\) of .*/silent_task.py returned None, not a list of Problem"):
+        run_of("silent_task").problems()
     (unknown,) = run_of("no_such_task").problems()
     assert (unknown.code, unknown.key) == (ProblemCode.unknown_name, "task")

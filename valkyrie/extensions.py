@@ -8,6 +8,7 @@ imported only if a command on this machine has named that folder.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 import sys
@@ -20,13 +21,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
+from typing import TypeVar
 
 from valkyrie.paths import cache_root, read_defaults
+from valkyrie.problems import describe_value
 
 _PACKAGE = Path(__file__).parent
 
 _MODULES_VARIABLE = "VALKYRIE_MODULES"
 """Environment variable that passes the folders of `modules=` and `--config-dir` to child processes."""
+
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,12 @@ class Families:
             raise ValueError(f"{self.key}={name}: the module {name} has no class Config. Define one{definition}.")
         if not issubclass(config, self.base):
             raise ValueError(f"{self.key}={name}: the class Config of the module {name} must derive from {base}.")
+        annotations = inspect.get_annotations(config)
+        if "__dataclass_fields__" not in vars(config) and not all("ClassVar" in str(a) for a in annotations.values()):
+            raise ValueError(
+                f"{self.key}={name}: the class Config of the module {name} has annotated fields, but no @dataclass. "
+                "Write @dataclass before it."
+            )
         if missing := sorted(getattr(config, "__abstractmethods__", ())):
             raise ValueError(
                 f"{self.key}={name}: the class Config of the module {name} does not define {', '.join(missing)}, which "
@@ -107,6 +119,25 @@ class Families:
             f"{self.key}={name}: {files[0]} would be ignored, because {reason}. Rename it, for example to {new_name}, "
             f"and use {self.key}={new_name}."
         )
+
+    @property
+    def field_name(self) -> str:
+        """The field of a `Config` with the name of its family, such as `family`."""
+        return self.key.rpartition(".")[2]
+
+    def wrong_result(self, config: object, method: str, result: object, expected: str) -> ValueError:
+        """Return the error for a method of a `Config` that returned `result` instead of `expected`, a noun phrase.
+
+        Users' modules are not type-checked.
+        """
+        setting, file = f"{self.key}={getattr(config, self.field_name)}", inspect.getfile(type(config))
+        return ValueError(f"{setting}: {method}() of {file} returned {describe_value(result)}, not {expected}.")
+
+    def check_list(self, config: object, method: str, result: object, kind: type[Item]) -> list[Item]:
+        """Return the list that a method of a `Config` returned. Raises ValueError if it is not a list of `kind`."""
+        if not isinstance(result, list | tuple) or not all(isinstance(item, kind) for item in result):
+            raise self.wrong_result(config, method, result, f"a list of {kind.__name__}")
+        return list(result)
 
     def names_with_key(self, key: str) -> list[str]:
         """Return the names of all families, including the user's, with a key such as `repeats` or `sudoku.side`."""

@@ -63,6 +63,12 @@ def wrong_value(message: str) -> tuple[WrongValue, list[str]] | None:
     return None
 
 
+def unsupported_type(message: str) -> str | None:
+    """Return the type of a dataclass field that OmegaConf does not support, or None for other messages."""
+    match = re.match(r"(?:Unexpected type annotation|Unsupported value type): '?(.*?)'?$", message)
+    return match[1] if match else None
+
+
 def is_key_of_null(message: str) -> bool:
     """Return whether OmegaConf 2.3 raised an AssertionError because a key was set in a group that is null."""
     return re.match("Unexpected type( for root)?: None", message) is not None

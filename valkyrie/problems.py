@@ -220,9 +220,13 @@ def require_type(value: object, expected: type | UnionType, usage: str) -> None:
     `usage` says what the function takes, as the start of the message: `load takes the path of a run folder`.
     """
     if not isinstance(value, expected):
-        shown = repr(value)
-        text = shown if len(shown) <= _MAX_VALUE_LENGTH else f"a value of type {type(value).__name__}"
-        raise TypeError(f"{usage}, not {text}.")
+        raise TypeError(f"{usage}, not {describe_value(value)}.")
+
+
+def describe_value(value: object) -> str:
+    """Return a value of a wrong type as Python code or, if that is long, its type: `a value of type list`."""
+    shown = repr(value)
+    return shown if len(shown) <= _MAX_VALUE_LENGTH else f"a value of type {type(value).__name__}"
 
 
 def check_range(

@@ -15,14 +15,14 @@ from valkyrie.hardware.target import AUTO_TARGET, TargetConfig
 from valkyrie.launch.choose import ENGINES, read_config
 from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.engine import EngineConfig, SliceConfig, add_name, is_single_training
-from valkyrie.launch.plan import CommandStep, shell_text
+from valkyrie.launch.plan import ACTIONS, CommandStep, shell_text
 from valkyrie.launch.supervisor import print_message
 from valkyrie.problems import refuse
 from valkyrie.processes.child import module_command
 from valkyrie.runs.folder import key_values, split_flags
 
-ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
-"""Actions of `valkyrie-launch`. Without one, it starts a training run."""
+SUBCOMMANDS = (*ACTIONS, "dockerfile")
+"""Subcommands of `valkyrie-launch`. Without one, it starts a training run."""
 TRAIN_COMMAND = module_command("valkyrie.cli.train")
 """Command that runs `valkyrie-train` on this machine."""
 
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         "them.",
         epilog="Example: valkyrie-launch target=local processes=4 --restarts 3 -- model=gpt_tiny mesh=2x2x2",
     )
-    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"{', '.join(ACTIONS)}; target= and its keys")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"{', '.join(SUBCOMMANDS)}; target= and its keys")
     parser.add_argument(
         "--restarts", type=int, default=3, metavar="N", help="maximum number of restarts after a crash; default: 3"
     )
@@ -56,11 +56,11 @@ def _parser() -> argparse.ArgumentParser:
 def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     launch_arguments, overrides = split_at_dashes(arguments)
     parsed = _parser().parse_intermixed_args(launch_arguments)
-    actions = [word for word in parsed.words if word in ACTIONS]
+    actions = [word for word in parsed.words if word in SUBCOMMANDS]
     if len(actions) > 1:
         raise ValueError(f"{' '.join(actions)}: write only one action.")
     action = actions[0] if actions else None
-    words = [word for word in parsed.words if word not in ACTIONS]
+    words = [word for word in parsed.words if word not in SUBCOMMANDS]
     if action and overrides is not None:
         raise ValueError(f"{action} does not take settings of a training run. Leave out everything after --.")
     if action == "dockerfile":

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import getsourcefile
 from pathlib import Path
 
 from hydra import initialize_config_dir
@@ -18,12 +19,15 @@ from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.config.choices import Chips, choice_names, get_target
 from valkyrie.config.files import check_folder, use_checked_files
 from valkyrie.config.modes import MODES
+from valkyrie.config.refusals import problem_from_error
 from valkyrie.config.run import FAMILIES, RunConfig
+from valkyrie.extensions import Families
 from valkyrie.hardware.chips import CHIP_GROUP
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform, platforms
@@ -34,6 +38,7 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, load_remat
 from valkyrie.paths import conf_dir, config_files, read_defaults
 from valkyrie.precision import PolicyConfig
+from valkyrie.problems import first_line
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.wandb_writer import TrackingConfig
 
@@ -126,13 +131,10 @@ class ValkyrieSource(ConfigSource):
                     "save": "${valkyrie.default_save:${model.embed}}",
                 }
                 config = OmegaConf.create({"defaults": ["remat_schema", "_self_"], **settings})
+            elif group == "mesh":
+                config = OmegaConf.structured(_mesh_config(name))
             else:
-                value = (
-                    _mesh_config(name)
-                    if group == "mesh"
-                    else FAMILIES[group].config_class(name.removesuffix("_schema"))
-                )
-                config = OmegaConf.structured(value)
+                config = _family_schema(FAMILIES[group], name.removesuffix("_schema"))
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from None
         return ConfigResult(
@@ -351,6 +353,16 @@ def _mesh_config(name: str) -> MeshConfig:
     if mesh is None:
         raise ValueError("mesh=environment needs TPU_MESH_CONFIG, such as TPU_MESH_CONFIG=4,4,2.")
     return mesh
+
+
+def _family_schema(families: Families, name: str) -> DictConfig:
+    """Return the schema of a family. Raises ValueError if a field has a type or a default that no key can have."""
+    config_class = families.config_class(name)
+    try:
+        return OmegaConf.structured(config_class)
+    except (OmegaConfBaseException, NameError) as error:  # NameError: a type that is only imported for type checkers
+        reason = problem_from_error(error) if isinstance(error, OmegaConfBaseException) else f"{first_line(error)}."
+        raise ValueError(f"{families.key}={name}: {getsourcefile(config_class)}: {reason}") from error
 
 
 def _target_config(name: str) -> DictConfig:

@@ -125,7 +125,7 @@ def check_family(path: Path, families: Families, entries: Sequence[str], values:
 
     A missing or unimportable module NAME is reported when Hydra loads the schema.
     """
-    key = families.key.rpartition(".")[2]
+    key = families.field_name
     for name in (entry.removesuffix("_schema") for entry in entries if entry.endswith("_schema")):
         family = values.get(key, getattr(families.config_class(name), key, None) if name in families else name)
         if family != name:

@@ -27,6 +27,7 @@ from valkyrie.foreign_errors import (
     is_recursive_interpolation,
     missing_key,
     missing_variable,
+    unsupported_type,
     wrong_value,
 )
 from valkyrie.hardware.chips import known_chips
@@ -265,6 +266,11 @@ def _nested_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
 def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
     """Return the message for an illegal value, from OmegaConf's message about it."""
     key, message = error.full_key, interpolation_reason(first_line(error)).rstrip(".")
+    if (field_type := unsupported_type(message)) is not None:
+        return (
+            f"{key} has type {field_type}, but the keys of a Config must be bool, int, float, str, an Enum, a "
+            "dataclass, a list or dict of these, or one of these with `| None`."
+        )
     kind, parts = wrong_value(message) or (None, [])
     value, expected, *_ = [*parts, "", ""]
     match kind:

@@ -275,9 +275,9 @@ class Run:
             classes[group] = families.config_class(family)
             if OmegaConf.get_type(composed_config[group]) not in (dict, classes[group]):
                 choice = family if family in config_names(group) else "NAME"
+                kind = families.field_name
                 raise ValueError(
-                    f"{families.key}={family} changes the {families.key.rpartition('.')[2]} but not its settings. Write "
-                    f"{group}={choice}."
+                    f"{families.key}={family} changes the {kind} but not its settings. Write {group}={choice}."
                 )
             folders.append(families.user_folder(family))
         try:
@@ -328,7 +328,8 @@ class Run:
         c = self.config
         if size_problems := refusals.integer_size_problems(asdict(c)):
             return size_problems
-        problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
+        problems = [*_checked_problems("model", self.model), *_checked_problems("optimizer", c.optimizer)]
+        problems += [*c.checkpoint.problems(), *_checked_problems("data", c.data)]
         problems += [*c.distributed.problems(), *self._batch_sizes().problems, *c.code_eval.refusals(c.code_eval_every)]
         is_search = c.mode.ignores_layout and c.mode.needs is Needs.nothing
         hardware_problems = c.target.problems() if is_search else target_problems(c.target, c.mesh)
@@ -337,7 +338,7 @@ class Run:
         problems += bucket_problems("runs", c.runs) or file_problems("runs", c.runs)
         problems += [*profile_problems(c.profile, c.steps), *c.tracking.problems()]
         problems += c.tracking.environment_problems() if c.mode.tracked else []
-        problems += c.mode.problems()
+        problems += _checked_problems("mode", c.mode)
         problems += check_range("trial.limit_s", c.trial.limit_s, above=0, otherwise="null")
         problems += check_range("temperature", c.temperature, least=0)
         problems += check_range("top_k", c.top_k, least=1, otherwise="null to sample from all tokens")
@@ -354,6 +355,8 @@ class Run:
             if key not in keys and isinstance(value, float) and not math.isfinite(value):
                 problems.append(Problem(ProblemCode.not_finite, key, value))
         if not problems:
+            if c.optimizer.family not in optim.FAMILIES.names():
+                optim.check_bytes(c.optimizer, self.model.parameters().values())
             problems += c.remat.problems(partial(activation_names, self.model))
             problems += [] if self.config.mode.ignores_layout else self._layout(advise)[1]
         return problems + hardware_problems
@@ -468,7 +471,7 @@ class Run:
             task = self.task
         except ValueError as error:
             return [Problem(ProblemCode.unknown_name, "task", text=str(error))]
-        c, problems = self.config, task.problems(self.model, self.config.seq)
+        c, problems = self.config, _checked_problems("task", task, self.model, self.config.seq)
         if (setting := self._generation_setting()) and not task.is_text:
             key, value = setting
             text = (
@@ -483,6 +486,11 @@ class Run:
             )
             problems.append(Problem(ProblemCode.unsupported, "microbatches", c.microbatches, text))
         return problems
+
+
+def _checked_problems(group: str, config: Any, *arguments: object) -> list[Problem]:
+    """Return `config.problems(*arguments)`. Raises ValueError if a user's method does not return a list of problems."""
+    return FAMILIES[group].check_list(config, "problems", config.problems(*arguments), Problem)
 
 
 @cache

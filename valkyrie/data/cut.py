@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int
 
+from valkyrie.data.config import SOURCES
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
 from valkyrie.data.readers import Document
@@ -109,6 +110,7 @@ def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census
     """
     byte_limit, is_single_text = config.byte_limit, config.is_single_text(listing)
     for document in config.read_annotating_errors(listing):
+        _check_document(config, document)
         if isinstance(document, TokenDocument):
             digest = _digest(document.tokens.astype("<i8").tobytes())
             census.add(document, document.tokens.size, digest)
@@ -129,6 +131,15 @@ def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census
                 yield from split_into_pieces(text, _choose_split(digest, threshold))
         if is_last:
             return
+
+
+def _check_document(config: DocumentConfig, document: object) -> None:
+    """Raise ValueError for a document of a wrong type, because users' sources are not type-checked."""
+    if not isinstance(document, Document | TokenDocument):
+        raise SOURCES.wrong_result(config, "read_documents", document, "a Document")
+    if isinstance(document, Document) and not isinstance(document.text, str):
+        kind = type(document.text).__name__
+        raise ValueError(f"data.source={config.source}: document {document.id} has a text of type {kind}, not str.")
 
 
 def _digest(raw: bytes) -> int:

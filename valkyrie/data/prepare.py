@@ -16,6 +16,7 @@ import numpy as np
 from valkyrie.checksums import digest
 from valkyrie.data import manifest
 from valkyrie.data.cached import cached_folder
+from valkyrie.data.config import SOURCES
 from valkyrie.data.cut import HASH_RANGE, Census, adjust_threshold, cut
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
@@ -51,7 +52,7 @@ def prepare(
     if (prepared := _open_named_folder(config, tokenizer)) is not None:
         return prepared
     config.raise_problems()
-    listing = config.list_files()
+    listing = _list_files(config)
     if say is not None:
         for note in listing.skip_notes():
             say(note)
@@ -69,9 +70,16 @@ def find_prepared(config: DocumentConfig, tokenizer: str) -> PreparedText | None
     if (prepared := _open_named_folder(config, tokenizer)) is not None:
         return prepared
     config.raise_problems()
-    key = _cache_key(config, config.list_files(), tokenizer)
+    key = _cache_key(config, _list_files(config), tokenizer)
     folder = Path(config.cache_dir).expanduser() / _folder_name(config, tokenizer, key)
     return _open_cached(folder) if folder.is_dir() else None
+
+
+def _list_files(config: DocumentConfig) -> Listing:
+    listing = config.list_files()
+    if not isinstance(listing, Listing):
+        raise SOURCES.wrong_result(config, "list_files", listing, "a Listing")
+    return listing
 
 
 def _open_cached(folder: Path) -> PreparedText:

@@ -17,6 +17,9 @@ from valkyrie.paths import write_atomic
 WIDTH = 120
 """Maximum length of a printed line. Longer commands are split before their flags."""
 
+ACTIONS = ("logs", "describe", "list", "delete")
+"""Subcommands of `valkyrie-launch` that run a single step of a plan."""
+
 Command = tuple[str, ...]
 """A program and its arguments."""
 
@@ -30,8 +33,7 @@ class CommandStep:
         commands: the commands. Each reads the output of the previous one.
         until: if not empty, the printed script repeats the step until it prints this word.
         in_background: whether the next steps start without waiting for this one.
-        action: subcommand of `valkyrie-launch` that runs only this step (logs, describe, list or delete); empty if
-            none does.
+        action: one of `ACTIONS`, which runs only this step; empty if none does.
     """
 
     description: str
@@ -129,6 +131,10 @@ def check_plan(plan: object, source: str) -> Plan:
         if not _is_list(steps, CommandStep, FileStep):
             raise ValueError(f"{source}: {name} must be a tuple of CommandStep and FileStep, such as (step,).")
     for step in (*plan.steps, *plan.later_steps):
+        if isinstance(step, CommandStep) and step.action not in ("", *ACTIONS):
+            raise ValueError(
+                f'{source}: step "{step.description}": action={step.action!r} is not one of {", ".join(ACTIONS)}.'
+            )
         if isinstance(step, FileStep) and not (isinstance(step.path, str) and isinstance(step.content, str)):
             raise ValueError(f'{source}: step "{step.description}": path and content must be strings.')
         if isinstance(step, CommandStep) and not (

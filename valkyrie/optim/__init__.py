@@ -5,10 +5,12 @@ A family is a module with a dataclass `Config` that derives from `OptimizerConfi
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Parameter
@@ -95,7 +97,7 @@ class OptimizerConfig:
         """
         # Not an abstract method: a family may override `transformation` instead, as Muon does, and then needs no rules.
         # Only a user's own family that defines neither gets here.
-        raise NotImplementedError(
+        raise ValueError(
             f"optimizer.family={self.family}: Config defines neither `rules` nor `transformation`. Define one of them."
         )
 
@@ -314,6 +316,15 @@ def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> o
         return inner.update(to_accumulated(updates), state, to_accumulated(params))
 
     return optax.GradientTransformation(lambda params: inner.init(to_accumulated(params)), update)
+
+
+def check_bytes(config: OptimizerConfig, parameters: Iterable[Parameter]) -> None:
+    """Raise ValueError if `state_bytes` or `update_bytes` of a user's optimizer does not return a number of bytes."""
+    for parameter in parameters:
+        for method in ("state_bytes", "update_bytes"):
+            result = getattr(config, method)(parameter)
+            if not isinstance(result, Real) or not 0 <= float(result) < math.inf:
+                raise FAMILIES.wrong_result(config, method, result, "a number of bytes")
 
 
 def is_parameter(node: Any) -> bool:
