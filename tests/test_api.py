@@ -214,6 +214,8 @@ def test_a_run_is_loaded_by_name_or_as_the_latest(working_folder: Path):
     folder.mkdir(parents=True)
     valkyrie.compose("model=gpt_tiny", "mesh=1x1x1", "seed=5").save(folder / "run.yaml")
     assert valkyrie.load("mine").config.seed == 5
+    with pytest.raises(ValueError, match=r"^runs/mine/run.yaml is a file. Pass its folder, runs/mine.$"):
+        valkyrie.load("runs/mine/run.yaml")
     checkpoint = folder / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
@@ -250,7 +252,7 @@ untyped: Any = valkyrie
         (lambda: untyped.to_hf(None, "out"), "to_hf takes the path of a run folder, not None"),
         (lambda: untyped.search_layouts(print), "search_layouts takes a Run. .*, use search_program"),
         (lambda: untyped.search_layouts("model=gpt_tiny"), "search_layouts takes a Run"),
-        (lambda: untyped.explain(3, "runs"), "first= takes a Run, a Result of predict, or the path .*, not 3"),
+        (lambda: untyped.explain(3, "runs"), "first= takes a Run .*, a Result of predict, or a folder .*, not 3"),
         (lambda: untyped.run_sweep(["mesh=2x2x2"]), "run_sweep takes strings, such as .*, not \\['mesh=2x2x2'\\]"),
         (lambda: untyped.trials(None), "trials takes paths of sweep folders, not None"),
         (lambda: untyped.write_report(None), "write_report takes paths of sweep folders, not None"),
@@ -296,6 +298,11 @@ def test_a_search_of_a_training_run_fixes_what_it_sets(working_folder: Path, mon
     assert all(row.layout.startswith("mesh=2x4x1 partition=fsdp") for row in answer.rows)
     assert answer.folder.name.startswith("search-gpt_tiny-v5e-8") and answer.folder.is_dir()
     assert valkyrie.compose(*answer.overrides).config.partition.name == "fsdp"
+    second = answer.run(answer.rows[1])
+    assert second.config.name is None and second.config.mode.name == "train" and answer.folder.is_absolute()
+    assert answer.rows[1].layout in " ".join(second.arguments) and second.layout_record().batch == 32
+    with pytest.raises(TypeError, match=r"^first= takes a Run \(answer.run\(row\) for a row of an answer\)"):
+        untyped.explain(answer.best, second)
     assert repr(answer).startswith("<Answer mesh=2x4x1 partition=fsdp") and "<td" in answer._repr_html_()
     for row in answer.rows:
         assert all(isinstance(value, str | int | float | None) for value in vars(row).values())

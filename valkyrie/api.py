@@ -106,6 +106,8 @@ def _find_folder(function: str, folder: str | Path, runs: Path) -> Path:
 
     require_type(folder, str | Path, f"{function} takes the path of a run folder")
     path = Path(folder)
+    if path.is_file():
+        raise ValueError(f"{path} is a file. Pass its folder, {path.parent}.")
     if not path.exists() and len(path.parts) == 1:
         return runs / path if (runs / path).is_dir() else find_run(runs, str(folder), key="")
     return path
@@ -191,7 +193,7 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
         raise ValueError(outcome.reason)
     if outcome.status == REFUSED:
         raise ValueError(outcome.answer.why)
-    return Answer(outcome.answer, outcome.folder)
+    return Answer(outcome.answer, outcome.folder.absolute())  # a notebook may change its folder
 
 
 def explain(first: Run | Result | str | Path, second: Run | Result | str | Path, *, quiet: bool = False) -> Explanation:
@@ -202,7 +204,7 @@ def explain(first: Run | Result | str | Path, second: Run | Result | str | Path,
     """
     from valkyrie.search.explain.mode import explain as explain_layouts
 
-    takes = "takes a Run, a Result of predict, or the path of a folder with a compile.json"
+    takes = "takes a Run (answer.run(row) for a row of an answer), a Result of predict, or a folder with a compile.json"
     layouts: list[Run | Path | Prediction] = []
     for key, layout in (("first", first), ("second", second)):
         layout = layout.record if isinstance(layout, Result) else Path(layout) if isinstance(layout, str) else layout

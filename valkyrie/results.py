@@ -317,6 +317,14 @@ class Answer:
         """The arguments of `command`: `valkyrie.compose(*answer.overrides)` is the run of the best layout."""
         return shlex.split(self.command)[1:]
 
+    def run(self, row: FoundLayout) -> Run:
+        """Return the run of one of `rows`, to predict or explain its layout: `predict(answer.run(answer.rows[1]))`."""
+        from valkyrie.api import compose
+        from valkyrie.search.request import shared_arguments
+
+        overrides = self.record.best[row.rank - 1].overrides[1:]
+        return compose(*shared_arguments(self.record.command), f"target={row.target}", *overrides)
+
     def __repr__(self) -> str:
         best = self.best
         return f"<Answer {best.layout} on {best.target}: {duration(best.step_s)} {best.status}, {self.folder}>"

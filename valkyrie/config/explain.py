@@ -259,7 +259,7 @@ def _unparsable_argument(error: OverrideParseException, folders: Sequence[str]) 
     key, sign, value = error.override.partition("=")
     reason = first_line(error)
     if not sign:
-        return f"{key if key.strip() else repr(key)} is not of the form KEY=VALUE."
+        return f"{key if key.strip() else repr(key)} is not of the form KEY=VALUE. See valkyrie-train --help."
     for opening, closing in ("[]", "{}", "()"):
         if value.count(opening) != value.count(closing):
             return f"{error.override}: {opening} and {closing} do not match."

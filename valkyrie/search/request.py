@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from valkyrie.config.modes import settings_for
@@ -102,10 +102,7 @@ class SearchRequest:
     @property
     def command(self) -> list[str]:
         """The user's arguments, without those for the layout, the slice and the search."""
-        flags, overrides = split_flags(self.run.arguments)
-        search_keys = (*SEARCH_KEYS, "target.slices", "partition.schedule", "partition.rounds", "partition.zero1")
-        keys = [(override, split_override(override)[0]) for override in overrides]
-        return [*flags, *(override for override, key in keys if key not in search_keys and not key.startswith("mode."))]
+        return shared_arguments(self.run.arguments)
 
     def train_command(self, batch: int | None) -> list[str]:
         """Return `command` with `steps=` added to train on `tokens`.
@@ -115,6 +112,14 @@ class SearchRequest:
         if self.tokens is None:
             return self.command
         return [*self.command, f"steps={math.ceil(self.tokens / self.step_tokens(batch))}"]
+
+
+def shared_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a search without those for the layout, the slice and the search."""
+    flags, overrides = split_flags(arguments)
+    search_keys = (*SEARCH_KEYS, "target.slices", "partition.schedule", "partition.rounds", "partition.zero1")
+    keys = [(override, split_override(override)[0]) for override in overrides]
+    return [*flags, *(override for override, key in keys if key not in search_keys and not key.startswith("mode."))]
 
 
 def parse_request(run: Run) -> SearchRequest:
