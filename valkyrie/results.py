@@ -319,11 +319,12 @@ class Answer:
 
     def run(self, row: FoundLayout) -> Run:
         """Return the run of one of `rows`, to predict or explain its layout: `predict(answer.run(answer.rows[1]))`."""
-        from valkyrie.api import compose
+        from valkyrie.config.arguments import parse_run
         from valkyrie.search.request import shared_arguments
 
         overrides = self.record.best[row.rank - 1].overrides[1:]
-        return compose(*shared_arguments(self.record.command), f"target={row.target}", *overrides)
+        arguments = [*shared_arguments(self.record.command), f"target={row.target}", *overrides]
+        return parse_run(arguments, in_python=True)
 
     def __repr__(self) -> str:
         best = self.best
