@@ -117,6 +117,24 @@ def test_a_deleted_working_directory_is_reported(tmp_path: Path, command: str) -
     assert result.returncode == 2 and "current folder was deleted" in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["train", "data", "convert"])
+def test_ctrl_c_during_the_imports_of_a_command_shows_no_traceback(tmp_path: Path, command: str) -> None:
+    program = f"""
+import signal, sys, time
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "valkyrie.cli.parser":
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(30)
+sys.meta_path.insert(0, Finder)
+from valkyrie.cli.{command} import main
+main()
+"""
+    command_line = [sys.executable, "-c", program]
+    result = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (130, f"valkyrie-{command}: stopped\n")
+
+
 def test_closed_streams_and_ascii_encodings_are_handled(tmp_path: Path) -> None:
     ascii_only = (
         "from valkyrie.processes.interrupt import repair_std_streams; repair_std_streams(); print('a \\u00b7 b'); "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from valkyrie.convert.load import import_folder
 from valkyrie.convert.save import export_run
 from valkyrie.data.tokenizer_json import train_tokenizer
 from valkyrie.parallel.mesh import build_mesh
+from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.locks import write_lock
 from valkyrie.train.program import StepProgram
 from valkyrie.trees import override_text
@@ -415,6 +417,29 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):
     assert "--shards is neither " in refusal_message(capsys, *load, "--shards", "3")
     message = refusal_message(capsys, *load, "stps=3", "--name", "b")
     assert "stps" in message and re.search(r"\bsteps\b", message)
+
+
+def test_a_folder_in_conversion_is_in_use_and_ctrl_c_deletes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_published(tmp_path / "model", "llama")
+    monkeypatch.chdir(tmp_path)
+    load = ("from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1")
+    messages: list[str] = []
+
+    def convert_again(*_: object) -> None:
+        messages.append(refusal_message(capsys, *load))
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("valkyrie.convert.load._save_checkpoint", convert_again)
+    with pytest.raises(SystemExit, match=str(INTERRUPTED)):
+        main([*load])
+    (message,) = messages
+    assert re.match(
+        r"runs/model/huggingface is in use by process \d+ on .*\. Wait for it, or use another name=", message
+    )
+    assert not (tmp_path / "runs" / "model").exists()
+    assert capsys.readouterr().err == "valkyrie-convert: stopped\n"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sweeps import fake_outcomes
 from test_compile_tpu import compile_command
 from test_folder import make_run
 from valkyrie.cli.convert import _parser as convert_parser
-from valkyrie.cli.data import _parser as data_parser
+from valkyrie.cli.data_commands import _parser as data_parser
 from valkyrie.cli.doctor import _parser as doctor_parser
 from valkyrie.cli.launch import _refuse_illegal_training
 from valkyrie.cli.launch import split_at_dashes as split_launch

@@ -8,13 +8,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from valkyrie.cli.parser import OneLineParser, run_command
+from valkyrie.processes.interrupt import exit_on_ctrl_c, signals_as_exceptions
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `valkyrie-convert` with `argv`, or with the arguments of the process if it is None."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # weights are converted on the host
-    run_command("valkyrie-convert", _convert, argv)
+    with exit_on_ctrl_c("valkyrie-convert"):
+        from valkyrie.cli.parser import run_command
+
+        run_command("valkyrie-convert", _convert, argv)
 
 
 def _convert(words: list[str]) -> None:
@@ -22,10 +25,13 @@ def _convert(words: list[str]) -> None:
     arguments, overrides = parser.parse_known_args(words)
     if unknown := [word for word in overrides if "=" not in word or word.startswith("--")]:
         parser.error(f"{unknown[0]} is neither a flag nor KEY=VALUE.")
-    arguments.run(arguments, overrides)
+    with signals_as_exceptions():  # SIGTERM, too, deletes the unfinished folder
+        arguments.run(arguments, overrides)
 
 
 def _parser() -> argparse.ArgumentParser:
+    from valkyrie.cli.parser import OneLineParser
+
     about = "Convert weights from and to Hugging Face folders: config.json, safetensors, tokenizer.json."
     parser = OneLineParser(prog="valkyrie-convert", description=about, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="{from-hf,to-hf}", parser_class=OneLineParser)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size, tokenizer_i
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors, write_atomic
 from valkyrie.problems import Problem, refuse
+from valkyrie.processes.locks import WRITER_FILE, write_lock
 from valkyrie.runs.folder import choose_run_folder, package_versions, split_override, write_run_files
 from valkyrie.trees import override_text
 
@@ -81,12 +82,7 @@ def import_folder(
         raise ValueError(f"{target} already exists. Use another --name NAME, or delete the folder.")
     _check_tokenizer(run)
     say(f"{architecture.name}: {describe_tensors(tensor_shapes, weights.dtype(tensor_shapes))}")
-    with disk_errors(target):
-        target.mkdir(parents=True)  # outside of the next context: another process may have created it just now
-    with _delete_on_failure(target):
-        originals_folder = target / ORIGINALS_FOLDER
-        with disk_errors(target):
-            originals_folder.mkdir()
+    with _new_folder(target) as originals_folder:
         copied_names = copy_other_files(folder, originals_folder)
         write_atomic(originals_folder / CONFIG_FILE, (folder / CONFIG_FILE).read_bytes())
         if architecture.is_gpt2:
@@ -206,10 +202,20 @@ def _check_tokenizer(run: Run) -> None:
 
 
 @contextmanager
-def _delete_on_failure(target: Path) -> Iterator[None]:
-    """Delete the folder if an exception is raised inside this context."""
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Create a run folder with its `ORIGINALS_FOLDER`, and yield the path of the latter, which is locked meanwhile.
+
+    Deletes the run folder if an exception is raised inside this context.
+    """
+    with disk_errors(target):
+        target.mkdir(parents=True)  # outside of `try`: another process may have created it just now
+    originals_folder = target / ORIGINALS_FOLDER
     try:
-        yield
+        with ExitStack() as stack:
+            with disk_errors(target):
+                stack.enter_context(write_lock(originals_folder))  # makes `choose_run_folder` say that it is in use
+            yield originals_folder
+            (originals_folder / WRITER_FILE).unlink()
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise

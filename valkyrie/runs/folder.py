@@ -28,7 +28,7 @@ from valkyrie.hardware.chips import add_shipped_figures
 from valkyrie.optim import OptimizerConfig, convert_old_settings, learning_rate_schedule
 from valkyrie.paths import disk_errors, unused_path, write_atomic
 from valkyrie.problems import first_line, refuse, suggest
-from valkyrie.processes.locks import WRITER_FILE
+from valkyrie.processes.locks import WRITER_FILE, write_lock
 from valkyrie.trees import override_text
 
 RUN_FILE = "run.yaml"
@@ -130,6 +130,9 @@ def choose_run_folder(run: Run) -> Path:
         needs_separate_folder = not uses_run_folder and latest_step(runs / name) is not None
         folder = runs / (f"{name}-{mode}" if needs_separate_folder else name)
         if _has_other_files(folder):
+            for file in folder.glob(f"*/{WRITER_FILE}"):
+                with write_lock(file.parent):  # refused while a from-hf is writing the folder
+                    pass
             raise ValueError(
                 f"name={name}: {folder} contains files but no {RUN_FILE}, so it is not a run folder. Use another name, "
                 "or delete the folder if a killed from-hf left it there."
