@@ -22,7 +22,7 @@ from valkyrie.config.arguments import add_later_problems, composition_errors, ex
 from valkyrie.config.compose import ENVIRONMENT_MESH, register
 from valkyrie.config.explain import explain
 from valkyrie.config.files import check_folder
-from valkyrie.config.mistakes import bytes_not_utf8, refuse_typos, version_text
+from valkyrie.config.mistakes import bytes_not_utf8, refuse_typos, refuse_unknown_flags, version_text
 from valkyrie.config.run import Run
 from valkyrie.config.saved import PrimaryConfig, config_dirs, find_primary_config
 from valkyrie.config.unread import replacement_notes, unread_notes
@@ -65,6 +65,7 @@ def dispatch() -> None:
         arguments = expand_shorthand(arguments)
         multirun = multirun_arguments(arguments)
         refuse_typos(arguments, multirun is not None)
+        refuse_unknown_flags(arguments)
         for folder in config_dirs(arguments):
             check_folder(folder)
         hydra_arguments = read_arguments(multirun or arguments, multirun=multirun is not None)

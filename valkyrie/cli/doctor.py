@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_command("valkyrie-doctor", _doctor, argv)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="valkyrie-doctor",
         usage="valkyrie-doctor [-h] [--dry-run STEPS] [OVERRIDES]",
@@ -40,14 +40,20 @@ def _parse_steps(text: str) -> int:
 
 
 def _doctor(words: list[str]) -> int:
-    options, overrides = _parser().parse_known_args(words)
+    parser = _parser()
+    options, overrides = parser.parse_known_args(words)
     from valkyrie.config.arguments import parse_run
     from valkyrie.config.mistakes import refuse_typos
+    from valkyrie.config.saved import CONFIG_FLAGS
     from valkyrie.doctor.examine import examine
     from valkyrie.problems import refuse
+    from valkyrie.runs.folder import split_flags
     from valkyrie.train.screen import make_console
 
     refuse_typos(overrides, multirun=False)
+    for flag in split_flags(overrides)[0]:
+        if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS:
+            parser.refuse_argument(flag)
     run = parse_run(overrides)
     refuse(run.problems())
     return examine(run, make_console(), options.dry_run)

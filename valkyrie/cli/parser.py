@@ -41,15 +41,19 @@ class OneLineParser(argparse.ArgumentParser):
         else:
             parsed, unknown = command.parse_known_intermixed_args(words, namespace)  # paths may follow options
         if unknown:
-            command.error(f"{unknown[0]} is not an argument{_advice(command, unknown[0])}")
+            command.refuse_argument(unknown[0])
         return parsed
+
+    def refuse_argument(self, word: str) -> NoReturn:
+        """Print that the command has no argument `word`, with a suggestion, and exit with status 2."""
+        self.error(f"{word} is not an argument{_advice(self, word)}")
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
         self.exit(REFUSED, f"{self.prog}: {message}\n")
 
 
-def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, OneLineParser]:
     groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return next((group.choices for group in groups), {})
 

@@ -34,6 +34,18 @@ def bytes_not_utf8(text: str) -> str:
     return " ".join(f"{ord(letter) - 0xDC00:02x}" for letter in text if "\udc80" <= letter <= "\udcff")
 
 
+def refuse_unknown_flags(arguments: Sequence[str]) -> None:
+    """Raise ValueError for a flag that Hydra does not have. Suggests the nearest one."""
+    known_flags = [name for action in get_args_parser()._actions for name in action.option_strings]
+    for flag in filter(_FLAG.match, arguments):
+        name = flag.partition("=")[0]
+        # argparse accepts the beginning of a long flag, and a value directly after a short one.
+        if any(known.startswith(name) if name.startswith("--") else name.startswith(known) for known in known_flags):
+            continue
+        nearest = suggest(name, known_flags)
+        raise ValueError(f"{flag} is not a flag. {f'Did you mean {nearest}?' if nearest else 'See --help.'}")
+
+
 def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = False) -> None:
     """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `batch=8 batch_tokens=1024` and similar mistakes.
 
@@ -80,12 +92,6 @@ def _refuse_dashes(flag: str, next_argument: str) -> None:
                 "VALUE" if "=" in next_argument or next_argument.startswith("-") or not next_argument else next_argument
             )
         raise ValueError(f"{flag}: write settings without dashes: {key}={value}.")
-    known_flags = [name for action in get_args_parser()._actions for name in action.option_strings]
-    name = flag.partition("=")[0]
-    # argparse accepts the beginning of a long flag, and a value directly after a short one.
-    if not any(known.startswith(name) if name.startswith("--") else name.startswith(known) for known in known_flags):
-        nearest = suggest(name, known_flags)
-        raise ValueError(f"{flag} is not a flag. {f'Did you mean {nearest}?' if nearest else 'See --help.'}")
 
 
 def _refuse_joined_settings(argument: str, in_python: bool) -> None:
