@@ -67,6 +67,8 @@ def test_checkpoints_can_be_in_another_folder(tmp_path: Path, capfd: pytest.Capt
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == metrics
     assert run_train("mode=checkpoints", "resume=run", f"runs={tmp_path / 'runs'}") == 2
     assert f": run has no checkpoint in {place} (checkpoint.folder)." in capfd.readouterr().err
+    assert run_train("mode=eval", "resume=run", f"runs={tmp_path / 'runs'}") == 2
+    assert f"{place} has no finished checkpoint. Is it mounted?" in capfd.readouterr().err
     moved = ("resume=run", f"runs={tmp_path / 'runs'}", f"checkpoint.folder={tmp_path / 'unmounted'}")
     assert run_train(*moved, "steps=4") == 0
     assert "from step 3" in capfd.readouterr().out

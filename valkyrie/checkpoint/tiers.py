@@ -22,7 +22,7 @@ from valkyrie.checkpoint.contents import (
 )
 from valkyrie.checkpoint.durable import DurableTier
 from valkyrie.checkpoint.fast import FastTier, fast_folder
-from valkyrie.checkpoint.location import IDENTITY_FILE, all_steps_in, checkpoint_root, in_bucket, steps_in
+from valkyrie.checkpoint.location import IDENTITY_FILE, POINTER_FILE, all_steps_in, checkpoint_root, in_bucket, steps_in
 from valkyrie.checksums import CHECKSUMS_FILE
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
@@ -102,9 +102,9 @@ class Checkpoints:
         """Restore a checkpoint like `try_restore`, but raise ValueError instead of returning None."""
         restored = self.try_restore(abstract_state, changed=changed)
         if restored is None:
-            raise ValueError(
-                f"{self.durable.path} has no finished checkpoint. Start the run again, or resume another run."
-            )
+            is_elsewhere = (self._folder / POINTER_FILE).is_file()
+            remedy = "Is it mounted?" if is_elsewhere else "Start the run again, or resume another run."
+            raise ValueError(f"{self.durable.path} has no finished checkpoint. {remedy}")
         return restored
 
     def try_restore(
