@@ -237,6 +237,29 @@ def test_overrides_that_cannot_apply_are_refused(override, message, tmp_path, ca
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_seq_beyond_the_positions_of_the_weights_is_noted_or_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("valkyrie.convert.load._save_checkpoint", lambda *_: None)
+    lines: list[str] = []
+
+    def convert(case: str, name: str, *overrides: str) -> None:
+        folder = tmp_path / case
+        if not folder.exists():
+            write_published(folder, case)
+        import_folder(folder, name, "bytes", [f"runs={tmp_path}", "mesh=1x1x1", *overrides], say=lines.append)
+
+    convert("llama", "a", "seq=4096")
+    note = "note: seq=4096: the weights were trained for at most 64 positions. Use seq=64, or model.context=4096 "
+    assert [line.startswith(note) for line in lines] == [True, False]
+    lines.clear()
+    convert("llama", "b", "seq=4096", "model.context=4096")
+    convert("llama", "c", "seq=64")
+    assert not any("note: " in line for line in lines)
+    with pytest.raises(ValueError, match=r"^seq=4096: model=gpt2 has 64 positions\. Use seq=64\.$"):
+        convert("gpt2", "d", "seq=4096")
+    with pytest.raises(ValueError, match=r"^model\.context=4096: the architecture comes from config\.json\."):
+        convert("gpt2", "d", "seq=4096", "model.context=4096")
+
+
 def test_a_default_mesh_that_does_not_suit_the_model_is_no_reason_to_refuse(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TPU_MESH_CONFIG", "1,1,3")

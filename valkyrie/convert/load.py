@@ -34,7 +34,10 @@ PREFIX_FILE = "prefix"
 _UNEMBEDDING = "lm_head.weight"
 """Tensor of the output matrix. Folders of models with tied embeddings may have it as a copy of the embedding."""
 _ADJUSTABLE_SETTINGS = ("name", "context", "attention.rope_theta")
-"""Model settings that overrides may change: they change neither the tensors nor the architecture."""
+"""Model settings that overrides may change: they change neither the tensors nor the architecture.
+
+Without `attention.rope_theta`, `context` is fixed, because it is the length of the table of learned positions.
+"""
 _LAYOUT_GROUPS = ("mesh", "partition", "target")
 _MAX_SEQ = 2048
 """Upper limit of the default `seq`, in tokens. Many models support longer contexts than fit on a laptop."""
@@ -81,6 +84,11 @@ def import_folder(
     if target.exists():
         raise ValueError(f"{target} already exists. Use another --name NAME, or delete the folder.")
     _check_tokenizer(run)
+    if (seq := run.config.seq) > (context := run.model.context):
+        say(
+            f"note: seq={seq}: the weights were trained for at most {context} positions. Use seq={context}, or "
+            f"model.context={seq} if the run will be trained on longer texts."
+        )
     say(f"{architecture.name}: {describe_tensors(tensor_shapes, weights.dtype(tensor_shapes))}")
     with _new_folder(target) as originals_folder:
         copied_names = copy_other_files(folder, originals_folder)
@@ -144,7 +152,8 @@ def _refuse_overrides(overrides: Sequence[str], settings: Mapping[str, Setting])
 
     `settings` are the model settings from `config.json`. Overrides may still set those in `_ADJUSTABLE_SETTINGS`.
     """
-    fixed_keys = {f"model.{key}" for key in settings if key not in _ADJUSTABLE_SETTINGS}
+    adjustable_keys = _ADJUSTABLE_SETTINGS if "attention.rope_theta" in settings else ("name",)
+    fixed_keys = {f"model.{key}" for key in settings if key not in adjustable_keys}
     for override in overrides:
         key = split_override(override)[0]
         if key == "model" or key in fixed_keys:
@@ -169,9 +178,10 @@ def _group(key: str) -> str:
 
 
 def _without_model_sizes(problem: Problem) -> Problem:
-    """Remove the suggested values from a problem with a model setting, because the weights determine model sizes."""
+    """Remove suggested values of model settings from a problem, because the weights determine model sizes."""
     is_model_size = problem.nearest is not None and (problem.key or "").startswith("model.")
-    return replace(problem, nearest=()) if is_model_size else problem
+    text = problem.text and re.sub(r", or model\.context=\d+", "", problem.text)
+    return replace(problem, text=text, nearest=() if is_model_size else problem.nearest)
 
 
 def _run_name(folder: str) -> str:
