@@ -1,11 +1,14 @@
-"""A sandbox for untrusted programs: no network, no files except system libraries, and limits on every resource.
+"""A sandbox for untrusted programs: no network, none of the user's files, and limits on resources.
 
-It is built from util-linux tools: new user, mount, PID, network, IPC and UTS namespaces; a separate root file system of
-read-only system folders and a small tmpfs, without home folders and other files; no way to gain privileges; limits on
-CPU time, memory, processes, files and output. When the time is up, the first process of the PID namespace is killed,
-and the kernel kills all others with it.
+The sandbox is created with the tools of util-linux:
 
-If this process runs as root, programs run under an unused user ID. Otherwise, they run in a user namespace.
+- Mount, PID, network, IPC and UTS namespaces separate programs from the rest of the machine.
+- The root file system has read-only system folders and a small writable tmpfs with the program's files.
+- Programs cannot gain privileges. They run under an unused user ID if this process is root, else in a user namespace.
+- CPU time, memory, processes, files and output are limited.
+
+When a program exceeds its time or output limit, the first process of the PID namespace is killed. The kernel then kills
+all other processes in the namespace.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ OUTPUT_BYTES = 64 * 1024
 """Maximum output of a program, in bytes. A program that prints more is killed."""
 _FIRST_USER, _USERS = 1_900_000_000, 100_000
 _SETUP_S = 20.0
-"""Seconds allowed for creating the namespaces, on a busy machine."""
+"""Seconds allowed for creating the sandbox, and between steps. Ample, because the machine may be busy."""
 _user_numbers = itertools.count(os.getpid() * 64)
 
 
@@ -65,13 +68,15 @@ class SandboxStepResult:
 
 
 class SandboxError(RuntimeError):
-    """The sandbox could not be created. The message has the error that the system reported."""
+    """The sandbox could not be created. The message includes the output of the failed tool, if there is any."""
 
 
 def run_steps(
     files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolated: bool = True
 ) -> list[SandboxStepResult]:
-    """Run steps in sequence in a new folder, and return their results, up to the first step that fails.
+    """Run steps in sequence in a temporary folder, and return their results.
+
+    Stops after the first step that fails, so the last result may be a failure.
 
     Args:
         files: Text of each file in the folder, by name.
@@ -145,7 +150,7 @@ def _can_nest_namespaces() -> bool:
 
 @cache
 def visible_folders() -> tuple[str, ...]:
-    """Return the system folders with libraries and compilers that programs see, read-only."""
+    """Return the system folders and files, such as libraries and compilers, that programs can read in the sandbox."""
     folders = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32"]
     folders += ["/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d"]
     return tuple(folder for folder in folders if os.path.exists(folder))
@@ -195,7 +200,9 @@ def sandbox_problem() -> str | None:
 
 
 def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[SandboxStepResult]:
-    """Run the command of a script, and return the results of its steps. Kills it if a step exceeds a limit.
+    """Start the script of `build_script` with `command` in `folder`, and return the results of its steps.
+
+    Stops after the first step that fails or exceeds a limit, and kills the script's process group before it returns.
 
     The script reports on each step over a socket, which is its standard input. No step can access the socket.
     """

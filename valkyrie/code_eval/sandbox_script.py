@@ -25,7 +25,8 @@ class SandboxStep:
         command: The program and its arguments.
         time_s: Wall-clock limit in seconds. The CPU time of each process has about the same limit, in whole seconds.
         memory_mib: Limit of the address space of each process, in MiB.
-        processes: Maximum number of processes and threads at a time.
+        processes: Maximum number of processes and threads at a time. Applies only to isolated steps, and only if
+            `Isolation.limits_processes` is true.
         file_mib: Limit of the size of each file, in MiB.
     """
 
@@ -123,7 +124,7 @@ def _enter_new_root(
 
 
 def _limited_command(step: SandboxStep, isolation: Isolation | None) -> list[str]:
-    """Return a step's command, wrapped in the tools that set its limits and drop all privileges."""
+    """Return a step's command, wrapped in the tools that set its limits and, if isolated, drop all privileges."""
     cpu = max(1, round(step.time_s + 0.5))
     limits = [f"--cpu={cpu}:{cpu + 1}", f"--as={step.memory_mib << 20}", f"--fsize={step.file_mib << 20}"]
     limits += ["--core=0:0", "--nofile=256:256"]

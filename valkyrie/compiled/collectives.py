@@ -51,7 +51,7 @@ class CollectiveUse:
         source: File and line of that operation.
         calls: Calls per step.
         bytes_sent: Bytes that the device sends per step.
-        bytes_by_torus_axis: `bytes_sent`, divided by torus axis; empty before a replay.
+        bytes_by_torus_axis: `bytes_sent`, split by torus axis; empty before a replay.
         busy_s: Seconds per step during which it is in progress.
         exposed_s: Part of `busy_s` during which the device waits for it.
     """
@@ -97,12 +97,13 @@ class Collective:
         source: File and line of that operation.
         bytes_sent: Bytes that one device sends.
         full_bytes: Bytes of a group's whole array, as in `min_bytes_sent`. For a permute and for collectives between
-            slices, the bytes of one device's operand.
-        groups: Indices [groups, members] into the flattened devices of the mesh or of one slice; None for a permute and
-            for collectives between slices.
+            slices, the bytes of one device's operand. 0 if no group has several devices.
+        groups: Indices [groups, members] into the flattened devices of the mesh or of one slice. If the sizes of groups
+            differ, only the largest groups. None for a permute, for collectives between slices, and if no group has
+            several devices.
         pairs: (source, target) indices [pairs, 2] of a permute, or None for other collectives.
         slices: Number of slices for a collective between slices, else None.
-        config: Backend configuration, which may name the compiler's algorithm.
+        config: Backend configuration, which may name the compiler's algorithm; empty if `groups` is None.
     """
 
     kind: str
@@ -122,7 +123,7 @@ class Collective:
         return ",".join(self.mesh_axes)
 
     def empty_use(self, torus_axes: tuple[str, ...] = ()) -> CollectiveUse:
-        """Return an empty `CollectiveUse` for this collective, to which calls, bytes and seconds are added."""
+        """Return a `CollectiveUse` with the kind, mesh axes and cause of this collective, and zero calls."""
         return CollectiveUse(self.kind, self.mesh_axes, torus_axes, self.op_name, self.source)
 
 
@@ -228,9 +229,9 @@ class CollectiveReader:
     def _stated_algorithms(self) -> dict[tuple[str, bytes], Mapping[str, Any]]:
         """Return the backend configurations that name an algorithm, by kind of collective and replica groups.
 
-        Collectives fused into matrix products do not name one, so we assume that of a standalone collective of the same
-        kind over the same groups. If several exist, the first in alphabetical order is used, so rings (`1DAllGather`)
-        precede routers (`AllGatherWithNetRouter`).
+        Collectives fused into matrix products do not name their algorithm. They are assumed to use the algorithm of a
+        standalone collective of the same kind over the same groups. If standalone collectives use several algorithms,
+        the first in alphabetical order is chosen, so rings (`1DAllGather`) precede routers (`AllGatherWithNetRouter`).
         """
         if self._algorithms is None:
             self._algorithms = {}
@@ -326,7 +327,7 @@ def fused_kind(fusion: Instruction, inner: Instruction) -> str:
 
 
 def has_partial_groups(module: Module, mesh_axes: dict[str, int]) -> bool:
-    """Return whether a collective is among only a part of the devices along its mesh axes, not among all of them.
+    """Return whether any collective has groups of only some of the devices along its mesh axes.
 
     If so, the axes may be in the wrong order. Returns False for a module that was compiled for one of several slices.
     """

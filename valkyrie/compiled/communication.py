@@ -107,7 +107,8 @@ def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple
     """Split a measured step time into the time of collectives, by mesh axes, and the remaining time (`PartKind.rest`).
 
     Tracing slows steps down, so the collectives' shares of a traced step are applied to `step_s`, the duration of a
-    step without tracing. Returns an empty tuple if `step_s` is unknown, or if there is no trace or no collective in it.
+    step without tracing. If collectives overlap and their shares add up to more than 1, the shares are scaled to add up
+    to 1. Returns an empty tuple if either step time is unknown, or if there is no trace or no collective in it.
     """
     if trace is None or not trace.times or not trace.step_s or step_s is None:
         return ()

@@ -20,7 +20,7 @@ _KERNEL_TARGETS = ("tpu_custom_call", "Mosaic")
 
 
 def product_flops(instruction: Instruction) -> float:
-    """Return the FLOPs of an instruction's dots and convolutions, including those in a fusion."""
+    """Return the FLOPs of a dot or convolution, or of all those in a fusion or call. Other instructions have 0."""
     if instruction.opcode == "dot":
         return _dot_flops(instruction)
     if instruction.opcode == "convolution":
@@ -81,7 +81,8 @@ class MatrixProduct(NamedTuple):
     Args:
         instruction: The dot or convolution.
         operation: The outermost fusion that contains it, or the instruction itself.
-        calls: Executions in a step. For a program before partitioning, those of all devices in a `jax.shard_map`.
+        calls: Executions in a step. In a program before partitioning, each device of a `jax.shard_map` executes the
+            products in it, and all of these executions count.
     """
 
     instruction: Instruction
@@ -137,9 +138,10 @@ def _iterate_products(
 
 
 def _manual_devices(call: Instruction, mesh_axes: Mapping[str, int]) -> int:
-    """Return the number of devices over which `jax.shard_map` divides a call, or 1 for any other call.
+    """Return the number of devices that each execute the body of a `jax.shard_map`, or 1 for any other call.
 
-    The program must be one before partitioning, where `jax.shard_map` is a call.
+    Only programs before partitioning have such calls. If a call does not name its manual axes, all devices of the mesh
+    count.
     """
     if not call.called[0].name.startswith("xla.sdy.manual_computation_body"):
         return 1

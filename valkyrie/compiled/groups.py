@@ -35,7 +35,10 @@ def replica_groups(instruction: Instruction, partitions: int) -> list[Groups]:
 
 
 def permute_pairs(instruction: Instruction) -> np.ndarray:
-    """Return the (source, target) pairs of a collective-permute between different devices, as integers [pairs, 2]."""
+    """Return the (source, target) pairs of a collective-permute as integers [pairs, 2].
+
+    Omits pairs of a device with itself.
+    """
     pairs = [(p.source, p.target) for p in instruction.message.source_target_pairs]
     return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
 

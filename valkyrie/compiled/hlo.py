@@ -49,7 +49,7 @@ _DTYPES = {
 }
 """Maps the numbers of XLA's `PrimitiveType` (xla_data.proto) to the name and the bits of an element.
 
-Tuples, tokens and opaque values have no bytes.
+Tuples, tokens and opaque values are omitted, because their elements have no bits.
 """
 
 HBM, HOST = 0, 5
@@ -63,7 +63,7 @@ _LIBRARY_PATTERN = re.compile(
     r"(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|orbax|chex|haiku|equinox|numpy|tokamax|qwix|aqt)\b|/lib/python[^/]*/"
     r"(?!site-packages|dist-packages)"
 )
-"""Matches files of JAX, of libraries built on it, and of Python."""
+"""Matches paths of files in JAX, NumPy, libraries built on JAX, and the Python standard library."""
 _MODELS_PATH = "valkyrie/models/"
 
 
@@ -122,8 +122,8 @@ class Instruction:
     """One operation.
 
     Args:
-        op_name: Name of the JAX operation that caused it, with its scopes.
-        source: `file:line` of that operation in the model, or empty if unknown.
+        op_name: Name of the JAX operation that caused it, with its scopes; empty if unknown.
+        source: `file:line` of that operation, in the model if possible; empty if unknown.
         cycles: The compiler's estimate of its duration in cycles, or None if unknown.
         message: The protobuf message.
         computation: The computation that contains it.
@@ -296,7 +296,8 @@ class _Reader:
         """Return the source line that caused an operation, as `file:line`.
 
         This is the innermost stack frame in `valkyrie/models`. If there is none, it is the innermost frame outside of
-        libraries or, failing that, the innermost frame. Returns an empty string if the source is unknown.
+        libraries or, failing that, the innermost frame. Without a stack, it is the line that the metadata names.
+        Returns an empty string if the source is unknown.
         """
         if not metadata.stack_frame_id:
             return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""

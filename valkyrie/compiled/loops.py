@@ -59,13 +59,19 @@ def condition_and_body(loop: Instruction) -> tuple[Computation, Computation]:
 
 
 def constant_value(instruction: Instruction) -> int | None:
-    """Return the integer value of an instruction, looking through tuples, copies and loops, or None if not constant."""
+    """Return the integer value of an instruction, or None if it is not constant.
+
+    Like `find_origin`, looks through tuples, copies, fusions, calls and loops.
+    """
     value = _resolve(instruction)
     return value if isinstance(value, int) else None
 
 
 def find_origin(instruction: Instruction) -> Instruction:
-    """Return the instruction that computes this value, looking through tuples, copies, loops and calls."""
+    """Return the instruction that computes the value of `instruction`.
+
+    Looks through tuples, copies, fusions and calls, and through loops that do not change the value.
+    """
     while True:
         source = _copied_from(instruction)
         if source is None:
@@ -96,7 +102,10 @@ def _literal(instruction: Instruction) -> int | None:
 
 
 def _resolve(instruction: Instruction) -> int | Counter | None:
-    """Return the constant or the element of a loop's carry that an instruction forwards, or None if it is neither."""
+    """Return the value that an instruction forwards: an integer constant or an element of a loop's carry.
+
+    Returns None for any other value.
+    """
     producer = find_origin(instruction)
     if producer.opcode == "constant":
         return _literal(producer)
@@ -107,7 +116,7 @@ def _resolve(instruction: Instruction) -> int | Counter | None:
 
 
 def _fused_root(instruction: Instruction | None) -> Instruction | None:
-    """Return the root of a fusion or call, including nested ones, or the instruction itself."""
+    """Return the root of a fusion or call, following nested ones, or the instruction itself if it is neither."""
     while instruction is not None and instruction.opcode in ("fusion", "call"):
         instruction = instruction.called[0].root
     return instruction

@@ -11,7 +11,10 @@ from itertools import combinations, permutations
 from valkyrie.compiled.hlo import Instruction
 
 _MAX_RANK = 6
-"""Largest rank of arrays that are matched, because all ways to merge their dimensions are tried."""
+"""Maximum number of dimensions larger than 1 of an array to match.
+
+The limit is small because all ways to merge the dimensions are tried.
+"""
 
 UnsplitDimensions = frozenset[int]
 """Indices of an array's dimensions that are not split, so that each shard has their full size."""
@@ -36,10 +39,11 @@ def match_product(local: Instruction, whole: Instruction) -> tuple[UnsplitDimens
 
 @cache
 def match_shard(local: tuple[int, ...], whole: tuple[int, ...]) -> UnsplitDimensions | None:
-    """Return the dimensions of `whole` that are not split in its shard `local`, or None if it cannot be a shard.
+    """Return the dimensions of `whole` that are not split in its shard `local`, or None if `local` cannot be a shard.
 
-    The shard may have its dimensions in another order, with adjacent dimensions merged and with additional dimensions
-    of size 1. A dimension of the same size as a split one counts as split.
+    The shard may have its dimensions in another order, with adjacent dimensions of `whole` merged, and with additional
+    dimensions of size 1. A dimension of the same size as a split one counts as split. Returns None if more than
+    `_MAX_RANK` dimensions of `whole` are larger than 1.
     """
     local = tuple(size for size in local if size > 1)
     dimensions = [dimension for dimension, size in enumerate(whole) if size > 1]
