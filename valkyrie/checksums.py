@@ -41,9 +41,10 @@ def write_checksums(folder: Path, excluded: Container[str] = ()) -> None:
 
 
 def folder_problem(folder: Path) -> Problem | None:
-    """Return a problem for the first file that differs from `checksums.json`, or if that file is damaged, else None.
+    """Compare the files in a folder with its `checksums.json`. Returns the first problem, or None if there is none.
 
-    A folder without `checksums.json` counts as undamaged.
+    The problems are a file that is missing or has changed, and a `checksums.json` that cannot be read. A folder without
+    `checksums.json` counts as undamaged.
     """
     path = folder / CHECKSUMS_FILE
     if not path.is_file():

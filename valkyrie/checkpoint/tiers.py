@@ -34,7 +34,7 @@ class Restored(NamedTuple):
 
     Args:
         step: Number of finished steps.
-        state: The train state. Only the parameters are set if the checkpoint was written by `valkyrie-convert`.
+        state: The train state. If `valkyrie-convert` wrote the checkpoint, all fields except `parameters` are None.
         data: Position in the data, for `Loader.restore`.
         source: Text that names the checkpoint and says why it was used.
     """
@@ -49,7 +49,8 @@ class Checkpoints:
     """The checkpoints of one run folder: durable ones and, if configured, fast ones.
 
     All processes call the same methods. With `read_only`, only durable checkpoints are opened and nothing is changed.
-    `info` is the metadata that all checkpoints of the run share. Checkpoints with a different `tokenizer` are refused.
+    `info` is the metadata that all checkpoints of the run share. Durable checkpoints with a tokenizer other than
+    `info.tokenizer` are refused.
     """
 
     def __init__(
@@ -74,12 +75,12 @@ class Checkpoints:
 
     @property
     def last_durable_step(self) -> int | None:
-        """The step of the newest durable checkpoint, or None if there is none."""
+        """The step of the newest durable checkpoint, saved or being saved, or None if there is none."""
         return self.durable.last_saved
 
     @property
     def last_step(self) -> int | None:
-        """The step of the newest checkpoint of either tier, or None if this process has none."""
+        """The step of the newest checkpoint of either tier, saved or being saved, or None if this process has none."""
         steps = [tier.last_saved for tier in (self.durable, self.fast) if tier is not None]
         return max((step for step in steps if step is not None), default=None)
 
@@ -110,11 +111,15 @@ class Checkpoints:
     def try_restore(
         self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None
     ) -> Restored | None:
-        """Restore the newest undamaged checkpoint that all processes can read. Returns None if there is none.
+        """Restore the newest undamaged checkpoint that all processes can read.
 
-        Unless read-only, moves newer, damaged durable checkpoints aside and deletes fast checkpoints of later steps.
-        Raises ValueError if all checkpoints are damaged, or if the newest one does not fit the model, tokenizer or
-        optimizer. The message names the settings to change.
+        Returns None if there is no durable checkpoint and no usable fast one. Fast checkpoints of another layout or
+        model are skipped. Unless read-only, moves the damaged durable checkpoints that it finds aside, and deletes
+        fast checkpoints that are damaged or of a later step than the restored one.
+
+        Raises ValueError if all durable checkpoints are damaged and no fast one is usable, if the chosen checkpoint
+        cannot be read, or if it is durable and does not fit the model, tokenizer or optimizer. The message says what to
+        change.
 
         Args:
             abstract_state: Shapes and shardings of the train state.
@@ -144,9 +149,10 @@ class Checkpoints:
     def _read_durable(
         self, step: int, abstract_state: Any, changed: Mapping[str, tuple[str, str]], reason: str
     ) -> Restored:
-        """Read a durable checkpoint. Raises ValueError if its model, tokenizer or optimizer differs from the run's.
+        """Read a durable checkpoint. `reason` is appended to `Restored.source`.
 
-        `reason` is appended to `Restored.source`.
+        Raises ValueError if the checkpoint cannot be read, if it was saved at another step, or if its model, tokenizer
+        or optimizer differs from the run's.
         """
         abstract_arrays, path = state_arrays(abstract_state), self.durable.folder_of(step)
         info = read_info(path)
@@ -167,9 +173,10 @@ class Checkpoints:
         return Restored(step, abstract_state._replace(**arrays), data, source)
 
     def _newest_undamaged_durable(self, *, needed: bool) -> int | None:
-        """Return the step of the newest undamaged durable checkpoint, or None. Process 0 checks the files for all.
+        """Return the step of the newest undamaged durable checkpoint, or None if there is none.
 
-        If all are damaged, raises ValueError if one is `needed`, else moves them aside and returns None.
+        Only process 0 checks the files. Unless read-only, it moves newer, damaged checkpoints aside. If all checkpoints
+        are damaged, raises ValueError if one is `needed`, else moves all aside and returns None.
         """
         if self._team.broadcast_from_leader("durable checkpoint", lambda: self.last_durable_step) is None:
             return None
@@ -237,7 +244,7 @@ class StoredCheckpoint(NamedTuple):
         size: Bytes on disk.
         saved: Layout and time of the save, as text.
         damage: The first damage that was found, or None.
-        state: Result of the check for the user: `as saved`, `damaged: REASON`, or why it was not checked.
+        state: Result of the check, as text: `as saved`, `damaged: REASON`, or why the files were not checked.
     """
 
     tier: str

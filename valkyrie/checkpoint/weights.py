@@ -1,4 +1,4 @@
-"""Checkpoints with parameters only: written when weights are converted, and read one array at a time."""
+"""Saves converted weights as a checkpoint with parameters only, and reads single arrays of any durable checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from valkyrie.checkpoint.durable import DurableTier
 from valkyrie.checkpoint.location import in_bucket
 
 _CHUNK_BYTES = 64 * 2**20
-"""Bytes of an array chunk on disk. A device of another mesh reads only the chunks that overlap its shard."""
+"""Maximum bytes of a chunk of an array on disk. A restore reads only the chunks that overlap a device's shard."""
 
 
 class WeightsTier(DurableTier):

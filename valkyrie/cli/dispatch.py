@@ -44,9 +44,10 @@ SWEEP_FAILED = 1
 
 
 def dispatch() -> None:
-    """Run `valkyrie-train` with the arguments in `sys.argv`.
+    """Run `valkyrie-train` with the arguments in `sys.argv`, and exit with the status of the run's mode.
 
-    User errors print a message without a traceback and exit with status 2; set HYDRA_FULL_ERROR=1 to see the traceback.
+    For a user error, prints a message without a traceback and exits with status 2. With HYDRA_FULL_ERROR=1, raises the
+    error instead.
     """
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = strip_comment(sys.argv[1:])

@@ -87,8 +87,8 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
 def _refuse_useless_launch(config: EngineConfig, overrides: Sequence[str]) -> None:
     """Raise ValueError if the launch would not do what the user expects.
 
-    Refuses `--run` after the `--`, `distributed=off` with several processes, and a mode that needs no devices on a
-    slice.
+    Refuses `--run` after the `--`, `distributed=off` with several processes, and, if the target is a slice, a mode that
+    does not use devices.
     """
     if "--run" in overrides:
         raise ValueError("--run: valkyrie-train has no such flag. Write --run before the --.")

@@ -151,7 +151,7 @@ def output_error(error: Exception) -> str | None:
 
 
 def fail(command: str, message: str, status: int = REFUSED) -> NoReturn:
-    """Print a message, which has one problem per line, to stderr and exit with `status`."""
+    """Print an error message of `command` to stderr, as a list if it has several lines, and exit with `status`."""
     lines = escape_control_characters(message).splitlines() or ["unknown error"]
     head = f"{command}: " if len(lines) == 1 else f"{command}: {len(lines)} problems\n  - "
     print(head + "\n  - ".join(lines), file=sys.stderr)

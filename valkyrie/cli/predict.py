@@ -113,8 +113,8 @@ def _predict(words: list[str]) -> int:
 def split_function(module: str) -> tuple[Path, str | None]:
     """Split `FILE.py:FUNCTION` into the file and the function's name. For a compiled module, the name is None.
 
-    Raises ValueError for a Python file without a function or without the suffix `.py`, and for a function in a file
-    that is not a Python file.
+    Raises ValueError for `FILE.py` without a function, for `FILE:FUNCTION` without the suffix `.py`, and for a function
+    in a file that is not a Python file.
     """
     file, colon, function = module.rpartition(":")
     if colon and file.endswith(".py"):
@@ -132,7 +132,8 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
     """Predict the program that a function in a Python file builds. Returns the `Result` of `valkyrie.predict`.
 
     Calls the function with the slice if it has a required argument, and otherwise without arguments. `settings` are
-    keyword arguments of `valkyrie.predict`. Raises ValueError if the user's code fails.
+    keyword arguments of `valkyrie.predict`. Raises ValueError if the function is jitted or requires several arguments,
+    or if the user's code fails.
     """
     from valkyrie import api
     from valkyrie.hardware.platforms import get_platform
@@ -179,10 +180,10 @@ def _require_file(file: Path) -> None:
 
 
 def _import_function(file: Path, function: str) -> Callable[..., Any]:
-    """Import a Python file, and return its function of this name.
+    """Import a Python file, and return its function with the name `function`.
 
-    Adds the folder of the file to `sys.path`, and passes no arguments to it, as `python FILE` does. Raises ValueError
-    if the file has no such function.
+    Like `python FILE`, puts the folder of the file first in `sys.path` and sets `sys.argv` to the file alone. Raises
+    ValueError if the file has no such function.
     """
     sys.path.insert(0, str(file.resolve().parent))
     sys.argv = [str(file)]
@@ -198,7 +199,7 @@ def _import_function(file: Path, function: str) -> Callable[..., Any]:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Raise ValueError for an output with a wrong suffix, over an input or another output, or in a missing folder."""
+    """Raise ValueError if an output has a wrong suffix, a missing folder, or the path of an input or another output."""
     taken_paths = {split_function(options.module)[0].resolve(): "the input module"}
     if options.places is not None:
         taken_paths[options.places.resolve()] = "the file of --places"

@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refuse_ignored(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for options that would be ignored, with or without `--wandb`, and for a comparison as CSV."""
+    """Raise ValueError for options that `--wandb` ignores or that need it, and for `--compare` with `--format csv`."""
     if arguments.wandb is None and (arguments.group is not None or arguments.dry_run):
         raise ValueError("--group and --dry-run need --wandb ENTITY/PROJECT.")
     if arguments.wandb is not None:
@@ -63,9 +63,10 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
 
 
 def _output_format(format: str | None, output: Path | None) -> str:
-    """Return the format of the report: `--format`, or that of the file's suffix.
+    """Return the format of the report: `format`, else the one that the suffix of `output` names, else `html`.
 
-    Raises ValueError if they differ, or for other suffixes, because such a file may be a record of the sweep.
+    Raises ValueError if `format` and the suffix differ. Also refuses unknown suffixes, because such a file may be a
+    record of the sweep.
     """
     suffix = "" if output is None or str(output) == "-" else output.suffix.lower()
     by_suffix = {"": None, ".html": "html", ".htm": "html", ".md": "md", ".csv": "csv"}

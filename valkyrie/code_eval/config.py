@@ -55,7 +55,7 @@ class CodeEvalConfig:
         return problems + bucket_problems("code_eval.problems", self.problems)
 
     def with_absolute_path(self) -> CodeEvalConfig:
-        """Return these settings with `problems` as an absolute path if it is a file. It then works in any directory."""
+        """Return these settings, valid in any directory: if `problems` is a path, it is made absolute."""
         is_file = self.problems.endswith(".jsonl") or "/" in self.problems
         path = os.path.abspath(os.path.expanduser(self.problems))
         return replace(self, problems=path) if is_file else self

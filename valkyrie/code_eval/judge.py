@@ -122,8 +122,8 @@ def judge_all(
 ) -> list[CompletionResult] | None:
     """Judge completions, given as (problem, text), `workers` at a time (None: one per CPU core).
 
-    Returns the results in the order of `pairs`, or None if `stopped`, which is called before each completion, returned
-    true.
+    Returns the results in the order of `pairs`. Calls `stopped` before each completion, and skips the completion if the
+    call returns true. If any completion was skipped, returns None. Raises SandboxError if no sandbox could be created.
     """
 
     def judge_pair(pair: tuple[CodingProblem, str]) -> CompletionResult | None:
@@ -153,7 +153,8 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 def summary(problems: Sequence[CodingProblem], results: Sequence[CompletionResult]) -> dict[str, float]:
     """Return the metrics of each language: `cpp_compile_rate`, `cpp_pass_rate`, `cpp_pass_rate_easy`, `cpp_pass@1`, ...
 
-    Rates are shares of all samples, from 0 to 1. `pass@k` (see `PASS_AT`) is averaged over problems.
+    A rate is the share of the language's samples (of one difficulty, if it is named) that compile or pass, from 0 to 1.
+    `pass@k` (see `PASS_AT`) is averaged over problems.
     """
     rates: dict[str, float] = {}
     for language in languages_of(problems):

@@ -18,7 +18,7 @@ COMPILERS = ("g++", "clang++", "c++")
 """C++ compilers in order of preference."""
 _MAIN = re.compile(r"\bint\s+main\s*\([^)]*\)\s*\{")
 _SANDBOX_COMPILER_FOLDERS = ("/usr", "/bin")
-"""Folders of compilers that the sandbox shows."""
+"""Folders that may contain a compiler and are visible in the sandbox."""
 
 
 class Program(NamedTuple):
@@ -78,7 +78,7 @@ class Cpp(JudgeLanguage):
         return closing_brace(completion)
 
     def find_error(self, prompt: str, tests: str) -> str | None:
-        """Return an error message unless the tests have exactly one `main` and the prompt ends with `{`, else None."""
+        """Return None if the tests have one complete `main` and the prompt ends with `{`, else an error message."""
         mains = list(_MAIN.finditer(tests))
         if len(mains) != 1 or closing_brace(tests[mains[0].end() :]) is None:
             return "C++ tests must have one `int main() {...}` that returns 0 if all tests pass"
@@ -188,9 +188,9 @@ def compiler(isolated: bool = True, which: Callable[[str], str | None] = shutil.
 
 
 def closing_brace(text: str) -> int | None:
-    """Return the position after the C++ brace that closes one opened before the text, or None if it stays open.
+    """Return the position after the `}` that closes the C++ block where `text` begins, or None if it stays open.
 
-    Braces in comments, strings, characters and raw strings do not count.
+    Braces in comments, strings, raw strings and character literals do not count.
     """
     depth = 1
     for token in _TOKENS.finditer(text):
