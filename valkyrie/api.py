@@ -73,8 +73,8 @@ __all__ = [
 def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
     """Compose a run from arguments of `valkyrie-train`: `compose("model=gpt_tiny", "mesh=2x2x2")`.
 
-    `config_dir` is a folder with your configs and modules, like `--config-dir`. Raises ValueError with everything that
-    is wrong with the run: unknown names with the valid ones, and all problems of the layout.
+    `config_dir` is a folder with your configs and modules, like `--config-dir`. Raises ValueError if an argument is
+    invalid or the run has problems. The message lists the problems and, for an unknown name, the valid ones.
     """
     from valkyrie.config.arguments import parse_run
 
@@ -118,7 +118,7 @@ def named_slice(name: str, *, slices: int = 1) -> Slice:
 
     It has the chip, the number of chips and hosts, the topology and prices. `slice.mesh((4, 16), ("data", "model"))`
     returns a mesh to compile for. `slices` is the number of such slices, connected by the data-centre network. Raises
-    ValueError for an unknown name. The message names the nearest legal slices.
+    ValueError for an unknown name, with the nearest legal slices in the message, and for an illegal `slices`.
     """
     from valkyrie.config.choices import get_target
 
@@ -161,11 +161,11 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
     "mode=search", "budget=2min", "mode.compiles=4")`. A run of another mode is searched with default settings, and its
     `name` is not used. Layout settings that the run sets (`partition=fsdp`) are fixed, and the others vary.
 
-    The folder of the search keeps every compile and measurement, so that a later search with the same model and target
-    continues there. An interrupt raises KeyboardInterrupt and keeps the answer so far in `search.json`. Compiles and
-    measurements run in child processes, which need the devices: on a TPU or GPU, search before this process uses JAX.
-    Raises ValueError if no layout fits (the message names a slice that is large enough), if an environment variable
-    makes every compile fail, or if the run sets `resume`.
+    The folder of the search keeps every compile and measurement. A later search with the same settings continues there;
+    only time budgets and limits on compiles and measurements may differ. An interrupt raises KeyboardInterrupt and
+    keeps the answer so far in `search.json`. Compiles and measurements run in child processes, which need the devices:
+    on a TPU or GPU, search before this process uses JAX. Raises ValueError if no layout fits (the message names a slice
+    that is large enough), if an environment variable makes every compile fail, or if the run sets `resume`.
     """
     from valkyrie.modes.search import Config as SearchMode
 
@@ -222,10 +222,10 @@ def explain(first: Run | Result | str | Path, second: Run | Result | str | Path,
 def fit(run: Run, *, quiet: bool = False) -> Trained:
     """Train a run in its run folder, like `mode=train`, but without printing a sample.
 
-    A run with `resume=` or with the `name=` of an earlier run resumes from its newest checkpoint. Interrupting it (a
+    A run with `resume=` or with the `name=` of an earlier run resumes from its newest checkpoint. An interrupt (a
     notebook's stop button) raises KeyboardInterrupt and keeps the checkpoints saved so far. Raises ValueError if
-    devices, data or checkpoint do not match the run, and `valkyrie.train.callbacks.DivergedError` if the loss is no
-    longer finite.
+    devices, data or checkpoint do not match the run, `valkyrie.train.callbacks.DivergedError` if the loss or gradients
+    are no longer finite, and `valkyrie.checkpoint.NotSavedError` if the final state cannot be saved.
     """
     _require_run("fit", run)
     from valkyrie.runs.folder import choose_run_folder
@@ -243,7 +243,8 @@ def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
     """Evaluate a trained run on its whole validation split. Returns its metrics by name, such as `eval_loss`.
 
     Uses the trained run that `resume=` or `name=` selects, or else the one with the newest checkpoint. Raises
-    ValueError if there is none, or if `seq` exceeds both the `seq` of that run and the tokens of the validation split.
+    ValueError if there is no such run, if devices, data or checkpoint do not match it, or if `seq` is longer than in
+    training and the validation split does not fill one row of that length.
     """
     _require_run("evaluate", run)
     from valkyrie.train.prepare import prepare_evaluation, restore, trained_folder
@@ -423,7 +424,7 @@ def _config_flags(config_dir: str | Path | None) -> list[str]:
 
 
 _FOLDER_LINE = "folder: "
-"""Start of the line that a sweep prints with its folder."""
+"""Prefix of the output line that names the folder of a sweep."""
 
 
 def _run_command(
@@ -435,10 +436,13 @@ def _run_command(
         name: The command, without `valkyrie-`.
         arguments: Its arguments.
         quiet: Whether to print nothing.
-        on_line: Called with each line that it prints.
-        has_result: Returns whether it has printed its result.
+        on_line: Called with each line that the command prints on stdout.
+        has_result: Called when the command has ended. Returns whether `on_line` has received its result.
 
-    Raises ValueError with the command's error message if it has no result, and RuntimeError if it also has no message.
+    Raises:
+        KeyboardInterrupt: The command was interrupted.
+        ValueError: The command printed an error message instead of a result.
+        RuntimeError: The command printed neither.
     """
 
     def print_line(line: str) -> None:

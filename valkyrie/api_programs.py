@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _MAX_TOKENS = 1e15
-"""Maximum number of tokens in a step. Reports print all digits of tokens per second."""
+"""Maximum number of tokens in a step. It limits the width of tokens per second, which reports print with all digits."""
 
 
 @overload
@@ -76,8 +76,8 @@ def predict(
 
     `program` is one of:
 
-    - A `Run`. Its step is compiled for its target in a child process, and identical compiles come from the cache. It
-      takes no other arguments except `quiet`, and its time limit is `mode.time_limit_s`. For a CPU target, only memory
+    - A `Run`. Its step is compiled for its target in a child process, and identical compiles come from the cache. The
+      only other argument is `quiet`. The run's `mode.time_limit_s` limits the compile. For a CPU target, only memory
       and communicated bytes are predicted.
     - A jitted function with the positional and keyword arguments of a call (or `jax.ShapeDtypeStruct`s), or the result
       of its `lower` or `compile`. Requires `slice`. Shardings must use a mesh from `slice.mesh(...)`. If no argument
@@ -150,7 +150,11 @@ def _require_mesh_and_places(mesh: object, places: Sequence[Position] | None) ->
 
 
 def _refuse_misspelt_keywords(program: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-    """Raise TypeError for a keyword of neither `predict` nor the function, and for arguments of a dumped module."""
+    """Raise TypeError for a keyword that neither `predict` nor the function takes.
+
+    Also raises TypeError for positional arguments of a dumped module, which already has its shapes. Does not check the
+    keywords of lowered and compiled programs, because their signatures are unknown.
+    """
     import inspect
 
     if isinstance(program, str | Path) and arguments:
@@ -213,7 +217,8 @@ def _predict_layouts(
 ) -> Comparison:
     """Predict a function under several layouts.
 
-    `default` has the function, keywords, mesh and options of layouts that do not set their own.
+    `default` has the function, mesh and options for layouts that do not set their own, and keywords for all layouts. If
+    a layout sets the same keyword, its value is used. Raises ValueError if `default` has positional arguments.
     """
     from valkyrie.search.programs import parse_layouts
 
@@ -231,7 +236,7 @@ def _predict_calls(
     time_limit_s: float | int | None,
     console: Console,
 ) -> dict[str, Result]:
-    """Predict each call. Takes the calls and returns the results by name of the layout."""
+    """Predict the call of each layout. `calls` and the returned results are keyed by layout name."""
     from valkyrie.search.programs import predict_call
 
     results = {}
@@ -281,9 +286,10 @@ def search_program(
         axes: Names of the mesh axes.
         rules: Maps names to values of the second argument of `build`. Each is tried on each mesh.
         budget: Time limit of the search: seconds, or text such as "5min". No compile is started that would likely
-            exceed it, judging by the longest so far.
-        folder: Folder for `search.json` and `report.html`, rewritten after every layout. None writes no files. The
-            folder of a search that has other layouts is refused.
+            exceed it, judging by the longest so far. A compile that does exceed it is stopped.
+        folder: Folder for `search.json` and `report.html`, rewritten after every layout. None writes no files. Raises
+            ValueError if the folder has a search for another slice or with layouts that this search does not try, or
+            belongs to a run, a sweep or `mode=search`.
         options: Compiler options.
         name: Title of the reports.
         tokens: Tokens in one step on all devices, for tokens per second.
@@ -330,7 +336,10 @@ def search_program(
 
 
 def _parse_budget(budget: str | float | int | None) -> float | int | None:
-    """Return a time budget in seconds. Raises ValueError if it is not a positive time, TypeError for other types."""
+    """Convert a time budget to seconds; None stays None.
+
+    Raises TypeError if it is neither a number nor a string, and ValueError if it is not a positive time.
+    """
     if budget is None:
         return None
     require_type(budget, str | Real, 'budget= takes seconds, or a time such as "5min"')
@@ -342,10 +351,11 @@ def _parse_budget(budget: str | float | int | None) -> float | int | None:
 
 
 def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[Slice, ProgramWork]:
-    """Check the settings of a prediction, and return the slice and a `ProgramWork`.
+    """Check arguments of `predict` or `search_program`, and return the slice and a `ProgramWork`.
 
-    The `ProgramWork` has the settings `name`, `tokens` and `flops`, and `unit`. Raises TypeError or ValueError for
-    illegal settings, and ValueError for a slice without TPUs.
+    `settings` has `name`, `tokens`, `flops`, `options` and `time_limit_s`. The `ProgramWork` consists of `name`,
+    `tokens`, `flops` and `unit`. Raises TypeError for a wrong type, and ValueError for an illegal value or a missing or
+    non-TPU slice.
     """
     from valkyrie.search.compile.predict import ProgramWork
 
@@ -378,7 +388,11 @@ def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[S
 
 
 def _refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layouts: Collection[str]) -> None:
-    """Raise ValueError or TypeError if a key of `measured_s` is not in `layouts`, or a value is not above 0."""
+    """Check `measured_s`, which maps names of layouts to measured seconds per step.
+
+    Raises ValueError for a name that is not in `layouts` or a time that is not positive, and TypeError for a wrong
+    type.
+    """
     if measured_s is None:
         return
     usage = "measured_s= takes measured seconds by name of a layout"
@@ -399,8 +413,8 @@ def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tupl
 
     A fault has a code, a text, a remedy, the source line, and its cost in seconds and bytes. `assert not
     valkyrie.check(step, *shapes, slice=slice)` is a test that a sharding has no known fault. Takes the arguments of
-    `predict`, and raises the same errors. Raises RuntimeError if the compile fails, and TypeError for programs that are
-    already partitioned, such as compiled ones.
+    `predict` for a function, except `layouts`, and raises the same errors. Also raises RuntimeError if the compile
+    fails or exceeds `time_limit_s`, and TypeError for a `Run`, a compiled function or a dumped module.
     """
     import jax
 

@@ -130,10 +130,10 @@ class Arrays:
         axes: Every logical axis, with a description.
         parameters: Every distinct parameter tensor, with its names in messages.
         activations: Every distinct activation that the model constrains, with its names in messages.
-        sharded_like: Maps an axis to the axis that it is sharded like, such as `kv_heads` to `heads`. It is replicated
-            over mesh axes that do not divide its length.
+        sharded_like: Maps an axis to another whose sharding it copies, such as `kv_heads` to `heads`. The copying axis
+            is replicated over mesh axes that do not divide its length.
         stack_lengths: Lengths of the `layers` axis: the repetitions of each scanned group of layers, first to last.
-        dispatched: Axes, such as `experts`, with parameters that are never gathered. Tokens are sent to their shards
+        dispatched: Axes that are never gathered, such as `experts`. Tokens are sent to the shards of the parameters
             instead.
     """
 
@@ -155,11 +155,14 @@ class Shard(Protocol):
         ...
 
     def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
-        """Constrain an activation to the partition's placement of these logical axes, one per dimension."""
+        """Constrain an activation to its sharding under the partition. `axes` has one logical axis per dimension."""
         ...
 
     def gather_for_use(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """All-gather a parameter for a matmul, over the mesh axes that also split the data (`Layout.used_axes`)."""
+        """All-gather a parameter over the mesh axes that also split the data, for use in a matmul.
+
+        The result stays split over other mesh axes (`Layout.used_axes`).
+        """
         ...
 
     def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:

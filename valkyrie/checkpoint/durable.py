@@ -1,6 +1,6 @@
-"""The durable tier: checkpoints in the run folder or a bucket that all processes write together.
+"""The durable tier: checkpoints that all processes write together and that can be restored under any layout.
 
-They can be read under any layout.
+They are stored in the run folder, or in a folder or bucket that all hosts reach.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class DurableTier(Tier):
         return args.StandardRestore(abstract_arrays)
 
     def newest_undamaged_step(self) -> int:
-        """Return the step of the newest undamaged checkpoint. Raises ValueError, listing the damage, if there is none.
+        """Return the step of the newest undamaged checkpoint.
 
         Prints a note for each newer, damaged checkpoint and, unless read-only, moves it aside so that its step can be
-        saved again.
+        saved again. If all checkpoints are damaged, raises ValueError with the damage of each, and moves none.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         step, damages = newest_undamaged(self.path, steps)
@@ -89,7 +89,7 @@ class DurableTier(Tier):
     def set_all_aside(self) -> None:
         """Rename all checkpoints to `damaged-...`, so that their steps can be saved again.
 
-        Call this if all are damaged.
+        Call this if all are damaged. Does nothing if read-only.
         """
         for step in self._manager.all_steps():
             self._set_aside(step)
@@ -102,7 +102,7 @@ class DurableTier(Tier):
 def _check_folder(path: Path, run_folder: Path) -> None:
     """Raise ValueError if saving to `path` could delete anything except this run's checkpoints.
 
-    Orbax takes every folder whose name is a number for a checkpoint, and deletes the oldest.
+    Orbax treats every folder with a numeric name as a checkpoint, and deletes the oldest ones.
     """
     resolved_path = path.resolve()
     if resolved_path.parent != run_folder.resolve() and (resolved_path.parent / "run.yaml").is_file():

@@ -125,7 +125,10 @@ def fast_folder(config: FastConfig, run_folder: Path, identity: str) -> Path:
 
 
 def _covers(saved_shards: Mapping[str, list[str]] | None, needed_shards: Mapping[str, list[str]]) -> bool:
-    """Return whether `saved_shards` includes `needed_shards`, with the same dtypes. Both are from `local_shards`."""
+    """Return whether a checkpoint has the needed arrays, no others, with the same dtypes and all needed shards.
+
+    Both arguments are from `local_shards`. `saved_shards` is None if they were not recorded.
+    """
     if saved_shards is None or saved_shards.keys() != needed_shards.keys():
         return False
     return all(

@@ -83,7 +83,7 @@ def parse_path(text: str) -> Any:
 def checkpoint_root(run_folder: Path) -> Any:
     """Return the folder or bucket path of a run's durable checkpoints, as recorded in its run folder.
 
-    Raises ValueError if the recorded URL has an unknown scheme, or if the scheme's package is missing.
+    Raises ValueError if the recorded path cannot be used, for the reasons in `folder_problems`.
     """
     pointer = run_folder / POINTER_FILE
     if not pointer.is_file():
@@ -150,8 +150,8 @@ def all_steps_in(root: Any) -> list[int]:
     """Return the steps of the checkpoint folders directly in a folder or bucket, oldest first.
 
     On a disk, includes incomplete folders, for example of an interrupted copy. A save in progress is not included,
-    because its folder gets the step as its name when it finishes. In a bucket, an incomplete folder may be a save in
-    progress, so only finished checkpoints are returned.
+    because Orbax writes to a temporary folder and renames it to the step at the end. In a bucket, an incomplete folder
+    may be a save in progress, so only finished checkpoints are returned.
     """
     if in_bucket(root):
         return steps_in(root)

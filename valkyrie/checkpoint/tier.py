@@ -31,8 +31,9 @@ class NotSavedError(RuntimeError):
 class Tier(ABC):
     """The checkpoints in one folder. Each has a train state, its data position, and the metadata to check both.
 
-    `save` returns as soon as the arrays are copied off the devices; `wait` and `close` wait until they are on disk. An
-    interrupted save is never mistaken for a checkpoint. Every checkpoint has checksums of its files.
+    `save` returns as soon as the arrays are copied off the devices; `wait` and `close` wait until they are stored. An
+    interrupted save is never mistaken for a checkpoint. A checkpoint on a disk has checksums of its files. One in a
+    bucket has none, because buckets verify their objects.
     """
 
     def __init__(self, path: Any, *, cleans_up: bool, info: CheckpointInfo, multiprocess: bool = False) -> None:
@@ -89,8 +90,9 @@ class Tier(ABC):
     ) -> str | None:
         """Start saving the state after `step` steps and its data position, unless that step is already saved.
 
-        Returns the error message if this save or the previous one failed, or None. A failed save leaves no files
-        behind, and later saves are attempted as usual.
+        Returns an error message if the previous save failed or this one could not be started, else None. `wait` and
+        `poll` return later errors of this save. A failed save leaves no files behind, and later saves are attempted as
+        usual. With `multiprocess`, raises NotSavedError instead of returning a message.
 
         Args:
             step: Number of finished steps.
@@ -173,7 +175,7 @@ class Tier(ABC):
                 raise error
 
     def close(self) -> None:
-        """Wait for saves to finish, then release the folder."""
+        """Wait for saves to finish, then release the folder. Prints the error message of a save that failed."""
         if self._broken:
             return
         try:
