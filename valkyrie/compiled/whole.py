@@ -1,6 +1,6 @@
-"""Reads a lowered program, before XLA partitions it: shardings of its arguments, and where its batch dimensions go.
+"""Reads a lowered program before XLA partitions it: the shardings of its arguments, and the batch dimensions of arrays.
 
-A batch dimension is a dimension of a batch argument (one that the program does not return) that a mesh axis splits.
+A batch argument is one that the program does not return. Its batch dimensions are those that mesh axes split.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHARDING_ATTRIBUTE = "xla.sdy.sharding"
 """Frontend attribute with the sharding of a value, written by Shardy, JAX's partitioner."""
 _DIMENSION_PATTERN = re.compile(r"\{([^}]*)\}")
 _AXIS_PATTERN = re.compile(r'"([^"]+)"(?::\(\d+\)(\d+))?')
-"""A mesh axis, or a part of it and the size of the part: `"data":(1)2`."""
+"""Regex for a mesh axis, `"data"`, or a part of one, `"data":(1)2`. Its groups are the name and the part's size."""
 _NO_MARKS: frozenset[int] = frozenset()
 _MAX_PASSES = 4
 """Maximum number of passes over the body of a loop. Passes end earlier if the marks of its carry no longer change."""
@@ -30,7 +30,7 @@ AxisPart = tuple[str, int | None]
 """A mesh axis and the size of a part of it, or None for the whole axis."""
 
 Marks = tuple[frozenset[int], ...]
-"""For each dimension of an array, the numbers of the batch dimensions that it comes from, as counted by `_Tracer`."""
+"""For each dimension of an array, the batch dimensions that it comes from, as indices into `_Tracer._candidates`."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,10 @@ class Argument:
     Args:
         name: Path in the arguments: `state.params['embed']['kernel']`.
         shape: Shape of the whole array.
-        axis_parts: For each dimension, the mesh axes that split it. An axis that splits it only in part has the size of
-            that part (`AxisPart`).
+        axis_parts: For each dimension, the mesh axes, or parts of axes, that split it. () if the argument has no
+            sharding.
         is_state: Whether the program returns an array of this shape and dtype, as a training step returns its state.
+            Each returned array counts for one argument. Scalars are never state.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Argument:
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...]:
-        """Mesh axes that split each dimension, entirely or in part."""
+        """For each dimension, the mesh axes that split it. Includes an axis if only a part of it does."""
         return tuple(tuple(axis for axis, _ in parts) for parts in self.axis_parts)
 
 
@@ -81,7 +82,10 @@ class WholeProgram:
         return cls(parse(module.as_serialized_hlo_module_proto()))
 
     def batch_dimensions(self, instruction: Instruction) -> dict[int, BatchDimension]:
-        """Return the batch dimensions in an instruction's result, by the index of the result's dimension."""
+        """Map dimensions of an instruction's result to the batch dimensions that they come from.
+
+        Omits dimensions that come from none. If one comes from several, returns the first. Returns {} for a tuple.
+        """
         marks = self._marks.get(instruction)
         if not isinstance(marks, tuple):
             return {}
@@ -124,11 +128,11 @@ def parse_sharding(text: str) -> tuple[tuple[AxisPart, ...], ...]:
 
 
 class _Tracer:
-    """Follows sharded dimensions of batch arguments through a program.
+    """Follows the batch dimensions of arguments through a program.
 
     Weights are excluded in two ways. Arguments with `is_state` are not followed. Weights that the program does not
-    return are recognised by their use: a dimension is dropped if a matrix product contracts it with a dimension of
-    another argument.
+    return are recognised by their use: a batch dimension is dropped if a matrix product or convolution contracts it
+    with a dimension that does not come from the same batch dimension.
     """
 
     def __init__(self, module: Module, arguments: Sequence[Argument]) -> None:
@@ -304,8 +308,7 @@ def _argument_name(instruction: Instruction) -> str:
 def _union_marks(first: Any, second: Any) -> Any:
     """Return the union of the marks of two values of the same shape.
 
-    The marks of an array are a `Marks`, those of an HLO tuple a list with one entry per element, and None means no
-    marks.
+    An array has `Marks`. An HLO tuple has a list with the marks of each element. None means no marks.
     """
     if first is None or second is None:
         return second if first is None else first

@@ -210,6 +210,7 @@ def load_run(folder: Path, overrides: Sequence[str]) -> Run:
     """Load the settings of a run folder, with overrides, as a run that resumes there. Does not check it for problems.
 
     If the settings or overrides are invalid, raises ValueError with the message that `valkyrie-train` would print.
+    Also raises ValueError for overrides that set `name` or `resume`, remove a setting, or have several values.
     """
     refuse_typos(overrides, multirun=False, in_python=True)
     hydra_arguments = read_arguments(overrides)

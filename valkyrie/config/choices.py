@@ -27,9 +27,10 @@ _user_configs: WeakKeyDictionary[ConfigLoader, dict[str, object]] = WeakKeyDicti
 
 
 class Chips(Mapping[str, ChipConfig]):
-    """Maps the names of chips, those that ship with Valkyrie and those in the user's config folders, to their configs.
+    """Configs by chip name, for the chips that ship with Valkyrie and those in the user's config folders.
 
-    A user's file is read when its chip is first accessed.
+    A user's file is read when its chip is first accessed. Access raises ValueError if an alias in the file is the name
+    of another chip that ships with Valkyrie.
     """
 
     def __getitem__(self, name: str) -> ChipConfig:

@@ -66,7 +66,7 @@ SCHEMAS_BY_PATH: dict[str, type] = {
 """
 
 AS_SAVED = "as_saved"
-"""Choice of every group that selects the settings of the saved run. `--help` does not list it."""
+"""Choice of a group, such as `mesh=as_saved`, with the settings of the saved run. `--help` does not list it."""
 saved_groups: dict[str, DictConfig] = {}
 """Maps each group to the config of its choice `as_saved`.
 
@@ -114,7 +114,8 @@ class ValkyrieSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the config at a path.
 
-        Raises ConfigCompositionException for an invalid mesh or target. The message suggests a valid one.
+        Raises ConfigCompositionException for an invalid mesh or target, with a message that suggests a valid one, and
+        for a `Config` class that OmegaConf rejects.
         """
         path = config_path.removesuffix(".yaml")
         group, _, name = path.partition("/")
@@ -356,7 +357,7 @@ def _mesh_config(name: str) -> MeshConfig:
 
 
 def _family_schema(families: Families, name: str) -> DictConfig:
-    """Return the schema of a family. Raises ValueError if a field has a type or a default that no key can have."""
+    """Return the schema of a family. Raises ValueError if OmegaConf rejects the type or default of a field."""
     config_class = families.config_class(name)
     try:
         return OmegaConf.structured(config_class)

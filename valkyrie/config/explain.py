@@ -282,7 +282,7 @@ def _unparsable_argument(error: OverrideParseException, folders: Sequence[str]) 
 
 
 def _resolver_error(error: BaseException | None) -> ValueError | None:
-    """Return the ValueError of one of our resolvers that Hydra and OmegaConf wrapped in their errors, or None."""
+    """Return the ValueError that one of our resolvers raised, found in the causes of `error`. None if there is none."""
     while error is not None:
         cause = error.__cause__ or error.__context__
         if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:

@@ -1,4 +1,4 @@
-"""Checks the user's config files before Hydra reads them, and names the file at fault."""
+"""Checks the user's config files when Hydra loads them. Errors name the file at fault."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class CheckedFiles(FileConfigSource):
         """Files that a loaded file includes from its own group, and that are not loaded yet."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Load a config. Raises ValueError with the path of a file that is unreadable or fails `check_name`.
+        """Load a config.
 
-        Skips `check_name` for files that only another file of their group includes. These are known in time, because
-        Hydra loads a file before those in its defaults list.
+        Raises ValueError with the path of the file if it is not valid YAML or fails `check_file`. A user's file must
+        also pass `check_name`, `check_order` and `check_family`. Skips `check_name` for a file that another file of its
+        group includes. Hydra loads the including file first.
         """
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.is_file():
@@ -72,7 +73,8 @@ CheckedFiles.__name__ = FileConfigSource.__name__
 
 
 def use_checked_files() -> None:
-    """Let Hydra read config files with `CheckedFiles`. Its registry has no method to replace a source."""
+    """Let Hydra read config files with `CheckedFiles`."""
+    # The registry has no public method to replace a source.
     SourcesRegistry.instance().types[CheckedFiles.scheme()] = CheckedFiles
 
 
@@ -105,7 +107,8 @@ def check_name(path: Path, group: str, name: object) -> None:
 def check_order(path: Path, group: str, defaults: Sequence[object]) -> None:
     """Raise ValueError if the defaults list of a user's config has `_self_` before a schema or a shipped config.
 
-    Hydra would then replace the values of the file. `_self_` came first by default before Hydra 1.1.
+    Only shipped configs of the same group count, and only in `NAMED_GROUPS`. Entries after `_self_` replace the values
+    of the file. Before Hydra 1.1, `_self_` came first by default.
     """
     if "_self_" not in defaults:
         return
@@ -134,7 +137,7 @@ def check_family(path: Path, families: Families, entries: Sequence[str], values:
 
 
 def check_file(path: Path) -> None:
-    """Raise ValueError for a file that is not UTF-8, or has aliases that expand to too many values.
+    """Raise ValueError if a file is not UTF-8, has a byte order mark, or expands to more than `MAX_VALUES` values.
 
     Parses the file only if it may have aliases, and then also raises ValueError for invalid YAML. For other files,
     Hydra reports invalid YAML itself.
@@ -161,8 +164,8 @@ def check_file(path: Path) -> None:
 def check_folder(folder: str) -> None:
     """Raise ValueError if `folder` cannot be used with `--config-dir`.
 
-    It must exist. It must not contain a file with the group and name of a shipped file, because Hydra would ignore it,
-    unless it is an identical copy.
+    The folder must exist. None of its files may have the group and name of a shipped file, because Hydra would read the
+    shipped file instead. Identical copies are allowed.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"--config-dir {folder} is not a folder.")

@@ -119,7 +119,11 @@ def _refuse_missing_value(argument: str, next_argument: str) -> None:
 
 
 def _refuse_arguments_hydra_reports_poorly(argument: str, key: str, value: str) -> None:
-    """Reject arguments for which Hydra would report an unclear error."""
+    """Raise ValueError for arguments for which Hydra would report an unclear error.
+
+    These are a `hydra.searchpath` without Valkyrie's configs, a `name` with quotes, a mesh such as `4*4*2`, a function
+    without values such as `choice()`, and a value that ends with a comma.
+    """
     if key == "hydra.searchpath" and "valkyrie://groups" not in value:
         raise ValueError(
             f"{argument} removes the configs that ship with Valkyrie. To add your own, use --config-dir FOLDER."
@@ -147,9 +151,10 @@ def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
 
 
 def _refuse_wrong_choice(argument: str, key: str, value: str, in_python: bool) -> None:
-    """Raise ValueError for a group set to a list, a number, a boolean or null, and for `model.name=x`.
+    """Raise ValueError for a group set to a list, a number, a boolean or null, and for keys such as `model.name=NAME`.
 
-    `model.name=x` would change the name in records but not the settings.
+    Does not refuse a number for `mesh`, or null for `task`. Refuses `model.name=NAME` if NAME is a choice of `model`,
+    because it would change the name in records but not the settings. Always refuses `mesh.name` and `target.name`.
     """
     group = key.partition(".")[0]
     is_name_key = group in _GROUPS and key == f"{group}.name"
@@ -165,7 +170,10 @@ def _refuse_wrong_choice(argument: str, key: str, value: str, in_python: bool) -
 
 
 def _choice_hint(key: str, value: str, in_python: bool) -> str:
-    """Return advice to choose one value of a list or to run all of them, starting with the `:` or `.` before it."""
+    """Return the end of a message about a list of choices, from its `:` or `.` on.
+
+    It states how to choose one of them or to run all. For `mesh` or a single choice, it states the corrected argument.
+    """
     choices = [choice for choice in value.strip("[]").replace(" ", "").split(",") if choice]
     if key == "mesh" or len(choices) < 2:
         return f": {key}={'x'.join(choices) or 'NAME'}."

@@ -26,11 +26,11 @@ TUNED_FILE, ATTEMPTS_FILE = "tuned.yaml", "tune.json"
 EXPLAIN_FILE = "explain.json"
 """File in a run folder with the comparison of two layouts."""
 ANSWER_FILE = "search.json"
-"""File in the folder of a search with its result."""
+"""File with the result of a search, in the folder of the search."""
 CALIBRATED_FILE = "calibrated_{chip}.yaml"
 """File in a run folder with the constants fitted to the chip named `{chip}`."""
 FIGURES_FILE, MACHINES_FILE = "figures.json", "machines.json"
-"""Files in a run folder with the measured rates of the local devices, and the machines that have such devices."""
+"""In a run folder: the measured speeds of the run's devices, and the host names of the machines that have them."""
 TIMELINE_FILE = "timeline.json"
 """File in a run folder with the timeline of a predicted step."""
 CODE_EVAL_FILE = "code_eval.json"
@@ -97,7 +97,7 @@ class ModeConfig(ABC):
     needs: ClassVar[Needs] = Needs.devices
     """What the mode needs on this machine. A trial is refused if it is missing."""
     results: ClassVar[str | None] = None
-    """Name of the results file in the run folder, or None if the mode only prints."""
+    """Name of the file in the run folder with a trial's results. If None, a sweep shows what the mode prints."""
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Files that the mode writes to the run folder in addition to `results`, by the `mode.KEY` that requests them."""
     short_keys: ClassVar[tuple[str, ...]] = ()
@@ -113,15 +113,15 @@ class ModeConfig(ABC):
     accepts_untrainable_models: ClassVar[bool] = False
     """Whether the mode also accepts models that no task can train."""
     ignores_layout: ClassVar[bool] = False
-    """Whether the mode uses other layouts than the run's, which therefore need not be legal."""
+    """Whether the mode does not need the run's own layout. If so, that layout may be illegal."""
     neutral_keys: ClassVar[frozenset[str]] = NEUTRAL_KEYS
     """Keys of the run that do not change a trial's result. Used only if `result_keys` returns None."""
     unread: ClassVar[frozenset[str]] = frozenset()
-    """Keys and groups of the run that the mode does not read. Used only if `result_keys` returns None."""
+    """Keys and groups of the run that the mode does not read. Not needed if `result_keys` returns keys."""
     trial_limit_s: ClassVar[float | None] = HOUR_S
     """Time limit of a trial in seconds, or None for no limit."""
     grace_s: ClassVar[float] = 5.0
-    """Seconds between the interrupt of a trial at its time limit and its kill."""
+    """Seconds that an interrupted trial has to exit before it is killed."""
 
     name: str
 
@@ -205,7 +205,10 @@ def reads_run(name: str | None) -> bool:
 
 
 def has_results(name: str) -> bool:
-    """Return whether a mode writes a results file. If not, its trials are rerun each time they are requested."""
+    """Return whether a mode writes a results file. Returns False for an unknown mode.
+
+    Trials of a mode without a results file are rerun each time they are requested.
+    """
     mode = get_mode(name)
     return mode is not None and mode.results is not None
 
@@ -233,7 +236,7 @@ def check_time(key: str, value: str | None) -> list[Problem]:
 def without_foreign_keys(mode: Mapping[Any, object]) -> dict[str, object]:
     """Drop the keys of other modes from the `mode` of a `run.yaml` written when all modes shared one config.
 
-    Keeps keys that do not have their default value. These are rejected later.
+    Keeps a key of another mode if its value is not the default. It is rejected later.
     """
     config = get_mode(str(mode.get("name")))
     valid_keys = set() if config is None else {field.name for field in fields(config)}
