@@ -638,7 +638,7 @@ def test_a_file_directly_in_the_config_folder_is_refused_with_the_right_folder(
     (tmp_path / folder / "lr.yaml").write_text("# @package _global_\nsteps: 5\n")
     result = command("--config-dir", folder, "+experiment=lr")
     path = tmp_path / folder
-    text = f"experiment=lr: {path}/lr.yaml is not read, because it is not in a folder experiment of --config-dir."
+    text = f"experiment=lr: {path}/lr.yaml is not read. Files of experiment belong in experiment/ of --config-dir."
     assert result.status == 2 and result.err == f"valkyrie-train: {text} {remedy.format(tmp_path)}\n"
 
 

@@ -111,9 +111,7 @@ def unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence[
         if isfile(file := Path(folder) / f"{name}.yaml"):
             is_group_folder = Path(folder).name == group
             remedy = f"Use --config-dir {Path(folder).parent}." if is_group_folder else f"Move it to {folder}/{group}."
-            return (
-                f"{group}={name}: {file} is not read, because it is not in a folder {group} of --config-dir. {remedy}"
-            )
+            return f"{group}={name}: {file} is not read. Files of {group} belong in {group}/ of --config-dir. {remedy}"
         for file in sorted(Path(folder).glob(f"*/{name}.yaml")):
             if file.parent.name not in _GROUPS and suggest(file.parent.name, [group]):
                 return f"{group}={name}: {file} is not read. Rename the folder {file.parent.name} to {group}."

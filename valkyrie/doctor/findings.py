@@ -98,9 +98,11 @@ class FindingsTable:
     def print_summary(self) -> int:
         """Print a summary and return the exit status: 1 if the run would fail, else 0."""
         fails, warnings = self._counts[FAILS], self._counts[WARNING]
-        suffix = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
-        summary = f"{fails} problem{'s' * (fails > 1)}: the run would fail" if fails else "no problems found"
-        self._console.print(summary + suffix, style=_STYLES[FAILS if fails else OK])
+        summary = f"{fails} problem{'s' * (fails > 1)}" if fails else "no problems found"
+        summary += f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+        self._console.print(
+            f"{summary}: the run would fail" if fails else summary, style=_STYLES[FAILS if fails else OK]
+        )
         return int(self.failed)
 
     def _process_prefix(self, processes: Sequence[int], count: int) -> str:

@@ -135,7 +135,7 @@ def choose_run_folder(run: Run) -> Path:
                     pass
             raise ValueError(
                 f"name={name}: {folder} contains files but no {RUN_FILE}, so it is not a run folder. Use another name, "
-                "or delete the folder if a killed from-hf left it there."
+                "or delete the folder if a killed valkyrie-convert left it there."
             )
         return folder
     folder = runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}"

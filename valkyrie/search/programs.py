@@ -195,8 +195,8 @@ def describe_error(error: Exception) -> str:
     text, place = first_lines(str(error)), f" ({line})" if line else ""
     if is_compile_only(text):
         return (
-            f"{line or 'the function'} runs a program on devices of the slice, which only compile. Pass shapes: "
-            "jax.eval_shape, or jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
+            f"{line or 'the function'} computes on devices of the slice, but these exist only to compile for. Pass "
+            "shapes instead of arrays: jax.ShapeDtypeStruct(shape, dtype, sharding=...), or a result of jax.eval_shape."
         )
     return (
         f"{text or type(error).__name__}{place}"
