@@ -21,9 +21,9 @@ def simulation_refusal(mesh: str, devices: int) -> str | None:
     if devices <= limit:
         return None
     return (
-        f"mesh={mesh} needs {devices} devices, but this machine has no accelerator that JAX can use, and its {cores} CPU "
-        f"core{'s' * (cores > 1)} can simulate at most {limit} devices at a usable speed. Use a smaller mesh, plan for "
-        "this one with mode=show or mode=compile, or set force=true to run anyway: a step takes minutes, or hangs."
+        f"mesh={mesh} needs {devices} devices, but this machine has no accelerator that JAX can use, and its {cores} "
+        f"CPU core{'s' * (cores > 1)} can simulate at most {limit} devices at a usable speed. Use a smaller mesh, plan "
+        "with mode=show or mode=compile, or set force=true to run anyway: a step takes minutes, or hangs."
     )
 
 
