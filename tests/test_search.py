@@ -745,6 +745,8 @@ def test_an_incomplete_line_of_trials_does_not_stop_a_search(tmp_path: Path, sea
     finished = search(*FEW)
     assert finished.status == 0 and finished.answer["best"]
     assert f"runs/found/{TRIALS_FILE}: skipped the last line" in finished.printed
+    with pytest.raises(ValueError, match="^runs/found is a search that only estimated its layouts"):
+        valkyrie.trials("runs/found")
 
 
 def test_an_answer_does_not_replace_an_earlier_one_with_more_results(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ def read_rows(paths: Sequence[Path], say: Callable[[str], object] | None = None)
     rows = make_rows(sweeps, trainings)
     for folder in sweeps:
         torn_line = TrialLog(folder).describe_torn_line()
+        if torn_line and not rows and read_answer(folder) is not None:
+            raise ValueError(f"{_missing_results(folder)}. {_ADVICE}")
         if torn_line and not rows:
             raise ValueError(
                 f"{folder / TRIALS_FILE}: its only line is incomplete, as after a crash or on a full disk. Run the "
