@@ -134,7 +134,8 @@ def test_wandb_rejects_arguments_that_it_ignores(capsys, arguments: list[str], r
 
 def test_csv_refuses_a_comparison(tmp_path: Path, capsys):
     folder = write_sweep(tmp_path / "mine", [FSDP])
-    assert "--compare" in fails(capsys, folder, "--format", "csv", "--compare", "hand", "hand")
+    for options in (("--format", "csv"), ("--output", "x.csv")):
+        assert "--compare" in fails(capsys, folder, *options, "--compare", "hand", "other")
 
 
 @pytest.mark.parametrize(

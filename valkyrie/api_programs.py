@@ -109,8 +109,7 @@ def predict(
         layouts: Maps the name of each layout to arguments of the function, as above.
         measured_s: Maps names of layouts to measured seconds per step. The median ratio of measured to predicted time
             multiplies the predictions of the other layouts.
-        time_limit_s: Time limit of the compile in seconds; None for no limit. Ctrl-C ends the compile at once. Only for
-            a function.
+        time_limit_s: Time limit of the compile in seconds; None for no limit. Only for a function.
         quiet: Whether to hide the progress line on stderr.
         keywords: Keyword arguments of the function.
     """

@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refuse_ignored(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for options that `--wandb` ignores or that need it, and for `--compare` with `--format csv`."""
+    """Raise ValueError for options that `--wandb` ignores or that need it."""
     if arguments.wandb is None and (arguments.group is not None or arguments.dry_run):
         raise ValueError("--group and --dry-run need --wandb ENTITY/PROJECT.")
     if arguments.wandb is not None:
@@ -58,8 +58,6 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
         options["--compare"] = arguments.compare
         if ignored := [name for name, value in options.items() if value]:
             raise ValueError(f"--wandb builds a dashboard from the data in W&B. Leave out {', '.join(ignored)}.")
-    if arguments.compare and arguments.format == "csv":
-        raise ValueError("--compare is not supported with --format csv. Use --format html or --format md.")
 
 
 def _output_format(format: str | None, output: Path | None) -> str:
@@ -112,10 +110,12 @@ def _report(arguments: argparse.Namespace) -> None:
                 f"{arguments_text}"
             )
         raise ValueError("PATH is missing. Pass a sweep folder, or a folder with sweeps. Example: valkyrie-report runs")
+    kind = _output_format(arguments.format, arguments.output)
+    if compared_sweeps and kind == "csv":
+        raise ValueError("--compare is not supported with the format csv. Use --format html or --format md.")
     rows = read_rows(paths, say=lambda line: print(line, file=sys.stderr))
     _report_damaged_metrics(rows)
     comparison = compare(rows, *compared_sweeps) if compared_sweeps else None
-    kind = _output_format(arguments.format, arguments.output)
     if kind == "html":
         text = render_page(rows, comparison)
     else:

@@ -81,7 +81,8 @@ def find_origin(instruction: Instruction) -> Instruction:
 
 def _count_iterations(start: int, limit: int, step: int, direction: str) -> int | None:
     if direction == "NE":
-        return (limit - start) // step if (limit - start) % step == 0 else None
+        count, rest = divmod(limit - start, step)
+        return count if rest == 0 and count >= 0 else None
     if direction in ("LE", "GE"):
         limit += 1 if direction == "LE" else -1
     distance = limit - start

@@ -123,6 +123,10 @@ class CompiledLayouts:
         compiled = {describe_chips(layout.target) for layout in self.layouts}
         return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
 
+    def exclude_ruled_out(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
+        """Return the layouts that may fit, judging by those compiled, and of which no batch as fast was compiled."""
+        return [layout for layout in layouts if self.may_fit(layout) and not self.has_faster_batch(layout)]
+
     def has_faster_batch(self, layout: EstimatedLayout) -> bool:
         """Return whether the same layout was compiled with another batch that fits and is as fast per sequence.
 
@@ -197,11 +201,7 @@ def compile_best(
         on_wait(layout, time.monotonic() - start, longest_s)
 
     while True:
-        possible = [
-            layout
-            for layout in waiting
-            if compiled_layouts.may_fit(layout) and not compiled_layouts.has_faster_batch(layout)
-        ]
+        possible = compiled_layouts.exclude_ruled_out(waiting)
         best = None if compiled_layouts.on_uncompiled_chips(possible) else compiled_layouts.best(request)
         # Baselines wait until each kind of chip has a layout and one fits: with a short budget, these matter more.
         untried_baselines = (
