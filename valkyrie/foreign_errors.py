@@ -53,9 +53,9 @@ _WRONG_VALUES = {
 
 
 def wrong_value(message: str) -> tuple[WrongValue, list[str]] | None:
-    """Return why OmegaConf rejects a value, and the parts that its message contains, or None for other messages.
+    """Return the reason why OmegaConf rejects a value, and texts from the message, or None for other messages.
 
-    The parts are the value, then the required type of a number or the allowed choices. Some may be missing.
+    The texts are the value, then the required type of a number or the allowed choices. Messages may lack some of them.
     """
     for kind, pattern in _WRONG_VALUES.items():
         if match := re.match(pattern, message):
@@ -87,7 +87,7 @@ def missing_variable(message: str) -> str | None:
 
 
 def interpolation_reason(message: str) -> str:
-    """Return the reason why an interpolation cannot be resolved, from the first line of the message."""
+    """Return the reason why an interpolation cannot be resolved. `message` is the first line of OmegaConf's error."""
     reason = re.sub(r"^\w+ raised while resolving interpolation: |^While dereferencing [^']*'.*?': ", "", message)
     return re.sub(r"^Unsupported interpolation type (\S+)$", r"there is no resolver \1", reason).strip('"')
 
@@ -180,8 +180,11 @@ def allocated_bytes(message: str) -> int | None:
 class Allocation:
     """A large array of a program, or the total of a category such as the optimizer state.
 
-    `shape` is the array's shape as XLA prints it, or the name of the category. It is None if unknown, and so are the
-    name of the operation and its source (`file:line`).
+    Args:
+        bytes: Bytes on a device.
+        shape: Shape as XLA prints it, `argument NAME SHAPE`, or the name of the category; None if unknown.
+        op_name: Name of the operation that computes the array, or None if unknown.
+        source: Source line of the operation (`file:line`), or None if unknown.
     """
 
     bytes: int
@@ -231,7 +234,7 @@ class ScratchMemory:
 
 
 def parse_scratch_memory(text: str) -> ScratchMemory | None:
-    """Return the kernel that exceeds the scratch memory of a core, or None for other messages."""
+    """Parse XLA's error for a kernel that exceeds the scratch memory of a core. Returns None for other messages."""
     pattern = rf"memory space vmem.*?(?:size {_SIZE} and limit {_SIZE}|Used {_SIZE} of {_SIZE})"
     match = re.search(pattern, text, re.DOTALL)
     if match is None:

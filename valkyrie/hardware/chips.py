@@ -45,9 +45,10 @@ def chips_rented_as(key: str) -> list[str]:
 
 
 def add_shipped_figures(saved: Mapping[str, object]) -> dict[str, object]:
-    """Return a chip from a `run.yaml`, with the keys that older files lack taken from `conf/target/chip`.
+    """Return the chip of a `run.yaml` with missing `cores`, `host_gbs` and `splash_bundles` added.
 
-    These keys are `cores`, `host_gbs` and `splash_bundles`. A chip without a file in `conf/target/chip` is not changed.
+    Older files lack these keys. Their values come from the chip's file in `conf/target/chip`; without such a file,
+    nothing is added.
     """
     name = str(saved.get("name"))
     if name not in config_names(CHIP_GROUP):

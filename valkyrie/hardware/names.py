@@ -22,18 +22,18 @@ _NAME = re.compile(r"(.+)([-:])([^-:]*)")
 
 
 def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), files: Sequence[str] = ()) -> TargetConfig:
-    """Parse a target name. Raises ValueError with the nearest valid names.
-
-    The returned target has the shortest name of its slice: `v4-4x4x4` becomes `v4-128`.
+    """Parse the name of a slice or of simulated CPU devices. Raises ValueError with the nearest valid names.
 
     `CHIP-N` is the cloud's name of a slice. N is the number of chips, or of cores for chips with `units_in_name` > 1,
     and the slice has the default shape for this size. `CHIP-AxBxC`, or libtpu's form `CHIP:AxBxC`, lists the chips
-    along each axis. `cpuN` is N simulated CPU devices.
+    along each axis; the suffix `_twisted` selects the twisted torus. `cpuN` is N simulated CPU devices.
+
+    The returned target has the shortest name of its slice: `v4-4x4x4` becomes `v4-128`.
 
     Args:
-        name: The name.
+        name: A name of one of these forms.
         chips: Known chips by name.
-        files: Names of the targets with a file in `conf/target`.
+        files: Names of the targets with a file in `conf/target`, which the error message suggests.
     """
     if devices := re.fullmatch(r"cpu([1-9][0-9]*)", name):
         if len(devices[1]) > 4 or int(devices[1]) > MAX_SIMULATED:

@@ -94,7 +94,10 @@ class Slices:
         return next(iter(self.shapes(chips)), None)
 
     def shapes(self, chips: int) -> list[SliceShape]:
-        """Return all slice shapes with this number of chips, most cube-like first."""
+        """Return the slice shapes with this number of chips, most cube-like first.
+
+        Lists each shape in one order of its axes. With `wrap=none`, lists only the most even shape.
+        """
         shapes = [shape for shape in self._candidate_shapes(chips) if self._fits_hosts(shape)]
         return sorted(shapes, key=lambda shape: (sum(shape), max(shape)))
 

@@ -47,9 +47,9 @@ class ReplayConfig:
 
 @dataclass
 class SplashBundles:
-    """VLIW bundles of a splash attention kernel on one core, bfloat16, causal.
+    """Numbers of VLIW bundles (instructions) of a splash attention kernel on one core, bfloat16, causal.
 
-    Each list has the bundles for a block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256.
+    Each list has the numbers for a block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256.
     libtpu compiled the kernels alone, with a batch and residuals. The numbers were read from its dumps
     (`LIBTPU_INIT_ARGS=--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true`). In `*-final_bundles.txt`, the loop over the
     grid begins at `LB:`. Its last three forward branches (`sbr.rel`) skip the start of a row, the block, and the end of
@@ -100,8 +100,8 @@ class ChipConfig:
         rented_as: Names of the chip in clouds: `tpu_vm_type` and `tpu_vm_runtime` (Google's TPU VMs), `gke`,
             `skypilot`.
         usd_per_hour: On-demand price. Shipped files have published prices, which users can override.
-        spot_usd_per_hour: Price of interruptible chips, which only users set.
-        compiler_name: libtpu's name of the chip, with the `compiler_options` that select it.
+        spot_usd_per_hour: Price of interruptible chips. Shipped files leave it null.
+        compiler_name: libtpu's name of the chip. `compiler_options` are further arguments of `get_topology_desc`.
         xla_options: Compiler options of a step; null removes an option.
         xla_options_until: Last libtpu version that accepts an option.
         device_kinds: Names that JAX reports as `device_kind`.
@@ -152,7 +152,7 @@ class ChipConfig:
 
     @property
     def slices(self) -> Slices:
-        """The slices that exist for the chip. Raises ProblemError if its figures contradict each other."""
+        """The slices that exist for the chip. Raises ProblemError if one of its settings is illegal (`problems`)."""
         refuse(self.problems())
         bounds = tuple(self.host_bounds)
         return Slices(self.ici_axes, Wrap.parse(self.wrap), self.max_chips, bounds, self.single_host_chips, self.twists)
@@ -213,7 +213,7 @@ class TargetConfig:
     Args:
         chips: Chips of one slice, or null if unknown (`auto`).
         topology: Physical torus (`4x4x2`). If its number of chips differs from `chips`, it overrides `chips` and
-            `hosts`.
+            `hosts`, unless `chips` also contradicts the number in `name`, which `problems` reports.
         hosts: Hosts of a slice.
         slices: Slices joined by the data-centre network.
     """
@@ -242,7 +242,7 @@ class TargetConfig:
         return None if self.chips is None else self.chips * (self.chip.devices if self.chip else 1) * self.slices
 
     def describe(self) -> str:
-        """Return the name with chips, topology and hosts: `v4-64 (32 v4 chips 2x4x4, 8 hosts)`."""
+        """Return the name, with chips, topology and hosts if known: `v4-64 (32 v4 chips 2x4x4, 8 hosts)`."""
         if self.chips is None or self.chip is None:
             return self.name
         size = self._size_in_name()
@@ -267,7 +267,7 @@ class TargetConfig:
         )
 
     def problems(self) -> list[Problem]:
-        """Return all problems of the chip or, if it has none, the first of the target. Empty if the hardware exists."""
+        """Return the first problem of the target, or all problems of its chip. Empty if the hardware exists."""
         chip, override = self.chip, f"target.topology={self.topology}"
         if invalid := platform_problems("target.platform", self.platform):
             return invalid
@@ -347,7 +347,7 @@ class TargetConfig:
         return None if shape is None else math.prod(shape)
 
     def _contradiction(self) -> str | None:
-        """Return an error message if `chips` is neither the number of chips in the name nor that of the topology."""
+        """Return an error message if `chips` contradicts the name and the topology (if set), or None."""
         named_count, shape = self._chips_in_name(), parse_shape(self.topology)
         if self.chips is None or named_count in (None, self.chips) or (shape and math.prod(shape) == self.chips):
             return None

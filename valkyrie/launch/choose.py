@@ -60,7 +60,10 @@ def engine_keys(engine: type[EngineConfig]) -> list[str]:
 
 
 def _find_engine(target: str) -> tuple[type[EngineConfig], dict[str, str]]:
-    """Return the `Config` class for `target=`, and the keys that the target itself sets: `slice` for a TPU slice."""
+    """Return the `Config` class for `target=`, and the values that the target implies, by key.
+
+    The only such key is `slice`, for a TPU slice. Raises ValueError for other targets that are not engines.
+    """
     ENGINES.refuse_ignored_module(target)
     if target in ENGINES:
         return ENGINES.config_class(target), {}

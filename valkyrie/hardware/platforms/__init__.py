@@ -97,10 +97,10 @@ class Platform(ABC):
         return None
 
     def compile_refusal(self, target: TargetConfig, compute: str) -> str | None:
-        """Return why a step cannot be compiled and timed for a target, or None if it can.
+        """Return why a step cannot be compiled or replayed for a target, or None if nothing is missing.
 
-        The reason is a missing compiler (`missing_compiler`) or missing figures of the chip (`missing_figures`).
-        `compute` is the step's compute dtype.
+        The reason is a missing compiler (`missing_compiler`) or, on platforms with `replay`, missing figures of the
+        chip (`missing_figures`). `compute` is the step's compute dtype.
         """
         missing = self.missing_compiler(target)
         if missing is None and target.chip is not None and self.replay is not None:
@@ -108,7 +108,7 @@ class Platform(ABC):
         return missing
 
     def missing_figures(self, chip: ChipConfig, compute: str = "bfloat16") -> str | None:
-        """Return an error message that lists the unset figures of a chip that predicted step times need, or None.
+        """Return an error message that lists the figures missing for predicted step times, or None if `chip` has all.
 
         `compute` is the compute dtype of the step. Its peak speed may be missing if that of bfloat16 is set.
         """

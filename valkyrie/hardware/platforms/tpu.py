@@ -97,10 +97,12 @@ class Tpu(Platform):
     def peak_bytes(self, sizes: Any) -> int:
         """Return the peak memory that the TPU compiler compares with its limit, in bytes per device.
 
-        The sum of temporaries counts some arrays twice (20 GiB for a program that fits into 15.75, see
-        experiments/LOG.md), so the peak that the compiler reports is used. The reported peak consists of the arguments
-        and the larger of two parts: temporaries in HBM, and temporaries in host memory (offloaded activations). If
-        those in host memory are larger, the sum of temporaries in HBM replaces them, which is an upper bound.
+        This is the peak that the compiler reports. Without a reported peak, returns the sum of all parts, which counts
+        some temporaries twice (20 GiB for a program that fits into 15.75, see experiments/LOG.md).
+
+        The reported peak consists of the arguments and results, and the larger of two parts: temporaries in HBM, and
+        temporaries in host memory (offloaded activations). If those in host memory are larger, returns an upper bound:
+        the reported peak or, if smaller, the arguments, results and sum of temporaries in HBM.
         """
         if not (reported_peak := sizes.peak_memory_in_bytes):
             return super().peak_bytes(sizes)
