@@ -173,8 +173,9 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
     def restore(self, saved: Mapping[str, object], *, seed_key: str = "data.shuffle_seed") -> None:
         """Continue from a saved position. The number of processes may differ.
 
-        Raises ValueError if the data, or anything else that determines the row order, differs. `seed_key` is the
-        setting that gives the seed of the row order.
+        Raises ValueError if the position is damaged or has another format version, if the data or anything else that
+        determines the row order differs, or if no step begins at the position. `seed_key` is the setting of the seed,
+        for error messages.
         """
         if saved.get("version") != self.start.current_version:
             raise ValueError(
@@ -260,10 +261,11 @@ def make_loader(
     places: Sequence[int] | None = None,
     repeat: bool,
 ) -> Loader[Any]:
-    """Open the loader of a split. See `BatchPlan` for the arguments.
+    """Open the loader of a split. `batch`, `seq`, `seed` and `repeat` are those of `BatchPlan`.
 
-    `places` are the rows of the global batch to load (`BatchPlan.rows`), or None for all rows. Raises ValueError if a
-    row is outside the batch, or if the split does not fit the plan (see `Dataset.loader`).
+    `places` has the indices of the rows of the global batch to load (`BatchPlan.rows`), or is None for all rows. Raises
+    ValueError if `batch` or `seq` is below 1, if `places` is empty or has an index outside the batch, or if the split
+    does not fit the plan (see `Dataset.loader`).
     """
     for name, value in (("batch", batch), ("seq", seq)):
         if value < 1:

@@ -1,4 +1,4 @@
-"""Recognizes compressed files under the name of another format by their first bytes."""
+"""Recognizes compressed files by their first bytes, whatever their suffix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ _FORMATS = {
     b"\x28\xb5\x2f\xfd": ("zstd-compressed", "zstd -dc"),
     b"\xfd7zXZ": ("xz-compressed", "xz -dc"),
 }
-"""Names of formats, and commands that unpack them, by the first bytes of a file. None of these bytes begin a text."""
+"""Maps the first bytes of a file to the end of the message `FILE is ...` and a command that unpacks the file. No text
+begins with these bytes."""
 
 
 def refuse_compressed(head: bytes, name: str) -> None:

@@ -89,7 +89,10 @@ class DataConfig(ABC):
         refuse(self.problems())
 
     def with_full_paths(self) -> DataConfig:
-        """Return this config with absolute paths, which are valid in any working directory."""
+        """Return a copy of this config that is valid in any working directory.
+
+        The fields `paths`, `val_paths` and `cache_dir`, if present, become absolute. URLs stay unchanged.
+        """
         keys = {field.name for field in dataclasses.fields(self)}
         values = {key: getattr(self, key) for key in ("paths", "val_paths", "cache_dir") if key in keys}
         full_paths = {

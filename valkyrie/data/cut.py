@@ -103,10 +103,11 @@ def adjust_threshold(config: DocumentConfig, listing: Listing, census: Census, t
 
 
 def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[DocumentPiece]:
-    """Yield the pieces of the documents in order, up to `config.byte_limit` bytes of text.
+    """Yield the pieces of the documents in order, up to `config.byte_limit` bytes of text. Adds documents to `census`.
 
-    Adds the documents to `census`. Documents with a 64-bit hash below `threshold` are for validation. If the source is
-    a single text, the text is cut into two parts instead.
+    Documents with a 64-bit hash below `threshold` are for validation. If the source is a single text, the text is cut
+    into two parts instead. A `TokenDocument` is one piece, to which the limit does not apply. Raises ValueError if a
+    document has a wrong type, or if a single text is too short for two parts.
     """
     byte_limit, is_single_text = config.byte_limit, config.is_single_text(listing)
     for document in config.read_annotating_errors(listing):
@@ -164,10 +165,11 @@ def _split_single_text(name: str, text: str, config: DocumentConfig) -> Iterator
 
 
 def split_into_pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[DocumentPiece]:
-    """Split a text into pieces that can be tokenised separately with the same result as the whole text.
+    """Split a text into pieces that can be tokenised separately. `split` is recorded in the pieces.
 
-    Each piece, except the last, has slightly more than `size` characters. It ends after a newline that follows a
-    visible character and precedes an ASCII letter or digit: no token of the supported patterns crosses such a boundary.
+    Each piece, except the last, has more than `size` characters. It ends after the next newline that follows a visible
+    character and precedes an ASCII letter or digit. No match of a pattern in `vocabulary.PATTERNS` crosses such a
+    boundary, so with these patterns the pieces give the same tokens as the whole text.
     """
     start = 0
     while (boundary := _PIECE_END.search(text, start + size)) is not None:

@@ -74,7 +74,10 @@ class DocumentConfig(TextConfig):
 
     @abstractmethod
     def list_files(self) -> Listing:
-        """Return the files of the source, sorted, without reading them. Raises ValueError if there are no files."""
+        """Return the files of the source, sorted, without reading them.
+
+        A source that generates its documents returns an empty listing. Others raise ValueError if there are no files.
+        """
 
     @abstractmethod
     def read_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
@@ -92,9 +95,10 @@ class DocumentConfig(TextConfig):
             raise
 
     def cache_identity(self) -> dict[str, object]:
-        """Return the values that determine the documents, as JSON, for the cache key of the shards.
+        """Return the settings that determine the documents, as JSON values.
 
-        If a value changes, the text is tokenised again.
+        They are part of the cache key of the shards: if one changes, the text is tokenised again. By default, these are
+        all fields except those of `DocumentConfig`.
         """
         excluded_keys = {field.name for field in dataclasses.fields(DocumentConfig)}
         settings = dataclasses.asdict(self.with_full_paths())
@@ -173,11 +177,11 @@ class DocumentConfig(TextConfig):
         )
 
     def note(self, data: Dataset) -> str | None:
-        """Return remarks about undecodable characters, rows without text and the size of validation, or None.
+        """Return remarks on undecodable characters, rows without text and an unexpected size of the validation split.
 
-        The size is remarked on if the validation split has less than half or more than twice `validation_fraction` of
-        the tokens. Whole documents are held out, so this happens with a few long documents. The size is not checked for
-        a folder that already held shards (`prepared_folder`).
+        Returns None if there are no remarks. The size is unexpected if the validation split has less than half or more
+        than twice `validation_fraction` of the tokens. Whole documents are held out, so this happens with a few long
+        documents. The size is not checked for a folder that already held shards (`prepared_folder`).
         """
         from valkyrie.data.manifest import PreparedText
 

@@ -21,12 +21,12 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source, before they are read.
+    """The files of a source.
 
     Args:
         files: the files to read.
         skipped: names of the other matched files: unsupported suffixes, broken links, pipes and devices.
-        empty_rows: (rows without text, all rows) by file, of the files that `read_files` has read to the end.
+        empty_rows: (rows without text, all rows) by file ID. `read_files` adds files with rows without text.
     """
 
     files: tuple[File, ...]
@@ -60,7 +60,8 @@ class Listing:
 def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
     """Read the non-empty documents, in the order of the listing. Remote files are fetched ahead.
 
-    Counts the rows without text in `listing.empty_rows`.
+    After a file with rows without text, records their number in `listing.empty_rows`, except for files of one document
+    each (`SINGLE_DOCUMENT_SUFFIXES`). Raises ValueError if a file is damaged (see `read`).
     """
     has_remote_files = any(isinstance(file, RemoteFile) for file in listing.files)
     for file in fetch_ahead(listing.files) if has_remote_files else listing.files:
@@ -94,7 +95,8 @@ def empty_rows_note(files: Mapping[str, Sequence[int]], total: int | None = None
 def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.paths") -> Listing:
     """Expand files, directories, globs and URLs to the files with a supported suffix.
 
-    Raises ValueError if a path matches no such file, or if `options.chunk` is `functions` and the language of a file is
+    Directories are searched recursively, except for hidden files and folders. Raises ValueError if `paths` is empty, if
+    a path matches no such file or cannot be read, or if `options.chunk` is `functions` and the language of a file is
     unknown. `key` is the setting that error messages name.
     """
     if not paths:

@@ -37,7 +37,7 @@ UNDECODABLE = "undecodable"
 document to [undecodable characters, all characters]."""
 EMPTY_ROWS = "empty_rows"
 """Key in `Manifest.source` of the files with the most rows without text. Its value maps the name of each file to [rows
-without text, all rows]. `total_empty_rows` counts those of all files."""
+without text, all rows]. The key `total_empty_rows` has the number of rows without text in all files."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ class CorruptShardsError(ValueError):
 def open_prepared(path: Path | str) -> PreparedText:
     """Open the dataset in a directory, after checking its files against its manifest.
 
-    Raises CorruptShardsError if a file is missing or damaged. Checks the sizes of all files, but the checksums only of
-    files that are new or have changed since they were last verified.
+    Checks the sizes of all shards, but the checksums only of shards that are new or have changed since they were last
+    verified. Raises CorruptShardsError if a shard is missing or damaged, and ValueError like `read_manifest`.
     """
     prepared = read_manifest(Path(path).expanduser())
     verified_stamps = _read_verified(prepared)
@@ -190,9 +190,10 @@ def open_prepared(path: Path | str) -> PreparedText:
 
 
 def verify(path: Path | str) -> PreparedText:
-    """Open the dataset in a directory after checking all sizes and checksums. Raises CorruptShardsError if one differs.
+    """Open the dataset in a directory, after checking all sizes and checksums.
 
-    In that case, `verified.json` is deleted, so that `open_prepared` does not trust the shards.
+    If a shard is missing or damaged, deletes `verified.json`, so that `open_prepared` does not trust the shards, and
+    raises CorruptShardsError. Raises ValueError like `read_manifest`.
     """
     prepared = read_manifest(Path(path).expanduser())
     try:
@@ -229,7 +230,7 @@ def read_manifest(path: Path) -> PreparedText:
 
 
 def _describe_other(path: Path) -> str:
-    """Describe a path without a manifest, and suggest another one. Returns the end of an error message."""
+    """Return the end of the error message for a path without a manifest: what it is, and which path to use instead."""
     if not path.exists():
         return f"there is no such folder (looked from {Path.cwd()})."
     if not path.is_dir():

@@ -43,11 +43,18 @@ def prepare(
 ) -> PreparedText:
     """Open the shards of a source, tokenising it first if they are not in the cache.
 
-    The cache key is a hash of the files, the tokenizer and the settings. Several processes may call this at once: one
-    prepares, and the others wait or produce the same result. A process that is killed never leaves an incomplete
-    dataset in the cache. Raises ValueError for mistakes in the settings or the files. Raises DiskError if the cache
-    cannot be written; its message suggests `alternative` (see `cached_folder`). `say` gets notes about skipped
-    files.
+    If the settings name a folder of shards (`config.prepared_folder`), opens that folder. The cache key is a hash of
+    the files, the tokenizer and the settings. Several processes may call this at once: one prepares, and the others
+    wait or produce the same result. A process that is killed never leaves an incomplete dataset in the cache.
+
+    Raises ValueError for mistakes in the settings or the files, and DiskError if the cache cannot be written.
+
+    Args:
+        config: the source.
+        tokenizer: name of the tokenizer.
+        progress: called while the source is tokenised, or None.
+        alternative: setting that the message of DiskError suggests, or None for the default of `cached_folder`.
+        say: called with notes about skipped files, or None.
     """
     if (prepared := _open_named_folder(config, tokenizer)) is not None:
         return prepared
@@ -100,7 +107,7 @@ def _folder_name(config: DocumentConfig, tokenizer: str, key: str) -> str:
 
 
 def _open_named_folder(config: DocumentConfig, tokenizer: str) -> PreparedText | None:
-    """Open the folder of shards that `data.paths` names, or return None if it names files.
+    """Open the folder of shards that the settings name, or return None if they name none.
 
     Raises ValueError if the folder was prepared with another tokenizer.
     """
