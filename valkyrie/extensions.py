@@ -66,7 +66,9 @@ class Families:
     def config_class(self, name: str) -> type:
         """Import a family and return its `Config` class.
 
-        Raises ValueError if there is no such module, it cannot be imported, or it has no `Config` derived from `base`.
+        Raises ValueError if there is no such module, it cannot be imported or would be ignored, or its `Config` is
+        missing, does not derive from `base`, lacks a method of `base`, or has fields but no `@dataclass`. Does not
+        check families that ship with Valkyrie.
         """
         if name in self.names():
             return import_module(f"{self.package}.{name}").Config
@@ -97,10 +99,10 @@ class Families:
         return config
 
     def refuse_ignored_module(self, name: str) -> None:
-        """Raise ValueError if a user's module would be ignored, because it cannot be imported as `name`.
+        """Raise ValueError if a folder in `VALKYRIE_MODULES` has a module `name` that would be ignored.
 
-        This is so if a shipped family or another Python module has the same name, or if `name` is not an identifier.
-        Searches the folders in `VALKYRIE_MODULES`.
+        Importing `name` ignores that module if a shipped family or another Python module has the same name, or if
+        `name` is not an identifier.
         """
         names = (f"{name}.py", f"{name}/__init__.py")
         files = [file for folder in _command_folders() for file in (Path(folder, n) for n in names) if file.is_file()]
@@ -122,19 +124,22 @@ class Families:
 
     @property
     def field_name(self) -> str:
-        """The field of a `Config` with the name of its family, such as `family`."""
+        """Name of the `Config` field that holds the name of the family, such as `family` for `optimizer.family`."""
         return self.key.rpartition(".")[2]
 
     def wrong_result(self, config: object, method: str, result: object, expected: str) -> ValueError:
-        """Return the error for a method of a `Config` that returned `result` instead of `expected`, a noun phrase.
+        """Return the ValueError to raise if a method of a `Config` returned `result` instead of `expected`.
 
-        Users' modules are not type-checked.
+        `expected` is a description such as `a number of bytes`. Users' modules are not type-checked.
         """
         setting, file = f"{self.key}={getattr(config, self.field_name)}", inspect.getfile(type(config))
         return ValueError(f"{setting}: {method}() of {file} returned {describe_value(result)}, not {expected}.")
 
     def check_list(self, config: object, method: str, result: object, kind: type[Item]) -> list[Item]:
-        """Return the list that a method of a `Config` returned. Raises ValueError if it is not a list of `kind`."""
+        """Return the result of a `Config` method as a list.
+
+        Raises ValueError if it is not a list or tuple of `kind`.
+        """
         if not isinstance(result, list | tuple) or not all(isinstance(item, kind) for item in result):
             raise self.wrong_result(config, method, result, f"a list of {kind.__name__}")
         return list(result)

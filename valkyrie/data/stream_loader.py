@@ -1,4 +1,7 @@
-"""Loads batches of text that is tokenised while it is read. grain workers read lanes; this process joins their rows."""
+"""Loads batches of text that is tokenised while it is read.
+
+grain workers read the lanes of the stream (see `valkyrie.data.stream`). This process joins their rows.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,14 @@ _POSITIONS = "positions"
 
 @dataclass(frozen=True)
 class StreamPosition(RowPosition):
-    """Position in a stream. `places` maps the number of each lane to its position, or to None before its first row."""
+    """Position in a stream.
+
+    Args:
+        lanes: number of lanes.
+        packing: value of `data.packing`.
+        pool: documents per lane that `packing=best_fit` reads ahead.
+        places: maps the number of each lane to its position, or to None before its first row. Empty in `Loader.start`.
+    """
 
     progress_fields: ClassVar[tuple[str, ...]] = ("row", "places")
     current_version: ClassVar[int] = 2
@@ -38,8 +48,8 @@ class StreamPosition(RowPosition):
 class StreamLoader(Loader[StreamPosition]):
     """Loads this process's rows of the global batches of a stream.
 
-    Training lanes are read by `data.workers` processes, or by a thread of this process if `data.workers` is 0. The
-    validation lane is always read by a thread. Workers start with the first batch.
+    Training lanes are read by `data.workers` processes, at most one per lane, or by a thread of this process if
+    `data.workers` is 0. The validation lane is always read by a thread. Workers start with the first batch.
     """
 
     def __init__(self, data: StreamedText, split: str, plan: BatchPlan) -> None:
@@ -114,7 +124,7 @@ class StreamLoader(Loader[StreamPosition]):
         return datasets
 
     def _join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Combine one array from each worker into one with this process's rows, in the order of `BatchPlan.rows`."""
+        """Join the workers' arrays into an array with this process's rows, in the order of `BatchPlan.rows`."""
         blocks = np.empty((len(self._my_lanes), self._rows_per_lane, *parts[0].shape[1:]), parts[0].dtype)
         for worker, part in enumerate(parts):
             blocks[worker :: len(parts)] = part.reshape(-1, self._rows_per_lane, *part.shape[1:])

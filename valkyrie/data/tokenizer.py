@@ -63,11 +63,14 @@ class _TokenizerFile:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a tokenizer: `bytes`, `gpt2`, a tiktoken encoding by name, or a file.
+    """Load a tokenizer. tiktoken downloads encodings other than `gpt2` once; no other tokenizer needs the network.
 
-    Files are `FILE.tiktoken[:PATTERN]` and `tokenizer.json`, given by path, by folder or by the name of a trained
-    tokenizer. `bytes`, `gpt2` and files need no network; tiktoken downloads other encodings once. Raises ValueError,
-    with a remedy, if the download fails, or if the name or file does not exist.
+    Raises ValueError if there is no such tokenizer, its file is invalid, the tokenizer lacks a BOS token or drops
+    spaces, the download fails, or the package tokenizers is needed but not installed.
+
+    Args:
+        name: `bytes`, `gpt2`, another tiktoken encoding, `FILE.tiktoken[:PATTERN]` with a key of `PATTERNS` (default
+            `r50k`), or a tokenizer.json, given by its path, its folder or the name it was trained under.
     """
     file = _find_file(name)
     if file is not None:
@@ -96,7 +99,8 @@ def read_vocab_size(name: str) -> int:
 def read_fingerprint(name: str) -> str:
     """Return the fingerprint of a tokenizer: a hash of its file or, for `bytes` and tiktoken encodings, of its name.
 
-    The fingerprint of `gpt2` also covers the packaged vocabulary. Raises ValueError if there is no such tokenizer.
+    The fingerprint of a .tiktoken file also covers its pattern, and that of `gpt2` the packaged vocabulary. Raises
+    ValueError if there is no such tokenizer.
     """
     file = _find_file(name)
     identity = file.identity if file else f"gpt2 {_GPT2_SHA256}" if name == "gpt2" else name

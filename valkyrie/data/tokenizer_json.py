@@ -1,7 +1,7 @@
 """Loads and trains tokenizers in Hugging Face's one-file format, `tokenizer.json`.
 
-A byte-level BPE (GPT-2, Llama 3, and those trained here) becomes a tiktoken encoding, which is faster and releases the
-GIL. All others run in Hugging Face's package `tokenizers`.
+A byte-level BPE that tiktoken can run (GPT-2, Llama 3, and those trained here) becomes a tiktoken encoding, which is
+faster and releases the GIL. All other tokenizers run in Hugging Face's package `tokenizers`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _TokenizerJson:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: one more than the highest id."""
+        """One more than the highest id, even if lower ids are unused."""
         return 1 + max(self.ids, default=-1)
 
     @property
@@ -134,8 +134,8 @@ def json_vocab_size(path: Path) -> int:
 def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
     """Load the tokenizer in the `tokenizer.json` at `path`.
 
-    `name` and `fingerprint` become attributes of the result. Raises ValueError if the file is damaged or has no BOS, or
-    if reading it needs the package tokenizers, which is not installed.
+    `name` and `fingerprint` become attributes of the result. Raises ValueError if the file is damaged, if the tokenizer
+    has no known BOS token or drops spaces, or if reading it needs the package tokenizers, which is not installed.
     """
     content = _read(path)
     added_ids = {token.content: token.id for token in content.added_tokens}
@@ -211,7 +211,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) 
     """Train a byte-level BPE with at most `vocab` ids, write it to `path`, and return its number of ids.
 
     The last id is BOS. There are fewer ids than `vocab` if the texts have too few different pairs. Raises ValueError if
-    `vocab` is below 257 or `pattern` is not in `PATTERNS`.
+    `vocab` is below 257, `pattern` is not a key of `PATTERNS`, or the package tokenizers is not installed.
     """
     if vocab < 257:
         raise ValueError(f"--vocab {vocab} is too small. Use 257 or more: 256 bytes and one token for BOS.")
@@ -243,7 +243,10 @@ def _import_tokenizers(purpose: str) -> Any:
 
 
 def _without_possessives(pattern: str) -> str:
-    """Return an equivalent pattern without `++`, `?+` and `$`, which have another meaning in the package tokenizers."""
+    r"""Return an equivalent of a pattern in `PATTERNS` for the package tokenizers, where some syntax differs.
+
+    Makes possessive quantifiers (`++`, `*+`, `?+`, `{1,3}+`) greedy, and replaces `$` by `\z`.
+    """
     return re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern).replace("$", r"\z")  # not the + of \p{L}+
 
 

@@ -62,7 +62,10 @@ def encode(
 def encode_all(
     pieces: Iterable[DocumentPiece], tokenizer: Tokenizer, dtype: np.dtype, workers: int
 ) -> Iterator[EncodedDocuments]:
-    """Encode pieces in order with `workers` threads. Groups of about `PIECE_CHARS` characters are encoded together."""
+    """Encode pieces with `workers` threads. Yields the results of `encode` for consecutive groups of pieces, in order.
+
+    A group has at least `PIECE_CHARS` characters (or tokens), except the last one.
+    """
     function = partial(encode, tokenizer=tokenizer, token_bytes=tokenizer.token_bytes, dtype=dtype)
     for encoded_documents in map_ahead(function, _groups(pieces), workers=workers, ahead=2 * workers):
         yield from encoded_documents

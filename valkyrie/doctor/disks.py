@@ -93,7 +93,10 @@ def check_checkpoint_folder(context: CheckContext) -> CheckResults:
 
 
 def check_shared_folder(context: CheckContext) -> CheckResults:
-    """Check that this process can read files that process 0 writes to the checkpoint folder."""
+    """Check that a file that process 0 writes to the checkpoint folder exists for this process.
+
+    Skipped if process 0 cannot write there.
+    """
     team, (key, folder) = context.team, _checkpoint_location(context.run)
     with contextlib.ExitStack() as stack:
         name, is_visible = None, False
@@ -207,7 +210,10 @@ def check_compile_cache(_: CheckContext) -> CheckResults:
 
 
 def check_data(context: CheckContext) -> CheckResults:
-    """Check that the training data exists and is enough for a batch."""
+    """Check that the data suits the task and the model, exists, and is enough for a training batch.
+
+    Data that is not prepared yet is checked only as far as possible without preparing it.
+    """
     refuse_unsuitable_data(context.run)
     result = _data_check(context.run)
     yield WARNING if result.advice else OK, result.text, result.advice or ""

@@ -38,8 +38,8 @@ _SLOW_S = 0.01
 def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list[Finding]]:
     """Yield the findings of a dry run, stage by stage: mesh axes, memory, compile, steps, replicas.
 
-    All processes of the team call this together. The caller stops the iteration if a stage fails on any of them. Raises
-    ValueError if a step runs out of memory.
+    All processes of the team must call this together, and must stop the iteration when a stage has failed on any
+    process. Raises ValueError if a step runs out of memory.
     """
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     limit_s = run.config.distributed.step_timeout_s

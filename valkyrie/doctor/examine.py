@@ -126,9 +126,10 @@ def examine(run: Run, console: Console, steps: int | None) -> int:
 
 
 def _report_all(context: CheckContext, table: FindingsTable, findings: list[Finding], steps: int | None) -> int:
-    """Print the findings of all processes, then check the devices and make a dry run unless a check has failed.
+    """Check the checkpoint to resume from, and print the findings of all processes, including `findings`.
 
-    Returns the exit status.
+    If none has failed, checks the devices, then makes a dry run unless that check has failed or `steps` is None. Prints
+    a summary and returns the exit status.
     """
     team = context.team
     table.add(team.exchange("this host", [*findings, *run_checks([RESUME_CHECK], context)]))

@@ -79,7 +79,10 @@ class FindingsTable:
         return self._counts[FAILS] > 0
 
     def add(self, by_process: Sequence[Iterable[Sequence[str]]]) -> None:
-        """Print a table of the findings of each process. Equal findings share a row."""
+        """Print one table with the findings of all processes. Equal findings share a row.
+
+        `by_process` has the findings of each process, as `Finding` or as sequences of its fields.
+        """
         table = Table.grid(padding=(0, 2))
         table.add_column(width=7)
         table.add_column(width=16)

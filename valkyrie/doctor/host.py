@@ -36,7 +36,12 @@ def check_environment(_: CheckContext) -> CheckResults:
 
 
 def check_chips(context: CheckContext) -> CheckResults:
-    """Check that this host has as many chips as a host of the target. Chips are counted by their device files."""
+    """Check that this host has the chips of a host of the target. Chips are counted by their device files.
+
+    Fails if `device_problems` finds a problem, or if the number of chips differs on a platform where a program must use
+    every device of a slice. Warns if there are no chips, so that the CPU simulates the devices, unless the target is
+    the CPU itself.
+    """
     if problems := device_problems(context.run):
         yield from ((FAILS, str(problem)) for problem in problems)
         return
