@@ -79,7 +79,7 @@ _SYNONYMS = {
 }
 """Maps names of settings in other frameworks to Valkyrie's keys."""
 LARGEST_INT = 2**31 - 1
-"""Largest integer setting. JAX uses 32-bit integers."""
+"""Largest value of most integer settings, because JAX uses 32-bit integers."""
 _INT64_KEYS = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
 """64-bit settings, which are not passed to JAX."""
 _NESTED_LIST = "{key}: each value of the list must be a single one, not a list or mapping: {key}=[A,B]."
@@ -87,9 +87,9 @@ _COMPILER_PREFIXES = ("target.chip.xla_options.", "target.chip.compiler_options.
 
 
 def problem_from_error(error: OmegaConfBaseException, file: str | None = None) -> Problem:
-    """Convert an OmegaConf error to a problem, with the key and the values that are allowed.
+    """Convert an OmegaConf error to a problem that names the key and suggests valid keys or values.
 
-    `file` is the config file with the value, or None if it is unknown or not in a file.
+    `file` is the config file that sets the value, or None if the file is unknown or no file sets it.
     """
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return describe_unknown_key(str(error.full_key), error.parent_node)
@@ -163,7 +163,12 @@ def _resolution_fails(config: DictConfig, key: str, message: str) -> bool:
 
 
 def describe_unknown_key(full_key: str, parent: Any) -> Problem:
-    """Return a problem for an unknown key. Its message lists the valid keys and suggests the most similar one."""
+    """Return a problem for an unknown key. Its message suggests the key that the user probably meant, if any.
+
+    The message also lists the keys of `parent`, the config that should have contained the key. If no config of the
+    group is chosen, as for `task` by default, the message lists the names of its configs instead. If the key belongs to
+    some modes, data sources or optimizers, the message names them.
+    """
     prefix, _, key_name = full_key.rpartition(".")
     dotted_prefix = f"{prefix}." if prefix else ""
     valid_keys = sorted(_direct_keys(parent))
@@ -206,9 +211,11 @@ def advise_choice(group: str) -> str:
 
 
 def _likely_keys(name: str, parent: Any, prefix: str) -> list[str]:
-    """Return the key that the user probably meant, in a list, or an empty list if there is no single candidate.
+    """Return a list with the key that the user probably meant, or an empty list if there is no single candidate.
 
-    It is our key for a name in another framework, or the only key of this name in all groups.
+    This is Valkyrie's key for a name of another framework, if that key is in the group `prefix`. If `prefix` is empty,
+    the key may be in any group; the second choice is then the only key with this name, at any depth, that the mode
+    reads.
     """
     synonym = _SYNONYMS.get(name.lower())
     if synonym is not None and (not prefix or synonym.startswith(f"{prefix}.")):
@@ -323,9 +330,10 @@ def unknown_key_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
 
 
 def drop_foreign_keys(values: DictConfig, group: str) -> None:
-    """Drop the keys of other modes from `mode`, or of other sources from `data`, which earlier versions saved.
+    """Drop the keys that earlier versions saved in a group: those of other modes in `mode`, of other sources in `data`.
 
-    Modifies `values` in place. Other groups stay unchanged.
+    Modifies `values` in place. Keeps a key of another mode if its value is not the default. For any other `group`, does
+    nothing.
     """
     without_foreign_keys = {"mode": modes.without_foreign_keys, "data": data.without_foreign_keys}.get(group)
     settings = OmegaConf.to_container(values[group])
@@ -335,7 +343,10 @@ def drop_foreign_keys(values: DictConfig, group: str) -> None:
 
 
 def nested_value_problems(values: DictConfig, prefix: str = "") -> list[Problem]:
-    """Return a problem for each list of words or numbers that contains a list or mapping, which OmegaConf accepts."""
+    """Return a problem for each list setting of strings, numbers or booleans with an item that is a list or mapping.
+
+    OmegaConf does not reject such items.
+    """
     config_class, problems = OmegaConf.get_type(values), []
     hints = get_type_hints(config_class) if is_dataclass(config_class) else {}
     for name in values:

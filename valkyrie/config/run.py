@@ -149,7 +149,7 @@ class Run:
     model: Model
     arguments: tuple[str, ...] = field(default=(), compare=False)
     batch_note: str | None = field(default=None, compare=False)
-    """Describes how `batch_tokens` and `device_batch` were converted, for printing. None if neither was given."""
+    """Describes how `batch_tokens` and `device_batch` were converted. None if unset or the mode ignores the layout."""
 
     def __repr__(self) -> str:
         record, mode = self.request_record(), self.config.mode
@@ -301,9 +301,9 @@ class Run:
         """Return the run with `batch` and `microbatches` computed from `batch_tokens` and `device_batch`.
 
         Resets `batch_tokens` and `device_batch` to None, so that a trial or a resumed run can override `batch` and
-        `microbatches`. Modes that try many layouts keep `microbatches` and `device_batch`, because each layout has its
-        own number of microbatches. If the batch cannot be divided as requested, returns the run unchanged; `problems`
-        reports the error.
+        `microbatches`. Modes that ignore the layout keep `microbatches` and `device_batch`, because each layout that
+        they try has its own number of microbatches. If the batch cannot be divided as requested, returns the run
+        unchanged; `problems` reports the error.
         """
         c, batch_sizes = self.config, self._batch_sizes()
         if batch_sizes.problems or (c.batch_tokens, c.device_batch) == (None, None):
@@ -466,7 +466,7 @@ class Run:
         return None if interval is None else ("code_eval_every", interval)
 
     def _task_problems(self) -> list[Problem]:
-        """Return the problems that prevent the task from training the model with these settings."""
+        """Return the problems of the task alone and in combination with the model, the mode and other settings."""
         try:
             task = self.task
         except ValueError as error:

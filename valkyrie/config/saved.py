@@ -65,9 +65,11 @@ def find_primary_config(
     """Return the primary config for these arguments. Registers saved settings, if any, with Hydra.
 
     Saved settings come from the file that the arguments name (`find_complete_config`), or else from `folder`, or else,
-    if `read_run` is true, from the trained run that the arguments name (`find_run_to_read`). Raises ValueError if that
-    run does not exist, if a file is damaged or incomplete, or if `resume=` and `name=` name different runs in a mode
-    that trains.
+    if `read_run` is true, from the trained run that the arguments select (`find_run_to_read`). In the last two cases,
+    `resume` is set to the folder. Also adds the folders of `modules=` to the import path.
+
+    Raises ValueError if a folder of `modules=` does not exist, if a file is damaged or incomplete, and for the same
+    reasons as `find_complete_config` and `find_run_to_read`.
     """
     add_import_path(_module_folders(arguments))
     file = find_complete_config(arguments)
@@ -86,11 +88,11 @@ def find_primary_config(
 
 
 def find_run_to_read(arguments: Sequence[str]) -> Path | None:
-    """Return the folder of the trained run that provides the initial settings, or None if the arguments name none.
+    """Return the folder of the trained run that provides the initial settings, or None if no run provides them.
 
-    It is the folder of `resume=`. Without it, modes that read a run (`mode=eval`, `mode=generate`, ...) use `name=`, or
-    else the latest run. Raises ValueError if there is no such run, if `resume=` is empty, or, in a mode that does not
-    read a run, if `name=` is another run.
+    This is the run of `resume=`. If `resume` is not set or null, modes that read a run (`mode=eval`, `mode=generate`,
+    ...) use the run of `name=`, or else the latest run; other modes use none. Raises ValueError if the run does not
+    exist, if `resume=` is empty, or, in a mode that does not read a run, if `resume=` and `name=` are different runs.
     """
     values = key_values(arguments)
     resume, mode_reads_run = values.get("resume"), reads_run(values.get("mode"))
@@ -170,7 +172,7 @@ def _read_settings_file(file: Path, arguments: Sequence[str]) -> DictConfig:
 
     A `run.yaml` is repeated as a new run: missing keys get their defaults, and the name is changed to an unused one
     unless the arguments set `name`. If the mode reads a trained run and the file's folder has a checkpoint, `resume` is
-    set to that folder instead. Raises ValueError if any other file lacks a key.
+    set to that folder instead. Raises ValueError if the file is damaged, or if it is not a `run.yaml` and lacks a key.
     """
     is_record = file.read_bytes().startswith(HEADER.encode())
     values = read_settings(file, has_hydra=is_record)

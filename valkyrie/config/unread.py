@@ -12,15 +12,15 @@ from valkyrie.runs.folder import changed_settings, find_run, key_values, split_f
 from valkyrie.units import escape_control_characters
 
 _ALWAYS_READ = NEUTRAL_KEYS | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
-"""Keys that every mode reads, or that determine other keys."""
+"""Keys that count as read in every mode: those that never change a result, and those that determine other keys."""
 _LONGEST_VALUE = 60
 """Maximum number of characters of a value in a note. If it is longer, such as a prompt, only the key is shown."""
 
 
 def unread_notes(run: Run) -> list[str]:
-    """Return a note for each reason why the run ignores settings on the command line. The run must be legal.
+    """Return a note for each reason why settings on the command line or `TPU_MESH_CONFIG` have no effect on the run.
 
-    Ignores settings in files, because an experiment has settings for several modes.
+    The run must be legal. Settings in files get no note, because an experiment has settings for several modes.
     """
     command_line: dict[str, str] = {}
     for argument in split_flags(run.arguments)[1]:

@@ -210,7 +210,10 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 def to_config_json(model: Stack) -> dict[str, object]:
-    """Return the config.json of a model. Raises ValueError with the settings that its architecture does not support."""
+    """Return the config.json of a model.
+
+    Raises ValueError if no architecture supports the model. The message names its family or the unsupported settings.
+    """
     if type(model) not in (gpt.Config, gpt2.Config):
         raise ValueError(
             f"model.family={model.family} cannot be converted to one of {', '.join(ARCHITECTURES)}. Only "

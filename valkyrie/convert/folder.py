@@ -114,7 +114,10 @@ class Weights:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return the names of the safetensors files. Raises ValueError if there are none, or if a listed one is missing."""
+    """Return the names of the safetensors files of a folder.
+
+    Raises ValueError if there are none, if the index is damaged, or if a file in the index is missing.
+    """
     if (folder / INDEX_FILE).is_file():
         index = _read_json(folder / INDEX_FILE, folder)
         by_tensor = index.get("weight_map", {})
@@ -155,9 +158,10 @@ def _read_json(path: Path, folder: Path) -> Mapping[str, Any]:
 
 
 def copy_other_files(source: Path, target: Path, alternative: str | None = None) -> list[str]:
-    """Copy those of `COPIED_FILES` that exist from one folder to another, and return their names.
+    """Copy each of `COPIED_FILES` from `source` to `target` if it exists, and return the names of the copied files.
 
-    Raises DiskError if they cannot be written, for example on a full disk. The error message suggests `alternative`.
+    Raises DiskError if a file cannot be written, for example on a full disk. `alternative` is the setting for another
+    location that the error message suggests, or None for the default of `disk_errors`.
     """
     names = [name for name in COPIED_FILES if (source / name).is_file()]
     with disk_errors(target, alternative):
@@ -176,8 +180,8 @@ def write_folder(
 ) -> list[str]:
     """Write config.json and the tensors, and return the names of the safetensors files.
 
-    Writes an index if there are several files. Raises DiskError if the disk is full, and ValueError if a number is
-    beyond the range of `dtype`.
+    Writes an index if there are several files. Raises DiskError if a file cannot be written, for example on a full
+    disk, and ValueError if a number is beyond the range of `dtype`.
 
     Args:
         folder: the folder to write.

@@ -163,10 +163,11 @@ def _refuse_overrides(overrides: Sequence[str], settings: Mapping[str, Setting])
 
 
 def _prevents_conversion(problem: Problem, groups: Set[str]) -> bool:
-    """Return whether a problem prevents the conversion. A problem of the layout does only if overrides set the layout.
+    """Return whether a problem prevents the conversion.
 
-    The default layout is chosen for this machine, and may suit no run of the model. `groups` are the config groups that
-    the overrides set.
+    A problem of the layout is ignored unless an override sets the mesh, partition, target or the group of the problem's
+    key, because the default layout is chosen for this machine and may suit no run of the model. `groups` are the config
+    groups and top-level keys that the overrides set.
     """
     group = _group(problem.key or "")
     concerns_layout = bool(problem.mesh_axes) or group in _LAYOUT_GROUPS
@@ -213,9 +214,10 @@ def _check_tokenizer(run: Run) -> None:
 
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """Create a run folder with its `ORIGINALS_FOLDER`, and yield the path of the latter, which is locked meanwhile.
+    """Create a run folder, and yield the path of its `ORIGINALS_FOLDER`, which stays locked inside this context.
 
-    Deletes the run folder if an exception is raised inside this context.
+    Deletes the run folder if an exception is raised inside this context. Raises DiskError if the run folder already
+    exists or cannot be created.
     """
     with disk_errors(target):
         target.mkdir(parents=True)  # outside of `try`: another process may have created it just now

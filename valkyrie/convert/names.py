@@ -18,7 +18,7 @@ class TensorLocation:
     Args:
         name: name of the tensor, with `{}` for the layer number.
         transposed: whether the input and output dimensions are in the opposite order to the parameter's.
-        flat: whether the tensor has one dimension.
+        flat: whether the tensor flattens the parameter's dimensions, such as heads and head_dim, to one.
         third: which third of the tensor's last dimension stores the parameter, or None if all of it does.
     """
 

@@ -50,7 +50,8 @@ def export_run(
 ) -> Path:
     """Write the weights of a run as a Hugging Face folder, and return its path.
 
-    Raises ValueError if the checkpoint is missing or damaged, the model cannot be converted, or `folder` is not empty.
+    Raises ValueError if the checkpoint is missing or damaged, the model cannot be converted, a number is beyond the
+    range of `dtype`, or `folder` is not empty or in use. Raises DiskError if a file cannot be written.
 
     Args:
         run_folder: the run folder. If its checkpoint has averaged parameters (`ema_decay`), these are written.
@@ -123,7 +124,7 @@ class _ParameterReader:
         self._parameters: dict[str, np.ndarray] = {}
 
     def read(self, slices: list[TensorSlice]) -> np.ndarray:
-        """Return the tensor that these slices form: a single one, or GPT-2's query, key and value."""
+        """Return the tensor that stores these slices: a single slice, or GPT-2's query, key and value concatenated."""
         slices = sorted(slices, key=lambda tensor_slice: tensor_slice.location.third or 0)
         names = {tensor_slice.parameter for tensor_slice in slices}
         self._parameters = {name: array for name, array in self._parameters.items() if name in names}
@@ -141,7 +142,10 @@ def _select_layer(array: np.ndarray, tensor_slice: TensorSlice) -> np.ndarray:
 
 
 def _tensor_prefix(run_folder: Path, run: Run) -> str:
-    """Return the prefix of GPT-2's tensor names, as in the original folder if there is one. Empty for other models."""
+    """Return the prefix of GPT-2's tensor names, or an empty string for other models.
+
+    This is the prefix in the original Hugging Face folder, or `GPT2_PREFIX` if the run was not converted from a folder.
+    """
     prefix = run_folder / ORIGINALS_FOLDER / PREFIX_FILE
     if run.model.family != "gpt2":
         return ""
