@@ -27,7 +27,7 @@ _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_
 _MEMORY_FACTOR = 3
 """Memory to read a text, as a multiple of its size: for its bytes, its characters, and its bytes again for the hash."""
 _LARGE_FILE_BYTES = 2**28
-"""Size in bytes above which a file is read only if there is enough free memory."""
+"""Size in bytes above which the free memory is checked before a file is read whole."""
 SINGLE_DOCUMENT_SUFFIXES = (".txt", ".md", ".py", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp")
 """Suffixes of files with one document each."""
 _ROWS_PER_READ = 256
@@ -110,7 +110,8 @@ class ReadOptions:
         field: the key with the text in .jsonl, and the feature in .tfrecord and ArrayRecord files.
         column: the column with the text in .parquet.
         chunk: `functions` makes each function or class of C, C++ and Python a document.
-        language: the language of the documents in files with a suffix that does not determine it.
+        language: with `chunk=functions`, the language of .parquet, .jsonl and other files of many documents. None
+            leaves their documents whole.
     """
 
     field: str = "text"
@@ -133,7 +134,7 @@ Reader = Callable[[File, ReadOptions, int | None], Iterator[Document]]
 
 
 def _refuse_other_formats(raw: bytes, name: str) -> None:
-    """Raise ValueError if the first bytes of a text file, or a line of it, are compressed, UTF-16 or binary."""
+    """Raise ValueError if `raw`, a text file or one line of it, is compressed, UTF-16, UTF-32 or binary."""
     refuse_compressed(raw, name)
     if raw.startswith(_BYTE_ORDER_MARKS) or raw.count(0) > MAX_REPLACED_SHARE * len(raw):
         raise ValueError(
@@ -160,8 +161,10 @@ def _decode(raw: bytes, name: str) -> Document:
 def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator[Document]:
     """Yield the documents of a file, or of the row group with index `group` of a .parquet file. Some may be empty.
 
-    With `options.chunk=functions`, each function or class in a document becomes a separate document. Raises ValueError,
-    naming the file and the line or record, if the file is damaged or a record has no text field.
+    With `options.chunk=functions`, each function or class in a document becomes a separate document.
+
+    Raises ValueError, naming the file, if it is damaged, is not UTF-8 text, is too large for the free memory or needs a
+    package that is not installed, or if a line or record has no text.
     """
     documents = READERS[file.suffix](file, options, group)
     language = (

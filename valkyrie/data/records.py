@@ -92,7 +92,8 @@ def _masked_crc(crc: int) -> int:
 def _features(raw: bytes) -> dict[str, bytes | None] | None:
     """Return the features of a tf.train.Example by name, or None if the record is not an Example.
 
-    Each value is the first string of the feature (empty if it has none), or None if the feature holds numbers.
+    Each value is the first entry of the bytes list of the feature (`b""` if the list is empty), or None if the feature
+    has no bytes list, for example because it holds numbers.
     """
     features: dict[str, bytes | None] = {}
     try:

@@ -4,7 +4,7 @@ A *unit* is a row group of a .parquet file, or any other file as a whole. Every 
 the seed and deals them to `lanes` like cards: lane k gets units k, k + lanes, ... of that order. A lane reads the
 documents of its units in order and packs them into rows. When it has no more units, it starts the next epoch without
 waiting for other lanes. Each lane fills a separate block of rows of every global batch, so that the batch of a step
-depends only on the data, the seed, `batch`, `seq` and `lanes`.
+depends only on the data, the seed, `batch`, `seq`, `lanes`, `packing` and `pool`.
 
 A process reads the lanes that fill the rows of its devices, and a run can resume on any number of processes. With more
 processes than lanes, some processes read the same lane. With few units, some lanes begin their next epoch earlier than
@@ -57,8 +57,8 @@ class LanePosition:
     """Position in the rows of a lane.
 
     Args:
-        next: the document that begins the next row or, with `packing=best_fit`, the next one to read.
-        offset: number of tokens of `next` that earlier rows have used.
+        next: the document in which the next row begins or, with `packing=best_fit`, the next document to read.
+        offset: index in `next` of the first token of the next row, or 0 with `packing=best_fit`.
         pool: the documents that `packing=best_fit` has read ahead, in reading order.
     """
 
@@ -223,7 +223,10 @@ class Lane:
     threads: int = 1
 
     def documents(self, start: DocumentPosition) -> Iterator[LaneDocument]:
-        """Yield the documents of the lane, starting at a position. Raises ValueError if an epoch has no text."""
+        """Yield the documents of the lane, starting at a position.
+
+        With a seed, continues forever, and raises ValueError if an epoch has no text.
+        """
         return self._encode(self._read_texts(start))
 
     def fetch(self, positions: Sequence[DocumentPosition]) -> list[LaneDocument]:

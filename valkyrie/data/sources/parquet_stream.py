@@ -37,12 +37,13 @@ class Config(TextConfig):
         field: the key with the text in .jsonl, and the feature in .tfrecord and ArrayRecord files.
         column: the column with the text in .parquet.
         chunk: `functions` makes each function or class of C, C++ and Python a document.
-        language: the language of the documents in files with a suffix that does not determine it.
+        language: with `chunk=functions`, the language of .parquet, .jsonl and other files of many documents.
         workers: processes that read and tokenise, at most one per lane; 0 for a thread of this process, None for one
             per CPU core, up to 8.
         packing: `stream` cuts rows from the concatenated documents; `best_fit` begins every row with a document.
         pool: documents per lane that `packing=best_fit` reads ahead.
-        lanes: number of parts of the batch that read separate files or row groups, or None for up to 16.
+        lanes: number of streams that read separate files or row groups and each fill an equal part of the batch, or
+            None for up to 16.
     """
 
     name: str = "parquet_stream"
@@ -60,7 +61,7 @@ class Config(TextConfig):
 
     @property
     def read_options(self) -> ReadOptions:
-        """Options for reading the files: text field, column, languages and chunk."""
+        """Options for reading the files: `field`, `column`, `chunk` and `language`."""
         return ReadOptions(self.field, self.column, self.chunk, self.language)
 
     def problems(self) -> list[Problem]:
@@ -76,8 +77,8 @@ class Config(TextConfig):
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> StreamedText:
         """Open the training and validation splits.
 
-        Reads only the file list and the footers of .parquet files. Raises ValueError if a file is damaged or a split is
-        empty.
+        Lists the files, but reads only the footers of .parquet files. Raises ValueError if a path matches no file, a
+        footer is damaged or lacks the text column, or a split is empty.
         """
         from valkyrie.data.stream import open_stream
 

@@ -28,7 +28,8 @@ class Config(CorpusConfig):
     def list_files(self) -> Listing:
         """Return the source files of Python's standard library, from its folder or zip archives on `sys.path`.
 
-        Raises ValueError if they have fewer than `MIN_BYTES` bytes, because this Python has no source code.
+        Raises ValueError if they have fewer than `MIN_BYTES` bytes in total, as in a Python that is installed without
+        its source code.
         """
         root = Path(sysconfig.get_paths()["stdlib"])
         files: list[SourceFile] = []

@@ -45,7 +45,8 @@ class Config(CorpusConfig):
     def list_files(self) -> Listing:
         """Return the files matched by `paths`.
 
-        Raises ValueError if a path matches none, or if a file's language is unknown.
+        Raises ValueError if a path matches no file with a supported suffix, or if `chunk` is `functions` and the
+        programming language of a file is unknown.
         """
         return list_paths(self.paths, self.read_options)
 

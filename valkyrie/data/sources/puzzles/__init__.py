@@ -1,4 +1,4 @@
-"""Data source for published puzzles, as a folder of arrays or CSV files, and the base config shared with `sudoku`."""
+"""Data source for published puzzles in a folder of arrays or CSV files, and the base config of puzzle sources."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class SampleConfig:
     """Settings that select puzzles by number and difficulty.
 
     Args:
-        train: number of puzzles for training.
-        validation: number of puzzles for evaluation.
+        train: maximum number of puzzles for training.
+        validation: maximum number of puzzles for evaluation.
         guesses: minimum difficulty: the number of guesses that a solver needs, or the rating in a CSV. 0 selects all
             puzzles.
         seed: seed of the sample.

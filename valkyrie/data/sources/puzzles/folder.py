@@ -42,9 +42,9 @@ class PuzzleSplit:
     """The puzzles of one split. Its array files are mapped into memory.
 
     Args:
-        inputs: the given cells, [examples, cells].
-        labels: the solutions, [examples, cells].
-        puzzle_identifiers: the identifier of each puzzle, [puzzles].
+        inputs: cell values of the unsolved puzzles, [examples, cells].
+        labels: cell values of the solutions, [examples, cells].
+        puzzle_identifiers: the index of the learned embedding that the model uses for each puzzle, [puzzles].
         puzzle_indices: the first example of each puzzle, then the number of examples, [puzzles + 1].
         group_indices: the first puzzle of each group, then the number of puzzles, [groups + 1].
         vocab_size: cell values are below this.
@@ -70,7 +70,7 @@ class PuzzleSplit:
 
     @property
     def groups(self) -> int:
-        """Number of groups, which is the number of puzzles without their augmented forms."""
+        """Number of groups. A puzzle and its augmented forms count as one."""
         return len(self.group_indices) - 1
 
 
@@ -82,7 +82,8 @@ class PreparedPuzzles:
         path: the folder.
         name: name of the data config, for messages.
         content: hash of the puzzles.
-        side: number of cells in a row of a Sudoku to augment with random symmetries, or None not to augment.
+        side: number of cells in a row of the Sudokus, which are then augmented with random symmetries; or None for no
+            augmentation.
     """
 
     path: Path
@@ -103,7 +104,7 @@ class PreparedPuzzles:
         return PuzzleLoader(self, split, plan)
 
     def describe(self) -> str:
-        """Return one line with the number of puzzles in each split, and the number of cells per puzzle."""
+        """Return one line with the numbers of training groups, of validation examples, and of cells per puzzle."""
         symmetries = ", with new random symmetries" if self.side else ""
         return (
             f"data {self.name}: {self.train.groups:,} training puzzles{symmetries}, {len(self.validation.inputs):,} "

@@ -46,7 +46,7 @@ def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) ->
 
 
 def count_guesses(givens: np.ndarray, side: int) -> np.ndarray:
-    """Return the number of guesses that a solver needs to find every solution, for each puzzle."""
+    """Return the number of guesses that the solver (see `_search`) needs to find all solutions of each puzzle."""
     return _search(_to_masks(givens, side), side)[1]
 
 
@@ -56,7 +56,9 @@ def count_solutions(givens: np.ndarray, side: int, at_most: int = 2) -> np.ndarr
 
 
 def _search(masks: np.ndarray, side: int, at_most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of solutions of each puzzle, up to `at_most`, and the guesses needed to find them.
+    """Return the number of solutions of each puzzle, and the number of guesses needed to find them.
+
+    Counts up to `at_most` solutions of each puzzle, or all of them if `at_most` is None.
 
     The solver fills in all forced digits (a cell with one possible digit, or a digit with one possible cell in a row,
     column or box). Then it picks a cell with the fewest possible digits and tries all of them, which counts as a guess.
@@ -193,7 +195,7 @@ def _expand_branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _branching_cells(masks: np.ndarray) -> np.ndarray:
-    """Return the first cell of each grid that has the fewest possible digits, but at least two."""
+    """Return one cell index per grid: the first of the undetermined cells with the fewest possible digits."""
     counts = np.bitwise_count(masks).astype(np.int64)
     return np.where(counts > 1, counts, 99).argmin(1)
 

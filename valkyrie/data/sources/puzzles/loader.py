@@ -1,8 +1,8 @@
-"""Loads batches of puzzles: `inputs` and `labels`, each int32 [rows, cells], and `puzzles`, int32 [rows].
+"""Loads batches of puzzles: `inputs` and `labels`, int32 [rows, cells], and `puzzles` (identifiers), int32 [rows].
 
 A group is a puzzle with its augmented forms. Each training epoch visits every group once, in random order, and takes a
 random example from it. With `augment`, Sudokus also get a new random symmetry. The global batch of a step depends only
-on the data, the seed and the step number, so a run resumes exactly on any number of processes.
+on the data, the seed, the batch size and the step number, so a run resumes exactly on any number of processes.
 """
 
 from __future__ import annotations

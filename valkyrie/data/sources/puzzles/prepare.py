@@ -58,7 +58,11 @@ def _open_cached(
 
 
 def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size: int) -> None:
-    """Write one split as arrays. Every puzzle is a separate group; cells with label 0 do not count in the loss."""
+    """Write one split as arrays to a new folder `path`, in the format of `valkyrie.data.sources.puzzles.folder`.
+
+    `inputs` and `labels` are cell values below 256, [puzzles, cells]. Every puzzle is a separate group. Cells with
+    label 0 do not count in the loss.
+    """
     path.mkdir()
     indices = np.arange(len(inputs) + 1, dtype=np.int32)
     arrays = {"inputs": inputs.astype(np.uint8), "labels": labels.astype(np.uint8)}
@@ -73,9 +77,10 @@ def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size:
 
 
 def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
-    """Generate puzzles and write both splits.
+    """Generate puzzles and write both splits below `path`.
 
-    No puzzle is in both splits. For 4x4, symmetric forms of a puzzle are in the same split too.
+    All copies of a puzzle, and for 4x4 all its symmetric forms, are in the same split. A split may have fewer puzzles
+    than the settings request. Raises ValueError if a split has none.
     """
     rng, total = np.random.default_rng([config.seed, config.side]), config.train + config.validation
     if say is not None and config.side > 4:
