@@ -240,7 +240,9 @@ def parse_scratch_memory(text: str) -> ScratchMemory | None:
     if match is None:
         return None
     kernel = re.search(r"allocating on stack for %?([\w.-]+)", text)
-    return ScratchMemory(kernel[1] if kernel else None, float(match[1] or match[5]), float(match[3] or match[7]))
+    numbers, units = ([value for value in match.groups()[i::2] if value is not None] for i in (0, 1))
+    needed, limit = (_bytes(number, unit) / 2**20 for number, unit in zip(numbers, units, strict=True))
+    return ScratchMemory(kernel[1] if kernel else None, needed, limit)
 
 
 def unknown_option(message: str) -> str | None:
