@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource  # Hydra's reader has no public name
@@ -123,7 +124,7 @@ def check_order(path: Path, group: str, defaults: Sequence[object]) -> None:
             )
 
 
-def check_family(path: Path, families: Families, entries: Sequence[str], values: Mapping[object, object]) -> None:
+def check_family(path: Path, families: Families, entries: Sequence[str], values: Mapping[Any, object]) -> None:
     """Raise ValueError if a user's config with `NAME_schema` in its defaults list selects another family than NAME.
 
     A missing or unimportable module NAME is reported when Hydra loads the schema.
