@@ -1,7 +1,7 @@
 """Fluid model of links: transfers in flight share them fairly, and no link is idle while a transfer could use it.
 
-While it is the only one in flight, a transfer uses each of its links for a known share of the time. Transfers that
-together exceed the capacity of a link slow down by the same factor until they fit.
+A transfer that is alone uses each of its links for a known share of the time. Transfers that together exceed the
+capacity of a link slow down by the same factor until they fit.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _NEGLIGIBLE_S = 1e-12
 
 @dataclass(eq=False)
 class Transfer:
-    """A transfer in flight.
+    """A transfer between devices, or a copy between memories of one device.
 
     Args:
-        latency_s: Seconds before bytes move.
-        work_s: Seconds to move the bytes if no other transfer shares the links.
-        link_shares: Share of that time during which each link is in use.
+        latency_s: Remaining seconds before bytes move.
+        work_s: Seconds to move all bytes if no other transfer shares the links.
+        link_shares: Share of `work_s` during which each link is in use, by name of the link.
         tag: (name, collective), or (name, None) for a copy.
         between_devices: False for a copy between memories of one device.
-        start_s: Time on the clock of `Links` at which it started, in seconds.
-        end_s: Time at which all bytes had arrived, or None while it is in flight.
+        start_s: Start of the transfer on the clock of `Links`, in seconds.
+        end_s: Arrival of the last byte on that clock, or None until then.
     """
 
     latency_s: float
@@ -45,14 +45,20 @@ class Transfer:
         return self.latency_s <= _NEGLIGIBLE_S and self._remaining_s <= _NEGLIGIBLE_S
 
     def advance(self, seconds: float, rate: float) -> None:
-        """Advance the transfer by `seconds`. `rate` is its speed relative to an uncontended transfer, from 0 to 1."""
+        """Advance the transfer by `seconds`, which must be at most `remaining_s(rate)`.
+
+        `rate` is the speed relative to an uncontended transfer, from 0 to 1. It has no effect during the latency.
+        """
         if self.latency_s > _NEGLIGIBLE_S:
             self.latency_s = max(self.latency_s - seconds, 0.0)
         else:
             self._remaining_s -= seconds * rate
 
     def remaining_s(self, rate: float) -> float:
-        """Return the seconds until the latency ends or, after that, until all bytes have arrived at this rate."""
+        """Return the seconds until the latency ends or, if bytes already move, until the last byte arrives.
+
+        `rate` is as in `advance`. At rate 0, moving bytes never arrive: the result is infinite.
+        """
         if self.latency_s > _NEGLIGIBLE_S:
             return self.latency_s
         return max(self._remaining_s, 0.0) / rate if rate > 0 else float("inf")
@@ -89,7 +95,7 @@ class Links:
         return self.now_s - start_s
 
     def _advance_to_change(self, end: float) -> None:
-        """Advance the clock to the next change of a transfer, at most to `end`."""
+        """Advance the clock until a latency ends or a transfer arrives, at most to `end`."""
         rates = _fair_rates(self.active)
         until_change_s = min(t.remaining_s(rate) for t, rate in zip(self.active, rates, strict=True))
         seconds = min(until_change_s, end - self.now_s)
@@ -104,9 +110,10 @@ class Links:
 
 
 def _fair_rates(transfers: list[Transfer]) -> list[float]:
-    """Return each transfer's speed relative to an uncontended transfer, from 0 (also during its latency) to 1.
+    """Return the speed of each transfer relative to an uncontended transfer, from 0 to 1.
 
-    All speeds rise together. The speed of a transfer stops rising once one of its links is full.
+    The speed is 0 during the latency. All other speeds rise together from 0 to 1, but the speed of a transfer stops
+    rising once one of its links is full (max-min fairness).
     """
     moving_indices = [i for i, t in enumerate(transfers) if t.latency_s <= _NEGLIGIBLE_S]
     rates = [0.0] * len(transfers)

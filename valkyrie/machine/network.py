@@ -1,8 +1,9 @@
 """Cost of a collective: bytes on each torus axis, and seconds on links and on the network between slices.
 
 An algorithm is a set of messages between chips. Messages use dimension-order routing, in the shorter direction around
-each ring, and the busiest link of an axis determines the time. A ring of N chips sends (N-1)/N of half the array in
-each of two directions; on an axis that does not close, both directions share its links.
+each ring, and the busiest link of an axis determines the time. On a ring of N chips, each chip sends (N-1)/N of the
+array, half of it in each direction; an all-reduce sends this twice. On an axis that does not wrap around, the ring in
+one direction closes over the links of the other direction, so each link carries both.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ class CollectiveCost:
     Args:
         seconds: Duration if nothing else uses the links, including `latency_s`.
         latency_s: Seconds during which no bytes move.
-        busy_s: Seconds that the busiest link is in use, by torus axis and direction (`a+`, `a-`, or `dcn`).
+        busy_s: Seconds that the busiest link is in use: by torus axis and direction (`a+`, `a-`), between the cores of
+            a chip (`core+`, `core-`), and between slices (`dcn`).
         bytes_sent: Bytes that one device sends.
-        bytes_by_axis: Bytes that one device sends along each torus axis, and between slices (`dcn`).
+        bytes_by_axis: Bytes that one device sends along each torus axis, between cores (`core`), and between slices
+            (`dcn`).
     """
 
     seconds: float = 0.0
@@ -213,7 +216,8 @@ class LinkModel:
     def _across_slices(self, kind: str, groups: np.ndarray, full_bytes: float, slices: int) -> CollectiveCost:
         """Return the cost of a collective whose groups span several slices.
 
-        It consists of a scatter within slices, an exchange over the network, and a gather within slices.
+        The cost is that of the same collective within each slice, plus an exchange over the network. In the exchange,
+        each device handles its share of the array. In an all-to-all, it instead sends all its data for other slices.
         """
         members = groups.shape[1]
         slice_members = members // slices
@@ -340,9 +344,10 @@ def _apply_efficiency(kind: str, cost: CollectiveCost) -> CollectiveCost:
 
 
 def _dimension_orders(dims: Sequence[Dimension], algorithm: _Algorithm | None) -> list[tuple[int, ...]]:
-    """Return the order of dimensions for each part of the array.
+    """Return the order in which each part of the array uses the dimensions, as indices into `dims`.
 
-    These are the compiler's orders if they are known and match `dims`. Otherwise, each part uses another rotation.
+    These are the compiler's orders if they are known and match `dims`. Otherwise, there is one part per dimension, and
+    each part starts with a different dimension and continues cyclically.
     """
     dim_count = len(dims)
     if algorithm is not None and algorithm.orders and sorted(algorithm.sizes) == sorted(d.size for d in dims):

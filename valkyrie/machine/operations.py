@@ -39,7 +39,10 @@ _FREE_TARGETS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"
 _KERNEL_TARGET = "tpu_custom_call"
 _UPDATE_OPCODE = "dynamic-update-slice"
 _SCALAR_BYTES = 4096
-"""Operations with a smaller result and no estimate are assumed to run on the scalar unit and to take no time."""
+"""Operations with a result below this size are assumed to run on the scalar unit and to take no time.
+
+Does not apply to operations with an estimate, matrix products and kernels.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Replays the schedule of a compiled step on one device of a slice, to predict the step time and its parts.
 
 The device executes the instructions in order. Asynchronous transfers continue in the background, share links, and
-block the device where it waits for them. A loop's body is replayed once and multiplied by the trip count.
+block the device where it waits for them. A loop's body is replayed once and multiplied by the trip count. If transfers
+are in flight when the loop starts, its first iterations are replayed one by one.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from valkyrie.machine.timeline import COPIES
 from valkyrie.parts import PartKind, StepPart, format_category
 
 _EXPLICIT_ITERATIONS = 4
-"""Maximum number of a loop's iterations replayed one by one while transfers from before the loop are in flight.
+"""Maximum number of iterations at the start of a loop that are replayed one by one while transfers are in flight.
 
-All further iterations are assumed to take as long as one without such transfers.
+All further iterations are assumed to take as long as an iteration that starts without transfers in flight.
 """
 
 
@@ -98,7 +99,8 @@ class Replay:
 def replay(module: Module, machine: Machine) -> Replay:
     """Replay one step on a machine.
 
-    Raises ValueError if the module was compiled for another number of devices, or if the chip lacks figures.
+    Raises ValueError if the module was compiled for another number of devices, or if the chip's clock, HBM bandwidth or
+    link bandwidth is unknown.
     """
     return _Replayer(module, machine).play()
 
@@ -131,7 +133,7 @@ class _Totals:
         cost.seconds += seconds
 
     def get_use(self, collective: Collective, torus_axes: tuple[str, ...]) -> CollectiveUse:
-        """Return the record of a collective, created when it first runs."""
+        """Return the `CollectiveUse` that counts the calls of a collective. Creates an empty one for the first call."""
         new = collective.empty_use(torus_axes)
         return self.uses.setdefault(new.key, new)
 

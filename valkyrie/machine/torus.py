@@ -45,7 +45,7 @@ class Crossings:
 
     @property
     def load(self) -> float:
-        """Messages over the busiest link of both directions."""
+        """Messages over the busiest link in either direction."""
         return float(self.loads.max())
 
     def plus(self, other: Crossings) -> Crossings:
@@ -137,13 +137,14 @@ class Torus:
     ) -> dict[str, Crossings]:
         """Return the load of each torus axis if every source sends one message to its target.
 
-        Chips of different slices have separate links.
+        Axes that no message uses are left out. Messages between different cores also add an entry `core`. Chips of
+        different slices have separate links.
 
         Args:
             source: Index of the sending device of each message.
             target: Index of the receiving device.
-            direction: Direction (+1 or -1) of each message with several shortest routes, such as halfway round a ring.
-                None balances the directions.
+            direction: +1 or -1 for each message. Selects the route if several are shortest, such as halfway round a
+                ring. None balances the directions.
         """
         crossings_by_axis: dict[str, Crossings] = {}
         senders = max(len(np.unique(source)), 1)
@@ -229,8 +230,8 @@ class Torus:
     def _is_ring(self, d: int, coords: np.ndarray) -> bool:
         """Return whether positions `coords` form a ring along torus axis `d`.
 
-        They do if they are equally spaced, the axis wraps around, and its wraparound (shifted on a twisted torus) leads
-        back to one of them.
+        They do if they are equally spaced, the axis wraps around and has more than two chips, and its wraparound leads
+        back to them. On a twisted torus, the wraparound shifts the other coordinates.
         """
         values = np.unique(coords[:, d])
         steps = np.diff(values, append=values[0] + self._shape[d])

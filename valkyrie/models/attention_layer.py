@@ -239,7 +239,8 @@ def _key_head_axes(shard: Shard) -> tuple[str | None, tuple[str, ...]]:
     """Return the logical axis of key heads during attention, and the mesh axes that shard only query heads.
 
     Query heads and key heads are sharded by separate rules. If the mesh axes of key heads are a prefix of those of
-    query heads, each device selects the key heads of its query heads. Otherwise key heads are gathered.
+    query heads, key heads stay sharded. Otherwise, all key heads are gathered, and the logical axis is None. In both
+    cases, each device then selects the key heads that its query heads use (`_select_key_heads`).
     """
     heads, key_heads = shard.mesh_axes_of("heads"), shard.mesh_axes_of("kv_heads")
     if heads[: len(key_heads)] == key_heads:
