@@ -18,7 +18,7 @@ from valkyrie.runs.folder import key_values
 from valkyrie.units import count_text
 
 PORT = 8476
-"""Default port of JAX's coordinator, which JAX also uses on Cloud TPU. Two training runs on a host need two ports."""
+"""Default port of JAX's coordinator, as on Cloud TPU. Training runs with the same first host need different ports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class EngineConfig(ABC):
     Args:
         target: name of the engine or of the slice, as in `target=NAME`.
         name: name of the run and of the resources rented for it.
-        restarts: number of restarts after crashes.
+        restarts: maximum number of restarts after crashes; the value of `--restarts`, not a key.
     """
 
     target: str
@@ -67,7 +67,7 @@ class EngineConfig(ABC):
         """Return the steps that start a training run with these arguments of `valkyrie-train`."""
 
     def checked_plan(self, overrides: Sequence[str]) -> Plan:
-        """Return `plan(overrides)`. Raises ValueError with the engine's file if it is not a valid plan."""
+        """Return `plan(overrides)`. Raises ValueError, with the path of the engine's file, if the plan is not valid."""
         return check_plan(self.plan(overrides), f"target={self.target}: plan() of {inspect.getfile(type(self))}")
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
@@ -77,7 +77,7 @@ class EngineConfig(ABC):
 
         Args:
             overrides: the arguments of `valkyrie-train`.
-            command: the command that starts `valkyrie-train` on this machine.
+            command: the command that starts `valkyrie-train` on this machine. Only overriding methods use it.
         """
         steps = self.checked_plan(overrides).steps
         for step in steps:
@@ -105,9 +105,9 @@ class SliceConfig(EngineConfig):
 
     Args:
         slice: the hardware, such as `v5e-8` or `h100-16`.
-        hours: planned duration, to estimate the cost.
-        usd_per_hour: list price of a chip, in USD per hour; overrides the one in `conf/target/chip`.
-        spot_usd_per_hour: spot price of a chip, in USD per hour; overrides the one in `conf/target/chip`.
+        hours: planned duration in hours, to estimate the cost; 0 if unknown. Slurm also limits the job to this time.
+        usd_per_hour: list price of a chip, in USD per hour; 0 for the price in `conf/target/chip`.
+        spot_usd_per_hour: spot price of a chip, in USD per hour; 0 for the price in `conf/target/chip`.
     """
 
     slice: str = ""
@@ -155,7 +155,7 @@ class SliceConfig(EngineConfig):
         return problems
 
     def price_notes(self) -> tuple[str, ...]:
-        """Return two notes for the plan, the hardware and its cost, or () if the hardware or its size is unknown."""
+        """Return a note with the hardware and one with its cost. Empty if the hardware or its size is unknown."""
         hardware = self.hardware
         if hardware is None or hardware.chip is None or hardware.chips is None:
             return ()
@@ -210,7 +210,8 @@ def is_single_training(overrides: Sequence[str]) -> bool:
 def add_name(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool]:
     """Add `name=` to the arguments of a single training run, so that a restart resumes it.
 
-    Adds nothing if `name=` or `resume=` is set. Returns the arguments, and whether `name=` was added.
+    Adds nothing if `name=` or `resume=` is set, or for another mode or a sweep. Returns the arguments, and whether
+    `name=` was added.
     """
     if not is_single_training(overrides) or key_values(overrides).keys() & {"name", "resume"}:
         return tuple(overrides), False
@@ -222,7 +223,7 @@ def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machi
 
     Args:
         overrides: the arguments of `valkyrie-train`.
-        risk: risk for checkpoints on such a disk, as the text after "checkpoints" in the warning.
+        risk: what happens to checkpoints on such a disk. The warning has this text after the word "checkpoints".
     """
     values, notes = key_values(overrides), []
     paths = [path.strip(" '\"") for path in values.get("data.paths", "null").strip("[]").split(",")]
@@ -242,6 +243,9 @@ def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machi
 
 
 def _is_local(path: str) -> bool:
-    """Return whether only one machine has a path. Absolute paths outside the home folder may be on a shared disk."""
+    """Return whether a path is relative or inside the home folder, and therefore on the local disk of one machine.
+
+    URLs are not local. Other absolute paths may be on a shared disk.
+    """
     may_be_shared = Path(path).is_absolute() and not Path(path).is_relative_to(Path.home())
     return not may_be_shared and "://" not in path

@@ -15,10 +15,10 @@ import yaml
 from valkyrie.paths import write_atomic
 
 WIDTH = 120
-"""Maximum length of a printed line. Longer commands are split before their flags."""
+"""Line length at which notes are wrapped and commands are split before their flags. A longer flag stays whole."""
 
 ACTIONS = ("logs", "describe", "list", "delete")
-"""Subcommands of `valkyrie-launch` that run a single step of a plan."""
+"""Subcommands of `valkyrie-launch` that print a single later step of a plan, or run it with `--run`."""
 
 Command = tuple[str, ...]
 """A program and its arguments."""
@@ -33,7 +33,7 @@ class CommandStep:
         commands: the commands. Each reads the output of the previous one.
         until: if not empty, the printed script repeats the step until it prints this word.
         in_background: whether the next steps start without waiting for this one.
-        action: one of `ACTIONS`, which runs only this step; empty if none does.
+        action: the subcommand, one of `ACTIONS`, that prints or runs only this step; empty if none does.
     """
 
     description: str
@@ -120,8 +120,8 @@ class Plan:
 def check_plan(plan: object, source: str) -> Plan:
     """Check the types in a plan, because users' engines are not type-checked. Returns the plan.
 
-    Lists are accepted in place of tuples. Raises ValueError for other types. The message starts with `source`, which
-    names the engine and its file.
+    Lists are accepted in place of tuples. Raises ValueError for other types, empty commands and unknown actions. The
+    message starts with `source`, which names the engine and its file.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"{source} returned {plan!r}, not a Plan.")

@@ -37,7 +37,10 @@ def check_clone() -> None:
 
 
 def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return a warning for each `--config-dir` outside the clone, because the hosts get only files of the clone."""
+    """Return a warning for each `--config-dir` that is not a relative path inside the clone.
+
+    The hosts get only the files of the clone.
+    """
     flags = ("--config-dir", "-cd")
     folders = [folder for flag, sign, folder in (word.partition("=") for word in overrides) if sign and flag in flags]
     folders += [value for word, value in zip(overrides, overrides[1:], strict=False) if word in flags]
@@ -108,7 +111,10 @@ def run_checked(step: CommandStep) -> None:
 
 
 def try_run(step: CommandStep) -> None:
-    """Run a step and ignore its failure, for example to stop a training run on a host that may be gone."""
+    """Run the first command of a step without output, for example to stop a training run on a host that may be gone.
+
+    Ignores its exit status. Kills the command after `_SIGNAL_TIMEOUT_S` and prints a message.
+    """
     try:
         subprocess.run(step.commands[0], capture_output=True, check=False, timeout=_SIGNAL_TIMEOUT_S)
     except subprocess.TimeoutExpired:

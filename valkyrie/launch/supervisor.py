@@ -55,9 +55,9 @@ class Supervisor:
 
     Args:
         prepare: prepares the hosts and returns the processes to start, given the number of earlier starts.
-        restarts: number of restarts after crashes.
+        restarts: maximum number of restarts after crashes.
         logs: folder for the output of all processes except the first.
-        send_signal: sends a signal to processes on other hosts, or None if all run on this machine.
+        send_signal: sends a signal to the processes on other hosts; None to signal the local processes instead.
         clean_up: called after a failed attempt.
         is_preempted: returns whether the hosts were preempted, which does not count as a crash.
         grace_s: seconds that the other processes have to stop after a crash.
@@ -77,9 +77,10 @@ class Supervisor:
     min_uptime_s: float = 10.0
 
     def run(self) -> int:
-        """Run the processes until the training run ends, and return the exit status.
+        """Run the processes until the training run ends or cannot be restarted, and return the exit status.
 
-        This is 0 on success, and 75 if all processes saved their state after SIGTERM.
+        The status is 0 on success and 130 after Ctrl-C. After SIGTERM or SIGHUP, it is 75 if all processes have saved
+        their state and 143 if not. Otherwise, it is that of a failed process: 128 + N if signal N killed the process.
         """
         crashes = starts = 0
         while True:

@@ -30,17 +30,17 @@ dies of a tpu7x chip has six times the bandwidth of a torus link (cloud.google.c
 v3 too."""
 
 HBM_EFFICIENCY = 0.8
-"""Share of `hbm_gbs` for operations without a compiler estimate. The compiler's estimate of a 2.1 GB stream on v4 is
-945 of 1200 GB/s."""
+"""Share of `hbm_gbs` that operations without a compiler estimate reach, as well as copies, kernels and elementwise
+operations. The compiler's estimate of a 2.1 GB stream on v4 is 945 of 1200 GB/s."""
 
 ELEMENTWISE_FLOOR = 0.25
 """Minimum time of elementwise operations and sums, as a share of the compiler's estimate.
 
-Their time is that of moving their bytes at `HBM_EFFICIENCY`, but at least this minimum and at most the estimate. The
-estimate is too long, because it counts every element as 4 bytes, and adds the time to compute to the time to move. The
-HBM bandwidth that it implies for x*2+1 in float32 is 0.79, 0.81, 0.72 and 0.81 of the published one (v4, v5e, v5p and
-v6e). In bfloat16 it is only 0.40 on all of them, because 2.1 GB count as 4.3 GB. For a sum of float32, it is 0.32 to
-0.17."""
+They take the time to move their bytes at `HBM_EFFICIENCY`, but at least this minimum and at most the estimate. The
+estimate is too long, because it counts every element as 4 bytes, and adds the time to compute to the time to move. For
+x*2+1 in float32, the estimate implies 0.79, 0.81, 0.72 and 0.81 of the published HBM bandwidth (v4, v5e, v5p and v6e).
+In bfloat16, it implies only 0.40 on all of them, because 2.1 GB count as 4.3 GB. For a sum in float32, it implies 0.17
+to 0.32."""
 
 DMA_START_S = 1e-6
 """Seconds to start an asynchronous copy between memories. Assumed: HBM latency (a few hundred nanoseconds), and reading

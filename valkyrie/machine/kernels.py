@@ -25,7 +25,7 @@ class KernelCost:
     Args:
         flops: FLOPs of its matrix products.
         bytes: Bytes that it reads from and writes to HBM.
-        cycles: Cycles of one core, or None if unknown.
+        cycles: Cycles that the kernel takes on a single core, or None if unknown.
         note: Assumptions, or empty.
     """
 
@@ -136,14 +136,14 @@ def _splash_cycles(
 
 
 def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: int) -> float:
-    """Estimate the bundles for another block and head size from three counts.
+    """Estimate the bundles for any block size and head size from the counts for three combinations.
 
     The model is a constant, plus a term proportional to `size`, plus a term proportional to `size * (lanes - 1)`.
 
     Args:
         bundles: Counts for (size, lanes) = (1, 1), (large_size, 1) and (1, 2).
-        size: Size relative to a block of 512: of one side, or of the whole block.
-        large_size: Size of the second count.
+        size: One side of the block / 512, or the area of the block / 512**2.
+        large_size: `size` of the second count.
         lanes: Head size / 128, rounded up.
     """
     small_bundles, large_bundles, wide_bundles = bundles
@@ -152,10 +152,10 @@ def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: in
 
 
 def _blocks_visited(mask: Instruction) -> float | None:
-    """Return the blocks per head that a block mask (heads, rows, columns) does not skip, or None if it is not found.
+    """Return the number of blocks that a block mask (heads, rows, columns) does not skip, averaged over heads.
 
     If every device slices its mask from a constant, the device with the most blocks counts, since the others wait. If
-    the program computes the mask, all blocks count.
+    the program computes the mask, all blocks count. Returns None if `mask` does not have three dimensions or is empty.
     """
     dims = mask.shape.dims
     if len(dims) != 3:

@@ -1,4 +1,7 @@
-"""Launch engine that starts one process on this machine, for a training run that another tool starts on every host."""
+"""Launch engine that trains in one process on this machine and restarts it after a crash.
+
+For a training run on several hosts, another tool starts `valkyrie-launch` on each of them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Launch engine for SkyPilot, which rents hardware wherever it is available, and replaces it after a preemption.
 
-SkyPilot runs the task on every host of a slice, and JAX finds the other hosts itself. The fields and variables are
-documented at docs.skypilot.co: reference/yaml-spec, reference/tpu, running-jobs/distributed-jobs,
-examples/managed-jobs.
+SkyPilot runs the task on every host. JAX finds the other hosts of a TPU slice itself. On several GPU nodes, the task
+sets JAX's environment variables from SkyPilot's. The fields and variables are documented at docs.skypilot.co:
+reference/yaml-spec, reference/tpu, running-jobs/distributed-jobs, examples/managed-jobs.
 """
 
 from __future__ import annotations

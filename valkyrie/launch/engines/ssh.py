@@ -21,7 +21,7 @@ class Config(EngineConfig):
     Args:
         hosts: hosts as `ssh` accepts them, such as `ann@a`. The first one runs the coordinator.
         port: port of the coordinator on the first host.
-        folder: folder of the code on each host, relative to the home folder.
+        folder: folder of the code on each host: an absolute path, or a path relative to the home folder.
         extra: extra of `pyproject.toml` to install: `tpu`, `cuda`, or empty for CPUs.
     """
 
@@ -72,7 +72,7 @@ class Config(EngineConfig):
         return self.supervisor(overrides).run()
 
     def supervisor(self, overrides: Sequence[str]) -> Supervisor:
-        """Return the supervisor that copies the code, trains on all hosts, and restarts all of them after a crash."""
+        """Return a supervisor that copies the code once, trains on all hosts, and restarts training after a crash."""
 
         def prepare(starts: int) -> list[ProcessSpec]:
             for step in self.copy_steps() if starts == 0 else []:

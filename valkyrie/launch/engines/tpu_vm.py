@@ -42,7 +42,7 @@ class Config(RentedConfig):
         network: network of the VMs; empty for the default network.
         runtime: software version of the VMs; empty for the chip's default version.
         queued: whether to wait in the queue. If false, the request fails unless the slice is available immediately.
-        folder: folder of the code on each worker, relative to the home folder.
+        folder: folder of the code on each worker: an absolute path, or a path relative to the home folder.
         slices: number of slices that train together.
     """
 
@@ -173,7 +173,11 @@ class Config(RentedConfig):
         return CommandStep("delete the slice, which costs money until then", (command,), action="delete")
 
     def supervisor(self, overrides: Sequence[str]) -> Supervisor:
-        """Return the supervisor that rents the slices, trains, and requests new slices after a preemption."""
+        """Return a supervisor that rents the slices, trains, restarts after a crash, and replaces preempted slices.
+
+        If the slices are ready before the first start, it stops any training run on them: with SIGTERM, so that the run
+        can save, and after `_POLL_S` with SIGKILL.
+        """
 
         def is_preempted() -> bool:
             time.sleep(_POLL_S)  # a preempted slice keeps its old state for a moment
@@ -220,9 +224,10 @@ class Config(RentedConfig):
             time.sleep(_POLL_S)
 
     def _ensure_ready(self) -> bool:
-        """Rent the slices if needed and wait until they are ready. Raises ValueError if they are not available.
+        """Request the slices if they are not rented, and wait until they are ready. Returns whether it requested them.
 
-        Returns whether this call requested new slices.
+        Deletes slices in one of `_UNUSABLE_STATES` and requests them again. Raises ValueError if gcloud cannot delete
+        or request them, or if Google Cloud does not allocate the slices that this call requested.
         """
         has_requested = False
         while (state := self._read_state()) != self.ready_state:
@@ -243,7 +248,7 @@ class Config(RentedConfig):
         return has_requested
 
     def _read_state(self) -> str | None:
-        """Return the state of the slices, or None if they are not rented."""
+        """Return the state of the slices, or None if they are not rented or gcloud fails."""
         result = subprocess.run(self.state_step().commands[0], capture_output=True, text=True, check=False)
         return result.stdout.strip() or None if result.returncode == 0 else None
 
