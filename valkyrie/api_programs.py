@@ -179,7 +179,7 @@ def _predict_module_file(
     places: Sequence[Position] | None,
     work: ProgramWork,
 ) -> Result:
-    from valkyrie.search.compile.predict import predict_file
+    from valkyrie.search.compile.dumped import predict_file
 
     axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
     if not axes:

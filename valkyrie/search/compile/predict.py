@@ -1,20 +1,15 @@
-"""Predicts any JAX program on a slice, from a jitted function or a dumped module.
+"""Predicts a jitted, lowered or compiled function on a slice.
 
 Uses the same replay and summary as `mode=compile`.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.compiled.collectives import has_partial_groups
-from valkyrie.compiled.dumped import fastest_product_rate, read_dumped, refuse_other_chip
 from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.compiled.memory import ProgramMemory
@@ -49,9 +44,6 @@ if TYPE_CHECKING:
     import jax
 
     from valkyrie.machine.replay import Replay
-
-LOW_RATE = 0.35
-"""If the fastest large product of a dumped module is below this share of peak, the module may be for another chip."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +135,7 @@ def predict_function(
         return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), whole, axes, None)
     program = foreign_program(work, name or result.module.name.removeprefix("jit_"), target, axes)
     positions = device_positions(mesh)
-    predicted = _predict_module(
+    predicted = predict_module(
         *(program, result.module, target, axes, positions, result.memory, work, result.options), whole=whole
     )
     times = CompileTimes(lower_s, result.compile_s, result.cached)
@@ -254,83 +246,7 @@ def _read_compiled(
     return _CompiledModule(parse(program.module), program.memory, options)
 
 
-def predict_file(
-    path: Path,
-    target: Slice,
-    axes: Mapping[str, int],
-    *,
-    places: Sequence[Position] | None = None,
-    work: ProgramWork | None = None,
-) -> PredictedProgram:
-    """Predict a step of a compiled module that XLA has dumped to a file (`--xla_dump_to`).
-
-    Raises ValueError for a module that cannot be replayed, or was compiled for another chip or number of devices, and
-    for `places` that are not those of the slice.
-
-    Args:
-        path: File of the module.
-        target: The slice.
-        axes: Names and sizes of the axes of the module's mesh, in order.
-        places: Positions of the mesh's devices, in the order of `mesh.devices.flat`, or None for those of `Slice.mesh`.
-        work: Name, tokens and FLOPs of the program, which the module does not contain.
-    """
-    dumped, work = read_dumped(path), work or ProgramWork()
-    chip = target.chip
-    positions = target.positions(list(axes.values()), list(axes))
-    assert chip is not None and chip.clock_ghz is not None
-    if places is not None:
-        _require_positions(places, positions, target)
-        positions = tuple(places)
-    devices, per_slice = len(positions), len(positions) // target.slices
-    compiled_for = dumped.devices or dumped.module.partitions
-    if compiled_for not in (devices, per_slice) if dumped.devices else compiled_for > devices:
-        resized = target.resized(compiled_for)
-        suggestion = f" Use {resized.name}." if resized else ""
-        raise ValueError(
-            f"{path} was compiled for {compiled_for} devices, but {target.describe()} has {target.devices}.{suggestion}"
-        )
-    if dumped.devices is None:
-        dumped.module.partitions = devices
-    flops_per_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
-    refuse_other_chip(dumped.module, chip.name, chip.cores > 1, flops_per_cycle, str(path))
-    memory = dumped.memory or dumped.argument_bytes
-    program = foreign_program(work, work.name or dumped.module.name.removeprefix("jit_"), target, axes)
-    predicted = _predict_module(program, dumped.module, target, axes, positions, memory, work)
-    rate = fastest_product_rate(dumped.module, flops_per_cycle)
-    note = f"the module does not record its chip: this prediction is only valid if it was compiled for {chip.name}"
-    if rate is not None and rate < LOW_RATE:
-        note = (
-            f"the fastest product reaches only {100 * rate:.0f}% of the peak of {chip.name}. Check that the module was "
-            "compiled for this chip, because modules do not name their chip"
-        )
-    prediction, notes = predicted.prediction, [note, *_describe_axis_order(dumped.module, axes)]
-    return replace(predicted, prediction=replace(prediction, notes=(*prediction.notes, *notes)))
-
-
-def _describe_axis_order(module: Module, axes: Mapping[str, int]) -> list[str]:
-    """Return a note if the groups of a module's collectives do not match the order of the mesh axes."""
-    if not has_partial_groups(module, dict(axes)):
-        return []
-    orders = [dict(order) for order in itertools.permutations(axes.items())]
-    other = next((order for order in orders if not has_partial_groups(module, order)), None)
-    text, other_text = (",".join(f"{axis}={size}" for axis, size in (order or {}).items()) for order in (axes, other))
-    remedy = f"name the mesh axes in the order {other_text}, which they match" if other else "check the mesh axes"
-    return [f"some collectives of the module are among parts of the axes {text}: {remedy}"]
-
-
-def _require_positions(places: Sequence[Position], positions: Sequence[Position], target: Slice) -> None:
-    """Raise ValueError if `places` are not the `positions` of the slice, in any order."""
-    name, (place, count) = target.describe(), (Counter(places) or Counter(positions)).most_common(1)[0]
-    if other := sorted(set(places) - set(positions)):
-        raise ValueError(f"places has {other[0]}, which is not a device of {name}.")
-    missing = [str(position) for position in sorted(set(positions) - set(places))]
-    faults = [f"{place} is listed {count} times"] if count > 1 else []
-    faults += [f"missing: {', '.join([*missing[:3], *(['...'] if len(missing) > 3 else [])])}"] if missing else []
-    if faults:
-        raise ValueError(f"places: {'; '.join(faults)}. List each of the {len(positions)} devices of {name} once.")
-
-
-def _predict_module(
+def predict_module(
     program: ForeignProgram,
     module: Module,
     target: Slice,
