@@ -311,7 +311,7 @@ def test_running_a_program_on_devices_of_the_slice_is_explained():
             run()
         text = describe_error(error.value)
         assert re.match(
-            r"test_predict\.py:\d+ computes on devices of the slice, which only compile\. Pass ", text
+            r"test_predict\.py:\d+ computes on devices of the slice, but these exist only to compile for\. Pass ", text
         )
 
 
