@@ -63,7 +63,10 @@ class NanochatBlock(ResidualBlock):
     def step_with_first_stream(
         self, x: Float[Array, "batch embed"], state: Any, first_stream: Float[Array, "batch embed"], tokens: Array
     ) -> tuple[Float[Array, "batch embed"], Any]:
-        """Like `step`, but also takes `first_stream`, the residual stream before the first layer, and the token ids."""
+        """Return the residual stream after this block at the next position, and the mixer's new state.
+
+        Unlike `step`, applies `add_first_stream` to `x` first, and passes the token ids to the mixer.
+        """
         x = self.add_first_stream(x, first_stream)
         y, state = self.mixer.step(self.norm(x), state, tokens)
         x = x + y
@@ -87,8 +90,8 @@ class _MiddleLayer(NamedTuple):
 class NanochatModel(LanguageModel):
     """nanochat: embedding, norm, smear, blocks, backout, norm and head.
 
-    Smear adds a gated part of the previous token's embedding to each embedding. Backout subtracts the scaled stream
-    after the middle layer from the last one.
+    Smear adds the previous token's embedding, times a gate, to each embedding. Backout subtracts the residual stream
+    after the middle layer (index `layers // 2`), times a learned factor, from the stream after the last layer.
     """
 
     block_kind = NanochatBlock
@@ -211,7 +214,10 @@ class NanochatModel(LanguageModel):
     def _smear(
         self, x: Float[Array, "*rows embed"], previous: Float[Array, "*rows embed"], shard: Shard
     ) -> Float[Array, "*rows embed"]:
-        """Add the embedding of the previous token, times a gate, to `x`. The gate reads the first channels of `x`."""
+        """Add `previous`, the embedding of the previous token, to `x`, multiplied by a gate and a learned scale.
+
+        The gate is computed from the first channels of `x`. Without smear, returns `x` unchanged.
+        """
         if not self.nanochat_config.smear:
             return x
         with jax.named_scope("smear"):
@@ -234,7 +240,7 @@ class NanochatModel(LanguageModel):
 
 
 def _previous_positions(x: Float[Array, "batch seq embed"], boundaries: Boundaries) -> Float[Array, "batch seq embed"]:
-    """Return the stream at the previous position, or zeros at the start of a document."""
+    """Shift `x` by one position. The result is zero at the first position, and where `boundaries.keep` is 0."""
     previous = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
     return previous if boundaries.keep is None else previous * boundaries.keep[..., None].astype(x.dtype)
 

@@ -36,7 +36,10 @@ class Answers(NamedTuple):
 
 
 class RecursiveLayer(nnx.Module):
-    """A mixer of positions and a gated feed-forward, each followed by a residual sum and a norm without parameters."""
+    """Attention or a gated MLP over positions, then a gated feed-forward.
+
+    The output of each is added to its input, and the sum is normalised without learned parameters.
+    """
 
     def __init__(self, config: Config, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
         self.config, self.numerics = config, numerics

@@ -23,7 +23,11 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 
 
 class Activation(Enum):
-    """Activation after the state space: GELU, alone or with a gate. Names follow lindermanlab/S5 `layers.py`."""
+    """Activation of the output y of the state space. Names follow lindermanlab/S5 `layers.py`.
+
+    With g = GELU(y), `gelu` is g, `half_glu1` is g * sigmoid(g W), `half_glu2` is y * sigmoid(g W), and `full_glu` is
+    (g V) * sigmoid(g W). W and V are learned.
+    """
 
     gelu = "gelu"
     half_glu1 = "half_glu1"

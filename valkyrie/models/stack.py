@@ -147,11 +147,14 @@ class Stack:
 
     @property
     def causal(self) -> bool:
-        """Whether no position depends on later ones, as a next-token loss needs."""
+        """Whether no position depends on later ones. A next-token loss requires this."""
         return all(block.is_causal for block in self.used_mixers.values())
 
     def problems(self) -> list[Problem]:
-        """Return every reason why this model cannot be built."""
+        """Return the reasons why this model cannot be built.
+
+        Checks the blocks only if the other settings are valid, and the axes of blocks only if their settings are valid.
+        """
 
         def check(name: str, otherwise: str = "", **bounds: int | float) -> list[Problem]:
             return check_range(f"model.{name}", getattr(self, name), otherwise=otherwise, **bounds)
@@ -272,7 +275,7 @@ class Stack:
         return sum(layer.flops(seq) for layer in self.make_layers()) + 2.0 * self.embed * self.vocab_rows
 
     def step_flops_per_token(self, seq: int) -> float:
-        """Return FLOPs per token of a training step. The backward pass counts twice the forward pass."""
+        """Return FLOPs per token of a training step: the forward pass, plus twice as many for the backward pass."""
         return 3.0 * self.flops_per_token(seq)
 
     def saved_activations(self) -> list[SavedActivation]:

@@ -1,4 +1,4 @@
-"""`mode=calibrate`: fits the constants of step-time estimates and replays to known step times."""
+"""`mode=calibrate`: fits the constants of the estimate, and the correction of replays, to known step times."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Config(ModeConfig):
     name: str = "checkpoints"
 
     def run(self, run: Run) -> int:
-        """Print the checkpoints of the run. Returns the exit status."""
+        """List and verify the checkpoints of the run. Returns the exit status: 1 if any is damaged, else 0."""
         from valkyrie.train.modes import list_checkpoints
 
         return list_checkpoints(run)

@@ -25,8 +25,8 @@ class Config(CompilingMode, MeasuringMode):
         device_batches: values to try for the number of sequences that a device processes at a time
             (`device_batch=[2,4]` for short). If empty, the number of microbatches varies, unless the command sets it.
         compiles: maximum number of layouts to compile.
-        measure: maximum number of layouts to measure, if the devices are available. They are measured without the
-            options that `tune` found. If the tuned layout is not the fastest, the answer leaves these options out.
+        measure: maximum number of layouts to measure, if the devices are available. Measurements do not use the options
+            that `tune` found. The answer includes these options only if the tuned layout is the fastest.
         tune: time for trying compiler options and implementations on the best layout; null for none.
         tokens: tokens to train on. The answer reports the hours and dollars for them.
         budget_usd: dollars to spend. The answer reports the number of tokens that they pay for.

@@ -1,1 +1,1 @@
-"""The expensive array operations of models: attention, recurrences, matrix products and losses."""
+"""Array operations of models: attention, recurrences, matrix products and losses. `atan2.py` contains optimizers."""

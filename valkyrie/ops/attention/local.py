@@ -115,9 +115,8 @@ def chunked_attention(
 ) -> Queries:
     """Compute attention for chunks of `chunk` queries, one after another, with memory linear in the length.
 
-    Each chunk reads only the keys in the windows of its queries, and the dilation must be 1. Without a window, or if
-    the windows of a chunk span the sequence, each chunk reads all keys, and any dilation is allowed. Windows end at the
-    first and the last key.
+    Each chunk reads only the keys in the windows of its queries. Without a window, or if the windows of a chunk can
+    cover all keys, each chunk reads all keys. Only in this case may the dilation be above 1.
     """
     seq, keys = q.shape[1], k.shape[1]
     chunk = min(chunk or pick_chunk(pattern.window, seq), seq)
@@ -148,7 +147,10 @@ class _Chunk(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Keys and values that a chunk of queries can attend to. `exists` is False for positions outside the sequence."""
+    """Keys and values that a chunk of queries can attend to.
+
+    `exists` is False for positions outside the sequence, and for keys that `KeyRange.key_valid` excludes.
+    """
 
     k: Float[Array, "batch width kv_heads head_dim"]
     v: Float[Array, "batch width kv_heads head_dim"]
@@ -210,9 +212,9 @@ def _query_chunks(q: Array, key_range: KeyRange, chunk: int) -> _Chunk:
 
 
 def _window_views(x: Array, chunks: int, chunk: int, width: int, lookback: int) -> Array:
-    """Return the `width` keys from `lookback` positions before each chunk, as (chunks, batch, width, ...).
+    """Return `width` consecutive entries of `x` (batch, seq, ...) for each chunk, as (chunks, batch, width, ...).
 
-    Positions outside the sequence are zero.
+    The entries for chunk i start at position `i * chunk - lookback`. Entries outside the sequence are zero.
     """
     tiles = -(-width // chunk)
     length = (chunks + tiles - 1) * chunk

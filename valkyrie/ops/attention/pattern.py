@@ -2,9 +2,9 @@
 
 Window convention: a window of W counts W keys *including the token itself*, one every `dilation` positions. Causal: key
 j is visible to query i iff 0 <= i - j <= (W - 1) * dilation and (i - j) % dilation == 0. Bidirectional: the same
-conditions on |i - j|, so 2 W - 1 keys. A window of None has no limit. Other conventions differ: Longformer's code
-counts one side without the token (W - 1 here), transformers counts both sides (2 (W - 1) here), and the (left, right)
-pairs of JAX, cuDNN and splash are inclusive: (W - 1, 0).
+conditions on |i - j|, so 2 W - 1 keys. A window of None has no limit. Other libraries count the keys without the token
+itself: a window of W here is W - 1 in Longformer's code (one side), 2 (W - 1) in transformers (both sides), and the
+pair (left, right) = (W - 1, 0), or (W - 1, W - 1) if bidirectional, in JAX, cuDNN and splash.
 
 Global tokens (Longformer, arXiv 2004.05150, section 3): let G be the set of global positions. Position i
 outside of G attends to {j: j in its window or j in G} with the local q, k, v. Position i in G attends to all keys with
@@ -82,7 +82,10 @@ class KeyBlock(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Local keys and values of global tokens, and the rows that see them (`visible`) in addition to their window."""
+    """Keys and values of the global tokens, from the local projections.
+
+    `visible` is True where a query sees a global token outside the query's window.
+    """
 
     k: Float[Array, "batch globals kv_heads head_dim"]
     v: Float[Array, "batch globals kv_heads head_dim"]
