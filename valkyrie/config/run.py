@@ -336,20 +336,15 @@ class Run:
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_LAYOUT_COUNTS):
             problems += check_range(key, get_value(c, key), least=1)
         problems += bucket_problems("runs", c.runs) or file_problems("runs", c.runs)
-        problems += [*profile_problems(c.profile, c.steps), *c.tracking.problems()]
+        problems += [*profile_problems(c.profile, c.steps), *c.tracking.problems(), *_checked_problems("mode", c.mode)]
         problems += c.tracking.environment_problems() if c.mode.tracked else []
-        problems += _checked_problems("mode", c.mode)
         problems += check_range("trial.limit_s", c.trial.limit_s, above=0, otherwise="null")
         problems += check_range("temperature", c.temperature, least=0)
         problems += check_range("top_k", c.top_k, least=1, otherwise="null to sample from all tokens")
-        problems += check_range(
-            "sample_every", c.sample_every, least=1, otherwise="null for no samples during training"
-        )
+        problems += check_range("sample_every", c.sample_every, least=1, otherwise="null for no samples")
         problems += check_range("sample_tokens", c.sample_tokens, least=0)
-        problems += check_range("seed", c.seed, least=0, most=MAX_SEED)
-        problems += self._name_problems()
-        if not c.mode.accepts_untrainable_models:
-            problems += self._task_problems()
+        problems += [*check_range("seed", c.seed, least=0, most=MAX_SEED), *self._name_problems()]
+        problems += [] if c.mode.accepts_untrainable_models else self._task_problems()
         keys = {problem.key for problem in (*problems, *hardware_problems)}
         for key, value in flatten(asdict(c)).items():
             if key not in keys and isinstance(value, float) and not math.isfinite(value):
