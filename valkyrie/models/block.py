@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from valkyrie.ops.linear import Numerics
 
 BLOCK_INPUT = "block_input"
-"""Checkpoint name (`jax.ad_checkpoint.checkpoint_name`) of the residual stream at the input of a block.
+"""Checkpoint name (`jax.ad_checkpoint.checkpoint_name`) of the residual stream at the input of each layer.
 
-The input of the first block of each rematerialised group is always saved.
+The input of the first layer of each rematerialised group is always saved.
 """
 
 
@@ -51,7 +51,7 @@ class BlockContext:
 
 
 class Weight(NamedTuple):
-    """A parameter that a block declares with `weight`, which describes the fields."""
+    """A parameter declared by a block. The fields are the arguments of `weight`."""
 
     dims: tuple[str | int, ...]
     group: str
@@ -60,7 +60,10 @@ class Weight(NamedTuple):
 
 
 class ActivationSpec(NamedTuple):
-    """Activations for the backward pass that a block declares with `saved`, which describes the fields."""
+    """Activations that a block saves for its backward pass. The fields are the arguments of `saved`.
+
+    `dims` also includes `batch` and `seq`.
+    """
 
     dims: tuple[str | int, ...]
     name: str | None
@@ -134,10 +137,10 @@ def saved(
         *dims: Logical axis of each dimension, or its length if it is never sharded.
         count: Number of arrays of this shape.
         name: Their `jax.ad_checkpoint.checkpoint_name` in the module, by which `remat` saves or offloads them. Without
-            a name, they are saved only if `remat` saves everything, or all products and `product` is set.
+            a name, they are saved only by policies that save every activation or, if `product` is set, every product.
         float32: Whether they are float32 instead of the compute dtype.
         product: Whether they are results of a product with a parameter, which `remat=dots` saves.
-        result: Whether they are the output of the block, which only later blocks need.
+        result: Whether they are the output of the block. The block's own backward pass does not need them.
         needed_for: If the backward pass needs them only to recompute another activation, the name of that activation.
             Otherwise None.
     """
@@ -163,7 +166,7 @@ class Block(ABC):
             replicated over mesh axes that do not divide its length.
         dispatches: Axes of its parameters, such as experts, that are never gathered. Tokens are sent to the shards
             instead.
-        norm_group: Optimizer group of the norm before it.
+        norm_group: Optimizer group of the norm before a mixer. The norm before a feed-forward is in the group `vector`.
         shards_rows_over_embed: Whether the batch is also sharded over the mesh axes of `embed` while the block mixes
             positions. Applies to mesh axes that shard none of its `activations`.
         pointwise: Whether it computes each position separately. Pointwise blocks are feed-forwards, others are mixers.
@@ -217,7 +220,10 @@ class Block(ABC):
 
     @abstractmethod
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
-        """Estimate the activations its backward pass needs in addition to its input, if nothing is recomputed."""
+        """Estimate the activations that its backward pass needs if nothing is recomputed.
+
+        They include those of the norm before the block. `Layer` adds the residual stream at the input of the layer.
+        """
 
     def build(self, context: BlockContext, *, numerics: Numerics, key: Array) -> Any:
         """Build its module, an instance of `module_class` (see `valkyrie.models.layers.BlockModule`)."""
@@ -228,7 +234,7 @@ class Block(ABC):
         return None
 
     def parameters(self, context: BlockContext) -> dict[str, Parameter]:
-        """Return its parameters by dotted name."""
+        """Return the parameters that `weights` declares, with the lengths of their axes, by dotted name."""
         sizes = self._sizes(context)
         return {
             name: Parameter(
@@ -249,7 +255,7 @@ class Block(ABC):
         return []
 
     def saved_activations(self, context: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
-        """Return the activations that its backward pass needs.
+        """Return the activations that `saves` declares, with the lengths of their axes.
 
         If the block's output is needed only to recompute another activation, `needed_for` is the name of that
         activation.
@@ -291,7 +297,11 @@ class Block(ABC):
 
 
 def tensor(dims: tuple[str | int, ...], sizes: Mapping[str, Size]) -> Tensor:
-    """Return the tensor with these dimensions. `batch` and `seq` get length 0, because they depend on the run."""
+    """Return the description of an array.
+
+    Each entry of `dims` is a logical axis, with its length in `sizes`, or the length of a dimension that is never
+    sharded. `batch` and `seq` have length 0 unless `sizes` contains them, because their lengths depend on the run.
+    """
     sizes = {BATCH: Size(0), SEQ: Size(0), **sizes}
     dimensions = [Size(d) if isinstance(d, int) else sizes[d] for d in dims]
     axes = tuple(None if isinstance(d, int) else d for d in dims)
@@ -318,7 +328,16 @@ DENSE = "feed_forward"
 
 @dataclass(frozen=True)
 class Layer:
-    """A mixer and an optional feed-forward, with their norms and residual sums."""
+    """A mixer and an optional feed-forward, with their norms and residual sums.
+
+    Args:
+        kind: Name of the mixer in `block_pattern`.
+        context: Context of the mixer.
+        mixer: The mixer.
+        feed_forward: The feed-forward, or None if the layer has none.
+        residual: Whether the feed-forward follows the mixer or is parallel to it.
+        feed_forward_kind: Name of the feed-forward in `feed_forward_pattern`.
+    """
 
     kind: str
     context: BlockContext
@@ -334,7 +353,7 @@ class Layer:
 
     @property
     def feed_forward_context(self) -> BlockContext:
-        """Context of the feed-forward. The dense one uses the configuration keys of the model."""
+        """Context of the feed-forward. Its `key` is `model` for the dense one, and `model.KIND` for others."""
         return replace(
             self.context, key="model" if self.feed_forward_kind == DENSE else f"model.{self.feed_forward_kind}"
         )
@@ -368,7 +387,7 @@ class Layer:
 
     @property
     def auxiliary(self) -> dict[str, float]:
-        """Weight of each auxiliary value of its blocks in the objective, by `KIND/NAME` (see `Block.auxiliary`)."""
+        """Weights in the objective of its blocks' auxiliary values, by `KIND/NAME` (see `Block.auxiliary`)."""
         return {
             f"{kind}/{name}": weight
             for kind, (block, _) in self.blocks.items()

@@ -67,7 +67,7 @@ class FeedForward(Block):
         """Return the activations that the backward pass needs.
 
         These are the outputs of the matrix products, two hidden arrays for the nonlinearity (for gated kinds, the
-        factors of the gate), the input of the first product, and the float32 inputs of the norm.
+        factors of the gate), the input of the first product, and two float32 arrays of the norm before it.
         """
         return [
             saved("mlp", name="up", product=True),

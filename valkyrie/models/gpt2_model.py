@@ -46,7 +46,7 @@ class GPT2Model(LanguageModel):
     ) -> Any:
         """Add position embeddings, then run the blocks as in `LanguageModel.blocks`.
 
-        Positions count from the start of each document.
+        Positions count from the start of each document, or from the start of the row if `boundaries.keep` is None.
         """
         axes = (None, "embed")
         table = shard.gather_for_use(shard.shard_for_storage(self.positions[...], *axes).astype(jnp.float32), *axes)

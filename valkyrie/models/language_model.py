@@ -221,7 +221,7 @@ class LanguageModel(nnx.Module):
         return Boundaries(jnp.pad(same.astype(jnp.float32), ((0, 0), (1, 0))), segment_ids)
 
     def embed(self, tokens: Int[Array, "batch seq"], *, shard: Shard = UNSHARDED) -> Float[Array, "batch seq embed"]:
-        """Return the scaled embeddings of the tokens: the residual stream before the first block."""
+        """Return the scaled embeddings of the tokens, which are the input of `blocks`."""
         x = lookup(self.embedding[...], tokens, axes=("vocab", "embed"), shard=shard, numerics=self.numerics)
         return shard(self._scale(x), "batch", "seq", "embed")
 
@@ -340,7 +340,10 @@ class LanguageModel(nnx.Module):
         return self._unembed(self.norm(x))
 
     def init_state(self, batch: int, max_len: int) -> Any:
-        """Return the generation state before the first token: for each segment, the states of its blocks, stacked."""
+        """Return the generation state before the first token.
+
+        It is a list with an entry for each segment: the list of its blocks' states, stacked over repetitions.
+        """
         return [
             jax.vmap(lambda group: [block.init_state(batch, max_len) for block in group.blocks])(group)
             for group in self.segments
@@ -407,9 +410,10 @@ def _stack_groups(
 def _add_auxiliary(
     losses: Losses, values: AuxiliaryValues, weights: Float[Array, "batch seq"], terms: dict[str, AuxiliaryTerm]
 ) -> Losses:
-    """Return the losses with auxiliary values added to `objective_sum` (times their weights) and to `auxiliary`.
+    """Return the losses with the auxiliary values included. `values` are sums over layers.
 
-    Each sequence is weighted by the sum of its token weights.
+    Each value is summed over sequences, weighted by the sum of each sequence's token weights. This total, times its
+    weight in `terms`, is added to `objective_sum`. The total divided by the number of layers is stored in `auxiliary`.
     """
     for name, term in terms.items():
         total = jnp.sum(values[name] * jnp.sum(weights, axis=1))
@@ -423,13 +427,14 @@ def _add_auxiliary(
 def _loss_sharding(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
     """Choose how the loss shards the hidden states.
 
-    By default, `seq` shards positions and `embed` shards channels. The mesh axes of `embed` shard positions instead if
-    they do not shard the vocabulary and the shards divide `seq`. Each device then computes complete logits, which
-    avoids a sum of partial float32 logits over these mesh axes.
+    By default, positions are sharded as the logical axis `seq`, and channels as `embed`. If none of
+    the mesh axes of `embed` shards the vocabulary, they shard positions too and channels are not sharded, provided that
+    the sequence length `seq` is divisible by the resulting number of shards. Each device then computes complete logits,
+    which avoids a sum of partial float32 logits over these mesh axes.
 
     Returns:
-        The logical axes that shard positions, the number of shards of the positions, and the logical axis that shards
-        channels (None: channels are not sharded).
+        The logical axes of the positions, the number of shards of the positions, and the logical axis of the channels,
+        or None if channels are not sharded.
     """
     embed_axes, vocab_axes = shard.mesh_axes_of("embed"), shard.mesh_axes_of("vocab")
     shards = shard.size("seq") * shard.size("embed")

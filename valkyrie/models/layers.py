@@ -68,7 +68,10 @@ class BlockModule(FeedForwardModule, Protocol):
 
 
 def parameter(spec: Parameter, value: Array, numerics: Numerics) -> nnx.Param:
-    """Return a parameter with the dtype and logical axes that its block declares."""
+    """Return `value` as a parameter with the logical axes of `spec`.
+
+    It is stored in float32 if `spec.float32` is set, otherwise in the parameter dtype of `numerics`.
+    """
     assert value.shape == spec.shape, f"declared shape {spec.shape}, built {value.shape}"
     dtype = jnp.float32 if spec.float32 else numerics.parameter
     return nnx.Param(value.astype(dtype), logical_axes=spec.axes)

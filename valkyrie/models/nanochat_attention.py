@@ -48,7 +48,10 @@ class NanochatAttention(Attention):
         return problems + check_range(f"{key}.qk_norm_epsilon", self.qk_norm_epsilon, above=0)
 
     def has_value_embedding(self, context: BlockContext) -> bool:
-        """Return whether this layer has a table of value embeddings. Every second layer has one, including the last."""
+        """Return whether this layer has a table of value embeddings.
+
+        With `value_embeddings`, every second layer has one, counted back from the last one. Otherwise none has.
+        """
         return self.value_embeddings and context.number % 2 == (context.layers - 1) % 2
 
     def variant(self, context: BlockContext) -> Hashable:

@@ -24,8 +24,8 @@ SMEAR_CHANNELS = 24
 class NanochatLayer(Layer):
     """A layer with parameter-free norms.
 
-    With `has_scales`, it has two learned scales: of its input, and of the residual stream before the first layer, which
-    is added to the input.
+    With `has_scales`, the layer replaces its input `x` with `residual_scale * x + input_scale * x0`, where `x0` is the
+    residual stream before the first layer. Both scales are learned scalars.
     """
 
     has_scales: bool = True
@@ -85,7 +85,7 @@ class Config(Stack):
 
     @property
     def mixer_blocks(self) -> dict[str, Block]:
-        """The attention block, with the windows of `window_pattern`."""
+        """The attention block by name, with the windows of `window_pattern` unless it is None."""
         if self.window_pattern is None:
             return {"attention": self.attention}
         short = -(-self.context // 512) * 128 + 1  # a quarter, in whole tiles of 128 keys, plus the token itself
@@ -139,7 +139,7 @@ class Config(Stack):
         return arrays
 
     def _extra_parameters(self) -> dict[str, Parameter]:
-        """Return the parameters that `Stack` does not have."""
+        """Return the parameters of smear and backout by name, if they are enabled."""
         extra = {}
         if self.smear:
             channels = self.smear_channels

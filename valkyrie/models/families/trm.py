@@ -46,7 +46,7 @@ class Config:
         length_mlp: Hidden channels of the gated MLP over the length, with `mixer: mlp`.
         puzzles: Number of puzzle identifiers, each with a learned embedding.
         puzzle_embed: Length of the embedding of an identifier.
-        puzzle_tokens: Number of positions before the cells, which hold the embedding of the identifier.
+        puzzle_tokens: Number of positions for the embedding of the identifier, before the cells.
         max_steps: Maximum supervision steps per puzzle.
         exploration: Probability, in each step, that a puzzle may not halt before a random step from 2 to `max_steps`.
     """
@@ -149,8 +149,8 @@ class Config:
     def arrays(self) -> Arrays:
         """Return the arrays that a layout shards.
 
-        Table rows are never sharded, and neither is the position dimension of the `length_*` parameters, which are the
-        MLP over the length.
+        The rows of tables and the `length_*` parameters (the MLP over the length) are never sharded. All layers have
+        the same shapes, so the parameters of the first one represent all, with names such as `layer.up`.
         """
         parameters: dict[Tensor, list[str]] = {}
         for name, parameter in self.parameters().items():
