@@ -11,10 +11,11 @@ from jaxtyping import Array, Float, Int
 
 
 def log_stablemax(logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows vocab"]:
-    """Return the logarithm of stablemax in float32.
+    """Return the logarithm of stablemax over the vocabulary, in float32.
 
-    log s(x) is computed as log1p(|x|) with the sign of x. This needs no quotient and does not lose small values when
-    adding 1. For logits from 1e-6 to 1e6, losses agree with the reference's float64 to 2e-6 (tests/test_puzzles.py).
+    log s(x) is computed as log1p(|x|) with the sign of x, because x + 1 in float32 loses digits of a small x. For
+    logits from 1e-6 to 1e6, the loss agrees with the reference's formula in float64 to a relative error of 2e-6
+    (tests/test_puzzles.py).
     """
     x = logits.astype(jnp.float32)
     magnitude = jnp.where(x < 0, -x, x)

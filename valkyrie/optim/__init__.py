@@ -63,9 +63,9 @@ class OptimizerConfig:
         warmup_steps: Steps of linear warm-up.
         decay_steps: Length of the schedule in steps, null for the length of the run. The rate is constant afterwards.
         final_ratio: Final learning rate as a fraction of the peak; 1 for no decay.
-        schedule: `trapezoid` holds the peak until the last `warmdown` of the steps.
-        warmdown: Fraction of the steps over which `trapezoid` decays.
-        weight_decay: Decay of matrices and tables.
+        schedule: Shape of the decay after warm-up: `cosine` decays at once, `trapezoid` holds the peak first.
+        warmdown: Fraction of the schedule over which `trapezoid` decays, at its end.
+        weight_decay: Weight decay of matrices, embeddings and puzzle embeddings.
         clip_norm: Maximum global norm of the gradients, null for no clipping.
         puzzle_learning_rate: Peak rate of puzzle embeddings, which are updated by the signs of their gradients; null
             for `learning_rate`.
@@ -234,7 +234,7 @@ def convert_old_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the optimizer settings of an old `run.yaml` to the current keys.
 
     Before optimizers had families, all shared one set of keys: `kind` named the optimizer, and `muon` held the settings
-    of Muon.
+    of Muon. Keys that the optimizer does not use are dropped. Settings without `kind` are current and stay as they are.
     """
     if "kind" not in saved:
         return dict(saved)
@@ -245,7 +245,11 @@ def convert_old_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Return the schedule for a run of `steps` steps: linear warm-up to the peak, then decay to `final_ratio` of it."""
+    """Return the learning rate by step: linear warm-up to the peak, then decay to `final_ratio` of the peak.
+
+    The schedule takes `config.decay_steps` steps, or `steps` if that is None. Warm-up is shortened to leave at least
+    one step for a cosine, or all steps of the linear decay for `trapezoid`.
+    """
     import optax
 
     length = config.decay_steps or steps
@@ -275,7 +279,7 @@ def rate_rises_if_extended(config: OptimizerConfig, steps: int, extended_steps: 
 
 
 def _trapezoid(config: OptimizerConfig, length: int) -> optax.Schedule:
-    """Return a schedule that warms up, holds the peak, and decays linearly over the last `warmdown` of the steps."""
+    """Return a schedule of `length` steps: warm-up, the peak, and a linear decay over the last fraction `warmdown`."""
     import jax.numpy as jnp
 
     decay_steps = max(round(config.warmdown * length), 1)

@@ -124,7 +124,10 @@ def muon(recipe: Recipe, specs: Any, sharding: StackSharding | None = None) -> o
 
 
 def _group_into_stacks(specs: list[Parameter], sharding: StackSharding) -> list[list[int]]:
-    """Group parameters with the same matrix shape and sharding into stacks. Returns the indices of each stack."""
+    """Group parameters into stacks with the same matrix shape, `output_first` and sharding.
+
+    Returns the indices of the parameters in each stack.
+    """
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, spec in enumerate(specs):
         groups[(*matrix_shape(spec)[1:], spec.output_first, sharding.sharding_key(spec))].append(i)
@@ -196,7 +199,7 @@ def _normalise(
 def _second_moment_axis(spec: Parameter) -> int:
     """Return the dimension of a stack along which NorMuon stores second moments: 1 for rows or 2 for columns.
 
-    It is the dimension of the outputs if there are at least as many as inputs, else that of the inputs.
+    This is the longer of the output and input dimensions, or the output dimension if both have the same length.
     """
     _, rows, columns = matrix_shape(spec)
     outputs, inputs = (rows, columns) if spec.output_first else (columns, rows)

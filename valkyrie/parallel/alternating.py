@@ -139,7 +139,7 @@ class _Stage:
     def run(self, layers: Any, x: Any, rows: Any, parameters: Any, head_rows: Any) -> tuple[Any, Any]:
         """Run all turns. Returns the results of `head`, and the gradients of `layers`, `x`, `rows` and `parameters`.
 
-        The gradients of each argument are a list with one entry per leaf, or None for a leaf without a gradient.
+        The gradients of each argument are a list with one entry per leaf: an array, or None if it has no gradient.
         """
         pipeline = self._pipeline
         stages, count, axis = pipeline.stages, pipeline.microbatches, pipeline.axis
@@ -268,7 +268,7 @@ class _Stage:
         ]
 
     def _rows_with(self, rows: Any) -> Any:
-        """Return a function that takes new values for the leaves with a gradient, and returns `rows` with them."""
+        """Return a function that replaces the leaves of `rows` that have a gradient, and returns the new tree."""
         leaves, structure = jax.tree.flatten(rows)
 
         def replace_rows(differentiable: list[jax.Array]) -> Any:

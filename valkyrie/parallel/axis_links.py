@@ -54,7 +54,10 @@ class Factor(NamedTuple):
 
     @property
     def hops(self) -> float:
-        """Hops to reach all positions, using both directions of a ring. 0 if the factor is not on the torus."""
+        """Hops to reach all positions, or 0 if the factor is not on the torus.
+
+        `size * stride` along a line. A ring needs half of that, because data travels in both directions.
+        """
         return self.size * self.stride / (2 if self.ring else 1) if self.physical_axis in TORUS_AXES else 0.0
 
     def __str__(self) -> str:

@@ -25,7 +25,9 @@ def resolve_batches(
 ) -> BatchSizes:
     """Convert `batch_tokens` to sequences and `device_batch` to a number of microbatches, if they are set.
 
-    If a setting is illegal, the result has the problem, and the argument `batch` or `microbatches` unchanged.
+    If `batch_tokens` is illegal, the result has a problem and the arguments `batch` and `microbatches`, and
+    `device_batch` is not checked. If `device_batch` is illegal, the result has a problem and the argument
+    `microbatches`.
 
     Args:
         batch: Number of sequences in the global batch, unless `batch_tokens` is set.

@@ -141,8 +141,8 @@ class Candidates:
     def zero1_axes(self, axes: Sequence[str | None]) -> tuple[str, ...]:
         """Return the mesh axes over which ZeRO-1 splits the moments of a parameter with these logical axes.
 
-        They are the data axes that do not split the parameter. The pipeline's axis counts as a data axis, because it
-        splits the batch outside of the stages.
+        These are the mesh axes that split the batch, but not the parameter. The pipeline's axis counts as one that
+        splits the batch, because it does so outside of the stages.
         """
         data_axes = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
         return find_zero1_axes(data_axes, map(self.stored_axes, axes))
@@ -191,9 +191,9 @@ class Candidates:
     def state_shard_elements(self, spec: Parameter) -> np.ndarray:
         """Return, for each layout, the number of a parameter's elements for which one device stores optimizer state.
 
-        As in `Layout.optimizer_axes`, ZeRO-1 splits the state over each data axis that does not split the parameter.
-        Each of these axes splits the first dimension, except `layers`, that is divisible by the resulting number of
-        parts.
+        ZeRO-1 also splits the state over the mesh axes of `zero1_axes`, one by one, as in `Layout.optimizer_axes`. An
+        axis splits the first dimension with a length that the resulting number of parts divides. It never splits
+        `layers`, and has no effect if no dimension is divisible.
         """
         elements = self.shard_elements(spec, "stored")
         if not self.partition.zero1:

@@ -27,7 +27,12 @@ from valkyrie.problems import Problem, check_range
 
 @dataclass(frozen=True)
 class Layout:
-    """Everything that may vary without changing the mathematics: mesh, placement, partition, microbatches, remat."""
+    """Everything that may vary without changing the mathematics: mesh, placement, partition, microbatches, remat.
+
+    Args:
+        parameters: Mesh axes that split each logical axis of stored parameters.
+        activations: Mesh axes that split each logical axis of activations.
+    """
 
     mesh: MeshConfig
     partition: PartitionConfig
@@ -144,8 +149,9 @@ class Layout:
     def optimizer_axes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split the optimizer state of a parameter.
 
-        With ZeRO-1, each data axis that does not split the parameter also splits the state. It splits the first
-        dimension, except `layers`, that is divisible by the resulting number of parts.
+        These are the mesh axes that split the parameter. ZeRO-1 adds each mesh axis that splits the batch, but not the
+        parameter, to the first dimension with a length that the resulting number of parts divides. It adds none to
+        `layers`, and leaves out an axis if no dimension is divisible.
         """
         entries = list(self.stored_axes(axes))
         if self.partition.zero1:
@@ -188,10 +194,11 @@ def find_gathered_axes(
 ) -> tuple[str, ...]:
     """Return the mesh axes that split a parameter's logical axis in storage, but not while it is used.
 
-    Devices along a mesh axis that splits the batch or the sequence have different tokens and each need the whole
-    parameter: it is gathered for use, and its gradient is reduce-scattered (FSDP). Two kinds of axes stay split: a
-    pipeline's, because a stage needs only its layers, and dispatched logical axes, because tokens are sent to the
-    parameter.
+    These are the mesh axes that also split the batch or the sequence. Devices along such an axis have different tokens,
+    and each device needs the whole parameter: it is gathered for use, and its gradient is reduce-scattered (FSDP).
+
+    There are two exceptions. A pipeline's mesh axis stays split, because a stage needs only its layers. Logical axes in
+    `dispatched` stay split, because tokens are sent to the shards of the parameter.
     """
     if logical is None or logical in dispatched:
         return ()

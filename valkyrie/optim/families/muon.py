@@ -1,4 +1,7 @@
-"""Muon for matrices and AdamW for all other parameters, as in nanochat's `optim.py`."""
+"""Muon for matrices and AdamW for most other parameters, as in nanochat's `optim.py`.
+
+`OptimizerConfig.partition` adds the rules for puzzle embeddings and for parameters that never change.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ ITERATIONS = 5
 
 @dataclass
 class AdamGroup:
-    """AdamW for a group of parameters, with a separate peak learning rate that follows the run's schedule."""
+    """Settings of AdamW for a group of parameters.
+
+    `learning_rate` is the group's peak. The warm-up and decay are those of the run's schedule.
+    """
 
     learning_rate: float = 0.005
     beta1: float = 0.8
@@ -50,7 +56,7 @@ def _default_groups() -> dict[str, AdamGroup]:
 
 @dataclass
 class Config(OptimizerConfig):
-    """Muon. `weight_decay` falls to 0 along a cosine and applies only where the step also shrinks the parameter.
+    """Muon. Weight decay of matrices falls to 0 along a cosine and applies only to elements that the step also shrinks.
 
     Args:
         epsilon: Epsilon of AdamW.
@@ -58,7 +64,7 @@ class Config(OptimizerConfig):
         momentum_end: Momentum at the last step. The momentum falls over the last `warmdown` fraction of the steps,
             whatever the `schedule` of the learning rate is, as in nanochat.
         beta2: Decay of the mean squares that NorMuon keeps to normalise rows or columns, null for plain Muon.
-        groups: Settings of AdamW by parameter group.
+        groups: Settings of AdamW by parameter group, used instead of `learning_rate` and `weight_decay`.
     """
 
     name: str = "muon"
@@ -103,10 +109,10 @@ class Config(OptimizerConfig):
         return 4.0 if is_matrix(parameter) else 8.0
 
     def update_flops(self, parameters: Iterable[Parameter], devices: np.ndarray) -> np.ndarray:
-        """Return the FLOPs of orthogonalizing the matrices on the busiest device, for each layout.
+        """Return the FLOPs that the busiest device spends on orthogonalizing matrices, for each layout.
 
         Matrices of the same shape are stacked, and each device orthogonalizes whole matrices of the stack. An iteration
-        on an (m, n) matrix X with m <= n computes A = X X^T, A A and A X.
+        on an (m, n) matrix X with m <= n computes three products: A = X X^T, A A, and B X with B = b A + c A A.
         """
         counts: Counter[tuple[int, int]] = Counter()
         for parameter in filter(is_matrix, parameters):
@@ -137,9 +143,11 @@ class Config(OptimizerConfig):
 
 
 def momentum_schedule(config: Config, length: int) -> Callable[[Any], Any]:
-    """Return the momentum as a function of the step. It rises linearly, stays constant, and falls linearly.
+    """Return the momentum as a function of the step, for a schedule of `length` steps.
 
-    It reaches `momentum_end` after `length` steps. The fall takes the last `warmdown` fraction of them.
+    The momentum rises linearly for `momentum_warmup` steps, stays constant, and falls linearly to `momentum_end` over
+    the last `warmdown` fraction of the schedule. Where the rise and the fall overlap, only the rise applies, so the
+    momentum never falls in the first `momentum_warmup` steps.
     """
     import jax.numpy as jnp
 
