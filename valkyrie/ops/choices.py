@@ -70,7 +70,7 @@ class RopeStretch:
 
 
 class AttentionImpl(Enum):
-    """Implementation of attention. `auto` depends on the backend, the sequence length and the pattern.
+    """Implementation of attention. `auto` is `dense` for short sequences, else `kernel` if supported, else `chunked`.
 
     `dense`: One matrix of logits per head, quadratic in the length.
 

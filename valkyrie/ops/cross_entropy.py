@@ -3,8 +3,8 @@
 Only one chunk of float32 logits exists at a time, forward and backward. The custom backward pass saves the log-sum-exp
 of every token, recomputes the logits of each chunk, and sums the gradient of the unembedding in float32 for every
 compute dtype. (A rematerialised scan takes the same time and a tenth more memory, experiments/LOG.md, but sums in the
-compute dtype.) Each shard of the batch and the sequence sums that gradient over its chunks separately. The shards are
-summed once, after the last chunk. Otherwise each chunk would end in an all-reduce of the whole unembedding.
+compute dtype.) Each shard of the batch and the sequence sums the gradient over its own chunks. The shards' sums are
+added once, after the last chunk. Otherwise each chunk would end in an all-reduce of the whole gradient.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def cross_entropy(
         shards: Number of shards of the sequence.
         batch_shards: Number of shards of the batch.
         constrain: Applied to the logits of each chunk, (batch, shards * chunk, vocab).
-        gather: Applied to the unembedding in the dtype of `hidden`, forward and again backward. The gathered array is
-            thus not kept in between, and the gradient of a wider parameter is not rounded.
+        gather: Applied to the unembedding after its cast to the dtype of `hidden`, in the forward pass and again in the
+            backward pass, so that the gathered array is not saved. The gradient of the unembedding stays float32 until
+            it is cast to the dtype of `unembed`.
         sum_gradient: Sums the float32 gradient of the unembedding, (batch_shards, shards, vocab, embed), over its
             first two dimensions. None: an ordinary sum.
     """

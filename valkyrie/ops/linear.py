@@ -19,13 +19,13 @@ from valkyrie.precision import ACCUMULATOR_DTYPE, DType, PolicyConfig
 
 
 class Numerics(NamedTuple):
-    """The dtypes of a precision policy, as names such as `bfloat16`, so that it is hashable.
+    """Dtypes of a precision policy, stored as names such as `bfloat16`.
 
     Args:
         parameter: Dtype of stored parameters.
         compute: Dtype of the operands of matrix products.
         reduction: Dtype in which gradients are summed.
-        products: Narrow dtype of the operands (`valkyrie.ops.narrow`), or None for `compute`.
+        products: Dtype to which operands are quantised (`valkyrie.ops.narrow`), or None to leave them in `compute`.
     """
 
     parameter: str
@@ -55,10 +55,13 @@ def linear(
 ) -> Float[Array, "..."]:
     """Compute the einsum of an activation and a parameter, in the compute dtype.
 
-    The parameter, with logical axes `axes`, is cast, then gathered over the mesh axes that split data
-    (`shard.gather_for_use`), here and again in the backward pass. Its gradient is computed in the reduction dtype and
-    sharded like the stored parameter, which is a reduce-scatter under a fully sharded partition. Every index of `w`
-    must appear in `x` or in the result.
+    The parameter, with logical axes `axes`, is cast and then gathered over the mesh axes that split data
+    (`shard.gather_for_use`). The backward pass gathers it again. The parameter's gradient is computed in the reduction
+    dtype and sharded like the stored parameter, which is a reduce-scatter under a fully sharded partition.
+
+    With `numerics.products`, `narrow_einsum` computes the result and the gradient of `x`, but not the gradient of `w`.
+
+    Every index of `x` or `w` must appear in the other operand or in the result.
     """
     operands, out = equation.split("->")
     x_indices, w_indices = operands.split(",")

@@ -37,9 +37,10 @@ def narrow_einsum(
 def scale_to(
     x: Float[Array, "..."], dtype: str, axes: tuple[int, ...]
 ) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
-    """Quantise `x`. Returns `x` divided by a scale, in `dtype`, and the float32 scale, of length 1 along `axes`.
+    """Quantise `x` to `dtype`. Returns the quantised array and its float32 scale, which has length 1 along `axes`.
 
-    The scale maps the largest magnitude along `axes` to the largest value of the dtype, and is 1 where `x` is all 0.
+    The quantised array is `x` divided by the scale. The scale maps the largest magnitude along `axes` to the largest
+    value of the dtype, and is 1 where `x` is all 0.
     """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     largest_value = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)

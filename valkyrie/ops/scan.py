@@ -2,8 +2,8 @@
 
 Computes h_t = keep_t Lambda_bar h_{t-1} + bu_t, the part of an S5 layer between its two projections (arXiv 2208.04933,
 equation 2). `keep_t` is 0 where a document starts and 1 elsewhere. The backward pass runs the same recurrence in the
-opposite direction with the conjugate of Lambda_bar. The states are the only intermediate values saved for it, for every
-implementation and any number of sequence shards.
+opposite direction with the conjugate of Lambda_bar. For every implementation, the only intermediate values saved for it
+are the states and, if the sequence is sharded, the state that enters each shard.
 """
 
 from __future__ import annotations
@@ -118,8 +118,10 @@ def sharded_linear_recurrence(
 
     Each device first scans its own positions from a zero state. An all-gather of the final states (shards * batch *
     state complex numbers) and of the products of `keep` (shards * batch) then gives each device the state that enters
-    its shard. It adds this state, times powers of Lambda_bar, to its result. States and derivatives match the unsharded
-    version up to float32 rounding.
+    its shard. The device adds this state, times powers of Lambda_bar and products of `keep`, to the states of its scan.
+    States and derivatives match the unsharded version up to float32 rounding.
+
+    Raises ValueError if `axis_names` is empty or `block` is below 1.
     """
     if not axis_names:
         raise ValueError("axis_names is empty. List the mesh axes that shard the sequence.")

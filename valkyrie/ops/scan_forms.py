@@ -30,7 +30,7 @@ from valkyrie.ops.scan_complex import (
 )
 
 Keep = Float32[Array, "batch seq"] | None
-"""1 where a state continues from the previous position, 0 where a document starts. None if states always continue."""
+"""0 at the first visited position of a document, 1 elsewhere. None if the whole sequence is one document."""
 
 Form = Callable[[Eigenvalues, States, Carry | None, Keep, bool, int], States]
 """Takes lam_bar, bu, h0, keep, reverse and block, and returns the states."""

@@ -1,4 +1,4 @@
-"""The S5 recurrence on a TPU core: a Pallas kernel that reads each input once and writes each state once.
+"""The S5 recurrence on a TPU core: a Pallas kernel that reads `bu` once and writes each state once.
 
 Time is on sublanes and states are on lanes, the usual layout of (batch, seq, state) arrays. Three doubling steps with
 distances d = 1, 2 and 4 add to each position the intermediate result from d positions back, times Lambda_bar**d.
@@ -7,7 +7,7 @@ tile of 8 positions thus depends on the previous tile through a single multiplic
 
 Entries a few positions back are read from VMEM at unaligned addresses, which costs half as much as rotating registers
 on v4. Blocks of a sequence are visited in order (`reverse`: last first) and pass on their last tile; sequences and
-blocks of states are independent. Imported only where it is used, because importing Pallas is slow.
+blocks of states are independent. This module is imported only where it is used, because importing Pallas is slow.
 """
 
 from __future__ import annotations
@@ -212,10 +212,10 @@ def _block_kernel(table: Any, bu_re: Any, bu_im: Any, *refs: Any, has_h0: bool, 
 
 
 def _write_entering_state(stages: Any, carry: Any, entering: list[Any], tile: Any, row: int) -> None:
-    """Write the entering state to the tile before the first block: to `row`, which the recurrence visits last.
+    """Write the tile before the first block to `carry` and to the slice `tile` of every stage.
 
-    The other rows are zero, and so is `row` if `entering` is empty. All stages get the same tile, because no earlier
-    inputs contribute to it.
+    Row `row` of this tile, which the recurrence visits last, is the entering state, or zero if `entering` is empty. The
+    other rows are zero. All stages get the same values, because no earlier inputs contribute to them.
     """
     at_row = jax.lax.broadcasted_iota(jnp.int32, carry.shape[1:], 0) == row
     for part in range(2):
@@ -238,10 +238,11 @@ def _broadcast_factor(table: Any, step: int, column: Any) -> Complex:
 
 
 def _doubling_step(stage: Any, value: Complex, factor: Complex, base: Any, distance: int, reverse: bool) -> Complex:
-    """Add to each position of the tile `value` the input of this step `distance` positions back, times `factor`.
+    """Return one doubling step of a tile: at each position, the input plus `factor` times an earlier input.
 
-    `base` is the tile's first position in the block. Stores `value` in `stage` first: the shifted read covers this tile
-    and the one visited before it.
+    `value` is the input of this tile, and the earlier input is `distance` visited positions back. `base` is the tile's
+    first position in the block. Stores `value` in `stage` first, because the shifted read covers this tile and the one
+    visited before it.
     """
     write_row, read_row = (base, base + distance) if reverse else (base + TILE, base + TILE - distance)
     stage[0, pl.ds(write_row, TILE), :], stage[1, pl.ds(write_row, TILE), :] = value

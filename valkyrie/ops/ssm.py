@@ -79,9 +79,11 @@ def hippo_n(n: int) -> tuple[Complex128[np.ndarray, " block"], Complex128[np.nda
 def block_hippo(state_size: int, blocks: int, conjugate_symmetric: bool = True) -> BlockHippo:
     """Return the diagonalised HiPPO-N initialisation of `state_size` real states in `blocks` identical blocks.
 
-    Each full block is diagonalised first and halved afterwards, as in lindermanlab/S5. Halving first would change the
-    eigenvalues. Raises ValueError if the blocks do not divide the states, or if conjugate symmetry would halve an odd
-    block.
+    With conjugate symmetry, each full block is diagonalised first and halved afterwards, as in lindermanlab/S5. Halving
+    first would change the eigenvalues.
+
+    Raises ValueError if `state_size` or `blocks` is below 1, if `blocks` does not divide `state_size`, or if the size
+    of a block is odd with conjugate symmetry.
     """
     if blocks < 1:
         raise ValueError(f"blocks={blocks} must be at least 1.")
@@ -259,7 +261,10 @@ _TRUNCATED_DEVIATION = 0.87962566103423978
 
 
 def truncated_normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float32[Array, "..."]:
-    """Return normal random numbers truncated at two deviations, scaled to this standard deviation after truncation."""
+    """Sample a normal distribution truncated at two standard deviations and scaled.
+
+    The samples have standard deviation `deviation`, after truncation.
+    """
     return deviation / _TRUNCATED_DEVIATION * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
 
 

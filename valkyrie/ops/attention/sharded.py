@@ -1,10 +1,13 @@
-"""Attention over a sequence sharded over mesh axes. Windows fetch a halo of keys, full attention gathers all keys.
+"""Attention over a sequence sharded over mesh axes.
 
-A shard needs the (window - 1) * dilation keys before its first query (and after its last one, if bidirectional). If
-they span several neighbours, each neighbour sends its keys directly, in one `ppermute`.
+With a window, each shard fetches a halo: the (window - 1) * dilation keys before its first query (and as many after its
+last one, if bidirectional). If the halo spans several neighbours, each neighbour sends its keys directly, in one
+`ppermute`.
 
-Full attention gathers all keys. A kernel that skips blocks hidden by the causal mask would give later shards more work.
-To balance it, queries are exchanged first: of 2 n chunks, shard i of n computes chunks i and 2 n - 1 - i.
+Without a window, every shard gathers all keys. Splash attention skips the blocks hidden by the causal mask, so later
+shards would have more work. To balance the work, the queries are divided into 2 n chunks, and shard i of n computes
+chunks i and 2 n - 1 - i. Queries are exchanged before attention, and outputs are exchanged back after it. Chunks that
+would need padding are not exchanged.
 
 Keys and values of global tokens are fetched from the shards that own them, by a sum over shards. Outputs of global
 tokens are one softmax over the keys of all shards.
@@ -185,8 +188,8 @@ def _add_halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], sh
 def _take_from_owner(x: Array, local_positions: Int[Array, "batch globals"], axis_names: tuple[str, ...]) -> Array:
     """Gather entries of a sequence-sharded array onto every shard.
 
-    `x` (batch, seq, ...) is this shard's part. `local_positions` are relative to its start, and those outside it are
-    taken from the shard that holds them.
+    `x` (batch, seq, ...) is this shard's part. `local_positions` are relative to the start of this shard. Entries
+    outside this shard come from the shards that own them, and are zero outside the sequence.
     """
     owned = (local_positions >= 0) & (local_positions < x.shape[1])
     entries = take_positions(x, local_positions)

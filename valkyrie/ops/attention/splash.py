@@ -1,12 +1,15 @@
-"""Splash attention, JAX's Pallas kernel for TPU, for sliding windows and for a shard of full causal attention.
+"""Splash attention, JAX's Pallas kernel for TPU.
+
+`splash_window` computes attention to the keys of one device, with or without a window. `splash_causal_shard` computes
+one shard's part of full causal attention.
 
 Blocks of 512 suit windows of a few hundred keys and short sequences. Without a window, wider blocks cost less per key,
 if a core's scratch memory can hold them (heads of up to 128). The fused backward pass takes 0.7 of the cycles of the
 unfused one, but writes dq once per block of keys. It is used for at most 8 writes.
 
 Splash's LocalMask is inclusive: a causal window of W is (W - 1, 0). The position of a shard's queries is known only at
-run time. Block tables are therefore built for all shards, and each device selects its own. Imported only where it is
-used, because importing Pallas is slow.
+run time. The tables of visible blocks are therefore built for all shards, and each device selects its own. This module
+is imported only where it is used, because importing Pallas is slow.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ LANES = 128
 """Lanes of a TPU vector register. Lengths up to `BLOCK` are padded to a multiple of this."""
 
 BLOCK = 512
-"""Number of queries or keys in a block, with a window or for short sequences."""
+"""Number of queries or keys in a block where wide blocks are not used."""
 
 WIDE_BLOCK = 1024
-"""Number of queries or keys in a block without a window, if the limits below allow it."""
+"""Number of queries or keys in a wide block, used without a window if it divides the length and the limits allow it."""
 
 MIN_WIDE_LENGTH = 4096
-"""Shortest sequence for which wide blocks are faster."""
+"""Minimum number of queries and of keys for wide blocks. Does not apply to the key blocks of the dk and dv pass."""
 
 MIN_LONG_LENGTH = 16384
 """Minimum number of keys for which the backward pass doubles its blocks of keys, to write dq half as often."""
@@ -300,7 +303,10 @@ def _columns_attention(
 
 
 class _MaskTables(NamedTuple):
-    """Block tables of a kernel's forward pass and its two backward passes."""
+    """Block tables of a kernel's forward pass and its two backward passes.
+
+    `dq` is None if the backward passes are fused into the `dkv` pass.
+    """
 
     forward: mask_info.MaskInfo
     dq: mask_info.MaskInfo | None
@@ -318,7 +324,7 @@ def _merged_attention(
     column_output: Float[Array, "heads rows head_dim"],
     column_log_sum: Float[Array, "heads rows"],
 ) -> Float[Array, "heads rows head_dim"]:
-    """Run the kernel and merge its result with that of attention over the columns, which has already been computed."""
+    """Run the kernel and merge its output with the given output of attention over the columns."""
     return _merged_attention_forward(options, masks, q, k, v, segments, column_output, column_log_sum)[0]
 
 
