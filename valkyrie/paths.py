@@ -105,7 +105,7 @@ def require_suffix(path: str | Path, suffix: str, key: str = "") -> Path:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, alternative: str | None = None) -> Iterator[None]:
-    """Convert OSErrors while writing a file or folder to DiskErrors with the path and a remedy.
+    """Raise an OSError of this context as a DiskError, with the path of the file or folder and a remedy.
 
     `alternative` is the setting that selects another location, for the remedy. The default is `VALKYRIE_CACHE` for a
     path inside the caches, else `runs`.
@@ -218,8 +218,8 @@ def config_files(group: str) -> dict[str, Path]:
 def read_defaults(path: Path) -> list[Any]:
     """Return the defaults list of a YAML. An entry is a name, or a dict that maps a config group to a name.
 
-    Returns an empty list for a file that cannot be read, because callers also read files that no command chooses.
-    Hydra reports the fault of a chosen file.
+    Returns an empty list if the YAML has no defaults list or cannot be read. Callers also read YAMLs that the command
+    does not use, and Hydra reports the errors of the others.
     """
     import yaml
 
@@ -232,7 +232,10 @@ def read_defaults(path: Path) -> list[Any]:
 
 
 def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
-    """Read `GROUP/NAME.yaml`, shipped or else the user's, as the dataclass `schema`. Ignores its defaults list."""
+    """Read `GROUP/NAME.yaml` as the dataclass `schema`, without its defaults list.
+
+    A shipped YAML takes precedence over the user's. Raises KeyError if neither exists.
+    """
     from omegaconf import OmegaConf
 
     path = conf_dir() / group / f"{name}.yaml"

@@ -75,7 +75,7 @@ def resize_axis(mesh: MeshConfig, axis: str, size: int) -> MeshConfig:
 
 
 def parse_mesh(name: str) -> MeshConfig:
-    """Parse a name like `4x4x2`, `2x4x4x1` or `2s4x4x2`. Raises ValueError with the correct form for other names."""
+    """Parse a name like `4x4x2`, `2x4x4x1` or `2s4x4x2`. Other names raise ValueError, which suggests a correct one."""
     match = _PATTERN.fullmatch(name)
     if match is None:
         raise ValueError(f"mesh={name} is not a mesh. Join the sizes by x, such as mesh=4x4x2 or mesh=2s4x4x2.")
@@ -129,10 +129,12 @@ def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshCo
 def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     """Return the JAX mesh over the first `config.size` devices.
 
-    Without a `placement`, `mesh_utils.create_device_mesh` places the axes on the torus, or `create_hybrid_device_mesh`
-    if the devices are in several slices. Both may split a torus axis among mesh axes. Raises ValueError if there are
-    too few devices. Without a `placement`, also raises ValueError if the devices are in several slices and
-    `config.slices` is not the number of these slices. Platforms without a torus accept `slices=1` for any number.
+    If `config.placement` is set, it maps the axes to the devices in physical order. Otherwise,
+    `mesh_utils.create_device_mesh` places the axes on the torus, or `create_hybrid_device_mesh` if the devices are in
+    several slices. Both may split a torus axis among several mesh axes.
+
+    Raises ValueError if there are too few devices. Without a placement, also raises ValueError if the devices are in
+    several slices and `config.slices` is another number. On platforms without a torus, `slices=1` is always accepted.
     """
     axes = config.axes
     mesh_devices = list(devices)[: config.size]

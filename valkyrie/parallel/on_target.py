@@ -38,7 +38,10 @@ def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
 
 
 def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:
-    """Return the message for a mesh and a target with different numbers of devices. Suggests a matching target."""
+    """Return the message for a mesh and a target with different numbers of devices.
+
+    Suggests a mesh of the target's size, and targets of the mesh's size or, if there are none, of the nearest sizes.
+    """
     chips, per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
     noun = "chips" if target.chip and per_chip == 1 else "devices"
     target_size = f"{chips} chips with {per_chip} JAX devices each" if per_chip > 1 else f"{chips} {noun}"
@@ -79,7 +82,7 @@ def _slices_hint(target: TargetConfig, mesh: MeshConfig) -> str:
 def _torus_mesh_name(target: TargetConfig) -> str:
     """Return the name of a mesh with the shape of the target's torus, such as `4x4x1` for `v5e-16`.
 
-    Chips with several devices add an axis.
+    Without a topology, the first axis has all chips of a slice. Chips with several devices add an axis.
     """
     shape = list(parse_shape(target.topology) or (target.chips or 1,))
     if target.chip and target.chip.devices > 1:

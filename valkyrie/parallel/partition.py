@@ -34,13 +34,13 @@ class Memory(Enum):
 class GradientSum(Enum):
     """The collective that sums the gradient of a parameter whose storage is split over data axes.
 
-    `all_to_all`: Each device receives its part from all others and adds the parts in float32. Parameters that tensor
-    parallelism also splits use `reduce_scatter` instead.
+    `all_to_all`: Each device receives the other devices' gradients of its shard and adds them in float32. Parameters
+    that tensor parallelism also splits use `reduce_scatter` instead.
 
     `reduce_scatter`: The compiler's reduce-scatter.
 
-    `auto`: `all_to_all` on chips whose compiler overlaps it with matmuls (their options include
-    `xla_tpu_enable_async_all_to_all`), `reduce_scatter` on others.
+    `auto`: `all_to_all` on chips with the compiler option `xla_tpu_enable_async_all_to_all`, which overlaps it with
+    matmuls. `reduce_scatter` on others.
     """
 
     auto = "auto"
@@ -98,7 +98,8 @@ def resolve_rules(
 ) -> tuple[Rules, Rules, list[Problem]]:
     """Return a model's rules for parameters, its rules for activations, and the problems of these rules on a mesh.
 
-    Each of the model's logical axes gets a rule. Rules for logical axes of other models (`other_axes`) are ignored.
+    `axes` are the model's logical axes. All of them get a rule for parameters, except `batch` and `seq`, and a rule for
+    activations, except `layers`. Rules for logical axes of other models (`other_axes`) are ignored.
     """
     problems: list[Problem] = []
     roles = _resolve_roles(partition, mesh, problems)
@@ -217,7 +218,7 @@ class RoleKind(Enum):
 
     @property
     def splits_only_data(self) -> bool:
-        """Whether a mesh axis of this kind splits activations at most by batch, so they are not exchanged along it."""
+        """Whether this is DP, FSDP or unused, so that devices exchange no activations along the mesh axis."""
         return self in (RoleKind.DP, RoleKind.FSDP, RoleKind.unused)
 
 
@@ -241,8 +242,8 @@ def describe_roles(sizes: Mapping[str, int], roles: Mapping[str, Role]) -> str:
 def assign_roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, Role]:
     """Return the role of every mesh axis.
 
-    If a mesh axis splits several logical axes, its kind follows from `layers`, else from the batch, else from the
-    sequence.
+    A mesh axis of size 1 is unused. Otherwise, its kind depends on the first of these that it splits: `layers` (PP),
+    the batch (DP or FSDP), the sequence (SP), other axes of parameters (MP1 or MP2). Else it is idle.
     """
     roles = {}
     for axis, size in mesh.axes.items():

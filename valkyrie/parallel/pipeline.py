@@ -220,7 +220,7 @@ def fold_in_keys(layers: Any, microbatch: jax.Array) -> Any:
 
 
 def _widen(x: jax.Array) -> jax.Array:
-    """Cast a floating-point parameter to the dtype for adding up gradients of microbatches."""
+    """Cast a floating-point parameter to at least float32, the dtype for sums of microbatch gradients."""
     return x.astype(jnp.promote_types(x.dtype, ACCUMULATOR_DTYPE.value)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 

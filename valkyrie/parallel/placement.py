@@ -1,8 +1,8 @@
 """Placements of mesh axes on the torus: notation, device order, and enumeration.
 
-A placement lists factors of mesh axes from the slowest to the fastest over the devices in physical order: slice, torus
-axes a, b, c, then the cores of a chip. An entry is an axis (`x`) or a factor of one (`x:2`); the first listed factor of
-an axis is the most significant part of its index.
+A placement lists factors of mesh axes, from the slowest to the fastest varying over the devices in physical order. That
+order is slice, torus axes a, b, c, then the cores of a chip. An entry is an axis (`x`) or a factor of one (`x:2`); the
+first listed factor of an axis is the most significant part of its index.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, in
 
 
 def describe_placement(mesh: Any, topology: Topology) -> dict[str, AxisPlacement]:
-    """Return the placement of each axis of a `jax.sharding.Mesh` on the torus, from its devices' coordinates."""
+    """Return the placement of each axis of a `jax.sharding.Mesh` on the torus.
+
+    Uses the coordinates of the mesh's devices, or their ids if they have no coordinates. Raises ValueError if mesh and
+    topology have different numbers of devices.
+    """
     indices = _device_indices(mesh.devices, topology)
     return _describe_indices(indices, list(mesh.axis_names), topology)
 
@@ -94,8 +98,8 @@ def describe_positions(
 def find_placement(mesh: Any, topology: Topology) -> list[str] | None:
     """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None if no placement does.
 
-    For example, JAX's `mesh_utils` places axes along snakes over small v5e, v6e, v5p and tpu7x slices, which no
-    placement describes.
+    For example, no placement describes the snakes along which JAX's `mesh_utils` places axes on small v5e, v6e, v5p and
+    tpu7x slices. Raises ValueError if mesh and topology have different numbers of devices.
     """
     import numpy as np
 

@@ -40,11 +40,12 @@ def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
 
 
 def add_advice(problem: Problem, nearest: FindNearest | None, find_sizes: Callable[[Problem], list[int]]) -> Problem:
-    """Return a problem with values of its config key and sizes of its mesh axis that remove it.
+    """Return a copy of a divisibility problem, with values of its config key and sizes of its mesh axis that remove it.
 
     Args:
         problem: Problem of a layout. Returned unchanged unless it is about divisibility.
-        nearest: Searches values of the problem's key, or None to suggest the nearest multiples.
+        nearest: Searches values of the problem's key. If it is None or the problem has no key, the nearest multiples of
+            `problem.parts` are suggested.
         find_sizes: Searches sizes of the problem's mesh axis. Used only if there is exactly one such axis, and the key
             is neither the batch nor the sequence length.
     """
@@ -149,10 +150,10 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
 def _split_dimensions(
     layouts: Layout | Candidates, arrays: Arrays
 ) -> dict[tuple[str, int, str | None, tuple[str, ...]], tuple[list[str], list[str]]]:
-    """Group the dimensions of arrays for which there is a rule.
+    """Group the array dimensions that mesh axes split.
 
-    Returns a dict. The key of a group is (logical axis, size, config key, rule). Its value is two lists: `stored` for
-    each parameter and `active` for each activation in the group, and the names of these arrays.
+    Returns a dict from (logical axis, size, config key, mesh axes) to two lists for the arrays with such a dimension:
+    their kinds (`stored` for a parameter, `active` for an activation) and their names.
     """
     dimensions: dict[tuple[str, int, str | None, tuple[str, ...]], tuple[list[str], list[str]]] = {}
     stored = ("stored", arrays.parameters, layouts.parameters)

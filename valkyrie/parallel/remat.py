@@ -45,9 +45,9 @@ class RematConfig:
     def label(self) -> str:
         """A short stable name, such as `full` or `save_down+out_offload_gate`.
 
-        This is `name`, unless `conf/remat` has a config of this name with other lists. In that case, it is the name of
-        the config in `conf/remat` with these lists. If there is none, it lists the activations, or is `custom_` and a
-        hash if that text is longer than 40 characters.
+        `name`, unless `conf/remat` has a config of this name with other lists. In that case, the label is the name of
+        the config in `conf/remat` that has the same lists as this one. If there is none, the label lists the
+        activations, or is `custom_` and a hash if the list is longer than 40 characters.
         """
         shipped = _shipped_lists()
         own_lists = (frozenset(self.save), frozenset(self.offload))
@@ -65,7 +65,11 @@ class RematConfig:
         return ALL_ACTIVATIONS in self.save and not self.offload
 
     def location(self, name: str | None, *, product: bool = False) -> ActivationLocation:
-        """Return where an activation is stored. `product`: Whether it is the result of a matrix product."""
+        """Return where an activation is stored.
+
+        `name` is None for an activation without a name. `product` is whether it is the result of a matrix product
+        outside attention kernels.
+        """
         if name in self.offload:
             return ActivationLocation.host
         on_device = name in self.save or ALL_ACTIVATIONS in self.save or (product and PRODUCT_ACTIVATIONS in self.save)

@@ -71,9 +71,10 @@ class Pipeline:
 
     @property
     def turns(self) -> int:
-        """Number of turns under 1f1b. In each, a stage runs one forward and one backward pass.
+        """Number of turns under 1f1b.
 
-        The first `stages - 1` turns run only forward passes, and the last `stages - 1` only backward passes.
+        In a turn, each stage runs a forward and then a backward pass, except that the first `stages - 1` turns have no
+        backward pass and the last `stages - 1` turns no forward pass.
         """
         return self.microbatches + 2 * (self.stages - 1)
 

@@ -33,7 +33,8 @@ class MeshShard:
     ) -> None:
         """`backend` is the JAX platform of the program, or None for the default.
 
-        `gradient_sum` is used if the partition has `gradient_sum: auto`.
+        `gradient_sum` is used if the partition has `gradient_sum: auto`. If both are `auto`, gradients are
+        reduce-scattered.
         """
         self.layout = layout
         self.mesh = mesh
@@ -77,18 +78,19 @@ class MeshShard:
     ) -> jax.Array:
         """Compute the gradient of a parameter, sum it over devices, and return it sharded like the stored parameter.
 
-        Under `gradient_sum=all_to_all`, each device receives its part of the gradient from every other device and adds
-        these parts in float32. The TPU compiler overlaps this all-to-all with matmuls, but not a reduce-scatter
-        (experiments/LOG.md). It is not used for parameters that tensor parallelism also splits, because the compiler
-        would gather the parts over the tensor-parallel axis.
+        Under `gradient_sum=all_to_all`, each device receives the other devices' gradients of its shard and adds them in
+        float32. The TPU compiler overlaps this all-to-all with matmuls, but would not overlap a reduce-scatter
+        (experiments/LOG.md). Parameters that tensor parallelism also splits are reduce-scattered anyway, because the
+        compiler would gather their gradients over the tensor-parallel axis before an all-to-all.
 
         Args:
-            f: Computes the gradient from the operands, or from a device's part of them for an all-to-all.
+            f: Computes the gradient from the operands or, for an all-to-all, from a device's part of the operands.
             operands: Arrays of shape (batch, seq, ...).
             axes: Logical axes of the parameter.
-            reduction_dtype: Dtype in which parts of the gradient are sent.
-            whole: Whether each device computes a full-size gradient of its part of the batch before the sum, instead of
-                leaving the order to the compiler. Ignored for an all-to-all.
+            reduction_dtype: Dtype in which an all-to-all sends gradients. Ignored for a reduce-scatter, which sends the
+                dtype that `f` returns.
+            whole: Whether each device computes a full-size gradient of its part of the batch before the sum. If False,
+                the compiler chooses when to sum. Ignored for an all-to-all.
         """
         data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
         split = [tuple(m for m in entry if m in data) for entry in self.layout.gathered_axes(axes)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Slice(TargetConfig):
-    """A TPU slice that builds JAX meshes of its devices. Programs can be compiled for them without a TPU."""
+    """A TPU slice that builds JAX meshes of its devices, to compile programs without a TPU."""
 
     def __repr__(self) -> str:
         return f"<Slice {self.describe()}>"
@@ -50,8 +50,9 @@ class Slice(TargetConfig):
         """Return a JAX mesh of this slice's devices, placed on its torus as in training.
 
         Programs can be compiled for these devices, but not run, because libtpu only describes them. If there are
-        several slices and no `placement`, the first axis spans them. Raises ValueError if the mesh does not fit this
-        slice or libtpu is missing.
+        several slices and no `placement`, the first axis spans them. Raises ValueError if the mesh or `placement` does
+        not fit this slice, if this is not a TPU slice or if libtpu is missing, and TypeError for an argument of a wrong
+        type.
 
         Args:
             shape: Sizes of the axes.
@@ -78,7 +79,8 @@ class Slice(TargetConfig):
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
         """Return the sizes of a mesh's axes by name.
 
-        Raises ValueError if the mesh or `placement` does not fit this slice, or if this is not a TPU slice.
+        Raises ValueError if the mesh or `placement` does not fit this slice, or if this is not a TPU slice. Raises
+        TypeError if a size is not an integer or a name is not a string.
         """
         mesh_text = f"a mesh of {' x '.join(str(n) for n in shape)}"
         for size in shape:

@@ -18,13 +18,13 @@ class TrialLauncher(Launcher):
         self.hydra_context: Any = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Store Hydra's context. The task function is unused: the launcher runs trials itself."""
+        """Store Hydra's context and the config. The task function is unused: the launcher runs trials itself."""
         self.config, self.hydra_context = config, hydra_context
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run a trial for each list of overrides and return the results.
 
-        Raises ValueError if `jobs` is not an integer.
+        Raises ValueError if `jobs` is not a positive integer, or is above 1 in a multirun on several hosts.
         """
         from valkyrie.sweep.launcher import launch
 
