@@ -1,4 +1,4 @@
-"""Hydra callback that writes the HTML report of a multirun when it ends, in the process that the user started."""
+"""Hydra callback that writes the HTML report of a sweep. Hydra calls it in the launching process, not in the trials."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from valkyrie.sweep.trial import PAGE_FILE, Status, TrialLog
 
 
 class SweepPage(Callback):
-    """Writes `report.html` to the folder of a sweep, unless no trial there has results."""
+    """Writes `report.html` to the folder of a sweep when its multirun ends.
+
+    Skips the report if every trial was refused or has a mode without a results file.
+    """
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the report. On failure, print the error and remove the existing report, which is outdated."""

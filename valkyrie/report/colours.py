@@ -43,7 +43,7 @@ def partition_colour(partition: str) -> str:
 
 
 def part_colour(part: str, axes: str | None) -> str:
-    """Return the colour of a step part with this label.
+    """Return the colour of a step part, given its label, as a hexadecimal code. Unknown labels are grey.
 
     Communication has the colour of its mesh axes. For other parts, `axes` is None.
     """

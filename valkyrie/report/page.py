@@ -41,7 +41,10 @@ MAX_PAGE_BYTES = 2_000_000
 MAX_TIMELINES = 8
 """Maximum number of layouts with a timeline. The best layouts of each kind of speed take precedence."""
 MAX_TORUSES = 60
-"""Maximum number of layouts with a drawing of the torus. On a page that is too large, also the last rank with hints."""
+"""Maximum number of layouts with a drawing of the torus.
+
+If the page exceeds `MAX_PAGE_BYTES`, hints are kept only for layouts up to this rank.
+"""
 LONG_LABEL = 44
 """Length of a label, in characters, above which figures take the full width of the page."""
 
@@ -49,8 +52,8 @@ LONG_LABEL = 44
 def page_file(paths: Sequence[Path], output: Path | None) -> Path:
     """Return the file to write the page to, and create its folder.
 
-    The file is `output`, or `report.html` in the folder of the first path. Raises ValueError if the folder cannot be
-    created.
+    The file is `output`, or by default `report.html` in the first path, or in its folder if that path is a file. Raises
+    ValueError if the output folder or one of its parents is a file.
     """
     file = output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE_FILE
     try:
@@ -61,7 +64,11 @@ def page_file(paths: Sequence[Path], output: Path | None) -> Path:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the HTML report of a sweep or search, or of a folder of sweeps, into that folder and return its path."""
+    """Write the HTML report of a folder to its `report.html`, and return the path of the file.
+
+    The folder contains a sweep, a search, or several sweeps and training runs. Raises ValueError if it has no results
+    or a damaged `trials.jsonl`.
+    """
     answer = read_answer(folder)
     rows = [] if answer is not None and not TrialLog(folder).read() else read_rows([folder])
     return write_atomic(folder / PAGE_FILE, render_page(rows, answer=answer))
@@ -102,7 +109,7 @@ class PageData:
     Args:
         groups: Labels of the kinds of speed.
         figures: Maps figure ids to specifications, one for each kind of speed. None where the figure is omitted.
-        overall_figures: Maps ids of figures for all rows to their specifications. None if the figure is omitted.
+        overall_figures: Maps ids of the other figures to their specifications. None if the figure is omitted.
         columns: Columns of the ranked table.
         rows: Cells of the ranked table.
         details: For each row, a dict of the facts that are shown when the row is selected.
@@ -248,7 +255,10 @@ def _best_first(rows_by_kind: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def _escape_script(text: str) -> Markup:
-    """Escape sequences that would end a script element or hide its end. In JavaScript they occur only in strings."""
+    """Escape `</script` and `<!--`, which would end a script element or hide its end.
+
+    The escape is a backslash, which has no effect in a JavaScript string.
+    """
     return Markup(text.replace("</script", "<\\/script").replace("<!--", "<\\!--"))
 
 

@@ -1,4 +1,4 @@
-"""Writes the HTML page of one predicted or measured step: its main numbers, hints, timeline, and report as tables."""
+"""Renders HTML pages: the report and timeline of a predicted or measured step, and comparisons of predictions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Recorder(Console):
         self.printed: list[str | TextTable] = []
 
     def print(self, *objects: Any, markup: bool | None = None, **_: Any) -> None:
-        """Collect tables, and the text of other objects without markup."""
+        """Collect tables as `TextTable`, and other objects as text, without their markup unless `markup` is False."""
         for item in objects:
             if isinstance(item, Table):
                 self.printed.append(_text_table(item))
@@ -111,7 +111,7 @@ def comparison_page(
 
     Args:
         title: Title of the page.
-        table: The table.
+        table: Table of the predictions, one per row.
         lines: Lines below the table.
         records: Predictions by name.
         best: Name of the best prediction, or None if none fits.

@@ -66,10 +66,11 @@ def chip_price(row: Row) -> float | None:
 
 
 def simplest_partitions(rows: Sequence[Row]) -> dict[str, str]:
-    """Return a dict from row ids to the simplest partition that shards every array as the row's partition does.
+    """Return a dict from row ids to the simplest partition among the rows with the same layout (see `same_layout`).
 
-    The simplest partition is the one with the fewest kinds of roles. For example, `1d_tp` on a mesh with x=1 only
-    shards the batch, so its simplest partition is `dp`, and its speed says nothing about tensor parallelism.
+    The simplest partition is the one with the fewest kinds of roles. A row that only shards the batch gets `dp`, even
+    if no row uses that partition. For example, `1d_tp` on a mesh with x=1 is equivalent to `dp`, so its speed says
+    nothing about tensor parallelism.
     """
     kinds: dict[str, set[str]] = defaultdict(set)
     partitions_by_layout: dict[tuple[object, ...], set[str]] = defaultdict(set)
@@ -95,7 +96,10 @@ def same_layout(first: Row, second: Row) -> bool:
 
 
 def describe_simplest(partition: str) -> str:
-    """Return a phrase for a layout that is equivalent to this simpler partition: `the same layout as fsdp`."""
+    """Return a phrase for layouts that are equivalent to this simpler partition.
+
+    The phrase is `the same layout as fsdp`, or `plain data parallelism, like dp`.
+    """
     return "plain data parallelism, like dp" if partition == DATA_PARALLEL else f"the same layout as {partition}"
 
 
@@ -215,8 +219,9 @@ def group_unsuccessful(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]
 
     Groups are sorted by status, and groups of the same status by their number of rows, largest first.
 
-    Refusals are of one kind if their first problems have the same code, key and axes. All layouts that do not fit are
-    one kind, and so are all timeouts. Other reasons, and refusals in older files, are compared as text.
+    Refusals are of one kind if their first problems have the same code, key, logical axes and mesh axes. All layouts
+    that do not fit are one kind, and so are all timeouts. Other reasons, and refusals in older files, are compared as
+    text.
     """
     by_kind: dict[tuple[Status, object], list[Row]] = defaultdict(list)
     for row in rows:

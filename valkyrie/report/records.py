@@ -33,9 +33,10 @@ SEARCH_DEPTH = 2
 
 
 def read_rows(paths: Sequence[Path], say: Callable[[str], object] | None = None) -> list[Row]:
-    """Read the trials at or below these paths as rows. Raises ValueError if there are none or a file is damaged.
+    """Read the trials of sweeps and training runs at or below these paths as rows.
 
-    `say` is called with a message about each incomplete last line, if there are rows.
+    Raises ValueError if there are none or a `trials.jsonl` is damaged. An incomplete last line of a `trials.jsonl` is
+    skipped, and `say` is called with a message about it.
     """
     folders = find_result_folders(paths)
     sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS_FILE).exists()}
@@ -127,7 +128,10 @@ def read_answer(folder: Path) -> SearchAnswer | None:
 
 
 def is_program_search(folder: Path) -> bool:
-    """Return whether `search_program` in any version, not `mode=search`, wrote the `search.json` of a folder."""
+    """Return whether the `search.json` of a folder was written by any version of `search_program`.
+
+    Returns False if `mode=search` wrote it, or if it cannot be read.
+    """
     try:
         return "rows" in read_record(dict, folder / ANSWER_FILE)
     except (OSError, RecordError):

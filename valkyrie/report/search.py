@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MIN_DRAWN_SHARE = 0.05
 """The figure of memory is shown only if a layout needs at least this share of the usable memory."""
 _HEADS = {"place": "#", "interval": "range", "rate": "tokens/s/chip", "bottleneck": "limited by"}
-"""Headings of the columns that have a different heading on a terminal, by column name."""
+"""Headings that differ from those on a terminal, by column name."""
 _OUTCOMES = {
     Status.ok.value: "compiled, and fit",
     Status.does_not_fit.value: "compiled, but need more memory than a device has",
@@ -157,7 +157,7 @@ def _figure(id: str, title: str, caption: str, spec: Spec, values: Sequence[dict
 def _price_figure(answer: SearchAnswer) -> AnswerFigure | None:
     """Return the figure of price against time.
 
-    Returns None if the best layouts have a single target, or if the price or batch of one of them is unknown.
+    Returns None if the best layouts have a single target, or if a price, a batch or the sequence length is unknown.
     """
     if len({row.candidate.target for row in answer.best}) < 2:
         return None

@@ -74,7 +74,10 @@ def _point_layer(encoding: Spec) -> Spec:
 
 
 def _point_name(is_left: str) -> Spec:
-    """Return a mark for the name of a point, to its right or, where the expression `is_left` is true, to its left."""
+    """Return a text mark for the name of a point.
+
+    The name is on the left of the point where the Vega expression `is_left` is true, else on its right.
+    """
     align, dx = {"expr": f"{is_left} ? 'right' : 'left'"}, {"expr": f"{is_left} ? -9 : 9"}
     return {"type": "text", "align": align, "dx": dx, "dy": -7, "fontSize": 11}
 
@@ -252,7 +255,10 @@ def stacked_bars(title: str, part: str, colour: Callable[[Mapping[str, Any]], st
 
 
 def pairs(data: Values) -> Spec:
-    """Return a scatter plot of predicted and measured steps. Draws the line of equality unless all are simulated."""
+    """Return a scatter plot of predicted and measured step times.
+
+    Draws the line of equality unless all measurements are on simulated devices.
+    """
     real = [v for v in data if v["kind"] != "simulated"]
     tooltip = _tooltip(
         ("label", "layout"),

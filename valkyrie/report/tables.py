@@ -110,7 +110,10 @@ def comparison_table(comparison: SweepComparison) -> TextTable:
 
 
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return sorted rows of one kind of speed with label, rank, equivalent partition and `on_pareto_front` set."""
+    """Return copies of the rows with `label`, `rank`, `equivalent_partition` and `on_pareto_front` set.
+
+    `rows` must be of one kind of speed and sorted, fastest first.
+    """
     row_labels, pareto_front, simplest = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
     equivalents = {row.id: simplest[row.id] for row in rows if row.ranked and simplest[row.id] != row.about.partition}
     return [

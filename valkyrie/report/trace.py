@@ -52,13 +52,13 @@ class Timeline:
 
 @dataclass(frozen=True)
 class TorusDrawing:
-    """A mesh on the first slice of a torus.
+    """A mesh on the torus of its first slice, for drawing.
 
     Args:
         shape: Number of chips along each axis of the torus.
         wrap: Whether each axis of the torus is a ring.
-        shifts: For each axis of a twisted torus, by how many chips a step past its end shifts each coordinate. None if
-            the torus is not twisted.
+        shifts: `shifts[i][j]` is the number of chips by which a step past the end of axis `i` shifts coordinate `j`.
+            None if the torus is not twisted.
         slices: Number of slices.
         axes: Names and sizes of the mesh axes.
         devices_by_chip: Index in the mesh of each chip's first device, or None if it is not in the mesh. Chips are in
@@ -169,12 +169,13 @@ def _track_name(name: str) -> str:
 def _merge_spans(
     by_track: Mapping[int, Sequence[Mapping[str, Any]]], gap: float
 ) -> list[tuple[int, float, float, str, str, int]]:
-    """Convert events to spans, merging neighbours on a track that are less than `gap` microseconds apart.
+    """Convert events to spans, merging short events with the preceding span on their track.
 
     A span is (track, start, duration, category, name, number of merged events), with times in microseconds.
 
-    The later event must be shorter than `4 * gap`. If the categories differ, both must be shorter than `gap`. The
-    longer of the two gives the merged span its name and category. With `gap=0`, nothing is merged.
+    An event is merged if it is shorter than `4 * gap` and starts less than `gap` microseconds after the end of the
+    preceding span. If the categories differ, the event and the span must also be shorter than `gap`. The merged span
+    has the name and category of the longer of the two. With `gap=0`, nothing is merged.
     """
     merged: list[tuple[int, float, float, str, str, int]] = []
     for track, events in sorted(by_track.items()):

@@ -20,12 +20,12 @@ from valkyrie.units import duration, memory_text, percent
 Values = list[dict[str, Any]]
 
 MAX_CURVES, MAX_POINTS = 8, 300
-"""Maximum numbers of training runs with a loss curve, and of points per curve."""
+"""Maximum numbers of training runs with a loss curve, and of evenly spaced points per curve."""
 MAX_BARS = 40
 """Maximum number of layouts in a bar chart, which shows the best ones."""
 _LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))
 LETTER_WIDTH, LINE_HEIGHT, MAX_NAMES = 0.008, 0.06, 12
-"""Width of a letter and height of a line, as shares of a chart's size, and the maximum number of names in it."""
+"""Width of a letter and height of a line, as shares of a chart's width and height, and maximum number of its names."""
 FAR_FACTOR = 4
 """The usable memory is not drawn if it is more than this many times the largest peak."""
 
@@ -33,7 +33,8 @@ FAR_FACTOR = 4
 def labels(rows: Sequence[Row]) -> dict[str, str]:
     """Return a dict from row ids to labels: the layout, followed by the workload settings that differ between rows.
 
-    Labels that are still equal get the name of the sweep, its folder or the name of the trial in parentheses.
+    If rows of one kind of speed still have equal labels, the sweep's name, its folder and the trial's name are added in
+    parentheses, one after another until the labels differ.
     """
     workload_texts = {row.id: _workload_texts(row) for row in rows}
     differs = [len(set(column)) > 1 for column in zip(*workload_texts.values(), strict=True)]
@@ -124,12 +125,14 @@ def cells(rows: Sequence[Row]) -> Values:
 
 
 def memory(rows: Sequence[Row]) -> Values:
-    """Return the data of the memory chart: peak memory and speed of each row. Rows that do not fit have speed 0.
+    """Return the data of the memory chart: `peak` memory and speed (`rate`) of rows with a known peak.
 
-    If no row has a speed, `rate` is None and the `MAX_BARS` rows with the least memory are returned, sorted by memory.
+    Includes rows with a speed, and rows that do not fit, with speed 0. If no row has a speed, `rate` is None, and
+    the records are the `MAX_BARS` rows with the least memory, sorted by memory. Returns an empty list if no row fits.
 
     All records have the same `usable`: the smallest usable memory per device, or None if unknown. If it is more than
-    `FAR_FACTOR` times the largest peak, `usable` is None too, and `far` is a sentence that explains why.
+    `FAR_FACTOR` times the largest peak, `usable` is None too, and `far` is a sentence that explains why. `peak` and
+    `usable` are in `unit`, which is GiB or MiB for all rows.
     """
     row_labels, pareto_front = labels(rows), pareto_ids(rows, peak_memory)
     has_speeds = any(row.ranked and row.peak_bytes for row in rows)
@@ -227,9 +230,10 @@ def sent(rows: Sequence[Row]) -> Values:
 
 
 def losses(rows: Sequence[Row]) -> Values:
-    """Return the training and validation losses of training runs (`loss`, `kind`) by `step`, as recorded.
+    """Return the losses of training runs: one record per recorded step, with its `step`, `loss` and `kind`.
 
-    Shows at most `MAX_CURVES` runs, fastest first, with at most `MAX_POINTS` points per curve.
+    `kind` is `training` or `validation`. Shows the first `MAX_CURVES` training runs of `rows`. Each curve has at most
+    `MAX_POINTS` evenly spaced points, and the last point. Omits losses that are not finite.
     """
     values: Values = []
     shown_rows = [row for row in rows if row.is_training and row.folder is not None][:MAX_CURVES]
