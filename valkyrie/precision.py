@@ -42,11 +42,11 @@ class PolicyConfig:
 
     Args:
         parameter: dtype of stored parameters.
-        compute: dtype of activations and of the operands of matrix products, including parameter gradients, attention
-            and logits.
-        products: narrow dtype of the operands of matmuls between activations and parameters of blocks, in the forward
-            pass and for gradients of activations, or null to use `compute`. Each row and column of an operand is scaled
-            dynamically, at every matmul.
+        compute: dtype of activations and of the operands of matrix products, including those of attention, of the
+            logits and of the gradients of parameters.
+        products: narrow dtype of both operands in the blocks' matmuls with parameters, or null to use `compute`. Used
+            in the forward pass and for the gradients of activations, not for those of parameters. At every matmul, each
+            row or column that is summed over is scaled by its largest magnitude.
         reduction: dtype for summing gradients over devices.
     """
 

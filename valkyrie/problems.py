@@ -18,8 +18,8 @@ _MAX_VALUE_LENGTH = 40
 class ProblemCode(Enum):
     """Kind of a problem.
 
-    Problems with a general code carry their message. Messages of the other codes are in this module, because they are
-    shared by `valkyrie.parallel.problems`, which checks one layout, and the search, which checks arrays of layouts.
+    A problem either carries its message (`Problem.text`), or the message is made in this module from its code and its
+    other fields.
     """
 
     # General codes, for single settings and their combinations.
@@ -73,7 +73,10 @@ DIVISIBILITY_CODES = frozenset(
         ProblemCode.rounds_not_divisible,
     }
 )
-"""Codes for sizes that are not divisible by the number of parts. Another mesh or batch size solves them."""
+"""Codes for sizes that are not divisible by the number of parts that a layout splits them into.
+
+`valkyrie.parallel.problems.add_advice` adds legal values to problems with these codes.
+"""
 
 
 @dataclass(frozen=True)
@@ -122,13 +125,13 @@ class ProblemRecord:
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a run is illegal.
+    """One reason why a run is illegal or a file cannot be used.
 
     Args:
         code: Kind of the problem.
-        key: The config key at fault, or None if no key sets it.
-        value: The value of that key.
-        text: The message, for general codes. Other codes have theirs in `_TEMPLATES`.
+        key: The config key at fault, or None if there is none.
+        value: The value of `key`, or the name of the file at fault.
+        text: The message, or empty to make it from `allowed` or from the template of `code` in `_TEMPLATES`.
         allowed: Allowed numbers, for `out_of_range`.
         otherwise: An alternative to a number, such as "null for no clipping", for `out_of_range`.
         partition: The name of the partition with the rules at fault, or None.
@@ -178,7 +181,7 @@ class Problem:
         return ProblemRecord(self.code.value, self.key, self.axes, self.mesh_axes)
 
     def __str__(self) -> str:
-        """Return the message. It starts with the setting at fault and ends with the nearest legal value."""
+        """Return the message: `text`, or one made from the other fields, with legal values if they are known."""
         if self.text:
             return self.text
         if self.allowed is not None:
@@ -215,9 +218,9 @@ def refuse(problems: Sequence[Problem]) -> None:
 
 
 def require_type(value: object, expected: type | UnionType, usage: str) -> None:
-    """Raise TypeError if an argument of a public function has another type than `expected`.
+    """Raise TypeError if `value`, an argument of a public function, is not an instance of `expected`.
 
-    `usage` says what the function takes, as the start of the message: `load takes the path of a run folder`.
+    The message starts with `usage`, which says what the function takes: `load takes the path of a run folder`.
     """
     if not isinstance(value, expected):
         raise TypeError(f"{usage}, not {describe_value(value)}.")
@@ -416,7 +419,7 @@ def _number_text(value: Any) -> str:
 
 
 def _advice(problem: Problem) -> str:
-    """Return the last sentence of a message about sizes, with legal values; empty if they were not searched for."""
+    """Return a sentence with legal values for the end of the message, or an empty string if none are known."""
     if problem.nearest is None:
         return ""
     values = problem.nearest

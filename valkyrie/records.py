@@ -21,7 +21,13 @@ UNKNOWN = "unknown"
 
 
 class RecordError(ValueError):
-    """The content of a file does not match its record type, at `field` (such as `$.parts[0]`) of `source`."""
+    """A file is not JSON, does not match its record type, or has a newer format version than this code reads.
+
+    Args:
+        source: Name of the file.
+        field: Path of the field at fault, such as `$.parts[0]`, or empty if it is the whole file.
+        reason: The error, without the file and the field.
+    """
 
     def __init__(self, source: str, field: str, reason: str) -> None:
         super().__init__(f"{source}: {reason}" + (f" at {field}" if field else ""))
@@ -29,7 +35,10 @@ class RecordError(ValueError):
 
 
 def encode(record: Any) -> Any:
-    """Convert a record, or a list or dict of records, to JSON values. NumPy scalars become Python numbers."""
+    """Convert a record, or a list or dict of records, to JSON values.
+
+    NumPy scalars become Python numbers, and paths become strings. Raises TypeError for objects without a JSON form.
+    """
     plain = msgspec.to_builtins(record, enc_hook=_encode_scalar)
     if dataclasses.is_dataclass(record) and isinstance(plain, dict) and UNKNOWN in plain:
         plain |= plain.pop(UNKNOWN)
@@ -39,8 +48,9 @@ def encode(record: Any) -> Any:
 def decode(record_type: type[R], plain: Any, source: str) -> R:
     """Convert plain values to a record.
 
-    `source` is the name of the file, for messages. Raises RecordError, which names the file and the field, for a wrong
-    type or a newer format version.
+    Stores keys that are not fields of the record in `unknown`, or drops them if the record has no such field.
+    `source` is the name of the file, for messages. Raises RecordError if a field is missing or has a wrong type, or if
+    the format version is newer than this code reads.
     """
     if not isinstance(plain, dict) or not dataclasses.is_dataclass(record_type):
         return _convert(record_type, plain, source)
@@ -93,7 +103,8 @@ def _convert(record_type: type[R], plain: Any, source: str) -> R:
 def _set_defaults(value: Any) -> None:
     """Set fields that the input lacks to their defaults, in a record and the records inside it.
 
-    msgspec 0.22 leaves such fields to the class, and then omits them when it encodes the record.
+    msgspec 0.22 does not set such fields on the instance. Reading one then finds the default on the class, but encoding
+    the record omits it.
     """
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):

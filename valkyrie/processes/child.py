@@ -105,6 +105,7 @@ def run_streamed(command: Sequence[str], on_line: Callable[[str], object]) -> tu
     """Run a command, pass every line of its stdout to `on_line`, and return its exit status and its stderr.
 
     On Ctrl-C, interrupts the command, waits until it has ended and raises KeyboardInterrupt. Another Ctrl-C kills it.
+    Raises FileNotFoundError if the program is not installed.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(

@@ -62,10 +62,18 @@ class DistributedConfig:
 def find_process(
     config: DistributedConfig, *, accelerators: int = 0, environment: Mapping[str, str] = os.environ
 ) -> ProcessInfo | None:
-    """Return the coordinator address, process count and index of this process, or None if it runs alone.
+    """Return how this process connects to the others, or None if it runs alone.
 
     Uses the config, or else environment variables. If neither is set, lets JAX detect the processes, but only in a
-    cluster or if this host has `accelerators`. Raises ValueError for incomplete or invalid values.
+    cluster or on a host with accelerators. A count of 1 in the config or from JAX is returned, not replaced by None.
+
+    Args:
+        config: The keys `distributed`.
+        accelerators: Number of accelerators of this host.
+        environment: Environment variables.
+
+    Raises:
+        ValueError: The settings are incomplete or invalid, or JAX's detection fails.
     """
     if config.name == "off":
         return None

@@ -18,16 +18,18 @@ from typing import NoReturn
 DONE = 0
 """The training reached its last step."""
 REFUSED = 2
-"""The user's configuration or arguments are wrong. All processes of the run exit with this status."""
+"""A setting or argument is wrong, or a file cannot be read or written. All processes of the run exit with this
+status."""
 DOES_NOT_FIT = 3
-"""The run does not fit into device memory. Only the functions of `record_ending` get it: the process exits with 2."""
+"""The run does not fit into device memory. Not an exit status: `end_process` passes it to the functions registered with
+`record_ending`, then exits with `REFUSED`."""
 LOST = 69
 """A process hangs, or another process of the run failed. Start all processes again."""
 PREEMPTED = 75
-"""The training has stopped, and saved if a step was done, because its machine is preempted. Start it again
-(EX_TEMPFAIL)."""
+"""The machine is being preempted (EX_TEMPFAIL). The training stopped, after saving if a step had finished. Start it
+again."""
 INTERRUPTED = 130
-"""The user stopped the process with Ctrl-C. Shells use the same status."""
+"""The user stopped the process with Ctrl-C or closed its terminal. Shells report Ctrl-C with the same status."""
 
 EXIT_LIMIT_S = 20.0
 """Seconds that a failed process may take for Python's normal exit. Then `limit_exit` ends it."""
@@ -48,8 +50,8 @@ def record_ending(record: Callable[[int, str], object]) -> Iterator[None]:
 def end_process(status: int, reason: str) -> NoReturn:
     """End the process immediately, without cleaning up. May be called from any thread.
 
-    First calls the functions of `record_ending`, unless `status` is 0. The exit status is `status`, except that
-    `DOES_NOT_FIT` becomes `REFUSED`.
+    First calls the functions registered with `record_ending`, unless `status` is 0. The exit status is `status`, except
+    that `DOES_NOT_FIT` becomes `REFUSED`.
     """
     for record in _recorders if status else ():
         with contextlib.suppress(OSError):

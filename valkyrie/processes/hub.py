@@ -109,7 +109,7 @@ class Connection:
         return decode(message, fields, "message")
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Set the timeout of `read`, in seconds, or None to wait forever."""
+        """Set the timeout of `read` and `send`, in seconds, or None to wait forever."""
         self._socket.settimeout(seconds)
 
     def close(self) -> None:

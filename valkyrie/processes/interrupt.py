@@ -76,11 +76,17 @@ class Interrupt:
 
     def __init__(self, *, multiprocess: bool = False) -> None:
         self.requested = False
-        """Whether this process received a signal to stop. With `multiprocess`, `force` in `should_stop` sets it too."""
+        """Whether this process received a signal to stop.
+
+        With `multiprocess`, `force` in `should_stop` also sets it, but SIGTERM does not, because JAX handles it.
+        """
         self.worth_saving = False
         """Set by the training loop once a step has finished."""
         self.preempted = False
-        """Whether the stop is due to a preemption of the machine, not requested by the user."""
+        """Whether SIGTERM or SIGUSR1, the signals of a preemption, caused the stop.
+
+        With `multiprocess`, also true if only other processes received a signal, even if that was SIGINT.
+        """
         self._restored_step: int | None = None
         self._find_newest_step: Callable[[], int | None] | None = None
         self._step = 0
@@ -149,7 +155,7 @@ class Interrupt:
             sys.stderr.flush()
 
     def _describe_loss(self) -> str:
-        """Return what an immediate stop loses, and the newest checkpoint that remains."""
+        """Return the message of an immediate stop: which step is lost, if any, and which checkpoint remains."""
         if not self.requested:
             kept = f"; the checkpoint at step {self._restored_step} is kept" if self._restored_step else ""
             return f"stopped before the first step, so there is nothing to save{kept}"
@@ -203,7 +209,8 @@ def signals_as_exceptions(
 ) -> Iterator[None]:
     """Raise KeyboardInterrupt on these signals, for code that must clean up before it ends.
 
-    The exception has the name of the signal. Does not replace handlers that other code has installed.
+    The message of the exception is the name of the signal, or empty if Python's own handler raises it for SIGINT.
+    Replaces only the system's default handlers and those of `on_signals`. Does nothing outside of the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

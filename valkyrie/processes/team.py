@@ -127,7 +127,10 @@ class Team:
         """Wait until all processes are done, then leave."""
 
     def fail(self, status: int, reason: str) -> None:
-        """Leave after an error. The other processes end too and print the reason."""
+        """Leave after an error. The other processes end too and print the reason.
+
+        `status` is the exit status of this process.
+        """
 
 
 ALONE = Team()
@@ -144,7 +147,8 @@ class ConnectedTeam(Team):
             process, because its main thread may wait forever in a collective.
 
     Raises:
-        ValueError: Process 0 does not respond in time, or refuses to start because processes are late or inconsistent.
+        ValueError: Process 0 cannot open its port, does not respond in time, or refuses to start because processes are
+            late or inconsistent.
     """
 
     def __init__(
@@ -196,7 +200,10 @@ class ConnectedTeam(Team):
         self._connection.close()
 
     def fail(self, status: int, reason: str) -> None:
-        """Leave after an error. The other processes end too and print the reason."""
+        """Leave after an error. The other processes end too and print the reason.
+
+        `status` is the exit status of this process.
+        """
         self._leave(Goodbye(reason, status))
         if self._hub is not None:
             self._hub.fail(0, reason, status)
@@ -259,7 +266,10 @@ class ConnectedTeam(Team):
 
 
 def _connect(process_info: ProcessInfo, deadline: float, timeout_s: float) -> Connection:
-    """Connect to process 0, which may start later than this process."""
+    """Connect to process 0, which may start later than this process. Raises ValueError after `deadline`.
+
+    `timeout_s` is the time limit that the message names.
+    """
     host, port = parse_address(process_info.coordinator)
     while True:
         try:

@@ -1,4 +1,7 @@
-"""The Hydra plugins for `hydra/sweeper=`. They are small: every Hydra program in the environment imports them."""
+"""The Hydra plugins for `hydra/sweeper=`.
+
+Every Hydra program in the environment imports this module, so Valkyrie itself is imported only inside functions.
+"""
 
 from collections.abc import Sequence
 
@@ -10,10 +13,10 @@ from omegaconf import DictConfig
 
 
 class GridSweeper(BasicSweeper):
-    """Hydra's basic sweeper, which runs every combination of the comma-separated values on the command line.
+    """Runs every combination of the comma-separated values on the command line, like Hydra's basic sweeper.
 
-    The basic sweeper composes every job before it launches the first, to find mistakes early. This sweeper leaves that
-    to `TrialLauncher`, which composes once for many jobs.
+    The basic sweeper composes every job before it launches the first, to find mistakes early. This sweeper skips that
+    step for `TrialLauncher`, which checks the jobs itself and composes once for many of them.
     """
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
