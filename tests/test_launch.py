@@ -499,7 +499,7 @@ verb, command = sys.argv[4], sys.argv[-1]
 if verb == "create": state.write_text("PROVISIONING")
 elif verb == "delete": state.unlink()
 elif verb == "describe":
-    if not state.exists(): sys.exit(1)
+    if not state.exists(): sys.exit("ERROR: NOT_FOUND: Resource was not found.")
     print(state.read_text())
     if state.read_text() == "PROVISIONING": state.write_text("ACTIVE")
 elif verb == "ssh" and ".venv/bin/valkyrie-train" in command:
@@ -534,6 +534,22 @@ def test_a_slice_is_requested_again_after_preemption(programs: Path, monkeypatch
     assert err.count("(1 of 1)") == 1, "the preemption does not count as a crash"
     calls = (programs / "calls").read_text()
     assert "VALKYRIE_LAUNCH_RESTARTS=2 .venv/bin/valkyrie-train name=mine" in calls
+
+
+def test_a_slice_whose_state_cannot_be_read_for_a_moment_is_not_requested_again(
+    programs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outage = """
+outage = pathlib.Path(os.environ["STATE"] + ".outage")
+if verb == "describe" and state.exists() and state.read_text() == "ACTIVE" and not outage.exists():
+    outage.touch()
+    sys.exit("ERROR: UNAVAILABLE: connection reset")
+"""
+    first_case = 'if verb == "create"'
+    monkeypatch.setattr("test_launch.GCLOUD", GCLOUD.replace(first_case, outage + first_case))
+    assert train_on_fake_slice(programs, monkeypatch, "0") == 0
+    assert gcloud_actions(programs) == ["create", "scp", "ssh tar", "ssh train"]
+    assert "trying again: ERROR: UNAVAILABLE: connection reset" in capfd.readouterr().err
 
 
 def test_a_slice_preempted_during_the_copy_is_requested_again(programs: Path, monkeypatch: Any):

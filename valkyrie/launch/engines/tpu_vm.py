@@ -8,12 +8,14 @@ The flags are documented at cloud.google.com/sdk/gcloud/reference/compute/tpus/q
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from valkyrie.foreign_errors import first_lines
 from valkyrie.launch import remote
 from valkyrie.launch.engine import RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator_type, has_usual_shape, resource_name, tpu_generation
@@ -24,6 +26,8 @@ LOG_FILE = "launch.log"
 """Log file of a worker, in the folder of the code."""
 _POLL_S = 30.0
 """Seconds between checks of the state of a slice."""
+_STATE_ATTEMPTS = 20
+"""Maximum number of attempts to read the state of a slice: ten minutes, for failures of the network."""
 _COPY_ATTEMPTS = 3
 """Maximum number of attempts to copy the code to a slice.
 
@@ -248,9 +252,22 @@ class Config(RentedConfig):
         return has_requested
 
     def _read_state(self) -> str | None:
-        """Return the state of the slices, or None if they are not rented or gcloud fails."""
-        result = subprocess.run(self.state_step().commands[0], capture_output=True, text=True, check=False)
-        return result.stdout.strip() or None if result.returncode == 0 else None
+        """Return the state of the slices, or None if they are not rented.
+
+        Repeats a call of gcloud that fails for another reason, such as the network. Raises ValueError if it fails
+        `_STATE_ATTEMPTS` times.
+        """
+        for attempt in range(_STATE_ATTEMPTS):
+            result = subprocess.run(self.state_step().commands[0], capture_output=True, text=True, check=False)
+            if result.returncode == 0:
+                return result.stdout.strip() or None
+            if re.search("NOT_FOUND|not found", result.stderr):
+                return None
+            reason = first_lines(result.stderr) or f"status {result.returncode}"
+            if attempt == 0:
+                print_message(f"gcloud cannot read the state of {self.resource}, trying again: {reason}")
+            time.sleep(_POLL_S)
+        raise ValueError(f"gcloud cannot read the state of {self.resource}: {reason}")
 
     def _worker_flags(self) -> tuple[str, ...]:
         return ("--node=all", "--worker=all") if self.queued else ("--worker=all",)
