@@ -244,3 +244,12 @@ def test_a_page_is_rendered_if_the_cache_cannot_be_written(a_file: Path, monkeyp
     pytest.importorskip("vl_convert")
     monkeypatch.setenv("VALKYRIE_CACHE", str(a_file / "cache"))
     assert "vegaEmbed" in _vega_script()
+
+
+def test_a_file_in_place_of_the_default_cache_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache/valkyrie").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("VALKYRIE_CACHE")
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/.cache/valkyrie is a file, not a folder for caches. Set "):
+        cache_root()

@@ -40,14 +40,14 @@ def cache_root() -> Path:
 
     Raises ValueError if the variable names a file, or if the path starts with `~` and the user has no home folder.
     """
+    variable = os.environ.get("VALKYRIE_CACHE")
     try:
-        path = Path(os.environ.get("VALKYRIE_CACHE") or "~/.cache/valkyrie").expanduser()
+        path = Path(variable or "~/.cache/valkyrie").expanduser()
     except RuntimeError:
         raise ValueError("This user has no home folder for caches. Set VALKYRIE_CACHE=DIR, or HOME.") from None
     if path.is_file():
-        raise ValueError(
-            f"VALKYRIE_CACHE={path} is a file, not a folder for caches. Set VALKYRIE_CACHE=DIR, or unset it."
-        )
+        name, remedy = (f"VALKYRIE_CACHE={path}", ", or unset it") if variable else (path, "")
+        raise ValueError(f"{name} is a file, not a folder for caches. Set VALKYRIE_CACHE=DIR{remedy}.")
     return path
 
 

@@ -101,7 +101,7 @@ def make_timeline(events: Sequence[Mapping[str, Any]], limit: int = MAX_SPANS) -
         by_track[tracks.index(_track_name(thread_names[event["tid"]]))].append(event)
     step_us = max(event["ts"] + event["dur"] for event in spans)
     gap, merged = step_us / 2000, _merge_spans(by_track, 0.0)
-    while len(merged) > limit:
+    while len(merged) > limit and 0 < gap < 2 * step_us:  # beyond, each track is one span
         merged, gap = _merge_spans(by_track, gap), 2 * gap
     names = list(dict.fromkeys(text for span in merged for text in (_category_name(span[3]), span[4])))
     index = {name: i for i, name in enumerate(names)}
