@@ -118,12 +118,13 @@ class WandbWriter:
 
         Args:
             name: Name of the run.
-            run_id: Id of the run. A run that falls back to offline mode gets the suffix `OFFLINE_SUFFIX`.
+            run_id: Id of the run. Characters that W&B rejects become `-`. A run that falls back to offline mode gets
+                the suffix `OFFLINE_SUFFIX`.
             group: Group of the run.
             job_type: Job type of the run.
             fields: The run's config, as nested dicts, so that W&B can filter by `optimizer.learning_rate`.
             options: Further arguments of `wandb.init`. `settings` are passed to `wandb.Settings`. `resume` applies only
-                online.
+                online. `tags` default to the `group_tag` of each of `TAG_GROUPS` that `fields` has.
         """
         self.note, notes, mode = None, [], self.mode
         if mode is WandbMode.off:
@@ -175,10 +176,11 @@ def group_tag(key: str, name: object) -> str:
 
 
 def wandb_config(layout_fields: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, object]:
-    """Return the config of a W&B run: nested settings, and the fields of `layout_fields` (layout, roles, chips, ...).
+    """Return the config of a W&B run: nested settings, and the fields of the layout (layout, roles, chips, ...).
 
-    `layout_fields` has the names of config groups, such as `4x4x2` for `mesh`. They are stored as `mesh.name`, because
-    the key `mesh` holds the settings of the group.
+    `layout_fields` also has the names of config groups, such as `4x4x2` for `mesh`. These are stored as `mesh.name`,
+    because the key `mesh` holds the settings of the group. Other layout fields are left out if they are None, and
+    replaced if `settings` has the same key.
     """
     group_names = {key: {"name": layout_fields[key]} for key in _GROUPS if key in layout_fields}
     other_fields = {key: value for key, value in layout_fields.items() if key not in _GROUPS and value is not None}
@@ -189,8 +191,8 @@ def wandb_config(layout_fields: Mapping[str, Any], settings: Mapping[str, Any]) 
 def wandb_summary(values: Mapping[str, Any]) -> dict[str, object]:
     """Convert a run's summary to W&B's keys, without unknown values (None).
 
-    Adds the step time in milliseconds (`step_ms`), and the bytes that a device sends per step: `comm_bytes/x,y` over
-    the mesh axes x and y, and `comm_bytes/total`.
+    Adds the step time in milliseconds (`step_ms`). Replaces `communication` by the bytes that a device sends per step:
+    `comm_bytes/x,y` over the mesh axes x and y, and `comm_bytes/total`.
     """
     summary = {key: value for key, value in values.items() if key != TRAFFIC}
     traffic, step_s = values.get(TRAFFIC), values.get("step_s")
@@ -211,7 +213,10 @@ def resolve_mode(mode: WandbMode) -> WandbMode:
 
 
 def _ensure_writable_cache(folder: Path) -> None:
-    """Move W&B's cache into `folder` if the default location is not writable, which W&B would report on stderr."""
+    """Set `WANDB_CACHE_DIR` to a subfolder of `folder` if it is unset and W&B's default cache is not usable.
+
+    Otherwise, W&B would print an error to stderr.
+    """
     if "WANDB_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "wandb"
         if cache_problem(cache):

@@ -8,24 +8,24 @@ The function `mode.search` runs `mode=search` in these steps:
    memory.
 3. `shortlist.build_shortlist` selects the fastest layouts that fit, or may fit given the errors of memory estimates.
 4. `compiling.compile_best` compiles them in the order of their corrected estimates, until no other is likely to be
-   faster. Each compile is a trial in this process (`modes.compile_into_folder`); the compiler runs in a child process
-   (`compile.runner`, `compile.child`). `compile.replayed` replays the schedule of the compiled program
-   (`valkyrie.machine.replay`) and multiplies its times by a factor for the chip (published runs, or `mode=calibrate`)
-   and one for the number of slices (published runs), which `compile.correction` computes.
+   faster or the budget runs out. Each compile is a trial in this process (`modes.compile_into_folder`); the compiler
+   runs in a child process (`compile.runner`, `compile.child`). `compile.replayed` replays the schedule of the compiled
+   program (`valkyrie.machine.replay`) and multiplies its times by a factor for the chip (published runs, or
+   `mode=calibrate`) and one for the number of slices (published runs), which `compile.correction` computes.
 5. With `mode.tune`, `tuning.tune_best` tries compiler options and implementations on the best layout.
-6. `measuring` times the best few layouts if there is one target and this machine has its devices. It is skipped after
-   Ctrl-C, or if layouts were compiled but none has a step time.
+6. `measuring` times the best few layouts if there is one target and this machine has its devices. This step is skipped
+   after Ctrl-C, or if layouts were compiled but none has a step time.
 7. `answer.rank_layouts` ranks the layouts and corrects estimates by compiled times. `measuring.rank_measured` corrects
-   both by measured times. README.md has a table of what is corrected by what. `answer_record` defines the answer that
-   is stored in `search.json`.
+   estimated and compiled times by measured ones. A table in README.md lists the corrections. `answer_record` defines
+   the answer that is stored in `search.json`.
 
 Programs that are not a run's step are predicted by `compile.predict`: `compile.lowered` sends them to a child process
 (`compile.program_child`) and to the cache, and `compile.shortage` explains why one does not fit. `programs` predicts
 several layouts of a program or searches its meshes, and `comparison` ranks the layouts.
 
-Similar names: `mode.py` is `mode=search`, and `modes.py` the modes `compile` and `measure`. `compile/` is
-one compile with its prediction, and `compiling.py` the compile stage of a search; likewise `measure/` and
-`measuring.py`, `tune/` and `tuning.py`.
+Some names are similar. `mode.py` implements `mode=search`, and `modes.py` implements `mode=compile` and `mode=measure`.
+The packages `compile/`, `measure/` and `tune/` compile, measure or tune one layout. The modules `compiling.py`,
+`measuring.py` and `tuning.py` are stages of a search.
 """
 
 NO_STEP_TIME = 3

@@ -145,7 +145,7 @@ def _mfu(request: SearchRequest, layout: EstimatedLayout, step_s: float) -> floa
 def _bottleneck(layout: EstimatedLayout, compiled: CompiledLayout | None) -> Bottleneck:
     """Return the resource that takes the largest share of the step.
 
-    Uses the parts of the replay or, if the layout was not compiled, those of the estimate.
+    Uses the parts of the replay if there is one, otherwise those of the estimate.
     """
     usable = usable_hbm(layout.group.target.chip)
     seconds_by_resource: dict[str, float] = {}

@@ -163,8 +163,8 @@ class SearchAnswer:
         tokens: Tokens to train on, if requested.
         budget_usd: Dollars to spend, if requested.
         train: Command that trains the first layout in `best`.
-        launch: Command that rents its slice and trains on it. None if this machine has the devices, or if Valkyrie
-            cannot rent several slices of this platform.
+        launch: Command that rents the slices of the first layout in `best` and trains it. None if this machine has the
+            devices, or if Valkyrie cannot rent several slices of this platform.
     """
 
     command: list[str]
@@ -202,7 +202,8 @@ class SearchAnswer:
 def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
     """Return the columns of an answer's table.
 
-    Slices, costs and budgets appear only if they were requested, and spot prices only if one is known.
+    The slice appears only if several were requested, hours and dollars only for a requested number of tokens, and
+    tokens only for a requested budget. Spot prices appear with the dollars if one is known.
     """
     column, rows = Column[RankedLayout], answer.best
     slices = column("slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), min_width=8)

@@ -20,9 +20,10 @@ FASTEST_FSDP = "fastest fsdp layout"
 
 @dataclass(frozen=True)
 class Baseline:
-    """A baseline for the search: the layout with the shortest estimate among those of one kind that fit.
+    """A layout to compare the best layout with, or the reason why there is none.
 
-    If there is none, `layout` is None and `missing_reason` has the reason.
+    `name` describes a kind of layouts. `layout` is the one with the shortest estimate among those that fit. If none
+    fits or is legal, `layout` is None and `missing_reason` has the reason.
     """
 
     name: str
@@ -76,9 +77,13 @@ def format_comparison(
 ) -> str:
     """Format the speedup of the best layout over a baseline. `measured_s` is the baseline's measured step time or None.
 
-    Compares measured times if both layouts have one, otherwise compiled times if both have one, otherwise estimates,
-    which are corrected as in the table. For a baseline without a layout, or with one that failed to compile, the line
-    has the reason instead.
+    Compares measured times if both layouts have one, otherwise compiled times if both have one. Otherwise, compares the
+    corrected estimate of the baseline with the compiled time or, without one, the corrected estimate of the best
+    layout. If the best layout was measured but not compiled, compares uncorrected estimates. With a searched batch, all
+    comparisons are per token.
+
+    For a baseline without a layout, the line has the reason. For one that was not measured and did not compile, it has
+    the status of the compile.
     """
     name, layout = baseline.name, baseline.layout
     if layout is None:

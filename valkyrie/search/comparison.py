@@ -69,7 +69,10 @@ class ComparedProgram:
 
 @dataclass(frozen=True)
 class ComparisonRecord:
-    """Content of the `search.json` of `valkyrie.search_program`. `report.records` recognises every version by `rows`.
+    """Content of the `search.json` of `valkyrie.search_program`.
+
+    The key `rows` distinguishes it from the `search.json` of `mode=search` (`report.records.is_program_search`), so
+    every version must have this key.
 
     Args:
         target: Description of the slice.

@@ -80,8 +80,8 @@ class Calibration:
 def calibrate_mode(run: Run) -> int:
     """Fit the constants of each chip to the trials in `mode.paths`, print them and write them to the run folder.
 
-    Returns exit status 0. Raises ValueError if a path does not exist or has no trials, or if no chip has enough trials
-    that can be used.
+    Trials that cannot be used, and chips with too few trials, are skipped with a message. Returns exit status 0. Raises
+    ValueError if there are no paths, if a path does not exist or has no trials, or if all chips are skipped.
     """
     console, paths = (
         make_console(),

@@ -23,9 +23,10 @@ def memory_savings(run: Run, missing_bytes: int, count: int = 5) -> tuple[Saving
     Each change sets microbatches, partition or remat. A change is sufficient if it saves at least `missing_bytes`.
 
     - If one is sufficient, the list includes the sufficient change with the smallest saving.
-    - Otherwise, the list starts with full remat and the smallest sufficient number of microbatches, if there is one.
-    - Two changes at most set a remat policy with offload: the one with the largest saving, and the smallest sufficient
-      one. The same holds for policies without offload.
+    - Otherwise, the list starts with a change of two settings, if one is sufficient: full remat with more microbatches.
+      Of several sufficient ones, this is the one with the smallest saving.
+    - At most two of the other changes set a remat policy with offload: the one with the largest saving, and the
+      sufficient one with the smallest saving. The same holds for policies without offload.
 
     Savings are the estimates of `mode=show`, in which activations can be off by a factor of two.
     """
@@ -78,7 +79,9 @@ def other_partitions(run: Run) -> tuple[OtherPartition, ...]:
 
 
 def _bytes_sent_for_data(run: Run) -> int | None:
-    """Return the bytes that one device sends per step, or None if a mesh axis splits weights, sequence or layers.
+    """Return the bytes that one device sends per step of data parallelism (DP or FSDP).
+
+    Returns None if the layout also has tensor (MP1, MP2), sequence (SP) or pipeline (PP) parallelism.
 
     On n devices, a ring sends (n-1)/n of an array in an all-gather, and twice that in an all-reduce. In each
     microbatch, parameters are gathered for the forward and for the backward pass, and gradients are all-reduced. The

@@ -1,9 +1,9 @@
 """The compile cache: results by request, and programs by the compiler's input.
 
-`compile/requests/KEY` holds the outcome of a run. Its key covers the run's settings and all source code, so every edit
-of the code changes it. Computing it does not need JAX. `compile/programs/KEY` holds a compiled program. Its key covers
-the lowered StableHLO, the devices, and the compiler's options, flags and version. After an edit that does not change
-the program, the run is lowered again but not compiled again. This module does not import JAX.
+`compile/requests/KEY` holds the outcome of a run. This key covers the run's settings and all source code, so every edit
+of the code changes the key. `compile/programs/KEY` holds a compiled program. This key covers the lowered StableHLO, the
+devices, and the compiler's options, flags and version. After an edit that does not change the program, the run is
+lowered again but not compiled again. This module does not import JAX, and the key of a request is computed without JAX.
 """
 
 from __future__ import annotations
@@ -149,9 +149,10 @@ def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
 
 
 def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
-    """Return the record of a compiled program, or None if it or the module is missing or damaged.
+    """Return the record of a compiled program, or None if the record or its module is missing or damaged.
 
-    With `hlo`, also returns None if the program fits but is not stored as text.
+    With `hlo`, also returns None if the module is not stored as text too. A record of a program that does not fit may
+    have no module.
     """
     try:
         program = read_record(ProgramRecord, folder / PROGRAM_FILE)
@@ -168,8 +169,8 @@ def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
 def store_program(scratch: Path, folder: Path, replace: bool) -> None:
     """Move a compiled program from `scratch` to `folder` in the cache.
 
-    Without `replace`, keeps an intact program that `folder` already has, and leaves `scratch` as it is. If two
-    processes store the same program at once, the first one wins.
+    Without `replace`, keeps an intact program that `folder` already has and leaves `scratch` as it is, unless only
+    `scratch` has the program as text. If two processes store the same program at once, the first one wins.
     """
     if not replace and read_program(folder, hlo=(scratch / HLO_TEXT_FILE).is_file()) is not None:
         return

@@ -23,9 +23,9 @@ class CheckedProgram:
 
     Args:
         whole: The program before partitioning.
-        module: The compiled program of one device, or None if it does not fit.
+        module: The compiled program of one device, or None if there is none.
         mesh_axes: Names and sizes of the mesh's axes.
-        replay: Replay of the compiled program, or None if it does not fit.
+        replay: Replay of the compiled program, or None if it was not replayed.
         memory: Memory of one device.
     """
 
@@ -52,7 +52,7 @@ class CheckedProgram:
 
     @cached_property
     def local_products(self) -> list[MatrixProduct]:
-        """Products of the compiled program of one device."""
+        """Products of the compiled program of one device. Empty if there is no `module`."""
         return list_products(self.module, self.mesh_axes) if self.module else []
 
     @cached_property

@@ -280,8 +280,8 @@ def _too_large_outcome(run: Run, shortage: MemoryReport, reason: str | None) -> 
 def _largest_allocations(run: Run, shortage: MemoryReport) -> tuple[Allocation, ...]:
     """Return the largest allocations as named by the compiler, or else estimated from the run's shapes.
 
-    The estimate subtracts the state from the needed bytes, because the compiler's bytes "for HLO temporaries" include
-    the arguments (experiments/LOG.md).
+    Temporaries are estimated as the needed bytes without parameters, optimizer state and gradients, because the
+    compiler's bytes "for HLO temporaries" include the arguments (experiments/LOG.md).
     """
     if shortage.largest:
         return shortage.largest
