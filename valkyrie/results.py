@@ -372,7 +372,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A trial with its results: numbers and texts, named as in CSV files and at W&B. None means unknown.
+    """A trial with its results. The fields are the columns of a sweep's CSV file. None means unknown.
 
     Args:
         sweep, name, key: Name of the sweep, name of the trial and digest of everything that determines its result.

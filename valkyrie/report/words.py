@@ -1,4 +1,4 @@
-"""Writes sentences about a sweep: which layout is fastest, and why, from the results of its trials."""
+"""Writes the texts of reports on sweeps and searches: the fastest layout and why it is fastest, prices and totals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIMULATED_NOTE = (
     "their order applies to accelerators. Losses, bytes sent and compiled memory are real."
 )
 STAGE_WORDS = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
-"""Adjective for a step time, by the stage of a search that it comes from."""
+"""Maps each stage of a search to the adjective for its step times."""
 MAX_FACT_VALUES = 4
 """Maximum number of values listed for each fact at the top of a report."""
 MAX_WORKLOADS = 3
@@ -36,7 +36,7 @@ MAX_WORKLOADS = 3
 EQUAL_RATIO = 1.02
 """Ratio below which two speeds are called equal."""
 MAX_EXPLAINED = 12
-"""Number of predicted layouts, best first, that the HTML report compares in pairs."""
+"""Number of predicted layouts, best first, for which the HTML report explains the difference of each pair."""
 
 
 class BigNumber(NamedTuple):
@@ -59,13 +59,14 @@ class BigNumber(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The best layout of a search, or of the trials with one kind of speed, and why it is faster than others.
+    """The best layout of a search, or of the trials with one kind of speed, and why other partitions are slower.
 
     Args:
         head: The number of layouts and the kind of speed, or the reason why there are no speeds.
-        winner: Layout, speed, step time and memory of the fastest layout. Empty if there are no speeds.
-        remarks: Sentences about the fastest layout: a simpler equivalent one, and others that are equally fast.
-        reasons: Sentences that explain why the best layout of each other partition is slower.
+        winner: The best layout, followed by its main numbers, such as speed and memory. Empty if there are no speeds.
+        remarks: Sentences about the best layout: a simpler equivalent one, and others that are equally fast. For a
+            search, `SearchAnswer.remarks`.
+        reasons: Sentences that explain why other partitions are slower or have no speed. Empty for a search.
     """
 
     head: str
@@ -85,9 +86,10 @@ class Summary:
 
 
 def answer(group: SpeedKind, rows: Sequence[Row]) -> Summary:
-    """Return the fastest layout among `rows`, and why the best layout of each other partition is slower.
+    """Summarise the rows with one kind of speed: the fastest layout, and why other partitions are slower.
 
-    `rows` have one kind of speed, and are sorted with the fastest first.
+    `rows` are sorted with the fastest first. Explains the first `MAX_WORKLOADS` workloads separately. If no row has a
+    speed, the summary only has a `head`.
     """
     fast = next((row for row in rows if row.ranked), None)
     if fast is None:
@@ -158,9 +160,11 @@ def _layout_text(row: Row, several_workloads: bool) -> str:
 
 
 def _explain_workload(rows: Sequence[Row]) -> list[str]:
-    """Explain why the first row is faster than the best row of each other partition, or why a partition has no speed.
+    """Return sentences about partitions that are slower than the fastest one, have no speed, or equal a simpler one.
 
-    If a row's partition is equivalent to a simpler one on its mesh, the row is treated as having the simpler one.
+    `rows` have the same workload and are sorted with the fastest first. Compares the fastest row of each partition. If
+    a row's partition is equivalent to a simpler one on its mesh, the row represents the simpler one, but only if that
+    has no row with a speed itself. If one partition remains, compares its row with the slowest row of another layout.
     """
     simplest, best = simplest_partitions(rows), {}
     for row in sorted((row for row in rows if row.ranked), key=lambda row: row.about.partition != simplest[row.id]):
@@ -189,7 +193,7 @@ def _describe_equivalents(partition: str, rows: Sequence[Row], simplest: dict[st
 def explain_ratio(fast: Row, slow: Row) -> str:
     """Return a sentence with the ratio of two speeds, followed by sentences that explain the difference.
 
-    Only says that the speeds are equal if they differ by noise or their ratio is below `EQUAL_RATIO`.
+    If the speeds differ only by noise, or their ratio is below `EQUAL_RATIO`, only says that they are equal.
     """
     assert fast.tokens_per_second_per_chip and slow.tokens_per_second_per_chip
     ratio, (a, b) = fast.tokens_per_second_per_chip / slow.tokens_per_second_per_chip, distinguishing_names(fast, slow)
@@ -210,10 +214,11 @@ def _prediction(row: Row) -> Prediction:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Sentences that compare predicted rows in pairs, and the quantities that they compare.
+    """Comparisons of predicted rows for the HTML report: the quantities of each row, and sentences about pairs.
 
     Args:
-        sides: Maps row indices to the fields of `ComparedQuantities`, and the workload under the key `work`.
+        sides: Maps row indices to the fields of `ComparedQuantities`, and to the model, varied settings and precision
+            as text under the key `work`.
         why: Maps the indices of two rows (`0,2`) to sentences that explain the difference. They call the first row A.
     """
 
@@ -222,9 +227,10 @@ class PairedRows:
 
 
 def compare_rows(rows: Sequence[Row]) -> PairedRows:
-    """Compare the first `MAX_EXPLAINED` predicted rows in pairs. Skips pairs that differ in more than layout and batch.
+    """Return the quantities of all predicted rows, and explain the differences among the first `MAX_EXPLAINED`.
 
-    The result is empty if fewer than two rows have step parts.
+    Only explains pairs with the same model, varied settings and precision. Rows without step parts are skipped. The
+    result is empty if fewer than two rows remain.
     """
     predicted = {
         i: _prediction(row)

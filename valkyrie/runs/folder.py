@@ -32,7 +32,7 @@ from valkyrie.processes.locks import WRITER_FILE, write_lock
 from valkyrie.trees import override_text
 
 RUN_FILE = "run.yaml"
-"""File in a run folder with all settings of its last training run. `resume` starts from these settings."""
+"""File in a run folder with all settings of the run that wrote it last. `resume` starts from these settings."""
 
 _UNREPORTED_SETTINGS = {
     "name",
@@ -60,10 +60,11 @@ _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-
 
 
 def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
-    """Find the run folder of `resume`: `latest`, a name under `runs`, or a path. Raises ValueError if there is none.
+    """Return the run folder that `resume` selects: `latest` (saved last), a name in `runs`, or a path.
 
-    For `latest` and for the suggestions in messages, a resumable folder counts only if it also has a `run.yaml` or
-    finished checkpoints of its own. `key` is the text before the value of `resume` in messages.
+    The folder must be resumable (`is_resumable`). `latest` and the suggestions in messages also require a `run.yaml`,
+    or finished checkpoints in the folder itself. `key` is the text before the value of `resume` in messages. Raises
+    ValueError if there is no such folder.
     """
     refuse(file_problems("runs", str(runs)))
     # A training whose start failed may leave only the identity or the pointer of its checkpoints.
@@ -214,9 +215,10 @@ def saved_config(folder: Path) -> DictConfig:
 
 
 def saved_run(folder: Path) -> Run:
-    """Return the run in a run folder's `run.yaml`, with the mode `train`.
+    """Return the run that a run folder's `run.yaml` describes, with the mode `train`.
 
-    Raises ValueError, with the file and the invalid key, if the settings are invalid.
+    Raises ValueError if the file is missing or damaged, or if a setting is invalid. The message then names the file and
+    the invalid key.
     """
     saved = saved_config(folder)
     saved.mode = {"name": "train"}  # the keys of the mode may have changed since

@@ -1,7 +1,7 @@
 """Records in `goodput.jsonl` how a run spends its wall time, across restarts. Does not import JAX.
 
-Each start of a run appends a line with its time, and then lines with the seconds spent so far by kind. If a process is
-killed, the time after its last line counts as downtime.
+Each start of a run appends a line with its time, and then lines with the seconds spent so far by kind. If a start did
+not end as planned (`_PLANNED_ENDS`), the time from its last line to the next start counts as downtime.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ TIME_KINDS = {
 waiting for data."""
 
 FINISHED, STOPPED, PREEMPTED = "finished", "stopped", "preempted"
-"""Values of `Start.end`. If the process is killed, no end is recorded."""
+"""Values of `Start.end`. If the process crashes or is killed, no end is recorded."""
 _PLANNED_ENDS = (FINISHED, STOPPED)
 """Ends that the user planned. The time until the next start does not count, and that start is not a restart."""
 _INTERVAL_SHARE, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.01, 1.0, 60.0
 """Interval between two lines: a share of the time since the start, but at least a second and at most a minute."""
 _MIN_LISTED_SHARE = 0.005
-"""Smallest share of the wall time that `Goodput.describe_other_time` lists."""
+"""`Goodput.describe_other_time` only lists kinds of time with a larger share of the wall time than this."""
 
 
 class Point(NamedTuple):
@@ -62,7 +62,7 @@ class Start:
     Args:
         began: Unix time of the start.
         points: Its progress, in order of time.
-        end: How it ended, or None if it was killed or is still running.
+        end: How it ended, or None if it crashed, was killed or is still running.
     """
 
     began: float
@@ -230,7 +230,7 @@ class Ledger:
 
         Args:
             step: The last step done, or None to use the step recorded last.
-            end: How this start ended (`FINISHED`, `STOPPED` or `PREEMPTED`), or None if it is still running.
+            end: How this start ended (`FINISHED`, `STOPPED` or `PREEMPTED`), or None if it crashed or is still running.
         """
         self._step = self._step if step is None else step
         now = self._point()

@@ -40,7 +40,7 @@ class LayoutRecord:
         degrees: Product of the sizes of the mesh axes with each kind of role, such as `DP`.
         sharding: Hash that layouts of a model share if they shard every array in the same way (`Layout.sharding`).
         pipeline: `Pipeline.record()`, or None without a pipeline.
-        predicted_by: Digest of the code and compiler of a prediction. None for other stages.
+        predicted_by: Digest of the code and compiler of a predicted trial of a sweep, else None.
     """
 
     model: str
