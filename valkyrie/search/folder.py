@@ -26,7 +26,10 @@ def search_folder(request: SearchRequest) -> Path:
 
 
 def request_digest(request: SearchRequest) -> str:
-    """Return a short digest of the request, without budgets and limits on compiles and measurements."""
+    """Return a short digest of the slices and settings of a search.
+
+    Budgets and the maximum numbers of compiles and measurements do not change the digest.
+    """
     config = request.run.config
     slices = [(target.name, target.slices) for target in request.targets]
     request_fields = [request.command, slices, repr(request.run.model), asdict(config.precision), config.device_batch]
@@ -92,7 +95,8 @@ def remove_if_empty(folder: Path) -> None:
 def save_answer(folder: Path, answer: SearchAnswer) -> str:
     """Write `search.json`, and return a line to print with its path.
 
-    Keeps an earlier answer that has measured (or compiled) layouts if the new one has none. The line then says so.
+    Does not replace an earlier answer that has measured layouts if the new one has none, or that has compiled layouts
+    if the new one has none. The line then gives this reason.
     """
     file, earlier = folder / ANSWER_FILE, _read_earlier(folder)
     if earlier is not None:
@@ -112,7 +116,7 @@ def save_answer(folder: Path, answer: SearchAnswer) -> str:
 
 @dataclass(frozen=True)
 class _EarlierAnswer:
-    """Fields of an earlier `search.json` that a new search compares with its own. All versions have them."""
+    """Fields of an earlier `search.json` that decide if a new search may replace it. All versions of it have them."""
 
     command: list[str] = field(default_factory=list)
     question: str | None = None

@@ -1,6 +1,6 @@
 """Checks whether this machine has the requested devices, and times CPU devices in a separate process.
 
-This process never initialises JAX's devices, because trials cannot use a TPU or GPU that another process holds.
+The search process itself never initialises JAX's devices, because its trials cannot use a TPU or GPU that it holds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def can_measure(request: SearchRequest) -> bool:
 
 
 def has_devices(target: TargetConfig) -> bool:
-    """Check whether the machines that run this command have the devices of a target, judging by device files."""
+    """Return whether the machines that run this command have the devices of a target.
+
+    True for CPU targets, and False for several slices of accelerators. For one slice, counts the device files of this
+    machine and multiplies by `process_count`.
+    """
     local_devices = count_accelerators() * process_count()
     return get_platform(target.platform).runs_on_host or (target.slices == 1 and local_devices >= (target.chips or 1))
 

@@ -53,7 +53,7 @@ class MeasuredTrials:
 
     trials: list[MeasuredTrial] = field(default_factory=list)
     stop_reason: str = ""
-    """Reason why no more layouts were measured."""
+    """Reason if measuring ended early, because the budget was used up or a layout was refused. Empty otherwise."""
 
     @property
     def timed(self) -> list[MeasuredTrial]:

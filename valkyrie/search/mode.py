@@ -47,9 +47,12 @@ from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory_text, parse_seconds
 
 MAX_SHOWN_LAYOUTS = 10
-"""Number of layouts in the answer. It has more if more were measured, or if there are more kinds of chips."""
+"""Maximum number of layouts in the answer.
+
+The answer has more if more were measured, or if the slices have more kinds and numbers of chips.
+"""
 MAX_SHOWN_REASONS = 5
-"""Maximum number of reasons to print why layouts were refused, the most frequent first."""
+"""Maximum number of printed reasons why layouts were refused. The most frequent are printed."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +343,10 @@ def _measure(
 
 
 def _print_space(space: LayoutSpace, seconds: float, request: SearchRequest, console: Console) -> None:
-    """Print the number of estimated layouts, and the most frequent reasons for refusals."""
+    """Print the number of estimated layouts, and the most frequent reasons for refusals.
+
+    Also prints a warning if the precision sets a narrower dtype for matmuls, which estimates count as bfloat16.
+    """
     slices = ", ".join(target.describe() for target in request.targets)
     refused = sum(space.refused.values())
     with_batches = ", with several batches each," if request.search_batch else ""
@@ -370,10 +376,10 @@ def _refusal_counts(space: LayoutSpace) -> dict[str, int]:
 def _describe_no_fit(
     shortlist: Shortlist, request: SearchRequest, compiled_layouts: CompiledLayouts, space: LayoutSpace
 ) -> str:
-    """Explain that no layout fits.
+    """Return the message for a search in which no layout fits.
 
     For each kind of chip, the message has the memory per device of the smallest layout, and a number of chips that
-    would be enough.
+    would be enough (see `_suggest_chips`). If no layout is legal, it has the settings to change instead.
     """
     if not shortlist.smallest:
         return _describe_no_legal_layout(request, space)

@@ -148,9 +148,9 @@ def compile_and_summarise(
 ) -> tuple[CompiledRun, Prediction, Replay | None]:
     """Compile a run, and return the result, its prediction with hints, and its replay. Shows progress.
 
-    The replay is None if the layout was not compiled, or if its compiler writes no schedule, as for CPUs. `watch` is
-    called several times a second while the compiler runs. Also stores the prediction in the compile cache, from which
-    later compiles derive hints.
+    The replay is None if the layout does not fit, if its compile did not succeed, or if the compiler writes no schedule
+    (only the TPU compiler does). `watch` is called several times a second while the compiler runs. Unless the compile
+    was refused, failed or timed out, stores the prediction in the compile cache for the hints of later compiles.
     """
     mode = settings_for(CompileMode, run.config.mode)
     if not console.is_terminal:

@@ -188,7 +188,8 @@ def predict_call(
 def describe_error(error: Exception) -> str:
     """Return the first lines of an error, and the file and line of the user's code that raised it.
 
-    The type of the error comes first, unless it is ValueError.
+    The type of the error comes first, unless it is ValueError. If the user's code computes on devices that exist only
+    to compile for, returns advice to pass shapes instead.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
     line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
@@ -227,7 +228,8 @@ def parse_meshes(
 ) -> list[dict[str, int]]:
     """Return the meshes of a search as sizes by axis name. None stands for all meshes of `divide_devices`.
 
-    Raises ValueError if a mesh does not fit the slice, and TypeError for arguments of a wrong type.
+    Raises ValueError if `meshes` is empty, if a mesh does not fit the slice, or if a mesh without names does not have
+    one size for each of `axes`. Raises TypeError for arguments of a wrong type.
     """
     usage = 'axes= takes names of mesh axes, such as ("data", "model")'
     require_type(axes, list | tuple, usage)
@@ -271,9 +273,9 @@ class ProgramSearch:
         rules: Second arguments of `build` by name, or None if it takes only a mesh.
         work: Name, tokens, FLOPs and unit of the program.
         options: Compiler options.
-        time_limit_s: Time limit of each compile in seconds.
-        budget_s: Time limit of the search in seconds, or None. A compile is not started if it would likely exceed the
-            limit, judging by the longest so far, and is stopped when it does.
+        time_limit_s: Time limit of each compile in seconds, or None.
+        budget_s: Time limit of the search in seconds, or None. The search does not start a compile that would likely
+            exceed the limit, judging by the longest so far, and stops a compile that exceeds it.
         note: Why the search ended before all programs were compiled, or empty if all were.
     """
 

@@ -20,7 +20,7 @@ LETTERS = ("A", "B")
 _MIN_SHARE = 0.1
 """The explanation mentions parts of a step that make up at least this share of the difference in step time."""
 _MAIN_SHARE = 0.5
-"""The explanation names the memory content that differs most if it is at least this share of the peaks' difference."""
+"""The content of memory that differs most is named if it makes up at least this share of the difference in peaks."""
 _MIN_FLOPS_DIFFERENCE = 0.03
 """Smallest relative difference in executed FLOPs that the explanation mentions."""
 _MAX_LISTED = 5
@@ -149,13 +149,15 @@ def compare_layouts(
 ) -> Difference:
     """Compare two layouts of the same model that fit and have step times.
 
-    Raises ValueError with all reasons if they cannot be compared.
+    Raises ValueError if a layout has no step time or if the models differ. Without `labels`, also raises ValueError if
+    both are the same layout, or the same program with the same step time.
 
     Args:
         first: Prediction of a layout.
         second: Prediction of another layout of the same model.
         requests: The user's overrides or folders for both layouts. They distinguish layouts with the same name.
-        labels: Labels of the layouts in sentences, instead of A and B. Without labels, the programs must differ.
+        labels: Names of the layouts, also in sentences. By default, sentences use A and B, and the names are derived
+            from the layouts and `requests`.
     """
     pair = (first, second)
     problems = [
@@ -216,7 +218,7 @@ def model_mismatch(first: Prediction, second: Prediction) -> list[str]:
 
 
 def missing_step_reason(prediction: Prediction, letter: str) -> str | None:
-    """Return an error message if a prediction has no step time, or None if it has one.
+    """Return an error message if a prediction has no step time or is of a program without a layout, otherwise None.
 
     `letter` is the label of the layout in the message, from `LETTERS`.
     """
@@ -290,7 +292,8 @@ def _format_axes(mesh_axes: tuple[str, ...], layout: LayoutRecord) -> str:
 def _longest_waits(side: _Side) -> tuple[WaitedCollective, ...]:
     """Return the collectives with the longest waits, the longest first.
 
-    Collectives of the same operation in the forward and the backward pass are merged.
+    Merges collectives with the same kind, mesh axes, shortened cause and source line, such as those of one operation in
+    the forward and the backward pass.
     """
     merged: dict[tuple[str, str, str, str], tuple[float, float, float]] = {}
     traffic = side.prediction.communication
@@ -340,8 +343,8 @@ def _share_of_difference(fast: _Side, slow: _Side, *kinds: PartKind) -> float:
 def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
     """Return a list with a sentence that compares the seconds and bytes of communication.
 
-    Compares only the bytes if neither step is split into parts. Empty if communication is less than `_MIN_SHARE` of the
-    difference in step time.
+    The list is empty if communication is less than `_MIN_SHARE` of the difference in step time. If neither step is
+    split into parts, the sentence compares only the bytes, and the list is empty if no bytes are known.
     """
     fast_bytes, slow_bytes = (
         decimal_bytes_text(side.scale * sum(side.quantities.sent.values())) for side in (fast, slow)

@@ -65,7 +65,7 @@ def explain_mode(run: Run) -> int:
 
 
 def _explain_folder(run: Run, predictions: Sequence[Prediction]) -> Path:
-    """Return the run folder if the run has a name, else a new folder named after the model and both layouts."""
+    """Return the run folder if `name` or `resume` is set, else an unused path named after model and both layouts."""
     if run.config.name is not None or run.config.resume is not None:
         return choose_run_folder(run)
     a, b = (prediction.layout for prediction in predictions)
@@ -75,7 +75,8 @@ def _explain_folder(run: Run, predictions: Sequence[Prediction]) -> Path:
 def explain(first: Run | Path | Prediction, second: Run | Path | Prediction, console: Console) -> Difference:
     """Compare two layouts. Each is a prediction, a run folder of `mode=compile`, or a `Run` to compile.
 
-    Raises ValueError with all problems before compiling anything.
+    Raises ValueError with all problems that are known before compiling anything. After compiling, raises ValueError if
+    a layout has no step time, or if both layouts compile to the same program.
     """
     layouts, problems = [], []
     for key, layout in (("first", first), ("second", second)):
@@ -128,10 +129,11 @@ def _predict_both(
 
 
 def _parse_layout(run: Run, request: str) -> Run | Prediction:
-    """Return the prediction stored in the folder `request`, or `run` with the overrides in `request`.
+    """Return the prediction stored in the folder `request`, or a run to compile with the overrides in `request`.
 
-    Raises ValueError if `request` is neither a folder nor overrides, or if the layout is illegal or cannot be compiled
-    here.
+    The overrides are added to those of `run`. Raises ValueError if `request` is neither a folder nor overrides, if the
+    folder has no readable `compile.json`, if the overrides set `mode`, or if the layout is illegal or cannot be
+    compiled or timed here.
     """
     for folder in (Path(request).expanduser(), Path(run.config.runs) / request):
         if folder.is_dir():

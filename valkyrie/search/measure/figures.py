@@ -1,8 +1,8 @@
 """`mode=figures`: measures the speed of the local devices and writes it as a `ChipConfig` for step-time estimates.
 
 Times matmuls, memory and attention on all devices at once, because CPU devices share cores. Times collectives among
-the devices of a process and among all devices. Each result is from the fastest of a few calls. None depends on a layout
-or model.
+the devices of a process and among all devices. Calls each function a few times and uses the fastest call. The results
+do not depend on a layout or model.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ REPEATS = 5
 LARGE_SIZE, SMALL_SIZE = 512, 64
 """Sizes n of the timed n x n matmuls. The large one gives the peak rate, the small one the rate at small sizes."""
 PROCESS_BYTES, MIN_DEVICE_BYTES = 2**28, 2**24
-"""Bytes of the arrays that time memory: the total of a process (more than most caches), and the minimum per device."""
+"""Size of the arrays for timing memory: total bytes per process (more than most caches), and minimum per device."""
 MAX_CALL_S = 0.15
-"""Collectives are timed at increasing sizes until a call takes this many seconds.
+"""Collectives are timed at increasing sizes until a call takes more than this many seconds.
 
-Other functions are repeated within a call until the call takes half as long.
+Functions timed by `_seconds_per_iteration` are repeated within a call until it takes more than half as long.
+`MAX_COLLECTIVE_BYTES` and `MAX_ITERATIONS` may end this earlier.
 """
 MAX_COLLECTIVE_BYTES = 2**25
 """Maximum bytes per device of the result of a timed collective."""

@@ -32,7 +32,7 @@ def read_figures(file: Path) -> ChipConfig:
 def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> bool:
     """Return whether a folder has the speeds of this machine for a compute dtype and number of devices per process.
 
-    Raises ValueError if the file is damaged.
+    Raises ValueError if `figures.json` or `machines.json` is damaged.
     """
     if not ((folder / FIGURES_FILE).is_file() and (folder / MACHINES_FILE).is_file()):
         return False

@@ -116,11 +116,11 @@ def collectives_by_operation(module: Module, mesh_axes: dict[str, int]) -> dict[
 
 
 def seconds_by_axes(events: list[Event], collectives: dict[str, Collective]) -> list[CollectiveTime]:
-    """Return the seconds per step in collectives, by mesh axes and kind: the median run, averaged over devices.
+    """Return the seconds per step in collectives, by mesh axes and kind.
 
-    The mesh axes with the longest total come first, and for the same mesh axes the kind with the longest time. The
-    times add up to the time during which any collective is running. Events that do not name their run are divided
-    evenly among the traced steps.
+    Takes the median step of each device and averages over devices. The time of events without a `run_id` is divided by
+    the number of traced steps. The results add up to the time during which any collective is running. They are sorted
+    by the total of the mesh axes and then by the time of the kind, the longest first.
     """
     runs: dict[str, dict[int | None, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -146,7 +146,10 @@ _AxesAndKind = tuple[tuple[str, ...], str]
 
 
 def _device_seconds(events: list[Event], collectives: dict[str, Collective]) -> dict[_AxesAndKind, float]:
-    """Return the seconds of one device by (mesh axes, kind). Overlapping collectives share the time equally."""
+    """Return the seconds of one device by (mesh axes, kind).
+
+    While collectives of several kinds or mesh axes overlap, each (mesh axes, kind) gets an equal share of the time.
+    """
     edges: list[tuple[float, int, _AxesAndKind]] = []
     for event in events:
         axes_and_kind = collectives[event.op].mesh_axes, collectives[event.op].kind
