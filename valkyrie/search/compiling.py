@@ -1,6 +1,7 @@
-"""Compile stage of a search: compiles the layouts with the shortest corrected estimates.
+"""Compile stage of a search: compiles layouts, those with the shortest estimates first.
 
-Ends when no other layout is likely to be faster.
+Compiled layouts correct the estimates of similar ones. The stage ends when no other layout is likely to be faster, or
+when the time budget or the maximum number of compiles is reached.
 """
 
 from __future__ import annotations
@@ -139,10 +140,11 @@ class CompiledLayouts:
         return any(c.step_s is not None and c.estimate.ranked_s <= layout.ranked_s for c in other_batches)
 
     def may_fit(self, layout: EstimatedLayout) -> bool:
-        """Return whether a layout may fit, judging by compiled layouts on this chip that save the same activations.
+        """Return whether a layout may fit, judging by compiled layouts with the same kind of chip and remat policy.
 
-        The smallest ratio of needed to estimated memory among them corrects the estimate of this layout. Returns True
-        if there are none, or if the usable memory is unknown.
+        The estimated memory of the layout is multiplied by the smallest ratio of needed to estimated memory among these
+        compiled layouts. The product may be at most `MEMORY_SLACK` times the usable memory. Returns True if there are
+        no such layouts, or if the usable memory is unknown.
         """
         usable = usable_hbm(layout.group.target.chip)
         ratios = [
@@ -176,7 +178,8 @@ def compile_best(
 
     Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
     running when the budget ends is stopped and not recorded. Ctrl-C raises KeyboardInterrupt, and `compiled_layouts`
-    then holds the results so far.
+    then holds the results so far. If an environment variable of this machine makes every compile fail, stops
+    after the first and sets `compiled_layouts.is_refused`.
 
     Args:
         request: The search.
@@ -321,6 +324,10 @@ def _pick_next(
 
 
 def _lower_bound_s(layout: EstimatedLayout, compiled_layouts: CompiledLayouts) -> float:
-    """Return a lower bound on the step time of a layout in seconds, from its estimate and the errors of estimates."""
+    """Return a likely lower bound on the step time of a layout, in seconds.
+
+    Multiplies the estimate by `MIN_VARIANT_RATIO` and `CompiledLayouts.ratio`, or by `EstimateErrors.low` if the ratio
+    is unknown.
+    """
     ratio = compiled_layouts.ratio(mesh_partition(layout))
     return layout.step_s * (estimate_errors().low if ratio is None else MIN_VARIANT_RATIO * ratio)

@@ -1,4 +1,4 @@
-"""Builds the prediction of a compiled layout, the content of `compile.json`: whether it fits, step time, and why."""
+"""Builds the predictions that `compile.json` stores: whether a layout fits, its step time, and where the time goes."""
 
 from __future__ import annotations
 
@@ -49,12 +49,14 @@ _IMPLEMENTATION_KEYS = frozenset({"model.s5.scan_block", "model.loss_chunk"})
 
 
 def summarise(run: Run, compiled: CompiledRun, replay: Replay | None, uses: Iterable[CollectiveUse]) -> Prediction:
-    """Return the prediction of a compiled layout, without hints.
+    """Return the prediction of a layout from the result of its compile, without hints.
+
+    If the compile failed, the prediction has its status and reason, and the memory of a layout that does not fit.
 
     Args:
         run: The run.
         compiled: Result of its compile.
-        replay: Replay of its step, or None for a CPU target or a layout that was not compiled. Without it, the
+        replay: Replay of its step, or None if the compile failed or the target is a CPU. Without a replay, the
             prediction has no step time.
         uses: Collectives of its program, with times only if there is a replay.
     """
@@ -129,7 +131,11 @@ def model_settings(run: Run) -> dict[str, str]:
 
 
 def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
-    """Yield block, name and value of the settings that choose an implementation: the enums with a value `auto`."""
+    """Yield the block, name and value of each setting that chooses an implementation.
+
+    These are the settings of mixers and feed-forward blocks with an enum type that has a member `auto`. Yields nothing
+    if the model is not a `Stack`.
+    """
     model = run.model
     for block_name, block in (model.used_mixers | model.used_feed_forwards).items() if isinstance(model, Stack) else ():
         for name in (field.name for field in fields(block)):
@@ -161,9 +167,9 @@ def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
 def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: ExpectedMemory | None = None) -> MemoryReport:
     """Return the memory of one device at the peak of a step, as counted by XLA.
 
-    With `state`, the expected sizes of a training step's state, the peak is split into parameters, optimizer state,
-    gradients, activations with temporaries, and batch with results. Without it, the peak is split into arguments,
-    outputs, temporaries and program.
+    For a training step, `state` is its expected memory by part. The peak is then split into parameters (with their
+    average), optimizer state, gradients, activations with temporaries, and batch with results. If `state` is None, the
+    peak is split into arguments, outputs, temporaries and program.
     """
     usable, peak = usable_hbm(chip), memory.peak
     if state is None:
@@ -224,9 +230,9 @@ def program_step(
 ) -> PredictedStep:
     """Return the predicted time of a step of any program.
 
-    `tokens` and `model_flops` are for one step on all devices. If one is None, the rates that need it are None.
-    `compute` is the dtype of matmuls. Only the step of a dense transformer has an interval, unless `mode=calibrate` has
-    fitted the chip to the user's own runs.
+    `tokens` and `model_flops` are for one step on all devices. If one is None, the rates that need it are None. Without
+    `tokens`, `tokens_per_dollar` is empty. `compute` is the dtype of matmuls. Only the step of a dense transformer has
+    an interval, unless `mode=calibrate` has fitted the chip to the user's own runs.
     """
     chips = devices / chip.devices
     tokens_per_second = tokens / replay.step_s if tokens else None

@@ -2,7 +2,7 @@
 
 Minimises a robust (soft L1) loss of the logarithm of estimated over known seconds, within bounds. Layouts of a family
 have similar errors, so a family of n layouts has weight sqrt(n). A weak penalty keeps constants that do not affect
-these layouts at their defaults.
+these layouts at the values from which the fit starts.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ The others keep the chip's values.
 """
 _LOGARITHMIC = ("half_rate_flops", "launch_s")
 PENALTY_WEIGHT = 0.2
-"""Weight of the penalty on a constant's distance from its default, relative to its range.
+"""Weight of the penalty on the distance of a constant from its start value.
 
-The relative error of a layout has weight 1.
+The distance is a fraction of the range in `BOUNDS`. The relative error of a layout has weight 1 before families are
+weighted.
 """
 
 

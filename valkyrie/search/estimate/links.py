@@ -14,10 +14,10 @@ from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import AxisLinks
 
 MIN_LINKS = 0.25
-"""Lower bound on the links of a torus axis when estimating a single run.
+"""Lower bound on the number of links of a mesh axis on a torus, for estimates of given runs.
 
-An axis has a fraction of a link if several groups of devices share it. Searches use no bound, so that placements that
-share a link more widely still get slower estimates.
+A mesh axis has a fraction of a link if several groups of devices share the link. Searches use no bound, so that
+placements with more groups per link get slower estimates.
 """
 
 

@@ -19,7 +19,7 @@ from valkyrie.search.estimate.work import step_work
 from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
 
 SEARCHED_BATCH_MEMORY = 0.95
-"""Share of the usable memory that a layout may need by estimate if the search varies the batch.
+"""Maximum estimated memory of a layout, as a share of the usable memory, if the search varies the batch.
 
 Less than 1, because the next smaller batch is almost as fast, and a compile takes a minute to find that a layout does
 not fit.

@@ -75,8 +75,9 @@ class WiderHeads(NamedTuple):
 def wider_heads(run: Run) -> WiderHeads | None:
     """Suggest fewer attention heads of `Platform.lanes` dimensions instead of narrower ones padded to that width.
 
-    The projections keep their sizes. Returns None if the heads are not padded, if no legal run has heads of that width,
-    if the model is not `Layered`, if the chip is unknown, or if the estimated speedup is below `MIN_SPEEDUP`.
+    The projections keep their sizes. Returns None if the heads are already that wide, if the projections do not
+    divide into heads of that width, if only one head would remain, if the run with wider heads is illegal, if the model
+    is not `Layered` or has no `attention`, if the chip is unknown, or if the estimated speedup is below `MIN_SPEEDUP`.
     """
     attention, chip = getattr(run.model, "attention", None), run.config.target.chip
     lanes = get_platform(run.config.target.platform).lanes

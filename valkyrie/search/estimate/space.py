@@ -34,7 +34,7 @@ MAX_MICROBATCHES = 128
 MAX_ACCUMULATION_STEPS = 32
 """Largest number of microbatches to try without a pipeline, where more microbatches only save memory."""
 MAX_DEVICE_TOKENS = 2**20
-"""Largest number of tokens per device of a searched batch. More would shorten a step per token by far less than 1%."""
+"""Largest number of tokens per device of a searched batch. More would reduce the time per token by far less than 1%."""
 ROUNDS = (2, 4)
 """Numbers of rounds to try under the circular schedule. Each stage has one block of layers per round."""
 
@@ -169,8 +169,8 @@ def enumerate_layouts(
         microbatches: The only count to try, or None to try several.
         mesh: The only mesh to try, with as many devices and slices as each target, or None to try all. Its placement
             varies.
-        device_batches: Numbers of sequences that a device processes at a time, which decide the microbatches. If empty,
-            `microbatches` does.
+        device_batches: Allowed numbers of sequences per device and microbatch, or empty for any. If not empty,
+            they override `microbatches`, except with `search_batch`, where both apply.
         search_batch: Whether to combine each layout with all of `searched_batches` that split evenly over its shards
             and microbatches, instead of with the batch of the run. Without a pipeline, layouts then have one microbatch
             unless `microbatches` is set, because accumulating gradients over a larger batch always takes slightly
@@ -197,9 +197,10 @@ def enumerate_layouts(
 
 
 def partition_variants(partition: PartitionConfig, fixed: Collection[str] = ()) -> Iterator[PartitionConfig]:
-    """Yield copies of a partition with each pipeline schedule, if it has a pipeline, with and without ZeRO-1.
+    """Yield copies of a partition with each pipeline schedule and number of rounds, each with and without ZeRO-1.
 
-    Settings in `fixed` (`schedule`, `rounds`, `zero1`) keep their values. A partition with ZeRO-1 always keeps it.
+    Settings in `fixed` (`schedule`, `rounds`, `zero1`) keep their values, and ZeRO-1 is never turned off. A partition
+    without a pipeline always gets the schedule `gpipe` with one round.
     """
     gpipe, circular, current = PipelineSchedule.gpipe, PipelineSchedule.circular, (partition.schedule, partition.rounds)
     pipelines = [(gpipe, 1), (PipelineSchedule["1f1b"], 1), *((circular, rounds) for rounds in ROUNDS)]
@@ -338,8 +339,9 @@ def _distinct_meshes(
 ) -> tuple[list[dict[str, int]], int]:
     """Return the axis sizes of all meshes that shard differently, and the number of equivalent meshes left out.
 
-    The sizes are those of the axes of `largest`. `classes` are its axes that a partition uses, grouped by the rules
-    that they appear in; all devices of a class are on its first axis.
+    Each mesh has the same axes as `largest`. `classes` has the axes that a partition uses, grouped by the rules in
+    which they appear. The first axis of a class gets all of its devices. `s` gets the slices, and all other axes have
+    size 1.
     """
     assert target.devices is not None
     meshes, all_divisions = [], 0
@@ -418,8 +420,8 @@ class _MicrobatchCounts:
 
     Args:
         microbatches: The only count, or None for several.
-        device_batches: Sequences that a device processes at a time, which decide the counts. If empty, `microbatches`
-            does.
+        device_batches: Allowed numbers of sequences per device and microbatch, or empty for any. If not empty,
+            they override `microbatches`, except with `search_batch`, where both apply.
         search_batch: Whether the search varies the batch.
     """
 
@@ -428,9 +430,11 @@ class _MicrobatchCounts:
     search_batch: bool
 
     def on_mesh(self, batch: int, shards: int, stages: int, schedule: PipelineSchedule) -> list[int]:
-        """Return the counts to try for a batch that is split into `shards`, and a model that is split into `stages`.
+        """Return the numbers of microbatches to try with `shards` shards of a batch and `stages` pipeline stages.
 
-        If nothing fixes the counts, they are powers of two, in a pipeline at least one per stage.
+        Unless `microbatches` or `device_batches` restricts them, these are powers of two: from `stages` to
+        `MAX_MICROBATCHES` in a pipeline, otherwise up to `MAX_ACCUMULATION_STEPS`, or only 1 if the search varies the
+        batch. Counts that do not divide a searched batch evenly are left out.
         """
         parts = [n * shards * stages for n in dict.fromkeys(self.device_batches)]
         by_device_batch = [batch // n for n in parts if batch % n == 0]
@@ -453,7 +457,8 @@ class _MicrobatchCounts:
 def _mesh_config(placed_mesh: _PlacedMesh, partition: PartitionConfig, target: TargetConfig) -> MeshConfig:
     """Return the config of a placed mesh, with the axis `w` only if it has several devices or a rule needs it.
 
-    A mesh with a single axis larger than 1 gets no placement, because JAX's default is as good.
+    The mesh gets no placement if at most one axis besides `s` is larger than 1, because JAX's default is then as good,
+    or if the chip is unknown.
     """
     inner = {axis: n for axis, n in placed_mesh.sizes.items() if axis != SLICE_AXIS}
     needs_w = any("w" in axes for rules in (partition.parameters, partition.activations) for axes in rules.values())

@@ -233,12 +233,14 @@ class StepEstimator:
     def _matmul_collectives(self, product: Product, gathers_operand: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the seconds of the collectives of a matmul: forward, backward, and gathering its operand again.
 
-        If the forward pass reduce-scatters the result, the backward pass gathers the gradient of the result: once, or
-        with windowed einsums twice, for the gradients of the operand and of the parameter. The gradient of the
-        parameter also needs the gathered operand. The third value is the time to gather it again (0 without windowed
-        einsums), which callers add unless recomputing the forward pass gathers it anyway.
+        If the forward pass reduce-scatters the result, the backward pass gathers the gradient of the result. Windowed
+        einsums gather it twice: for the gradient of the operand, and for the gradient of the parameter.
 
-        `gathers_operand` is True if no earlier matmul has gathered the same operand.
+        The gradient of the parameter also needs the gathered operand. The third value is the time to gather the operand
+        again, or 0 without windowed einsums. Callers add it unless the matmul is recomputed, which gathers the operand
+        anyway.
+
+        `gathers_operand` is True if no earlier matmul has gathered the same operand. Otherwise, the third value is 0.
         """
         layouts, network = self.layouts, self.network
         inputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.input_axes]

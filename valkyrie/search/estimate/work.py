@@ -65,8 +65,8 @@ class Mixing:
         count: Number of layers.
         name: Name of the result in remat policies, or None if it has none.
         shards_rows_over_embed: Whether tokens are also split over the mesh axes that split `embed` but none of `axes`.
-        neighbours: For each activation read from other shards of the sequence, the number of positions read beyond the
-            own shard, or None for all positions.
+        neighbours: Activations that a shard of the sequence reads from other shards, each with the number of positions
+            that it reads, or None for all positions.
     """
 
     flops: float
