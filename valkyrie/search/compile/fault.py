@@ -27,8 +27,8 @@ class Fault:
         code: Kind of fault.
         text: Description, with the numbers that it is based on.
         remedy: What to change.
-        source: Source line (`file:line`) to change, or empty if unknown.
-        mesh_axes: Mesh axes that the fault concerns.
+        source: Source line (`file:line`) to change. Empty if unknown, or if the fault does not concern one line.
+        mesh_axes: Mesh axes that the fault concerns, if any.
         seconds: Estimated seconds of a step that the fault costs, or None if it costs no time.
         bytes: For `replicated_state`, the memory that sharding would save on one device. For faults of collectives,
             the superfluous bytes that a device sends per step. None for other faults.

@@ -1,6 +1,6 @@
-"""Finds faults in the sharding of a JAX program, by comparing it before and after XLA partitions it.
+"""Finds faults in the sharding of a JAX program, by comparing the program before and after XLA partitions it.
 
-Each fault names the mesh axes, the source line, its cost, and a remedy. Faults that cost little are left out: see
+Each fault has a remedy and, if known, its mesh axes, source line and cost. Faults that cost little are left out: see
 `MIN_SHARE`, `MIN_STATE_SHARE` and `MIN_PADDING_SHARE`.
 """
 
@@ -37,12 +37,15 @@ MIN_PADDING_SHARE = 0.2
 More than `MIN_SHARE`, because every model has a few narrow products.
 """
 MIN_WHOLE = 0.25
-"""A source line is reported if products of the whole batch have at least this share of its FLOPs.
+"""A source line is reported if products of the whole batch have at least this share of the line's FLOPs.
 
-Below 1/3, the share of the forward pass.
+The forward pass has 1/3 of them, so a line is also reported if only its forward pass computes the whole batch.
 """
 REPEATED = 1.25
-"""Products at a source line count as repeated if all devices together compute at least this multiple of their FLOPs."""
+"""Minimum factor by which partitioning multiplies the FLOPs of a source line for its products to count as repeated.
+
+The FLOPs after partitioning are those of all devices together.
+"""
 LANES = 128
 """Lanes of a TPU's vector registers, to which smaller dimensions are padded. v6e's matrix unit is twice as wide."""
 MAX_LINES = 3
@@ -50,9 +53,9 @@ MAX_LINES = 3
 _PASS_THROUGH = ("bitcast", "copy", "reshape")
 """Operations that forward an array."""
 _FILLED = ("broadcast", "constant", "iota")
-"""Operations that fill an array with values that do not come from an argument of its shape."""
+"""Operations that fill an array with constants, indices, or copies of a smaller array."""
 _CONVERSION_FUSION = ("parameter", "convert", "convolution", "dot", "transpose", *_PASS_THROUGH)
-"""Operations of a fusion that only converts an array, or multiplies the converted array."""
+"""Operations allowed in a fusion that converts an array and may use the result in a matrix product."""
 
 
 def find_faults(program: CheckedProgram) -> tuple[Fault, ...]:
@@ -362,8 +365,9 @@ def _dims_by_line(
 ) -> tuple[dict[str, dict[tuple[int, ...], BatchDimension]], dict[str, set[tuple[int, ...]]]]:
     """Return the shapes of arrays with and without a batch dimension, as two dicts with source lines as keys.
 
-    The first dict has, for each line, a dict from shapes to batch dimensions. The arrays are those of the program
-    before partitioning. Shapes are sorted and leave out dimensions of size 1.
+    The arrays are the operands and results of the operations before partitioning. Those of `_FILLED` operations are
+    left out unless they have a batch dimension. The first dict has, for each line, a dict from shapes to batch
+    dimensions. A shape is the sorted tuple of the sizes above 1.
     """
     with_batch: dict[str, dict[tuple[int, ...], BatchDimension]] = defaultdict(dict)
     without_batch: dict[str, set[tuple[int, ...]]] = defaultdict(set)
@@ -458,7 +462,7 @@ def _product_widths(instruction: Instruction) -> list[int]:
 
 
 def _is_batched(instruction: Instruction) -> bool:
-    """Return whether a convolution is a batched product, written with a window over the batch (`base_dilation`)."""
+    """Return whether a convolution is a batched product, which XLA writes with a dilated or strided window."""
     return any(
         window.base_dilation > 1 or window.window_dilation > 1 or window.stride > 1
         for window in instruction.message.window.dimensions

@@ -42,7 +42,7 @@ A partition is suggested only if the usable memory is at least this multiple of 
 or using another remat policy is suggested only if the free memory is at least this multiple of the additional bytes.
 """
 MAX_SENT_RATIO = 0.75
-"""Another partition is suggested only if it sends at most this share of the current bytes."""
+"""A partition with known bytes is suggested only if it sends at most this share of the current bytes."""
 _PRODUCTS = (PartKind.matmul, PartKind.kernel)
 
 
@@ -200,11 +200,12 @@ def _describe_wait(facts: _Facts, part: StepPart) -> str:
 
 
 def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection[str]) -> dict[str, str]:
-    """Return up to two partitions that split only data over the mesh axes `axes`, fit, and send fewer bytes.
+    """Return up to two partitions that fit, split only data over `axes`, and send fewer bytes (`MAX_SENT_RATIO`).
 
-    The result maps names to descriptions. The partition that sends the fewest bytes comes first. Partitions in
-    `excluded` are left out. If no partition is known to send fewer bytes, and the layout splits weights or the
-    sequence, the result is a partition with an unknown number of bytes.
+    The result maps names to descriptions. The partition that sends the fewest bytes comes first. If no fitting
+    partition is known to send fewer bytes, and the layout splits weights or the sequence, the result is the partition
+    that needs the least memory of those that send an unknown number of bytes. Partitions in `excluded` are then dropped
+    without replacement. Empty if the usable memory or the communication of the layout is unknown.
     """
     prediction = facts.prediction
     usable, traffic = prediction.memory and prediction.memory.usable, prediction.communication
@@ -250,7 +251,7 @@ def _faster_layout_hints(facts: _Facts) -> Iterator[Hint]:
 
 
 def _reduction_hints(facts: _Facts) -> Iterator[Hint]:
-    """Suggest summing gradients in bfloat16 if the step waits for float32 sums, the default."""
+    """Suggest summing gradients in bfloat16 if a bfloat16 run sums them in float32, and its step waits for the sums."""
     if facts.prediction.reduction != "float32" or "bf16" not in str(facts.prediction.layout.precision):
         return
     data_axes = {axis for axis, role in facts.roles.items() if role.kind in (RoleKind.DP, RoleKind.FSDP)}
@@ -281,7 +282,10 @@ def _recomputation_hints(facts: _Facts) -> Iterator[Hint]:
 
 
 def _save_activation_hints(facts: _Facts) -> Iterator[Hint]:
-    """Suggest saving the activation that is slowest to recompute and fits or, if none fits, offloading the slowest."""
+    """Suggest saving one more activation: of those that fit on the device, the slowest to recompute.
+
+    If none fits, suggests offloading the slowest one to the host.
+    """
     report, headroom, step_s = facts.prediction.remat, facts.headroom, facts.step.step_s
     if report is None or headroom is None:
         return

@@ -13,9 +13,9 @@ from valkyrie.machine.replay import Cost
 
 U = TypeVar("U", Cost, CollectiveUse)
 MIN_LAYERS = 3
-"""Operations that differ only in the number of a layer are merged into one row if there are at least this many."""
+"""Operations that differ only in the index of their layer are merged into one row if there are at least this many."""
 _NUMBERED = re.compile(r"((?:^|/)(?:[A-Za-z]\w*_)?)\d+(?=/)")
-"""Matches a numbered scope in the name of an operation, such as `blocks_7` or `7`, up to the number."""
+"""Regex for a numbered scope in an operation's name, such as `blocks_7` or `7`. The group is the part before the 7."""
 
 
 def merge_layers(uses: Sequence[U]) -> list[U]:

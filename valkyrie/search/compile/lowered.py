@@ -108,7 +108,10 @@ class SourceLocations:
     operations: tuple[int, ...]
 
     def moved_to(self, other: SourceLocations) -> dict[str, str]:
-        """Map the source line of each operation that moved to its line in `other`, a new lowering of the program."""
+        """Return a dict from old to new source lines, for lines that differ in `other`, a new lowering of the program.
+
+        Includes the lines of callers.
+        """
         pairs = [
             [*zip(self.frames[old], other.frames[new], strict=False)]
             for old, new in {*zip(self.operations, other.operations, strict=False)}
@@ -205,7 +208,7 @@ class _RecordingBackend:
 
 
 def has_slice_devices(mesh: jax.sharding.Mesh, target: Slice) -> bool:
-    """Return whether a mesh has the devices that `Slice.mesh` would use, with the same rings, ids and hosts."""
+    """Return whether a mesh has the devices of `Slice.mesh`, in any order: equal topology, ids, positions and hosts."""
     from jaxlib import xla_client  # JAX has no public function that returns a topology's fingerprint
 
     def describe(devices: Sequence[Any]) -> object:
@@ -290,7 +293,7 @@ def compile_program(
 
 
 def _plain_target(target: TargetConfig) -> TargetConfig:
-    """Return a target without the methods of `Slice`, which cannot be written to a file."""
+    """Return a target, such as a `Slice`, as a plain `TargetConfig`."""
     return TargetConfig(**{field.name: getattr(target, field.name) for field in fields(TargetConfig)})
 
 
@@ -302,9 +305,10 @@ def _unescape(text: str) -> str:
 
 
 def split_locations(text: str) -> tuple[str, SourceLocations]:
-    """Split StableHLO with debug information into text with the names of operations, and their source lines.
+    """Separate the text of StableHLO with debug information from its source lines. Returns (text, locations).
 
-    The text does not depend on line numbers or on the callers of the program, so that it can be a key of the cache.
+    The text keeps the names of operations. It does not depend on line numbers or on the callers of the program, so it
+    can be part of a cache key.
     """
     definitions = {match[1]: match[2] for match in _DEFINITION.finditer(text)}
     frames: dict[tuple[str, ...], int] = {}

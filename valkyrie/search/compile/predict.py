@@ -81,18 +81,22 @@ def predict_function(
 ) -> PredictedProgram:
     """Predict the step time and memory of a jitted, lowered or compiled function on a slice.
 
-    A program is compiled in a child process, or comes from the compile cache. One with Python callbacks, or for devices
-    that are not those of `Slice.mesh`, is compiled in this process, without a time limit. The status of the prediction
-    is `does_not_fit` if the program does not fit, `timeout` after the time limit, and `failed` if the compiler fails.
-    Raises TypeError if `function` is none of these, and ValueError if the mesh has devices that are not in the slice,
-    if the program has no mesh, or if the compiler refuses an option. Errors of tracing are not caught.
+    The program is compiled in a child process, or read from the compile cache. A program with Python callbacks, or for
+    devices other than those of `Slice.mesh`, is compiled in this process without a time limit. The status of the
+    prediction is `does_not_fit` if the program does not fit, `timeout` after the time limit, and `failed` if the
+    compiler fails.
+
+    Raises TypeError for any other `function` and for options of a wrong type. Raises ValueError if the program has no
+    mesh, if the kind, number or torus of its devices is not that of the slice, if `mesh` has other axes than the
+    program's shardings, if a lowered or compiled program gets arguments, if a compiled one gets options, or if the
+    compiler refuses an option. Errors of tracing are not caught.
 
     Args:
         function: The function, which does one step.
-        arguments: Positional arguments, arrays or `jax.ShapeDtypeStruct`.
-        kwargs: Keyword arguments.
+        arguments: Positional arguments, arrays or `jax.ShapeDtypeStruct`. Empty for a lowered or compiled function.
+        kwargs: Keyword arguments. Empty for a lowered or compiled function.
         target: The slice to compile for.
-        mesh: Mesh of the devices, for a program without shardings that name it.
+        mesh: Mesh of the program. Only needed if neither its arguments nor its shardings have one.
         options: Compiler options.
         work: Name, tokens and FLOPs of the program.
         time_limit_s: Time limit of the compile in seconds, or None for no limit.
@@ -151,8 +155,9 @@ def _explain(
 ) -> PredictedProgram:
     """Add the largest allocations and hints to the prediction of a program that does not fit.
 
-    Returns other predictions unchanged. This includes programs that the caller has compiled, for which `whole`, the
-    program before partitioning, is None.
+    Returns a prediction with another status or without memory unchanged. `whole` is the program before partitioning. It
+    is None if the caller has compiled the program, and then the prediction is also returned unchanged. `module` is None
+    if XLA wrote none.
     """
     prediction = predicted.prediction
     if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or whole is None:
@@ -371,7 +376,7 @@ def _function_name(function: Any) -> str:
 
 
 def _find_mesh(tree: Any) -> jax.sharding.Mesh | None:
-    """Return the mesh of the first sharded array or sharding in a tree, or None if there is none."""
+    """Return the first mesh in a tree of meshes, shardings and arrays, or None if there is none."""
     import jax
 
     def is_sharding(leaf: Any) -> bool:
@@ -399,7 +404,7 @@ def _program_shardings(program: jax.stages.Lowered | jax.stages.Compiled) -> lis
 
 
 def _refuse_other_mesh(mesh: jax.sharding.Mesh | None, own_mesh: jax.sharding.Mesh | None) -> None:
-    """Raise ValueError if the mesh that the caller passed has other axes than that of the program's shardings."""
+    """Raise ValueError if the caller's `mesh` and the `own_mesh` of the program's shardings have different axes."""
     if mesh is None or own_mesh is None or dict(mesh.shape) == dict(own_mesh.shape):
         return
     passed_axes, own_axes = (", ".join(f"{axis}={size}" for axis, size in m.shape.items()) for m in (mesh, own_mesh))

@@ -96,14 +96,15 @@ class MemoryReport:
     Args:
         peak: Peak memory of a step.
         usable: Memory that the compiler may use.
-        headroom: Usable memory minus the peak.
+        headroom: Usable memory minus the peak. If the peak is unknown, only set if the arguments alone do not fit.
         split: Bytes of the peak by content, such as `parameters`.
         reserved: Memory reserved by the runtime.
         code: Generated code.
         host: Host memory.
         reported_peak: Peak that the devices report after a measurement.
-        needed: Memory that the program needs if it does not fit.
-        largest: Largest arrays of a program that does not fit.
+        needed: Memory that the program needs. For the step of a run, only set if it does not fit. For a dumped module
+            of unknown peak, the bytes of its arguments.
+        largest: Largest arrays, or totals by content. For the step of a run, only set if it does not fit.
         savings: Overrides that save memory, in the order of `memory_savings`.
     """
 
@@ -121,7 +122,7 @@ class MemoryReport:
 
     @property
     def required(self) -> int | None:
-        """The peak, or the memory that the program needs if it does not fit."""
+        """The peak, or `needed` if the peak is unknown."""
         return self.needed if self.peak is None else self.peak
 
 
@@ -477,7 +478,7 @@ def read_prediction(path: Path) -> Prediction:
 
 
 def short_cause(op_name: str | None) -> str:
-    """Return the last three parts of an operation's name, without scopes that enclose all operations.
+    """Return the last three parts of an operation's name, not counting scopes such as `jit(step)`, `while` and `body`.
 
     Returns `unnamed` for an operation without a name.
     """

@@ -15,7 +15,7 @@ from valkyrie.units import gib, percent
 MIN_SHARE = 0.01
 """Arrays below this share of the usable memory are not listed, and hints do not suggest sharding them."""
 _MAX_ARGUMENTS, _MAX_LISTED = 3, 8
-"""Largest numbers of arguments that a hint names, and of arrays that are listed."""
+"""Maximum numbers of arguments that a hint names, and of arrays that are listed."""
 _CONTROL_FLOW = ("while", "conditional", "call")
 _NO_ARRAYS = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all")
 """Operations that allocate no array."""
@@ -62,7 +62,11 @@ def list_arguments(whole: WholeProgram, axes: Mapping[str, int]) -> list[ListedA
 
 
 def list_results(module: Module) -> list[Allocation]:
-    """Return the results of operations in HBM, the largest first. Equal arrays of one source line are listed once."""
+    """Return the arrays in HBM that a program's operations compute, the largest first.
+
+    Includes operations in the bodies of loops and conditionals. Arrays of the same size, shape, operation name and
+    source line are listed once.
+    """
     results: dict[Allocation, None] = {}
     computations = [module.entry]
     for computation in computations:
@@ -89,8 +93,9 @@ def explain_shortage(
 ) -> tuple[MemoryReport, list[Hint]]:
     """Explain why a program does not fit. Returns (report, hints).
 
-    The report is `memory`. If XLA listed no allocations, it also has the largest arguments and results. Hints suggest
-    how to reduce the memory. With `hint_replicated`, one of them suggests sharding the largest replicated arguments.
+    The report is `memory`. If its `largest` is empty, the report lists the largest arguments and results instead. Hints
+    suggest how to reduce the memory. There are none if the needed or usable memory is unknown. With `hint_replicated`,
+    one hint suggests sharding the replicated arguments, if any, that would save the most memory.
     """
     min_bytes = MIN_SHARE * (memory.usable or 0)
     if not memory.largest:

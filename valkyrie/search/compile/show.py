@@ -108,7 +108,10 @@ def _show_subject(result: Prediction | Measurement, console: Console) -> None:
 
 
 def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
-    """Describe a layout that does not fit: bytes needed and usable, largest arrays, and changes that save memory."""
+    """Describe a layout that does not fit: bytes needed and usable, largest arrays, and changes that save memory.
+
+    If the needed bytes are unknown, gives only `reason`.
+    """
     if memory.needed is None:
         return f"does not fit: {reason}"
     text = f"does not fit: needs {gib(memory.needed)} of {gib(memory.usable)} usable"
