@@ -1,7 +1,8 @@
 """Multiruns on several hosts: process 0 plans and records trials, and each trial runs in one process per host.
 
-On every host, the process of the multirun starts the process of a trial and waits for it, one trial at a time. Each
-trial uses a new port, so that processes of an earlier trial cannot connect to it.
+A multirun has one process per host, which starts the trial's process on that host and waits for it. Trials run one at
+a time. Each uses a new port, so that processes of an earlier trial cannot connect to it. Trials that need no devices
+run on the first host alone.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from valkyrie.sweep.plan import TrialPlan
 from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 
 WORKER_ARGUMENT = "beside"
-"""Command-line argument that marks a process of a trial other than process 0, so that it does not write an outcome."""
+"""Command-line argument for all processes of a trial except process 0, which alone writes the outcome."""
 _GRACE_S = 60.0
 """Seconds for a trial to save and exit after another process of the multirun is lost. It is then killed."""
 _UNSUPPORTED_LAUNCHER = "hydra/launcher={name} cannot start trials on {count} hosts. Omit it, or add distributed=off."
 
 
 class Members:
-    """The processes of a multirun. Process 0 uses it to start the processes of a trial on the other hosts."""
+    """The processes of a multirun on several hosts, as seen from process 0, which starts trials on the other hosts."""
 
     def __init__(self, team: ConnectedTeam) -> None:
         self._team, self._trials = team, 0
@@ -55,7 +56,7 @@ class Members:
         return plan.mode.needs is Needs.devices
 
     def start_trial(self, plan: TrialPlan) -> dict[str, str]:
-        """Start a trial on the other processes. Returns the environment variables to add for its process 0."""
+        """Start a trial on the other hosts. Returns the environment variables to add for process 0 of the trial."""
         self._trials += 1
         host, _ = parse_address(self._team.process_info.coordinator)
         address = f"{f'[{host}]' if ':' in host else host}:{free_port()}"
@@ -101,9 +102,11 @@ def current_members() -> Members | None:
 def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
     """Join the processes of a multirun. Yields True on process 0, or if there is only one process.
 
-    The other processes first start every trial that process 0 requests, and then yield False. Raises ValueError on all
-    processes if their versions or arguments differ, if the launcher does not support several hosts, or if the sweep's
-    folder belongs to a run.
+    The other processes first start every trial that process 0 requests, and then yield False.
+
+    Raises ValueError if the `distributed` settings are invalid, if the processes cannot connect, or if a single process
+    would write the sweep into the folder of a run. Connected processes instead all end with a message if the folder
+    belongs to a run, if their versions or arguments differ, or if the launcher does not support several hosts.
     """
     team = _join_team(arguments)
     if team is None:
@@ -141,9 +144,9 @@ def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
 
 
 def _refuse_run_folder(arguments: Sequence[str]) -> None:
-    """Raise ValueError if the folder of a sweep is the folder of a run, whose files the sweep would replace.
+    """Raise ValueError if the folder of a sweep is already the folder of a run. The sweep would replace its files.
 
-    Passes for a search, whose arguments name no folder.
+    Does nothing if the arguments name no folder, as for a search.
     """
     values_by_key = key_values(arguments)
     folder_text = values_by_key.get("hydra.sweep.dir")

@@ -16,7 +16,11 @@ from valkyrie.hardware.target import AUTO_TARGET
 from valkyrie.runs.folder import key_values, split_flags, split_override
 
 _GROUPS_NOT_IN_NAME = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
-"""Config groups that do not affect a sweep's name. Compiling and measuring the same layouts thus share a report."""
+"""Config groups left out of the digest that names a sweep.
+
+Without `mode`, sweeps that compile and measure the same layouts share a folder and its report. In modes that read a
+trained run, the digest includes `RUN_KEYS` nevertheless.
+"""
 RUN_KEYS = ("name", "resume")
 """Keys that select a trained run in modes that read one."""
 _SWEEPER_PREFIXES = ("hydra/sweeper", "hydra.sweeper.")
@@ -27,10 +31,11 @@ _MAX_LENGTH = 120
 
 
 def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
-    """Return the arguments of a multirun, with `hydra.sweep.dir` added if it is missing, or None for a single run.
+    """Return the arguments of a multirun with `hydra.sweep.dir` added if it is missing, or None for a single run.
 
-    Arguments with `+sweep=NAME` are a multirun even without `-m`, for which `hydra.mode=MULTIRUN` is added.
-    Drops `resume=true` and `resume=null`, because a sweep always skips trials that already have a result.
+    A multirun has `-m`, `hydra.mode=MULTIRUN` or `+sweep=NAME`, and not `hydra.mode=RUN`. If `+sweep=NAME` is the only
+    one of these, adds `hydra.mode=MULTIRUN`. Drops `resume=true` and `resume=null`, because a sweep always skips trials
+    that already have a result.
     """
     overrides_by_key = key_values(arguments)
     mode = overrides_by_key.get("hydra.mode")
@@ -78,9 +83,10 @@ def trial_key(run: Run) -> str:
 
 
 def trial_name(run: Run, key: str, layout: str | None = None) -> str:
-    """Return a short, stable folder name, such as `gpt_tiny-2x2x2-fsdp-measure-1a2b3c`.
+    """Return the name of a trial's folder, such as `gpt_tiny-2x2x2-fsdp-measure-1a2b3c`.
 
-    `layout` is the name of the run's layout, or None if the layout is illegal.
+    `key` is the trial's key. `layout` is the name of its layout. If the layout is illegal, `layout` is None, and the
+    names of the mesh and partition are used instead.
     """
     config = run.config
     layout = layout or f"{config.mesh.name}-{config.partition.name}"
@@ -90,7 +96,11 @@ def trial_name(run: Run, key: str, layout: str | None = None) -> str:
 
 
 def folder_name(text: str) -> str:
-    """Replace characters that are special in paths or in Hydra's grammar by `-`. An empty result becomes `sweep`."""
+    """Convert a text to a folder name without characters that are special in paths or in Hydra's grammar.
+
+    Keeps ASCII letters, digits, `_`, `.`, `+` and `-`, and replaces each run of other characters by one `-`. Strips `-`
+    and `.` from both ends. An empty result becomes `sweep`.
+    """
     return re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII).strip("-.") or "sweep"
 
 

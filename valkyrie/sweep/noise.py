@@ -18,8 +18,9 @@ def has_spread(trial: Trial) -> bool:
 def within_noise(trial: Trial, other: Trial) -> bool:
     """Return whether the speeds of two trials differ by at most `EQUAL_TOLERANCE`, or their step times overlap.
 
-    The step times of a trial range from the fastest step, or the median if that is unknown, to the 90th percentile.
-    Returns False if a speed is unknown.
+    The step times of a trial range from the fastest step to the 90th percentile. If the fastest step is unknown, the
+    range starts at the median; if the 90th percentile is unknown, the range is the median alone. Returns False if
+    a speed is unknown.
     """
     slower_trial, faster_trial = sorted((trial, other), key=lambda trial: trial.results.objective)
     slower_speed, faster_speed = slower_trial.results.objective, faster_trial.results.objective

@@ -190,7 +190,7 @@ def plan_run(
         problems: Problems of the run, or None to search for them here.
 
     Raises:
-        ValueError: The run sets `resume`, and its mode would continue that run instead of reading it.
+        ValueError: The run sets `resume`, but its mode does not read a trained run.
     """
     config = run.config
     problems = run.problems() if problems is None else problems

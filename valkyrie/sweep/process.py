@@ -1,6 +1,7 @@
 """Runs a trial in a separate process, with a log file and a time limit.
 
-In a multirun on several hosts this is process 0 of the trial. The other processes start and end together with it.
+In a multirun on several hosts, this process is process 0 of the trial. Unless the trial needs no devices, it starts and
+ends together with the processes of the trial on the other hosts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _POLL_S = 0.05
 class TrialProcess:
     """A trial that runs in a separate process. The constructor starts the process.
 
-    The process takes over `lock`, the lock of the trial's folder.
+    The process inherits the process file of `lock`, the lock of the trial's folder. The caller still has to release
+    `lock` when the trial has ended.
     """
 
     def __init__(self, plan: TrialPlan, lock: TrialLock) -> None:
@@ -104,7 +106,7 @@ def timeout_outcome(plan: TrialPlan) -> Outcome:
 
 
 def stop_trials(running: Iterable[TrialProcess]) -> None:
-    """Interrupt trials and wait for them to end. Kills a trial after its `grace_s`, and all after another Ctrl-C."""
+    """Interrupt trials, and kill those that are still running after their `grace_s` or at another Ctrl-C."""
     running = list(running)
     try:
         for process in running:

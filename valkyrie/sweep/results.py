@@ -70,7 +70,11 @@ def read_outcome(folder: Path, returncode: int) -> Outcome:
 
 
 def outcome_from_status(status: int, reason: str) -> Outcome:
-    """Return the outcome of a process that ended itself, from its exit status and the reason that it gave."""
+    """Return the outcome of a process that ended itself, from its exit status and the reason that it gave.
+
+    An interrupted or preempted process counts as killed, and its reason is replaced. A process with a status other than
+    these, `REFUSED` and `DOES_NOT_FIT` counts as failed.
+    """
     if status in (INTERRUPTED, PREEMPTED):
         return Outcome(Status.killed, "the process was interrupted by another program")
     statuses = {REFUSED: Status.refused, DOES_NOT_FIT: Status.does_not_fit}
@@ -140,10 +144,11 @@ class _TrainingNumbers:
 
 
 def training_results(metrics: Path, run: Run) -> TrialResult:
-    """Return the parameter count of a training run, and its speeds, memory and losses from its `metrics.jsonl`.
+    """Return the results of a training run from its `metrics.jsonl` and the goodput record in the same folder.
 
-    Speeds come from the summary if the run is finished, else from its last record. Raises ValueError with the file and
-    the field if a value has the wrong type.
+    Speeds come from the summary if the run is finished or has no record of a step, else from the record of its last
+    step. If `metrics.jsonl` is missing, its values are unknown. Raises ValueError with the file and the field if a
+    value has the wrong type.
     """
     records = read_metrics(metrics) if metrics.is_file() else []
     summary: dict[str, Any] = {}

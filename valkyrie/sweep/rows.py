@@ -82,13 +82,13 @@ class Row:
 
     Args:
         trial: The trial.
-        source: Folder of the sweep.
+        source: Folder of the sweep. For a training run outside a sweep, the parent of its run folder.
         group: Stage and target that its speed comes from.
         work: Workload of its step.
         about: The layout, with question marks if the configuration does not compose.
         layout: Name of the layout, or of the trial if the configuration does not compose.
         step_s: Step time.
-        peak_bytes: Peak memory per device, or the memory needed if it does not fit.
+        peak_bytes: Peak memory per device, or the memory needed if the trial does not fit.
         parts: Step time by part. A measured step has two parts: collectives, and everything else.
         exposed_s: Seconds of a predicted step spent waiting for communication.
         price: On-demand price of a chip in dollars per hour.
@@ -101,7 +101,7 @@ class Row:
         equivalent_partition: A simpler partition that shards every array in the same way, or empty.
         settings: Settings other than the layout in which the rows of a table differ, such as `batch=16 seed=1`.
         on_pareto_front: Whether the row is on the Pareto front of speed and memory among rows of the same workload.
-        prediction: For a measured row, a prediction of the same layout and workload.
+        prediction: For a measured or trained row, a prediction of the same layout and workload, in any precision.
     """
 
     trial: Trial
@@ -244,7 +244,7 @@ def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, v
 
     Args:
         trial: The trial.
-        folder: Folder of the sweep.
+        folder: Folder of the sweep. For a training run outside a sweep, the parent of its run folder.
         simulated: Whether the devices are simulated.
         devices: Devices of a measurement on this machine, such as `8 x NVIDIA H100`, or None if unknown.
         varied: Settings that the sweep varies in addition to the layout.
@@ -343,10 +343,10 @@ def _known_settings(work: Workload, keys: Iterable[str]) -> list[str]:
 
 
 def _price(trial: Trial, simulated: bool) -> float | None:
-    """Return a chip's price in dollars per hour, from the recorded tokens per dollar or else from the chip's file.
+    """Return the price of a chip in dollars per hour, or None if unknown.
 
-    Returns None if it is unknown, or if the record has no price and either the devices are simulated or there is no
-    speed.
+    The price follows from the recorded tokens per dollar. If these are not recorded, it is the price in the chip's
+    file, or None for simulated devices and for trials without a speed.
     """
     step, about = trial.results.step, trial.about
     per_dollar = step.tokens_per_dollar.get("on_demand")
@@ -363,10 +363,10 @@ def _stage_and_target(trial: Trial) -> tuple[str, str]:
 
 
 def _is_simulated(trial: Trial, others_simulated: bool | None) -> bool:
-    """Return whether a trial's devices are simulated.
+    """Return whether a trial's devices are simulated. False for predictions.
 
-    `others_simulated` states whether the devices of other trials with the same stage and target are simulated, or is
-    None if unknown. It is used if the trial did not record this.
+    If the trial did not record it, returns `others_simulated`: whether other trials with the same stage and target used
+    simulated devices. If that is None (unknown), the devices count as simulated unless the record names their chip.
     """
     if trial.stage == "compile":
         return False

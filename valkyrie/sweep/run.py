@@ -30,7 +30,11 @@ class Watcher(Protocol):
         ...
 
     def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
-        """Called when a trial has been recorded. `earlier` is True if the record existed before this sweep."""
+        """Called when a trial has ended, is refused or needs no new run.
+
+        `earlier` is True if the trial needs no new run, because an earlier or concurrent sweep has recorded it, or a
+        plan with the same key has been run.
+        """
         ...
 
 
@@ -46,7 +50,7 @@ def run_in_this_process(
     Waits if another sweep is running the trial. Raises OSError if the record cannot be written.
 
     Args:
-        plan: The trial. If an earlier record makes it unnecessary, that record is returned.
+        plan: The trial. If it is refused, or an earlier record makes it unnecessary, `work` is not called.
         work: Runs the trial. It must call its argument several times a second to enforce the trial's time limit.
         watch: Called several times a second. An exception from it ends the trial without a record.
     """
@@ -152,10 +156,10 @@ def _start_next(
     trials: dict[str, Trial],
     watcher: Watcher | None,
 ) -> bool:
-    """Start the first waiting trial that no other sweep is running.
+    """Start the first waiting trial that is not locked, and move it from `waiting` to `running`.
 
-    If another sweep has recorded that trial in the meantime, uses the record instead. Returns False if all waiting
-    trials are locked.
+    A trial is locked while it runs, in this or another sweep. If the first one that is not locked has been recorded in
+    the meantime, moves it to `trials` instead of starting it. Returns False if all waiting trials are locked.
     """
     for plan in waiting:
         if plan.key in trials:  # another job has the same key

@@ -32,9 +32,10 @@ REFUSED_LINES = 10
 
 
 class LineScreen:
-    """Prints a numbered line for each trial that ends.
+    """Prints a line for each trial that ends, numbered if there are several.
 
-    Trials recorded earlier, and refused trials after the first `REFUSED_LINES`, are only counted.
+    Refused trials after the first `REFUSED_LINES` are only counted. If there are several trials, those recorded earlier
+    are only counted too.
     """
 
     def __init__(self, console: Console | None = None, total: int = 1) -> None:
@@ -61,7 +62,10 @@ class LineScreen:
         self._is_waiting_for_sweep = bool(waiting and not processes)
 
     def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
-        """Print a line for the trial, or only count it. If its mode has no results, prints its process's output too."""
+        """Print a line for the trial, or only count it.
+
+        If the trial is ok but its mode has no results, first prints the output of its process.
+        """
         self.done += 1
         self._refused += trial.status is Status.refused
         if self.total > 1 and earlier:

@@ -32,7 +32,7 @@ LAYOUT_KEYS = {
     "remat": "remat",
     "mesh.placement": "placements",
 }
-"""Keys of a run that set its layout. On the command line, each replaces the key of the space that it maps to."""
+"""Keys of a run that set its layout, with the keys of the space that they replace on the command line."""
 
 
 class MeshEquivalence(Enum):
@@ -40,7 +40,7 @@ class MeshEquivalence(Enum):
 
     - `none`: no mesh is a duplicate.
     - `sharding`: meshes that give every device the same part of every array. They compile to the same step.
-    - `roles`: meshes that give each role (data, MP1, MP2, ...) the same number of devices.
+    - `roles`: also meshes from a pattern that give each role (FSDP, MP1, MP2, ...) the same number of devices.
     """
 
     none = "none"
@@ -100,7 +100,7 @@ class SpaceConfig:
 
 
 def _vary_problems(key: str, values: Any) -> Iterator[Problem]:
-    """Yield the problems of a key in `vary`, or of several keys joined by commas, and of its values."""
+    """Yield the problems of an entry in `vary`: a key, or several keys joined by commas, and the values."""
     keys, name = key.split(","), f"{SPACE_KEY}.vary.{key}"
     for layout_key in set(keys) & LAYOUT_KEYS.keys():
         text = (
@@ -138,10 +138,12 @@ class RunVariant:
 def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str], composer: Composer) -> SweepSpace:
     """Read the space from a configuration and the arguments of a multirun.
 
-    An argument for the layout, such as `mesh=`, replaces the corresponding key of the space. For any other key, a list
-    of values is added to `vary` and a single value applies to all trials. Both replace the key in `vary`.
+    An argument for the layout, such as `mesh=`, replaces the corresponding key of the space. An argument for any other
+    key removes the key from `vary` in the configuration. A list of values is then added to `vary`, and a single value
+    applies to all trials.
 
-    Raises ValueError with all keys and values that are invalid.
+    Raises ValueError with all invalid keys and values of the space, or with the first argument that is invalid: an
+    interval, a value of the wrong type, or one of several keys that vary together.
     """
     config_node, problems = OmegaConf.structured(SpaceConfig), list[Problem]()
     for name, value in config.items():
