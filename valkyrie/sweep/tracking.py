@@ -41,7 +41,7 @@ from valkyrie.sweep.table import NO_RESULT_STATUSES
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 REPORTED_FILE = "reported.json"
-"""File in the W&B folder of a run with the content that was last reported."""
+"""Name of the file in a run's W&B folder that stores the last reported content."""
 
 _MINIMAL_SETTINGS = {
     "x_save_requirements": False,  # listing the packages takes most of the 0.2 s that a run needs to start
@@ -60,8 +60,8 @@ _PLOT_KEYS = ("label", "tokens_per_second")
 class SweepTracker:
     """Reports trials to W&B as they end, in a separate thread.
 
-    If W&B fails, the failure is printed once with `say` (by default to stderr), and W&B is off for the rest of the
-    sweep.
+    If W&B does not start online, runs are offline from then on. If it does not start offline either, or fails later, it
+    is off for the rest of the sweep. Each of these changes is reported once with `say`, by default to stderr.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class SweepTracker:
     def log(self, trial: Trial) -> None:
         """Queue a trial to be reported, unless the same content was reported before.
 
-        A training run that reported itself is not reported again. Instead, offline W&B runs of its failed attempts are
-        removed unless they were uploaded.
+        A successful training run that reported itself is not reported again. Instead, the offline W&B runs that this
+        sweep created for its failed attempts are removed, unless they were uploaded.
         """
         if self._writer.mode is not WandbMode.off:
             self._worker.submit(self._report_safely, self._log_trial, trial)
@@ -127,7 +127,10 @@ class SweepTracker:
         )
 
     def _with_prediction(self, trial: Trial) -> Row:
-        """Convert a trial to a row. A measured trial gets the prediction of its layout, if its sweep has one."""
+        """Convert a trial to a row.
+
+        The row of a measured or trained trial includes the prediction for its layout, if the sweep has one.
+        """
         recorded = [] if trial.stage == "compile" else TrialLog(self._folder).read()
         predictions = [t for t in recorded if t.stage == "compile"]
         return with_predictions(_row(t, self._folder) for t in (trial, *predictions))[0]
@@ -156,7 +159,10 @@ class SweepTracker:
     def _log_run(
         self, run_id: str, content: str, fill_run: Callable[[Any], None], *, exit_code: int = 0, **run_arguments: Any
     ) -> None:
-        """Create a W&B run and write to it with `fill_run`, unless the newest run with this id has the same content."""
+        """Create a W&B run and write to it with `fill_run`, unless the newest run with this id has the same content.
+
+        Earlier offline runs with this id are removed first, unless they were uploaded.
+        """
         earlier_folders = self._run_folders(run_id)
         if (
             earlier_folders
@@ -190,7 +196,7 @@ class SweepTracker:
 
     @contextmanager
     def _folder_locked(self) -> Iterator[None]:
-        """Lock W&B's folder, so that another sweep in it cannot report the same trial."""
+        """Lock the sweep's `wandb` folder, so that two processes do not report the same trial at the same time."""
         (self._folder / "wandb").mkdir(parents=True, exist_ok=True)
         with open_to_append(self._folder / "wandb" / ".lock") as file:
             lock(file)
@@ -245,7 +251,7 @@ def _settings(trial: Trial, folder: Path) -> dict[str, object]:
 
 
 def _reported_itself(trial: Trial, folder: Path) -> bool:
-    """Return whether a trial is a training run that reported itself to W&B."""
+    """Return whether a trial is a successful training run that reported itself to W&B."""
     mode = get_mode(trial.stage)
     if mode is None or not mode.tracked or trial.status is not Status.ok or trial.folder is None:
         return False

@@ -156,8 +156,8 @@ class Trial:
         wall_s: Seconds that the trial's process ran.
         folder: Run folder, relative to the sweep's folder, or None if no process was started.
         results: The results.
-        values: Settings that determine what a step computes, by key (`model.layers`: `4`), including those that the
-            command line does not set. Empty in older records.
+        values: All settings of the model, precision and optimizer as text, by key (`model.layers`: `4`). Empty in older
+            records, and if the configuration does not compose.
         flags: Command-line flags that locate the user's configuration (`--config-dir` and an absolute path).
         problems: Problems of a refused run. Empty in older records.
     """
@@ -300,9 +300,10 @@ def _malformed_line(why: str) -> ValueError:
 
 
 def drop_unknown(value: Any) -> Any:
-    """Remove entries that are None, empty objects or non-finite numbers from JSON objects, recursively.
+    """Return a copy of a JSON value without the unknown values in its objects, at any depth.
 
-    Lists keep their length: non-finite numbers in them become None.
+    Unknown values are None, empty objects and numbers that are not finite. Lists keep their length: NaN and infinite
+    numbers in them become None.
     """
     if isinstance(value, dict):
         known_items = {key: drop_unknown(item) for key, item in value.items()}

@@ -49,7 +49,11 @@ def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, 
 
 
 def target_text(trial: Trial) -> str:
-    """Return the name of a trial's target, followed by its topology and slices unless the name implies them."""
+    """Return the target of a trial as text, such as `v4-64 with topology 2x2x8 in 2 slices`.
+
+    Omits the topology if it is unknown or implied by the target's name, and the slices if there is only one. Returns
+    `unknown target` if the configuration of the trial does not compose.
+    """
     about = trial.about
     if about is None:
         return "unknown target"

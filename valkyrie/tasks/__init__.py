@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Array(NamedTuple):
-    """An array of a batch or of the carry: shape, dtype name, and logical axes."""
+    """Shape, dtype name and logical axes of an array in a batch or in the carry."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -116,11 +116,11 @@ class Task(ABC):
 
         Args:
             module: The model with its parameters.
-            batch: The arrays that `batch` describes.
-            carry: The arrays that `carry` describes, from the previous step.
+            batch: The arrays of the batch, as `Task.batch` describes them.
+            carry: The arrays from the previous step, as `Task.carry` describes them, or None if there are none.
             shard: Shards activations by their logical axes.
             checkpoint: Applies the rematerialisation policy to a block.
-            key: Random key for dropout and for random choices of the task, or None.
+            key: Random key for dropout and for random choices of the task, or None if the step needs neither.
         """
 
     @abstractmethod

@@ -88,7 +88,7 @@ class Config(Task):
         checkpoint: Checkpoint,
         key: jax.Array | None,
     ) -> BatchLoss:
-        """Return the objective, including z-loss and auxiliary losses, the sums, and the unchanged carry.
+        """Return the objective (with z-loss and auxiliary losses), the sums, and the unchanged carry.
 
         The sums are `loss` (nats, cross-entropy only), `weight` (targets) and the auxiliary values of the model's
         blocks.

@@ -118,9 +118,10 @@ class Config(Task):
     def carry(self, model: Any, compute: str, batch: int, seq: int) -> dict[str, Array]:
         """Return the shape, dtype and axes of the arrays that hold the state of each row.
 
-        `inputs`, `labels` and `puzzles` are the row's current puzzle, `high` and `low` its hidden states, `steps` the
-        number of steps spent on it, and `running` whether it continues. `last_steps` is the number of steps of the
-        row's last finished puzzle, 0 before the first.
+        `inputs`, `labels` and `puzzles` are the row's current puzzle. `high` and `low` are the hidden states of the
+        model. `steps` is the number of steps spent on the current puzzle. `running` is whether the row continues with
+        the current puzzle in the next step. `last_steps` is the number of steps of the row's last finished puzzle, or 0
+        if there is none.
         """
         shape = (batch, seq + model.puzzle_tokens, model.embed)
         states = Array(shape, compute, ("batch", "seq", "embed"))

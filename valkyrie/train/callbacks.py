@@ -39,7 +39,8 @@ class Progress:
 
     Args:
         start: Step of the checkpoint that this process continues from, 0 for a new run.
-        step: Last step that callbacks have seen. The next one may be running already.
+        step: Step for which callbacks are called, or the previous step in `before_step`. In `on_metrics`, the next step
+            is usually running already.
         state: Newest train state. In `on_metrics` it is usually one step ahead of the metrics.
         facts: Other entries of the summary, such as `compile_s` and the rates of code evaluations.
         evaluation: Newest value of every evaluation metric.
@@ -130,7 +131,10 @@ class Callback:
         """Called after a step for which `is_due` returned true, once its metrics have been passed to `on_metrics`."""
 
     def on_end(self, progress: Progress) -> None:
-        """Called once at the end: after the last step, or when the training is stopped early."""
+        """Called once at the end: after the last step, or when the training is stopped early.
+
+        Also called if no step was left to do, but not if an exception ends the training.
+        """
 
 
 @dataclass
@@ -207,9 +211,9 @@ class Evaluate(Callback):
 
 @dataclass
 class Save(Callback):
-    """Saves checkpoints.
+    """Saves durable and fast checkpoints.
 
-    With one process, a failed save is reported and training continues. With several processes, a failed save raises
+    A failed save is reported, and training continues. With several processes, a failed durable save instead raises
     NotSavedError, which ends the run. Raises FolderGoneError when the run folder was deleted.
     """
 
@@ -294,7 +298,7 @@ class Sample(Callback):
 class EvaluateCode(Callback):
     """Evaluates the model on coding problems every `code_eval_every` steps.
 
-    `stopped` is called during an evaluation, which is abandoned once it returns true.
+    `stopped` is called repeatedly during an evaluation. Once it returns true, the evaluation is abandoned.
     """
 
     evaluation: CodeEvaluation

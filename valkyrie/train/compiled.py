@@ -26,7 +26,7 @@ class StepExecutable(NamedTuple):
     Args:
         advance: The function (state, batch) -> (state, metrics).
         compiled: The compiled program.
-        compile_s: Seconds to compile.
+        compile_s: Seconds to lower and compile the step.
         hbm_gib: Peak memory per device in GiB, or None if unknown.
     """
 

@@ -108,9 +108,10 @@ def load_text(path: Path, template: Any) -> Text:
 
 
 def pad_state(state: Any, template: Any) -> Any:
-    """Pad every array of a state with zeros to its shape in `template`, a larger state.
+    """Pad every array of a state with zeros at the end, to its shape in `template`, a state for longer sequences.
 
-    This is correct for key caches: they are filled from the start, and a full one already has its final size.
+    This is correct for key caches: they are filled from the start, and a cache overwrites old entries only if it has
+    the size of its window, which does not grow.
     """
 
     def grow(small: Any, large: Any) -> Any:
