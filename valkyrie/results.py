@@ -262,9 +262,6 @@ class FoundLayout:
         return f"<FoundLayout {self.rank}: {self.layout} on {self.target}, {duration(self.step_s)} {self.status}>"
 
 
-_STATUSES = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
-
-
 @dataclass(frozen=True, repr=False)
 class Answer:
     """The fastest layouts that `search_layouts` found. `print(answer)` prints the table of `mode=search`.
@@ -283,7 +280,7 @@ class Answer:
                 rank=rank,
                 target=row.candidate.target,
                 layout=" ".join(row.overrides[1:]),
-                status=_STATUSES[row.stage.value],
+                status=row.stage.adjective,
                 step_s=row.step_s,
                 low_s=row.low_s,
                 high_s=row.high_s,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from valkyrie.report import specs
 from valkyrie.report.specs import CHART_CONFIG, SCHEMA, Spec
 from valkyrie.report.tables import ColumnHead, TextTable
-from valkyrie.report.words import STAGE_WORDS, Summary, search_answer
+from valkyrie.report.words import Summary, search_answer
 from valkyrie.sweep.trial import Status
 from valkyrie.units import number_text, share_text
 
@@ -135,7 +135,7 @@ def _best_table(answer: SearchAnswer) -> TextTable:
         ColumnHead(_HEADS.get(column.name, " ".join(column.label.split("\n"))), classes[column.name])
         for column in columns
     ]
-    rows = [[*(column.text(row) for column in columns), STAGE_WORDS[row.stage.value]] for row in answer.best]
+    rows = [[*(column.text(row) for column in columns), row.stage.adjective] for row in answer.best]
     memory_index = next((i + 1 for i, column in enumerate(columns) if column.name == "memory"), None)
     if memory_index is not None and any(_memory_share(row) is not None for row in answer.best):
         heads.insert(memory_index, ColumnHead("of usable", "number"))
@@ -200,7 +200,7 @@ def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:
             "label": f"#{place}",
             "share": share,
             "layout": " ".join(row.overrides),
-            "stage": STAGE_WORDS[row.stage.value],
+            "stage": row.stage.adjective,
         }
         for place, (row, share) in enumerate(zip(answer.best, shares, strict=True), start=1)
     ]

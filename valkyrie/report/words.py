@@ -27,8 +27,6 @@ SIMULATED_NOTE = (
     "Speeds on simulated devices were measured on CPU devices that simulate accelerators. Neither these speeds nor "
     "their order applies to accelerators. Losses, bytes sent and compiled memory are real."
 )
-STAGE_WORDS = {"estimate": "estimated", "compile": "compiled", "measure": "measured"}
-"""Maps each stage of a search to the adjective for its step times."""
 MAX_FACT_VALUES = 4
 """Maximum number of values listed for each fact at the top of a report."""
 MAX_WORKLOADS = 3
@@ -110,7 +108,7 @@ def search_answer(search: SearchAnswer) -> Summary:
     low, high = (duration(seconds) for seconds in (best.low_s, best.high_s))
     layout = f"{best.candidate.mesh} {best.candidate.partition}"
     settings = [o for o in best.overrides if not o.startswith(("mesh=", "partition=", "batch="))]
-    step_label = f"step, {STAGE_WORDS[best.stage.value]}"
+    step_label = f"step, {best.stage.adjective}"
     numbers = [
         BigNumber("layout", layout, " ".join([best.candidate.target, *settings[1:]])),
         BigNumber("tokens/s/chip", f"{best.tokens_per_second_per_chip:,.0f}", f"MFU {percent(best.mfu or 0)}", True),

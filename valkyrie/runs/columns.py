@@ -33,8 +33,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 """Formatter of each unit. `bytes` is memory in powers of two, `sent` is bytes over a link in powers of ten."""
 TEXT_UNITS = ("text", "layout")
 """Units of text columns. In the HTML report, clicking a cell of unit `layout` opens the details of that layout."""
-TIME_UNITS = ("speed", "seconds")
-"""Units of time and speed. Such values are marked if the devices are simulated."""
 
 
 @dataclass(frozen=True)

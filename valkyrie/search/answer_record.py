@@ -18,6 +18,11 @@ class Stage(Enum):
     compile = "compile"
     measure = "measure"
 
+    @property
+    def adjective(self) -> str:
+        """The adjective for a step time of this stage, such as `compiled`."""
+        return f"{self.value.removesuffix('e')}ed"
+
 
 @dataclass(frozen=True)
 class Bottleneck:
