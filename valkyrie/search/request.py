@@ -1,4 +1,4 @@
-"""Parses the request of a search: slices, settings that may vary, compile budget, and tokens or dollars to plan for."""
+"""Parses the request of a search: slices, settings that may vary, time limit, and tokens or dollars to plan for."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class SearchRequest:
         partitions: Partitions to try. A setting such as `partition.zero1=true` applies to each of them.
         remats: Remat policies to try in addition to the run's.
         microbatches: The only count to try, or None to try several.
-        device_batches: Numbers of sequences that a device processes at a time, which decide the microbatches of each
-            layout. Empty if they may vary.
+        device_batches: Sequences per device and microbatch to try, which determine the microbatches of each layout.
+            Empty to use `microbatches`.
         search_batch: Whether to search the global batch too, instead of using that of the run.
         mesh: The only mesh to try, or None to try all.
         budget_s: Time limit in seconds for all compiles, and separately for all measurements. None for no limit.
@@ -76,14 +76,18 @@ class SearchRequest:
 
     @property
     def by_price(self) -> bool:
-        """Whether layouts are ranked by price: `tokens` or `budget_usd` is set, and every slice has a known price."""
+        """Whether layouts are ranked by price.
+
+        True if `tokens` or `budget_usd` is set, and the price of every slice is known and not 0.
+        """
         planned = self.tokens is not None or self.budget_usd is not None
         return planned and all(dollars(target, 1.0) for target in self.targets)
 
     def cost(self, layout: EstimatedLayout, step_s: float) -> float:
-        """Return the cost to rank layouts by: dollars per step if `by_price` and the price is known, else seconds.
+        """Return the cost to rank a layout by, if its step takes `step_s` seconds.
 
-        With `search_batch`, it is per sequence: dollars, or seconds times the number of chips.
+        The cost is dollars per step if `by_price`, else seconds per step. With `search_batch`, it is dollars per
+        sequence if `by_price`, else chip-seconds per sequence.
         """
         target = layout.group.target
         usd = dollars(target, step_s) if self.by_price else None
@@ -101,7 +105,7 @@ class SearchRequest:
 
     @property
     def command(self) -> list[str]:
-        """The user's arguments, without those for the layout, the slice and the search."""
+        """The user's arguments that apply to all layouts (see `shared_arguments`)."""
         return shared_arguments(self.run.arguments)
 
     def train_command(self, batch: int | None) -> list[str]:
@@ -115,7 +119,11 @@ class SearchRequest:
 
 
 def shared_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a search without those for the layout, the slice and the search."""
+    """Return the arguments of a search that apply to all its layouts.
+
+    Omits the search's own settings and the keys that select a slice or layout. Keeps settings that apply to
+    every slice or partition, such as `target.chip.hbm_gib` and `partition.gradient_sum`.
+    """
     flags, overrides = split_flags(arguments)
     search_keys = (*SEARCH_KEYS, "target.slices", "partition.schedule", "partition.rounds", "partition.zero1")
     keys = [(override, split_override(override)[0]) for override in overrides]
@@ -189,9 +197,9 @@ def _requested_partitions(partition: PartitionConfig, keys: Collection[str]) -> 
 
 
 def _requested_slices(run: Run, mode: SearchMode) -> list[TargetConfig]:
-    """Return the slices to compare. With `mode.shapes`, these include every available torus of each.
+    """Return the slices to compare or, with `mode.shapes`, all available shapes of each.
 
-    Raises ValueError if their speed is unknown or their settings are contradictory.
+    Raises ValueError for unknown names, illegal or contradictory settings, and slices of unknown speed.
     """
     target, named = run.config.target, mode.targets
     parsed = {t.name: t for t in (parse_target(name, files=config_names("target")) for name in named)}
@@ -218,7 +226,10 @@ def _requested_slices(run: Run, mode: SearchMode) -> list[TargetConfig]:
 
 
 def _apply_chip_settings(chip: ChipConfig | None, target: TargetConfig) -> TargetConfig:
-    """Return a slice with the run's settings of its chip. Raises ValueError if these are for another chip."""
+    """Return a slice with the chip settings that the run changes, if any.
+
+    Raises ValueError if the run changes the settings of another chip. `chip` is the chip of the run.
+    """
     if chip is None or chip == known_chips().get(chip.name):
         return target
     if target.chip is None or target.chip.name != chip.name:

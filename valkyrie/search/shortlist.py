@@ -22,7 +22,10 @@ MAX_CANDIDATES = 500
 MAX_EXAMINED = 10_000
 """Number of layouts per slice to examine, the fastest by estimate. Slower ones are ignored, even if they fit."""
 MAX_BATCHES = 3
-"""Maximum number of searched batches of a layout in a shortlist, the fastest per sequence. Some may not fit."""
+"""Maximum number of batches per layout if the search varies the batch. Keeps those that are fastest per sequence.
+
+More than one, because a compile may show that a batch does not fit.
+"""
 MAX_VARIANTS = 3
 """Maximum number of estimated layouts in an answer with the same chips, mesh and partition."""
 EQUALLY_FAST = 1.01
@@ -40,9 +43,10 @@ class MeshPartition(NamedTuple):
 def mesh_partition(layout: EstimatedLayout) -> MeshPartition:
     """Return the chips, mesh and partition of a layout.
 
-    Layouts with the same chips, mesh and partition have similar errors, so the ratio of compiled to estimated step time
-    of one corrects the estimates of the others. The ratio of measured to predicted step time only changes which layout
-    is measured next; the answer uses the median ratio of all measured layouts.
+    The estimates of layouts that agree in all three have similar errors. After one of them is compiled, its ratio of
+    compiled to estimated step time therefore corrects the estimates of the others. The ratio of measured to predicted
+    step time corrects them only to choose the next layout to measure. In the answer, the median of this ratio corrects
+    all layouts that were not measured.
     """
     candidate, chips_text = layout.candidate, describe_chips(layout.group.target)
     return MeshPartition(chips_text, candidate.mesh, f"{candidate.partition} {candidate.schedule.value}")
@@ -59,9 +63,10 @@ def chip_name(layout: EstimatedLayout) -> str:
 
 
 def without_torus(layout: EstimatedLayout) -> Candidate:
-    """Return a layout without its torus and placement, so that it compares equal on all tori with as many chips.
+    """Return a layout without its torus, its placement and, if the search varies it, its batch.
 
-    A batch that the search varies is removed too.
+    The same layout on two tori with the same number and kind of chips then compares equal. `target` becomes the text of
+    `describe_chips`.
     """
     return replace(layout.candidate, target=describe_chips(layout.group.target), placement=None, batch=None)
 
@@ -136,7 +141,10 @@ class Shortlist:
         return list(best.values())
 
     def equally_fast_slices(self, layout: EstimatedLayout) -> list[str]:
-        """Return the names of other slices with as many chips on which a layout is estimated to be equally fast."""
+        """Return the names of other slices where a layout with the same batch is as fast by estimate.
+
+        These slices have the same number and kind of chips, but another torus. See `EQUALLY_FAST`.
+        """
         candidate, longest = without_torus(layout), EQUALLY_FAST * layout.step_s
         same_batch = (e for e in self.fitting if e.batch == layout.batch and e.step_s <= longest)
         same_candidates = (e for e in same_batch if without_torus(e) == candidate)

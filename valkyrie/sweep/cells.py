@@ -1,7 +1,7 @@
 """Enumerates the cells of a sweep's space: every combination of its values, legal or refused. Does not import JAX.
 
-Some combinations are skipped and counted instead of refused, because the user did not list them one by one: enumerated
-meshes that a partition cannot use, meshes with the same sharding as another, and models outside the requested range.
+Some combinations are skipped and counted instead of refused: enumerated meshes that a partition cannot use, meshes that
+are duplicates under a partition (see `MeshEquivalence`), and models outside the requested range.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Cell:
 class Cells:
     """The cells (combinations of settings) of a sweep's space, in order of enumeration.
 
-    `skipped` has a problem with the reason for each skipped model, and for each mesh that was skipped for a partition.
+    `skipped` has the reasons for skipped combinations: one problem for each skipped model, and one for each mesh that
+    was skipped under a partition.
     """
 
     cells: list[Cell]

@@ -37,7 +37,8 @@ _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 class _JobKind:
     """Jobs that choose the same options of config groups and override the same keys.
 
-    The mesh and partition of the stored runs are arbitrary, because `Composer.compose_run` replaces them.
+    A mesh or partition that is set without composing (see `Composer`) may differ between these jobs. The stored runs
+    have that of the first job, and `Composer.compose_run` replaces it.
 
     Args:
         config: Configuration of the first job, composed by Hydra.
@@ -105,7 +106,10 @@ class Composer:
         return run.changed(**layout) if layout else run
 
     def compose_choice(self, group: str, name: str, fixed_overrides: Sequence[str]) -> Any:
-        """Return the choice `name` of `group` (mesh, partition or remat), composed together with `fixed_overrides`."""
+        """Return the config of the choice `name` of `group` (mesh, partition or remat).
+
+        It is composed together with `fixed_overrides`, unless it is a mesh given by its sizes.
+        """
         mesh = self._mesh(name) if group == "mesh" else None
         return mesh or getattr(self.compose_run([*fixed_overrides, f"{group}={name}"]).config, group)
 

@@ -41,7 +41,8 @@ _REPORT_EVERY_S = 10.0
 def run_trial(config: DictConfig) -> float:
     """Run and record the job that Hydra has composed. Returns tokens/s/chip, or 0.0 if unknown.
 
-    This is the task function of a multirun. Launchers may call it in any process. Raises the errors of `run_trials`.
+    This is the task function of a multirun. Launchers may call it in any process. Raises the errors of `plan_run` and
+    `run_trials`. Other ValueErrors of the configuration are recorded as a refused trial.
     """
     hydra = HydraConfig.get()
     sweep = replace(SweepContext.from_hydra(hydra), environment=job_environment(hydra))
@@ -75,7 +76,9 @@ def launch(
         runs: The composed run of each job, or None to compose them here.
 
     Raises:
-        ValueError: There is no job, `jobs` is below 1, or `jobs` is above 1 in a multirun on several hosts.
+        ValueError: There is no job, `jobs` is below 1, `jobs` is above 1 in a multirun on several hosts, or a job sets
+            `resume` in a mode that would continue that run.
+        OSError: A record cannot be written.
         KeyboardInterrupt: The user pressed Ctrl-C. Finished trials are recorded.
     """
     sweep_end = find_sweep_end(context)
@@ -155,7 +158,7 @@ def _plan_job(composer: Composer, overrides: Sequence[str], number: int, run: Ru
 
 
 def _compose_from_trained_run(overrides: Sequence[str], sweep: SweepContext) -> Run | None:
-    """Return the run of a job that reads a trained run (`mode=eval resume=RUN`), or None for other jobs."""
+    """Return the run of a job that reads the trained run named by `resume` or `name`, or None for other jobs."""
     values_by_key = key_values(overrides)
     if not reads_run(values_by_key.get("mode")) or not {"resume", "name"} & values_by_key.keys():
         return None

@@ -55,7 +55,7 @@ class CompilerOption:
 
 @cache
 def all_options() -> tuple[CompilerOption, ...]:
-    """Return all options, in the order that `mode=tune` tries them."""
+    """Return all options, in the order of `compiler_options.yaml`."""
     from omegaconf import OmegaConf
 
     rows = OmegaConf.to_container(OmegaConf.load(OPTIONS_FILE))
@@ -64,6 +64,6 @@ def all_options() -> tuple[CompilerOption, ...]:
 
 
 def options_for(chip: str) -> list[CompilerOption]:
-    """Return the options that may be worth setting on a chip, in the order that `mode=tune` tries them."""
+    """Return the options that a chip has, in the order of `compiler_options.yaml`, with `idle` set for this chip."""
     options = (option for option in all_options() if option.chips is None or chip in option.chips)
     return [replace(option, idle=chip in option.idle_on) for option in options]

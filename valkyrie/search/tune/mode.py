@@ -123,7 +123,11 @@ def _describe_options(options: Options) -> str:
 
 
 def _print_results(tuned: TunedRun, folder: Path, interrupted: bool, console: Console) -> None:
-    """Print the gain of the options, the YAML that sets them, and the command that trains with them."""
+    """Print the gain of the best settings, the YAML that sets them, and the command that trains with them.
+
+    If no attempt is faster than the baseline, prints that instead. If the search is incomplete, also prints how to
+    continue it.
+    """
 
     def print_line(line: str, style: str | None = None) -> None:
         console.print(line, style=style, markup=False, soft_wrap=True)
@@ -172,7 +176,10 @@ def option_gains(tuned: TunedRun) -> list[str]:
 
 
 def experiment_yaml(tuned: TunedRun) -> str:
-    """Return an experiment config that sets the best options. Comments describe its use and the gain of each option."""
+    """Return the YAML of an experiment config that sets the best compiler options and implementations.
+
+    Its comments describe how to use it, and the gain of each setting.
+    """
     record, steps = tuned.run.layout_record(), [duration(seconds) for seconds in (tuned.start_s, tuned.step_s)]
     lines = [
         "# @package _global_",

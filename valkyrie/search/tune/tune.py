@@ -70,17 +70,18 @@ def tune(
 ) -> TunedRun:
     """Find the compiler options and implementations with the shortest step.
 
-    Tries each value of each option in addition to the best options so far. If any was kept, a second round also tries
-    to remove kept options. Programs that are in the compile cache are not compiled again, unless `mode.cache=false`.
+    Tries the values of each option in addition to the best options so far. If any is kept, a second round tries some
+    values again, and tries to remove each kept option. Programs that are in the compile cache are not compiled again,
+    unless `mode.cache=false`.
 
     Raises ValueError if the target has no options to tune, or the baseline does not compile or does not fit.
 
     Args:
-        run: The run.
+        run: The run to tune. Its own settings are the baseline.
         candidates: Options to try, or None to try the chip's options and then other implementations of the blocks.
             Settings in the run's command are not varied.
-        budget_s: Time limit in seconds, or None. A compile that is running at the limit is stopped. The baseline
-            compile is limited only by `mode.time_limit_s`.
+        budget_s: Time limit in seconds, or None. At the limit, a running compile is stopped and the result has
+            `finished=False`. The baseline compile is limited only by `mode.time_limit_s`.
         on_result: Called with all results so far after each attempt.
         progress: Called with a status line during compiles.
     """
@@ -161,7 +162,7 @@ class _Tuner:
         self._mode = settings_for(CompileMode, run.config.mode)
         self._deadline = None if budget_s is None else time.monotonic() + budget_s
         self._baseline_options: Options = {}
-        """Compiler options of the baseline."""
+        """All compiler options of the baseline, whatever their origin. Values are text, as in `Option`."""
         self._defaults: Options = {}
         """Baseline options that the chip's YAML sets."""
         self._tried: set[_OptionsKey] = {frozenset()}
@@ -170,12 +171,12 @@ class _Tuner:
         self._step_seconds: dict[str, float] = {}
         """Step time in seconds, by digest of the module."""
         self._best_model: dict[str, Enum] = {}
-        """Model settings of the best so far."""
+        """Model settings that were changed for the best program so far, by key."""
         self._best_digest = ""
-        """Digest of the best module so far."""
+        """Digest of the module of the best program so far. Empty until the baseline is compiled."""
 
     def start(self) -> None:
-        """Compile the run without changes, the baseline. Raises ValueError if it has no step time."""
+        """Compile the baseline, which is the unchanged run. Raises ValueError if it does not compile or fit."""
         program = self._compile(self._run, "baseline", budgeted=False)
         if program.step_s is None:
             does_not_fit = program.compiled.outcome.shortage is not None
@@ -196,7 +197,7 @@ class _Tuner:
         self._report(self.tuned)
 
     def try_options(self, candidates: Sequence[CompilerOption]) -> None:
-        """Try the candidates that the user has not set and, if any are kept, try them a second time.
+        """Try all candidates that the user has not set. If any is kept, continue with a second round.
 
         Options that the chip's YAML sets are tried last, because these defaults were chosen with care.
         """
@@ -239,10 +240,10 @@ class _Tuner:
         yield from self._combinations(untried)
 
     def _second_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
-        """Yield a combination of all options that changed nothing in the first round, then moves for the other options.
+        """Yield a combination of all options that changed nothing in the first round, then moves for single options.
 
         For each option that changed the program, yields its removal if it was kept and, unless it is a switch, each of
-        its values again.
+        its values that compiled and fit. Options of which no value compiled and fit are not tried again.
         """
         idle: dict[str, Options] = {}
         active: list[tuple[CompilerOption, list[Options]]] = []
@@ -261,7 +262,7 @@ class _Tuner:
             yield from map(_Move, settings)
 
     def _combinations(self, settings: Sequence[Options]) -> Iterator[_Move]:
-        """Yield all settings combined. If the program changes, bisect the settings to find those with an effect."""
+        """Yield all settings combined. Unless the program stays the same, bisect them to find those with an effect."""
         if len(settings) < 2:
             yield from map(_Move, settings)
             return
@@ -279,7 +280,7 @@ class _Tuner:
 
         Adopts the new settings if the step is at least `MIN_GAIN` shorter or, when the move removes an option, not
         longer. Does not adopt a combination for a shorter step, because its parts are tried next. Skips settings that
-        were already tried.
+        were already tried, and model settings that are illegal for the run.
         """
         best, model = self.tuned, self._best_model | move.model
         options = best.options | move.options
