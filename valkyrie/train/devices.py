@@ -40,7 +40,7 @@ class Devices:
 
     @property
     def chips(self) -> float:
-        """Number of chips. A device without a known chip, such as a simulated one, counts as one."""
+        """Number of chips. If the chip is unknown, each device counts as one chip."""
         return len(self.devices) / (1 if self.chip is None else self.chip.devices)
 
     @property
@@ -84,8 +84,8 @@ def environment_problems() -> list[Problem]:
 def device_problems(run: Run) -> list[Problem]:
     """Check that this machine has or can simulate the run's devices. Returns at most one problem. Does not import JAX.
 
-    Checks `JAX_PLATFORMS`, the number of simulated devices, and whether the machine has accelerators, judging by device
-    files.
+    Checks `JAX_PLATFORMS`, the number of simulated devices (unless `force=true`), and whether the machine has device
+    files of accelerators.
     """
     target, mesh = run.config.target, run.config.mesh
     forced_platform, platform = os.environ.get("JAX_PLATFORMS"), get_platform(target.platform)
@@ -114,9 +114,12 @@ def _platforms_message(reason: str) -> str:
 
 
 def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
-    """Return the devices for the run's mesh. Raises ValueError if the machine's devices do not match mesh and target.
+    """Return the devices for the run's mesh: the first ones that JAX lists.
 
-    Call it before anything else initialises a JAX backend, which fixes the number of CPU devices.
+    Call this before anything else initialises a JAX backend, because the number of CPU devices is fixed afterwards.
+
+    Raises ValueError if JAX finds no devices, if they do not match the mesh and the target, if the size of the mesh is
+    not divisible by the number of processes, or if the processes list the devices in different orders.
     """
     config = run.config
     mesh, target = config.mesh, config.target
@@ -175,9 +178,10 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
 
 
 def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Team = ALONE) -> Devices:
-    """Configure JAX and return the run's devices. Raises ValueError if this machine lacks them.
+    """Configure JAX and return the run's devices.
 
-    `say` prints a line if compiled programs cannot be cached.
+    If compiled programs cannot be cached, calls `say` (unless it is None) with the reason. Raises ValueError if an
+    environment variable has an unusable value, or if this machine lacks the devices.
     """
     refuse(machine_problems(run))
     configure_jax(run, say)
@@ -187,8 +191,9 @@ def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Tea
 def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
     """Configure JAX for this process: its platform, its persistent compilation cache, and `debug=nans`.
 
-    If the cache cannot be written, JAX runs without it, and the reason is passed to `say` (ignored if None). If libtpu
-    is the only plugin and there is no TPU, the platform is the CPU.
+    If libtpu is the only plugin and there is no TPU, the platform is the CPU. The cache is a subfolder of `cache_root`,
+    unless `JAX_COMPILATION_CACHE_DIR` is set. If the subfolder cannot be written, JAX runs without a cache, and `say`
+    (unless it is None) is called with the reason.
     """
     import jax
 

@@ -47,10 +47,10 @@ def generate(
 ) -> Iterator[str]:
     """Yield the continuation of `prompt` as it is sampled: `tokens` tokens, or fewer if the document ends.
 
-    A string is read after a BOS token. A `Text` is continued from its state, and updated with every token. Sampling a
-    text in several calls gives the same tokens as a single call, up to rounding: unbounded attention sums a longer key
-    cache in another order. Incomplete UTF-8 characters are held back until their last byte. See `sample` for
-    `temperature` and `top_k`.
+    A string is read after a BOS token. A `Text` is continued from its state, and updated with every token. Several
+    calls sample the same tokens as a single call, except for rounding differences: the size of the key cache, over
+    which attention without a window sums, depends on `tokens`. Incomplete UTF-8 characters are held back until their
+    last byte. See `sample` for `temperature` and `top_k`.
     """
     text = begin_text(tokenizer, prompt) if isinstance(prompt, str) else prompt
     if tokens == 0 or text.ended:
@@ -164,8 +164,9 @@ class Completer:
             tokens: Maximum number of tokens of a continuation. It is shorter if the document ends.
             batch: Prompts sampled at a time.
             seed: Seed of the samples.
-            ended: Called with the index of a prompt and its continuation so far. Returns whether to stop there. A
-                batch ends once this is true for every continuation that is not complete.
+            ended: Called with the index of a prompt and its continuation so far. Returns whether the continuation
+                needs no more tokens. A batch ends once each continuation needs no more, has `tokens` tokens or has
+                reached the end of its document, so a continuation may be longer than it needs to be.
             stopped: Returns whether to abandon the sampling.
         """
         ids = [[self._tokenizer.bos_id, *map(int, self._tokenizer.encode_ordinary(prompt))] for prompt in prompts]
@@ -191,9 +192,9 @@ class Completer:
     def _sample_texts(
         self, parameters: Any, ids: Sequence[Sequence[int]], keys: jax.Array, length: int, tokens: int
     ) -> Iterator[list[tuple[str, bool]]]:
-        """Yield one (text so far, is_finished) pair per prompt, after every `_CHUNK_TOKENS` of `length` steps.
+        """Yield a list of (continuation so far, is_finished), one per prompt, every `_CHUNK_TOKENS` of `length` steps.
 
-        `is_finished` is True if the document ended or has `tokens` tokens.
+        `is_finished` is True if the document has ended or the continuation has `tokens` tokens.
         """
         prompts = np.full((len(ids), length), -1, np.int32)
         for row, prompt in enumerate(ids):
@@ -211,9 +212,9 @@ class Completer:
             ]
 
     def _decode_text(self, sampled: np.ndarray, tokens: int) -> tuple[str, bool]:
-        """Decode at most `tokens` tokens, up to the end of the document.
+        """Decode at most `tokens` sampled tokens, up to the end of the document.
 
-        Returns (text, is_finished). `is_finished` is True if the document ended or has `tokens` tokens.
+        Returns (text, is_finished). `is_finished` is True if the document has ended or `tokens` tokens are sampled.
         """
         ids, end_indices = sampled[:tokens], np.flatnonzero(sampled[:tokens] == self._tokenizer.bos_id)
         is_finished = bool(len(end_indices)) or len(ids) == tokens

@@ -183,10 +183,11 @@ class MemoryEstimator:
 
     @cached_property
     def _fetched_activations(self) -> tuple[list[tuple[SavedActivation, np.ndarray]], np.ndarray]:
-        """Keys and values that a device fetches from other shards of the sequence, in bytes per device.
+        """Activations that a device fetches from other shards of the sequence, such as keys and values.
 
-        The first part is a list of (activation, bytes for all microbatches in flight) over all layers. The second part
-        is the bytes of the first group of layers, for one microbatch.
+        A pair. Its first item lists (activation, bytes) for each layer of each group. The activations have no name, and
+        the bytes count all repetitions of the group and all microbatches in flight. The second item is the bytes of
+        the first group of layers, for one microbatch. All sizes are per device.
         """
         layouts, model, activations, group_bytes = self.layouts, self.run.model, [], np.zeros(len(self.layouts))
         local_positions = self.run.config.seq / layouts.parts(layouts.activations[SEQ])
@@ -213,7 +214,10 @@ class MemoryEstimator:
 
     @cached_property
     def _working_sets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes per device of the logits in memory at once, and of the activations of one group of blocks."""
+        """Bytes per device of the logits in memory at the same time, and of the activations of one group of layers.
+
+        With a pipeline, the activations include the residual stream of all microbatches.
+        """
         layouts, model, microbatches = self.layouts, self.run.model, self.layouts.microbatches
         logits, group, is_pipelined = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
         for activation in model.working_activations():

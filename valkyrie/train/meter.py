@@ -119,7 +119,7 @@ class Meter:
     def summary(self) -> dict[str, float | None]:
         """Return `first_step_s`, `step_p90_s` (the 90th percentile of the other step times) and `rates()` of all steps.
 
-        Times are in seconds, and None before the first or the second step has finished.
+        Times are in seconds. `first_step_s` is None until the first step has finished, other values until the second.
         """
         sorted_times = sorted(self.step_times)
         p90 = sorted_times[min(len(sorted_times) - 1, math.ceil(0.9 * len(sorted_times)) - 1)] if sorted_times else None

@@ -120,9 +120,9 @@ def evaluate(run: Run) -> int:
 
 
 def generate(run: Run) -> int:
-    """Print the prompt and its continuation by a trained run, while it is sampled. Returns 0.
+    """Print the prompt, then its continuation by a trained run as it is sampled. Returns 0.
 
-    With `mode.keep`, continues the saved text of that name instead.
+    With `mode.keep`, continues the saved text of that name instead, or begins it with the prompt, and saves it.
     """
     with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
@@ -202,9 +202,12 @@ def _to_stderr(line: str) -> None:
 def _continue_saved_text(
     program: StepProgram, step: int, parameters: Any, tokenizer: Tokenizer, path: Path, team: Team
 ) -> None:
-    """Continue the text that is saved as `mode.keep`, or start it with the prompt.
+    """Continue the text in `path`, or begin a new one with the prompt if there is no such file.
 
-    Prints the text with its continuation, and saves it with the model's state. A single process also saves it after
+    If the prompt is not the one that began the saved text, it is appended before the continuation. If another
+    checkpoint generated the saved text, the model reads the text again from the start.
+
+    Prints the text with its continuation, and saves both with the model's state. A single process also saves them after
     Ctrl-C.
     """
     import jax

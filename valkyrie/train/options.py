@@ -33,7 +33,7 @@ class Option:
 
     Args:
         name: Name of the option.
-        value: Value as text, or None if the user removed a default of the chip.
+        value: Value as text, or None if the user removed an option that the chip or Valkyrie sets.
         set_by: Origin: `CHIP`, `USER`, `VALKYRIE` or `TO_FIT`.
     """
 
@@ -46,12 +46,13 @@ class Option:
 
 
 def collect_options(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option]:
-    """Return the compiler options with their origins, including removed defaults of the chip.
+    """Return the compiler options with their origins, including options that the user removed.
 
     Args:
-        chip: The chip, or None. An option with the value of the chip's shipped YAML counts as its default. Defaults
-            that the installed compiler no longer accepts (`xla_options_until`) are left out.
-        computed: Options set by Valkyrie. Options of the chip override them.
+        chip: The chip with the user's changes, or None. An option with the same value in the chip's shipped YAML counts
+            as a default of the chip, any other as set by the user. Defaults that the installed compiler no longer
+            accepts (`xla_options_until`) are left out.
+        computed: Options set by Valkyrie. Options of `chip` override them.
     """
     requested_options = dict(chip.xla_options) if chip else {}
     shipped_options = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}

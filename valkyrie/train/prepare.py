@@ -35,7 +35,8 @@ class Inputs(NamedTuple):
 def prepare_run(run: Run, console: Console, team: Team = ALONE, interrupt: Interrupt | None = None) -> Inputs:
     """Prepare the tokenizer, the data and the devices of a run, and print a line about the data and the devices.
 
-    A signal that `interrupt` handles ends the process after the partial data is deleted.
+    If a signal that `interrupt` handles arrives while the data is prepared, partial data is deleted before the process
+    ends.
 
     Raises ValueError if this machine lacks the devices or cannot judge code that the run evaluates, or if the model
     does not match the data or the tokenizer.
@@ -101,7 +102,10 @@ def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
 
 
 def _prepare_data(run: Run, console: Console, team: Team) -> Dataset:
-    """Prepare the data on process 0 first, so that processes that share its cache find the data there."""
+    """Prepare the data on process 0 first, so that processes that share its cache find the data there.
+
+    Raises ValueError if the data differs between processes.
+    """
     if not team.is_leader:
         team.wait("data of process 0")
     data = run.config.data.open(run.tokenizer, team, console.print)

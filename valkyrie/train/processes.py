@@ -58,7 +58,10 @@ def agree_on_versions(team: Team) -> None:
 
 
 def agree_on_configuration(team: Team, run: Run) -> None:
-    """Check that all processes have the same settings. Raises ValueError, naming the keys that differ."""
+    """Check that all processes have the same settings, except for `distributed`.
+
+    Raises ValueError, naming the keys that differ.
+    """
     settings = {key: value for key, value in run.record().items() if key != "distributed"}
     team.agree("configuration", {key: repr(value) for key, value in flatten(settings).items()})
 
@@ -103,8 +106,9 @@ def redirect_to_log(team: Team, folder: Path) -> None:
 def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[None]:
     """End all processes after an error in this one. JAX's own shutdown would wait for the others.
 
-    ValueError and OSError are printed as a message after the name of the `command`, and end the processes with status
-    2. SystemExit ends them with its status. All other exceptions are printed with a traceback, with status 1.
+    After ValueError or OSError, prints the name of the `command` and the message, and all processes end with status 2.
+    SystemExit ends this process with its status. Any other exception is printed with its traceback and ends this
+    process with status 1. In these two cases, the other processes end with status `LOST`, or 2 if this one ends with 2.
     """
     try:
         yield

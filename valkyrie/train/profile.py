@@ -42,8 +42,9 @@ def tracing(folder: Path) -> Iterator[list[Path]]:
 class ProfileWindow:
     """The traced steps of a training run: `profile=100-105` traces steps 100 to 105.
 
-    The profiler names its files by host and second, so each process traces into a temporary folder. Its files are then
-    moved to the run folder and named by host and process, which xprof shows as the hosts of one run.
+    The profiler names its files by host and second, so files of processes on the same host could collide. Therefore
+    each process traces into a temporary folder. At the end, it moves its files to the run folder and names them by host
+    and, if there are several processes, by its index. xprof shows each process as a host of the same run.
     """
 
     def __init__(self, steps: str | None, folder: Path, *, team: Team = ALONE) -> None:
