@@ -98,9 +98,9 @@ def _only_with_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_configs_once() -> None:
-    """Cache the YAML files that Hydra reads: this repository's, Hydra's own, and the schemas.
+    """Cache the configs that Hydra loads: YAML files of this repository and of Hydra, and Valkyrie's schemas.
 
-    Halves the time to compose.
+    Halves the time to compose a run. Configs of a user's folder are not cached, because they may change.
     """
     from hydra._internal.sources_registry import SourcesRegistry
 
@@ -220,9 +220,9 @@ class Command(NamedTuple):
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """A function that composes the run for its arguments of `valkyrie-train`, and returns a `Command`.
+    """A function that calls `valkyrie-train` with its arguments in `tmp_path`, and returns a `Command`.
 
-    The mode of the run is not executed.
+    The run is composed, but its mode is not executed.
     """
     from valkyrie.cli import dispatch
 

@@ -71,7 +71,7 @@ MODELS = config_names("model", "*_tiny")
 LANGUAGE_MODELS = [model for model in MODELS if not model.startswith("trm_")]
 """Tiny models that predict tokens. The other tiny models solve puzzles."""
 MODELS_WITH_UNIQUE_LAYERS = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
-"""Tiny models without `s5_tiny` and `longformer_tiny`, because `valkyrie_tiny` has the layers of both."""
+"""All tiny models except `s5_tiny` and `longformer_tiny`, because `valkyrie_tiny` has the layers of both."""
 PARTITIONS = config_names("partition")
 PIPELINE_PARTITIONS = [
     name for name in PARTITIONS if "layers" in read_config("partition", name, PartitionConfig).parameters
@@ -135,7 +135,7 @@ def shared_run(*arguments: str) -> Run:
 
 @lru_cache
 def small_overrides(model: str) -> tuple[str, ...]:
-    """Return overrides that select a model and shrink it, its batch and its sequences."""
+    """Return overrides that select a model, shrink it, its batch and its sequences, and set a small learning rate."""
     config = compose_config(f"model={model}")
     overrides = [f"{key}={value}" for key, value in SMALL_SETTINGS.items() if OmegaConf.select(config, key) is not None]
     windows = OmegaConf.select(config, "model.attention.windows")

@@ -73,7 +73,11 @@ CHIPS = {
 
 
 def make_topology(shape: Sequence[int], slices: int = 1, wrap: Sequence[bool] | None = None) -> Topology:
-    """Return a topology. By default, its axes wrap around as on Cloud TPU slices with the same number of axes."""
+    """Return the topology of one or more slices of a shape.
+
+    `wrap` says which axes wrap around. By default, they do as on Cloud TPU: in two dimensions, each axis of 16 chips,
+    otherwise all axes if the length of each is a multiple of 4.
+    """
     if wrap is None:
         wrap = [n == 16 for n in shape] if len(shape) == 2 else [all(n % 4 == 0 for n in shape)] * len(shape)
     return Topology(tuple(shape), tuple(wrap), (2, 2, 1)[: len(shape)], slices)

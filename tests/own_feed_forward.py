@@ -1,4 +1,7 @@
-"""Writes a user's folder with a gated feed-forward that returns an auxiliary loss and a metric, and a model with it."""
+"""Writes a user's folder with a module, a model and a partition.
+
+The module has a gated feed-forward that returns an auxiliary loss and a metric.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def memory_text(size: int | float | None) -> str:
 
 
 def decimal_bytes_text(size: int | float) -> str:
-    """Format bytes sent over a link or stored in files, in decimal units (GB, MB or kB)."""
+    """Format bytes sent over a link or stored in files, in decimal units (GB, MB, kB or B)."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

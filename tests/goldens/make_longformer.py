@@ -1,10 +1,10 @@
-"""Write longformer.npz: outputs of transformers' Longformer self-attention for a fixed input, in float64.
+"""Write longformer.npz: outputs of transformers' Longformer self-attention for a fixed input.
 
     pip install transformers==5.23.0 torch==2.13.0 && python tests/goldens/make_longformer.py
 
-Stores the projections instead of the hidden states, so that the golden file covers attention alone. The window has
-WINDOW keys on either side (Valkyrie's `window` also counts the token itself). Each sequence has two global tokens, and
-the second one ends with padding.
+Computes in float64 and stores float32. Stores the projections instead of the hidden states, so that the golden file
+covers attention alone. The window has WINDOW keys on either side (Valkyrie's `window` also counts the token itself).
+Each sequence has two global tokens. The second sequence ends with padding.
 """
 
 from __future__ import annotations

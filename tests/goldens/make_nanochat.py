@@ -4,7 +4,7 @@
     python tests/goldens/make_nanochat.py FOLDER     (FOLDER: a checkout of karpathy/nanochat at 92d63d4)
 
 The version of October 2025 is transformers' NanoChatForCausalLM. The version of July 2026 is nanochat's own gpt.py,
-with a context long enough for its short windows. Weights are not stored: `random_weights` computes them from
+with a context longer than its short windows. Weights are not stored: `random_weights` computes them from
 their names and shapes.
 """
 
@@ -73,7 +73,11 @@ def nanochat_2026() -> tuple[np.ndarray, str]:
 
 
 def muon_steps() -> dict[str, np.ndarray]:
-    """Return a `tall` and a `wide` matrix before (`first`) and after (`last`) two steps of Muon, and `gradients`."""
+    """Return the arrays of two Muon steps for a `tall` and a `wide` matrix, by name.
+
+    `muon_tall_first` is the matrix before the steps, `muon_tall_last` the matrix after them, and `muon_tall_gradients`
+    the gradient of each step.
+    """
     from nanochat.optim import muon_step_fused
 
     rng, arrays = np.random.default_rng(2), {}

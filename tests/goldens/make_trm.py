@@ -5,7 +5,8 @@
     PYTHONPATH=TinyRecursiveModels python tests/goldens/make_trm.py
 
 Runs two float32 training steps without exploration, for a model with attention and one with an MLP over the sequence
-(`mlp_t`). Weights are rounded to float16 before the reference runs, so the stored float16 weights are exact.
+(`mlp_t`). The weights are not updated between the steps. They are rounded to float16 before the reference runs, so the
+stored float16 weights are exact.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ def main() -> None:
 
 
 def run_variant(config: dict) -> dict[str, np.ndarray]:
-    """Return a variant's weights and, for each step, the batch, losses, gradient norms, carry, and puzzle embeddings.
+    """Return a variant's weights (`weights.NAME`) and the results of both steps (`step_1.NAME`, `step_2.NAME`).
 
-    The embedding table is the one after its update.
+    The results are the batch, losses, gradient norms, carry, and `table_after`: a copy of the puzzle embeddings,
+    updated with the gradient of this step alone.
     """
     torch.manual_seed(1)
     model = TinyRecursiveReasoningModel_ACTV1(config)

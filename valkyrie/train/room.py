@@ -1,7 +1,7 @@
-"""Compares a run with device memory before any array exists.
+"""Checks whether a run fits in device memory before its arrays are allocated, and explains out-of-memory errors.
 
 Refuses runs whose parameters, optimizer state and gradients do not fit, warns if the activations may not fit, and
-suggests runs that fit.
+suggests settings that fit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SLICE_ADVICE = "Use `mode=compile target=v5p-64` to check whether it fits on a 
 
 
 class DoesNotFit(ValueError):
-    """A run needs more memory than its devices have, because its arrays alone exceed it or an allocation failed."""
+    """The parameters, optimizer state and gradients of a run exceed its devices' memory, or an allocation failed."""
 
 
 def check_room(
@@ -39,15 +39,16 @@ def check_room(
 ) -> None:
     """Check that a run fits in the memory of its devices. Does nothing if the size of the memory is unknown.
 
-    Raises DoesNotFit if parameters, their average, optimizer state and gradients alone exceed the memory, unless
-    `force=true`. On simulated devices, which share the host's memory, this is a plain ValueError. Warns if the
-    estimate with activations exceeds the memory.
+    Raises DoesNotFit if the parameters, their average, the optimizer state and the gradients alone exceed the memory,
+    unless `force=true`. Simulated devices share the host's free memory; for them, the error is a plain ValueError.
+    Warns if the estimate with activations exceeds the memory, or half of the memory for simulated devices
+    (`_CPU_ESTIMATE_FACTOR`).
 
     Args:
-        program: step of the run.
-        devices: devices of the run.
-        training: whether the run trains. If not, gradients do not count, and there is no warning.
-        say: called with the warning. None for no warning.
+        program: Step program of the run.
+        devices: Devices of the run.
+        training: Whether the run trains. If not, gradients do not count, and there is no warning.
+        say: Prints the warning. None for no warning.
     """
     run = program.run
     available = _available_bytes(devices)

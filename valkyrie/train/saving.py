@@ -41,12 +41,14 @@ def shared_folder(folder: Path, config: CheckpointConfig) -> Path | None:
 
 
 def refuse_missing_checkpoints(folder: Path, config: RunConfig) -> None:
-    """Raise ValueError if a run saved checkpoints in `checkpoint.folder` that are gone, such as on an unmounted disk.
+    """Raise ValueError if a run's checkpoints in `checkpoint.folder` are missing, for example on an unmounted disk.
 
-    Every start creates the run's subfolder of a local `checkpoint.folder`, so a run that reached a step without it has
-    lost it. A bucket has no empty folders, so there a run has lost checkpoints only if it reached `checkpoint.every` or
-    ended after a save. Passes if this host has fast checkpoints of the run, or if `checkpoint.folder` now names a place
-    that has the subfolder.
+    They are missing if the run has finished a step, but its subfolder of `checkpoint.folder` does not exist. Every
+    start creates a local subfolder before the first step. A bucket has no empty folders, so there the run must also
+    have reached step `checkpoint.every`, or a start must have finished or been preempted, which saves.
+
+    Passes if this host has fast checkpoints of the run, if the run has a subfolder in the `checkpoint.folder` of
+    `config`, or if the checkpoints are in the run folder.
     """
     root, new_root = checkpoint_root(folder), configured_root(folder, config.checkpoint.folder)
     with bucket_errors(root), bucket_errors(new_root):

@@ -16,7 +16,7 @@ from valkyrie.paths import is_disk_full
 
 
 def make_console() -> Console:
-    """Return the console of a command. If stdout is not a terminal, it is 140 columns wide and flushed line by line."""
+    """Return the console of a command. Output to a file or a pipe is 140 columns wide and flushed after every line."""
     if not sys.stdout.isatty() and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     return _Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)

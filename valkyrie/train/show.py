@@ -69,10 +69,11 @@ def show_run(run: Run, console: Console) -> None:
 
 
 def _axes_without_rule(layout: Layout, parameters: Iterable[Parameter]) -> list[str]:
-    """Return the logical axes of matrices that model parallelism does not split because none of their axes has a rule.
+    """Return the logical axes without a partition rule, in the matrices that model parallelism (MP1) leaves unsplit.
 
-    Empty without a mesh axis for model parallelism (MP1). Rules for `embed` and layers are ignored. Matrices with any
-    other rule are skipped, even if it has no effect on this mesh, as for heads that the mesh axis does not divide.
+    Skips a matrix if the partition has a rule for any of its axes, even if the rule has no effect on this mesh, for
+    example because the mesh axis does not divide the number of heads. Rules for `embed` and layers do not count, and
+    these axes are not returned. Empty if no mesh axis has the role MP1.
     """
     mesh_axes = {axis for axis, role in layout.roles.items() if role.kind is RoleKind.MP1}
     matrices = [spec for spec in parameters if spec.group == "matrix"] if mesh_axes else []

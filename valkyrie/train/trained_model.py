@@ -38,11 +38,13 @@ class TrainedModel:
     program: StepProgram = field(repr=False)
 
     def __call__(self, tokens: np.ndarray | jax.Array | Sequence[Sequence[int]]) -> jax.Array:
-        """Return the float32 logits of the token after every position, of shape (batch, seq, vocab).
+        """Return float32 logits of shape (batch, seq, vocab), which predict the token after every position.
 
-        Each row of `tokens`, of shape (batch, seq), is one document. Any shape works: rows and positions are padded
-        to multiples of their shards. Each new shape is compiled once. Raises ValueError if there are more positions
-        than the model has, or if a token is not in its vocabulary.
+        `tokens` is an integer array of shape (batch, seq), and each row is one document. The mesh does not limit batch
+        or seq: both are padded to multiples of their shards. Each new shape is compiled once.
+
+        Raises ValueError if rows differ in length, if `tokens` is empty or not a two-dimensional integer array, if
+        there are more positions than the model has, or if a token is not in its vocabulary.
         """
         try:
             ids = np.asarray(tokens)

@@ -74,7 +74,8 @@ class FitResult:
         state: The last state.
         summary: The run's summary, as in `metrics.jsonl`.
         interrupted: Whether the training was stopped before its last step.
-        preempted: Whether the training was stopped by a preemption of its machine.
+        preempted: Whether a preemption of the machine requested a stop (`Interrupt.preempted`). If that was during the
+            last step, `interrupted` is false.
     """
 
     program: StepProgram
@@ -108,18 +109,22 @@ def fit(
         devices: Devices to train on.
         dataset: The prepared data.
         tokenizer: Tokenizer of the data, or None if the data is not text.
-        folder: The run folder, from `run_folder`. If another training run has created it since, a new one is used.
+        folder: The run folder, from `choose_run_folder`. If this is a new folder that another run has created in the
+            meantime, a different one is used.
         console: Where progress is printed.
-        interrupt: Its signals stop the training after it has saved. None in notebooks, which have their own handlers.
+        interrupt: Requests a stop on a signal. The training then finishes its step, saves and returns. None in
+            notebooks, which handle signals themselves; this also disables the watchdog.
         team: The processes of the run.
         began: Unix time when the command started, or None for now.
 
     Raises:
         DivergedError: Loss or gradients are no longer finite.
         FolderGoneError: The run folder was deleted.
-        NotSavedError: The last state could not be saved. Or, with several processes, a durable save failed.
+        FloatingPointError: With `debug=nans`, an operation produced a NaN.
+        NotSavedError: The last state could not be saved, or a durable save failed in a run with several processes.
         DiskError: The run folder cannot be written, or the bucket in `checkpoint.folder` cannot be reached.
-        ValueError: The checkpoint or the data does not match the run, or this machine lacks memory.
+        ValueError: The run does not fit in memory, another process writes its folder, its checkpoints are missing or
+            damaged, or its checkpoint, its data or `checkpoint.best` does not match it.
     """
     config, began = run.config, began or time.time()
     handles_signals, interrupt = interrupt is not None, interrupt or Interrupt(multiprocess=team.count > 1)
@@ -245,7 +250,7 @@ def _train_steps(
 
 
 def _step_metrics(values: dict[str, np.ndarray], progress: Progress) -> StepMetrics:
-    """Combine the values that step `progress.step` returned with the current rates, and decide whether to log them."""
+    """Return the metrics of step `progress.step`: its `values`, the current rates, and whether to log them."""
     config, step = progress.program.run.config, progress.step
     first_names = ("loss", "grad_norm", "learning_rate", "tokens")
     other_names = sorted(name for name, value in values.items() if name not in first_names and np.ndim(value) == 0)

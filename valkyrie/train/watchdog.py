@@ -85,7 +85,7 @@ class Watchdog:
         self._stop_event.set()
 
     def step(self, step: int) -> None:
-        """Record that a step begins. The time since the previous call counts as the duration of the previous step."""
+        """Record that a step begins. This also ends the previous step, unless `resting` has already ended it."""
         now = self._clock()
         if self._running_step is not None:
             self._step_times.append(now - self._running_step[1])
@@ -142,7 +142,7 @@ class Watchdog:
                 return self._end_run(line)
 
     def _end_run(self, line: str) -> None:
-        """Make all processes of the run print their stacks, and end them."""
+        """End all processes of the run after each has printed its stacks. `line` is the message of `check`."""
         prefix = f"process {self._team.index}: " if self._team.count > 1 else ""
         self.print_stacks(f"{prefix}{line}: stacks of all threads of this process:")
         self._team.fail(LOST, line)
