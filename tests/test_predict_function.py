@@ -97,7 +97,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def module_text(proto: bytes) -> str:
-    """Return a module as text, to compare it with others. Serialised modules also have ids that differ by process."""
+    """Return a serialised HLO module as text, without the ids that differ between processes."""
     hlo: Any = importlib.import_module("jaxlib._hlo")
     return hlo.XlaComputation(proto).as_hlo_module().to_string()
 
@@ -231,7 +231,10 @@ def test_the_examples_of_several_shardings_run_as_written(
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Replace the compiler process by this Python code, in which `folder` is the folder of the request."""
+    """Make compiler processes run `code` instead. In it, `folder` is the folder of the request.
+
+    The test must use the fixture `pid`, the file to which the process writes its id.
+    """
     prefix = "import os, sys, time; folder = sys.argv[1]; open('{pid}', 'w').write(str(os.getpid()));"
     monkeypatch.setattr(
         lowered_programs,

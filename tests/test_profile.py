@@ -107,7 +107,7 @@ def test_a_real_trace_has_every_run_of_every_collective():
 
 
 def times_of(**seconds: float) -> list[CollectiveTime]:
-    """Return the times of the collectives in `TWO_GROUPS`, in seconds by mesh axis."""
+    """Return collective times of `TWO_GROUPS`: `x` seconds of the all-reduce, and `z` seconds of the all-gather."""
     kinds = {"x": "all-reduce", "z": "all-gather"}
     return [CollectiveTime(kinds[axis], (axis,), value) for axis, value in seconds.items()]
 

@@ -1,4 +1,4 @@
-"""Tests of the published runs: every row of the table composes to a legal run of the stated size."""
+"""Tests of the published runs: legal rows, tables of errors, corrections of step times, and error intervals."""
 
 from __future__ import annotations
 

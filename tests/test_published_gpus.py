@@ -1,6 +1,6 @@
 """Tests of estimates against published GPU runs.
 
-The constants are fitted to the other groups of runs (experiments/search/gpus.py).
+Each group of runs is estimated with constants that are fitted to the other groups (experiments/search/gpus.py).
 """
 
 from __future__ import annotations

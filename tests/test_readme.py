@@ -78,9 +78,9 @@ def section(page: str, heading: str) -> str:
 
 SPANS = [span for page in PAGES.values() for span in spans(page)]
 TYPED = [line for page in PAGES.values() for line in COMMAND.findall(fenced(page)) if "FOLDER" not in line]
-"""Commands in fenced blocks, except those with a user's folder, which `test_own_block` runs."""
+"""Commands in fenced blocks, except those with the placeholder FOLDER."""
 WITHIN = [span for span in SPANS if re.match(r"valkyrie-\w+ ", span) and "FOLDER" not in span and "ZONE" not in span]
-"""Commands in sentences and tables."""
+"""Commands in sentences and tables, except those with the placeholders FOLDER or ZONE."""
 COMMANDS = list({line.partition(" #")[0].rstrip(): line for line in WITHIN + TYPED}.values())
 """All commands without duplicates, each with its comment if it has one."""
 
@@ -184,7 +184,7 @@ SETTINGS = [span for span in SPANS if re.fullmatch(r"[a-z][\w./]*=[^ ,=]\S*", sp
 
 KEYS = {setting.split("=")[0] for setting in SETTINGS} - {"quiet"}
 SEARCHED = {"batch=auto", "batch=N", "device_batch=[2,4,8]"}
-"""Settings in the documentation that become settings of `mode=search`, so the config does not have these values."""
+"""Documented settings that do not compose: shorthand that only `mode=search` expands, and the placeholder N."""
 
 
 @pytest.mark.parametrize("key", sorted(key for key in KEYS if not key.startswith("hydra")))
@@ -259,11 +259,11 @@ def test_target_names_count_cores_or_chips_as_stated():
 
 REPORT = section(SEARCH, "Predict one layout").split("```")[3]
 ROWS = {name.split("`")[1]: tuple(number(cell) for cell in cells) for name, *cells in table(SEARCH, "`partition=`")}
-"""Peak memory in GiB, step time in ms, tokens/s/chip and MFU in percent, for each partition in the README's table."""
+"""Peak memory in GiB, step time in ms, tokens/s/chip and MFU in percent, for each partition in a table of `SEARCH`."""
 
 
 def compiled_run(partition: str) -> Run:
-    """Return the run of the README's `target=v4-64` compile under a partition."""
+    """Return the run of the documented `mode=compile target=v4-64` command, with its partition replaced."""
     line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
     return compose_run(*(a for a in arguments_of(line) if "partition" not in a), f"partition={partition}")
 
@@ -363,7 +363,7 @@ needs_the_same_libtpu = pytest.mark.skipif(
 
 
 def flat(text: str) -> str:
-    """Return a text without line breaks, column padding, line numbers of sources, and units in table headers."""
+    """Return a text without line breaks, column padding, line numbers of sources, and the units `%` and `ms`."""
     return " ".join(re.sub(r"(\.py):\d+", r"\1", text).replace("%", "").replace(" ms ", " ").split())
 
 

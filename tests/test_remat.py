@@ -76,7 +76,7 @@ def forward_output_bytes(run: Run, backend: str = "cpu") -> tuple[int, int]:
 
 @lru_cache
 def long_run(model: str) -> Run:
-    """Return a run that is long enough for attention to use the TPU kernel."""
+    """Return a run with sequences of 256 tokens, long enough for attention to use the TPU kernel."""
     return small_run(model, "seq=256", "batch=4")
 
 

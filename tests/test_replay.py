@@ -128,9 +128,10 @@ def gathered(name: str, operand: str, config: str, groups: str = PLANE) -> str:
 
 
 def module_with_fused_gather(cycles: int, alone: str = "") -> Module:
-    """Return a module with a gather as libtpu fuses it, after the HLO instructions in `alone`.
+    """Return a module with an all-gather in three fusions, as libtpu compiles it to overlap with a matrix product.
 
-    One fusion starts the gather, a matrix product of `cycles` cycles continues it, and a third fusion ends it.
+    The first fusion starts the all-gather, the second computes a matrix product of `cycles` cycles, and the third ends
+    the all-gather. The HLO instructions in `alone` precede the fusions.
     """
     whole = "f32[16384,1024]"
     head = HEAD + (

@@ -55,7 +55,7 @@ def _problem(seq: int = SEQ, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def _loop(lam: np.ndarray, bu: np.ndarray, h0: np.ndarray | None, keep: np.ndarray | None, reverse: bool) -> np.ndarray:
-    """Return the states by definition, one position at a time in complex128."""
+    """Return the states of the recurrence in complex128, computed one position at a time."""
     out = np.zeros_like(bu)
     h = np.zeros_like(bu[:, 0]) if h0 is None else h0
     for t in reversed(range(bu.shape[1])) if reverse else range(bu.shape[1]):

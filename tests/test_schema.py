@@ -70,7 +70,12 @@ CASES = [
 
 
 def problems_of(model: str, key: str, value: Any) -> tuple[Run, list[Problem]]:
-    """Return a run with one key changed, and its problems. Asserts that each problem names the key."""
+    """Return a run with one key changed, and its problems.
+
+    If there are none and the key starts with `data.`, prepares the data, and returns an error of this as a problem.
+    Asserts that each problem names the key, and that there is one if the value is not finite, or if it is in `HUGE` and
+    the key is not in `LONG`.
+    """
     config = changed(base(model).config, key, value)
     run = Run(config, config.model)
     problems = run.problems()

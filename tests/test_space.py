@@ -60,7 +60,10 @@ DRAWN = st.tuples(
 
 
 def partition_of(order: Sequence[str], kinds: Sequence[str], zero1: bool) -> PartitionConfig:
-    """Return a partition that shards by the mesh axes in `order`. `kinds` has the key in `KINDS` for each of them."""
+    """Return a partition that uses the mesh axis `order[i]` as `KINDS[kinds[i]]`.
+
+    Logical axes with several mesh axes have them in `order`.
+    """
     parameters: dict[str, list[str]] = {}
     activations: dict[str, list[str]] = {}
     for axis, kind in zip(order, kinds, strict=True):

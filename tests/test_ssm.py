@@ -282,7 +282,7 @@ def test_clipping_bounds_only_the_real_part() -> None:
 
 @pytest.mark.parametrize("method", list(Discretization), ids=lambda method: method.value)
 def test_half_of_the_states_reproduce_the_real_system(method: Discretization) -> None:
-    """y = 2 Re(C_tilde x) + D u over P states equals the dense real system of 2 P states, in float64."""
+    """y = 2 Re(C_tilde x) + D u over P states in float32 equals the dense real system of 2 P states in float64."""
     state_size, blocks, embed, seq, step = 12, 2, 3, 40, 0.05
     rng = np.random.default_rng(0)
     p = np.sqrt(np.arange(6) + 0.5)

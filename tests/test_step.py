@@ -161,7 +161,10 @@ def test_no_partition_reshards_activations_by_all_to_all(partition):
 
 @pytest.mark.parametrize("partition", mark_slow_except(["2d_tp", "2d_tp_fsdp"], []))
 def test_logits_are_never_summed_over_devices(partition):
-    """All-to-alls only move hidden states and activations of attention, between sharded widths and positions."""
+    """A device's logits have a last dimension of 80: `vocab_multiple=160` over 2 devices.
+
+    All-to-alls only change how hidden states and activations of attention are sharded: by width or by position.
+    """
     shapes_by_kind = collectives(compiled(partition, "model.vocab_multiple=160").as_text())
     assert not any(shape[-1:] == (80,) for shapes in shapes_by_kind.values() for shape in shapes)
     assert max(map(math.prod, shapes_by_kind["all-to-all"])) <= 4 * 48 * 16
@@ -246,7 +249,7 @@ def test_matrix_products_use_bfloat16_under_bf16_mixed_but_the_state_space_does_
 def updated(*overrides: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Any, Any]:
     """Run one step with these overrides.
 
-    Returns the parameters before it and after it, by name, its metrics, and the state after it.
+    Returns the parameters before the step and after the step, each by name, the metrics, and the state after the step.
     """
     key = (*small_overrides(TINY), *overrides)
     program, host = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
@@ -339,9 +342,10 @@ def test_evaluation_counts_bytes_of_text_only():
 
 
 def test_the_tpu_compiler_only_loops_over_products_of_activations():
-    """XLA splits a matmul into a loop only above a size threshold in MiB.
+    """XLA splits a matmul into a loop only above a size threshold in MiB, which is a compiler option.
 
-    The option sets it to the first whole number above the largest gradient of a gathered weight. For `TINY`, that is 1.
+    The option is set to the first whole number above the size of the largest gradient of a gathered weight. It is 1 for
+    `TINY`.
     """
     run = small_run(TINY, "mesh=2x2x2", "partition=fsdp")
     mesh = abstract_mesh(run.config.mesh)

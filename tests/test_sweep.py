@@ -193,7 +193,7 @@ LISTENING = (
 )
 """Program that runs `valkyrie-train` with Ctrl-C enabled.
 
-Without it, child processes would ignore SIGINT if the tests run in the background.
+If the tests run in the background, child processes inherit that SIGINT is ignored. The program resets this.
 """
 
 
