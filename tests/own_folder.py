@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def write_listings(folder: Path, *pages: Path, name: str = r"\S+") -> list[str]:
-    """Write the listings titled `FOLDER/NAME` on these pages to files in `folder`, and return the sorted names.
+    """Write the listings of `pages` that begin with the comment `# FOLDER/NAME` to files `NAME` in `folder`.
 
-    Skips names that do not match the regex `name`.
+    Skips names that do not match the regex `name`. Returns the sorted names of the files.
     """
     listings = re.findall(
         rf"```(?:python|yaml)\n# FOLDER/({name})\n(.*?)```", "\n".join(page.read_text() for page in pages), re.DOTALL

@@ -77,20 +77,23 @@ def make_trial(
     least: float = 0.99,
     **step: float,
 ) -> Trial:
-    """Return a trial of a layout on 8 chips. Values that are not given are those of the golden summary.
+    """Return a trial of a layout on 8 chips.
+
+    The target, batch, degrees and results are those of the golden summary of the stage, unless other values are given.
 
     Args:
         layout: Mesh and partition, such as `2x4x1-fsdp`.
         per_chip: Tokens/s/chip, or None for a trial without results.
-        gib: Peak memory of a device with 16 GiB.
-        seconds: Parts of the step, as fractions of it.
+        gib: Peak memory of a device with 16 GiB, or the memory that it needs if there are no results.
+        seconds: Parts of the step by category, such as `exposed x`, as fractions of the step time.
         sent: Bytes sent per step, by mesh axes.
-        collectives: Traced collectives by mesh axes, as fractions of the step.
+        collectives: Traced all-reduces by mesh axes, as fractions of the step time.
+        degrees: Product of the sizes of the mesh axes with each kind of role, such as `DP`.
         price: Price of a chip in USD per hour.
-        overrides: Further overrides.
+        overrides: Overrides in addition to mode, mesh and partition.
         values: Recorded settings by key (`Trial.values`).
-        p90: 90th percentile of the step time, as a multiple of the median.
-        least: Minimum of the step time, as a multiple of the median.
+        p90: 90th percentile of a measured step time, as a multiple of the median.
+        least: Minimum of a measured step time, as a multiple of the median.
         step: Other fields of `StepResult`.
     """
     mesh, _, partition = layout.partition("-")

@@ -48,7 +48,7 @@ TINY_ARGUMENTS = (
     "prompt=a",
     "tracking=off",
 )
-"""Arguments of the smallest run that uses every component. It spends most of its time compiling."""
+"""Arguments of a training run so small that it spends most of its time compiling."""
 ONE_DEVICE = ("mesh=1x1x1", "partition=dp")
 
 # The sandbox needs Linux namespaces, which some containers forbid. The refusal that users get there is tested on every
@@ -84,7 +84,10 @@ def start_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.P
 
 
 def start_training(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    """Start `valkyrie-train` in a new process with its output in pipes. It receives SIGHUP even under nohup."""
+    """Start `valkyrie-train` in a new process with its output in pipes.
+
+    The process does not ignore SIGHUP, even if the tests run under nohup.
+    """
     original_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a process inherits what its parent ignores
     try:
         return start_python(
@@ -102,7 +105,8 @@ def training_records(folder: Path) -> dict[int, dict[str, Any]]:
 def saved_arrays(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
     """Return the arrays of a checkpoint, by default the latest one, by their path in the train state.
 
-    The additional key `data` has the position in the training data as text. Does not build the run's program.
+    The additional key `data` is the position in the training data, as sorted pairs of strings (name, value). The
+    run's program is not built.
     """
     import orbax.checkpoint as ocp
 

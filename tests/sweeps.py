@@ -1,7 +1,7 @@
 """Multiruns with fake trials: processes that measure, fail, hang or die as a test prescribes.
 
-Python imports `sitecustomize.py` when it starts. In the process of a trial, this file looks up what to do by the
-trial's partition.
+Python imports `sitecustomize.py` when it starts. `FakeMultirun` writes one that looks up the behaviour of a trial's
+partition in the trial's process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ if "valkyrie.sweep.child" in sys.orig_argv:
 class FakeMultirun:
     """A folder for multiruns with fake trials.
 
-    `behaviours` maps each partition to the behaviour of its trials: `measure`, `fail`, `hang`, ...
+    `behaviours` maps partitions to the behaviour of their trials: `measure` (the default), `measure SECONDS`, `fail`,
+    `refuse`, `kill`, `hang`, `memory` or `real`.
     """
 
     def __init__(self, folder: Path, **behaviours: str) -> None:

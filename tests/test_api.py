@@ -31,7 +31,7 @@ PAGE_TEXT = (ROOT / "valkyrie" / "README.md").read_text()
 
 
 def read_example(folder: str, number: int = 0) -> str:
-    """Return Python listing `number` of a folder's README, counted from 0 among those that begin with an import."""
+    """Return listing `number`, from 0, of the Python listings in a folder's README that begin with `import`."""
     return re.findall(r"```python\n(import .*?)```", (ROOT / folder / "README.md").read_text(), re.DOTALL)[number]
 
 

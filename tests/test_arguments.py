@@ -118,7 +118,7 @@ def test_a_loaded_run_does_not_need_the_users_folder(own: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("chip", ["tuned", "dual", "timed"])
 def test_a_users_chip_is_selected_by_name_and_number(own: Path, chip: str):
-    """Includes a chip whose names count cores (inherited from v4), and the file that `mode=figures` writes."""
+    """`dual` is based on v4, so its target names count cores. `timed` is like a file that `mode=figures` writes."""
     chips = own / "target" / "chip"
     (chips / "dual.yaml").write_text("defaults: [v4, _self_]\nname: dual\n")
     figures = {"platform": "cpu", "peak_tflops": {"float32": 0.05}, "hbm_gbs": 2.5, "host_bounds": [1]}

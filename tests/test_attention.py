@@ -34,7 +34,8 @@ GOLDEN_FILE = Path(__file__).parent / "goldens" / "longformer.npz"
 def make_inputs(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segments=False, seed=0):
     """Return random q, k, v, segment IDs and global tokens. The last two are None by default.
 
-    In each row, one global token is repeated. One is invalid in the first row."""
+    In each row, the last global token repeats the first. In the first row, the second one is invalid.
+    """
     rng = np.random.default_rng(seed)
 
     def random_normal(*shape):
@@ -109,7 +110,7 @@ CASES = [
 
 
 def run_attention(impl, q, k, v, tokens, ids=None, **options):
-    """Return a list with the output, and the gradients of a scalar function of it with respect to each float input."""
+    """Return `[output, *gradients]`: the gradients of `sum(sin(output))` with respect to each float input."""
 
     @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)

@@ -1,4 +1,4 @@
-"""Tests of auxiliary losses and metrics that a user's block returns, under every layout."""
+"""Tests of auxiliary losses and metrics that a user's block returns, under several layouts."""
 
 from __future__ import annotations
 

@@ -38,9 +38,10 @@ SLOWDOWN = 1.2
 
 
 def make_trials(batches: Sequence[int], true_chip: Efficiency, *more_overrides: str, slices: int = 1) -> list[Trial]:
-    """Return trials with the step times that the estimate computes from the constants `true_chip`.
+    """Return a compiled trial for each batch size and each of `LAYOUTS`.
 
-    `more_overrides` are further overrides.
+    The step time is the one that the estimate computes from the constants `true_chip`. It is longer than the replayed
+    time by a factor of `SLOWDOWN`. `more_overrides` apply to all trials.
     """
     slice_prefix = "" if slices == 1 else f"{slices}s"
     calibration_trials = []
@@ -72,7 +73,7 @@ def make_trials(batches: Sequence[int], true_chip: Efficiency, *more_overrides: 
 
 @pytest.fixture(scope="module")
 def true_chip() -> Efficiency:
-    """Efficiency constants that differ from those of every chip, for the fit to recover."""
+    """Efficiency constants of v5e with other values of `products` and `gathers`, for the fit to recover."""
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
     return replace(chip_efficiency(chip), products=0.6, gathers=0.5)
@@ -94,7 +95,7 @@ def with_measured_times(compiled_trials: Sequence[Trial], ratios: Sequence[float
 
 
 def saved_sweep(folder: Path, trials: Sequence[Trial]) -> Path:
-    """Return the folder of a sweep with these trials, each with the `run.yaml` of its overrides."""
+    """Write a sweep with these trials, each with the `run.yaml` of its overrides, and return its folder."""
     renamed_trials = [replace(trial, name=f"trial-{i}", folder=f"trial-{i}") for i, trial in enumerate(trials)]
     for trial in renamed_trials:
         (folder / trial.name).mkdir(parents=True)
@@ -103,14 +104,14 @@ def saved_sweep(folder: Path, trials: Sequence[Trial]) -> Path:
 
 
 def calibration_output(folder: Path, trials: Sequence[Trial], capfd: pytest.CaptureFixture[str]) -> str:
-    """Return the output of a calibration with these trials."""
+    """Calibrate with these trials and return the stdout. The results are written to the folder `found`."""
     sweep = saved_sweep(folder / "sweep", trials)
     assert run_train("mode=calibrate", f"paths={sweep}", f"runs={folder}", "name=found") == 0
     return capfd.readouterr().out
 
 
 def calibrated_target(folder: Path) -> TargetConfig:
-    """Return the target of a run that uses the calibrated experiment."""
+    """Copy the experiment in `found` to the config folder `mine`, and return `target=v5e-8` of a run that uses it."""
     file = folder / "mine" / "experiment" / "calibrated_v5e.yaml"
     file.parent.mkdir(parents=True)
     file.write_text((folder / "found" / "calibrated_v5e.yaml").read_text())
@@ -118,7 +119,7 @@ def calibrated_target(folder: Path) -> TargetConfig:
 
 
 def run_with_experiment(folder: Path, *arguments: str) -> Run:
-    """Return the run of a command with the calibrated experiment."""
+    """Return a run with the experiment that `calibrated_target` copied to the config folder `mine`."""
     return parse_run(["--config-dir", str(folder / "mine"), "+experiment=calibrated_v5e", *arguments])
 
 

@@ -257,7 +257,7 @@ def test_invalid_checkpoint_policies_are_refused(tmp_path: Path, capfd: pytest.C
 
 
 class Killed(BaseException):
-    """Raised to simulate that the process is killed before it saves."""
+    """Simulates a kill of the process during training, after which it saves nothing."""
 
 
 def test_a_killed_training_resumes_bit_for_bit_from_its_fast_checkpoint(

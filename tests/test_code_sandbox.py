@@ -52,7 +52,8 @@ def judge_body(
 ) -> CompletionResult:
     """Judge a completion by `test` and return the result.
 
-    The completion is `body`, indented as the body of a function `f()`. It may take `time_s` seconds and 256 MiB.
+    The completion is `body`, indented as the body of a function `f()`. The program may take `time_s` seconds and
+    256 MiB. It runs in the sandbox unless `isolated` is False.
     """
     problem = CodingProblem("f", "python", "easy", "def f():\n", f"{test}\n")
     lines = "".join(f"    {line}\n" for line in body.splitlines())

@@ -34,7 +34,7 @@ CHOICES = {group: config_names(group) for group in GROUPS}
 EXPERIMENTS = config_names("experiment")
 SWEEPS = config_names("sweep")
 WRITTEN_OUT_SWEEPS = [n for n in SWEEPS if "/hydra/sweeper:" not in (conf_dir() / "sweep" / f"{n}.yaml").read_text()]
-"""Sweeps that list their jobs in the file. `test_sweep_layouts` checks the enumerated ones."""
+"""Sweeps whose file lists the jobs. The others have a sweeper that enumerates them (`test_sweep_layouts.py`)."""
 
 
 def test_every_group_has_choices_and_every_folder_is_a_group():

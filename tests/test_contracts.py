@@ -50,7 +50,7 @@ Includes every model with unique layers, under at least one partition.
 
 LOWERED_PAIRS = [("valkyrie_tiny", "sp"), ("valkyrie_tiny", "fsdp_tp")]
 LOWERED_PAIRS += [("valkyrie_tiny", "1d_tp"), ("gpt_tiny", "dp"), ("gpt_tiny", "data_model_fsdp")]
-"""(model, partition) pairs whose step is lowered in the default tests. Those in `STEPPED_PAIRS` also run steps."""
+"""(model, partition) pairs whose step is lowered, but not run, in the default tests."""
 
 
 def model_partition_pairs(quick: Collection[tuple[str, str]]) -> list[Any]:

@@ -47,7 +47,7 @@ def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
 
 
 def write_published(folder: Path, case: str, dtype: Any = np.float32, **changed: Any) -> Path:
-    """Write a model folder as transformers saves it, with `changed` keys in its config.json."""
+    """Write a golden case with random weights, as transformers saves a model. `changed` updates config.json."""
     folder.mkdir(parents=True)
     config = json.loads(str(GOLDEN[f"{case}_config"])) | {"dtype": np.dtype(dtype).name} | changed
     (folder / "config.json").write_text(json.dumps(config))

@@ -27,7 +27,10 @@ def inputs():
 
 
 def plain(hidden, unembed, targets, weights, z_loss=0.0, soft_cap=None):
-    """Return the weighted loss, the weighted z-loss and the loss of every token, from all logits at once."""
+    """Return the weighted loss, the weighted z-loss and the loss of every token, from all logits at once.
+
+    The loss of a token with weight 0 is 0.
+    """
     logits = jnp.einsum("bse,ve->bsv", hidden, unembed)[..., :VOCAB]
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)

@@ -53,7 +53,7 @@ def take_batches(loader: Loader, count: int) -> list[Batch]:
 
 
 def row_starts(batches: list[Batch]) -> list[int]:
-    """Return the indices in the dataset of all rows of the batches. The dataset must be consecutive numbers."""
+    """Return the dataset index of each row of the batches. The dataset must be `range(n)`, in rows of 16 tokens."""
     return [int(row[0]) // 16 for batch in batches for row in batch["tokens"]]
 
 

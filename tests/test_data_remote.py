@@ -33,7 +33,7 @@ MEMORY = fsspec.filesystem("memory")
 
 @pytest.fixture
 def remote_folder() -> Iterator[str]:
-    """The URL of a folder in memory, with files of every readable type and of other types."""
+    """The URL of a folder in memory, with text, JSON Lines and Parquet files, a picture and hidden files."""
     rows = [{"text": "one"}, {"text": ""}, {"text": "two"}]
     table = io.BytesIO()
     parquet.write_table(pyarrow.table({"text": ["three", None, "four"]}), table)
