@@ -49,7 +49,7 @@ def test_a_nan_is_found_with_its_step():
 
 
 def make_replicas(of_devices: list[float]) -> jax.Array:
-    """Return an array with a replicated sharding but a different value on each device. Its shape is (2,)."""
+    """Return a replicated array of shape (2,). Its copy on device i is filled with `of_devices[i]`."""
     mesh = jax.make_mesh((len(of_devices),), ("x",), devices=jax.devices()[: len(of_devices)])
     parts = [jax.device_put(np.full(2, v, np.float32), d) for v, d in zip(of_devices, jax.devices(), strict=False)]
     return jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, PartitionSpec()), parts)

@@ -125,7 +125,7 @@ def test_indivisible_layouts_are_refused_with_the_reason() -> None:
 
 
 def layout_problems(run: Run, entry: EstimatedLayout) -> list[Problem]:
-    """Return the problems of a layout as a single run: the search's command with the layout's overrides."""
+    """Return the problems of the single run that results from the search's command and the overrides of a layout."""
     flags, overrides = split_flags(parse_request(run).command)
     return parse_run([*flags, *overrides, *entry.candidate.overrides, "mode=show"]).problems(advise=False)
 
@@ -357,7 +357,10 @@ def test_estimates_rank_compiled_layouts_correctly() -> None:
 
 
 def test_memory_estimates_are_close_to_compiled_peaks() -> None:
-    """Two details matter: MP2 shards the positions of the logits, and sequence parallelism gathers keys and values."""
+    """The estimate must count two details of the compiled programs.
+
+    MP2 shards the positions of the logits, and sequence parallelism gathers keys and values.
+    """
     groups: dict[tuple[str, str], list[tuple[Run, int]]] = defaultdict(list)
     for row in json.loads(COMPILED.read_text()):
         if row["space"] == "gpt" and row["peak"]:
@@ -428,7 +431,8 @@ def test_parameters_sharded_over_two_kinds_of_axes_gather_whole_batches() -> Non
 def test_heads_below_128_are_padded_on_a_tpu_and_not_on_a_gpu() -> None:
     """On v5e-16, a step with 20 heads of 64 takes 1.201 s and one with 10 heads of 128 takes 0.827 s.
 
-    Both times are of compiled programs, for 16 layers of width 1280 and full remat (experiments/LOG.md).
+    Both times are of compiled programs, for 16 layers of width 1280, full remat and 524,288 tokens
+    (experiments/LOG.md).
     """
     size = ("model.embed=1280", "model.layers=16", "batch=64", "seq=2048", "mesh=16x1x1", "partition=fsdp")
     heads = {64: ("model.attention.heads=20", "model.attention.kv_heads=20", "model.attention.head_dim=64")}

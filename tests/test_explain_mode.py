@@ -43,7 +43,11 @@ FOREIGN = ForeignProgram("mine", "v5e-8", "v5e-8", "v5e", {"data": 8})
 
 
 def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
-    """Return the prediction of a layout with these seconds for parts of the step: `matmul=0.3, exposed_x=0.1`."""
+    """Return the prediction of a compiled layout of gpt_tiny.
+
+    `seconds` adds parts of the step to `matmul=0.3, memory=0.1`, or replaces these. A name is the kind of a part,
+    followed by its mesh axes: `exposed_x` is exposed communication over x.
+    """
     part_seconds = {"matmul": 0.3, "memory": 0.1} | seconds
     parts = [
         StepPart(PartKind(name.split("_")[0]), tuple(name.split("_")[1:]), value)

@@ -1,6 +1,7 @@
-"""Tests of reading damaged files of other programs: a field is wrong or missing, or the file is cut off.
+"""Tests of reading damaged data files and files of other programs.
 
-Each reader returns, or raises ValueError or OSError with the name of the file.
+A field is wrong or missing, or the file is cut off. Each reader either returns, or raises ValueError or OSError with
+the name of the file or the path of its folder.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ TWO_RESTARTS = (
 
 
 def test_goodput_of_two_restarts_equals_a_calculation_by_hand(tmp_path: Path) -> None:
-    """Steps 150 to 200 are done twice. They are 50 of the 100 steps that were done between 19 s and 37 s."""
+    """Steps 100 to 200 first take 37 - 19 = 18 s. The second start repeats half of them, so 9 s count as redone."""
     (tmp_path / GOODPUT_FILE).write_text(TWO_RESTARTS)
     goodput = read_goodput(tmp_path)
     assert goodput is not None

@@ -1,4 +1,4 @@
-"""Tests of parsing compiled modules: schedule, loop counts, replica groups, FLOPs and bytes, in every spelling."""
+"""Tests of parsing compiled modules: schedule, loop counts, replica groups in every spelling, FLOPs and bytes."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_a_flipped_bit_is_found_and_the_previous_checkpoint_is_used(live: Path, 
 
 @pytest.fixture
 def running(tmp_path: Path):
-    """The process of an endless training run in an empty directory, which has already saved a checkpoint."""
+    """The process of an endless training run, `runs/live` in `tmp_path`. It has already saved a checkpoint."""
     process = start_training(
         *TRAINING, "steps=1000000", "name=live", "log_every=1", "checkpoint.every=20", cwd=tmp_path
     )

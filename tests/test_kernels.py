@@ -84,7 +84,10 @@ def test_a_forward_kernel_pays_for_the_ends_of_every_row_of_blocks(head_dim):
 
 @pytest.mark.parametrize("kind", ["dkv", "dkv_dq"])
 def test_a_backward_kernel_pays_for_the_ends_of_columns_once_per_group_of_heads(kind):
-    """The results are in the order of JAX 0.10: sums of dk and dv, dq per column of blocks if fused, dk and dv."""
+    """The results are in the order of JAX 0.10.
+
+    First are the float32 sums of dk and of dv, then dq of each column of blocks if the kernel is fused, then dk and dv.
+    """
     entry = causal(4, 4) + "  q = bf16[2,8,4096,128] parameter(0)\n  k = bf16[2,2,4096,128] parameter(1)\n"
     dq = "bf16[2,4,8,4096,128], " if kind == "dkv_dq" else ""
     result = f"(f32[2,1024,128], f32[2,1024,128], {dq}bf16[2,2,4096,128], bf16[2,2,4096,128])"
@@ -109,7 +112,10 @@ def test_interpolated_block_sizes_are_close_to_the_compiled_kernel():
 
 
 def test_a_kernel_is_never_faster_than_the_peak():
-    """v5e's fused backward kernel has fewer bundles than its matrix products take at the peak."""
+    """By its bundles alone, v5e's fused backward kernel takes less time than its matrix products at the peak.
+
+    Its cost is therefore the time of the products.
+    """
     entry = causal(8, 8) + "  q = bf16[1,8192,128] parameter(0)\n  k = bf16[1,8192,128] parameter(1)\n"
     result = "(f32[1024,128], f32[1024,128], bf16[8,1,8192,128], bf16[1,8192,128], bf16[1,8192,128])"
     blocks = {"block_q_dkv": 1024, "block_kv_dkv": 1024}

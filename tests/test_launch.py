@@ -147,7 +147,10 @@ git() { shown git "$@"; }
 
 
 def run_and_record_commands(text: str, folder: Path) -> list[list[str]]:
-    """Return the commands that bash executes for a script. Shell functions replace the programs and record them."""
+    """Run a script with bash in `folder` and return its calls of `gcloud` and `git`, each as a list of words.
+
+    Shell functions replace both programs and record the words.
+    """
     shown = folder / "shown"
     shown.unlink(missing_ok=True)
     shown.touch()
@@ -478,9 +481,9 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def gcloud_actions(folder: Path, skip: Sequence[str] = ("describe",)) -> list[str]:
-    """Return the gcloud actions in `calls`, in order and without those in `skip`.
+    """Return the gcloud actions in the file `calls`, in order and without those in `skip`.
 
-    An ssh action includes the program of its remote command: `ssh tar`, `ssh pkill -TERM` or `ssh train`.
+    An ssh action includes its remote command: `ssh tar`, `ssh pkill -TERM`, `ssh pkill -KILL` or `ssh train`.
     """
     actions = []
     for line in (folder / "calls").read_text().splitlines():

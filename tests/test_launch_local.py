@@ -40,7 +40,10 @@ def child_command(code: str) -> list[str]:
 
 
 def run(code: str, processes: int = 3, restarts: int = 2, **settings: Any) -> int:
-    """Launch children in this process, in the current folder, and return the exit status."""
+    """Run `code` in child processes under a `Supervisor`, and return its exit status.
+
+    `settings` are further arguments of `Supervisor`.
+    """
     settings = {"grace_s": 0.1, "notice_s": 10.0, "min_uptime_s": 0.0, **settings}
     return Supervisor(
         lambda starts: local_processes(child_command(code), processes), restarts, Path("logs"), **settings
@@ -48,7 +51,7 @@ def run(code: str, processes: int = 3, restarts: int = 2, **settings: Any) -> in
 
 
 def is_gone(pid: int) -> bool:
-    """Return True if a process has ended. A child of init may be left as a zombie."""
+    """Return True if a process has ended. A zombie has ended too: init may not have reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -171,7 +174,10 @@ def test_a_preemption_does_not_count_as_a_crash(capfd: Any):
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Any]:
-    """A function that starts the command with children that run some code, and waits until all are ready."""
+    """A function that starts `valkyrie-launch target=local` with children that run the given code.
+
+    It returns the launcher's process once every child has called `alive`.
+    """
     with contextlib.ExitStack() as stack:
 
         def start(code: str, processes: int = 3, *flags: str) -> subprocess.Popen[str]:

@@ -1,6 +1,6 @@
-"""Tests of layouts: a layout is legal if and only if every array divides evenly over its mesh axes.
+"""Tests of layouts: in a legal layout, every array divides evenly over its mesh axes.
 
-All problems are reported at once. Also tests where optimizer state is placed.
+All problems of an illegal layout are reported at once. Also tests where optimizer state is placed.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def definition(module: Any, x: np.ndarray, segment_ids: np.ndarray | None) -> np
     """Return the layer's output from dense float64 attention.
 
     A position attends to its window and to the global tokens, which are the first positions. Global tokens attend to
-    every position, with separate projections.
+    every position, with separate projections. Later positions are masked if the layer is causal, and so are other
+    documents if there are `segment_ids`.
     """
     c = module.config
     tree = nnx.to_pure_dict(nnx.state(module))

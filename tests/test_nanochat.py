@@ -25,7 +25,8 @@ FORMS = {
 }
 """Overrides for both versions of nanochat, with the settings of the public code.
 
-The norms of transformers and nanochat have different epsilons. With a context of 200, short windows have 129 tokens.
+The 2025 version is in Hugging Face transformers, where the epsilons of the norms differ from nanochat's. With a context
+of 200, short windows have 129 tokens.
 """
 
 

@@ -1,4 +1,7 @@
-"""Tests of int8 and float8 products: they are close to exact products, equal on a mesh, and train like bfloat16."""
+"""Tests of int8 and float8 products.
+
+They are close to exact products, equal on a mesh and on one device up to rounding, and train like bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def test_training_with_narrow_products_learns_as_well(precision: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["2d_tp_fsdp", "fsdp", "1d_tp"])
 def test_narrow_products_on_eight_devices_equal_those_on_one(partition: str):
-    """Equal up to rounding: sums in another order may round a value near a midpoint the other way."""
+    """Sums in another order change the last bits of a value, which may then be rounded to another int8 number."""
     overrides = (*small_overrides("gpt_tiny"), "precision=int8", "precision.compute=float32")
     host = initial_state(overrides)
     single = run_two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), host)

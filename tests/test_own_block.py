@@ -27,7 +27,7 @@ SMALL += ("model.attention.head_dim=8", "model.loss_chunk=16", "tracking=off")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with the files that the pages list."""
+    """A user's folder with the files listed in valkyrie/models/README.md and conf/README.md."""
     folder = tmp_path_factory.mktemp("own")
     assert write_listings(folder, *(ROOT / page / "README.md" for page in ("valkyrie/models", "conf"))) == [
         "count.py",

@@ -1,6 +1,7 @@
 """Tests of reading damaged files of Valkyrie: a field is wrong or missing, or the file is cut off.
 
-Each reader returns, or raises ValueError or OSError with the name of the file. See `test_foreign_files.py`.
+Each reader either returns, or raises ValueError or OSError with the name of the file or the path of its folder. See
+`test_foreign_files.py`.
 """
 
 from __future__ import annotations

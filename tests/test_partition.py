@@ -30,7 +30,10 @@ def composed(model: str) -> Run:
 
 
 def layout_of(mesh: str, partition: str, model: str = "valkyrie_tiny") -> Layout:
-    """Return the layout of a cached run with another mesh and partition. Composing each would take minutes."""
+    """Return the layout of a model under a mesh and a partition.
+
+    Replaces both in a cached run, because composing a run for every case would take minutes.
+    """
     run = composed(model)
     return Run(replace(run.config, mesh=parse_mesh(mesh), partition=YAMLS[partition]), run.model).layout
 

@@ -98,8 +98,8 @@ def test_a_compiled_step_has_the_sends_of_the_formula(overrides: tuple[str, ...]
 def test_1f1b_stores_inputs_of_fewer_microbatches_than_gpipe():
     """With 16 microbatches and 2 stages, gpipe stores the inputs of 17 microbatches and 1f1b of 3.
 
-    The inputs of each are 32 float32 arrays of shape (4, 128, 32). Gpipe also holds about 3.5 batches of the residual
-    stream.
+    The inputs of a microbatch are those of the 32 layers of a stage, each a float32 array of shape (4, 128, 32). Gpipe
+    also holds about 3.5 batches of the residual stream.
     """
     overrides = (
         "mesh=1x1x2",

@@ -113,7 +113,7 @@ def test_a_proto_predicts_like_text_and_with_buffers_whether_it_fits(step: Path,
 
 
 def parse_to_proto(text: str) -> bytes:
-    """Parse HLO text and return the module as a serialised proto, without device names, as in XLA's dumps."""
+    """Parse HLO text and return the module as a serialised `HloModuleProto`."""
     import importlib
 
     return importlib.import_module("jaxlib._hlo").hlo_module_from_text(text).as_serialized_hlo_module_proto()
