@@ -2,8 +2,8 @@
 
     python experiments/startup.py --processes 8
 
-All processes import everything first and start at the same moment. Prints medians over `--repeats` starts of the
-slowest process. If there are fewer cores than processes, all times are longer.
+All processes import everything first and start at the same moment. Prints the seconds of the slowest process, as
+medians over `--repeats` starts. If there are fewer cores than processes, all times are longer.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ def main() -> None:
 
 
 def start_processes(processes: int, agree: bool) -> dict[str, float]:
-    """Start the processes once and return seconds, each the maximum over processes.
+    """Start the processes once, and return the seconds of each activity, as the maximum over processes.
 
-    Keys are the `ACTIVITIES`, and `before_jax_s` for the total before JAX starts.
-
-    If `agree` is False, the processes only start JAX.
+    Keys are the `ACTIVITIES`, and `before_jax_s` for the total before JAX starts. If `agree` is False, the processes
+    only start JAX, and the other activities take 0 seconds.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

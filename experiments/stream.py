@@ -57,9 +57,9 @@ def main() -> None:
 
 
 def write_shards(folder: Path, size: int) -> list[str]:
-    """Write shards with at least `size` characters of text. Return the texts of all except the last shard.
+    """Write `SHARDS` Parquet files with at least `size` characters of text in total. Return the texts for training.
 
-    The last shard is for validation.
+    These are the texts of all shards except the last one, which is for validation.
     """
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     function_texts = [

@@ -20,10 +20,11 @@ TITLES = {"predicted": "prediction", "replayed": "replay alone", "mfu": "constan
 
 
 def add_guesses(result: Result, row: Row, rows: Sequence[Row], published: Sequence[PublishedRun]) -> Result:
-    """Add measured, predicted and guessed times to a result.
+    """Return a copy of a result with facts about its row, the measured seconds, and the time and error of each guess.
 
-    `seconds_by` and `errors` are dicts with `KINDS` as keys. The prediction is the replay, corrected by the published
-    runs of other families. An error is seconds over measured seconds, minus 1. Both are None if a time is unknown.
+    `seconds_by` and `errors` are dicts with `KINDS` as keys. The prediction is the replayed time, corrected by the
+    published runs of other families. The constant MFU comes from the other `rows`. An error is a guess over measured
+    seconds, minus 1. The seconds and the error of a guess are None if unknown.
     """
     replayed = result.get("replayed_s")
     correction = published_correction(published, row.chip, row.slices, without=row.family).factor
@@ -35,7 +36,7 @@ def add_guesses(result: Result, row: Row, rows: Sequence[Row], published: Sequen
 
 
 def format_tables(results: Sequence[Result], published: Sequence[PublishedRun]) -> str:
-    """Return the table of rows in Markdown, followed by the tables of `error_summary` and `interval_coverage`."""
+    """Return a Markdown table of all results, the table of `error_summary` and the sentence of `interval_coverage`."""
     lines = [
         "| published run | layout | measured s | predicted s | error | replay alone s | error | constant MFU s | error "
         "| roofline s | error |"
@@ -56,7 +57,11 @@ def format_tables(results: Sequence[Result], published: Sequence[PublishedRun]) 
 
 
 def error_summary(results: Sequence[Result]) -> list[str]:
-    """Return the lines of a table of errors by chip and family: median, p90 and worst for each of `KINDS`."""
+    """Return the lines of a Markdown table of absolute errors: median, 90th percentile and worst for each of `KINDS`.
+
+    The table has a row for each chip, for each family and for all results. It covers only results with a prediction.
+    The last line has their number and the versions of libtpu. If there are none, a single line says so.
+    """
     predicted = [r for r in results if r.get("errors", {}).get("predicted") is not None]
     if not predicted:
         return ["No row was predicted."]
@@ -85,7 +90,11 @@ def _format_errors(results: Iterable[Result], kind: str) -> str:
 
 
 def published_ratios(results: Iterable[Result], rows: dict[str, Row]) -> list[PublishedRun]:
-    """Return the ratio of measured to replayed seconds of every replayed row, for the corrections in reports."""
+    """Return the replayed results as published runs, with the ratio of measured to replayed seconds.
+
+    Reports derive their corrections from these ratios. Results that were not replayed, or that have no row in `rows`,
+    are left out.
+    """
     return [
         PublishedRun(
             r["row"], row.model, row.family, row.chip, row.slices, row.measured_s / r["replayed_s"], r["libtpu"]
@@ -96,9 +105,10 @@ def published_ratios(results: Iterable[Result], rows: dict[str, Row]) -> list[Pu
 
 
 def interval_coverage(published: Sequence[PublishedRun]) -> str:
-    """Return a sentence with the number of measured steps within the report's interval, by chip.
+    """Return a sentence that counts, by chip, the published runs with a measured time within the predicted interval.
 
-    The prediction and the interval of each run are computed from the runs of other families.
+    The prediction and the interval of a run are computed from the runs of other families. A run is not counted if those
+    are too few for an interval (`published_interval`).
     """
     inside_by_chip: dict[str, list[bool]] = defaultdict(list)
     for row in published:
@@ -111,11 +121,12 @@ def interval_coverage(published: Sequence[PublishedRun]) -> str:
 
 
 def format_pair_table(results: Iterable[Result], rows: Iterable[Row]) -> str:
-    """Return a table of the number of pairs that are predicted in the measured order, by model and chip.
+    """Return a Markdown table that counts the pairs of rows with the right predicted order, by model and chip.
 
-    A pair is two rows of the same model and chip, ordered by tokens/s/chip. Equal predictions count as missed. Missed
-    pairs are listed below the table. The constant MFU is left out, because it predicts each layout of a pair from the
-    measured time of the other.
+    A pair is two predicted rows of one model and chip with different measured tokens/s/chip. The first column counts
+    only pairs that differ by more than `_MIN_RATE_DIFFERENCE`, the second all pairs. Equal predictions count as missed.
+    All missed pairs are listed below the table. The constant MFU is left out, because it predicts a row from the
+    measured times of other rows, including the other row of the pair.
     """
     by_name = {row.row: row for row in rows}
     predictions = {r["row"]: r.get("seconds_by", {}).get("predicted") for r in results if r["row"] in by_name}

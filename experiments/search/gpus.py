@@ -1,16 +1,17 @@
 """Compares estimates with published step times of GPU clusters.
 
-For each group of rows, reports how well estimates order the layouts, their errors, and the regret: how much slower the
-layout with the shortest estimate is than the fastest layout.
+For each group of rows, reports how well estimates order the layouts, the errors of the estimates, and the regret: how
+much slower the layout with the shortest estimate is than the fastest layout.
 
     python experiments/search/gpus.py
     python experiments/search/gpus.py --rows FILE.csv     # other rows with the columns of measured_gpus.csv
+    python experiments/search/gpus.py --each              # every row too
 
-measured_gpus.csv has the published step times and their sources: vTrain (a 175B GPT on 512 A100s, a 3.6B GPT on 64),
-Megatron-LM (weak scaling, sequence parallelism) and torchtitan (Llama 3.1). Its columns `host_gbs` and `hbm_gbs`
-replace the bandwidths of network and memory in the chip's file: vTrain's hosts have 800 Gb/s in total, and torchtitan's
-H100s 2.4 TB/s. The constants for each group are fitted to the other groups of measured_gpus.csv. The fit for H100s
-starts from the constants of A100s.
+measured_gpus.csv has the published step times and their sources: vTrain (a 175B GPT on 512 A100s, a 3.6B GPT on 64,
+small GPTs on 2 to 8), Megatron-LM (weak scaling, sequence parallelism) and torchtitan (Llama 3.1). Its columns
+`host_gbs` and `hbm_gbs` replace the bandwidths of network and memory in the chip's file: in vTrain's clusters, a host
+has 800 Gb/s in total, and torchtitan's H100s have 2.4 TB/s. The constants for each group are fitted to the other groups
+of measured_gpus.csv. The fit for H100s starts from the constants of A100s.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ FITTED_FOR_OTHER_CHIPS = ("products", "mixing")
 """
 FULL_REMAT = RematConfig("full", [])
 ATTENTION_REMAT = RematConfig("selective", ["products"])
-"""Megatron-LM's selective recomputation (arXiv 2205.05198): only attention is recomputed, from its scores onwards."""
+"""Approximates Megatron-LM's selective recomputation of attention, from its scores onwards (arXiv 2205.05198).
+
+Saves the results of matrix products outside attention. Unlike Megatron-LM, recomputes all other activations too.
+"""
 NO_REMAT = RematConfig("none", ["all"])
 SELECTIVE_REMATS = {"a100": ATTENTION_REMAT, "h100": NO_REMAT}
 
@@ -91,7 +95,7 @@ class Row:
 
 
 def main() -> None:
-    """Print the table of all groups, and the fitted constants of each chip."""
+    """Print the table of all groups, every row if requested (`--each`), and the fitted constants of each chip."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=Path, default=ROWS_FILE)
     parser.add_argument("--each", action="store_true", help="print every row too")
@@ -213,10 +217,11 @@ def parse_row(line: dict[str, str]) -> Row | None:
 
 @cache
 def make_run(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab: str, seq: str, name: str) -> Run:
-    """Return a run with this shape: Llama's blocks if the name starts with `llama`, otherwise GPT's (two matrices).
+    """Return a run of a model with this shape, given as texts from the table.
 
-    Arguments are texts from the table. If empty, `kv_heads` is `heads`, `mlp` is four times `embed`, and `vocab` is
-    51,200.
+    If `name` starts with `llama`, the model has SwiGLU, causal attention and untied embeddings. Otherwise it has GELU,
+    attention without a causal mask, and tied embeddings. If empty, `kv_heads` is `heads`, `mlp` is four times `embed`,
+    and `vocab` is 51,200.
     """
     llama = name.startswith("llama")
     head_dim = int(embed) // int(heads)
@@ -238,7 +243,10 @@ def make_run(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab
 
 
 def stack_rows(rows: Sequence[Row]) -> TimedLayouts:
-    """Stack rows of one model as layouts with pipeline (x), data (y) and tensor parallelism (z, within a host)."""
+    """Stack one list of `group_rows` as layouts. Settings that its rows share are read from the first row.
+
+    Mesh axes are x for pipeline, y for data and z for tensor parallelism. Hosts are filled along z first.
+    """
     line, chip = rows[0].line, known_chips()[rows[0].line["chip_kind"].lower()]
     for column, figure in (("host_gbs", "dcn_gbs_per_host"), ("hbm_gbs", "hbm_gbs")):
         if line.get(column):
@@ -291,10 +299,10 @@ def read_column(rows: Sequence[Row], key: str) -> np.ndarray:
 
 @cache
 def megatron_partition(sharded: bool, sequence_parallel: bool) -> PartitionConfig:
-    """Return Megatron-LM's partition: layers over x, data over y, heads, hidden channels and vocabulary over z.
+    """Return Megatron-LM's partition. It shards layers over x, batch over y, and heads, MLP and vocabulary over z.
 
-    With `sharded`, parameters are also sharded over y (FSDP). With `sequence_parallel`, activations between blocks are
-    also sharded over z, along `embed`.
+    With `sharded`, parameters are also sharded over y, along `embed` (FSDP). With `sequence_parallel`, activations
+    between blocks are also sharded over z, along `embed`.
     """
     model_axes = {axis: ["z"] for axis in ("mlp", "heads", "kv_heads", "vocab")}
     parameter_rules = {"layers": ["x"], **model_axes} | ({"embed": ["y"]} if sharded else {})

@@ -1,12 +1,13 @@
-"""Measures every layout of four CPU processes over a slow network and compares the times with their estimates.
+"""Compares measured step times of four CPU processes on a slow network with their estimates.
 
-    python experiments/search/slow_network.py            # the table, of measured_slow_network.csv
-    sudo python experiments/search/slow_network.py --measure [--rate 100]     # measures first: Linux, as root
+    python experiments/search/slow_network.py            # print the table from measured_slow_network.csv
+    sudo python experiments/search/slow_network.py --measure [--rate 100]     # measure first: needs Linux and root
 
-Each process has a separate network namespace, connected to the others by a bridge. Its sending rate is limited to
-`--rate` Mbit/s (token bucket filter). The namespaces have no names on the machine and end with this process. The
-estimate uses only the figures that `mode=figures` measures on this network first, which are stored in
-slow_network_figures.json. It does not use measurements of layouts.
+`--measure` measures every layout without a pipeline, or about N of them with `--most N`. Each process has a separate
+network namespace, connected to the others by a bridge. Its sending rate is limited to `--rate` Mbit/s (token bucket
+filter). The namespaces have no names on the machine and end with this process. The estimate uses only the figures that
+`mode=figures` measures on this network first, which are stored in slow_network_figures.json. It does not use
+measurements of layouts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ WORK_OVERRIDES = ("model=gpt_tiny", "precision=float32", "remat=none")
 BATCHES = (16,)
 """Sequences per step. One table is printed for each."""
 _NAMESPACE_COMMAND = 'mount --bind "$0" /etc/hosts && echo ready && exec cat'
-"""Command that keeps a namespace alive. It exits when its stdin is closed."""
+"""Shell command that mounts the file $0 over /etc/hosts, then keeps the namespace alive until its stdin is closed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Network:
     process: subprocess.Popen[str]
 
     def command_inside(self, command: str) -> list[str]:
-        """Return `command` as a list of arguments that runs it in this network."""
+        """Return the argument list that runs `command` in this network. Splits `command` at spaces, ignoring quotes."""
         return ["nsenter", "--target", str(self.process.pid), "--net", "--mount", *command.split()]
 
     def run(self, command: str) -> None:
@@ -112,9 +113,10 @@ def estimate_layouts(figures: ChipConfig, batch: int) -> list[EstimatedLayout]:
 
 @contextmanager
 def slow_network(rate_mbit: float) -> Iterator[list[Network]]:
-    """Yield networks connected by a bridge. Each can send at most `rate_mbit` Mbit/s.
+    """Yield `HOSTS` networks connected by a bridge. Each can send at most `rate_mbit` Mbit/s.
 
-    The networks do not change those of the machine or its files, and leave nothing behind.
+    The machine's own network and files do not change. On exit, the networks and the bridge are removed. Raises
+    RuntimeError if a network cannot be created (see `create_network`), and CalledProcessError if its setup fails.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -138,7 +140,10 @@ def slow_network(rate_mbit: float) -> Iterator[list[Network]]:
 
 @contextmanager
 def create_network(hosts_file: Path) -> Iterator[Network]:
-    """Yield a network without devices. Its processes read the file `hosts_file` as /etc/hosts."""
+    """Yield a network that is not connected to any other. Its processes read the file `hosts_file` as /etc/hosts.
+
+    Raises RuntimeError if the network cannot be created, for example without root.
+    """
     command = ["unshare", "--net", "--mount", "sh", "-c", _NAMESPACE_COMMAND, str(hosts_file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -159,7 +164,7 @@ def unavailable_reason() -> str | None:
 
 
 def measure_figures(networks: Sequence[Network], file: Path) -> ChipConfig:
-    """Measure the speeds of the devices and the network with `mode=figures`, and store its result as `file`."""
+    """Measure the speeds of the devices and the network with `mode=figures`. Store them in `file` and return them."""
     with tempfile.TemporaryDirectory() as folder:
         run_together(
             networks, ["mode=figures", f"target=cpu{HOSTS}", f"mesh={HOSTS}x1x1", *WORK_OVERRIDES, f"runs={folder}"]
@@ -173,9 +178,16 @@ def measure_layouts(
 ) -> list[dict[str, str]]:
     """Measure layouts, and return the rows of the CSV file.
 
-    `measured_s` is the median of a layout in seconds, and `times` is the number of measurements. If `most` is not 0,
-    measures about that many layouts, evenly spaced. The layout with the shortest estimate and the one measured as the
-    fastest are then measured twice more in alternation.
+    `measured_s` is the median of a layout's measurements in seconds, and `times` is their number. The layout with the
+    shortest estimate and the one measured as the fastest are measured twice more in alternation, unless they are the
+    same layout.
+
+    Args:
+        networks: Networks to run in, one process in each.
+        estimates: Layouts to measure, the shortest estimate first.
+        batch: Sequences per step.
+        most: Approximate number of layouts to measure, evenly spaced over `estimates`, or 0 for all.
+        console: Where to print the result of each layout.
     """
     chosen_layouts = estimates[:: max(len(estimates) // most, 1)] if most else estimates
     seconds = {}
@@ -220,9 +232,10 @@ def measure_step_s(networks: Sequence[Network], layout: EstimatedLayout, batch: 
 
 
 def run_together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
-    """Run a command in all networks, as the processes of one run.
+    """Run `valkyrie-train` with these arguments in all networks, as the processes of one run.
 
-    Raises RuntimeError with the output of a failed process.
+    Raises RuntimeError with the end of a failed process's stderr. If waiting for a process takes longer than
+    `TIME_LIMIT_S`, kills all processes and raises TimeoutExpired.
     """
     shared = [*arguments, "name=timed", f"distributed.coordinator={NETWORK_PREFIX}.1:{PORT}"]
     command = " ".join([sys.executable, "-m", "valkyrie.cli.train", *shared, f"distributed.processes={len(networks)}"])

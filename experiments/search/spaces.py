@@ -4,9 +4,9 @@
     python experiments/search/spaces.py --only gpt  # one of the spaces
 
 A space has every division of 32 devices into three mesh axes that is legal under one of seven partitions. Layouts with
-the same number of devices in every role count once, and every n-th layout is taken. Results are the replay of the
-compiled step, as `mode=compile` prints it, before its correction by published runs. They are stored in compiled.json.
-The script needs libtpu (`uv sync --extra tpu`) but no TPU.
+the same number of devices in every role count once, and an evenly spaced sample is compiled. Results come from the
+replay of the compiled step and are stored in compiled.json. Step times are those before the correction by published
+runs. The script needs libtpu (`uv sync --extra tpu`) but no TPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARTITIONS = ("dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")
 
 @dataclass(frozen=True)
 class ComparisonSpace:
-    """A space of layouts that are compiled, to compare their estimates with.
+    """A space of layouts to compile. Their compiled steps are compared with their estimates.
 
     Args:
         name: Name of the space.
@@ -119,8 +119,10 @@ def read_rows() -> list[dict[str, Any]]:
 def compile_row(space: str, run: Run, overrides: Sequence[str]) -> dict[str, Any]:
     """Compile a layout, and return its result as a row of compiled.json.
 
-    `step_s`, `parts_s` and `sent` (bytes by mesh axes) are from the replay. `step_s` is None and `reason` is set if the
-    layout does not compile or fit. `peak` and `usable` are bytes of memory.
+    `step_s` is the replayed time before its correction by published runs. `parts_s` (seconds by part) includes the
+    correction. `sent` is bytes by mesh axes. If the layout does not compile or fit, `step_s` and `sent` are None,
+    `parts_s` is empty, and `reason` is set. `peak` and `usable` are bytes of memory. If the layout does not fit, `peak`
+    is the memory that it needs.
     """
     start_s = time.perf_counter()
     _, prediction, replay = compile_and_summarise(run, Console(quiet=True))

@@ -33,7 +33,10 @@ from valkyrie.train.memory import MemoryEstimator
 
 
 def main() -> None:
-    """Print the table of all spaces, and every layout (`--each`) or fitted constants (`--fit`) if requested."""
+    """Print the table of all spaces and, if requested, every layout (`--each`) or the fitted constants (`--fit`).
+
+    With `--ship`, also writes the errors of the estimates.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for flag in ("--fit", "--ship", "--each"):
         parser.add_argument(flag, action="store_true")
@@ -111,10 +114,15 @@ def make_table(step_estimates: dict[str, list[Any]], memory_estimates: dict[str,
 
 
 def simulate_funnel(pairs: list[tuple[dict[str, Any], float]], all_rows: list[dict[str, Any]]) -> list[str]:
-    """Simulate a search that compiles the shortest estimates first, until no other layout can be faster.
+    """Simulate a search that compiles the shortest estimates first, until no other layout is likely to be faster.
 
-    Returns table cells: how much slower the best layout found is than the fastest one, the number of compiles, and
-    their share of the time that compiling all layouts takes.
+    Stops when the next estimate, times the 5% quantile of compiled over estimated times, exceeds the shortest compiled
+    step. Returns table cells: how much slower the best layout found is than the fastest one, the number of compiles,
+    and their share of the time that compiling all layouts takes.
+
+    Args:
+        pairs: Rows with a compiled step time, each with its estimated seconds per step. Only these are compiled.
+        all_rows: All rows of the space, including layouts that do not fit.
     """
     best_s, spent_s, count = float("inf"), 0.0, 0
     for row, estimate in sorted(pairs, key=lambda pair: pair[1]):
@@ -127,9 +135,10 @@ def simulate_funnel(pairs: list[tuple[dict[str, Any], float]], all_rows: list[di
 
 
 def write_errors(step_estimates: dict[str, list[Any]], memory_estimates: dict[str, list[Any]]) -> None:
-    """Write the error intervals of the estimates, as ratios of compiled to estimated values.
+    """Write the errors of the estimates to `ERRORS_FILE`, from the ratios of compiled to estimated values.
 
-    The intervals contain 90% of the step times and 50% of the memory peaks.
+    `low` and `high` bound the ratios of 90% of the step times, `memory_low` and `memory_high` those of 50% of the
+    memory peaks. The medians are of absolute errors, |ratio - 1|.
     """
     ratios = [row["step_s"] / estimate for pairs in step_estimates.values() for row, estimate in pairs]
     peaks = [row["peak"] / estimate for pairs in memory_estimates.values() for row, estimate in pairs if row["peak"]]
