@@ -58,11 +58,12 @@ def make_state(size: int) -> TrainState:
 
 
 def measure(tier: str, state: TrainState, folder: Path, repeats: int) -> list[str]:
-    """Return the cells of a tier's row. `tier` is `durable` or `fast`.
+    """Return the cells of a tier's row. `tier` is `durable` or `fast`. Deletes `folder` before and after.
 
-    The cells are the time that a save blocks training, a whole save, a restore, a copy of the saved files, and the
-    ratio of a restore to reading the files. The first of `repeats + 1` saves is a warm-up, which the medians leave out.
-    Raises OSError if a save fails.
+    The first four cells are seconds: how long a save blocks training, and the times of a whole save, of a restore, and
+    of copying the saved files. The first two are also shown as multiples of the copy. The last cell is the time of a
+    restore as a multiple of reading the files. All are medians of `repeats` saves, which follow a warm-up. Raises
+    OSError if a save fails.
     """
     shutil.rmtree(folder, ignore_errors=True)
     config = CheckpointConfig(keep=1, fast=FastConfig(every=1, folder=str(folder / "fast"), keep=1))

@@ -73,7 +73,7 @@ CLAIMS = [
         "data x model = 8x16",
     ),
 ]
-"""Rates claimed by the people who run these systems, except that of gpt_16b, which google/paxml reports as measured."""
+"""Claims by the people who run these systems, except the rate of gpt_16b, which google/paxml reports as measured."""
 LARGER_SLICES = {"multihost_v5p_128": ("target=v5p-256",)}
 """Overrides by experiment, for claimed layouts that need more chips than the experiment's slice has."""
 
@@ -105,10 +105,10 @@ def compile_layouts(claim: Claim) -> dict[str, Any]:
 def predict_layout(claim: Claim, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the prediction of an experiment with overrides, as numbers for the table.
 
-    `count` is the number of tokens or puzzles per step, and `possible` the rate at the chips' peak, in `unit`. If the
-    experiment's slice is too small for the overrides, adds those in `LARGER_SLICES`. `refused` in the result is then
-    the reason that the experiment's slice was refused, otherwise None. Raises ValueError if the layout is illegal
-    and has no entry in `LARGER_SLICES`.
+    `count` is the number of tokens or puzzles per step, and `possible` is the rate at the chips' peak, in `unit`. If
+    the overrides are illegal on the experiment's slice, those of `LARGER_SLICES` are added, and `refused` is the error
+    message. Otherwise `refused` is None. Raises ValueError if the layout is illegal and `LARGER_SLICES` has no
+    overrides for the experiment, or if these do not make it legal.
     """
     try:
         run, refused = compose_run(claim, overrides), None
@@ -170,7 +170,8 @@ def format_table(stored: dict[str, dict[str, Any]]) -> str:
 def format_prediction(result: dict[str, Any], best_result: dict[str, Any]) -> str:
     """Return the table cell for a prediction, or the reason that it has no step time.
 
-    The cell has the rate, step time, MFU, memory and layout, and the slice if it differs from the experiment's.
+    The cell has the rate, step time, MFU, memory and layout. It begins with the slice if that differs from the one of
+    `best_result`, and notes if the experiment's own slice was refused.
     """
     note = "" if result["target"] == best_result["target"] else f" on {result['target']}"
     if result["refused"]:

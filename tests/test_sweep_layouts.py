@@ -153,8 +153,8 @@ SWEPT_KEYS = [[], ["partition.zero1=true"], ["mesh.placement=null"], ["experimen
 def test_a_run_equals_the_one_that_hydra_composes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fixed: list[str]):
     """`compose_run` returns the same run as composing with Hydra.
 
-    It composes only once for jobs that differ in mesh, shipped partition and overridden values, unless the config
-    refers to the mesh or partition (`${mesh.name}`).
+    Jobs that differ only in mesh sizes, shipped partition and overridden values are composed with Hydra only once,
+    unless the config refers to the mesh or partition (`${mesh.name}`).
     """
     (tmp_path / "experiment").mkdir()
     (tmp_path / "partition").mkdir()

@@ -44,7 +44,7 @@ MODELS_BY_SELECTION = {
     "": ["s5_tiny"],
     "resume=base,other": ["gpt_tiny", "s5_tiny"],
 }
-"""Maps overrides that select runs to the models of these runs. Without overrides, the latest run is selected."""
+"""Models of the selected runs, by the overrides that select them. Without overrides, the latest run is selected."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Tests of `tokenizer.json` files: training, loading Hugging Face's, names, and mismatched checkpoints."""
+"""Tests of `tokenizer.json` files: training, and the same token ids as Hugging Face's `tokenizers`.
+
+A saved tokenizer is found by name. Invalid files, and checkpoints of a different tokenizer, are refused.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ LAUNCHED_S = 12.0
 
 
 def launch(folder: Path, steps: int, *saving: str) -> subprocess.Popen[bytes]:
-    """Start a training run under the launcher, with its output in a file."""
+    """Start the training run `run` in `folder` under the launcher, with its output in `output.txt`.
+
+    `saving` are overrides that set when checkpoints are saved.
+    """
     training = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", f"steps={steps}", "name=run", *saving]
     command = [sys.executable, "-m", "valkyrie.cli.launch", "target=local", f"processes={PROCESSES}"]
     with (folder / "output.txt").open("wb") as output:

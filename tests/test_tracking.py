@@ -162,7 +162,8 @@ print("wandb" in sys.modules, time.perf_counter() - began, one.note)
 def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, str]:
     """Run a `Tracker` in a subprocess with a W&B mode and extra environment variables.
 
-    Returns whether it imported wandb, the seconds from its construction to its end, and its note.
+    Returns whether the subprocess imported wandb, the seconds from creating to closing the tracker, and the tracker's
+    note as text ("None" if there is none).
     """
     import os
 

@@ -257,7 +257,10 @@ def test_step_time_includes_loading_data_but_not_evaluation(tmp_path: Path, monk
 
 
 def read_terminal(fd: int, until: str, seconds: float) -> str:
-    """Return the output of a terminal up to a pattern, or up to the time limit."""
+    """Return the output of a terminal without colour codes.
+
+    Reads until the output matches the pattern `until`, `seconds` have passed, or the other side closes the terminal.
+    """
     seen, end = "", time.monotonic() + seconds
     while time.monotonic() < end and not re.search(until, seen):
         if select.select([fd], [], [], 0.2)[0]:
@@ -391,7 +394,7 @@ def test_a_signal_during_the_preparation_of_data_deletes_its_partial_files(
 
 
 def test_ctrl_c_inside_a_finaliser_is_not_lost() -> None:
-    """In a finaliser, Python would print a KeyboardInterrupt as ignored and continue."""
+    """By default, Python prints and ignores a KeyboardInterrupt that is raised in a finaliser, and continues."""
     lost = (
         "import os, signal\nfrom valkyrie.processes.interrupt import exit_on_ctrl_c\n"
         "class Dying:\n  def __del__(self):\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**8))\n"

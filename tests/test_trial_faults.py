@@ -165,7 +165,7 @@ def test_a_full_disk_is_reported_and_a_rerun_completes_the_table(
 
 
 def json_lines_up_to(record: Path, size: int) -> int:
-    """Repeat the first line of a record until the file reaches `size` bytes. Return the number of lines added."""
+    """Append copies of the only line of a record until the file has at least `size` bytes. Return their number."""
     line, added = record.read_text(), 0
     with record.open("a") as file:
         while file.tell() < size:
@@ -219,7 +219,7 @@ def test_the_reason_of_a_failure_is_the_last_error_in_the_log(tmp_path: Path):
 def test_a_process_that_ends_itself_leaves_its_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str, status: Status
 ):
-    """Covers refusals, misfits, signals and a step that hangs. Other errors in the log do not change the outcome."""
+    """Covers a hang, refusals, runs that do not fit, and signals. Other errors in the log do not change the outcome."""
     (tmp_path / "output.log").write_text(TRACEBACK)
     monkeypatch.setattr("os._exit", sys.exit)
     with (
@@ -259,7 +259,7 @@ def test_a_training_trial_has_the_results_of_its_last_summary(tmp_path: Path):
 
 
 def test_an_exception_gives_a_short_reason_and_a_traceback_in_the_log(tmp_path: Path):
-    """A trial can fail for reasons that the plan does not check. Here, its data file does not exist."""
+    """A trial can be refused for a reason that the plan does not check. Here, its data file does not exist."""
     multirun = FakeMultirun(tmp_path, dp="real")
     arguments = ["partition=dp", "mode=train", "data=text", "data.paths=[lost.txt]", "steps=1"]
     sweep = multirun.start(*arguments)

@@ -26,7 +26,10 @@ SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 
 
 def test_the_process_id_of_an_earlier_attempt_is_deleted(tmp_path: Path):
-    """If a later sweep dies before it records its process ID, the old ID may belong to an unrelated process."""
+    """Otherwise, the old ID remains if a later sweep dies before it records the process of its own trial.
+
+    By then, the old ID may belong to an unrelated process, which the next sweep would kill.
+    """
     stranger = subprocess.Popen(SLEEP, start_new_session=True)
     try:
         earlier = TrialLock.acquire(tmp_path)

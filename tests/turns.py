@@ -30,7 +30,10 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def store_end_time(config: pytest.Config) -> None:
-    """Store the end time in the environment variable `END_TIME_VARIABLE`, before the workers start."""
+    """Store the end time in the environment variable `END_TIME_VARIABLE`, before the workers start.
+
+    Does nothing without `--minutes`, or in a worker, which inherits the variable.
+    """
     minutes = config.getoption("--minutes")
     if minutes is not None and not hasattr(config, "workerinput"):  # a worker has it from the process that started it
         os.environ[END_TIME_VARIABLE] = str(time.time() + 60 * minutes)
@@ -72,7 +75,7 @@ def skip_when_over(item: pytest.Item) -> None:
 
 
 def print_skipped(terminal: Any, config: pytest.Config) -> None:
-    """Print the number of tests that were not reached, in total and by file."""
+    """Print the number of tests that were not reached, in total and by file. Does nothing without `--minutes`."""
     minutes = config.getoption("--minutes")
     if minutes is None:
         return
@@ -86,9 +89,10 @@ def print_skipped(terminal: Any, config: pytest.Config) -> None:
 
 
 def changed_files() -> set[str]:
-    """Return the files changed since the commit `CI_BASE` or, if it is not set, since the merge base with origin/main.
+    """Return the tracked files that differ between a base commit and the working tree. Empty outside a checkout.
 
-    On main itself, returns the files changed since the commit before the last.
+    The base is the commit in the environment variable `CI_BASE`, if set, otherwise the merge base with origin/main. If
+    this is HEAD itself, as on main, or if there is no origin/main, the base is the parent of HEAD.
     """
     base = os.environ.get("CI_BASE") or _git("merge-base", "HEAD", "origin/main")
     if base in ("", _git("rev-parse", "HEAD")):

@@ -86,11 +86,12 @@ def compare(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prediction_numbers(result: Any) -> dict[str, Any]:
-    """Return the values of a prediction that the comparison stores.
+    """Return the numbers of a prediction to store. `result` is a report of `valkyrie.predict`.
 
     `step_s` and `seconds` (by category) are seconds per step, `peak_gib` is the peak memory of a device, and `sent_gb`
     is what a device sends per step. `hidden` is the share of the communication time that overlaps with compute, or None
-    if nothing is sent. If the prediction failed, the only key is `status`, which then has the reason instead of `ok`.
+    if nothing is sent. `notes` are the assumptions of the replay, and `status` is `ok`. If the prediction failed, the
+    only key is `status`, with the reason.
     """
     record = result.record
     if result.status != "ok":

@@ -8,19 +8,21 @@
 `--rows` is any CSV with the columns of rows.csv (`row`, `experiment`, `overrides` and `step_s` are required).
 `--config-dir` is a folder of your YAMLs, as for valkyrie-train; experiments can be in its `experiment/`. libtpu is
 needed (`uv sync --extra tpu`), but no TPU. Rows that cannot be composed or compiled, or do not fit, are reported
-with the reason. `--ship` writes the errors that every compile report uses to correct its prediction.
+with the reason. `--ship` writes the ratios of measured to replayed time, which correct the prediction of every compile
+report.
 
 Results are stored in `--json`. A rerun computes missing results, and those made by another program, replay or compiler.
 If sources have changed, each row is lowered (seconds) to check whether its program has changed.
 
-The prediction is the replay of the compiled step, as printed by `valkyrie-train mode=compile`, corrected by published
-runs with a factor for the chip and one for every doubling of slices (valkyrie/search/compile/correction.py). The
-correction of a row leaves out its whole family, so that no row is fitted to itself. If a source gives FLOP/s or MFU
-instead of seconds, they were converted with the FLOP count of the source: 6 x parameters x tokens, plus attention as if
-every token saw the whole sequence (MaxText's count until its issue 1988; PaLM, appendix B).
+The prediction is the replayed time of the compiled step, multiplied by a factor for the chip and one for every doubling
+of slices, as in `valkyrie-train mode=compile` (valkyrie/search/compile/correction.py). Both factors are fitted to
+published runs. Those of a row are fitted without its whole family, so that no row is fitted to itself. If a source
+gives FLOP/s or MFU instead of seconds, they were converted with the FLOP count of the source: 6 x parameters x tokens,
+plus attention as if every token saw the whole sequence (MaxText's count until its issue 1988; PaLM, appendix B).
 
-The tables also show two guesses that need no compiler (guesses.py): the model's FLOPs at the median MFU of other rows
-on the same chip, which uses measured times of similar runs; and these FLOPs at the peak of the chip.
+The tables also show two guesses that need no compiler (guesses.py). One is the time of the model's FLOPs at the median
+MFU of other rows on the same chip, which uses measured times of similar runs. The other is the time of the model's
+FLOPs and those of a recomputed forward pass, if any, at the peak of the chip.
 """
 
 from __future__ import annotations
@@ -122,8 +124,8 @@ def parse_arguments() -> argparse.Namespace:
 def replace_published_runs(args: argparse.Namespace, replayed_runs: Sequence[PublishedRun]) -> list[PublishedRun]:
     """Return the published runs from which replay corrections are derived.
 
-    These are the runs that ship with the package. Model families in `replayed_runs`, the runs replayed by this script,
-    replace the shipped ones, unless `--rows` is a table other than the default `rows.csv`.
+    These are the runs that ship with the package. If `--rows` is the default `rows.csv`, the runs that this script has
+    replayed, `replayed_runs`, replace all shipped runs of their families.
     """
     replayed_runs = replayed_runs if args.rows.resolve() == HERE / "rows.csv" else []
     families = {run.family for run in replayed_runs}
@@ -131,7 +133,10 @@ def replace_published_runs(args: argparse.Namespace, replayed_runs: Sequence[Pub
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
-    """Return the lines of a table. A missing file or column exits the script with a one-line message."""
+    """Return the lines of a table, as dicts from column to text. Missing cells are "".
+
+    Exits with a one-line message if the file cannot be read, has no rows, or lacks a required column.
+    """
     try:
         with file.open(newline="") as text:
             lines = list(csv.DictReader(text))
