@@ -34,6 +34,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="folder for durable checkpoints")
     parser.add_argument("--fast", type=Path, required=True, help="folder for fast checkpoints")
     args = parser.parse_args()
+    for folder in (args.folder, args.fast):
+        if folder.exists():
+            parser.error(f"{folder} exists, and this measurement deletes its folders. Name a new folder.")
     jax.config.update("jax_platforms", "cpu")
     state = make_state(int(args.gib * 2**30 / (3 * LAYERS * 4)))
     size = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -58,14 +61,13 @@ def make_state(size: int) -> TrainState:
 
 
 def measure(tier: str, state: TrainState, folder: Path, repeats: int) -> list[str]:
-    """Return the cells of a tier's row. `tier` is `durable` or `fast`. Deletes `folder` before and after.
+    """Return the cells of a tier's row. `tier` is `durable` or `fast`. Creates `folder`, and deletes it at the end.
 
     The first four cells are seconds: how long a save blocks training, and the times of a whole save, of a restore, and
     of copying the saved files. The first two are also shown as multiples of the copy. The last cell is the time of a
     restore as a multiple of reading the files. All are medians of `repeats` saves, which follow a warm-up. Raises
     OSError if a save fails.
     """
-    shutil.rmtree(folder, ignore_errors=True)
     config = CheckpointConfig(keep=1, fast=FastConfig(every=1, folder=str(folder / "fast"), keep=1))
     checkpoints = Checkpoints(folder / "run", config)
     tier_checkpoints = checkpoints.durable if tier == "durable" else checkpoints.fast
