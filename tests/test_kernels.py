@@ -84,9 +84,9 @@ def test_a_forward_kernel_pays_for_the_ends_of_every_row_of_blocks(head_dim):
 
 @pytest.mark.parametrize("kind", ["dkv", "dkv_dq"])
 def test_a_backward_kernel_pays_for_the_ends_of_columns_once_per_group_of_heads(kind):
-    """The results are in the order of JAX 0.10.
+    """The kernel has the outputs of JAX 0.10, in this order.
 
-    First are the float32 sums of dk and of dv, then dq of each column of blocks if the kernel is fused, then dk and dv.
+    Float32 sums of dk and of dv; if the kernel is fused, dq of each column of blocks; dk and dv.
     """
     entry = causal(4, 4) + "  q = bf16[2,8,4096,128] parameter(0)\n  k = bf16[2,2,4096,128] parameter(1)\n"
     dq = "bf16[2,4,8,4096,128], " if kind == "dkv_dq" else ""

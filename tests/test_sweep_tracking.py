@@ -144,15 +144,15 @@ def test_a_measured_run_has_the_prediction_of_its_layout(tmp_path: Path) -> None
 
 
 def test_a_run_has_all_settings_nested(tmp_path: Path) -> None:
-    ran = compose_run("model=gpt_tiny", "mesh=2x2x2", "partition=2d_tp", "optimizer.learning_rate=0.01", "seed=7")
+    run = compose_run("model=gpt_tiny", "mesh=2x2x2", "partition=2d_tp", "optimizer.learning_rate=0.01", "seed=7")
     (tmp_path / OK.name).mkdir()
-    ran.save(tmp_path / OK.name / "run.yaml")
+    run.save(tmp_path / OK.name / "run.yaml")
     refused = replace(REFUSED, values={"model.embed": "96", "optimizer.learning_rate": "0.5", "model.windows": "[64]"})
     assert report(tmp_path, [OK, refused]) == []
     runs = {log["run"].display_name: log["config"] for log in wandb_logs(tmp_path)}
     config = runs[OK.name]
     assert (config["optimizer"]["learning_rate"], config["seed"]) == (0.01, 7)
-    assert config["data"]["name"] == ran.config.data.name and config["model"]["embed"] == ran.config.model.embed
+    assert config["data"]["name"] == run.config.data.name and config["model"]["embed"] == run.config.model.embed
     assert config["trial"]["retry"] is False and config["trial_key"] == OK.key and "hydra" not in config
     config = runs[REFUSED.name]
     assert config["optimizer"]["learning_rate"] == 0.5 and config["model"]["windows"] == [64]

@@ -102,7 +102,7 @@ def test_the_output_says_simulated_and_names_the_next_command(
     assert f"run folder: {tmp_path / 'run'}" in out
     following = re.findall(r"next: (.*)", out)[0]
     assert shlex.split(following, comments=True) == ["valkyrie-train", f"resume={tmp_path / 'run'}", "steps=12"]
-    assert "# continues training, " in following and ";" not in following
+    assert "# continues to step 12, " in following and ";" not in following
     assert "step 6: validation" in out
 
 

@@ -238,10 +238,9 @@ def _top_level_keys(name: str, root: Any) -> list[str]:
 
 
 def _longer_keys(name: str, root: Any) -> list[str]:
-    """Return a list with the only top-level key that has this name as a part, such as `sample_tokens` for `tokens`.
+    """Return `[key]` if exactly one top-level key has `name` as a word, such as `sample_tokens` for `tokens`, else [].
 
-    Considers keys that the mode reads but some other mode does not or, if none of them match, all keys that the mode
-    reads. Returns an empty list if several keys match.
+    Only keys that the mode reads count. If some other mode does not read some of the matching keys, only those count.
     """
     unread_keys = _unread_keys(root)
     longer_keys = [key for key in _direct_keys(root) if name in key.split("_") and key not in unread_keys]

@@ -175,7 +175,7 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
         key for key in architecture.size_keys.values() if type(config.get(key)) is not int or config[key] < 1
     ]:
         values = ", ".join(f"{key}={config.get(key)!r}" for key in invalid_keys)
-        raise ValueError(f"config.json: {values} must be whole numbers of at least 1 for {architecture.name}.")
+        raise ValueError(f"config.json: {values}. {architecture.name} needs a whole number of at least 1.")
     decode(_KeyTypes, dict(config), "config.json")  # raises ValueError for a value of the wrong type
     refusals = _unsupported_values(architecture, config)
     sizes = {setting: config[key] for setting, key in architecture.size_keys.items()}

@@ -203,7 +203,7 @@ def _position_refusal(field: str, saved_value: object, current_value: object, se
     key = seed_key if field == "seed" else field if field in ("seq", "split", "batch") else f"data.{field}"
     alternative = f" or data.shuffle_seed={saved_value}" if key == "seed" else ""
     return (
-        f"{key}={current_value} gives other rows than {key}={saved_value}, with which the data position was saved. Use "
+        f"{key}={current_value}, but the checkpoint was saved with {key}={saved_value}, which gives other rows. Use "
         f"{key}={saved_value}{alternative}, or start a new run with another name=."
     )
 

@@ -144,7 +144,11 @@ def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
     if step is not None:
         shapes = {name: spec.shape for name, spec in context.run.model.parameters().items()}
         refuse_other_model(root / str(step), read_info(root / str(step)).parameters, shapes)
-        unchecked = "; the bucket checks its files" if in_bucket(root) else " and is undamaged"
+        unchecked = (
+            "; the bucket verifies its files itself, so they were not checked"
+            if in_bucket(root)
+            else " and is undamaged"
+        )
         yield OK, f"the checkpoint at step {step} in {root} fits the model{unchecked}"
 
 

@@ -165,11 +165,11 @@ class ChipConfig:
         for name in ("devices", "ici_axes", "max_chips", "cores", "units_in_name", "single_host_chips"):
             problems += check_range(f"target.chip.{name}", getattr(self, name), least=1)
         if self.host_bounds and (len(self.host_bounds) != (self.ici_axes or 1) or min(self.host_bounds) < 1):
-            if self.ici_axes is None:
-                needed = "be one number of at least 1, the chips of a host, because target.chip.ici_axes=null"
-            else:
-                needed = f"list at least 1 chip of a host for each of the target.chip.ici_axes={self.ici_axes} axes"
-            text = f"target.chip.host_bounds={self.host_bounds} must {needed}."
+            needed = "one number" if self.ici_axes is None else f"{self.ici_axes} numbers"
+            text = (
+                f"target.chip.host_bounds={self.host_bounds} must have {needed} of at least 1, the chips of a host "
+                f"along each axis, because target.chip.ici_axes={'null' if self.ici_axes is None else self.ici_axes}."
+            )
             problems.append(Problem(ProblemCode.conflict, "target.chip.host_bounds", self.host_bounds, text))
         positive = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")
         positive += ("switch_gbs", "host_gbs")

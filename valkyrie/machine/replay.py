@@ -71,7 +71,7 @@ class TimelineSpan:
 
 @dataclass
 class Replay:
-    """One step of one device.
+    """Predicted step of one device: the result of replaying a compiled HLO module.
 
     Args:
         step_s: Predicted duration of the step.

@@ -272,10 +272,10 @@ def rate_rises_if_extended(config: OptimizerConfig, steps: int, extended_steps: 
     """
     import numpy as np
 
-    extended, finished = (
+    extended_rate, original_rate = (
         np.asarray(learning_rate_schedule(config, length)(steps)) for length in (extended_steps, steps)
     )
-    return bool(extended > finished * (1 + 1e-6))  # both are float32
+    return bool(extended_rate > original_rate * (1 + 1e-6))  # both are float32
 
 
 def _trapezoid(config: OptimizerConfig, length: int) -> optax.Schedule:

@@ -99,7 +99,7 @@ def _question(answer: SearchAnswer) -> str:
     if answer.seq is not None and answer.batch is not None:
         text += f", with a batch of {answer.batch:,} sequences of {answer.seq:,} tokens"
     elif answer.seq is not None:
-        text += f", and with which batch of sequences of {answer.seq:,} tokens"
+        text += f", and with which batch size, at {answer.seq:,} tokens per sequence"
     text += "?"
     if answer.tokens is not None:
         text += f" It is trained on {number_text(answer.tokens / 1e9)} billion tokens."

@@ -22,8 +22,8 @@ FASTEST_FSDP = "fastest fsdp layout"
 class Baseline:
     """A layout to compare the best layout with, or the reason why there is none.
 
-    `name` describes a kind of layouts. `layout` is the one with the shortest estimate among those that fit. If none
-    fits or is legal, `layout` is None and `missing_reason` has the reason.
+    `name` is its label, such as `fastest fsdp layout`. `layout` has the shortest estimate of this kind among those that
+    fit. If no layout of the kind is legal or fits, it is None and `missing_reason` has the reason.
     """
 
     name: str
@@ -104,9 +104,8 @@ def format_comparison(
     best_s = None if compiled_best is None else compiled_best.step_s
     if compiled is not None and compiled.step_s is not None and best_s is not None:
         times = scale * compiled.step_s / best_s
-        return (
-            f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times {as_long} as the best; {description}"
-        )
+        step = f"{duration(compiled.step_s)} (compiled step)"
+        return f"{name}: {step}, {times:.2f} times {as_long} as the best; {description}"
     baseline_s, estimated_best_s = layout.step_s, sum(best.parts_s.values())
     if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
         baseline_s, estimated_best_s = compiled_layouts.corrected_s(layout), best_s or best.step_s

@@ -291,7 +291,10 @@ def plan_compile(request: SearchRequest, layout: EstimatedLayout, folder: Path) 
 
 
 def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: EstimatedLayout) -> TrialPlan:
-    """Return the plan of a trial in the folder of a search. `run` is a run of `layout`, in the mode of the trial."""
+    """Plan the trial that compiles or measures `layout`, depending on the mode of `run`.
+
+    `folder` is the folder of the search, and `run` has the layout.
+    """
     flags, overrides = split_flags(request.command)
     overrides = [*overrides, f"mode={run.config.mode.name}", *layout.candidate.overrides]
     return plan_run(run, SweepContext(folder, tuple(flags)), overrides)

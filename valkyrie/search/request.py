@@ -136,8 +136,8 @@ def parse_request(run: Run) -> SearchRequest:
     keys = {split_override(o)[0] for o in split_flags(run.arguments)[1]}
     if "resume" in keys:
         raise ValueError(
-            "resume: mode=search has nothing to resume. Repeat the command of a search to continue it. To search for "
-            "the model of a run, give its settings, such as model=gpt_1b."
+            "resume: mode=search does not resume runs. To continue a search, repeat its command. To search for layouts "
+            "for the model of a run, set the model, such as model=gpt_1b."
         )
     if mode.search_batch and (wrong := sorted(keys & {"batch", "batch_tokens"})):
         raise ValueError(f"{wrong[0]}: batch=auto searches the batch. Remove one of the two.")

@@ -276,7 +276,7 @@ def _predictor_digest(run: Run) -> str:
 def _resume_refusal(resume: str, mode: str) -> str:
     """Return the error message for `resume` in a multirun, where all trials would write to the folder of that run."""
     return (
-        f"resume={resume}: a multirun with mode={mode} would write every trial into the folder of that run and damage "
-        "it. Omit resume: each trial has a separate folder, and a rerun skips finished trials. To continue the run, "
-        f"omit -m: valkyrie-train resume={resume}. Only mode=eval and mode=generate can read one run in many trials."
+        f"resume={resume}: with -m and mode={mode}, all trials would write to the folder of that run. To continue a "
+        "sweep, repeat it without resume=: it skips finished trials. To continue the run, omit -m: "
+        f"valkyrie-train resume={resume}."
     )

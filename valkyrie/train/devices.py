@@ -20,6 +20,7 @@ from valkyrie.paths import cache_problem, cache_root
 from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.train.host import simulation_refusal, unknown_flags_message
+from valkyrie.units import count_text
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,14 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
         )
     if len(devices) < mesh.size and actual_platform.runs_on_host and (is_count_fixed or count_from_flags):
         reason, remedy = (
-            "their number was fixed when this process first used JAX",
-            "Start a new process with the largest mesh first",
+            "the number of devices was fixed when this process first used JAX",
+            "Start a new process and use the largest mesh before smaller ones",
         )
         if count_from_flags:
             reason, remedy = f"XLA_FLAGS has {_DEVICE_COUNT_FLAG}", "Remove that flag"
         raise ValueError(
             f"mesh={mesh.name} needs {mesh.size} devices, but this process has {len(devices)} x {device_kind}: "
-            f"{reason}. {remedy}, or use a mesh of at most {len(devices)} devices, such as "
+            f"{reason}. {remedy}, or use a mesh of at most {count_text(len(devices), 'device')}, such as "
             f"mesh=1x1x{len(devices)}."
         )
     if len(devices) < mesh.size or (actual_platform.uses_every_device and len(devices) != mesh.size):

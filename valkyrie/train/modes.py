@@ -95,8 +95,8 @@ def _train(run: Run, team: Team, start_time: float) -> int:
     more_steps = 2 * max(run.config.steps, result.summary["steps"])
     rate_rises = rate_rises_if_extended(run.config.optimizer, result.summary["steps"], more_steps)
     # No semicolon: interactive zsh does not know comments, and would run what follows as a second command.
-    rate_note = f", the learning rate rises again and decays over {more_steps} steps" if rate_rises else ""
-    console.print(f"next: {resume} steps={more_steps}   # continues training{rate_note}")
+    rate_note = f", with a learning rate that rises again to decay over all {more_steps} steps" if rate_rises else ""
+    console.print(f"next: {resume} steps={more_steps}   # continues to step {more_steps}{rate_note}")
     console.print(f'      {resume} mode=generate prompt="class "' if is_text else f"      {resume} mode=eval")
     return 0
 

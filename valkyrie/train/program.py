@@ -256,9 +256,10 @@ class StepProgram:
         return math.prod(size // part for size, part, axis in sizes if axis != "layers")
 
     def _matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context where matrix products use full float32, not TF32 or bfloat16, if that is the compute dtype.
+        """Return a context for the precision of matrix products.
 
-        For other compute dtypes, the context has no effect.
+        If the compute dtype is float32, they use full float32 instead of TF32 or bfloat16. For other compute dtypes,
+        the context has no effect.
         """
         is_float32 = self.run.config.precision.compute is DType.float32
         return jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext()

@@ -66,7 +66,8 @@ def attention(
         q: Queries.
         k: Keys.
         v: Values.
-        window: Number of keys, including the token itself (`pattern.py`); None is full attention.
+        window: Number of keys that a causal query sees, including its own. Without `causal`, a query sees as many on
+            each side, 2 * window - 1 in total. None for full attention.
         causal: Mask the keys after each query.
         dilation: Distance between the keys of a window.
         segment_ids: Positions of different segments do not see each other.

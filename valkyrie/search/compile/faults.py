@@ -42,10 +42,7 @@ MIN_WHOLE = 0.25
 The forward pass has 1/3 of them, so a line is also reported if only its forward pass computes the whole batch.
 """
 REPEATED = 1.25
-"""Minimum factor by which partitioning multiplies the FLOPs of a source line for its products to count as repeated.
-
-The FLOPs after partitioning are those of all devices together.
-"""
+"""A source line repeats work if its FLOPs after partitioning, summed over devices, are this many times those before."""
 LANES = 128
 """Lanes of a TPU's vector registers, to which smaller dimensions are padded. v6e's matrix unit is twice as wide."""
 MAX_LINES = 3

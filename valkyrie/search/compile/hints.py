@@ -337,7 +337,8 @@ def _copy_hints(facts: _Facts) -> Iterator[Hint]:
         text += f": remat={facts.prediction.layout.remat} sends saved activations to the host and back"
         if fitting_remats:
             change, needs, free = (fitting_remats[0].change,), fitting_remats[0].needs, facts.headroom or 0
-            text += f". {change[0]} saves them on the device: {needs / GIB:.1f} GiB of {free / GIB:.1f} GiB free."
+            text += f". {change[0]} keeps them on the device, and needs about {needs / GIB:.1f} of the "
+            text += f"{free / GIB:.1f} GiB that are free."
         else:
             text += ". With a larger batch, more compute overlaps with each copy."
     yield Hint(HintCode.copies, text, share, changes=change)

@@ -432,9 +432,9 @@ class _MicrobatchCounts:
     def on_mesh(self, batch: int, shards: int, stages: int, schedule: PipelineSchedule) -> list[int]:
         """Return the numbers of microbatches to try with `shards` shards of a batch and `stages` pipeline stages.
 
-        Unless `microbatches` or `device_batches` restricts them, these are powers of two: from `stages` to
-        `MAX_MICROBATCHES` in a pipeline, otherwise up to `MAX_ACCUMULATION_STEPS`, or only 1 if the search varies the
-        batch. Counts that do not divide a searched batch evenly are left out.
+        A pipeline tries the powers of two from `stages` to `MAX_MICROBATCHES`. Without one, the powers of two up to
+        `MAX_ACCUMULATION_STEPS` are tried, or only 1 if the search varies the batch. `microbatches` and
+        `device_batches` restrict the numbers. Those that do not divide a searched batch evenly are left out.
         """
         parts = [n * shards * stages for n in dict.fromkeys(self.device_batches)]
         by_device_batch = [batch // n for n in parts if batch % n == 0]

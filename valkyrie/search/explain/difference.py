@@ -223,7 +223,7 @@ def missing_step_reason(prediction: Prediction, letter: str) -> str | None:
     `letter` is the label of the layout in the message, from `LETTERS`.
     """
     if prediction.program is not None:
-        return f"{letter} is a program without a layout: {prediction.program.name}. Choose a layout of a model."
+        return f"{letter} is a prediction of a program, {prediction.program.name}. Choose a layout of a model instead."
     name = prediction.layout.name
     if prediction.status is not CompileStatus.ok:
         reason = prediction.reason or "run mode=compile for the reason"

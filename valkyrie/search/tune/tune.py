@@ -278,9 +278,9 @@ class _Tuner:
     def _attempt(self, move: _Move, round_number: int) -> None:
         """Compile the best settings so far with `move` applied, and record the verdict for round `round_number`.
 
-        Adopts the new settings if the step is at least `MIN_GAIN` shorter or, when the move removes an option, not
-        longer. Does not adopt a combination for a shorter step, because its parts are tried next. Skips settings that
-        were already tried, and model settings that are illegal for the run.
+        Adopts the new settings if the step is at least `MIN_GAIN` shorter. If the move removes an option, a step that
+        is not longer is enough. Never adopts several candidates at once (`combined_options`): they are tried separately
+        next. Skips settings that were already tried, and model settings that are illegal for the run.
         """
         best, model = self.tuned, self._best_model | move.model
         options = best.options | move.options
