@@ -25,7 +25,7 @@ def test_a_multirun_cannot_use_one_run_folder_for_all_trials(command: Any, tmp_p
     base = make_run(tmp_path / "runs", "base", "model=s5_tiny")
     result = command("-m", "resume=base", "mesh=1x1x1", "partition=dp", "seed=0,1")
     assert result.status == 2
-    assert "valkyrie-train resume=base" in result.err and "Omit resume" in result.err
+    assert "valkyrie-train resume=base" in result.err and "without resume=" in result.err
     assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "run.yaml"]
     assert not list((tmp_path / "runs").rglob("trials.jsonl"))
 

@@ -177,9 +177,8 @@ def compile_best(
     any gets a second, and `DISTINCT_FIRST` different meshes and partitions are compiled before one is repeated.
 
     Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
-    running when the budget ends is stopped and not recorded. Ctrl-C raises KeyboardInterrupt, and `compiled_layouts`
-    then holds the results so far. If an environment variable of this machine makes every compile fail, stops
-    after the first and sets `compiled_layouts.is_refused`.
+    running when the budget ends is stopped and not recorded. After Ctrl-C (KeyboardInterrupt), `compiled_layouts` holds
+    the results so far. Stops with `compiled_layouts.is_refused` if an environment variable makes every compile fail.
 
     Args:
         request: The search.

@@ -82,9 +82,8 @@ def predict_function(
     """Predict the step time and memory of a jitted, lowered or compiled function on a slice.
 
     The program is compiled in a child process, or read from the compile cache. A program with Python callbacks, or for
-    devices other than those of `Slice.mesh`, is compiled in this process without a time limit. The status of the
-    prediction is `does_not_fit` if the program does not fit, `timeout` after the time limit, and `failed` if the
-    compiler fails.
+    devices other than those of `Slice.mesh`, is compiled in this process without a time limit. The status is
+    `does_not_fit` if the program does not fit, `timeout` after the time limit, and `failed` if the compiler fails.
 
     Raises TypeError for any other `function` and for options of a wrong type. Raises ValueError if the program has no
     mesh, if the kind, number or torus of its devices is not that of the slice, if `mesh` has other axes than the
@@ -93,13 +92,13 @@ def predict_function(
 
     Args:
         function: The function, which does one step.
-        arguments: Positional arguments, arrays or `jax.ShapeDtypeStruct`. Empty for a lowered or compiled function.
-        kwargs: Keyword arguments. Empty for a lowered or compiled function.
+        arguments: Positional arguments, arrays or `jax.ShapeDtypeStruct`. Empty if it is lowered or compiled.
+        kwargs: Keyword arguments. Empty if it is lowered or compiled.
         target: The slice to compile for.
         mesh: Mesh of the program. Only needed if neither its arguments nor its shardings have one.
         options: Compiler options.
         work: Name, tokens and FLOPs of the program.
-        time_limit_s: Time limit of the compile in seconds, or None for no limit.
+        time_limit_s: Time limit of the compile, or None.
         progress: Called about five times a second with a status line while the program is compiled.
     """
     from valkyrie.search.compile.executable import device_positions
