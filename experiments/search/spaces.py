@@ -66,6 +66,26 @@ class ComparisonSpace:
         return sample_evenly(cells.legal, self.count)
 
 
+ODD_MODELS = {
+    "wide": "target=v5e-16 model=gpt_125m model.embed=1280 model.attention.heads=20 model.attention.kv_heads=20 "
+    "model.layers=16 model.mlp=5120 batch=512 seq=1024",
+    "small heads": "target=v5e-16 model=gpt_tiny model.embed=160 model.attention.heads=5 model.attention.kv_heads=5 "
+    "model.attention.head_dim=16 model.context=32768 batch=32 seq=32768",
+    "s5": "target=v5e-16 model=s5_125m batch=256 seq=1024",
+    "4 heads": "target=v5e-16 model=gpt_125m model.attention.heads=4 model.attention.kv_heads=4 "
+    "model.attention.head_dim=192 batch=256 seq=1024",
+    "long": "target=v5e-16 model=gpt_125m model.context=16384 batch=32 seq=16384",
+    "nanochat": "target=v5e-16 model=nanochat batch=256 seq=2048",
+    "embed 896": "target=v5e-8 model=gpt_125m model.embed=896 model.attention.heads=14 model.attention.kv_heads=14 "
+    "batch=256 seq=1024",
+    "1 kv head": "target=v4-16 model=llama_7b model.embed=1536 model.mlp=4096 model.layers=8 model.attention.heads=12 "
+    "model.attention.kv_heads=1 batch=128 seq=2048",
+    "trm": "target=v5e-8 model=trm_mlp batch=1024",
+    "embed 640": "target=v4-16 model=valkyrie_125m model.embed=640 model.attention.heads=10 "
+    "model.attention.kv_heads=10 model.context=4096 batch=128 seq=4096",
+}
+"""Models of unusual shapes, which no constant of the estimate is fitted to: the name of each space and its overrides."""
+
 SPACES = (
     ComparisonSpace(
         "gpt",
@@ -85,6 +105,10 @@ SPACES = (
         remats=("full", "none"),
         microbatches=(1, 2),
         count=16,
+    ),
+    *(
+        ComparisonSpace(name, (*overrides.split(), "precision=bf16_mixed"), count=4)
+        for name, overrides in ODD_MODELS.items()
     ),
 )
 

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
-from spaces import read_rows
+from spaces import ODD_MODELS, read_rows
 
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
@@ -43,6 +43,8 @@ def main() -> None:
     args, console = parser.parse_args(), Console(width=140, highlight=False)
     groups: dict[str, list[tuple[dict[str, Any], Run]]] = defaultdict(list)
     for row in read_rows():
+        if row["space"] in ODD_MODELS and (args.fit or args.ship):
+            continue
         run = parse_run(row["overrides"])
         groups[repr((row["space"], run.config.partition, run.config.remat))].append((row, run))
     timed_groups = {
