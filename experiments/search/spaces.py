@@ -84,7 +84,7 @@ ODD_MODELS = {
     "embed 640": "target=v4-16 model=valkyrie_125m model.embed=640 model.attention.heads=10 "
     "model.attention.kv_heads=10 model.context=4096 batch=128 seq=4096",
 }
-"""Models of unusual shapes, which no constant of the estimate is fitted to: the name of each space and its overrides."""
+"""Overrides of models with unusual shapes, by name of the space. No constant of the estimate is fitted to them."""
 
 SPACES = (
     ComparisonSpace(
