@@ -81,8 +81,8 @@ def evaluation_problems(config: CodeEvalConfig) -> list[Problem]:
     ]
     if config.sandbox and not problems and (reason := sandbox_problem()):
         text = (
-            f"code_eval.sandbox=true: {reason}. To run the model's programs without a sandbox, for example in a "
-            "container, use code_eval.sandbox=false: they can then read your files and use the network."
+            f"code_eval.sandbox=true: {reason}. To run the model's programs without a sandbox, with access to "
+            "your files and the network, for example in a container, use code_eval.sandbox=false."
         )
         problems.append(Problem(ProblemCode.missing, "code_eval.sandbox", True, text))
     return problems

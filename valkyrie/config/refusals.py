@@ -190,7 +190,7 @@ def describe_unknown_key(full_key: str, parent: Any) -> Problem:
         if prefix == group:
             family = parent.get(families.key.removeprefix(f"{group}."))
             description = f"a key of {group if group == 'mode' else families.key}={family}"
-    if full_key.startswith(("hydra.sweeper.space", "hydra.sweeper.limit")):
+    if full_key in ("hydra.sweeper.space", "hydra.sweeper.limit"):
         hint = " It is a key of hydra/sweeper=layouts."
     in_prefix = f" in {prefix}" if prefix else ""
     valid_keys_text = f"Known{in_prefix}: {', '.join(valid_keys)}."
