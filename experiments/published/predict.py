@@ -122,7 +122,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def replace_published_runs(args: argparse.Namespace, replayed_runs: Sequence[PublishedRun]) -> list[PublishedRun]:
-    """Return the published runs from which replay corrections are derived.
+    """Return the published runs that replay corrections are derived from.
 
     These are the runs that ship with the package. If `--rows` is the default `rows.csv`, the runs that this script has
     replayed, `replayed_runs`, replace all shipped runs of their families.

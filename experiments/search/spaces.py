@@ -1,4 +1,4 @@
-"""Compiles the layouts on which the estimates of `mode=search` are evaluated: three models, and ten of odd shapes.
+"""Compiles layouts to evaluate the estimates of `mode=search`: three models, and ten of odd shapes.
 
     python experiments/search/spaces.py             # compile missing results; 20 to 120 s each on two cores
     python experiments/search/spaces.py --only gpt  # one of the spaces

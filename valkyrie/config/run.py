@@ -90,8 +90,8 @@ class RunConfig:
         task: the task, or None for the task of the model family.
         batch: sequences in the global batch.
         seq: tokens in a sequence.
-        batch_tokens: tokens in the global batch, from which `batch` is computed, or None.
-        device_batch: sequences per device and microbatch, from which `microbatches` is computed, or None.
+        batch_tokens: tokens in the global batch, to compute `batch` from, or None.
+        device_batch: sequences per device and microbatch, to compute `microbatches` from, or None.
         modules: folders with the user's modules (models, data sources, tasks, optimizers, modes). Child processes of
             the run import them too.
         force: continue even if this machine has too little memory or too few cores.

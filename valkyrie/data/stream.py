@@ -57,7 +57,7 @@ class LanePosition:
     """Position in the rows of a lane.
 
     Args:
-        next: the document in which the next row begins or, with `packing=best_fit`, the next document to read.
+        next: the document where the next row begins or, with `packing=best_fit`, the next document to read.
         offset: index in `next` of the first token of the next row, or 0 with `packing=best_fit`.
         pool: the documents that `packing=best_fit` has read ahead, in reading order.
     """

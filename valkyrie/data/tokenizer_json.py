@@ -308,7 +308,7 @@ def _keeps_text(encoding: tiktoken.Encoding) -> bool:
 
 
 def _split_pattern(content: _TokenizerJson) -> str | None:
-    """Return the pattern with which a byte-level tokenizer splits text, or None if it splits text in another way."""
+    """Return the pattern that a byte-level tokenizer splits text by, or None if it splits text in another way."""
     steps = content.pre_tokenizer.steps if content.pre_tokenizer else ()
     *first_steps, last_step = steps or (_Step(),)
     if last_step.type != "ByteLevel" or last_step.add_prefix_space:

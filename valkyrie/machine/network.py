@@ -344,7 +344,7 @@ def _apply_efficiency(kind: str, cost: CollectiveCost) -> CollectiveCost:
 
 
 def _dimension_orders(dims: Sequence[Dimension], algorithm: _Algorithm | None) -> list[tuple[int, ...]]:
-    """Return the order in which each part of the array uses the dimensions, as indices into `dims`.
+    """Return each part's order of dimensions, as indices into `dims`.
 
     These are the compiler's orders if they are known and match `dims`. Otherwise, there is one part per dimension, and
     each part starts with a different dimension and continues cyclically.

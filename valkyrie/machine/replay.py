@@ -82,7 +82,7 @@ class Replay:
         costs: All operations, longest first.
         spans: The timeline, with the first and the last iteration of each loop.
         notes: Assumptions that were necessary for this module.
-        correction: Factor by which the times were multiplied after the replay.
+        correction: Factor that the times were multiplied by after the replay.
     """
 
     step_s: float

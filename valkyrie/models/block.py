@@ -84,7 +84,7 @@ class SavedActivation:
         float32: Whether they are float32 instead of the compute dtype.
         positions: Maximum number of sequence positions per shard that are in memory at once (such as the logits of a
             chunked loss), or None if all are.
-        name: Name by which `remat` saves or offloads them, or None.
+        name: Name for `remat`, which saves or offloads them, or None.
         product: Whether they are results of a matrix product.
         never_recomputed: Whether they are saved under every remat policy.
         needed_for: If the backward pass needs them only to recompute another activation, the name of that activation.
@@ -161,7 +161,7 @@ class Block(ABC):
 
     Args:
         axes: Logical axes it declares in addition to `embed`, with descriptions.
-        activations: Axes of the activations to which its module applies a sharding constraint.
+        activations: Axes of the activations that its module applies a sharding constraint to.
         sharded_like: Maps an axis to another axis with the same sharding, such as `kv_heads` to `heads`. The axis is
             replicated over mesh axes that do not divide its length.
         dispatches: Axes of its parameters, such as experts, that are never gathered. Tokens are sent to the shards
@@ -274,7 +274,7 @@ class Block(ABC):
         ]
 
     def constrained_activations(self, context: BlockContext) -> list[Tensor]:
-        """Return the activations to which its module applies a sharding constraint."""
+        """Return the activations that its module applies a sharding constraint to."""
         return [tensor(axes, self._sizes(context)) for axes in self.activations]
 
     def axis_problems(self, context: BlockContext, known: Container[str]) -> list[Problem]:
@@ -378,7 +378,7 @@ class Layer:
         return parameters
 
     def activations(self) -> list[Tensor]:
-        """Return the activations to which its modules apply a sharding constraint."""
+        """Return the activations that its modules apply a sharding constraint to."""
         return [t for block, context in self.blocks.values() for t in block.constrained_activations(context)]
 
     def flops(self, seq: int) -> float:

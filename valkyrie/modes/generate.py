@@ -16,7 +16,7 @@ class Config(ModeConfig):
     """Settings of `mode=generate`.
 
     Args:
-        keep: name under which the text and the model's state are saved in the run folder. The next call with this name
+        keep: name of the text and the model's state in the run folder. The next call with this name
             continues the text.
     """
 

@@ -24,8 +24,8 @@ class Numerics(NamedTuple):
     Args:
         parameter: Dtype of stored parameters.
         compute: Dtype of the operands of matrix products.
-        reduction: Dtype in which gradients are summed.
-        products: Dtype to which operands are quantised (`valkyrie.ops.narrow`), or None to leave them in `compute`.
+        reduction: Dtype of gradient sums.
+        products: Dtype of quantised operands (`valkyrie.ops.narrow`), or None to leave them in `compute`.
     """
 
     parameter: str

@@ -44,7 +44,7 @@ class Training:
 
     Args:
         steps: Optimizer steps of the run.
-        compute: Name of the compute dtype, in which the model's matmuls run.
+        compute: Name of the compute dtype of the model's matmuls.
         stack_sharding: Sharding of Muon's stacks of matrices, or None for a single device.
     """
 
@@ -234,7 +234,7 @@ def convert_old_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the optimizer settings of an old `run.yaml` to the current keys.
 
     Before optimizers had families, all shared one set of keys: `kind` named the optimizer, and `muon` held the settings
-    of Muon. Keys that the optimizer does not use are dropped. Settings without `kind` are current and stay as they are.
+    of Muon. Keys that the optimizer does not use are dropped. Settings without `kind` are current and stay unchanged.
     """
     if "kind" not in saved:
         return dict(saved)

@@ -199,7 +199,7 @@ class Ledger:
     def count_setup(self, step: int) -> None:
         """Count all time that has no kind yet as setup, and write a line.
 
-        `step` is the step from which the run continues. May be called several times before the first step.
+        `step` is the step that the run continues from. May be called several times before the first step.
         """
         unattributed_s = self._time() - self._began - sum(self._spent.values())
         self._spent["setup"] = self._spent.get("setup", 0.0) + max(unattributed_s, 0.0)

@@ -46,7 +46,7 @@ class Tracker:
         run_name: Name of the W&B run.
         fields: Config of the W&B run, see `WandbWriter.start`.
         group: Group of the W&B run if `config` sets none.
-        start: The step from which a run continues. The records of later steps are removed, because those steps are
+        start: The step that a run continues from. The records of later steps are removed, because those steps are
             repeated. None removes no records.
         write: Whether to write anything. False on processes other than the leader.
     """

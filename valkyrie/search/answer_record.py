@@ -160,7 +160,7 @@ class SearchAnswer:
         precision: Name of the precision.
         hardware: Descriptions of the requested slices.
         ranked_by: What the layouts are ordered by: `dollars`, `tokens/s/chip` or `step time`.
-        date: Day on which the search ended, as `YYYY-MM-DD`.
+        date: Day when the search ended, as `YYYY-MM-DD`.
         too_large: Number of layouts that need more memory than a device has, by estimate, and were not compiled.
         compile_outcomes: Number of compiled layouts by status.
         remarks: Sentences that compare the best layout with the baselines, or suggest another model.

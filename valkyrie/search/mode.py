@@ -376,7 +376,7 @@ def _refusal_counts(space: LayoutSpace) -> dict[str, int]:
 def _describe_no_fit(
     shortlist: Shortlist, request: SearchRequest, compiled_layouts: CompiledLayouts, space: LayoutSpace
 ) -> str:
-    """Return the message for a search in which no layout fits.
+    """Return the message for a search without a layout that fits.
 
     For each kind of chip, the message has the memory per device of the smallest layout, and a number of chips that
     would be enough (see `_suggest_chips`). If no layout is legal, it has the settings to change instead.
@@ -430,7 +430,7 @@ def _describe_no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str
 
 
 def _suggest_chips(request: SearchRequest, chip: str) -> str:
-    """Return a sentence that suggests the smallest larger slice on which a layout fits by estimate.
+    """Return a sentence that suggests the smallest larger slice where a layout fits by estimate.
 
     Tries 2, 4, ..., 32 times the devices of the largest requested slice with this chip. If none is enough, suggests a
     smaller model or batch.

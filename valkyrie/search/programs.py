@@ -226,7 +226,7 @@ def divide_devices(devices: int, axes: Sequence[str], slices: int) -> list[dict[
 def parse_meshes(
     meshes: Sequence[Sequence[int] | Mapping[str, int]] | None, axes: Sequence[str], target: Slice
 ) -> list[dict[str, int]]:
-    """Return the meshes of a search as sizes by axis name. None stands for all meshes of `divide_devices`.
+    """Return the meshes of a search as sizes by axis name. None means all meshes of `divide_devices`.
 
     Raises ValueError if `meshes` is empty, if a mesh does not fit the slice, or if a mesh without names does not have
     one size for each of `axes`. Raises TypeError for arguments of a wrong type.

@@ -269,7 +269,7 @@ def _missing_requirements(run: Run) -> list[str]:
 
 
 def _predictor_digest(run: Run) -> str:
-    """Return a digest of the package versions and of the code on which a prediction depends."""
+    """Return a digest of the package versions and of the code that a prediction depends on."""
     return digest([package_versions(), package_digest(run)])[:12]
 
 

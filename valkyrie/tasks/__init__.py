@@ -88,7 +88,7 @@ class Task(ABC):
         """Return the shape, dtype and axes of each array carried from step to step, by name. Empty by default.
 
         These arrays start as zeros. They belong to the whole batch, so a task that has them does not support
-        microbatches. `compute` is the name of the dtype in which the model computes.
+        microbatches. `compute` is the name of the model's compute dtype.
         """
         return {}
 

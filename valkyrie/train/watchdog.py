@@ -57,7 +57,7 @@ class Watchdog:
             limit_s: Seconds after which a step counts as hung, or `HANG_FACTOR` times the median step time if that is
                 longer. None disables the watchdog.
             team: Processes of the run.
-            log: File to which the stacks are also written, or None.
+            log: File that the stacks are also written to, or None.
             first_s: Minimum limit of the first two steps, in seconds.
             remedy: Advice at the end of the error message.
             clock: Returns the time in seconds.

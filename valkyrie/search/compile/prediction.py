@@ -362,7 +362,7 @@ class Prediction(LayoutResult):
         positions: Positions of the mesh's devices, in the order of `mesh.devices.flat`.
         parameters: Number of parameters of the model.
         alternatives: Other layouts or settings to try, with their estimated effect.
-        reduction: Dtype in which gradients are summed.
+        reduction: Dtype of gradient sums.
         step: Predicted time, or None if unknown, for example because the compiler for CPUs writes no schedule.
         parts: Time of the step by part.
         costs: The slowest operations.

@@ -2,7 +2,7 @@
 
 Minimises a robust (soft L1) loss of the logarithm of estimated over known seconds, within bounds. Layouts of a family
 have similar errors, so a family of n layouts has weight sqrt(n). A weak penalty keeps constants that do not affect
-these layouts at the values from which the fit starts.
+these layouts at their start values.
 """
 
 from __future__ import annotations

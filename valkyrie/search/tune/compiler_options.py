@@ -25,7 +25,7 @@ class CompilerOption:
         source: Where the effect is documented.
         chips: Chips that have the option, or None for all TPUs.
         companion_options: Options to set together with each value.
-        idle_on: Chips on which the option has not changed any program so far.
+        idle_on: Chips where the option has not changed any program so far.
         idle: Whether the chip is in `idle_on`. Set by `options_for`.
     """
 
