@@ -88,8 +88,7 @@ class MeshShard:
             operands: Arrays of shape (batch, seq, ...).
             axes: Logical axes of the parameter.
             reduction_dtype: Dtype of the gradients that an all-to-all sends. Ignored for a reduce-scatter, which
-                sends the
-                dtype that `f` returns.
+                sends the dtype that `f` returns.
             whole: Whether each device computes a full-size gradient of its part of the batch before the sum. If False,
                 the compiler chooses when to sum. Ignored for an all-to-all.
         """
