@@ -230,9 +230,8 @@ def test_compiles_with_other_compiler_options_are_not_paired(true_chip: Efficien
     assert fit is not None and unpaired == 0
 
 
-def test_a_calibration_is_named_after_its_chips(
-    true_chip: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("without_fit")
+def test_a_calibration_is_named_after_its_chips(true_chip: Efficiency, tmp_path: Path) -> None:
     trials = [*make_trials((32,), true_chip), *make_trials((32,), true_chip, "microbatches=2")]
     sweep = saved_sweep(tmp_path / "sweep", trials)
     assert run_train("mode=calibrate", f"paths={sweep}", f"runs={tmp_path / 'runs'}") == 0

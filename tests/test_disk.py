@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +149,8 @@ def test_a_command_that_cannot_save_its_last_state_names_the_newest_checkpoint(
 def test_a_resume_on_a_read_only_disk_suggests_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    @contextlib.contextmanager
-    def fail(_: Path) -> Iterator[None]:
+    def fail(_: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        yield
 
     folder = copy_run(trained_run(), tmp_path)
     monkeypatch.setattr(trainer, "write_lock", fail)

@@ -45,14 +45,14 @@ def test_every_chip_has_all_figures_with_their_sources(chip: ChipConfig):
             assert re.search(r"  # \S", line), line
 
 
-def test_the_figures_of_a_users_chip_that_a_step_time_needs_are_named():
+def test_the_figures_of_a_users_chip_that_a_step_time_needs_are_named(monkeypatch: pytest.MonkeyPatch):
     missing = get_platform("any").missing_figures(ChipConfig("nod", hbm_gib=16.0))
     assert missing is not None and missing.startswith("target.chip=nod sets no hbm_gbs, peak_tflops.bfloat16, so")
     assert "begin nod.yaml with `defaults: [v5e, _self_]`" in missing
     assert "defaults: [h100, _self_]" in (get_platform("gpu").missing_figures(ChipConfig("nod")) or "")
     v5e = target("v5e-8", chip=dataclasses.replace(known_chips()["v5e"], clock_ghz=None))
-    refusal = get_platform("tpu").compile_refusal(v5e, "float32")
-    assert refusal is not None and ("sets no clock_ghz, so" in refusal or "libtpu, which is not installed" in refusal)
+    monkeypatch.setattr(compiling.Tpu, "missing_compiler", lambda self, target: None)
+    assert "sets no clock_ghz, so" in (get_platform("tpu").compile_refusal(v5e, "float32") or "")
     assert not any(get_platform(chip.platform).missing_figures(chip) for chip in known_chips().values())
 
 

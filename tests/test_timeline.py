@@ -54,8 +54,9 @@ def test_events_of_a_track_never_overlap_and_none_is_lost(entries: list[tuple[st
         assert all(after[0] >= before[1] - 0.01 for before, after in zip(lane, lane[1:], strict=False))
 
 
+@pytest.mark.timeout(10)
 def test_a_timeline_of_spans_without_a_duration_ends() -> None:
     thread = {"ph": "M", "name": "thread_name", "tid": 0, "args": {"name": "compute"}}
     spans = [{"ph": "X", "name": "dot", "cat": "products", "ts": 0.0, "dur": 0.0, "tid": 0} for _ in range(5)]
     timeline = make_timeline([thread, *spans], limit=2)
-    assert timeline is not None
+    assert timeline is not None and len(timeline.spans) == 5
