@@ -128,7 +128,7 @@ def test_slips_in_a_users_optimizer_are_refused_in_one_line(
     code = (folder / "lion.py").read_text()
     assert code.count(correct) == 1
     code = code.replace(correct, wrong)
-    file.write_text(code.replace("return 4.0", "return None") if "update_bytes" in wrong else code)
+    file.write_text(code)
     settings = (folder / "optimizer" / "lion.yaml").read_text()
     (folder / "optimizer" / f"{family}.yaml").write_text(settings.replace("lion", family))
     result = command("--config-dir", str(folder), *SMALL, f"optimizer={family}")

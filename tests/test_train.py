@@ -377,18 +377,26 @@ def test_a_signal_aborts_the_first_step_but_waits_for_later_steps(
     assert result.returncode == status and message in line
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        pytest.param("SIGINT", 130, marks=pytest.mark.slow),
+        ("SIGTERM", 75),
+        pytest.param("SIGUSR1", 75, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_during_the_preparation_of_data_deletes_its_partial_files(
     name: str, status: int, tmp_path: Path
 ) -> None:
     program = (
         "import os, signal, time\nimport valkyrie.cli.train\nfrom valkyrie.data.writer import ShardWriter\n"
-        f"def finish(self):\n  os.kill(os.getpid(), signal.{name})\n  time.sleep(20)\n"
+        "def finish(self):\n  print('.tmp-' in str(self._path) and self._path.is_dir(), flush=True)\n"
+        f"  os.kill(os.getpid(), signal.{name})\n  time.sleep(20)\n"
         "ShardWriter.finish = finish\nvalkyrie.cli.train.main()"
     )
     job = start_python("-c", program, *tiny_arguments(tmp_path), cwd=tmp_path, VALKYRIE_CACHE=str(tmp_path / "cache"))
-    _, err = job.communicate(timeout=60)
-    assert job.returncode == status
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out) == (status, "True\n"), "the partial folder existed before the signal"
     assert err.strip() == "valkyrie-train: stopped before the first step, so there is nothing to save"
     assert not [path for path in (tmp_path / "cache").rglob("*.tmp-*") if path.is_dir()]
 
