@@ -239,6 +239,7 @@ untyped: Any = valkyrie
         (lambda: untyped.slice(None), "slice takes a name"),
         (lambda: untyped.slice(["v5e-8"]), "slice takes a name"),
         (lambda: untyped.slice("v5e-8", slices="2"), "slices= takes a whole number, not '2'"),
+        (lambda: untyped.slice("v5e-8", slices=True), "slices= takes a whole number, not True"),
         (lambda: untyped.slice("v5e-8").mesh(8, "a"), "mesh takes lists of sizes and names, .*, not 8"),
         (lambda: untyped.slice("v5e-8").mesh((8,), "a"), "mesh takes lists of sizes and names, .*, not 'a'"),
         (lambda: untyped.show("model=gpt_tiny"), "show takes a Run, such as valkyrie.compose"),
@@ -258,6 +259,7 @@ untyped: Any = valkyrie
         (lambda: untyped.write_report(None), "write_report takes paths of sweep folders, not None"),
         (lambda: predict(tokens="8192"), "tokens= takes a number, not '8192'"),
         (lambda: predict(tokens=True), "tokens= takes a number, not True"),
+        (lambda: predict(time_limit_s=False), "time_limit_s= takes a number of seconds, not False"),
         (lambda: predict(options=["xla_x"]), "options= takes a dictionary"),
         (lambda: predict(places=3), "places= takes a list of positions"),
     ],
@@ -301,6 +303,12 @@ def test_a_search_of_a_training_run_fixes_what_it_sets(working_folder: Path, mon
     second = answer.run(answer.rows[1])
     assert second.config.name is None and second.config.mode.name == "train" and answer.folder.is_absolute()
     assert answer.rows[1].layout in " ".join(second.arguments) and second.layout_record().batch == 32
+    option = "target.chip.xla_options.xla_saves=true"
+    with_options = dataclasses.replace(answer, record=dataclasses.replace(answer.record, options=[option]))
+    for row, count in zip(with_options.rows[:2], (1, 0), strict=True):
+        assert with_options.run(row).arguments.count(option) == count, "of the best layout alone"
+    with pytest.raises(ValueError, match=r"^answer\.run takes one of answer\.rows, not <FoundLayout 99: "):
+        answer.run(dataclasses.replace(answer.best, rank=99))
     with pytest.raises(TypeError, match=r"^first= takes a Run \(answer.run\(row\) for a row of an answer\)"):
         untyped.explain(answer.best, second)
     assert repr(answer).startswith("<Answer mesh=2x4x1 partition=fsdp") and "<td" in answer._repr_html_()

@@ -370,8 +370,6 @@ def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[S
     ):
         if settings[key] is not None:
             require_type(settings[key], kind, f"{key}= takes {takes}")
-        if isinstance(settings[key], bool):  # which is a Real
-            raise TypeError(f"{key}= takes {takes}, not {settings[key]}.")
     require_type(unit, str, 'unit= takes what tokens= counts, such as "images"')
     if not unit.strip() or unit != "tokens" and settings["tokens"] is None:
         raise ValueError(f'unit={unit!r} names what tokens= counts: tokens=512, unit="images".')

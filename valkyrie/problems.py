@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import UnionType
-from typing import Any
+from typing import Any, get_args
 
 Number = int | float
 _MAX_VALUE_LENGTH = 40
@@ -220,9 +220,10 @@ def refuse(problems: Sequence[Problem]) -> None:
 def require_type(value: object, expected: type | UnionType, usage: str) -> None:
     """Raise TypeError if `value`, an argument of a public function, is not an instance of `expected`.
 
-    The message starts with `usage`, which says what the function takes: `load takes the path of a run folder`.
+    True and False do not count as numbers. The message starts with `usage`, which says what the function takes: `load
+    takes the path of a run folder`.
     """
-    if not isinstance(value, expected):
+    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in (get_args(expected) or (expected,))):
         raise TypeError(f"{usage}, not {describe_value(value)}.")
 
 

@@ -315,12 +315,18 @@ class Answer:
         return shlex.split(self.command)[1:]
 
     def run(self, row: FoundLayout) -> Run:
-        """Return the run of one of `rows`, to predict or explain its layout: `predict(answer.run(answer.rows[1]))`."""
+        """Return the run of one of `rows`, to predict or explain its layout: `predict(answer.run(answer.rows[1]))`.
+
+        Raises ValueError for a row of another answer.
+        """
         from valkyrie.config.arguments import parse_run
         from valkyrie.search.request import shared_arguments
 
+        if row not in self.rows:
+            raise ValueError(f"answer.run takes one of answer.rows, not {row!r}.")
         overrides = self.record.best[row.rank - 1].overrides[1:]
-        arguments = [*shared_arguments(self.record.command), f"target={row.target}", *overrides]
+        options = self.record.options if row.rank == 1 else []  # without which the best layout may not fit
+        arguments = [*shared_arguments(self.record.command), f"target={row.target}", *overrides, *options]
         return parse_run(arguments, in_python=True)
 
     def __repr__(self) -> str:
