@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pytest
 from rich.console import Console
@@ -22,6 +25,7 @@ from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.paths import DiskError
 from valkyrie.problems import ProblemCode
+from valkyrie.processes.ending import REFUSED
 from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, rank_layout, rank_layouts, show, train_command
@@ -729,10 +733,20 @@ def test_a_folder_with_other_files_is_refused_before_estimating(
             search(*FEW, *arguments)
 
 
-def test_two_searches_do_not_run_in_one_folder(tmp_path: Path, search: Callable[..., Finished]) -> None:
+def test_two_searches_do_not_run_in_one_folder(
+    monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished]
+) -> None:
+    flock = fcntl.flock
+
+    def lock_like_nfs(file: IO[bytes], operation: int) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_like_nfs)
     with (
         locked_folder(Path("runs", "found"), make_request()),
-        pytest.raises(ValueError, match="^runs/found is in use by another search"),
+        pytest.raises(ValueError, match=f"^runs/found is in use by process {os.getpid()} on "),
     ):
         search(*FEW)
     assert search(*FEW).status == 0
@@ -768,6 +782,7 @@ def test_the_answer_if_no_layout_fits(
     assert run.config.mode.run(run) != 0
     output = capsys.readouterr().out
     assert "nothing fits" in output and "target=v5e-16." in output
+    assert not [*(tmp_path / "runs").iterdir()], "an empty folder is removed with its lock file"
     both = ["mode=search", "mode.targets=[v5e-4,v4-8]", "model=llama_7b", "batch=64", "precision=bf16_mixed"]
     request = parse_request(
         parse_run([*both, "mode.targets=[v5e-4,v4-8]", "target.slices=1", "partition=fsdp", "remat=full"])
@@ -785,6 +800,14 @@ def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
     monkeypatch.setattr(mode, "build_shortlist", lambda ranked: doubtful)
     status, answer, _, printed = search("mode.compiles=0")
     assert status == NO_STEP_TIME and not answer and "3 uncompiled" in printed
+
+    def refuse(request: SearchRequest, *arguments: Any) -> None:
+        compiled_layouts = next(value for value in arguments if isinstance(value, CompiledLayouts))
+        compiled_layouts.stop_reason, compiled_layouts.is_refused = "LIBTPU_INIT_ARGS has a wrong flag.", True
+
+    monkeypatch.setattr(mode, "compile_best", refuse)
+    status, answer, _, printed = search()
+    assert status == REFUSED and not answer and printed.splitlines()[-1] == "LIBTPU_INIT_ARGS has a wrong flag."
 
 
 def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., Finished]) -> None:

@@ -1,7 +1,7 @@
 """Exclusive file locks for run folders and trials. The kernel releases them when their process ends.
 
-Some network file systems do not support locks. On these, a run folder counts as locked while the process named in its
-file `.writer` is running.
+Some network file systems do not support locks. On these, a folder counts as locked while the process named in its lock
+file is running.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LockHolder:
 
 
 def lock(file: IO[bytes] | IO[str] | int, *, wait: bool = True) -> LockState:
-    """Lock an open file or folder until this process and every process that inherited it have closed it.
+    """Lock an open file until this process and every process that inherited it have closed it.
 
     Returns `another` if another process holds the lock and `wait` is false. Returns `unsupported` on Lustre without
     `-o flock` and on NFS without a lock daemon. Callers then continue without a lock and may print a warning.
@@ -62,14 +62,14 @@ def lock(file: IO[bytes] | IO[str] | int, *, wait: bool = True) -> LockState:
 
 
 @contextlib.contextmanager
-def write_lock(folder: Path, alternative: str = "another name=") -> Iterator[None]:
+def write_lock(folder: Path, alternative: str = "another name=", file_name: str = WRITER_FILE) -> Iterator[None]:
     """Hold an exclusive write lock on a folder, creating it if missing.
 
     Takes over the lock of a process that was killed. Raises ValueError, which suggests `alternative`, if another
-    process holds the lock.
+    process holds the lock. `file_name` is the lock file in the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / WRITER_FILE
+    path = folder / file_name
     with open_to_append(path) as file:
         state, writer = lock(file, wait=False), _read_holder(file)
         if state is LockState.another or (state is LockState.unsupported and _may_run(writer)):

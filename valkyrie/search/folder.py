@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,11 +10,14 @@ from pathlib import Path
 from valkyrie.checksums import digest
 from valkyrie.config.modes import ANSWER_FILE
 from valkyrie.paths import disk_errors
-from valkyrie.processes.locks import LockState, lock
+from valkyrie.processes.locks import write_lock
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN_FILE
 from valkyrie.search.answer_record import MeasureReport, SearchAnswer
 from valkyrie.search.request import SearchRequest
+
+LOCK_FILE = ".search"
+"""File in the folder of a search that a running search has locked. NFS cannot lock a folder itself."""
 
 
 def search_folder(request: SearchRequest) -> Path:
@@ -59,16 +61,11 @@ def locked_folder(folder: Path, request: SearchRequest) -> Iterator[None]:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, but the search needs this folder. Use another name=.")
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)  # a lock file would be left in the folder
-    try:
-        if lock(descriptor, wait=False) is LockState.another:
-            raise ValueError(f"{folder} is in use by another search. Wait for it, or use another name=.")
+    with contextlib.ExitStack() as stack:
+        with disk_errors(folder):
+            stack.enter_context(write_lock(folder, file_name=LOCK_FILE))
         _refuse_other_owner(folder, request)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _refuse_other_owner(folder: Path, request: SearchRequest) -> None:
@@ -87,8 +84,10 @@ def _refuse_other_owner(folder: Path, request: SearchRequest) -> None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove the folder if nothing was written into it."""
+    """Remove the folder of a search if it contains nothing but the lock file."""
     with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+            (folder / LOCK_FILE).unlink()
         folder.rmdir()
 
 

@@ -124,7 +124,8 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     ranked_layouts = rank_layouts(request, shortlist, compiled_layouts, MAX_SHOWN_LAYOUTS)
     rows = rank_measured(request, ranked_layouts, measured_trials, compiled_layouts)
     if not rows:
-        reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
+        no_fit = _describe_no_fit(shortlist, request, compiled_layouts, space)
+        reason = compiled_layouts.stop_reason if compiled_layouts.is_refused else no_fit
         return _report_no_fit(status or NO_STEP_TIME, folder, reason, console)
     options = _winner_options(rows[0].candidate, options, best, compiled_layouts, console)
     remarks = _collect_remarks(request, rows[0], ranking, shortlist, compiled_layouts, measured_trials)
