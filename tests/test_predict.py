@@ -234,6 +234,9 @@ def value_error(slice):
 def wrong():
     return helper_of_the_step.jitted
 
+def unjitted():
+    return len, ()
+
 def two(a, b):
     return a, b
 
@@ -251,7 +254,9 @@ def test_the_command_predicts_a_function_of_a_file(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     (tmp_path / "builders.py").write_text(BUILDERS)
-    (tmp_path / "helper_of_the_step.py").write_text("def jitted(name=None, scale=1):\n    pass\n")
+    (tmp_path / "helper_of_the_step.py").write_text(
+        "import jax\n\n@jax.jit\ndef jitted(name=None, scale=1):\n    pass\n"
+    )
     (tmp_path / "damaged.py").write_text("import no_such_library\n")
     (tmp_path / "folder.py").mkdir()
     (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
@@ -272,6 +277,7 @@ def test_the_command_predicts_a_function_of_a_file(
         ("builders.py:failing", "builders.py:failing: KeyError: 'weights' (builders.py:11)"),
         ("builders.py:value_error", "builders.py:value_error: no such layer (builders.py:14)"),
         ("builders.py:wrong", "must return (jitted, arguments) or (jitted, arguments, keywords)"),
+        ("builders.py:unjitted", "builders.py:unjitted must return a jitted function, not <built-in function len>."),
         ("builders.py:two", "has the arguments a, b. It may have one, the slice."),
         ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
         ("ends.py:step", "ends.py ended while it was imported (sys.exit(0)). Put that behind `if __name__"),
@@ -292,6 +298,7 @@ def test_mesh_axes_in_the_wrong_order_are_noted(step: Path):
     for mesh, remedy in (
         ({"model": 4, "data": 2}, "name the mesh axes in the order data=2,model=4, which they match"),
         ({"data": 8}, "check the mesh axes"),
+        ({f"a{i}": 1 for i in range(10)} | {"data": 8}, "check the mesh axes"),
         (MESH, None),
         ({"a": 2, "b": 2, "c": 2}, None),
     ):
@@ -357,7 +364,7 @@ def test_notes_name_unsupported_parts_of_foreign_programs(step: Path, added: str
 
 def test_objects_that_are_not_programs_are_refused():
     slice = valkyrie.slice("v5e-4")
-    with pytest.raises(TypeError, match="predict needs a jitted function, not builtin_function_or_method"):
+    with pytest.raises(TypeError, match="predict needs a jitted function, not <built-in function len>"):
         valkyrie.predict(len, slice=slice)
     for program, more, words in (
         (jax.jit(jnp.sin), {}, "Name the slice"),

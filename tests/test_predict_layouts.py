@@ -127,8 +127,12 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
         ({"layouts": [1]}, TypeError, "layouts= takes {name: arguments}"),
         ({"layouts": {"dp": 0.1}}, TypeError, r'layouts\["dp"\] takes the positional arguments as a tuple, not float'),
         ({"layouts": {"dp": {"w": 1}}}, ValueError, r'layouts\["dp"\] has the unknown key .w.'),
-        ({"layouts": {"dp": {"function": len}}}, TypeError, r'layouts\["dp"\] needs a jitted function, not builtin'),
-        ({"layouts": {"dp": {"function": "step"}}}, TypeError, r'layouts\["dp"\] needs a jitted function, not str'),
+        ({"layouts": {"dp": {"function": len}}}, TypeError, r'layouts\["dp"\] needs a jitted function, not <built-in'),
+        (
+            {"layouts": {"dp": {"function": "step"}}},
+            TypeError,
+            r"layouts\[\"dp\"\] needs a jitted function, not 'step'",
+        ),
         ({"layouts": {"dp": {"mesh": 8}}}, TypeError, r'layouts\["dp"\]\["mesh"\] takes {"data": 2, "model": 4} or'),
         ({"token": 512}, TypeError, r"token= is not an argument of predict or of the program. Did you mean tokens=\?"),
         ({f"wrong{i}": 1 for i in range(9)}, TypeError, "^wrong0= is not an argument"),
@@ -193,6 +197,8 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
     assert [*alone.results] == ["data=8"]
     wrong = valkyrie.search_program(lambda mesh: step, slice=SLICE, axes=("data",), quiet=True)
     assert "build must return (jitted, arguments) or" in str(wrong)
+    unjitted = valkyrie.search_program(lambda mesh: (len, ()), slice=SLICE, axes=("data",), quiet=True)
+    assert "data=8: failed: build must return a jitted function, not <built-in function len>. Use" in str(unjitted)
     ended = valkyrie.search_program(lambda mesh: sys.exit(3), slice=SLICE, axes=("data",), quiet=True)
     assert "data=8: failed: the function ended the process (sys.exit(3)). Return the step" in str(ended)
 

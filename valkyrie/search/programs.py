@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.foreign_errors import first_lines, is_compile_only
 from valkyrie.parallel.slice import Slice
-from valkyrie.problems import require_type
+from valkyrie.problems import describe_value, require_type
 from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.predict import (
     PredictedProgram,
     ProgramWork,
     foreign_program,
+    is_jitted,
     predict_function,
     require_function,
 )
@@ -107,6 +108,9 @@ def parse_built(value: Any, source: str) -> ProgramCall:
     if isinstance(value, list | tuple) and len(value) in (2, 3):
         function, arguments, keywords = (*value, {})[:3]
         if isinstance(arguments, list | tuple) and isinstance(keywords, Mapping):
+            if not is_jitted(function):
+                actual = describe_value(function)
+                raise ValueError(f"{source} must return a jitted function, not {actual}. Use jax.jit(step).")
             return ProgramCall(function, tuple(arguments), keywords)
     actual = type(value).__name__ + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
     raise ValueError(f"{source} must return {_RETURNS}, with the positional arguments as a tuple, not {actual}.")

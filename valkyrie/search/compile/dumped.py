@@ -76,7 +76,9 @@ def _describe_axis_order(module: Module, axes: Mapping[str, int]) -> list[str]:
     """Return a note if the groups of a module's collectives do not match the order of the mesh axes."""
     if not has_partial_groups(module, dict(axes)):
         return []
-    orders = [dict(order) for order in itertools.permutations(axes.items())]
+    axes_of_size_1 = {axis: 1 for axis, size in axes.items() if size == 1}  # in any order
+    longer = [(axis, size) for axis, size in axes.items() if size > 1]
+    orders = (dict(order) | axes_of_size_1 for order in itertools.permutations(longer))
     other = next((order for order in orders if not has_partial_groups(module, order)), None)
     text, other_text = (",".join(f"{axis}={size}" for axis, size in (order or {}).items()) for order in (axes, other))
     remedy = f"name the mesh axes in the order {other_text}, which they match" if other else "check the mesh axes"

@@ -19,6 +19,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import build_topology, usable_hbm
 from valkyrie.parallel.slice import Slice
+from valkyrie.problems import describe_value
 from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.checked import CheckedProgram
 from valkyrie.search.compile.fault import Fault, FaultCode
@@ -348,14 +349,19 @@ def _lower(
 
 def require_function(function: object, name: str) -> None:
     """Raise TypeError if `function` is not a jitted, lowered or compiled function. `name` starts the message."""
-    import jax
-
-    is_jitted = callable(function) and hasattr(function, "lower")
-    if not is_jitted and not isinstance(function, jax.stages.Compiled | jax.stages.Lowered):
+    if not is_jitted(function):
         raise TypeError(
-            f"{name} needs a jitted function, not {type(function).__name__}. Use jax.jit(step, in_shardings=...), or "
+            f"{name} needs a jitted function, not {describe_value(function)}. Use jax.jit(step, in_shardings=...), or "
             "the result of its .lower(...) or .compile()."
         )
+
+
+def is_jitted(function: object) -> bool:
+    """Return whether `function` is a jitted, lowered or compiled function."""
+    import jax
+
+    is_lowerable = callable(function) and hasattr(function, "lower")
+    return is_lowerable or isinstance(function, jax.stages.Compiled | jax.stages.Lowered)
 
 
 def _option_texts(options: Mapping[str, Any]) -> dict[str, str]:
