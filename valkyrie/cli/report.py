@@ -6,13 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.report.wandb import add_arguments, main_wandb
-
-if TYPE_CHECKING:
-    from valkyrie.sweep.rows import Row
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -81,16 +77,6 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _report_damaged_metrics(rows: Sequence[Row]) -> None:
-    """Print a line to stderr for each training run whose metrics file has damaged lines."""
-    from valkyrie.config.modes import METRICS_FILE
-    from valkyrie.runs.tracking import read_metrics
-
-    files = (row.folder / METRICS_FILE for row in rows if row.is_training and row.folder is not None)
-    for file in filter(Path.is_file, dict.fromkeys(files)):
-        read_metrics(file, say=lambda line: print(line, file=sys.stderr))
-
-
 def _report(arguments: argparse.Namespace) -> None:
     from valkyrie.paths import write_atomic
     from valkyrie.report.page import page_file, render_page
@@ -114,7 +100,6 @@ def _report(arguments: argparse.Namespace) -> None:
     if compared_sweeps and kind == "csv":
         raise ValueError("--compare is not supported with the format csv. Use --format html or --format md.")
     rows = read_rows(paths, say=lambda line: print(line, file=sys.stderr))
-    _report_damaged_metrics(rows)
     comparison = compare(rows, *compared_sweeps) if compared_sweeps else None
     if kind == "html":
         text = render_page(rows, comparison)

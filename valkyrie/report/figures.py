@@ -89,7 +89,8 @@ LOSS = Figure(
     "loss",
     "Loss by step",
     "Training loss of the recorded steps, and validation loss (dashed) where it was evaluated. Shows at most "
-    f"{values.MAX_CURVES} training runs, the fastest ones. Long runs show {values.MAX_POINTS} evenly spaced steps.",
+    f"{values.MAX_CURVES} training runs, the first ones of the table. Long runs show {values.MAX_POINTS} evenly spaced "
+    "steps.",
     values.losses,
     specs.losses,
     min_labels=1,

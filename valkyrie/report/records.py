@@ -35,12 +35,12 @@ SEARCH_DEPTH = 2
 def read_rows(paths: Sequence[Path], say: Callable[[str], object] | None = None) -> list[Row]:
     """Read the trials of sweeps and training runs at or below these paths as rows.
 
-    Raises ValueError if there are none or a `trials.jsonl` is damaged. An incomplete last line of a `trials.jsonl` is
-    skipped, and `say` is called with a message about it.
+    Raises ValueError if there are none or a `trials.jsonl` is damaged. An incomplete last line of a `trials.jsonl`, and
+    damaged lines of the metrics of training runs, are skipped, and `say` is called with a message about them.
     """
     folders = find_result_folders(paths)
     sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS_FILE).exists()}
-    trainings = {folder: [read_training(folder)] for folder in folders if folder not in sweeps}
+    trainings = {folder: [read_training(folder, say)] for folder in folders if folder not in sweeps}
     rows = make_rows(sweeps, trainings)
     for folder in sweeps:
         torn_line = TrialLog(folder).describe_torn_line()
@@ -167,10 +167,11 @@ def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]
     ]
 
 
-def read_training(folder: Path) -> Trial:
+def read_training(folder: Path, say: Callable[[str], object] | None = None) -> Trial:
     """Read the training run in a folder as a trial.
 
     The trial's status is `failed` if the settings or the metrics cannot be read, and `killed` if no step has finished.
+    `say` is called with a message about damaged lines of the metrics, if any.
     """
     from valkyrie.runs.folder import saved_run
 
@@ -178,7 +179,7 @@ def read_training(folder: Path) -> Trial:
     try:
         run = saved_run(folder)
         about, values = run.layout_record(), run.values()
-        results = training_results(folder / METRICS_FILE, run)
+        results = training_results(folder / METRICS_FILE, run, say)
     except ValueError as error:
         return _trial(folder, Status.failed, str(error), about, values, TrialResult())
     reason = "no step has finished yet" if results.step == StepResult() else None

@@ -107,13 +107,13 @@ def _last_save_time(folder: Path) -> float:
     return (checkpoints if checkpoints.exists() else folder).stat().st_mtime
 
 
-def choose_run_folder(run: Run) -> Path:
+def choose_run_folder(run: Run, title: str | None = None) -> Path:
     """Return the run folder: the one that `resume` or `name` selects, or a new one.
 
-    A new folder is named after model, layout and time. Compiling or measuring a trained run uses a separate folder next
-    to it, so that the training's `run.yaml` is not overwritten. Raises ValueError if the run to resume does not exist,
-    if the folder contains files but is not a run folder, or if `name` has a slash (`resume=latest` does not search
-    nested folders).
+    A new folder is named `title` or, if that is None, after model, layout and time. Compiling or measuring a trained
+    run uses a separate folder next to it, so that the training's `run.yaml` is not overwritten. Raises ValueError if
+    the run to resume does not exist, if the folder contains files but is not a run folder, or if `name` has a slash
+    (`resume=latest` does not search nested folders).
     """
     runs, mode = Path(run.config.runs), run.config.mode.name
     uses_run_folder = mode == "train" or reads_run(mode)
@@ -139,8 +139,8 @@ def choose_run_folder(run: Run) -> Path:
                 "or delete the folder if a killed valkyrie-convert left it there."
             )
         return folder
-    folder = runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return unused_path(folder)
+    title = title or f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return unused_path(runs / title)
 
 
 def claim_run_folder(run: Run, folder: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,14 +143,14 @@ class _TrainingNumbers:
     simulated: bool | None = None
 
 
-def training_results(metrics: Path, run: Run) -> TrialResult:
+def training_results(metrics: Path, run: Run, say: Callable[[str], object] | None = None) -> TrialResult:
     """Return the results of a training run from its `metrics.jsonl` and the goodput record in the same folder.
 
     Speeds come from the summary if the run is finished or has no record of a step, else from the record of its last
     step. If `metrics.jsonl` is missing, its values are unknown. Raises ValueError with the file and the field if a
-    value has the wrong type.
+    value has the wrong type. `say` is called with a message about damaged lines, if any.
     """
-    records = read_metrics(metrics) if metrics.is_file() else []
+    records = read_metrics(metrics, say) if metrics.is_file() else []
     summary: dict[str, Any] = {}
     for record in records:
         record_summary = record.get("summary", {})

@@ -24,7 +24,7 @@ from valkyrie.config.modes import CALIBRATED_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.modes.calibrate import Config as CalibrateMode
-from valkyrie.paths import unused_path, write_atomic
+from valkyrie.paths import write_atomic
 from valkyrie.report.records import find_result_folders, read_rows
 from valkyrie.runs.folder import RUN_FILE, choose_run_folder, saved_run, write_run_files
 from valkyrie.search.calibrate.replay_fit import ReplayFit, fit_replays, percent_errors, round_digits
@@ -121,8 +121,7 @@ def calibrate_mode(run: Run) -> int:
         console.print(message, style="yellow", markup=False, soft_wrap=True)
     calibrations = [fit_calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED_CONSTANTS)]
     title = "-".join(["calibrate", *(result.chip.name for result in calibrations), time.strftime("%Y%m%d-%H%M%S")])
-    is_named = run.config.name is not None or run.config.resume is not None
-    folder = choose_run_folder(run) if is_named else unused_path(Path(run.config.runs) / title)
+    folder = choose_run_folder(run, title)
     write_run_files(run, folder)
     for result in calibrations:
         file = folder / CALIBRATED_FILE.format(chip=result.chip.name)

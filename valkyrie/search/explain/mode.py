@@ -16,7 +16,6 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.modes.explain import Config as ExplainMode
 from valkyrie.parts import label_record_name
-from valkyrie.paths import unused_path
 from valkyrie.records import write_record
 from valkyrie.runs.folder import choose_run_folder, split_flags, split_override, write_run_files
 from valkyrie.search.compile.cache import program_settings
@@ -56,20 +55,13 @@ def explain_mode(run: Run) -> int:
     texts = f"first={first!r}", f"second={second!r}"
     predictions = _predict_both(*_parse_layouts(run, (first, second)), console, texts)
     comparison = compare_layouts(*predictions, requests=(first, second))
-    folder = _explain_folder(run, predictions)
+    a, b = (prediction.layout for prediction in predictions)
+    folder = choose_run_folder(run, f"explain-{a.model}-{a.name}-{b.name}")
     write_run_files(run, folder)
     write_record(folder / EXPLAIN_FILE, comparison)
     show(comparison, console)
     console.print(f"answer: {folder / EXPLAIN_FILE}", soft_wrap=True)
     return 0
-
-
-def _explain_folder(run: Run, predictions: Sequence[Prediction]) -> Path:
-    """Return the run folder if `name` or `resume` is set, else an unused path named after model and both layouts."""
-    if run.config.name is not None or run.config.resume is not None:
-        return choose_run_folder(run)
-    a, b = (prediction.layout for prediction in predictions)
-    return unused_path(Path(run.config.runs) / f"explain-{a.model}-{a.name}-{b.name}")
 
 
 def explain(first: Run | Path | Prediction, second: Run | Path | Prediction, console: Console) -> Difference:
