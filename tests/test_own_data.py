@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from own_folder import train_with, write_listings
+from runs import run_train
 
 PACKAGE = Path(__file__).parent.parent / "valkyrie"
 SMALL = ("model=gpt_tiny", "model.layers=1", "mesh=1x1x1", "partition=dp", "batch=2", "seq=16", "eval_every=100")
-SMALL += ("tracking=off", "sample_tokens=0", "log_every=1", "data=tickets")
+SMALL += ("tracking=off", "sample_tokens=0", "log_every=1")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return train_with(folder, *SMALL, *arguments)
+    return train_with(folder, *SMALL, "data=tickets", *arguments)
 
 
 def losses(folder: Path, name: str) -> list[float]:
@@ -63,6 +64,7 @@ def test_the_doctor_checks_a_users_source_and_does_not_suggest_valkyrie_data(fol
         "--config-dir",
         str(folder),
         *SMALL,
+        "data=tickets",
         "data.paths=[tickets.db]",
     ]
     command.append(f"data.cache_dir={folder}/unused")
@@ -72,48 +74,69 @@ def test_the_doctor_checks_a_users_source_and_does_not_suggest_valkyrie_data(fol
     assert "valkyrie-data prepare" not in checked
 
 
+def add_source(folder: Path, source: str, correct: str, wrong: str) -> Path:
+    """Add a copy of the data source with a slip, named `source`, to the folder. Returns its module."""
+    code = (folder / "tickets.py").read_text()
+    assert code.count(correct) == 1
+    module = folder / f"{source}.py"
+    module.write_text(code.replace(correct, wrong).replace('"tickets"', f'"{source}"'))
+    settings = (folder / "data" / "tickets.yaml").read_text()
+    (folder / "data" / f"{source}.yaml").write_text(settings.replace("tickets", source))
+    return module
+
+
 @pytest.mark.parametrize(
-    ("correct", "wrong", "message"),
+    ("source", "correct", "wrong", "message"),
     [
         (
-            "yield Document",
-            "yield {}[number] if number == 2 else Document",
-            "KeyError: 2\nwhile reading data.source=tickets, document 3",
-        ),
-        (
+            "tickets_1",
             "yield Document(",
             "text = None if number == 2 else text; yield Document(",
-            "document tickets.db:2 has a text of type NoneType, not str.\n",
+            "document tickets.db:2 has a text of type NoneType, not str.",
         ),
         (
+            "tickets_2",
             "yield Document(",
             "yield (",
-            "read_documents() of FILE returned a value of type tuple, not a Document.\n",
+            "read_documents() of FILE returned a value of type tuple, not a Document.",
         ),
         (
+            "tickets_3",
             "return Listing(",
             "return (",
-            "list_files() of FILE returned a value of type tuple, not a Listing.\n",
+            "list_files() of FILE returned a value of type tuple, not a Listing.",
         ),
         (
+            "tickets_4",
             "return [*super().problems()",
             "[*super().problems()",
-            "problems() of FILE returned None, not a list of Problem.\n",
+            "problems() of FILE returned None, not a list of Problem.",
         ),
     ],
 )
-def test_a_slip_in_a_users_source_is_named(folder: Path, correct: str, wrong: str, message: str):
-    module = folder / "tickets.py"
-    code = module.read_text()
-    assert code.count(correct) == 1
-    try:
-        module.write_text(code.replace(correct, wrong))
-        result = train(folder, "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
-    finally:
-        module.write_text(code)
-    start = "" if "KeyError" in message else "valkyrie-train: data.source=tickets: "
-    assert result.returncode == (2 if start else 1), result.stderr
-    assert f"{start}{message.replace('FILE', str(module))}" in result.stderr
+def test_a_slip_in_a_users_source_is_refused(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    source: str,
+    correct: str,
+    wrong: str,
+    message: str,
+):
+    module = add_source(folder, source, correct, wrong)
+    monkeypatch.chdir(folder.parent)
+    data = (f"data={source}", "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
+    assert run_train("--config-dir", str(folder), *SMALL, *data) == 2
+    message = message.replace("FILE", str(module))
+    assert f"valkyrie-train: data.source={source}: {message}\n" in capfd.readouterr().err
+
+
+def test_an_error_in_a_users_source_is_located(folder: Path):
+    add_source(folder, "tickets_5", "yield Document", "yield {}[number] if number == 2 else Document")
+    data = ("data=tickets_5", "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
+    result = train_with(folder, *SMALL, *data)
+    assert result.returncode == 1
+    assert "KeyError: 2\nwhile reading data.source=tickets_5, document 3" in result.stderr
 
 
 def test_checks_of_a_users_source_and_task_refuse_mistakes(folder: Path):
