@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from pyarrow import parquet
 
+from helpers import compose_run
 from valkyrie.data import cut as cutting
 from valkyrie.data import readers
 from valkyrie.data.chunks import Chunk
@@ -33,6 +34,8 @@ from valkyrie.data.sources import parquet_stream, stdlib, synthetic
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.sources.synthetic import FIRST_ID, SUCCESSOR_WEIGHTS, entropy
 from valkyrie.data.tokenizer import load_tokenizer
+from valkyrie.train.prepare import prepare_run
+from valkyrie.train.screen import make_console
 
 GPT2 = load_tokenizer("gpt2")
 
@@ -209,6 +212,16 @@ def test_rows_without_text_are_noted(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["three", None, None, "four"]}), tmp_path / "b.parquet")
     note = str(config.note(config.open("bytes")))
     assert f"note: {tmp_path}/b.parquet: 2 of 4 rows have no text and are skipped (3 in all files)." in note
+
+
+def test_brackets_in_the_name_of_a_file_are_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    names = ("notes[old].jsonl", "table[old].txt")
+    (tmp_path / names[0]).write_text('{"text": "a b"}\n{"text": ""}\n{"text": "c d"}\n')
+    (tmp_path / names[1]).symlink_to("nowhere")
+    overrides = ("data=text", f"data.paths=[{tmp_path}]", f"data.cache_dir={tmp_path / 'cache'}")
+    prepare_run(compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp", *overrides), make_console())
+    out = capfd.readouterr().out
+    assert all(name in out for name in names)
 
 
 @pytest.mark.parametrize(

@@ -377,16 +377,20 @@ def test_a_signal_aborts_the_first_step_but_waits_for_later_steps(
     assert result.returncode == status and message in line
 
 
+NOTHING_TO_SAVE = "stopped before the first step, so there is nothing to save"
+
+
 @pytest.mark.parametrize(
-    ("name", "status"),
+    ("mode", "name", "status", "message"),
     [
-        pytest.param("SIGINT", 130, marks=pytest.mark.slow),
-        ("SIGTERM", 75),
-        pytest.param("SIGUSR1", 75, marks=pytest.mark.slow),
+        pytest.param("train", "SIGINT", 130, NOTHING_TO_SAVE, marks=pytest.mark.slow),
+        ("train", "SIGTERM", 75, NOTHING_TO_SAVE),
+        pytest.param("train", "SIGUSR1", 75, NOTHING_TO_SAVE, marks=pytest.mark.slow),
+        pytest.param("eval", "SIGTERM", 130, "stopped", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_during_the_preparation_of_data_deletes_its_partial_files(
-    name: str, status: int, tmp_path: Path
+    mode: str, name: str, status: int, message: str, tmp_path: Path
 ) -> None:
     program = (
         "import os, signal, time\nimport valkyrie.cli.train\nfrom valkyrie.data.writer import ShardWriter\n"
@@ -394,10 +398,13 @@ def test_a_signal_during_the_preparation_of_data_deletes_its_partial_files(
         f"  os.kill(os.getpid(), signal.{name})\n  time.sleep(20)\n"
         "ShardWriter.finish = finish\nvalkyrie.cli.train.main()"
     )
-    job = start_python("-c", program, *tiny_arguments(tmp_path), cwd=tmp_path, VALKYRIE_CACHE=str(tmp_path / "cache"))
+    cache = str(tmp_path / "cache")
+    reading = mode == "eval"
+    arguments = (f"resume={trained_run()}", f"data.cache_dir={cache}") if reading else tiny_arguments(tmp_path)
+    job = start_python("-c", program, f"mode={mode}", *arguments, cwd=tmp_path, VALKYRIE_CACHE=cache)
     out, err = job.communicate(timeout=60)
     assert (job.returncode, out) == (status, "True\n"), "the partial folder existed before the signal"
-    assert err.strip() == "valkyrie-train: stopped before the first step, so there is nothing to save"
+    assert err.strip() == f"valkyrie-train: {message}"
     assert not [path for path in (tmp_path / "cache").rglob("*.tmp-*") if path.is_dir()]
 
 

@@ -193,7 +193,7 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
     start, listing, counts = time.perf_counter(), config.list_files(), TextCounts()
     ids = train_tokenizer(training_texts(config, listing, counts), arguments.vocab, arguments.pattern, path)
     for note in filter(None, (*listing.skip_notes(), empty_rows_note(listing.empty_rows))):
-        print(_name_options(note), file=sys.stderr)
+        print(_name_options(f"note: {note}"), file=sys.stderr)
     fewer_note = (
         f", not {arguments.vocab:,}, because the text has no more pairs to merge" if ids < arguments.vocab else ""
     )

@@ -177,26 +177,27 @@ class DocumentConfig(TextConfig):
         )
 
     def note(self, data: Dataset) -> str | None:
-        """Return remarks on undecodable characters, rows without text and an unexpected size of the validation split.
+        """Return notes on undecodable characters, rows without text and an unexpected size of the validation split.
 
-        Returns None if there are no remarks. The size is unexpected if the validation split has less than half or more
-        than twice `validation_fraction` of the tokens. Whole documents are held out, so this happens with a few long
-        documents. The size is not checked for a folder that already held shards (`prepared_folder`).
+        Returns None if there are none. Each is a line that begins with `note: `. The size is unexpected if the
+        validation split has less than half or more than twice `validation_fraction` of the tokens. Whole documents are
+        held out, so this happens with a few long documents. The size is not checked for a folder that already held
+        shards (`prepared_folder`).
         """
         from valkyrie.data.manifest import PreparedText
 
         assert isinstance(data, PreparedText), "what `open` returns"
         validation_share = data.validation.tokens / (data.train.tokens + data.validation.tokens)
-        remarks = [*filter(None, (data.undecodable_note(), data.empty_rows_note()))]
+        notes = [*filter(None, (data.undecodable_note(), data.empty_rows_note()))]
         is_off = not self.validation_fraction / 2 <= validation_share <= 2 * self.validation_fraction
         # The split of a folder that already holds shards was made with settings that are unknown here.
         if is_off and self.prepared_folder() is None:
-            remarks.append(
+            notes.append(
                 f"validation has {100 * validation_share:.3g}% of the tokens instead of the "
                 f"{100 * self.validation_fraction:.3g}% of data.validation_fraction={self.validation_fraction:g}, "
                 "because whole documents are held out and this data has few, long documents"
             )
-        return "\n".join(remarks) or None
+        return "\n".join(f"note: {note}" for note in notes) or None
 
 
 @dataclass

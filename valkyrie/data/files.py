@@ -46,15 +46,18 @@ class Listing:
     def skip_notes(self, key: str = "data.paths") -> Iterator[str]:
         """Yield notes about the files in `skipped`. `key` is the setting that matches them."""
         unreadable = [name for name in self.skipped if reader_suffix(name) in SUFFIXES]
-        unsupported = sorted({reader_suffix(name) or "none" for name in self.skipped} - {*SUFFIXES})
-        for count, fault, details in (
-            (len(self.skipped) - len(unreadable), "with an unsupported suffix (", unsupported),
-            (len(unreadable), "without content (broken links, pipes or devices: ", unreadable),
-        ):
-            if count:
-                more_text = ", ..." if len(details) > _MAX_NAMES else ""
-                files_text = f"{count_text(count, 'file')} {fault}{', '.join(details[:_MAX_NAMES])}{more_text})"
-                yield f"note: {key}: {files_text} {'is' if count == 1 else 'are'} skipped."
+        suffixes = sorted({reader_suffix(name) or "none" for name in self.skipped} - {*SUFFIXES})
+        if suffixes:
+            count = len(self.skipped) - len(unreadable)
+            yield _skip_note(key, count, "with an unsupported suffix (", suffixes)
+        if unreadable:
+            yield _skip_note(key, len(unreadable), "without content (broken links, pipes or devices: ", unreadable)
+
+
+def _skip_note(key: str, count: int, fault: str, details: Sequence[str]) -> str:
+    more_text = ", ..." if len(details) > _MAX_NAMES else ""
+    files_text = f"{count_text(count, 'file')} {fault}{', '.join(details[:_MAX_NAMES])}{more_text})"
+    return f"{key}: {files_text} {'is' if count == 1 else 'are'} skipped."
 
 
 def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
@@ -89,7 +92,7 @@ def empty_rows_note(files: Mapping[str, Sequence[int]], total: int | None = None
     total = total or sum(count for count, _ in files.values())
     verbs = ("has", "is") if empty_rows == 1 else ("have", "are")
     total_text = f" ({total:,} in all files)" if total != empty_rows else ""
-    return f"note: {name}: {empty_rows:,} of {rows:,} rows {verbs[0]} no text and {verbs[1]} skipped{total_text}."
+    return f"{name}: {empty_rows:,} of {rows:,} rows {verbs[0]} no text and {verbs[1]} skipped{total_text}."
 
 
 def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.paths") -> Listing:

@@ -62,7 +62,7 @@ def prepare(
     listing = _list_files(config)
     if say is not None:
         for note in listing.skip_notes():
-            say(note)
+            say(f"note: {note}")
     key = _cache_key(config, listing, tokenizer)
 
     def write(path: Path) -> None:

@@ -184,7 +184,7 @@ def _list_files(paths: Sequence[str], config: Config, key: str, say: Callable[[s
     listing = list_paths(paths, config.read_options, key)
     if say is not None:
         for note in listing.skip_notes(key):
-            say(note)
+            say(f"note: {note}")
     return listing.files
 
 

@@ -195,12 +195,22 @@ def repair_std_streams() -> None:
 
 def exit_on_ctrl_c(command: str) -> contextlib.AbstractContextManager[None]:
     """Return a context where Ctrl-C prints a message that names `command`, and ends the process immediately."""
+    return on_signals(lambda _: _end(command))
 
-    def end(signum: int) -> None:
-        os.write(2, f"{command}: stopped\n".encode())
-        end_process(INTERRUPTED, "stopped by a signal")
 
-    return on_signals(end)
+@contextlib.contextmanager
+def clean_up_on_signals(command: str) -> Iterator[None]:
+    """Like `exit_on_ctrl_c`, for more signals, but let the code in this context clean up before the process ends."""
+    try:
+        with signals_as_exceptions():
+            yield
+    except KeyboardInterrupt:
+        _end(command)
+
+
+def _end(command: str) -> None:
+    os.write(2, f"{command}: stopped\n".encode())
+    end_process(INTERRUPTED, "stopped by a signal")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from valkyrie.config.run import Run
 from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.optim import rate_rises_if_extended
 from valkyrie.processes.ending import INTERRUPTED, PREEMPTED
-from valkyrie.processes.interrupt import Interrupt
+from valkyrie.processes.interrupt import Interrupt, clean_up_on_signals
 from valkyrie.runs.folder import choose_run_folder, resume_command, stored_text_file
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.wandb_writer import TRAFFIC
@@ -62,7 +62,7 @@ def _train(run: Run, team: Team, start_time: float) -> int:
     folder = Path(team.broadcast_from_leader("run folder", lambda: str(choose_run_folder(run))))
     console, interrupt = make_console(), Interrupt(multiprocess=team.count > 1)
     with interrupt.handle_signals():
-        inputs = prepare_run(run, console, team, interrupt)
+        inputs = prepare_run(run, console, team, interrupt.clean_up_on_signals())
         from valkyrie.train.callbacks import DivergedError, FolderGoneError
         from valkyrie.train.trainer import fit
 
@@ -105,8 +105,8 @@ def evaluate(run: Run) -> int:
     """Evaluate a trained run on its whole validation split and print the result. Returns 0."""
     with join_processes(run) as team:
         folder = Path(team.broadcast_from_leader("trained run", lambda: str(trained_folder(run))))
-        console, interrupt = make_console(), Interrupt(multiprocess=team.count > 1)
-        inputs = prepare_evaluation(run, folder, console, team, interrupt)
+        console = make_console()
+        inputs = prepare_evaluation(run, folder, console, team, clean_up_on_signals("valkyrie-train"))
         program, step, parameters = restore(run, inputs.devices, folder, team)
         from valkyrie.train.evaluate import Evaluator
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from valkyrie.config.run import Run
 from valkyrie.data.config import source_names
 from valkyrie.problems import check_range, refuse, require_type
-from valkyrie.processes.interrupt import Interrupt
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import RUN_FILE, changed_settings, find_run, saved_config, saved_run
 from valkyrie.train.devices import acquire_devices, configure_jax, machine_problems
@@ -32,33 +32,54 @@ class Inputs(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-def prepare_run(run: Run, console: Console, team: Team = ALONE, interrupt: Interrupt | None = None) -> Inputs:
+def prepare_run(
+    run: Run,
+    console: Console,
+    team: Team = ALONE,
+    cleanup: contextlib.AbstractContextManager[None] | None = None,
+) -> Inputs:
     """Prepare the tokenizer, the data and the devices of a run, and print a line about the data and the devices.
 
-    If a signal that `interrupt` handles arrives while the data is prepared, partial data is deleted before the process
+    `cleanup` is the context of the preparation of the data. It lets a signal delete partial data before the process
     ends.
 
     Raises ValueError if this machine lacks the devices or cannot judge code that the run evaluates, or if the model
     does not match the data or the tokenizer.
     """
+    data, tokenizer = _prepare_data(run, console, team, cleanup)
+    return Inputs(_prepare_devices(run, console, team), data, tokenizer)
+
+
+def _prepare_data(
+    run: Run, console: Console, team: Team, cleanup: contextlib.AbstractContextManager[None] | None
+) -> tuple[Dataset, Tokenizer | None]:
     refuse(machine_problems(run))
     refuse_unsuitable_data(run)
     if run.config.mode.name == "train" and run.config.code_eval_every is not None:
         refuse_without_judge(run, team)
-    with contextlib.nullcontext() if interrupt is None else interrupt.clean_up_on_signals():
+    with cleanup or contextlib.nullcontext():
         tokenizer = load_run_tokenizer(run) if run.task.is_text else None
-        data = _prepare_data(run, console, team)
-    console.print(data.describe(), highlight=False)
+        data = _open_data(run, console, team)
+    # File names may have brackets, which Rich would read as markup.
+    console.print(data.describe(), highlight=False, markup=False)
     if note := run.config.data.note(data):
-        console.print(note, style="yellow")
+        console.print(note, style="yellow", markup=False)
+    return data, tokenizer
+
+
+def _prepare_devices(run: Run, console: Console, team: Team) -> Devices:
     configure_jax(run, console.print)
     devices = acquire_devices(run, team)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
-    return Inputs(devices, data, tokenizer)
+    return devices
 
 
 def prepare_evaluation(
-    run: Run, folder: Path, console: Console, team: Team = ALONE, interrupt: Interrupt | None = None
+    run: Run,
+    folder: Path,
+    console: Console,
+    team: Team = ALONE,
+    cleanup: contextlib.AbstractContextManager[None] | None = None,
 ) -> Inputs:
     """Prepare the evaluation of the run in `folder`, as `prepare_run` does.
 
@@ -66,8 +87,8 @@ def prepare_evaluation(
     """
     from valkyrie.data.manifest import PreparedText
 
-    inputs = prepare_run(run, console, team, interrupt)
-    seq, data = run.config.seq, inputs.data
+    data, tokenizer = _prepare_data(run, console, team, cleanup)
+    seq = run.config.seq
     trained_seq = saved_config(folder).seq if (folder / RUN_FILE).is_file() else seq
     if isinstance(data, PreparedText) and seq > trained_seq and seq >= data.validation.tokens:
         targets = data.validation.tokens - 1
@@ -75,7 +96,7 @@ def prepare_evaluation(
             f"seq={seq}: the validation split fills only {targets:,} tokens of one row. Use "
             f"seq<={max(targets, trained_seq)}."
         )
-    return inputs
+    return Inputs(_prepare_devices(run, console, team), data, tokenizer)
 
 
 def refuse_unsuitable_data(run: Run) -> None:
@@ -101,14 +122,14 @@ def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
         raise ValueError("\n".join(messages))
 
 
-def _prepare_data(run: Run, console: Console, team: Team) -> Dataset:
+def _open_data(run: Run, console: Console, team: Team) -> Dataset:
     """Prepare the data on process 0 first, so that processes that share its cache find the data there.
 
     Raises ValueError if the data differs between processes.
     """
     if not team.is_leader:
         team.wait("data of process 0")
-    data = run.config.data.open(run.tokenizer, team, console.print)
+    data = run.config.data.open(run.tokenizer, team, partial(console.print, markup=False))
     if team.is_leader:
         team.wait("data of process 0")
     team.agree("data", {"content": data.content, "tokenizer": data.tokenizer, "size": data.describe()})
