@@ -408,6 +408,8 @@ def test_a_config_folder_outside_the_clone_is_noted(target: str):
 def test_local_folders_that_a_slice_does_not_have_are_noted(override: str, noted: str | None):
     notes = disk_notes(["model=gpt_tiny", "runs=/mnt/shared/runs", override])
     assert [note[: len(noted or "")] for note in notes] == ([noted] if noted else [])
+    key = override.partition("=")[0]
+    assert all(f"Set {key}=DIR to a folder" in note for note in notes if key != "data.paths")
 
 
 def test_a_run_name_is_added_if_a_restart_would_start_over(capsys: pytest.CaptureFixture[str]):
@@ -553,6 +555,17 @@ if verb == "describe" and state.exists() and state.read_text() == "ACTIVE" and n
     assert train_on_fake_slice(programs, monkeypatch, "0") == 0
     assert gcloud_actions(programs) == ["create", "scp", "ssh tar", "ssh train"]
     assert "trying again: ERROR: UNAVAILABLE: connection reset" in capfd.readouterr().err
+
+
+def test_a_permanent_failure_of_gcloud_ends_the_start_with_its_text(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "You do not currently have an active account selected"
+    first_case, outage = 'if verb == "create"', f'if verb == "describe": sys.exit("ERROR: {reason}")\n'
+    monkeypatch.setattr("test_launch.GCLOUD", GCLOUD.replace(first_case, outage + first_case))
+    with pytest.raises(ValueError, match=reason):
+        train_on_fake_slice(programs, monkeypatch, "0")
+    assert gcloud_actions(programs, skip=()).count("describe") == 1
 
 
 def test_a_slice_preempted_during_the_copy_is_requested_again(programs: Path, monkeypatch: Any):

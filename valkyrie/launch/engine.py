@@ -236,7 +236,7 @@ def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machi
     folder = values.get(key, "runs")
     if overrides and is_single_training(overrides) and _is_local(folder):
         notes.append(
-            f"{key}={folder} is on the local disk of each machine: checkpoints {risk}. Set runs=DIR to a folder on a "
+            f"{key}={folder} is on the local disk of each machine: checkpoints {risk}. Set {key}=DIR to a folder on a "
             "disk that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR."
         )
     return tuple(notes)

@@ -188,7 +188,7 @@ class Config(RentedConfig):
             return self._read_state() != self.ready_state
 
         def prepare(starts: int) -> list[ProcessSpec]:
-            if starts == 0 and self._read_state() == self.ready_state:
+            if starts == 0 and self._read_state(attempts=1) == self.ready_state:
                 print_message(f"{self.resource} is already rented: stopping any training run on it, after a save")
                 send_signal(signal.SIGTERM)
                 time.sleep(_POLL_S)
@@ -251,22 +251,24 @@ class Config(RentedConfig):
                 time.sleep(_POLL_S)
         return has_requested
 
-    def _read_state(self) -> str | None:
+    def _read_state(self, attempts: int = _STATE_ATTEMPTS) -> str | None:
         """Return the state of the slices, or None if they are not rented.
 
         Repeats a call of gcloud that fails for another reason, such as the network. Raises ValueError if it fails
-        `_STATE_ATTEMPTS` times.
+        `attempts` times.
         """
-        for attempt in range(_STATE_ATTEMPTS):
+        reason = ""
+        for attempt in range(attempts):
+            if attempt == 1:
+                print_message(f"gcloud cannot read the state of {self.resource}, trying again: {reason}")
+            if attempt > 0:
+                time.sleep(_POLL_S)
             result = subprocess.run(self.state_step().commands[0], capture_output=True, text=True, check=False)
             if result.returncode == 0:
                 return result.stdout.strip() or None
             if re.search("NOT_FOUND|not found", result.stderr):
                 return None
             reason = first_lines(result.stderr) or f"status {result.returncode}"
-            if attempt == 0:
-                print_message(f"gcloud cannot read the state of {self.resource}, trying again: {reason}")
-            time.sleep(_POLL_S)
         raise ValueError(f"gcloud cannot read the state of {self.resource}: {reason}")
 
     def _worker_flags(self) -> tuple[str, ...]:
