@@ -70,7 +70,7 @@ def test_each_mode_reports_the_keys_that_it_does_not_read(mode: str):
 
 def test_a_training_without_a_pipeline_reports_only_the_pipeline_keys():
     run = run_in("train")
-    reported = {key for key in KEYS if unread_notes(replace(run, arguments=(f"{key}=1",)))}
+    reported = {key for key in KEYS if unread_notes(replace(run, arguments=(f"{key}={run.config.batch}",)))}
     assert reported == {"partition.schedule", "partition.rounds"}
 
 
@@ -104,11 +104,12 @@ def test_unread_settings_are_reported(arguments: list[str], note: str, capfd: py
 
 
 def test_a_batch_that_an_experiment_replaces_is_reported():
-    arguments = ("experiment=nanochat_v5e8", "mode=compile", "batch=8")
-    assert unread_notes(valkyrie.compose(*arguments)) == [
-        "batch=8 has no effect: batch_tokens sets batch=512. Add batch_tokens=null"
-    ]
-    assert unread_notes(valkyrie.compose(*arguments, "batch_tokens=null", "device_batch=null")) == []
+    arguments = ("experiment=nanochat_v5e8", "batch=8")
+    for mode in ("mode=compile", "mode=search"):
+        assert unread_notes(valkyrie.compose(*arguments, mode)) == [
+            "batch=8 has no effect: batch_tokens sets batch=512. Add batch_tokens=null"
+        ]
+        assert unread_notes(valkyrie.compose(*arguments, mode, "batch_tokens=null", "device_batch=null")) == []
 
 
 def test_used_settings_are_not_reported():

@@ -85,7 +85,8 @@ def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
     config, mode = run.config, run.config.mode
     if config.target.slices > 1 and config.target.chips is None:
         yield ("target.slices",), f"target={config.target.name} has no slices. Name one, such as target=v5e-8"
-    if run.batch_note is not None and key_values(run.arguments).get("batch") != str(config.batch):
+    batch = key_values(run.arguments).get("batch", "")
+    if batch.isdecimal() and int(batch) != config.batch:
         yield ("batch",), f"batch_tokens sets batch={config.batch}. Add batch_tokens=null"
     if not mode.ignores_layout and run.layout.pipeline is None:
         reason = f"partition={config.partition.name} has no pipeline on mesh={config.mesh.name}"
