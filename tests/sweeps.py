@@ -18,6 +18,7 @@ import pytest
 
 from valkyrie.sweep import launcher
 from valkyrie.sweep.plan import TrialPlan
+from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.run import Watcher
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -141,7 +142,7 @@ def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: st
 
     def run_trials(trial_plans: Sequence[TrialPlan], *_: Any) -> dict[str, Trial]:
         plans.extend(trial_plans)
-        return {plan.key: plan.to_trial(Status.ok, None, "", 0.0) for plan in trial_plans}
+        return {plan.key: plan.to_trial(Outcome(Status.ok), "", 0.0) for plan in trial_plans}
 
     monkeypatch.setattr(launcher, "run_trials", run_trials)
     result = command(*arguments)
@@ -158,10 +159,11 @@ def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **outcomes: Status | BaseExce
     def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
         trials = {}
         for plan in plans:
-            outcome = outcomes[plan.about.partition]
-            if isinstance(outcome, BaseException):
-                raise outcome
-            trials[plan.key] = plan.to_trial(outcome, None if outcome is Status.ok else "so it was", plan.key, 1.0)
+            status = outcomes[plan.about.partition]
+            if isinstance(status, BaseException):
+                raise status
+            outcome = Outcome(status, None if status is Status.ok else "so it was")
+            trials[plan.key] = plan.to_trial(outcome, plan.key, 1.0)
             TrialLog(plan.folder).append([trials[plan.key]])
             watcher.show_ended(plan, trials[plan.key], earlier=False)
         return trials

@@ -40,6 +40,7 @@ from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
+from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import TRIALS_FILE, Status, StepResult, Trial, TrialLog, TrialResult
 from valkyrie.train.options import TO_FIT, USER, Option
 
@@ -99,7 +100,7 @@ class ScaledCompiler:
         results = TrialResult(step=StepResult(step_s=step_s), memory=MemoryReport(peak=2**30))
         results = results if fits else TrialResult(memory=MemoryReport(needed=2**40))
         status = Status.ok if fits else Status.does_not_fit
-        return plan.to_trial(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)
+        return plan.to_trial(Outcome(status, results=results), "2026-01-01T00:00:00+00:00", 1.0)
 
     def key(self, plan: TrialPlan) -> tuple[str, ...]:
         """Return the overrides that describe the layout of a plan."""
@@ -142,7 +143,7 @@ def test_a_wrong_flag_of_libtpu_ends_the_search_and_keeps_its_results(
     def compile_first(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
         plans.append(plan)
         results = TrialResult(step=StepResult(step_s=1.0), memory=MemoryReport(peak=2**30))
-        first = plan.to_trial(Status.ok, None, "2026-01-01T00:00:00+00:00", 1.0, results)
+        first = plan.to_trial(Outcome(Status.ok, results=results), "2026-01-01T00:00:00+00:00", 1.0)
         return first if len(plans) == 1 else compile_trial(plan, watch)
 
     monkeypatch.setattr(compiling, "compile_trial", compile_first)
@@ -188,9 +189,8 @@ def test_layouts_that_save_the_same_activations_as_one_that_does_not_fit_are_not
             return compiler(plan, watch)
         compiler.plans.append(plan)
         usable = usable_hbm(first.group.target.chip) or 0
-        return plan.to_trial(
-            Status.does_not_fit, None, "2026-01-01", 1.0, TrialResult(memory=MemoryReport(needed=1000 * usable))
-        )
+        results = TrialResult(memory=MemoryReport(needed=1000 * usable))
+        return plan.to_trial(Outcome(Status.does_not_fit, results=results), "2026-01-01", 1.0)
 
     monkeypatch.setattr(compiling, "compile_trial", too_large)
     compiles = compiled_by(compiler, request, listed, tmp_path, most=9)

@@ -41,6 +41,7 @@ from valkyrie.search.measuring import (
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition
 from valkyrie.sweep.plan import TrialPlan
+from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
 
 CHIP = ChipConfig("cpu", "cpu", {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8], switch_gbs=0.5, device_kinds=["cpu"])
@@ -72,8 +73,8 @@ class FakeTrials:
         start = next(i for i, o in enumerate(plan.overrides) if o == "mode=measure") + 1
         step_s = self.estimates[plan.overrides[start:]] * (10 if plan.about.partition in self.slow else 2)
         results = TrialResult(step=StepResult(step_s=step_s, min_s=0.9 * step_s, p90_s=1.1 * step_s))
-        ended = plan.to_trial(self.status, None if self.status is Status.ok else "no such devices", "", 1.0, results)
-        return {plan.key: ended}
+        outcome = Outcome(self.status, None if self.status is Status.ok else "no such devices", results)
+        return {plan.key: plan.to_trial(outcome, "", 1.0)}
 
 
 def measured_by(
@@ -197,7 +198,8 @@ def test_agreement_is_a_rank_correlation_with_shared_ranks_for_ties(
 def compiled(request: SearchRequest, entry: EstimatedLayout, factor: float, folder: Path) -> CompiledLayout:
     """Return a compiled layout with a step time of `factor` times its estimate."""
     results = TrialResult(step=StepResult(step_s=factor * entry.step_s), memory=MemoryReport(peak=2**30))
-    return CompiledLayout(entry, plan_compile(request, entry, folder).to_trial(Status.ok, None, "", 1.0, results))
+    plan = plan_compile(request, entry, folder)
+    return CompiledLayout(entry, plan.to_trial(Outcome(Status.ok, results=results), "", 1.0))
 
 
 def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def test_figures_are_only_used_for_this_machine_and_precision(
         plan.trial_folder.mkdir(parents=True, exist_ok=True)
         (plan.trial_folder / FIGURES_FILE).write_text(json.dumps(values))
         (plan.trial_folder / MACHINES_FILE).write_text(json.dumps([machine]))
-        return plan.to_trial(Status.ok, None, "", 1.0)
+        return plan.to_trial(Outcome(Status.ok), "", 1.0)
 
     def with_them(*arguments: str) -> SearchRequest:
         request = parse_request(

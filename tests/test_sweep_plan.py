@@ -16,6 +16,7 @@ from test_folder import make_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.sweep.names import trial_key
+from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.tracking import wandb_run_id
 from valkyrie.sweep.trial import Status, TrialLog
 
@@ -75,7 +76,7 @@ def test_a_plan_is_settled_by_an_outcome_of_the_same_request_and_code(
 ):
     overrides = ["-m", "mode=compile", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "target=cpu"]
     (plan,) = multirun_plans(command, monkeypatch, *overrides)
-    finished_trial = plan.to_trial(Status.ok, None, "", 1.0)
+    finished_trial = plan.to_trial(Outcome(Status.ok), "", 1.0)
     assert plan.settled_by(finished_trial) and not plan.settled_by(None)
     (with_hlo,) = multirun_plans(command, monkeypatch, *overrides, "mode.hlo=true")
     assert with_hlo.key == plan.key and not with_hlo.settled_by(finished_trial), "the module was not left"
@@ -94,7 +95,7 @@ def test_a_record_has_the_settings_that_determine_the_step(command: Any, monkeyp
     plans = multirun_plans(command, monkeypatch, *overrides)
     assert [plan.refusal is None for plan in plans] == [True, False]
     for plan in plans:
-        values = plan.to_trial(Status.ok, None, "", 1.0).values
+        values = plan.to_trial(Outcome(Status.ok), "", 1.0).values
         assert values["model.name"] == "s5_tiny" and values["model.dropout"] == "0.1"
         assert values["model.block_pattern"] == "[s5]" and values["model.s5.bidirectional"] == "false"
         assert values["optimizer.ema_decay"] == "null" and values["precision.compute"] == "float32"
@@ -111,7 +112,7 @@ def test_a_record_has_the_path_of_the_users_configuration(
     plans = multirun_plans(command, monkeypatch, *overrides, "partition=dp", "steps=0,1")
     assert [plan.refusal is None for plan in plans] == [False, True]
     flags = ["--config-dir", str(tmp_path / "my own")]
-    assert [plan.to_trial(Status.ok, None, "", 0.0).flags for plan in plans] == [flags] * 2
+    assert [plan.to_trial(Outcome(Status.ok), "", 0.0).flags for plan in plans] == [flags] * 2
     space = ["mode=show", "hydra/sweeper=layouts", "hydra.sweeper.space.partitions=[dp]", "steps=0"]
     space += ["hydra.sweeper.space.meshes=[1x1x1]", "name=space"]
     command(*overrides, *space)

@@ -25,7 +25,7 @@ from valkyrie.sweep.composer import search_path
 from valkyrie.sweep.names import folder_name, trial_key, trial_name
 from valkyrie.sweep.results import OUTCOME_FILE, Outcome
 from valkyrie.sweep.tracking import wandb_run_id
-from valkyrie.sweep.trial import Status, Trial, TrialResult
+from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import machine_problems
 
 
@@ -123,40 +123,31 @@ class TrialPlan:
             run = run.changed(tracking=tracking)
         run.save(folder / RUN_FILE)
 
-    def to_trial(
-        self, status: Status, reason: str | None, started: str, wall_s: float, results: TrialResult | None = None
-    ) -> Trial:
+    def to_trial(self, outcome: Outcome, started: str, wall_s: float) -> Trial:
         """Return the record of this trial after it has ended.
 
         Args:
-            status: Status of the trial.
-            reason: The reason for the status, or None if the trial is ok.
+            outcome: How the trial ended.
             started: UTC time in ISO 8601.
             wall_s: Seconds that the trial's process ran.
-            results: Results of the trial, or None if it has none.
         """
         return Trial(
             key=self.key,
             name=self.name,
             sweep=self.folder.resolve().name,
             stage=self.stage,
-            status=status,
-            reason=reason,
+            status=outcome.status,
+            reason=outcome.reason,
             overrides=list(self.overrides),
             about=self.about,
             started=started,
             wall_s=round(wall_s, 3),
-            folder=None if status is Status.refused and not wall_s else self.name,
-            results=results or TrialResult(),
+            folder=None if outcome.status is Status.refused and not wall_s else self.name,
+            results=outcome.results,
             values=self.values,
             flags=list(self.flags),
-            problems=tuple(p.record() for p in self.problems) if status is Status.refused else (),
+            problems=outcome.problems,
         )
-
-    def record_outcome(self, outcome: Outcome, started: str, wall_s: float) -> Trial:
-        """Like `to_trial`, but takes the status, reason, results and problems from `outcome`."""
-        trial = self.to_trial(outcome.status, outcome.reason, started, wall_s, outcome.results)
-        return replace(trial, problems=outcome.problems or trial.problems)
 
     def settled_by(self, trial: Trial | None) -> bool:
         """Return whether `trial`, an earlier record of this trial, makes a new run unnecessary. False if it is None.

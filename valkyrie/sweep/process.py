@@ -84,7 +84,7 @@ class TrialProcess:
         final_outcome = (
             read_outcome(plan.trial_folder, status) if self._interrupt_time is None else timeout_outcome(plan)
         )
-        return plan.record_outcome(final_outcome, self.started, seconds)
+        return plan.to_trial(final_outcome, self.started, seconds)
 
     def interrupt(self) -> None:
         """Send SIGINT to the process and its children."""

@@ -80,7 +80,7 @@ def run_in_this_process(
         except TrialTimeout:
             outcome = timeout_outcome(plan)
         outcome.write(plan.trial_folder)
-        trial = plan.record_outcome(outcome, started, time.monotonic() - start_time)
+        trial = plan.to_trial(outcome, started, time.monotonic() - start_time)
         TrialLog(plan.folder).append([trial])
         return trial
 
@@ -143,7 +143,9 @@ def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[
         elif earlier_trial is not None and earlier_trial.reason == plan.refusal:
             refused.append((plan, earlier_trial))
         else:
-            refused.append((plan, plan.to_trial(Status.refused, plan.refusal, datetime.now(UTC).isoformat(), 0.0)))
+            problems = tuple(problem.record() for problem in plan.problems)
+            outcome = Outcome(Status.refused, plan.refusal, problems=problems)
+            refused.append((plan, plan.to_trial(outcome, datetime.now(UTC).isoformat(), 0.0)))
     log.append({t.key: t for _, t in refused if recorded.get(t.key) is not t}.values())
     for plan, trial in refused:
         _add_trial(plan, trial, trials, watcher)
