@@ -56,6 +56,18 @@ def test_synthetic_data_needs_no_files(corpus: Path, capsys: pytest.CaptureFixtu
     assert "entropy_nats_per_token=1.06" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["prepare", "text"], ["tokenizer"]])
+def test_skipped_files_are_noted_if_the_work_fails(
+    corpus: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    (corpus / "table.csv").touch()
+    (corpus / "wrong.jsonl").write_text('{"text": "a"}\n', encoding="utf-16")
+    with pytest.raises(SystemExit):
+        main([*command, str(corpus)])
+    note, error = capsys.readouterr().err.splitlines()
+    assert note == "note: 1 file with an unsupported suffix (.csv) is skipped." and "wrong.jsonl" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "values"),
     [

@@ -134,21 +134,25 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
     from valkyrie.data.prepare import prepare
 
-    start, notes = time.perf_counter(), list[str]()
+    start = time.perf_counter()
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("tokenising", total=None)
 
         def show(done: int, total: int | None) -> None:
             bar.update(task, completed=done, total=total)
 
-        prepared = prepare(config, arguments.tokenizer, show, alternative="--cache-dir DIR", say=notes.append)
+        prepared = prepare(config, arguments.tokenizer, show, alternative="--cache-dir DIR", say=_print_note)
     print(
         f"{prepared.train.tokens:,} training and {prepared.validation.tokens:,} validation tokens "
         f"in {time.perf_counter() - start:.1f} s"
     )
-    for note in filter(None, (*notes, config.note(prepared))):
-        print(_name_options(note), file=sys.stderr)
+    if (note := config.note(prepared)) is not None:
+        _print_note(note)
     print(prepared.path)
+
+
+def _print_note(note: str) -> None:
+    print(_name_options(note), file=sys.stderr)
 
 
 def _text_command(paths: Sequence[str]) -> str:
@@ -191,9 +195,11 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
     config.raise_problems()
     _refuse_unread_options(config)
     start, listing, counts = time.perf_counter(), config.list_files(), TextCounts()
+    for note in listing.skip_notes():
+        _print_note(f"note: {note}")
     ids = train_tokenizer(training_texts(config, listing, counts), arguments.vocab, arguments.pattern, path)
-    for note in filter(None, (*listing.skip_notes(), empty_rows_note(listing.empty_rows))):
-        print(_name_options(f"note: {note}"), file=sys.stderr)
+    if (note := empty_rows_note(listing.empty_rows)) is not None:
+        _print_note(f"note: {note}")
     fewer_note = (
         f", not {arguments.vocab:,}, because the text has no more pairs to merge" if ids < arguments.vocab else ""
     )
