@@ -172,6 +172,16 @@ def test_an_incomplete_block_is_refused(tmp_path):
         assert refusal.returncode == 2 and message in refusal.stderr, refusal.stderr
 
 
+def test_wrong_problems_name_the_module_of_the_block(tmp_path):
+    folder = write_folder(tmp_path / "folder")
+    code, other_module = (folder / "gated_unit.py").read_text(), folder / "other_unit.py"
+    other_module.write_text(code.replace("return check_range", "check_range"))
+    config = "@dataclass\nclass Config"
+    (folder / "gated_unit.py").write_text(code.replace(config, f"from other_unit import GatedUnit\n\n\n{config}"))
+    refusal = train_with(folder, *OWN_FEED_FORWARD, "mode=show")
+    assert f"gated_unit: GatedUnit.problems() of {other_module} returned None" in refusal.stderr, refusal.stderr
+
+
 def test_new_fields_may_have_an_earlier_name():
     with pytest.raises(ValueError, match="mixer_blocks"):
         type("Family", (Stack,), {"known_blocks": {}})

@@ -127,21 +127,27 @@ class Families:
         """Name of the `Config` field that holds the name of the family, such as `family` for `optimizer.family`."""
         return self.key.rpartition(".")[2]
 
-    def wrong_result(self, config: object, method: str, result: object, expected: str) -> ValueError:
+    def wrong_result(
+        self, config: object, method: str, result: object, expected: str, owner: object | None = None
+    ) -> ValueError:
         """Return the ValueError to raise if a method of a `Config` returned `result` instead of `expected`.
 
-        `expected` is a description such as `a number of bytes`. Users' modules are not type-checked.
+        `expected` is a description such as `a number of bytes`. `owner` is the object with the method, if it is not
+        `config`. Users' modules are not type-checked.
         """
-        setting, file = f"{self.key}={getattr(config, self.field_name)}", inspect.getfile(type(config))
+        file = inspect.getfile(type(config if owner is None else owner))
+        setting = f"{self.key}={getattr(config, self.field_name)}"
         return ValueError(f"{setting}: {method}() of {file} returned {describe_value(result)}, not {expected}.")
 
-    def check_list(self, config: object, method: str, result: object, kind: type[Item]) -> list[Item]:
-        """Return the result of a `Config` method as a list.
+    def check_list(
+        self, config: object, method: str, result: object, kind: type[Item], owner: object | None = None
+    ) -> list[Item]:
+        """Return the result of a method of `config`, or of `owner` if it is given, as a list.
 
         Raises ValueError if it is not a list or tuple of `kind`.
         """
         if not isinstance(result, list | tuple) or not all(isinstance(item, kind) for item in result):
-            raise self.wrong_result(config, method, result, f"a list of {kind.__name__}")
+            raise self.wrong_result(config, method, result, f"a list of {kind.__name__}", owner)
         return list(result)
 
     def names_with_key(self, key: str) -> list[str]:

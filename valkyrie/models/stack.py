@@ -195,7 +195,7 @@ class Stack:
     def _block_problems(self, block: Block, key: str) -> list[Problem]:
         """Return `block.problems(key)`. Raises ValueError if a user's block does not return a list of problems."""
         method = f"{type(block).__name__}.problems"
-        return models.FAMILIES.check_list(self, method, block.problems(key), Problem)
+        return models.FAMILIES.check_list(self, method, block.problems(key), Problem, owner=block)
 
     def make_layers(self) -> list[Layer]:
         """Return the layers, first to last.
