@@ -128,6 +128,19 @@ def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
             "def rule",
             "Config defines neither `rules` nor `transformation`. Define one of them.",
         ),
+        (
+            "lion_14",
+            "beta1: float = 0.9",
+            'beta1: "OptimizerConfig.Foo" = 1',
+            "'OptimizerConfig' has no attribute 'Foo'.",
+        ),
+        ("lion_15", "beta1: float = 0.9", 'beta1: "1 +" = 1', "FILE: Forward reference must be an expression -- got"),
+        (
+            "lion_16",
+            "beta1: float = 0.9",
+            "beta1: int | list[int] = 1",
+            "FILE: beta1 has type Union[int, list[int]], but ",
+        ),
     ],
 )
 def test_slips_in_a_users_optimizer_are_refused_in_one_line(

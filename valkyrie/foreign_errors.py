@@ -63,10 +63,16 @@ def wrong_value(message: str) -> tuple[WrongValue, list[str]] | None:
     return None
 
 
-def unsupported_type(message: str) -> str | None:
-    """Return the type of a dataclass field that OmegaConf does not support, or None for other messages."""
-    match = re.match(r"(?:Unexpected type annotation|Unsupported value type): '?(.*?)'?$", message)
-    return match[1] if match else None
+def unsupported_type(message: str) -> tuple[str, str] | None:
+    """Return (field, type) of a dataclass field with a type that OmegaConf does not support, or None.
+
+    The message may have several lines. `field` is empty if the message does not name it.
+    """
+    match = re.match(r"(?:Unexpected type annotation|Unsupported value type): '?(.*?)'?\.?$", message, re.MULTILINE)
+    if match:
+        return "", match[1]
+    match = re.match(r"Unions of containers are not supported:\n(\w+): (.*)", message)
+    return (match[1], match[2]) if match else None
 
 
 def is_key_of_null(message: str) -> bool:

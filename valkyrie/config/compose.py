@@ -361,7 +361,8 @@ def _family_schema(families: Families, name: str) -> DictConfig:
     config_class = families.config_class(name)
     try:
         return OmegaConf.structured(config_class)
-    except (OmegaConfBaseException, NameError) as error:  # NameError: a type that is only imported for type checkers
+    except (OmegaConfBaseException, NameError, AttributeError, SyntaxError) as error:
+        # The last three: the text of a type cannot be evaluated, for example if only type checkers import its module.
         reason = problem_from_error(error) if isinstance(error, OmegaConfBaseException) else f"{first_line(error)}."
         raise ValueError(f"{families.key}={name}: {getsourcefile(config_class)}: {reason}") from error
 

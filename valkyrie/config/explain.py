@@ -22,7 +22,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from valkyrie.config.compose import GROUPS, SCHEMAS
-from valkyrie.config.refusals import problem_from_error, unset_variable_text
+from valkyrie.config.refusals import LAYOUT_SWEEPER_KEYS, problem_from_error, unset_variable_text
 from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.foreign_errors import (
     abstract_class,
@@ -224,7 +224,7 @@ def _wrong_user_file(message: str) -> str | None:
     if argument := hydra_sweep_argument(message):
         return f"{argument}: a sweep cannot vary Hydra's own settings. Vary keys of a run, such as seed=1,2."
     if unexpected_name := unexpected_key(message):
-        if unexpected_name in ("hydra.sweeper.space", "hydra.sweeper.limit"):
+        if unexpected_name in LAYOUT_SWEEPER_KEYS:
             return (
                 f"{unexpected_name} needs hydra/sweeper=layouts. Add it to the command, or add "
                 "'- override /hydra/sweeper: layouts' to the defaults list of the sweep."

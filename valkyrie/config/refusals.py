@@ -82,6 +82,8 @@ LARGEST_INT = 2**31 - 1
 """Largest value of most integer settings, because JAX uses 32-bit integers."""
 _INT64_KEYS = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
 """64-bit settings, which are not passed to JAX."""
+LAYOUT_SWEEPER_KEYS = ("hydra.sweeper.space", "hydra.sweeper.limit")
+"""Keys that only `hydra/sweeper=layouts` has."""
 _NESTED_LIST = "{key}: each value of the list must be a single one, not a list or mapping: {key}=[A,B]."
 _COMPILER_PREFIXES = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
@@ -190,7 +192,7 @@ def describe_unknown_key(full_key: str, parent: Any) -> Problem:
         if prefix == group:
             family = parent.get(families.key.removeprefix(f"{group}."))
             description = f"a key of {group if group == 'mode' else families.key}={family}"
-    if full_key in ("hydra.sweeper.space", "hydra.sweeper.limit"):
+    if full_key in LAYOUT_SWEEPER_KEYS:
         hint = " It is a key of hydra/sweeper=layouts."
     in_prefix = f" in {prefix}" if prefix else ""
     valid_keys_text = f"Known{in_prefix}: {', '.join(valid_keys)}."
@@ -272,9 +274,10 @@ def _nested_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
 def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
     """Return the message for an illegal value, from OmegaConf's message about it."""
     key, message = error.full_key, interpolation_reason(first_line(error)).rstrip(".")
-    if (field_type := unsupported_type(message)) is not None:
+    if field_and_type := unsupported_type(str(error)):
+        field, field_type = field_and_type
         return (
-            f"{key} has type {field_type}, but the keys of a Config must be bool, int, float, str, an Enum, a "
+            f"{field or key} has type {field_type}, but the keys of a Config must be bool, int, float, str, an Enum, a "
             "dataclass, a list or dict of these, or one of these with `| None`."
         )
     kind, parts = wrong_value(message) or (None, [])
