@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from buckets import bucket
-from helpers import compose_config, compose_run
+from helpers import compose_config
 from runs import run_train, tiny_arguments, trained_run, training_records
 from valkyrie import buckets as schemes
 from valkyrie.checkpoint import CheckpointConfig, saved_steps
 from valkyrie.checkpoint.location import POINTER_FILE, checkpoint_root, folder_problems, record_root
+from valkyrie.checkpoint.tier import Tier
 from valkyrie.config.run import Run
 from valkyrie.doctor.disks import check_checkpoint_folder, check_disk_space
 from valkyrie.doctor.findings import OK, CheckContext
 from valkyrie.problems import ProblemCode
-from valkyrie.runs.goodput import GOODPUT_FILE
-from valkyrie.train.saving import refuse_missing_checkpoints
 
 __all__ = ["bucket"]
 
@@ -63,25 +62,36 @@ def test_checkpoints_can_be_in_another_folder(tmp_path: Path, capfd: pytest.Capt
     for arguments in (("resume=run", f"runs={tmp_path / 'runs'}"), tiny_arguments(tmp_path / "runs", folder_override)):
         assert run_train(*arguments, "steps=4") == 2
         refusal = f"=run: its checkpoints are expected in {place} (checkpoint.folder), but there are none, although"
-        assert f"{refusal} the run reached step 3. " in capfd.readouterr().err
+        assert f"{refusal} the run has saved there. Is its disk mounted? If so, use another" in capfd.readouterr().err
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == metrics
     assert run_train("mode=checkpoints", "resume=run", f"runs={tmp_path / 'runs'}") == 2
-    assert f": run has no checkpoint in {place} (checkpoint.folder)." in capfd.readouterr().err
+    assert f": run has no checkpoint in {place}. Is its disk mounted? If so, start the" in capfd.readouterr().err
     assert run_train("mode=eval", "resume=run", f"runs={tmp_path / 'runs'}") == 2
-    assert f"{place} has no finished checkpoint. Is it mounted?" in capfd.readouterr().err
+    assert f"{place} has no finished checkpoint. Is its disk mounted? If so, start the" in capfd.readouterr().err
     moved = ("resume=run", f"runs={tmp_path / 'runs'}", f"checkpoint.folder={tmp_path / 'unmounted'}")
     assert run_train(*moved, "steps=4") == 0
     assert "from step 3" in capfd.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_run_that_was_due_to_save_to_a_bucket_does_not_start_over(bucket: str, tmp_path: Path):
-    (tmp_path / POINTER_FILE).write_text(f"{bucket}/lost\n")
-    config = compose_run("model=s5_tiny", f"checkpoint.folder={bucket}", "checkpoint.every=100").config
-    for step, refused in ((99, False), (100, True)):
-        (tmp_path / GOODPUT_FILE).write_text(f'{{"start": 1.0}}\n{{"time": 2.0, "step": {step}, "seconds": {{}}}}\n')
-        with pytest.raises(ValueError, match="step 100") if refused else nullcontext():
-            refuse_missing_checkpoints(tmp_path, config)
+def test_a_run_starts_again_only_if_it_never_saved_to_its_bucket(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def fail(tier: Tier) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    arguments = tiny_arguments(tmp_path, "steps=2", f"checkpoint.folder={bucket}/lost")
+    with monkeypatch.context() as patch:
+        patch.setattr(Tier, "_write_checksums", fail)
+        assert run_train(*arguments) == 1
+    root = checkpoint_root(tmp_path / "run")
+    root.rmtree(missing_ok=True)
+    assert run_train(*arguments) == 0
+    root.rmtree()
+    capfd.readouterr()
+    assert run_train(*arguments, "steps=3") == 2
+    err = capfd.readouterr().err
+    assert f"expected in {root} " in err and err.endswith("saved there. Use another name= to start over.\n")
 
 
 def test_a_run_with_local_checkpoints_cannot_use_another_folder(tmp_path: Path):

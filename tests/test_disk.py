@@ -19,6 +19,7 @@ from valkyrie.checkpoint import latest_step, tier
 from valkyrie.config.run import Run
 from valkyrie.paths import DiskError, cache_problem, cache_root, disk_errors, write_atomic
 from valkyrie.report.page import _vega_script
+from valkyrie.runs.goodput import FINISHED, GOODPUT_FILE, read_starts
 from valkyrie.runs.tracking import Tracker, read_metrics
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode
 from valkyrie.search import modes
@@ -143,6 +144,7 @@ def test_a_command_that_cannot_save_its_last_state_names_the_newest_checkpoint(
     assert "step 4" in err.splitlines()[-1] and "step 2" in err
     assert f"resume={tmp_path / 'run'}" in err and "Traceback" not in out + err
     assert latest_step(tmp_path / "run") == 2
+    assert [start.end for start in read_starts(tmp_path / "run" / GOODPUT_FILE)] == [FINISHED, None]
     assert "summary" in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
@@ -152,11 +154,12 @@ def test_a_resume_on_a_read_only_disk_suggests_a_copy(
     def fail(_: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    folder = copy_run(trained_run(), tmp_path)
+    folder = copy_run(trained_run(), tmp_path / "my runs")
     monkeypatch.setattr(trainer, "write_lock", fail)
-    assert run_train(f"resume={folder}", "steps=8") == 2
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "read-only file system" in line]
-    assert line.endswith(f"Write elsewhere with a copy of it: cp -r {folder} DIR, then resume=DIR/run.")
+    for arguments in ((f"resume={folder}",), tiny_arguments(folder.parent)):
+        assert run_train(*arguments, "steps=8") == 2
+        (line,) = [line for line in capfd.readouterr().err.splitlines() if "read-only file system" in line]
+        assert line.endswith(f"Write elsewhere with a copy: mkdir -p DIR, cp -r '{folder}' DIR, and resume=DIR/run.")
 
 
 def test_records_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path):

@@ -5,6 +5,7 @@ They are stored in the run folder, or in a folder or bucket that all hosts reach
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -13,7 +14,15 @@ from typing import Any
 
 from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.contents import CheckpointInfo, newest_undamaged
-from valkyrie.checkpoint.location import METADATA_FILE, checkpoint_root, configured_root, in_bucket, record_root
+from valkyrie.checkpoint.location import (
+    METADATA_FILE,
+    POINTER_FILE,
+    SAVED_FILE,
+    checkpoint_root,
+    configured_root,
+    in_bucket,
+    record_root,
+)
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import CHECKSUMS_FILE
 from valkyrie.paths import unused_path
@@ -31,7 +40,7 @@ class DurableTier(Tier):
     def __init__(
         self, folder: Path, config: CheckpointConfig, *, read_only: bool, team: Team, info: CheckpointInfo
     ) -> None:
-        self._config, self._read_only = config, read_only
+        self._run_folder, self._config, self._read_only = folder, config, read_only
         if team.is_leader and not read_only:
             record_root(folder, config.folder)
         path = checkpoint_root(folder) if read_only else configured_root(folder, config.folder)
@@ -68,6 +77,12 @@ class DurableTier(Tier):
         from orbax.checkpoint import args
 
         return args.StandardRestore(abstract_arrays)
+
+    def _write_checksums(self) -> None:
+        super()._write_checksums()
+        if (self._run_folder / POINTER_FILE).is_file():
+            with contextlib.suppress(OSError):  # the save itself does not need this disk
+                (self._run_folder / SAVED_FILE).touch()
 
     def newest_undamaged_step(self) -> int:
         """Return the step of the newest undamaged checkpoint.

@@ -19,6 +19,8 @@ CHECKPOINTS_FOLDER = "checkpoints"
 """The sub-folder of a run folder with its durable checkpoints, one folder per step."""
 POINTER_FILE = "checkpoints.path"
 """The file with the path of the durable checkpoints, if they are not in the run folder."""
+SAVED_FILE = "checkpoints.saved"
+"""An empty file that exists if a checkpoint was saved to the path in `POINTER_FILE`."""
 IDENTITY_FILE = "id"
 """The file with the run's identity, which is part of the path of its fast checkpoints. It exists while the run uses the
 fast tier."""
@@ -129,6 +131,13 @@ def record_root(run_folder: Path, folder: str | None) -> None:
     else:
         run_folder.mkdir(parents=True, exist_ok=True)
         write_atomic(pointer, f"{configured_path}\n")
+
+
+def missing_remedy(run_folder: Path, restart: str = "start the run again, or resume another run") -> str:
+    """Return what to do if a run has no checkpoint. `restart` is the remedy if none was saved or all are lost."""
+    if (run_folder / POINTER_FILE).is_file() and not in_bucket(checkpoint_root(run_folder)):
+        return f"Is its disk mounted? If so, {restart}."
+    return f"{restart[0].upper()}{restart[1:]}."
 
 
 def is_resumable(run_folder: Path) -> bool:

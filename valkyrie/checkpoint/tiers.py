@@ -22,7 +22,14 @@ from valkyrie.checkpoint.contents import (
 )
 from valkyrie.checkpoint.durable import DurableTier
 from valkyrie.checkpoint.fast import FastTier, fast_folder
-from valkyrie.checkpoint.location import IDENTITY_FILE, POINTER_FILE, all_steps_in, checkpoint_root, in_bucket, steps_in
+from valkyrie.checkpoint.location import (
+    IDENTITY_FILE,
+    all_steps_in,
+    checkpoint_root,
+    in_bucket,
+    missing_remedy,
+    steps_in,
+)
 from valkyrie.checksums import CHECKSUMS_FILE
 from valkyrie.paths import write_atomic
 from valkyrie.problems import Problem
@@ -103,9 +110,7 @@ class Checkpoints:
         """Restore a checkpoint like `try_restore`, but raise ValueError instead of returning None."""
         restored = self.try_restore(abstract_state, changed=changed)
         if restored is None:
-            is_elsewhere = (self._folder / POINTER_FILE).is_file()
-            remedy = "Is it mounted?" if is_elsewhere else "Start the run again, or resume another run."
-            raise ValueError(f"{self.durable.path} has no finished checkpoint. {remedy}")
+            raise ValueError(f"{self.durable.path} has no finished checkpoint. {missing_remedy(self._folder)}")
         return restored
 
     def try_restore(

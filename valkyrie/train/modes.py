@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.checkpoint import NotSavedError, checkpoint_root, stored_checkpoints
-from valkyrie.checkpoint.location import POINTER_FILE
+from valkyrie.checkpoint.location import missing_remedy
 from valkyrie.config.modes import CODE_EVAL_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.modes.generate import Config as GenerateMode
@@ -174,9 +174,7 @@ def list_checkpoints(run: Run) -> int:
     folder, console = trained_folder(run), make_console()
     checkpoints = stored_checkpoints(folder, run.config.checkpoint)
     if not checkpoints:
-        root = checkpoint_root(folder)
-        hint = " (checkpoint.folder). Is it mounted?" if (folder / POINTER_FILE).is_file() else "."
-        raise ValueError(f"{folder.name} has no checkpoint in {root}{hint}")
+        raise ValueError(f"{folder.name} has no checkpoint in {checkpoint_root(folder)}. {missing_remedy(folder)}")
     for c in checkpoints:
         parts = (c.tier, decimal_bytes_text(c.size), c.saved, c.state)
         console.print(f"{folder.name} step {c.step}: {', '.join(filter(None, parts))}", markup=False)

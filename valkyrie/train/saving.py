@@ -8,11 +8,17 @@ from pathlib import Path
 import jax
 
 from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo, checkpoint_root, stored_checkpoints
-from valkyrie.checkpoint.location import POINTER_FILE, bucket_errors, configured_root, in_bucket
+from valkyrie.checkpoint.location import (
+    POINTER_FILE,
+    SAVED_FILE,
+    all_steps_in,
+    configured_root,
+    in_bucket,
+    missing_remedy,
+)
 from valkyrie.config.run import RunConfig
 from valkyrie.data.tokenizer import tokenizer_identity
 from valkyrie.runs.folder import package_versions
-from valkyrie.runs.goodput import FINISHED, GOODPUT_FILE, PREEMPTED, read_starts
 from valkyrie.tasks import Task
 from valkyrie.train.program import StepProgram
 
@@ -43,26 +49,21 @@ def shared_folder(folder: Path, config: CheckpointConfig) -> Path | None:
 def refuse_missing_checkpoints(folder: Path, config: RunConfig) -> None:
     """Raise ValueError if a run's checkpoints in `checkpoint.folder` are missing, for example on an unmounted disk.
 
-    They are missing if the run has finished a step, but its subfolder of `checkpoint.folder` does not exist. Every
-    start creates a local subfolder before the first step. A bucket has no empty folders, so there the run must also
-    have reached step `checkpoint.every`, or a start must have finished or been preempted, which saves.
+    They are missing if the run has saved there (`SAVED_FILE`), but there are none now.
 
-    Passes if this host has fast checkpoints of the run, if the run has a subfolder in the `checkpoint.folder` of
+    Passes if this host has fast checkpoints of the run, if the run has checkpoints in the `checkpoint.folder` of
     `config`, or if the checkpoints are in the run folder.
     """
-    root, new_root = checkpoint_root(folder), configured_root(folder, config.checkpoint.folder)
-    with bucket_errors(root), bucket_errors(new_root):
-        if not (folder / POINTER_FILE).is_file() or root.exists() or new_root.exists():
-            return
-    starts, every = read_starts(folder / GOODPUT_FILE), config.checkpoint.every
-    step = max((point.step for start in starts for point in start.points), default=0)
-    has_saved = not in_bucket(root) or any(start.end in (FINISHED, PREEMPTED) for start in starts)
-    has_saved = has_saved or (every is not None and step >= every)
-    if step and has_saved and not stored_checkpoints(folder, config.checkpoint):
+    if not all((folder / name).is_file() for name in (POINTER_FILE, SAVED_FILE)):
+        return
+    root = checkpoint_root(folder)
+    if all_steps_in(root) or all_steps_in(configured_root(folder, config.checkpoint.folder)):
+        return
+    if not stored_checkpoints(folder, config.checkpoint):
         key = "name" if config.resume is None else "resume"
         raise ValueError(
             f"{key}={folder.name}: its checkpoints are expected in {root} (checkpoint.folder), but there are none, "
-            f"although the run reached step {step}. Is the disk or bucket mounted? To start over, use another name=."
+            f"although the run has saved there. {missing_remedy(folder, 'use another name= to start over')}"
         )
 
 

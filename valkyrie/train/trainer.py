@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from valkyrie.checkpoint import Checkpoints, NotSavedError
+from valkyrie.checkpoint import Checkpoints, NotSavedError, is_resumable
 from valkyrie.checkpoint.location import in_bucket
 from valkyrie.config.run import Run
 from valkyrie.data.batches import Dataset, Loader
@@ -164,8 +164,13 @@ def fit(
         evaluator, save = Evaluator(program, dataset, tokenizer), Save(checkpoints, loader)
         # The order matters: metrics are checked before a state is saved, evaluations come before the save because
         # `keep_best` needs them, and the slow samples and code evaluations come after it.
-        callbacks = [RefuseDivergence(checkpoints), Profile(profile_window), Evaluate(evaluator), save]
-        callbacks.append(Sample(evaluator))
+        callbacks = [
+            RefuseDivergence(checkpoints),
+            Profile(profile_window),
+            Evaluate(evaluator),
+            save,
+            Sample(evaluator),
+        ]
         if tokenizer is not None and config.code_eval_every is not None:
             callbacks.append(EvaluateCode(CodeEvaluation(program, tokenizer), lambda: interrupt.requested))
         callbacks.append(Log())
@@ -173,11 +178,11 @@ def fit(
         ledger.count_setup(start)  # counts what came after the compile as setup
         _train_steps(progress, step, loader, callbacks, interrupt, watchdog)
         is_stopped = progress.stopping and not progress.finished  # a signal during the last step stops nothing
-        progress.end = FINISHED if not is_stopped else PREEMPTED if interrupt.preempted else STOPPED
         tracker.write_summary(summary := progress.summary())
         progress.warn(tracker.lost_records_note)
         if save.unsaved:
             raise NotSavedError(save.unsaved)
+        progress.end = FINISHED if not is_stopped else PREEMPTED if interrupt.preempted else STOPPED
         if progress.finished:
             checkpoints.mark_complete()
     return FitResult(program, folder, progress.state, summary, is_stopped, interrupt.preempted)
@@ -187,9 +192,10 @@ def fit(
 def _open_run_folder(program: StepProgram, folder: Path, team: Team) -> Iterator[Checkpoints]:
     """Lock the run folder for writing, direct the output of workers to it, and open its checkpoints."""
     config = program.run.config.checkpoint
-    copy = f"a copy of it: cp -r {shlex.quote(str(folder))} DIR, then resume=DIR/{folder.name}"
+    resume = shlex.quote(f"resume=DIR/{folder.name}")
+    copy = f"a copy: mkdir -p DIR, cp -r {shlex.quote(str(folder))} DIR, and {resume}"
     with contextlib.ExitStack() as stack:
-        with disk_errors(folder, None if program.run.config.resume is None else copy):
+        with disk_errors(folder, copy if is_resumable(folder) else None):
             if team.is_leader:
                 stack.enter_context(write_lock(folder))
                 refuse_missing_checkpoints(folder, program.run.config)
