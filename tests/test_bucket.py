@@ -7,13 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from buckets import bucket
 from helpers import compose_config
-from runs import run_train, tiny_arguments, trained_run, training_records
+from runs import copy_run, run_train, tiny_arguments, trained_run, training_records
 from valkyrie import buckets as schemes
 from valkyrie.checkpoint import CheckpointConfig, saved_steps
-from valkyrie.checkpoint.location import POINTER_FILE, checkpoint_root, folder_problems, record_root
+from valkyrie.checkpoint.location import POINTER_FILE, SAVED_FILE, checkpoint_root, folder_problems, record_root
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.config.run import Run
 from valkyrie.doctor.disks import check_checkpoint_folder, check_disk_space
@@ -57,20 +58,31 @@ def test_checkpoints_can_be_in_another_folder(tmp_path: Path, capfd: pytest.Capt
     assert "from step 2" in capfd.readouterr().out
     assert run_train("resume=latest", f"runs={tmp_path / 'runs'}", "steps=4", "checkpoint.folder=null") == 2
     assert f"Use checkpoint.folder={tmp_path}/shared" in capfd.readouterr().err
-    (tmp_path / "shared").rename(tmp_path / "unmounted")
-    metrics, place = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes(), f"{tmp_path}/shared/run"
-    for arguments in (("resume=run", f"runs={tmp_path / 'runs'}"), tiny_arguments(tmp_path / "runs", folder_override)):
-        assert run_train(*arguments, "steps=4") == 2
+
+
+def test_a_run_without_its_checkpoints_in_another_folder_does_not_start_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    folder, runs, place = copy_run(trained_run(), tmp_path), f"runs={tmp_path}", f"{tmp_path}/shared/run"
+    (folder / POINTER_FILE).write_text(f"{place}\n")
+    (folder / SAVED_FILE).touch()
+    (tmp_path / "unmounted").mkdir()
+    (folder / "checkpoints").rename(tmp_path / "unmounted" / "run")
+    settings = OmegaConf.load(folder / "run.yaml")
+    settings.checkpoint.folder = f"{tmp_path}/shared"
+    OmegaConf.save(settings, folder / "run.yaml")
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    for arguments in (("resume=run", runs), tiny_arguments(tmp_path, f"checkpoint.folder={tmp_path}/shared")):
+        assert run_train(*arguments, "steps=8") == 2
         refusal = f"=run: its checkpoints are expected in {place} (checkpoint.folder), but there are none, although"
         assert f"{refusal} the run has saved there. Is its disk mounted? If so, use another" in capfd.readouterr().err
-    assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == metrics
-    assert run_train("mode=checkpoints", "resume=run", f"runs={tmp_path / 'runs'}") == 2
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    assert run_train("mode=checkpoints", "resume=run", runs) == 2
     assert f": run has no checkpoint in {place}. Is its disk mounted? If so, start the" in capfd.readouterr().err
-    assert run_train("mode=eval", "resume=run", f"runs={tmp_path / 'runs'}") == 2
+    assert run_train("mode=eval", "resume=run", runs) == 2
     assert f"{place} has no finished checkpoint. Is its disk mounted? If so, start the" in capfd.readouterr().err
-    moved = ("resume=run", f"runs={tmp_path / 'runs'}", f"checkpoint.folder={tmp_path / 'unmounted'}")
-    assert run_train(*moved, "steps=4") == 0
-    assert "from step 3" in capfd.readouterr().out
+    assert run_train("resume=run", runs, f"checkpoint.folder={tmp_path}/unmounted", "steps=8") == 0
+    assert "from step 6" in capfd.readouterr().out
 
 
 @pytest.mark.slow
