@@ -24,6 +24,7 @@ from valkyrie.data import remote
 from valkyrie.data.manifest import open_prepared
 from valkyrie.data.prepare import find_prepared, prepare
 from valkyrie.data.readers import Document
+from valkyrie.data.sources import parquet_stream
 from valkyrie.data.sources import text as text_source
 from valkyrie.problems import ProblemCode
 
@@ -139,6 +140,8 @@ def test_an_unsupported_url_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -
         (ProblemCode.not_installed, "az://b/y"),
         (ProblemCode.unknown_name, "gz://b"),
     ]
+    stream = parquet_stream.Config(paths=["a"], val_paths=["gz://b"])
+    assert [problem.text.partition(":")[0] for problem in stream.problems()] == ["data.val_paths=gz"]
 
 
 def test_prepared_data_is_found_by_content_without_reading_it_again(

@@ -143,7 +143,7 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path, monkeypatch: pytest.
         assert [d.text for d in read(text_config(tmp_path / "a.jsonl", field="body"))] == ["one", "two\nlines"]
     with pytest.raises(ValueError, match=r"b\.parquet .*data\.column=m\. .*story"):
         read(text_config(tmp_path / "b.parquet", column="m"))
-    with pytest.raises(ValueError, match=r"a\.jsonl:1 .*data\.field=text\. .*body"):
+    with pytest.raises(ValueError, match=r"data\.field=text is not a key of .*a\.jsonl:1\. .*body"):
         read(text_config(tmp_path / "a.jsonl"))
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n{"text": \n')
     with pytest.raises(ValueError, match=r"c\.jsonl:2 is not JSON \(Expecting value at character \d+\)\. A \.jsonl"):
@@ -156,7 +156,7 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path, monkeypatch: pytest.
         read(text_config(tmp_path / "d.parquet"))
     for row, kind in {"[1]": "a list", "null": "null", '"x"': "a string", "true": "true or false"}.items():
         (tmp_path / "e.jsonl").write_text(row)
-        with pytest.raises(ValueError, match=rf"e\.jsonl:1 .* It is {kind}\."):
+        with pytest.raises(ValueError, match=rf"e\.jsonl:1 is {kind}, not an object"):
             read(text_config(tmp_path / "e.jsonl"))
 
 
@@ -177,6 +177,18 @@ def test_compressed_jsonl_and_sharded_tfrecord_files_are_read(tmp_path: Path) ->
     assert read_texts(text_config(tmp_path / "a.jsonl.zst")) == ["one"]
     with pytest.raises(ValueError, match=r"inferred from \.jsonl\.zst\."):
         text_config(tmp_path / "a.jsonl.zst", chunk=Chunk.functions).list_files()
+
+
+def test_a_feature_without_text_is_refused(tmp_path: Path) -> None:
+    def message(*fields: tuple[int, bytes]) -> bytes:
+        return b"".join(bytes([number << 3 | 2, len(content)]) + content for number, content in fields)
+
+    features = {b"image": message((1, message((1, b"\xff\xd8")))), b"label": message((3, b""))}
+    example = message((1, message(*((1, message((1, name), (2, value))) for name, value in features.items()))))
+    (tmp_path / "a.tfrecord").write_bytes(tfrecord(example))
+    for field, fault in (("text", "a feature of"), ("label", "text in"), ("image", "UTF-8 in")):
+        with pytest.raises(ValueError, match=rf"^data\.field={field} is not {fault} .*a\.tfrecord:1\. "):
+            read(text_config(tmp_path, field=field))
 
 
 @pytest.mark.parametrize("source", [text_source, parquet_stream], ids=["text", "parquet_stream"])
@@ -225,11 +237,14 @@ def test_brackets_in_the_name_of_a_file_are_printed(tmp_path: Path, capfd: pytes
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"), [("null", "null"), ("0", "a number"), ("[]", "a list"), ("{}", "an object"), ("true", "true or")]
+    ("value", "kind"),
+    [("null", "null"), ("0", "a number"), ("[]", "a list"), ("{}", "an object"), ("true", "true or false")],
 )
 def test_a_value_that_is_not_text_is_named(tmp_path: Path, value: str, kind: str) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": {value}}}')
-    with pytest.raises(ValueError, match=rf"a\.jsonl:1: text is {kind}.*, not a string\. Set data\.field"):
+    with pytest.raises(
+        ValueError, match=rf"data\.field=text is {kind} in .*a\.jsonl:1, not a string\. Set data\.field"
+    ):
         read(text_config(tmp_path / "a.jsonl"))
 
 

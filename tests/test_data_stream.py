@@ -242,7 +242,7 @@ def test_a_position_in_another_order_is_refused(shards: Path) -> None:
 def test_the_error_for_a_row_without_text_names_its_line(tmp_path: Path, workers: int) -> None:
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n')
-    assert "0.jsonl:2: text is a number" in refusal(lambda: take_batches(open_shards(tmp_path, workers=workers), 1))
+    assert "0.jsonl:2, not a string" in refusal(lambda: take_batches(open_shards(tmp_path, workers=workers), 1))
 
 
 @pytest.mark.parametrize(

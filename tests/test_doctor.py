@@ -285,7 +285,7 @@ def test_missing_data_fails_but_unprepared_data_does_not(tmp_path: Path):
         ("auto", "", True, WARNING, "offline"),
         ("online", "", False, WARNING, "online"),
         ("online", "", True, OK, "online, with"),
-        ("auto", "abc", False, WARNING, "the key has 3"),
+        ("auto", "abc", False, WARNING, "the W&B key has 3"),
         ("auto", "local-" + 40 * "a", False, OK, "online, with"),
     ],
 )

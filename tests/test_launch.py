@@ -244,6 +244,8 @@ def test_a_long_command_is_wrapped_before_its_flags():
         "target=v4-64 spot=yes -- a",
         "target=v4-64 hours=0 -- a",
         "target=v4-64 zone= -- a",
+        "target= -- a",
+        "target=h100-12 -- a",
         "target=v4-64 slices=2 queued=false -- a",
         "target=v4-64 zone=--x -- a",
         "--config-dir nowhere target=local -- a",
@@ -364,7 +366,7 @@ class Config(EngineConfig):
             "the class Config of the module abstract_engine does not define plan, which ",
         ),
         ("local", "queue: str = ''", "FILE would be ignored, because target=local ships with Valkyrie. Rename it"),
-        ("json", "queue: str = ''", "FILE would be ignored, because json is also a module of /"),
+        ("json", "queue: str = ''", "FILE would be ignored, because Python has another module named json (/"),
         ("my-eng", "queue: str = ''", "FILE would be ignored, because my-eng is not the name of a Python module"),
     ],
 )

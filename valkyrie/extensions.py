@@ -75,7 +75,7 @@ class Families:
         self.refuse_ignored_module(name)
         if name not in self:
             raise ValueError(
-                f"{self.key}={name} is not known. Known: {', '.join(self.names())}, or the name of a Python module "
+                f"{self.key}={name} is unknown. Use one of {', '.join(self.names())}, or the name of a Python module "
                 "in the folder of --config-dir."
             )
         config = getattr(self._import(name), "Config", None)
@@ -114,7 +114,7 @@ class Families:
         elif not name.isidentifier():
             reason = f"{name} is not the name of a Python module (letters, digits and _)"
         elif (spec := find_spec(name)) and Path(spec.origin or "").resolve() not in map(Path.resolve, files):
-            reason = f"{name} is also a module of {spec.origin}"
+            reason = f"Python has another module named {name} ({spec.origin})"
         else:
             return
         raise ValueError(

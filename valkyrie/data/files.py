@@ -112,11 +112,11 @@ def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.path
     skipped: set[str] = set()
     for pattern in paths:
         is_remote = url_scheme(pattern) is not None
-        matches = list_remote(pattern) if is_remote else _match(pattern, key)
+        matches = list_remote(pattern, key) if is_remote else _match(pattern, key)
         matched_files = [match for match in matches if isinstance(match, RemoteFile) or match.is_file()]
         readable_files = [file for file in matched_files if reader_suffix(_name(file)) in SUFFIXES]
         if not readable_files:
-            searched_from = "" if is_remote else f" (looked from {Path.cwd()})"
+            searched_from = "" if is_remote else f" (current folder: {Path.cwd()})"
             raise ValueError(
                 f"{key}: {pattern} matches {count_text(len(matched_files), 'file')}{searched_from}, none with a "
                 f"supported suffix: {', '.join(SUFFIXES)}."
@@ -160,7 +160,7 @@ def _match(pattern: str, key: str) -> list[Path]:
         return [child for child in map(Path, dict.fromkeys(_glob(path))) if not child.is_dir()]
     if path.exists():
         raise ValueError(f"{key}: {path} is not a regular file. Write its text to a file, such as corpus.txt.")
-    raise ValueError(f"{key}: there is no file or directory {path} (looked from {Path.cwd()}).")
+    raise ValueError(f"{key}: there is no file or directory {path} (current folder: {Path.cwd()}).")
 
 
 def _glob(pattern: Path) -> Iterator[str]:

@@ -232,7 +232,7 @@ def read_manifest(path: Path) -> PreparedText:
 def _describe_other(path: Path) -> str:
     """Return the end of the error message for a path without a manifest: what it is, and which path to use instead."""
     if not path.exists():
-        return f"there is no such folder (looked from {Path.cwd()})."
+        return f"there is no such folder (current folder: {Path.cwd()})."
     if not path.is_dir():
         return f"it is a file. Pass its folder: {path.parent}." if path.name == MANIFEST_FILE else "it is a file."
     if datasets := sorted(file.parent for file in path.glob(f"*/{MANIFEST_FILE}")):

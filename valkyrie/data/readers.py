@@ -241,16 +241,18 @@ def _parse_jsonl_lines(lines: Any, file: File, options: ReadOptions) -> Iterator
             raise ValueError(
                 f"{name} is not JSON ({reason}). {cut_hint}A .jsonl file has one object per line."
             ) from None
-        if not isinstance(row, dict) or options.field not in row:
-            row_text = (
-                f"has the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"is {_JSON_KINDS[type(row)]}"
+        if not isinstance(row, dict):
+            raise ValueError(
+                f'{name} is {_JSON_KINDS[type(row)]}, not an object such as {{"{options.field}": "some text"}}.'
             )
-            raise ValueError(f"{name} has no text under data.field={options.field}. It {row_text}.")
+        if options.field not in row:
+            keys = f"one of its keys ({', '.join(row)})" if row else "the key of the text"
+            raise ValueError(f"data.field={options.field} is not a key of {name}. Set data.field to {keys}.")
         text = row[options.field]
         if not isinstance(text, str):
             raise ValueError(
-                f"{name}: {options.field} is {_JSON_KINDS[type(text)]}, not a string. Set data.field to the key of "
-                "the text, or remove the line."
+                f"data.field={options.field} is {_JSON_KINDS[type(text)]} in {name}, not a string. Set data.field to "
+                "the key of the text, or remove the line."
             )
         # Only escapes such as \ud83d can give lone surrogates, which have no UTF-8.
         text, replaced = _LONE_SURROGATE.subn("\ufffd", text) if b"\\u" in line else (text, 0)

@@ -33,13 +33,14 @@ def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
         if _masked_crc(google_crc32c.value(head[:8])) != length_sum:
             refuse_compressed(head, name)
             raise ValueError(
-                f"{name}:{number} is damaged, or the file is not a .tfrecord: the checksum of its length differs."
+                f"{name}:{number} is damaged, or the file is not a .tfrecord: the length of the record does not match "
+                "its checksum."
             )
         data, tail = file.read(length), file.read(4)
         if len(data) < length or len(tail) < 4:
             raise ValueError(f"{name}:{number} is cut short: the file ends inside a record.")
         if _masked_crc(google_crc32c.value(data)) != struct.unpack("<I", tail)[0]:
-            raise ValueError(f"{name}:{number} is damaged: its checksum differs.")
+            raise ValueError(f"{name}:{number} is damaged: its checksum does not match.")
         yield data
 
 
@@ -75,13 +76,19 @@ def record_text(raw: bytes, name: str, field: str) -> str:
     features = _features(raw)
     if features and field not in features:
         raise ValueError(
-            f"{name} has no text under data.field={field}. Its features are {', '.join(sorted(features))}."
+            f"data.field={field} is not a feature of {name}. Set data.field to one of {', '.join(sorted(features))}."
         )
     if features and features[field] is None:
-        raise ValueError(f"{name} has no text under data.field={field}: that feature holds numbers.")
+        raise ValueError(
+            f"data.field={field} is not text in {name}. Set data.field to the name of a feature with text."
+        )
     try:
         return (features[field] or b"" if features else raw).decode()
     except UnicodeDecodeError:
+        if features:
+            raise ValueError(
+                f"data.field={field} is not UTF-8 in {name}. Set data.field to the name of a feature with text."
+            ) from None
         raise ValueError(f"{name} is neither a tf.train.Example nor UTF-8 text.") from None
 
 

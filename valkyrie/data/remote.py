@@ -100,27 +100,33 @@ def reader_suffix(name: str) -> str:
     return "".join(suffixes[-2:]) if suffixes[-2:] == [".jsonl", ".zst"] else suffixes[-1] if suffixes else ""
 
 
-def list_remote(pattern: str) -> list[RemoteFile]:
+def list_remote(pattern: str, key: str = "data.paths") -> list[RemoteFile]:
     """Return the files of a file URL, a folder URL or a glob of URLs.
 
     Skips hidden files and folders, unless the glob names them, as in `gs://bucket/*/.cache/*`. Returns an empty list if
-    a glob matches nothing. Raises ValueError if a file or folder does not exist, or if a request fails.
+    a glob matches nothing. Raises ValueError if a file or folder does not exist, or if a request fails. `key` is the
+    setting that error messages name.
     """
-    with _explain_errors(pattern):
+    with _explain_errors(pattern, key):
         from fsspec.core import url_to_fs
 
         system, path = url_to_fs(pattern)
         system.invalidate_cache()
         return [
             RemoteFile(system.unstrip_protocol(name), info.get("size") or 0, _version(info), name, system)
-            for name, info in _match(system, path, pattern).items()
+            for name, info in _match(system, path, pattern, key).items()
         ]
 
 
-def path_problems(paths: Iterable[str]) -> list[Problem]:
-    """Return a problem for each URL with an unknown scheme, or a scheme that needs a package that is not installed."""
+def path_problems(paths: Iterable[str], key: str = "data.paths") -> list[Problem]:
+    """Return a problem for each URL with an unknown scheme, or a scheme that needs a package that is not installed.
+
+    `key` is the setting that error messages name.
+    """
     schemes = [(path, url_scheme(path)) for path in paths]
-    return [problem for path, scheme in schemes if scheme is not None for problem in _scheme_problems(path, scheme)]
+    return [
+        problem for path, scheme in schemes if scheme is not None for problem in _scheme_problems(key, path, scheme)
+    ]
 
 
 def fetch_ahead(files: Iterable[AnyFile]) -> Iterator[AnyFile]:
@@ -134,7 +140,7 @@ def _fetch(file: Any) -> Any:
     return file
 
 
-def _match(system: Any, path: str, pattern: str) -> Mapping[str, Mapping[str, Any]]:
+def _match(system: Any, path: str, pattern: str, key: str) -> Mapping[str, Mapping[str, Any]]:
     try:
         info = system.info(path)
     except FileNotFoundError as error:
@@ -149,7 +155,7 @@ def _match(system: Any, path: str, pattern: str) -> Mapping[str, Mapping[str, An
     elif has_magic(path):
         root, infos = re.split(r"[*?[]", path)[0].rpartition("/")[0], system.glob(path, detail=True)
     else:
-        raise ValueError(f"data.paths: there is no file or folder {pattern}.")
+        raise ValueError(f"{key}: there is no file or folder {pattern}.")
     includes_hidden = "/." in path[len(root) :]
     return {
         name: info
@@ -162,21 +168,24 @@ def _version(info: Mapping[str, Any]) -> str:
     return str(next((info[key] for key in _VERSION_KEYS if info.get(key)), sorted(info.items())))
 
 
-def _scheme_problems(path: str, scheme: str) -> list[Problem]:
+def _scheme_problems(key: str, path: str, scheme: str) -> list[Problem]:
     from fsspec.registry import known_implementations
 
     from valkyrie.buckets import package_problems
 
     implementation = known_implementations.get(scheme)
     if implementation is None:
-        text = f"data.paths={path}: {scheme}:// is unknown. Use gs://, s3:// or another scheme that fsspec supports."
-        return [Problem(ProblemCode.unknown_name, "data.paths", path, text)]
-    return package_problems("data.paths", path, scheme, implementation["class"].partition(".")[0])
+        text = f"{key}={path}: {scheme}:// is unknown. Use gs://, s3:// or another scheme that fsspec supports."
+        return [Problem(ProblemCode.unknown_name, key, path, text)]
+    return package_problems(key, path, scheme, implementation["class"].partition(".")[0])
 
 
 @contextmanager
-def _explain_errors(url: str) -> Iterator[None]:
-    """Convert errors of remote services to ValueError with the URL and a remedy. Also silences the services' logs."""
+def _explain_errors(url: str, key: str = "data.paths") -> Iterator[None]:
+    """Convert errors of remote services to ValueError with the setting, the URL and a remedy.
+
+    Also silences the services' logs.
+    """
     scheme = url_scheme(url) or ""
     for name in ("gcsfs", "s3fs", "fsspec"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -185,10 +194,10 @@ def _explain_errors(url: str) -> Iterator[None]:
     except ValueError:
         raise
     except ImportError as error:
-        raise ValueError(f"data.paths={url}: {scheme}:// cannot be read: {error}.") from None
+        raise ValueError(f"{key}={url}: {scheme}:// cannot be read: {error}.") from None
     except Exception as error:  # each service's package raises its own errors
         login = f" ({_LOGIN_COMMANDS[scheme]})" if scheme in _LOGIN_COMMANDS else ""
         raise ValueError(
-            f"data.paths={url} cannot be read: {error_reason(error)}. Check the name, the network, and this host's "
+            f"{key}={url} cannot be read: {error_reason(error)}. Check the name, the network, and this host's "
             f"credentials{login}."
         ) from error

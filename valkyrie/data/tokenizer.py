@@ -135,7 +135,7 @@ def _find_file(name: str) -> _TokenizerFile | None:
         if file.pattern not in PATTERNS:
             raise ValueError(f"tokenizer={name}: pattern {file.pattern!r} is not one of {', '.join(PATTERNS)}.")
         if not file.path.is_file():
-            raise ValueError(f"tokenizer={name}: there is no file {file.path} (looked from {Path.cwd()}).")
+            raise ValueError(f"tokenizer={name}: there is no file {file.path} (current folder: {Path.cwd()}).")
         return file
     if (path := json_path(name)) is not None:
         return _TokenizerFile(path, None)
@@ -182,11 +182,11 @@ def _from_tiktoken(name: str) -> TiktokenTokenizer:
     except (requests.RequestException, OSError) as error:
         raise ValueError(
             f"tokenizer={name} must be downloaded once, but the download failed ({type(error).__name__}). Set "
-            f"TIKTOKEN_CACHE_DIR to a folder that has it, or use a local FILE.tiktoken:PATTERN, gpt2 or bytes."
+            "TIKTOKEN_CACHE_DIR to a folder with the downloaded file, or use gpt2, bytes or a local file "
+            "(FILE.tiktoken:PATTERN)."
         ) from None
     if END_OF_TEXT not in encoding.special_tokens_set:
         raise ValueError(
-            f"tokenizer={name} has no {END_OF_TEXT}, which would mark the beginning of a document. Use gpt2 or "
-            "cl100k_base."
+            f"tokenizer={name} has no token {END_OF_TEXT} to mark the beginning of a document. Use gpt2 or cl100k_base."
         )
     return TiktokenTokenizer(name, encoding, encoding.encode_single_token(END_OF_TEXT), read_fingerprint(name))

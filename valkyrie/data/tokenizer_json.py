@@ -48,7 +48,7 @@ def json_path(name: str) -> Path | None:
     path = Path(name).expanduser()
     if name.endswith(".json"):
         if not path.is_file():
-            raise ValueError(f"tokenizer={name}: there is no file {path} (looked from {Path.cwd()}).")
+            raise ValueError(f"tokenizer={name}: there is no file {path} (current folder: {Path.cwd()}).")
         return path
     if "/" not in name and (trained_file := trained_path(name)).is_file():
         return trained_file

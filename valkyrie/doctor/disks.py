@@ -236,7 +236,8 @@ def check_same_data(context: CheckContext) -> CheckResults:
     text = (
         f"the prepared data has hash {hashes[team.index]} here, but {hashes[first_process]} on process {first_process}"
     )
-    failure = FAILS, text, "Copy the files of data.paths, or the cache, from one host to the others."
+    remedy = "Copy the files of data.paths, or the prepared data in data.cache_dir, from one host to the others."
+    failure = FAILS, text, remedy
     is_equal = hashes[team.index] == hashes[first_process]
     yield (OK, "equal on all processes that have prepared it") if is_equal else failure
 
@@ -263,8 +264,8 @@ def check_wandb_key(context: CheckContext) -> CheckResults:
         yield WARNING, "online, but there is no key", "Set WANDB_API_KEY, or run `wandb login`."
     elif (length := len(key.rpartition("-")[2])) < _MIN_KEY_LENGTH:
         suffix = " after its last dash" if "-" in key else ""  # self-hosted servers put a prefix such as local- first
-        text = f"the key has {count_text(length, 'character')}{suffix}, but keys of W&B have at least {_MIN_KEY_LENGTH}"
-        yield WARNING, text, "Copy it again from https://wandb.ai/authorize"
+        text = f"the W&B key has {count_text(length, 'character')}{suffix}, but needs at least {_MIN_KEY_LENGTH}"
+        yield WARNING, text, "Set WANDB_API_KEY to the key from https://wandb.ai/authorize"
     else:
         yield OK, "online, with a key (not verified with the server)"
 

@@ -27,7 +27,8 @@ from valkyrie.trees import leaf_names
 from valkyrie.units import count_text, duration
 
 _HANG_REMEDY = (
-    "The limit is distributed.step_timeout_s. The process at fault is probably the one with different stack traces."
+    "distributed.step_timeout_s sets the limit. If the stack traces of one process differ from those of the others, "
+    "that process is probably at fault."
 )
 _TIMED_SUMS = 20
 """Number of timed `psum` calls per mesh axis."""
@@ -102,7 +103,7 @@ def _steps_finding(
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             nonfinite_leaves = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
             source = (
-                f", first in the gradient of {program.parameter_names[nonfinite_leaves[0]]}"
+                f"; first gradient that is not finite: {program.parameter_names[nonfinite_leaves[0]]}"
                 if nonfinite_leaves.size
                 else ""
             )
@@ -144,7 +145,8 @@ def compare_replicas(parameters: Mapping[str, jax.Array], team: Team) -> Finding
             "Run it again. If the same device differs, run without its host. Otherwise, report a bug with this table."
         )
         return Finding("replicas", FAILS, text + total, remedy)
-    return Finding("replicas", OK, f"{len(replicated)} of {len(parameters)} parameters have copies, bitwise equal")
+    text = f"all copies are bitwise equal ({len(replicated)} of {len(parameters)} parameters have copies)"
+    return Finding("replicas", OK, text)
 
 
 def _is_replicated(array: jax.Array) -> bool:

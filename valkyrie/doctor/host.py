@@ -83,15 +83,17 @@ def check_chips_free(_: CheckContext) -> CheckResults:
     in_use = [(pid, file) for pid, file in _list_open_chips() if pid != os.getpid()]
     tpu_pids = sorted({pid for pid, file in in_use if "nvidia" not in file})
     gpu_pids = sorted({pid for pid, file in in_use if "nvidia" in file})
-    processes = ", ".join(f"{pid} ({_command(pid)})" for pid in (tpu_pids or gpu_pids)[:4])
+    pids = tpu_pids or gpu_pids
+    processes = f"process{'es' * (len(pids) > 1)} " + ", ".join(f"{pid} ({_command(pid)})" for pid in pids[:4])
     if tpu_pids:
-        remedy = f"Only one process can use a TPU. Wait for it, or stop it: kill {' '.join(map(str, tpu_pids))}"
-        yield FAILS, f"the TPU is in use by process {processes}", remedy
+        stop = f"kill {' '.join(map(str, tpu_pids))}"
+        remedy = f"Only one process can use a TPU. Wait until the TPU is free, or free it: {stop}"
+        yield FAILS, f"the TPU is in use by {processes}", remedy
     elif gpu_pids:
         yield (
             WARNING,
-            f"a GPU is also in use by process {processes}",
-            "The run cannot use the GPU memory that this process occupies.",
+            f"a GPU is also in use by {processes}",
+            "The run cannot use GPU memory that other processes occupy.",
         )
     else:
         yield _check_lock_file() or (OK, "no other process uses them")

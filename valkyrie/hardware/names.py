@@ -94,9 +94,9 @@ def _target_formatter(chip: ChipConfig) -> Callable[[SliceShape], str]:
 
 def _syntax_hint(chip: ChipConfig) -> str:
     example = example_slice(chip)
-    unit = f"cores, {chip.units_in_name} per chip" if chip.units_in_name > 1 else "chips"
+    unit = f"cores ({chip.units_in_name} per chip)" if chip.units_in_name > 1 else "chips"
     shape = "" if example.topology is None else f", or the chips along each axis: target={chip.name}-{example.topology}"
-    return f"Write target={chip.name}-N, where N counts {unit}, such as target={example.name}{shape}."
+    return f"Write target={chip.name}-N for N {unit}, such as target={example.name}{shape}."
 
 
 def _unknown_target_message(name: str, prefix: str, size: str, chips: Iterable[str], files: Sequence[str]) -> str:
@@ -110,6 +110,6 @@ def _unknown_target_message(name: str, prefix: str, size: str, chips: Iterable[s
     hint = f" Did you mean {' or '.join(f'target={suggestion}' for suggestion in suggestions)}?" if suggestions else ""
     return (
         f"target={name} is unknown.{hint} Known chips: {', '.join(chips)}. Write CHIP-N as the cloud names it (v4-64, "
-        "v5e-8, h100-8), CHIP-AxBxC with the chips along each axis (v4-4x4x16), cpuN for simulated devices (cpu8)"
-        f"{', or the name of a file: ' if files else ''}{', '.join(files)}."
+        f"v5e-8, h100-8), CHIP-AxBxC with the chips along each axis (v4-4x4x16){',' if files else ' or'} cpuN for "
+        f"simulated devices (cpu8){', or one of ' if files else ''}{', '.join(files)}."
     )

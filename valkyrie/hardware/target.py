@@ -184,8 +184,9 @@ class ChipConfig:
             problems += check_range(f"target.chip.replay.{name}", getattr(self.replay, name), least=0)
         if self.calibrated not in (None, self.name):
             text = (
-                f"target.chip.calibrated={self.calibrated}: these constants were fitted to {self.calibrated}, but the "
-                f"target has {self.name}. Use a slice of {self.calibrated}, or leave out the experiment that sets them."
+                f"target.chip.calibrated={self.calibrated}: target.chip.estimate and target.chip.replay were fitted to "
+                f"{self.calibrated}, but the chip is {self.name}. Use a slice of {self.calibrated}, or leave out the "
+                "+experiment= that sets them."
             )
             problems.append(Problem(ProblemCode.conflict, "target.chip.calibrated", self.calibrated, text))
         for name, value in self.xla_options.items():

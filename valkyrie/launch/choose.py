@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
 from valkyrie.extensions import Families
+from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.launch.engine import EngineConfig
@@ -28,7 +30,8 @@ def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
     for word in words:
         key, sign, value = word.partition("=")
         if sign and not value:
-            raise ValueError(f"{word} has no value. Write {word}VALUE, or leave it out for the default.")
+            remedy = _target_examples() if key == "target" else f"Write {word}VALUE, or leave it out for the default."
+            raise ValueError(f"{word} has no value. {remedy}")
         if not sign:
             raise ValueError(
                 f"{word} is not of the form KEY=VALUE, such as target=local. Put settings of the training run after --."
@@ -70,6 +73,9 @@ def _find_engine(target: str) -> tuple[type[EngineConfig], dict[str, str]]:
     try:
         hardware = parse_target(target)
     except ValueError as error:
+        chip = known_chips().get(re.split("[-:]", target)[0])
+        if chip is not None and get_platform(chip.platform).rented_as_slices:  # the error suggests slices
+            raise
         suggestion = suggest(target, ENGINES.names())
         problem = f"target={target} is unknown. Did you mean target={suggestion}?" if suggestion else error
         raise ValueError(f"{problem} {_target_examples()}") from None
@@ -81,8 +87,8 @@ def _find_engine(target: str) -> tuple[type[EngineConfig], dict[str, str]]:
 def _target_examples() -> str:
     names = ", ".join(f"target={name}" for name in ENGINES.names() if name not in ("local", TPU_ENGINE))
     return (
-        f"Use target=local processes=4 for processes on this machine, {names}, the name of a module in the "
-        "--config-dir folder, or the name of a TPU slice such as target=v4-64."
+        f"Use target=local processes=4 (processes on this machine), {names}, the name of a module in the --config-dir "
+        "folder, or the name of a TPU slice such as target=v4-64."
     )
 
 
@@ -91,7 +97,7 @@ def _key_hint(key: str) -> str:
     engines = [name for name in ENGINES.names() if key in engine_keys(ENGINES.config_class(name))]
     if not engines:
         return " Put settings of the training run after --."
-    return f" It is a key of {', '.join(f'target={name}' for name in engines)}."
+    return f" {key}= is a key of {', '.join(f'target={name}' for name in engines)}."
 
 
 def _parse_value(key: str, text: str, field_type: Any) -> object:

@@ -83,8 +83,8 @@ class EngineConfig(ABC):
         for step in steps:
             if isinstance(step, CommandStep) and (step.until or step.in_background):
                 raise ValueError(
-                    f"target={self.target}: --run cannot repeat a step (until) or continue without waiting for it "
-                    f"(in_background), as '{step.description}' needs. Override `run` in the engine's Config."
+                    f"target={self.target}: the step '{step.description}' sets until or in_background, which --run "
+                    "does not support. Override `run` in the engine's Config."
                 )
         for number, step in enumerate(steps, 1):
             print_message(f"{number}. {step.description}")

@@ -65,7 +65,7 @@ class Config(TextConfig):
         return ReadOptions(self.field, self.column, self.chunk, self.language)
 
     def problems(self) -> list[Problem]:
-        problems = [*super().problems(), *path_problems([*self.paths, *self.val_paths])]
+        problems = [*super().problems(), *path_problems(self.paths), *path_problems(self.val_paths, "data.val_paths")]
         problems += check_range("data.workers", self.workers, least=0, otherwise="null for one per CPU core, up to 8")
         problems += check_range("data.pool", self.pool, least=1)
         problems += check_range("data.lanes", self.lanes, least=1, otherwise="null for up to 16")

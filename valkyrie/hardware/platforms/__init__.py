@@ -119,8 +119,8 @@ class Platform(ABC):
         if not missing:
             return None
         return (
-            f"target.chip={chip.name} sets no {', '.join(missing)}, so its steps have no predicted time. Set them, or "
-            f"begin {chip.name}.yaml with `defaults: [{self.example_chip}, _self_]`."
+            f"target.chip={chip.name} sets no {', '.join(missing)}, so the step time cannot be predicted. Set every "
+            f"missing value, or begin {chip.name}.yaml with `defaults: [{self.example_chip}, _self_]`."
         )
 
     def compile_environment(self) -> Mapping[str, str]:

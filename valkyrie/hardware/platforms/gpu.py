@@ -46,8 +46,9 @@ class Gpu(Platform):
             ) from None
         if len(devices) < size:
             raise ValueError(
-                f"target={target.describe()}: XLA compiles only for GPUs that it can see. The mesh needs {size}, but "
-                f"this machine has {len(devices)} x {devices[0].device_kind}."
+                f"target={target.describe()}: the mesh needs {size} GPUs, but this machine has {len(devices)} x "
+                f"{devices[0].device_kind}, and XLA compiles only for GPUs that it can see. Use a smaller mesh, or a "
+                "TPU target, which compiles anywhere."
             )
         return devices
 

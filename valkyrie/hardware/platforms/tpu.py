@@ -74,7 +74,8 @@ class Tpu(Platform):
         topology, chip = build_topology(target), target.chip
         if chip is None or chip.compiler_name is None:
             raise ValueError(
-                f"target={target.describe()} is not a TPU slice. Only TPU slices can be compiled for without a device."
+                f"target.chip.compiler_name is not set, so target={target.describe()} cannot be compiled for without "
+                "its devices. Set it to libtpu's name of the chip, or use a slice such as target=v4-64."
             )
         for variable, value in ENVIRONMENT.items():
             os.environ.setdefault(variable, value)

@@ -35,7 +35,7 @@ class Config(RentedConfig):
         else:
             is_available = "tpu_vm_runtime" in chip.rented_as and has_usual_shape(hardware)
             available_slices = f"TPU slices in their default shapes: {', '.join(chips_rented_as('tpu_vm_runtime'))}"
-        text = f"slice={self.slice} is not available with target=skypilot. It supports these {available_slices}."
+        text = f"slice={self.slice} is not available with target=skypilot, which supports these {available_slices}."
         return [] if is_available else [text]
 
     def plan(self, overrides: Sequence[str]) -> Plan:

@@ -47,7 +47,9 @@ class Config(SliceConfig):
         """Return an error message for each invalid key."""
         problems = super().problems()
         if bool(self.nodes) == bool(self.slice):
-            problems.append("target=slurm needs either nodes=2 gpus_per_node=8 or slice=h100-16.")
+            problems.append(
+                "target=slurm needs either nodes= or slice=, such as nodes=2 gpus_per_node=8 or slice=h100-16."
+            )
         return problems
 
     def plan(self, overrides: Sequence[str]) -> Plan:

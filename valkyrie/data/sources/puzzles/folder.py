@@ -16,6 +16,7 @@ import numpy as np
 
 from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.records import RecordError, read_record
+from valkyrie.units import count_text
 
 METADATA_FILE = "dataset.json"
 _INDICES = ("puzzle_identifiers", "puzzle_indices", "group_indices")
@@ -105,10 +106,10 @@ class PreparedPuzzles:
 
     def describe(self) -> str:
         """Return one line with the numbers of training groups, of validation examples, and of cells per puzzle."""
-        symmetries = ", with new random symmetries" if self.side else ""
+        symmetries = " (with new random symmetries in every epoch)" if self.side else ""
         return (
-            f"data {self.name}: {self.train.groups:,} training puzzles{symmetries}, {len(self.validation.inputs):,} "
-            f"validation puzzles of {self.train.cells} cells"
+            f"data {self.name}: {count_text(self.train.groups, 'training puzzle')}{symmetries} and "
+            f"{count_text(len(self.validation.inputs), 'validation puzzle')} of {self.train.cells} cells"
         )
 
 
@@ -163,8 +164,8 @@ def _load(file: Path) -> np.ndarray:
         return np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError):
         raise ValueError(
-            f'{file} is missing or not a NumPy array, but "sets" in {METADATA_FILE} lists it. Restore the file, or '
-            'remove its set from "sets".'
+            f"{file} is missing or not a NumPy array, but the set in {METADATA_FILE} needs it. Restore the file, or "
+            "build the folder again."
         ) from None
 
 
@@ -175,7 +176,9 @@ def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarr
     `_CHECKED_BYTES` is negative or at least `vocab_size`.
     """
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{file} is {array.dtype}{list(array.shape)}, but must be integers of [examples, cells].")
+        raise ValueError(
+            f"{file} is {array.dtype}{list(array.shape)}, but must be an integer array of shape [examples, cells]."
+        )
     if array.shape[1] != metadata.seq_len:
         raise ValueError(
             f"{file} has puzzles of {array.shape[1]} cells, but {file.parent / METADATA_FILE} has "
@@ -185,7 +188,8 @@ def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarr
     if rows.size and (rows.max() >= metadata.vocab_size or rows.min() < 0):
         invalid_value = rows.max() if rows.max() >= metadata.vocab_size else rows.min()
         raise ValueError(
-            f"{file} has the value {invalid_value}, but {METADATA_FILE} has vocab_size={metadata.vocab_size}."
+            f"{file} has the value {invalid_value}, but values must be at least 0 and below "
+            f"vocab_size={metadata.vocab_size} of {METADATA_FILE}."
         )
     return array
 
@@ -204,8 +208,8 @@ def _check_indices(split: PuzzleSplit, path: Path) -> None:
     if puzzles and split.puzzle_identifiers.max() >= split.identifier_count:
         largest = split.puzzle_identifiers.max()
         raise ValueError(
-            f"{path} has puzzle identifier {largest}, but {METADATA_FILE} has "
-            f"num_puzzle_identifiers={split.identifier_count}."
+            f"{path} has puzzle identifier {largest}, but identifiers must be below "
+            f"num_puzzle_identifiers={split.identifier_count} of {METADATA_FILE}."
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from valkyrie.data.sources.puzzles.folder import FOLDERS
+from valkyrie.units import count_text
 
 COLUMNS = ("source", "question", "answer", "rating")
 
@@ -62,15 +63,18 @@ class PuzzleTable:
             set(question.replace(".", "0") if puzzle_alphabet is not Alphabet.maze else question)
             - set(puzzle_alphabet.value)
         )
+        if not line_number:
+            raise ValueError(f"{self.path} has no puzzles. Add at least one row.")
         if not question or int(len(question) ** 0.5) ** 2 != len(question) or invalid_characters:
             fault = (
-                f"the invalid characters {''.join(invalid_characters)!r}"
+                f"invalid characters ({''.join(invalid_characters)!r})"
                 if invalid_characters
-                else f"{len(question)} cells"
+                else count_text(len(question), "cell")
             )
             raise ValueError(
-                f"{self.path} line {line_number}: the puzzle has {fault}. Use a Sudoku with 16 or 81 cells, or a "
-                f"square maze of the characters {Alphabet.maze.value!r}."
+                f"{self.path} line {line_number}: the puzzle has {fault}. Use a Sudoku of 16 cells (digits 0 to 4) or "
+                f"81 cells (digits 0 to 9), where 0 or . is an empty cell, or a square maze of the characters "
+                f"{Alphabet.maze.value!r}."
             )
         return puzzle_alphabet
 
@@ -110,7 +114,7 @@ class PuzzleTable:
         )
         invalid_rows = np.flatnonzero((questions == 0).any(1) | (answers == 0).any(1))
         if invalid_rows.size:
-            selection = f", of those with data.sudoku.guesses={min_rating} or more," if min_rating else ""
+            selection = f" (counting only ratings of {min_rating} or more)" if min_rating else ""
             raise ValueError(
                 f"{self.path}: puzzle {invalid_rows[0] + 1}{selection} has a character that is not in "
                 f"{self.alphabet.value!r}."
@@ -124,7 +128,8 @@ class PuzzleTable:
             missing_columns = [name for name in COLUMNS[1:] if name not in (reader.fieldnames or [])]
             if missing_columns:
                 raise ValueError(
-                    f"{self.path} has no column {', '.join(missing_columns)}. Required: {', '.join(COLUMNS[1:])}."
+                    f"{self.path} has no column {' and no column '.join(missing_columns)}. A table of "
+                    f"puzzles needs the columns {', '.join(COLUMNS[1:])}."
                 )
             for row in reader:
                 rating = row["rating"] or ""
