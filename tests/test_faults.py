@@ -145,7 +145,7 @@ def test_an_implausibly_large_module_is_not_read(tmp_path: Path):
 
 def test_a_search_json_without_a_request_is_refused(tmp_path: Path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    for text, words in {"{}": "is not an answer of mode=search", "[]": "cannot be read"}.items():
+    for text, words in {"{}": "was not written by mode=search", "[]": "cannot be read"}.items():
         (tmp_path / "runs" / "a").mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / "a" / "search.json").write_text(text)
         assert run_train("mode=search", "target=v5e-4", "model=gpt_tiny", "name=a") == 2

@@ -76,7 +76,7 @@ MISTAKES: dict[str, Sequence[str]] = {
     "name=latest": ("Use another name",),
     "name=a/b": ("is a nested folder",),
     "resume=": ("resume= has no value",),
-    "resume=latest": ("Train one first",),
+    "resume=latest": ("Train a run first",),
     "resume=nothing": ("there is no such run",),
     "lr=3e-4": ("Did you mean optimizer.learning_rate?",),
     "optimizer=sgd": ("Choices: adam_atan2, adamw, muon",),

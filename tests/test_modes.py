@@ -42,7 +42,10 @@ def test_evaluation_refuses_rows_longer_than_the_validation_split_unless_the_tra
     with monkeypatch.context() as patch:
         patch.delattr(prepare, "acquire_devices")  # the check needs no devices
         assert run_train(*reading(folder, "mode=eval", "seq=96")) == 2
-    assert "seq=96: the validation split fills only 80 tokens of one row. Use seq<=80." in capfd.readouterr().err
+    assert (
+        "seq=96: the validation split has only 80 tokens to predict, less than one row. Use seq=80 or less."
+        in capfd.readouterr().err
+    )
     assert run_train(*reading(trained_run("batch=1", "seq=96"), "mode=eval")) == 0
 
 

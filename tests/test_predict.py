@@ -185,7 +185,9 @@ def test_places_must_be_all_devices_of_the_slice(step: Path):
         with pytest.raises(TypeError, match="places= takes a list of positions"):
             valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH, places=wrong)
     for mesh in ("data=2,model=4", (2, 4), 8):
-        with pytest.raises(TypeError, match='mesh= takes {"data": 2, "model": 4} or a mesh of slice.mesh'):
+        with pytest.raises(
+            TypeError, match='mesh= takes sizes by axis name, such as {"data": 2, "model": 4}, or a mesh from'
+        ):
             valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=mesh)
     with pytest.raises(TypeError, match="a mesh of 2 x 4.0: sizes are whole numbers, not 4.0"):
         valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh={"data": 2, "model": 4.0})
@@ -278,7 +280,7 @@ def test_the_command_predicts_a_function_of_a_file(
         ("builders.py:value_error", "builders.py:value_error: no such layer (builders.py:14)"),
         ("builders.py:wrong", "must return (jitted, arguments) or (jitted, arguments, keywords)"),
         ("builders.py:unjitted", "builders.py:unjitted must return a jitted function, not <built-in function len>."),
-        ("builders.py:two", "has the arguments a, b. It may have one, the slice."),
+        ("builders.py:two", "must have at most one argument, the slice, but it has a, b."),
         ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
         ("ends.py:step", "ends.py ended while it was imported (sys.exit(0)). Put that behind `if __name__"),
         ("builders.py:exiting", "builders.py:exiting ended the process (sys.exit()). Return the step and its"),
@@ -296,17 +298,16 @@ def test_the_command_predicts_a_function_of_a_file(
 
 def test_mesh_axes_in_the_wrong_order_are_noted(step: Path):
     for mesh, remedy in (
-        ({"model": 4, "data": 2}, "name the mesh axes in the order data=2,model=4, which they match"),
-        ({"data": 8}, "check the mesh axes"),
-        ({f"a{i}": 1 for i in range(10)} | {"data": 8}, "check the mesh axes"),
+        ({"model": 4, "data": 2}, "Use the order data=2,model=4"),
+        ({"data": 8}, "Check the names and sizes of the axes"),
+        ({f"a{i}": 1 for i in range(10)} | {"data": 8}, "Check the names and sizes of the axes"),
         (MESH, None),
         ({"a": 2, "b": 2, "c": 2}, None),
     ):
         notes = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=mesh).record.notes
         axes = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-        start = "some collectives of the module are among parts of the axes "
-        expected = [f"{start}{axes}: {remedy}"] if remedy else []
-        assert [note for note in notes if note.startswith(start)] == expected
+        expected = [f"the mesh {axes} does not match some collectives of the module. {remedy}"] if remedy else []
+        assert [note for note in notes if note.startswith("the mesh ")] == expected
 
 
 @needs_libtpu
@@ -318,7 +319,7 @@ def test_running_a_program_on_devices_of_the_slice_is_explained():
             run()
         text = describe_error(error.value)
         assert re.match(
-            r"test_predict\.py:\d+ computes on devices of the slice, but these exist only to compile for\. Pass ", text
+            r"test_predict\.py:\d+ computes on devices of the slice, which exist only for compiling\. Pass ", text
         )
 
 

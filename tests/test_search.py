@@ -610,7 +610,7 @@ def test_devices_without_a_torus_have_one_topology() -> None:
         ),
         (("target=auto", "target.chips=64"), "target.chips=64 needs a kind of chip"),
         (("mode.tokens=1e9", "steps=50"), "steps=50: tokens=1e+09 sets the number of steps."),
-        (("mode.search_batch=true",), "batch: batch=auto searches the batch."),
+        (("mode.search_batch=true",), "batch= cannot be combined with batch=auto"),
         (("mode.device_batches=[2,4]", "microbatches=2"), "microbatches: device_batch=[2,4] sets the microbatches"),
         (("mode.device_batches=[]",), "device_batch=[] has no value to try. Use device_batch=[2,4], or leave it out."),
         (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 is unknown"),
@@ -819,8 +819,8 @@ def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., Fi
 def test_the_answer_if_no_layout_is_legal(search: Callable[..., Finished]) -> None:
     circular = ("partition=pp", "partition.schedule=circular", "partition.rounds=2", "microbatches=1")
     for arguments, words in (
-        (("batch=1", "partition=fsdp"), ("no mesh divides both batch=1 and",)),
-        (("partition=fsdp", "microbatches=32"), ("no mesh divides both batch=32 with",)),
+        (("batch=1", "partition=fsdp"), ("batch=1: no layout is legal, because no mesh divides both",)),
+        (("partition=fsdp", "microbatches=32"), ("batch=32 microbatches=32: no layout is legal",)),
         ((*circular, "model.layers=16"), ("too few microbatches", "no layout is legal")),
     ):
         status, answer, _, printed = search(*arguments)

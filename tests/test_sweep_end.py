@@ -47,7 +47,7 @@ def test_ctrl_c_ends_a_sweep_and_prints_its_table(
     result = command(*arguments)
     assert result.status == 130
     assert "s5_tiny 2x2x1-dp measure" in result.out and "1 ok" in result.out
-    note = "sweep interrupted: 1 trial recorded. To do the remaining ones: valkyrie-train " + " ".join(arguments)
+    note = "sweep interrupted: 1 trial recorded. To run the remaining trials: valkyrie-train " + " ".join(arguments)
     assert note in result.out.splitlines()
     assert tracker.logged == ["dp"]
 
@@ -57,7 +57,7 @@ def test_ctrl_c_before_a_trial_ends_prints_the_command_that_continues(
 ):
     fake_outcomes(monkeypatch, dp=KeyboardInterrupt())
     result = command(*ASKED, "partition=dp")
-    note = f"sweep interrupted: 0 trials recorded. To do the remaining ones: valkyrie-train {' '.join(ASKED)}"
+    note = f"sweep interrupted: 0 trials recorded. To run the remaining trials: valkyrie-train {' '.join(ASKED)}"
     assert (result.status, result.out) == (130, f"{note} partition=dp\n")
 
 

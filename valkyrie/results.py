@@ -161,7 +161,8 @@ class Result:
 
     def _require_replay(self) -> Replay:
         if self.replay is None:
-            raise ValueError(f"This result has no timeline: {self.reason or 'no step was predicted'}.")
+            reason = (self.reason or "no step was predicted").rstrip(".")
+            raise ValueError(f"This result has no timeline: {reason}.")
         return self.replay
 
 

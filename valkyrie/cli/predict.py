@@ -153,10 +153,12 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
         parameter for parameter in inspect.signature(build).parameters.values() if parameter.default is parameter.empty
     ]
     if hasattr(build, "lower"):
-        raise ValueError(f"{source} is jitted. Name a function that returns it with its arguments: (step, (w, x)).")
+        raise ValueError(
+            f"{source} is a jitted function. Name a function that returns it and its arguments: (step, (w, x))."
+        )
     if len(required) > 1:
         names = ", ".join(parameter.name for parameter in required)
-        raise ValueError(f"{source} has the arguments {names}. It may have one, the slice.")
+        raise ValueError(f"{source} must have at most one argument, the slice, but it has {names}.")
     with explain_exit(f"{source} ended the process", "Return the step and its arguments instead."):
         try:
             built = build(target) if required else build()

@@ -24,7 +24,7 @@ _HEADS = {"place": "#", "interval": "range", "rate": "tokens/s/chip", "bottlenec
 """Headings that differ from those on a terminal, by column name."""
 _OUTCOMES = {
     Status.ok.value: "compiled, and fit",
-    Status.does_not_fit.value: "compiled, but need more memory than a device has",
+    Status.does_not_fit.value: "compiled, but too large for a device's memory",
     Status.timeout.value: "not compiled within the time limit",
     Status.failed.value: "not compiled, because the compiler failed",
     Status.killed.value: "not compiled, because the compiler was killed",
@@ -216,7 +216,7 @@ def _counts_table(answer: SearchAnswer) -> TextTable:
     compiled = sum(answer.compile_outcomes.values())
     counts = {"cannot be built, for the reasons below": sum(answer.refused.values())}
     if answer.too_large is not None:
-        counts["need more memory than a device has, by estimate"] = answer.too_large
+        counts["too large for a device's memory, by estimate"] = answer.too_large
         label = "slower by estimate, so not compiled" if compiled else "estimated, not compiled"
         counts[label] = answer.layouts - answer.too_large - compiled
     for outcome, count in answer.compile_outcomes.items():

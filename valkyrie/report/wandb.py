@@ -66,7 +66,10 @@ def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
         workspace.save()
         report.save()
     except (Error, OSError) as error:
-        raise ValueError(f"--wandb={project}: W&B rejected the dashboard ({error}).") from error
+        raise ValueError(
+            f"--wandb={project}: the dashboard could not be saved to W&B ({error}). Check the name, your access and "
+            "your connection, or add --dry-run to only print the dashboard."
+        ) from error
     print(f"view: {workspace.url}\nreport: {report.url}")
     return 0
 

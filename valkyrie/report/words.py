@@ -263,7 +263,7 @@ def _describe_noise(fast: Row, slow: Row) -> str:
     if fast.step.p90_s is None or slow.step.p90_s is None:
         return ""
     step_times = [f"{duration(row.step_s or 0.0)} ({_step_range(row)})" for row in (fast, slow)]
-    return f"a step takes {step_times[0]} and {step_times[1]}"
+    return f"their steps take {step_times[0]} and {step_times[1]}"
 
 
 def _step_range(row: Row) -> str:
@@ -315,9 +315,9 @@ def agreement_line(rows: Sequence[Row]) -> str | None:
     share = concordance(pairs)
     if share is None:
         return None
-    line = f"For two of these layouts, predictions pick the faster one in {percent(share)} of cases (chance: 50%)."
+    line = f"Predictions pick the faster of two layouts in {percent(share)} of the pairs (chance: 50%)."
     if any(pair.b.group.simulated for pair in pairs):
-        line += " Simulated devices are threads on one CPU without links, so this says little about accelerators."
+        line += " Simulated devices are threads of one CPU, so this share says little about accelerators."
     return line
 
 
@@ -374,7 +374,7 @@ def _describe_failed_partition(partition: str, rows: Sequence[Row]) -> str:
     first = rows[0]
     status = "" if first.status == "ok" else f"{first.status}, "
     reason = (first.reason or UNKNOWN_REASON).splitlines()[0].rstrip(".")
-    return f"No layout with partition={partition} has a step time. The first one: {status}{reason}."
+    return f"No layout with partition={partition} has a step time. For example, {first.layout}: {status}{reason}."
 
 
 def title(rows: Sequence[Row]) -> str:

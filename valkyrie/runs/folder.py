@@ -75,8 +75,8 @@ def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
     if resume == "latest":
         if not candidates:
             raise ValueError(
-                f"{key}latest: there is no run with a checkpoint under runs={runs}. Train one first, or name one: "
-                f"{key}NAME or {key}FOLDER."
+                f"{key}latest: there is no run with a checkpoint under runs={runs}. Train a run first, or use the path "
+                f"of a run folder elsewhere: {key}FOLDER."
             )
         return candidates[-1]
     for folder in (runs / resume, Path(resume)):

@@ -110,5 +110,5 @@ def format_comparison(
     if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
         baseline_s, estimated_best_s = compiled_layouts.corrected_s(layout), best_s or best.step_s
     times = scale * baseline_s / estimated_best_s
-    comparison = f"{times:.2f} times {as_long} as the best by estimate"
+    comparison = f"{times:.2f} times {as_long} as the best"
     return f"{name}: {duration(baseline_s)} (by estimate), {comparison}; {description}"

@@ -242,9 +242,7 @@ class Comparison:
                 f"of {measured}"
             )
             if not 1 / MAX_RATIO < record.ratio < MAX_RATIO:
-                lines.append(
-                    "measured_s= is in seconds. Check its values: their ratio to predictions is usually about 1"
-                )
+                lines.append("measured_s= is far from the predicted times. Check that all values are in seconds")
         return lines
 
 
@@ -261,7 +259,7 @@ def refuse_other_folder(folder: Path) -> None:
         if (folder / name).exists():
             raise ValueError(f"folder={folder} is the folder of a {kind} ({name}). {remedy}")
     if file.exists() and not is_program_search(folder):
-        raise ValueError(f"folder={folder}: {file} is not an answer of search_program. {remedy}")
+        raise ValueError(f"folder={folder}: {file} was not written by search_program. {remedy}")
     if page.exists() and not file.exists():
         raise ValueError(f"folder={folder}: {page} is not the page of a program search. {remedy}")
 

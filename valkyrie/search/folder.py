@@ -72,10 +72,11 @@ def _refuse_other_owner(folder: Path, request: SearchRequest) -> None:
     """Raise ValueError if a folder belongs to another command or search, or has an answer that cannot be read."""
     name = request.run.config.name
     if (folder / RUN_FILE).exists():
-        raise ValueError(f"name={name}: {folder} is the run folder of another command ({RUN_FILE}). Use another name=.")
+        key = "" if name is None else f"name={name}: "
+        raise ValueError(f"{key}{folder} is the run folder of another command, with a {RUN_FILE}. Use another name=.")
     earlier = _read_earlier(folder)
     if earlier is not None and earlier.question is None:
-        raise ValueError(f"{folder / ANSWER_FILE} is not an answer of mode=search. Delete it, or use another name=.")
+        raise ValueError(f"{folder / ANSWER_FILE} was not written by mode=search. Delete it, or use another name=.")
     if name is not None and earlier is not None and earlier.question != request_digest(request):
         command = " ".join(earlier.command)
         raise ValueError(

@@ -359,7 +359,7 @@ def _print_space(space: LayoutSpace, seconds: float, request: SearchRequest, con
     precision = request.run.config.precision
     if (narrow := precision.products) is not None:
         console.print(
-            f"precision={precision.name}: estimates count {narrow.value} products as bfloat16, so real steps may be "
+            f"precision={precision.name}: estimates count {narrow.value} matmuls as bfloat16, so real steps may be "
             f"shorter. Compiled steps use {narrow.value}.",
             style="yellow",
             markup=False,
@@ -414,19 +414,21 @@ def _describe_no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str
     config, model = request.run.config, request.run.model.name
     if request.search_batch and not space.refused:
         return (
-            f"no layout is legal: no batch of up to {MAX_DEVICE_TOKENS:,} tokens per device divides the mesh. Remove "
-            "mesh=, microbatches= or device_batch= from the command."
+            f"no layout is legal: no batch of up to {MAX_DEVICE_TOKENS:,} tokens per device splits evenly over the "
+            "mesh. Remove mesh=, microbatches= or device_batch= from the command."
         )
     if not DIVISIBILITY_CODES.issuperset(problem.code for problem in space.refused):
         return (
             "no layout is legal, for the reasons listed above. Change the settings they mention, or remove those "
             "settings from the command to search all their values."
         )
-    parts = {"microbatches": request.microbatches, "device_batch": ", ".join(map(str, request.device_batches)) or None}
-    settings = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)
+    batches = ",".join(map(str, request.device_batches))
+    device_batch = f"[{batches}]" if "," in batches else batches or None
+    parts = {"microbatches": request.microbatches, "device_batch": device_batch}
+    settings = "".join(f" {key}={value}" for key, value in parts.items() if value is not None)
     return (
-        f"no layout is legal: no mesh divides both batch={config.batch}{settings} and the axes of {model}. The reasons "
-        "are above. Use a batch that is a multiple of the number of devices."
+        f"batch={config.batch}{settings}: no layout is legal, because no mesh divides both the batch and the axes of "
+        f"{model}. The reasons are above. Use a batch that is a multiple of the number of devices."
     )
 
 

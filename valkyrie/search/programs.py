@@ -51,7 +51,9 @@ def require_mesh(mesh: object, key: str) -> None:
     import jax
 
     require_type(
-        mesh, jax.sharding.Mesh | Mapping | None, f'{key} takes {{"data": 2, "model": 4}} or a mesh of slice.mesh(...)'
+        mesh,
+        jax.sharding.Mesh | Mapping | None,
+        f'{key} takes sizes by axis name, such as {{"data": 2, "model": 4}}, or a mesh from slice.mesh(...)',
     )
 
 
@@ -70,7 +72,7 @@ def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCa
         raise ValueError(f"layouts= is empty. {usage.partition(' ')[2].capitalize()}.")
     calls = {}
     for name, value in layouts.items():
-        require_type(name, str, "the names in layouts= are strings")
+        require_type(name, str, "layouts= takes strings as names")
         key = f'layouts["{name}"]'
         if isinstance(value, Mapping):
             if unknown := [str(entry) for entry in value if entry not in _CALL_KEYS]:
@@ -112,15 +114,19 @@ def parse_built(value: Any, source: str) -> ProgramCall:
                 actual = describe_value(function)
                 raise ValueError(f"{source} must return a jitted function, not {actual}. Use jax.jit(step).")
             return ProgramCall(function, tuple(arguments), keywords)
-    actual = type(value).__name__ + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
-    raise ValueError(f"{source} must return {_RETURNS}, with the positional arguments as a tuple, not {actual}.")
+    actual = type(value).__name__ + (f" with {len(value)} entries" if isinstance(value, list | tuple) else "")
+    raise ValueError(
+        f"{source} must return {_RETURNS}, with the positional arguments as a tuple. It returned a value of type "
+        f"{actual}."
+    )
 
 
 def require_builder(build: Callable[..., Any], rules: Mapping[str, Any] | None) -> None:
     """Raise TypeError if `build` of `search_program` is jitted, or cannot be called with a mesh (and a rule)."""
     if hasattr(build, "lower"):
         raise TypeError(
-            "build= is jitted. Pass a function that returns it with its arguments: lambda mesh: (step, (w, x))."
+            "build= is a jitted function. Pass a function that returns the jitted function and its arguments: "
+            "lambda mesh: (step, (w, x))."
         )
     try:
         signature = inspect.signature(build)
@@ -130,10 +136,11 @@ def require_builder(build: Callable[..., Any], rules: Mapping[str, Any] | None) 
         signature.bind(*["mesh", "rule"][: 1 if rules is None else 2])
     except TypeError:
         names = ", ".join(signature.parameters)
-        call = (
-            "without rules=, it is called as build(mesh)" if rules is None else "with rules=, it is build(mesh, rule)"
-        )
-        raise TypeError(f"build= has the arguments ({names}), but {call}. Change one of the two.") from None
+        call, change = ("build(mesh) without", "add") if rules is None else ("build(mesh, rule) with", "remove")
+        raise TypeError(
+            f"build= has the arguments ({names}), but is called as {call} rules=. Change the arguments, or "
+            f"{change} rules=."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -200,8 +207,8 @@ def describe_error(error: Exception) -> str:
     text, place = first_lines(str(error)), f" ({line})" if line else ""
     if is_compile_only(text):
         return (
-            f"{line or 'the function'} computes on devices of the slice, but these exist only to compile for. Pass "
-            "shapes instead of arrays: jax.ShapeDtypeStruct(shape, dtype, sharding=...), or a result of jax.eval_shape."
+            f"{line or 'the function'} computes on devices of the slice, which exist only for compiling. Pass shapes "
+            "instead of arrays: jax.ShapeDtypeStruct(shape, dtype, sharding=...), or a result of jax.eval_shape."
         )
     return (
         f"{text or type(error).__name__}{place}"
@@ -334,4 +341,4 @@ class ProgramSearch:
         return replace(parse_built(built, "build"), mesh=mesh, options=self.options)
 
     def _describe_remaining(self, pairs: Sequence[object], index: int) -> str:
-        return f"{len(pairs) - index} of {len(pairs)} layouts are not compiled. The same call continues"
+        return f"{len(pairs) - index} of {len(pairs)} layouts are not compiled. To continue, repeat the same call"

@@ -140,7 +140,9 @@ def parse_request(run: Run) -> SearchRequest:
             "for the model of a run, set the model, such as model=gpt_1b."
         )
     if mode.search_batch and (wrong := sorted(keys & {"batch", "batch_tokens"})):
-        raise ValueError(f"{wrong[0]}: batch=auto searches the batch. Remove one of the two.")
+        raise ValueError(
+            f"{wrong[0]}= cannot be combined with batch=auto, which searches the batch. Remove one of the two settings."
+        )
     if mode.tokens is not None and "steps" in keys:
         raise ValueError(
             f"steps={config.steps}: tokens={mode.tokens:g} sets the number of steps. Remove one of the two."

@@ -242,8 +242,8 @@ def expand_pattern(pattern: str, devices: int) -> list[str]:
     meshes = [prefix + "x".join(map(str, shape)) for shape in shapes if _matches_pattern(shape, factors)]
     if not meshes:
         raise ValueError(
-            f"meshes={pattern} matches no mesh of {devices} devices. Use sizes that divide {devices}, and letters for "
-            "the sizes to enumerate, such as AxBxC."
+            f"{SPACE_KEY}.meshes={pattern} matches no mesh of {devices} devices. Use sizes that divide {devices}, and "
+            "letters for the sizes to enumerate, such as AxBxC."
         )
     return meshes
 

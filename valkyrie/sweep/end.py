@@ -147,7 +147,7 @@ class SweepEnd(Callback):
         if early_end is not None:
             recorded_text = f"{count_text(len(trials), 'trial')} recorded"
             lines = [
-                f"sweep {early_end}: {recorded_text}. To do the remaining ones: {command}",
+                f"sweep {early_end}: {recorded_text}. To run the remaining trials: {command}",
                 *(lines if trials else []),
             ]
         for line in lines:

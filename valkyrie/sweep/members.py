@@ -84,7 +84,7 @@ class Members:
 
         `line` describes the loss. `status` is the exit status of this process.
         """
-        advice = "Finished trials are recorded. Run the same command again to do the remaining ones."
+        advice = "Finished trials are recorded. To run the remaining trials, repeat the same command."
         print(f"valkyrie-train: {line}. {advice}", file=sys.stderr)
         self._kill()
         end_process(status, line)

@@ -57,7 +57,8 @@ class LineScreen:
         """
         self._print_counts()
         if waiting and not processes and not self._is_waiting_for_sweep:
-            line = f"waiting for another sweep, which is running the last {waiting} trial{'s' * (waiting > 1)}"
+            trials = f"{waiting} trials" if waiting > 1 else "trial"
+            line = f"waiting for another sweep, which is running the last {trials}"
             self.console.print(line, style="dim", markup=False, highlight=False)
         self._is_waiting_for_sweep = bool(waiting and not processes)
 

@@ -104,7 +104,7 @@ def _vary_problems(key: str, values: Any) -> Iterator[Problem]:
     keys, name = key.split(","), f"{SPACE_KEY}.vary.{key}"
     for layout_key in set(keys) & LAYOUT_KEYS.keys():
         text = (
-            f"{SPACE_KEY}.vary.{layout_key}: a layout key cannot be in vary. Use {SPACE_KEY}.{LAYOUT_KEYS[layout_key]}."
+            f"{SPACE_KEY}.vary.{layout_key}: vary cannot set {layout_key}. Use {SPACE_KEY}.{LAYOUT_KEYS[layout_key]}."
         )
         yield Problem(ProblemCode.malformed, name, values, text)
     if len(keys) == 1 and isinstance(values, str | int | float):
@@ -225,8 +225,8 @@ def _values(override: Override) -> list[str]:
         return [override.get_value_element_as_str()]
     if not override.is_discrete_sweep():
         raise ValueError(
-            f"{override.input_line}: this sweeper needs discrete values. Write a list (a,b) or range(a,b), or use "
-            "hydra/sweeper=optuna for an interval."
+            f"{override.input_line}: this sweeper takes only discrete values. List the values as "
+            f"{override.get_key_element()}=A,B or use range(A,B). For an interval, use hydra/sweeper=optuna."
         )
     return list(override.sweep_string_iterator())
 

@@ -52,9 +52,8 @@ class Config(Task):
         max_seq, problems = getattr(model, "max_seq", seq), []
         if not model.causal:
             text = (
-                f"model={model.name} lets a position see the token that it predicts (model.attention.causal=false or "
-                f"model.s5.bidirectional=true): the task {self.name} needs a causal model. Only mode=show accepts this "
-                "model."
+                f"model={model.name} is not causal (model.attention.causal=false or model.s5.bidirectional=true), but "
+                f"task={self.name} needs a causal model. Remove that setting, or use mode=show."
             )
             problems.append(Problem(ProblemCode.unsupported, "model", model.name, text))
         if seq > max_seq:

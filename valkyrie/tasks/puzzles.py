@@ -89,8 +89,8 @@ class Config(Task):
         if model.has_attention or seq == model.context:
             return []
         text = (
-            f"seq={seq}: model.mixer=mlp has weights for puzzles of model.context={model.context} cells. "
-            f"Leave out seq, and use model.context={seq}."
+            f"seq={seq} must equal model.context={model.context} with model.mixer=mlp. Leave out seq, and use "
+            f"model.context={seq}."
         )
         return [Problem(ProblemCode.conflict, "seq", seq, text)]
 

@@ -93,8 +93,8 @@ def prepare_evaluation(
     if isinstance(data, PreparedText) and seq > trained_seq and seq >= data.validation.tokens:
         targets = data.validation.tokens - 1
         raise ValueError(
-            f"seq={seq}: the validation split fills only {targets:,} tokens of one row. Use "
-            f"seq<={max(targets, trained_seq)}."
+            f"seq={seq}: the validation split has only {targets:,} tokens to predict, less than one row. Use "
+            f"seq={max(targets, trained_seq)} or less."
         )
     return Inputs(_prepare_devices(run, console, team), data, tokenizer)
 
@@ -144,7 +144,10 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
     from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size
 
     if not run.task.is_text:
-        raise ValueError(f"model={run.model.name} has no tokenizer and cannot continue text: it solves puzzles.")
+        raise ValueError(
+            f"model={run.model.name} solves puzzles and has no tokenizer, so it cannot continue text. To evaluate it, "
+            "use mode=eval."
+        )
 
     id_count, row_count = read_vocab_size(run.tokenizer), run.model.vocab_size
     if id_count > row_count:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CPU_ESTIMATE_FACTOR = 2.0
 """Factor by which simulated devices may exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
 
-_SLICE_ADVICE = "Use `mode=compile target=v5p-64` to check whether it fits on a slice."
+_SLICE_ADVICE = "To check whether this run fits on a slice, use `mode=compile target=v5p-64`."
 
 
 class DoesNotFit(ValueError):

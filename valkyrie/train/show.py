@@ -60,7 +60,8 @@ def show_run(run: Run, console: Console) -> None:
     if axes := _axes_without_rule(layout, parameters.values()):
         console.print(
             f"note: partition={layout.partition.name} has no rule for {', '.join(axes)}, so model parallelism does not "
-            f"split {'it' if len(axes) == 1 else 'them'}. Use the name mlp, or add a rule in your own partition"
+            f"split {'it' if len(axes) == 1 else 'them'}. Rename an axis to mlp in the model, or add a rule to your "
+            "own partition"
         )
     console.print(f"target: {run.config.target.describe()}   batch: {run.config.batch} x {run.config.seq} tokens")
     expected = expected_memory(run, program.abstract_state)

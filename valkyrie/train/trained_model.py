@@ -58,7 +58,7 @@ class TrainedModel:
         (rows, seq), vocab_size = ids.shape, self.run.model.vocab_size
         if ids.min() < 0 or ids.max() >= vocab_size:
             invalid_token = ids.min() if ids.min() < 0 else ids.max()
-            raise ValueError(f"tokens= contains {invalid_token}, but the vocabulary has {vocab_size:,} tokens, from 0.")
+            raise ValueError(f"tokens= contains {invalid_token}, but the vocabulary has ids 0 to {vocab_size - 1:,}.")
         refuse(self.run.task.problems(self.run.model, seq))
         shard, pipeline = self.program.shard, self.program.layout.pipeline
         row_parts = shard.size(BATCH) * (1 if pipeline is None else pipeline.microbatches)

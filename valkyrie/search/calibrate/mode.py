@@ -210,7 +210,10 @@ def experiment_yaml(result: Calibration) -> str:
     comments = [f"# {line}" for line in describe(result)]
     constants = [f"      {name}: {round_digits(getattr(result.fitted, name)):g}" for name in FITTED_CONSTANTS]
     name = CALIBRATED_FILE.format(chip=result.chip.name)
-    use = f"# Copy this file to FOLDER/experiment/{name} and write --config-dir FOLDER +experiment={Path(name).stem}."
+    use = (
+        f"# Copy this file to FOLDER/experiment/{name}, and add to your command: --config-dir FOLDER "
+        f"+experiment={Path(name).stem}"
+    )
     lines = ["# @package _global_", use, *comments, "target:", "  chip:", f"    calibrated: {result.chip.name}"]
     lines += ["    estimate:", *constants]
     if result.replay is not None:
@@ -225,10 +228,10 @@ def describe(result: Calibration) -> list[str]:
     """Return sentences that describe the fit, its cross-validated errors, and measured trials that it could not use."""
     lines = [*_describe_estimates(result), *(result.replay.sentences if result.replay else [])]
     if result.unpaired_count:
-        trials = f"{result.unpaired_count} measured trial{'s have' if result.unpaired_count > 1 else ' has'}"
+        trials = f"{result.unpaired_count} measured trial{'s' * (result.unpaired_count > 1)}"
         lines.append(
-            f"{trials} no compile of the same layout in these folders. The factor for replays is fitted only to "
-            "layouts that were both measured and compiled."
+            f"{trials} cannot be used for the replay factor, because these folders have no compiled trial of the same "
+            "layout. Add the folders of such trials to paths=."
         )
     return lines
 

@@ -60,13 +60,14 @@ class ReplayFit:
         family_count, (median, worst) = self.fitted.models, percent_errors(self.ratios)
         names = f"{family_count} famil{'y' if family_count == 1 else 'ies'}"
         lines = [
-            f"Replays: {len(self.steps)} measured steps of {names} were also compiled. Errors of predictions: median "
-            f"{median:.1f}%, worst {worst:.1f}%. The fitted factor for replays is {self.fitted.factor:g}."
+            f"Replays were compared with {len(self.steps)} measured step{'s' * (len(self.steps) > 1)} of {names}. "
+            f"Errors of predictions: median {median:.1f}%, worst {worst:.1f}%. The fitted replay factor is "
+            f"{self.fitted.factor:g}."
         ]
         if self.held_out_ratios is None:
             return [*lines, "All steps are of one family, so the factor cannot be validated on another one."]
         median, worst = percent_errors(self.held_out_ratios)
-        lines.append(f"Errors with the factor of the other families: median {median:.1f}%, worst {worst:.1f}%.")
+        lines.append(f"Errors with a factor fitted to the other families: median {median:.1f}%, worst {worst:.1f}%.")
         if self.fitted.low is None:
             lines.append(f"Predictions get no error interval: it needs at least {MIN_RUNS} measured steps.")
         return lines

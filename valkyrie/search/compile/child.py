@@ -127,7 +127,7 @@ def _compile_step(run: Run, devices: list[Any], folder: Path, ignore_cache: bool
     needed, usable = record.memory.peak, usable_hbm(run.config.target.chip)
     if usable is not None and needed > usable:  # target.chip.usable_hbm_gib can be lower than the compiler's own limit
         needs, limit = (f"{size / 2**30:.2f} GiB" for size in (needed, usable))
-        reason = f"its peak of {needs} exceeds the {limit} of target.chip.usable_hbm_gib"
+        reason = f"target.chip.usable_hbm_gib allows {limit} per device, but the step needs {needs}"
         return _too_large_outcome(run, MemoryReport(needed=needed, usable=usable), reason)
     step = CompiledStep(
         program=key,
@@ -258,7 +258,7 @@ def _describe_placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     lines = [f"{name}={axis}" for name, axis in describe_placement(mesh, topology).items() if axis.size > 1]
     placement, count = find_placement(mesh, topology), len(list_placements(run.config.mesh.axes, topology))
     if placement is not None:
-        lines.append(f"mesh.placement=[{','.join(placement)}], one of {count} on this torus")
+        lines.append(f"mesh.placement=[{','.join(placement)}] (possible placements on this torus: {count})")
     return tuple(lines)
 
 

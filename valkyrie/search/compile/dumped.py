@@ -62,7 +62,7 @@ def predict_file(
     program = foreign_program(work, work.name or dumped.module.name.removeprefix("jit_"), target, axes)
     predicted = predict_module(program, dumped.module, target, axes, positions, memory, work)
     rate = fastest_product_rate(dumped.module, flops_per_cycle)
-    note = f"the module does not record its chip: this prediction is only valid if it was compiled for {chip.name}"
+    note = f"the module was compiled for {chip.name}. Check this, because a module does not record its chip"
     if rate is not None and rate < LOW_RATE:
         note = (
             f"the fastest product reaches only {100 * rate:.0f}% of the peak of {chip.name}. Check that the module was "
@@ -81,8 +81,8 @@ def _describe_axis_order(module: Module, axes: Mapping[str, int]) -> list[str]:
     orders = (dict(order) | axes_of_size_1 for order in itertools.permutations(longer))
     other = next((order for order in orders if not has_partial_groups(module, order)), None)
     text, other_text = (",".join(f"{axis}={size}" for axis, size in (order or {}).items()) for order in (axes, other))
-    remedy = f"name the mesh axes in the order {other_text}, which they match" if other else "check the mesh axes"
-    return [f"some collectives of the module are among parts of the axes {text}: {remedy}"]
+    remedy = f"Use the order {other_text}" if other else "Check the names and sizes of the axes"
+    return [f"the mesh {text} does not match some collectives of the module. {remedy}"]
 
 
 def _require_positions(places: Sequence[Position], positions: Sequence[Position], target: Slice) -> None:

@@ -162,9 +162,9 @@ def _whole_batch_fault(
     first = next(p.instruction for p in program.whole_products if p.instruction in matched_products)
     axes = _format_axes(program, dimension.mesh_axes)
     text = (
-        f"The batch is split over {axes} in {dimension.argument} but not in {_list_lines(program, lines)}: each device "
-        f"computes all {dimension.size:,} there. {_describe_ratio(program)} This costs about "
-        f"{duration(seconds)} of {duration(program.step_s)} a step."
+        f"The batch is split over {axes} in {dimension.argument} but not in {_list_lines(program, lines)}, where each "
+        f"device computes the whole batch of {dimension.size:,}. {_describe_ratio(program)} This costs about "
+        f"{duration(seconds)} of the {duration(program.step_s)} step."
     )
     operand = next(
         (a for a in (*first.operands[:2], first) if dimension in program.whole.batch_dimensions(a).values()), first
@@ -333,7 +333,7 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
         f"All-reduces in {_list_lines(program, partly_used)} send {decimal_bytes_text(cost.bytes)}, but each device "
         "uses only its part of the sum. Reduce-scatters would send half"
     )
-    remedy = "Constrain the sum to the sharding of its use: jax.lax.with_sharding_constraint(...)."
+    remedy = "Constrain the sum to the sharding that the next operation needs: jax.lax.with_sharding_constraint(...)."
     yield from _collective_fault(program, FaultCode.all_reduce, cost, 0.5, text, remedy)
 
 
@@ -349,7 +349,7 @@ def _collective_fault(
     """Yield a fault about collectives if it costs enough. `share` is the part of their bytes that is superfluous."""
     seconds = share * cost.exposed_s
     if program.step_s and seconds >= MIN_SHARE * program.step_s:
-        text += f". This costs about {duration(seconds)} of {duration(program.step_s)} a step."
+        text += f". This costs about {duration(seconds)} of the {duration(program.step_s)} step."
         yield Fault(code, text, remedy, cost.source, mesh_axes, seconds, share * cost.bytes)
 
 
@@ -438,7 +438,7 @@ def _find_padding(program: CheckedProgram) -> Iterator[Fault]:
     text = (
         f"Products in {_list_lines(program, waste)} have dimensions of "
         f"{' and '.join(str(size) for size in sizes[-2:])}, which the {LANES} x {LANES} matrix unit pads to {LANES}. "
-        f"About {duration(seconds)} of {duration(program.step_s)} a step is spent on padding."
+        f"Padding takes about {duration(seconds)} of the {duration(program.step_s)} step."
     )
     remedy = f"Use dimensions that are multiples of {LANES}, such as heads of {LANES}, or shard another dimension."
     yield Fault(FaultCode.padding, text, remedy, slowest, (), seconds)

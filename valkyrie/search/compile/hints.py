@@ -157,7 +157,7 @@ def _largest_part_hint(facts: _Facts) -> Hint:
     if other_parts:
         part = max(other_parts, key=lambda part: part.seconds)
         name, share_of_part = describe_part(part.kind, axes_text(part.mesh_axes)), part.seconds / facts.step.step_s
-        text += f"; the largest other part is {name}, {percent(share_of_part)}"
+        text += f"; next largest part: {name} ({percent(share_of_part)})"
     return Hint(HintCode.largest_part, f"{text}.", share)
 
 
@@ -303,14 +303,13 @@ def _save_activation_hints(facts: _Facts) -> Iterator[Hint]:
     benefit = f"avoids {duration(best.seconds)} of recomputation ({percent(share)} of the step)"
     if fitting_activations:
         text = (
-            f"Save {best.name} next with {change}. It takes about {memory_text(best.bytes)} of the "
-            f"{memory_text(headroom)} that are free and {benefit}"
+            f"Set {change} to also save {best.name}. This takes about {memory_text(best.bytes)} of the "
+            f"{memory_text(headroom)} of free memory, and {benefit}"
         )
     else:
         text = (
-            f"No activation that is slow to recompute fits on the device ({memory_text(headroom)} free). Offload "
-            f"{best.name} next with {change}. It sends about {memory_text(best.bytes)} to the host and back, and "
-            f"{benefit}"
+            f"No activation that is slow to recompute fits on the device ({memory_text(headroom)} free). Set {change} "
+            f"to offload {best.name}. This sends about {memory_text(best.bytes)} to the host and back, and {benefit}"
         )
     text += "."
     yield Hint(HintCode.save_activation, text, share, changes=(change,))

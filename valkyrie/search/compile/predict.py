@@ -371,7 +371,7 @@ def _option_texts(options: Mapping[str, Any]) -> dict[str, str]:
     """
     for name, value in options.items():
         if not isinstance(name, str) or not isinstance(value, str | bool | int | float | None):
-            usage = 'options= takes names of compiler options and words or numbers, such as {"xla_foo": True}'
+            usage = 'options= maps names of compiler options to strings, booleans or numbers, such as {"xla_foo": True}'
             raise TypeError(f"{usage}, not {{{name!r}: {value!r}}}.")
     return {name: text for name, value in options.items() if (text := option_text(value)) is not None}
 
@@ -414,8 +414,8 @@ def _refuse_other_mesh(mesh: jax.sharding.Mesh | None, own_mesh: jax.sharding.Me
         return
     passed_axes, own_axes = (", ".join(f"{axis}={size}" for axis, size in m.shape.items()) for m in (mesh, own_mesh))
     raise ValueError(
-        f"mesh: {passed_axes} differs from the mesh of the program's shardings, {own_axes}. Use the mesh that build "
-        "receives, or pass no mesh=."
+        f"mesh= has the axes {passed_axes}, but the mesh of the program's shardings has {own_axes}. Leave out mesh=. "
+        "In search_program, use the mesh that build(mesh) receives for the shardings."
     )
 
 

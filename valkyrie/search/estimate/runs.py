@@ -66,9 +66,8 @@ class WiderHeads(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"Attention heads below {self.head_dim} are padded. With {self.heads} heads of {self.head_dim} "
-            f"({' '.join(self.changes)}), which is another model with projections of the same size, a step is "
-            f"estimated to be {self.speedup:.2f} times as fast."
+            f"Attention heads narrower than {self.head_dim} are padded. {' '.join(self.changes)} makes another model, "
+            f"with projections of the same size. Its step is estimated to be {self.speedup:.2f} times as fast."
         )
 
 

@@ -13,10 +13,12 @@ from valkyrie.axes import UNATTRIBUTED
 from valkyrie.parts import PartKind, record_name, sum_seconds
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction, short_cause, short_source
-from valkyrie.units import decimal_bytes_text, duration, memory_text, percent
+from valkyrie.units import count_text, decimal_bytes_text, duration, memory_text, percent
 
 LETTERS = ("A", "B")
 """Labels of the first and the second layout in sentences."""
+KEYS = ("first=", "second=")
+"""Settings of the first and the second layout, in error messages."""
 _MIN_SHARE = 0.1
 """The explanation mentions parts of a step that make up at least this share of the difference in step time."""
 _MAIN_SHARE = 0.5
@@ -161,9 +163,7 @@ def compare_layouts(
     """
     pair = (first, second)
     problems = [
-        text
-        for prediction, letter in zip(pair, LETTERS, strict=True)
-        if (text := missing_step_reason(prediction, letter))
+        text for prediction, key in zip(pair, KEYS, strict=True) if (text := missing_step_reason(prediction, key))
     ]
     if problems or (problems := model_mismatch(first, second)):
         raise ValueError("\n".join(problems))
@@ -214,22 +214,22 @@ def model_mismatch(first: Prediction, second: Prediction) -> list[str]:
         names = [
             " ".join([names[0], *(f"{key}={settings[key]}" for key in changed[:_MAX_LISTED])]) for settings in values
         ]
-    return [f"A is a layout of {names[0]} and B of {names[1]}. Choose two layouts of the same model."]
+    return [f"first= is a layout of {names[0]} and second= of {names[1]}. Choose two layouts of the same model."]
 
 
-def missing_step_reason(prediction: Prediction, letter: str) -> str | None:
+def missing_step_reason(prediction: Prediction, key: str) -> str | None:
     """Return an error message if a prediction has no step time or is of a program without a layout, otherwise None.
 
-    `letter` is the label of the layout in the message, from `LETTERS`.
+    `key` is the setting of the layout in the message, from `KEYS`.
     """
     if prediction.program is not None:
-        return f"{letter} is a prediction of a program, {prediction.program.name}. Choose a layout of a model instead."
+        return f"{key} is a prediction of a program, {prediction.program.name}. Choose a layout of a model instead."
     name = prediction.layout.name
     if prediction.status is not CompileStatus.ok:
         reason = prediction.reason or "run mode=compile for the reason"
-        return f"{letter}, {name}, has no step time: {prediction.status.value.replace('_', ' ')}: {reason}"
+        return f"{key} ({name}) has no step time ({prediction.status.value.replace('_', ' ')}): {reason}"
     if prediction.step is None:
-        return f"{letter}, {name}, has no predicted step time. Compile it for a TPU slice, such as target=v4-64."
+        return f"{key} ({name}) has no predicted step time. Compile it for a TPU slice, such as target=v4-64."
     return None
 
 
@@ -265,7 +265,7 @@ def _distinct_names(first: Prediction, second: Prediction, requests: tuple[str, 
         arguments = [shlex.split(text) for text in requests]
         details = [" ".join(w for w in arguments[i] if w not in arguments[1 - i]) or "unchanged" for i in (0, 1)]
     if details[0] == details[1]:
-        raise ValueError(f"A and B are the same layout, {names[0]}. Choose another layout in second=.")
+        raise ValueError(f"first= and second= are the same layout, {names[0]}. Choose another layout in second=.")
     return f"{names[0]} {details[0]}", f"{names[1]} {details[1]}"
 
 
@@ -369,8 +369,8 @@ def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
         )
         longer = slow if share > 0 else fast
         for use in _longest_waits(longer)[:1]:
-            text += f" {longer.label} waits longest, {duration(use.waited_s)} in {use.calls:,.0f} calls, for the "
-            text += f"{use.kind} over {use.over} of {use.cause} ({use.source})."
+            text += f" The longest wait of {longer.label} is for the {use.kind} over {use.over} of {use.cause} "
+            text += f"({use.source}): {duration(use.waited_s)} in {count_text(round(use.calls), 'call')}."
         return [text]
     return []
 

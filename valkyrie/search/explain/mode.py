@@ -23,6 +23,7 @@ from valkyrie.search.compile.prediction import CompileStatus, Prediction, read_p
 from valkyrie.search.compile.show import make_table
 from valkyrie.search.compile.summary import model_settings
 from valkyrie.search.explain.difference import (
+    KEYS,
     LETTERS,
     Difference,
     Quantity,
@@ -107,8 +108,8 @@ def _predict_both(
     """
     layouts = (first, second)
     reasons = [
-        missing_step_reason(layout, letter)
-        for letter, layout in zip(LETTERS, layouts, strict=True)
+        missing_step_reason(layout, key)
+        for key, layout in zip(KEYS, layouts, strict=True)
         if isinstance(layout, Prediction)
     ]
     problems = [reason for reason in reasons if reason] or model_mismatch(*map(_as_prediction, layouts))
@@ -132,7 +133,7 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
             return _read_folder(folder)
     spaced = re.sub(r",\s*(?=[+\w./@]+=)", " ", request[1:-1] if request.startswith("[") else request)
     if spaced != request:
-        raise ValueError(f"{request}: write a layout as text with a space between overrides: {spaced!r}.")
+        raise ValueError(f"{request}: separate the overrides of a layout with spaces: {spaced!r}.")
     try:
         changes = shlex.split(request)
     except ValueError as error:

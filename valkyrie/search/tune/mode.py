@@ -184,7 +184,7 @@ def experiment_yaml(tuned: TunedRun) -> str:
     lines = [
         "# @package _global_",
         f"# {training_command(tuned)}",
-        "# Or copy this file to FOLDER/experiment/tuned.yaml and write --config-dir FOLDER +experiment=tuned.",
+        "# Or copy this file to FOLDER/experiment/tuned.yaml and train with --config-dir FOLDER +experiment=tuned.",
         f"# {record.model} under {record.layout} on {record.described}, batch {record.batch} x {record.seq}:",
         f"# predicted step {steps[0]} without, {steps[1]} with these options (libtpu {installed_version('libtpu')}).",
     ]
