@@ -95,7 +95,7 @@ def _train(run: Run, team: Team, start_time: float) -> int:
     more_steps = 2 * max(run.config.steps, result.summary["steps"])
     rate_rises = rate_rises_if_extended(run.config.optimizer, result.summary["steps"], more_steps)
     # No semicolon: interactive zsh does not know comments, and would run what follows as a second command.
-    rate_note = f", with a learning rate that rises again to decay over all {more_steps} steps" if rate_rises else ""
+    rate_note = ". The learning rate rises first, because its decay now ends there" if rate_rises else ""
     console.print(f"next: {resume} steps={more_steps}   # continues to step {more_steps}{rate_note}")
     console.print(f'      {resume} mode=generate prompt="class "' if is_text else f"      {resume} mode=eval")
     return 0
