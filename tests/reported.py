@@ -16,7 +16,7 @@ from valkyrie.records import decode
 from valkyrie.runs.folder import key_values
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
 from valkyrie.search.compile.prediction import MemoryReport
-from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_line
+from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_record
 
 GOLDEN_FOLDER = Path(__file__).parent / "goldens" / "report"
 """Records of a tiny model: `compile.json` and `timeline.json` for v5e-8, `measure.json` on eight simulated devices."""
@@ -25,7 +25,7 @@ GOLDEN_FOLDER = Path(__file__).parent / "goldens" / "report"
 def trial_from_summary(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
     """Return a trial with the results in `summary`, which a stage (`compile` or `measure`) wrote."""
     record = decode(LayoutRecord, summary["about"], stage)
-    upgraded = upgrade_line({"results": summary | {"hints": [_text(hint) for hint in summary.get("hints", [])]}})
+    upgraded = upgrade_record({"results": summary | {"hints": [_text(hint) for hint in summary.get("hints", [])]}})
     results = decode(TrialResult, upgraded["results"], stage)
     if results.communication is not None:  # `trials.jsonl` omits them
         results = replace(results, communication=replace(results.communication, collectives=()))

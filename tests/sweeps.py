@@ -156,7 +156,7 @@ def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **outcomes: Status | BaseExce
     `outcomes` maps each partition to the status of its trials, or to an exception that running the trials raises.
     """
 
-    def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
+    def run_trials(plans: Sequence[TrialPlan], n_jobs: int, watcher: Watcher) -> dict[str, Trial]:
         trials = {}
         for plan in plans:
             status = outcomes[plan.about.partition]
@@ -165,7 +165,7 @@ def fake_outcomes(monkeypatch: pytest.MonkeyPatch, **outcomes: Status | BaseExce
             outcome = Outcome(status, None if status is Status.ok else "so it was")
             trials[plan.key] = plan.to_trial(outcome, plan.key, 1.0)
             TrialLog(plan.folder).append([trials[plan.key]])
-            watcher.show_ended(plan, trials[plan.key], earlier=False)
+            watcher.show_ended(plan, trials[plan.key], recorded_earlier=False)
         return trials
 
     monkeypatch.setattr(launcher, "run_trials", run_trials)

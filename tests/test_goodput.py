@@ -16,7 +16,7 @@ from valkyrie.processes.team import Team
 from valkyrie.runs.goodput import GOODPUT_FILE, TIME_KINDS, Ledger, read_goodput, read_starts
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import compiled, profile
-from valkyrie.units import long_duration
+from valkyrie.units import long_duration_text
 from wandb_files import wandb_log
 
 
@@ -136,7 +136,7 @@ def test_a_deleted_run_folder_does_not_end_the_training(tmp_path: Path) -> None:
     ("seconds", "text"), [(8.06, "8.1 s"), (312.0, "5 min 12 s"), (7320.0, "2 h 2 min"), (266400.0, "3 d 2 h")]
 )
 def test_long_times_have_two_units(seconds: float, text: str) -> None:
-    assert long_duration(seconds) == text
+    assert long_duration_text(seconds) == text
 
 
 def test_a_training_reports_how_it_spent_its_time(capfd: pytest.CaptureFixture[str]) -> None:

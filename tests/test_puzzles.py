@@ -20,7 +20,7 @@ from valkyrie.data.batches import Loader
 from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
 from valkyrie.ops.stablemax import log_stablemax, stablemax_cross_entropy
 from valkyrie.optim import Training, make_optimizer
-from valkyrie.tasks.puzzles import _halted
+from valkyrie.tasks.puzzles import _halting_mask
 from valkyrie.train.program import StepProgram
 from valkyrie.train.saving import checkpoint_info
 
@@ -206,10 +206,10 @@ def test_rows_halt_by_step_limit_or_by_the_model_and_later_when_exploring():
     config = compose_run("model=trm_tiny", "model.exploration=0").model
     halt = jnp.asarray([5.0, -5.0, -5.0, 5.0])
     steps = jnp.asarray([1, 1, 16, 16])
-    assert _halted(config, halt, steps, jax.random.key(0)).tolist() == [True, False, True, True]
+    assert _halting_mask(config, halt, steps, jax.random.key(0)).tolist() == [True, False, True, True]
     explorer = compose_run("model=trm_tiny", "model.exploration=1").model
     ended = [
-        float(_halted(explorer, jnp.full(4000, 5.0), jnp.full(4000, n), jax.random.key(1)).mean())
+        float(_halting_mask(explorer, jnp.full(4000, 5.0), jnp.full(4000, n), jax.random.key(1)).mean())
         for n in (1, 2, 9, 16)
     ]
     np.testing.assert_allclose(ended, [0, 1 / 15, 8 / 15, 1], atol=0.03)

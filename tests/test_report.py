@@ -68,7 +68,7 @@ def rows(tmp_path: Path) -> list[Row]:
 
 
 def test_the_memory_front_has_the_layouts_that_none_beats(rows):
-    predicted = [row for row in rows if row.group.stage == "compile"]
+    predicted = [row for row in rows if row.speed_kind.stage == "compile"]
     assert layouts(pareto_front(predicted, peak_memory)) == ["2x4x1-2d_tp", "8x1x1-fsdp"]
     assert values.memory(predicted)[0]["usable"] == 16
 
@@ -78,7 +78,7 @@ def test_price_and_its_pareto_front(tmp_path: Path):
     dear = make_trial("8x1x1-fsdp", 900, target="v5p-16", price=4.2)
     worse = make_trial("2x4x1-2d_tp", 200, target="v5p-16", price=4.2)
     rows = rows_of(tmp_path, cheap, dear, worse)
-    assert [row.group.target for row in pareto_front(rows, chip_price)] == ["v5e-8", "v5p-16"]
+    assert [row.speed_kind.target for row in pareto_front(rows, chip_price)] == ["v5e-8", "v5p-16"]
     assert [round(row.price or 0, 6) for row in rows] == [1.2, 4.2, 4.2]
     assert rows[0].dollars_per_million_tokens == pytest.approx(1.2 / 3600 / 300 * 1e6)
     assert [point["front"] for point in values.prices(rows)] == [True, True, False]
@@ -94,7 +94,7 @@ def test_the_report_lists_the_best_layout_per_target_and_work(tmp_path: Path):
         make_trial("8x1x1-fsdp", 1500, target="v6e-8"),
         make_trial("8x1x1-fsdp", 900, target="v6e-8", batch=64),
     )
-    best = [(row.group.target, row.work.batch, row.layout) for row in best_per_workload(rows)]
+    best = [(row.speed_kind.target, row.work.batch, row.layout) for row in best_per_workload(rows)]
     assert best == [("v5e-8", 16, "8x1x1-fsdp"), ("v6e-8", 16, "2x4x1-2d_tp"), ("v6e-8", 64, "8x1x1-fsdp")]
 
 
@@ -137,7 +137,7 @@ def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
 def test_only_trials_of_the_same_work_are_compared(tmp_path: Path):
     other = make_trial("8x1x1-fsdp", 2000, batch=64)
     rows = rows_of(tmp_path, other, FSDP, TP, LARGE)
-    answer = words.answer(rows[0].group, rows)
+    answer = words.answer(rows[0].speed_kind, rows)
     assert rows[0].work.label in answer.sentence and "2,000 tokens/s/chip" in answer.sentence
     assert [line.partition(": ")[0] for line in answer.reasons] == [rows[1].work.label] * 2
     assert "2.0x" in answer.reasons[0] and "does not fit" in answer.reasons[1]
@@ -178,8 +178,8 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
         make_trial("2x4x1-2d_tp", 900, collectives={"x": 0.5}, **NOISY),
         make_trial("4x2x1-dp", 500, collectives={"x": 0.5}, **NOISY),
     )
-    answer = words.answer(trial_rows[0].group, trial_rows)
-    assert answer.remarks[0].endswith("step times: 2x4x1-2d_tp.") and trial_rows[0].group.simulated
+    answer = words.answer(trial_rows[0].speed_kind, trial_rows)
+    assert answer.remarks[0].endswith("step times: 2x4x1-2d_tp.") and trial_rows[0].speed_kind.simulated
     assert re.findall(r"[0-9.]+ ms", answer.reasons[0]) == [
         "128.0 ms",
         "115.2 ms",
@@ -220,7 +220,7 @@ def test_partitions_with_equivalent_layouts_are_not_compared(tmp_path: Path):
         make_trial("4x1x2-2d_tp", 400, degrees=tensor, sharding="b"),
         make_trial("4x2x1-1d_tp", 380, degrees=tensor, sharding="b"),
     )
-    answer = words.answer(trial_rows[0].group, trial_rows)
+    answer = words.answer(trial_rows[0].speed_kind, trial_rows)
     assert "data parallel" in answer.remarks[0]
     reason, another = answer.reasons
     assert reason.startswith("dp on 8x1x1") and "2.4x" in reason and "1d_tp on 4x2x1" in reason
@@ -231,7 +231,7 @@ def test_partitions_with_equivalent_layouts_are_not_compared(tmp_path: Path):
 
 def test_predictions_and_measurements_are_matched_by_layout_and_work(rows, tmp_path: Path):
     pairs = pair_predictions(rows)
-    assert [(p.a.layout, p.a.group.stage, p.b.group.stage) for p in pairs] == [
+    assert [(p.a.layout, p.a.speed_kind.stage, p.b.speed_kind.stage) for p in pairs] == [
         ("8x1x1-fsdp", "compile", "measure"),
         ("2x4x1-2d_tp", "compile", "measure"),
     ]
@@ -278,8 +278,8 @@ def test_row_labels_are_distinct(tmp_path: Path):
 def test_a_refused_trial_has_the_kind_of_its_target(tmp_path: Path):
     real = trial_from_summary(golden_summary("measure") | {"simulated": False}, "measure", "hand", "real")
     refused = make_trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
-    assert {row.group.simulated for row in rows_of(tmp_path / "real", real, refused)} == {False}
-    assert {row.group.simulated for row in rows_of(tmp_path / "sim", RAN, refused)} == {True}
+    assert {row.speed_kind.simulated for row in rows_of(tmp_path / "real", real, refused)} == {False}
+    assert {row.speed_kind.simulated for row in rows_of(tmp_path / "sim", RAN, refused)} == {True}
 
 
 def test_figures_of_real_trials_are_drawn(tmp_path: Path):
@@ -294,7 +294,7 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
     rows = rows_of(tmp_path, *real)
     for members in group_by_kind(rows).values():
         specs = {figure.id: figures.figure_spec(figure, members) for figure in figures.GROUP_FIGURES}
-        simulated = members[0].group.simulated
+        simulated = members[0].speed_kind.simulated
         assert {name for name, spec in specs.items() if spec is None} == {"heat", *(["parts"] if simulated else [])}
         for spec in specs.values():
             assert spec is None or vl_convert.vegalite_to_svg(spec).startswith("<svg")
@@ -401,8 +401,10 @@ def test_a_training_has_a_rate_but_no_step_time(tmp_path: Path):
     speed = StepResult(tokens_per_second=800.0, tokens_per_second_per_chip=100.0)
     rated = replace(trained, key="rated", results=replace(trained.results, step=speed))
     trial_rows = rows_of(tmp_path, trained, rated)
-    assert [row.ranked for row in trial_rows] == [False, True]
-    assert trial_rows[1].step_s == pytest.approx(1.28) and trial_rows[1].group.devices == "simulated devices (v5e-8)"
+    assert [row.has_speed for row in trial_rows] == [False, True]
+    assert (
+        trial_rows[1].step_s == pytest.approx(1.28) and trial_rows[1].speed_kind.devices == "simulated devices (v5e-8)"
+    )
     assert data_of(render_page(trial_rows))["rows"][0][3] == pytest.approx(1.28)
 
 

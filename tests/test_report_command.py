@@ -222,8 +222,8 @@ def test_a_killed_training_has_the_numbers_of_its_records(tmp_path: Path, capsys
             record["summary"] |= {"comm_bytes/total": 300, "comm_bytes/x,y": 300}
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records[:-2]) + '{"summ')
     (row,) = read_rows([folder])
-    assert row.ranked and row.trial.results.finished is False and row.trial.results.steps == 6
-    assert row.sent["x,y"] == 300 and row.goodput is not None and row.goodput.restarts == 0
+    assert row.has_speed and row.trial.results.finished is False and row.trial.results.steps == 6
+    assert row.bytes_by_axes["x,y"] == 300 and row.goodput is not None and row.goodput.restarts == 0
     capsys.readouterr()
     main([str(folder), "--format", "md"])
     assert capsys.readouterr().err == ""

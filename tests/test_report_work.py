@@ -48,7 +48,7 @@ def varied(tmp_path: Path) -> list[Row]:
 
 
 def test_settings_that_a_sweep_varies_label_the_work_once(varied: list[Row]):
-    assert [row.work.varied for row in varied[:3]] == [
+    assert [row.work.varied_settings for row in varied[:3]] == [
         ("embed=2048", "layers=12"),
         ("embed=1536", "layers=24"),
         ("embed=2048", "layers=24"),
@@ -66,7 +66,7 @@ def test_keys_of_the_layout_the_trial_and_the_work_are_not_varied(tmp_path: Path
         make_trial("2x4x1-fsdp", 9, overrides=["batch=64", "data=bytes"], batch=64),
         make_trial("2x4x1-fsdp", 9, stage="measure", overrides=["steps=7"]),
     )
-    assert {row.work.varied for row in rows} == {()}
+    assert {row.work.varied_settings for row in rows} == {()}
 
 
 def test_labels_have_the_precision_if_a_stage_has_two(tmp_path: Path):
@@ -85,7 +85,7 @@ def test_keys_with_equal_last_parts_are_written_in_full(tmp_path: Path):
         tmp_path,
         *(make_trial("8x1x1-fsdp", 9, overrides=overrides_of_trial) for overrides_of_trial in (*overrides, more)),
     )
-    assert rows[1].work.varied == ("model.s5.blocks=2", "model.trm.blocks=1")
+    assert rows[1].work.varied_settings == ("model.s5.blocks=2", "model.trm.blocks=1")
 
 
 LAYERS = "model.layers"
@@ -96,7 +96,7 @@ def test_model_settings_that_differ_between_sweeps_label_the_work(tmp_path: Path
     write_sweep(tmp_path / "one", [make_trial("8x1x1-dp", 900, overrides=[f"{LAYERS}=1", "name=one"])])
     write_sweep(tmp_path / "two", [make_trial("8x1x1-2d_tp", 150, overrides=[f"{LAYERS}=4", "name=two"])])
     rows = read_rows([tmp_path])
-    assert [row.work.varied for row in rows] == [("layers=1",), ("layers=4",)]
+    assert [row.work.varied_settings for row in rows] == [("layers=1",), ("layers=4",)]
     text = as_markdown(rows)
     ranked = re.findall(r"\d \| (\S+ layers=\d)", text)
     assert ranked == ["8x1x1-dp layers=1", "8x1x1-2d_tp layers=4"]
@@ -110,7 +110,7 @@ def test_a_prediction_is_not_matched_to_a_measurement_of_another_model(tmp_path:
         write_sweep(tmp_path / f"ran{n}", [ran])
     apart = read_rows([tmp_path / "one", tmp_path / "ran4"])
     assert pair_predictions(apart) == []
-    assert [pair.b.work.varied for pair in pair_predictions(read_rows([tmp_path]))] == [("layers=1",)]
+    assert [pair.b.work.varied_settings for pair in pair_predictions(read_rows([tmp_path]))] == [("layers=1",)]
 
 
 def test_a_key_that_was_not_overridden_has_its_recorded_value(tmp_path: Path):
@@ -118,11 +118,15 @@ def test_a_key_that_was_not_overridden_has_its_recorded_value(tmp_path: Path):
     for i, (overrides, layers) in enumerate(cases):
         values_ = {"model.name": "valkyrie_tiny", LAYERS: layers, "optimizer.beta1": "0.9"}
         write_sweep(tmp_path / str(i), [make_trial("8x1x1-dp", 900 + i, overrides=overrides, values=values_)])
-    assert [row.work.varied for row in read_rows([tmp_path])] == [("layers=1",), *[("layers=4",)] * 2, ("layers=2",)]
+    assert [row.work.varied_settings for row in read_rows([tmp_path])] == [
+        ("layers=1",),
+        *[("layers=4",)] * 2,
+        ("layers=2",),
+    ]
     unnamed = read_rows([tmp_path / "2", tmp_path / "3"])
-    assert [row.work.varied for row in unnamed] == [("layers=4",), ("layers=2",)]
+    assert [row.work.varied_settings for row in unnamed] == [("layers=4",), ("layers=2",)]
     write_sweep(tmp_path / "old", [make_trial("8x1x1-dp", 1)])
-    assert [row.work.varied for row in read_rows([tmp_path / "2", tmp_path / "old"])] == [(), ()]
+    assert [row.work.varied_settings for row in read_rows([tmp_path / "2", tmp_path / "old"])] == [(), ()]
 
 
 def test_work_depends_only_on_what_a_step_computes(tmp_path: Path):
@@ -130,7 +134,7 @@ def test_work_depends_only_on_what_a_step_computes(tmp_path: Path):
     write_sweep(tmp_path / "b", [make_trial("8x1x1-dp", 9, overrides=["optimizer.ema_decay=0.99", "remat=full"])])
     write_sweep(tmp_path / "c", [make_trial("8x1x1-dp", 9, overrides=["seed=2", "data=bytes", "name=c"])])
     rows = read_rows([tmp_path])
-    assert [row.work.varied for row in rows] == [(), ("ema_decay=0.99",), ()]
+    assert [row.work.varied_settings for row in rows] == [(), ("ema_decay=0.99",), ()]
     assert len(compare(rows, str(tmp_path / "a"), str(tmp_path / "c")).pairs) == 1
 
 
@@ -205,7 +209,7 @@ def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
 def test_none_is_called_cheapest_if_all_prices_are_equal(tmp_path: Path):
     rows = rows_of(tmp_path, FSDP, make_trial("2x4x1-2d_tp", 100, price=1.2))
     assert words.price_lines(rows) == []
-    assert "0.333 dollars" in words.answer(rows[0].group, rows).sentence
+    assert "0.333 dollars" in words.answer(rows[0].speed_kind, rows).sentence
     assert "Cheapest" not in render_page(rows)
 
 
@@ -237,7 +241,7 @@ def test_figures_are_drawn_only_if_they_are_informative(tmp_path: Path):
 )
 def test_topologies_twists_and_slices_are_ranked_apart(tmp_path: Path, target: str, overrides: list[str], label: str):
     (row,) = rows_of(tmp_path, make_trial("8x1x1-fsdp", 9, target=target, overrides=overrides))
-    assert row.group.target == label
+    assert row.speed_kind.target == label
 
 
 def test_real_devices_of_this_machine_are_named(tmp_path: Path):
@@ -247,10 +251,10 @@ def test_real_devices_of_this_machine_are_named(tmp_path: Path):
     refused = make_trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
     predicted = replace(FSDP, about=replace(FSDP.about, layout=real.about.layout))
     rows = rows_of(tmp_path, real, refused, predicted)
-    assert [row.group.target for row in rows[:2]] == [real.results.devices] * 2
+    assert [row.speed_kind.target for row in rows[:2]] == [real.results.devices] * 2
     assert len(pair_predictions(rows)) == 1
     trained = replace(real, stage="train", results=TrialResult(simulated=False, step=real.results.step))
-    assert rows_of(tmp_path / "old", trained)[0].group.devices.endswith("this machine")
+    assert rows_of(tmp_path / "old", trained)[0].speed_kind.devices.endswith("this machine")
 
 
 def test_the_command_of_a_layout_starts_a_single_run(tmp_path: Path):
@@ -305,7 +309,7 @@ def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
 
 def test_a_compile_for_cpus_reports_memory_and_bytes(tmp_path: Path):
     rows = rows_of(tmp_path, for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6))
-    answer = words.answer(rows[0].group, rows)
+    answer = words.answer(rows[0].speed_kind, rows)
     assert "2x4x1-2d_tp, 2.0 GiB" in answer.head and "8x1x1-fsdp, 4 MB" in answer.head and not answer.winner
     assert {v["label"] for v in values.sent(rows)} == {"8x1x1-fsdp", "2x4x1-2d_tp"}
     assert [(v["label"], v["peak"], v["rate"]) for v in values.memory(rows)] == [

@@ -77,15 +77,15 @@ def test_a_plan_is_settled_by_an_outcome_of_the_same_request_and_code(
     overrides = ["-m", "mode=compile", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "target=cpu"]
     (plan,) = multirun_plans(command, monkeypatch, *overrides)
     finished_trial = plan.to_trial(Outcome(Status.ok), "", 1.0)
-    assert plan.settled_by(finished_trial) and not plan.settled_by(None)
+    assert plan.is_settled_by(finished_trial) and not plan.is_settled_by(None)
     (with_hlo,) = multirun_plans(command, monkeypatch, *overrides, "mode.hlo=true")
-    assert with_hlo.key == plan.key and not with_hlo.settled_by(finished_trial), "the module was not left"
+    assert with_hlo.key == plan.key and not with_hlo.is_settled_by(finished_trial), "the module was not left"
     with_hlo.trial_folder.mkdir(parents=True)
     for name in with_hlo.files:
         (with_hlo.trial_folder / name).touch()
-    assert with_hlo.settled_by(finished_trial)
+    assert with_hlo.is_settled_by(finished_trial)
     by_others = replace(finished_trial, about=replace(finished_trial.about, predicted_by="an older jax"))
-    assert not plan.settled_by(by_others)
+    assert not plan.is_settled_by(by_others)
     (measured,) = multirun_plans(command, monkeypatch, *overrides, "mode=measure")
     assert measured.about.predicted_by is None, "a measurement stays what it was"
 

@@ -20,7 +20,7 @@ from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, wandb_config
 from valkyrie.sweep.columns import WANDB_TABLE_COLUMNS
 from valkyrie.sweep.rows import Row, make_row
 from valkyrie.sweep.tracking import REPORTED_FILE, SweepTracker, trial_summary, wandb_run_id
-from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_line
+from valkyrie.sweep.trial import Status, Trial, TrialLog, TrialResult, upgrade_record
 from wandb_files import wandb_log, wandb_logs
 
 GIB = 2**30
@@ -46,7 +46,7 @@ def trial(mesh: str, partition: str, status: Status, reason: str | None = None, 
         "folder": name,
         **more,
     }
-    values["results"] = decode(TrialResult, upgrade_line({"results": values.get("results", {})})["results"], name)
+    values["results"] = decode(TrialResult, upgrade_record({"results": values.get("results", {})})["results"], name)
     return Trial(status=status, reason=reason, **values)
 
 
@@ -161,7 +161,7 @@ def test_a_run_has_all_settings_nested(tmp_path: Path) -> None:
 
 def test_bytes_on_unknown_axes_are_named_unattributed() -> None:
     results = {"communication": {"bytes": 3.0, "bytes_by_mesh_axes": {"x": 1.0, "?": 2.0}}}
-    sent = upgrade_line({"results": results})["results"]
+    sent = upgrade_record({"results": results})["results"]
     summary = trial_summary(row(replace(OK, results=decode(TrialResult, sent, "sent"))))
     assert summary["comm_bytes/unattributed"] == 2.0 and "comm_bytes/?" not in summary
 

@@ -109,7 +109,7 @@ def test_a_line_in_the_format_before_typed_records_is_read():
     results = trial_read.results
     assert (results.memory.required, results.step.step_s) == (5, 0.5)
     assert results.parts == (StepPart(PartKind.matmul, (), 0.5), StepPart(PartKind.exposed, ("x", "y"), 0.25))
-    assert results.sent == {"x": 1.0, "unattributed": 2.0}
+    assert results.bytes_by_axes == {"x": 1.0, "unattributed": 2.0}
     old, new = json.loads(OLD_LINE.replace("\n", " ")), json.loads(trial_read.to_json())
     assert new.keys() - old.keys() == {"problems"} and new["about"].keys() - old["about"].keys() == {"hardware"}
     assert Trial.from_json(trial_read.to_json()) == trial_read

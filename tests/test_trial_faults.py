@@ -18,7 +18,7 @@ from sweeps import FakeMultirun
 from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, record_ending
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.sweep.child import capture_outcome
-from valkyrie.sweep.results import Outcome, last_error, outcome_from_status, read_outcome, read_results
+from valkyrie.sweep.results import Outcome, last_error, outcome_from_exit_status, outcome_from_results, read_outcome
 from valkyrie.sweep.trial import Status, StepResult, TrialResult
 
 
@@ -201,7 +201,7 @@ def test_the_reason_of_a_failure_is_the_last_error_in_the_log(tmp_path: Path):
     result = read_outcome(tmp_path, -signal.SIGABRT)
     assert result.status is Status.killed and result.reason is not None
     assert "SIGABRT: F0101" in result.reason and result.reason.endswith("a == b")
-    assert "measure.json" in str(read_results(tmp_path, compose_run("mode=measure", "mesh=1x1x1")).reason)
+    assert "measure.json" in str(outcome_from_results(tmp_path, compose_run("mode=measure", "mesh=1x1x1")).reason)
     assert read_outcome(tmp_path, 130).status is Status.killed
 
 
@@ -223,7 +223,7 @@ def test_a_process_that_ends_itself_leaves_its_outcome(
     (tmp_path / "output.log").write_text(TRACEBACK)
     monkeypatch.setattr("os._exit", sys.exit)
     with (
-        record_ending(lambda code, reason: outcome_from_status(code, reason).write(tmp_path)),
+        record_ending(lambda code, reason: outcome_from_exit_status(code, reason).write(tmp_path)),
         pytest.raises(SystemExit),
     ):
         end_process(code, reason)
@@ -251,7 +251,7 @@ def test_a_training_trial_has_the_results_of_its_last_summary(tmp_path: Path):
     lines = [line for part in parts for line in ({"step": 1, "loss": part["eval_loss"]}, {"summary": part})]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = compose_run("model=gpt_tiny", "mode=train")
-    result = read_results(tmp_path, run)
+    result = outcome_from_results(tmp_path, run)
     assert result.status is Status.ok
     step, memory = StepResult(step_s=0.4), MemoryReport(peak=2**28)
     expected = TrialResult(run.model.parameter_count(), memory, step, eval_loss=2.0, loss=2.0, steps=1, finished=True)

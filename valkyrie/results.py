@@ -25,7 +25,7 @@ from valkyrie.paths import require_suffix, write_atomic
 from valkyrie.runs.columns import Column, html_facts, html_table
 from valkyrie.search.compile.fault import Fault
 from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
-from valkyrie.units import GIB, duration
+from valkyrie.units import GIB, duration_text
 
 if TYPE_CHECKING:
     from valkyrie.machine.replay import Replay
@@ -115,7 +115,7 @@ class Result:
         return None if self.peak_bytes is None else self.peak_bytes / GIB
 
     def __repr__(self) -> str:
-        step = "no step time" if self.step_s is None else duration(self.step_s)
+        step = "no step time" if self.step_s is None else duration_text(self.step_s)
         peak = "" if self.peak_gib is None else f", {self.peak_gib:.1f} GiB"
         return f"<Result {self._title}: {self.status}, {step}{peak}>"
 
@@ -260,7 +260,7 @@ class FoundLayout:
     predicted_step_s: float | None
 
     def __repr__(self) -> str:
-        return f"<FoundLayout {self.rank}: {self.layout} on {self.target}, {duration(self.step_s)} {self.status}>"
+        return f"<FoundLayout {self.rank}: {self.layout} on {self.target}, {duration_text(self.step_s)} {self.status}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -332,7 +332,7 @@ class Answer:
 
     def __repr__(self) -> str:
         best = self.best
-        return f"<Answer {best.layout} on {best.target}: {duration(best.step_s)} {best.status}, {self.folder}>"
+        return f"<Answer {best.layout} on {best.target}: {duration_text(best.step_s)} {best.status}, {self.folder}>"
 
     def __str__(self) -> str:
         from valkyrie.search.answer import show as print_answer
@@ -444,7 +444,7 @@ class TrialRow:
     folder: str | None
 
     def __repr__(self) -> str:
-        speed = "" if self.step_s is None else f", {duration(self.step_s)} a step"
+        speed = "" if self.step_s is None else f", {duration_text(self.step_s)} a step"
         return f"<TrialRow {self.model} {self.layout} {self.stage} on {self.target}: {self.status}{speed}>"
 
 

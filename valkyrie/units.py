@@ -13,7 +13,7 @@ def escape_control_characters(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: f"\\x{ord(control[0]):02x}", text)
 
 
-def gib(size: int | float | None) -> str:
+def gib_text(size: int | float | None) -> str:
     """Format bytes in GiB, or `?` if unknown."""
     return "?" if size is None else f"{size / GIB:.1f} GiB"
 
@@ -21,7 +21,7 @@ def gib(size: int | float | None) -> str:
 def memory_text(size: int | float | None) -> str:
     """Format bytes in GiB, MiB or KiB: the largest unit that gives at least 0.1. Returns `?` if unknown."""
     if size is None or size >= GIB / 10:
-        return gib(size)
+        return gib_text(size)
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
 
 
@@ -33,14 +33,14 @@ def decimal_bytes_text(size: int | float) -> str:
     return f"{size:.0f} B"
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Format a time in seconds, or in milliseconds if it is below one second."""
     if seconds >= 1:
         return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds:.3f} s"
     return f"{1e3 * seconds:.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.3g} ms"
 
 
-def long_duration(seconds: float) -> str:
+def long_duration_text(seconds: float) -> str:
     """Format a long time in its two largest units: `3 d 2 h`, `5 min 12 s`, `8.1 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -60,14 +60,14 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def percent(share: float) -> str:
+def percent_text(share: float) -> str:
     """Format a share (0 to 1) as a whole percentage."""
     return f"{100 * share:.0f}%"
 
 
 def share_text(share: float) -> str:
     """Format a share (0 to 1) as a percentage, with one decimal below 10%."""
-    return percent(share) if share >= 0.0995 or not share else f"{100 * share:.1f}%"
+    return percent_text(share) if share >= 0.0995 or not share else f"{100 * share:.1f}%"
 
 
 def parse_seconds(text: str) -> float | None:

@@ -24,7 +24,7 @@ from valkyrie.train.room import check_room, explain_oom
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog
 from valkyrie.trees import leaf_names
-from valkyrie.units import count_text, duration
+from valkyrie.units import count_text, duration_text
 
 _HANG_REMEDY = (
     "distributed.step_timeout_s sets the limit. If the stack traces of one process differ from those of the others, "
@@ -111,7 +111,7 @@ def _steps_finding(
             remedy = "Lower optimizer.learning_rate, or find the operation with debug=nans."
             return Finding("steps", FAILS, text, remedy)
     losses = " to ".join(f"{float(values['loss']):.3f}" for values in (metrics[0], metrics[-1]))
-    step_time = duration(statistics.median(seconds[1:] or seconds)) + " (simulated)" * devices.simulated
+    step_time = duration_text(statistics.median(seconds[1:] or seconds)) + " (simulated)" * devices.simulated
     text = (
         f"loss and gradients stay finite for {count_text(len(metrics), 'step')}, with loss {losses} on random tokens; "
     )
@@ -189,7 +189,7 @@ def time_axes(mesh: Any, simulated: bool) -> list[Finding]:
         if size == 1:
             continue
         seconds, is_correct = _time_sum(mesh, axis)
-        finding = Finding(f"axis {axis}", OK, f"a sum over {axis}={size} takes {duration(seconds)}")
+        finding = Finding(f"axis {axis}", OK, f"a sum over {axis}={size} takes {duration_text(seconds)}")
         if simulated:
             finding = finding._replace(text=f"{finding.text} (simulated)")
         elif seconds > _SLOW_S:

@@ -178,7 +178,7 @@ def _template_values(rows: Sequence[Row], comparison: SweepComparison | None, da
         "title": words.title(rows),
         "facts": words.facts(rows),
         "summary": words.summary(rows),
-        "simulated": words.SIMULATED_NOTE if any(row.group.simulated and row.ranked for row in rows) else None,
+        "simulated": words.SIMULATED_NOTE if any(row.speed_kind.simulated and row.has_speed for row in rows) else None,
         "answers": [words.answer(group, members) for group, members in rows_by_kind.items()],
         "prices": words.price_lines(rows),
         "best": best if len(best.rows) > 1 else None,
@@ -250,7 +250,10 @@ def _best_first(rows_by_kind: Sequence[Sequence[Row]]) -> list[Row]:
     """Return the rows with a speed: the best row of each kind of speed, then the second best of each, and so on."""
     largest_group = max(map(len, rows_by_kind), default=0)
     return [
-        members[i] for i in range(largest_group) for members in rows_by_kind if i < len(members) and members[i].ranked
+        members[i]
+        for i in range(largest_group)
+        for members in rows_by_kind
+        if i < len(members) and members[i].has_speed
     ]
 
 

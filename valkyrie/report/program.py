@@ -22,7 +22,7 @@ from valkyrie.report.trace import Timeline, make_timeline
 from valkyrie.report.words import BigNumber
 from valkyrie.search.compile.prediction import CompileStatus, Hint, Measurement, Prediction
 from valkyrie.search.compile.show import show
-from valkyrie.units import duration, memory_text, percent
+from valkyrie.units import duration_text, memory_text, percent_text
 
 if TYPE_CHECKING:
     from valkyrie.machine.replay import TimelineSpan
@@ -142,14 +142,14 @@ def big_numbers(record: Prediction | Measurement) -> list[BigNumber]:
     numbers, step, memory_report = [], record.step, record.memory
     if step is not None:
         interval = getattr(step, "interval", None)
-        interval_text = f"{duration(interval.low_s)} to {duration(interval.high_s)}" if interval else ""
-        numbers.append(BigNumber("step", duration(step.step_s), interval_text))
+        interval_text = f"{duration_text(interval.low_s)} to {duration_text(interval.high_s)}" if interval else ""
+        numbers.append(BigNumber("step", duration_text(step.step_s), interval_text))
         if step.tokens_per_second is not None:
-            utilisation = "" if step.mfu is None else f"MFU {percent(step.mfu)}"
+            utilisation = "" if step.mfu is None else f"MFU {percent_text(step.mfu)}"
             numbers.append(BigNumber(f"{record.unit}/s", f"{step.tokens_per_second:,.0f}", utilisation))
         if isinstance(record, Prediction) and record.parts:
             share = sum_seconds(record.parts, PartKind.exposed) / step.step_s
-            numbers.append(BigNumber("waiting for communication", percent(share), "of the step"))
+            numbers.append(BigNumber("waiting for communication", percent_text(share), "of the step"))
     if memory_report is not None and memory_report.required is not None:
         verdict = "does not fit" if record.status is CompileStatus.does_not_fit else "fits"
         usable = "" if memory_report.usable is None else f"{verdict}: {memory_text(memory_report.usable)} usable"
@@ -173,11 +173,11 @@ def _draw_timeline(step_timeline: Timeline) -> Drawing:
         if tracks[track] == COMPUTE:
             legend[names[part]] = colour
         merged = f" and {merged_count - 1} more" if merged_count > 1 else ""
-        tooltip = f"{names[part]}: {names[name]}{merged}, {duration(length * 1e-6)}"
+        tooltip = f"{names[part]}: {names[name]}{merged}, {duration_text(length * 1e-6)}"
         left, width = LABEL_WIDTH + STEP_WIDTH * start / step_us, max(STEP_WIDTH * length / step_us, 0.3)
         rectangles.append(Rectangle(round(left, 1), TRACK_HEIGHT * track + 3, round(width, 1), colour, tooltip))
     shares = [tick / (TICKS - 1) for tick in range(TICKS)]
-    ticks = [(LABEL_WIDTH + STEP_WIDTH * share, duration(step_us * share * 1e-6)) for share in shares]
+    ticks = [(LABEL_WIDTH + STEP_WIDTH * share, duration_text(step_us * share * 1e-6)) for share in shares]
     return Drawing(tracks, rectangles, ticks, legend)
 
 

@@ -24,7 +24,7 @@ def best_per_workload(rows: Iterable[Row]) -> list[Row]:
     for members in group_by_kind(rows).values():
         seen_workloads = set()
         for row in members:
-            if row.ranked and row.work not in seen_workloads:
+            if row.has_speed and row.work not in seen_workloads:
                 seen_workloads.add(row.work)
                 best.append(row)
     return best
@@ -36,7 +36,7 @@ def pareto_front(rows: Iterable[Row], cost: Callable[[Row], int | float | None])
     These are the rows that are faster than every other row of the same or a lower cost. Omits rows without a speed or
     cost.
     """
-    costs = [(cost(row), row) for row in rows if row.ranked]
+    costs = [(cost(row), row) for row in rows if row.has_speed]
     ordered = sorted(
         ((c, row) for c, row in costs if c is not None), key=lambda p: (p[0], -(p[1].tokens_per_second_per_chip or 0))
     )
@@ -181,12 +181,14 @@ def compare(rows: Sequence[Row], a: str, b: str) -> SweepComparison:
             raise ValueError(f"--compare {a} {b}: {name} is not one of these sweeps. Choose from: {choices}.")
         best: dict[tuple[object, ...], Row] = {}
         slower_duplicates += [
-            row for row in sort_by_speed(members) if best.setdefault((row.group, row.layout, row.work), row) is not row
+            row
+            for row in sort_by_speed(members)
+            if best.setdefault((row.speed_kind, row.layout, row.work), row) is not row
         ]
         by_sweep.append(best)
     rows_a, rows_b = by_sweep
     pairs = [RowPair(row, rows_b[key]) for key, row in rows_a.items() if key in rows_b]
-    pairs.sort(key=lambda p: (p.a.group, p.ratio is None, -(p.ratio or 0.0)))
+    pairs.sort(key=lambda p: (p.a.speed_kind, p.ratio is None, -(p.ratio or 0.0)))
     only_a = sort_by_speed(row for key, row in rows_a.items() if key not in rows_b)
     only_b = sort_by_speed(row for key, row in rows_b.items() if key not in rows_a)
     return SweepComparison(a, b, pairs, only_a, only_b, slower_duplicates)
@@ -239,7 +241,7 @@ def group_unsuccessful(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]
 
 
 def _comparison_key(pair: RowPair) -> tuple[object, ...]:
-    return pair.a.group, pair.b.group, pair.a.work, pair.b.work
+    return pair.a.speed_kind, pair.b.speed_kind, pair.a.work, pair.b.work
 
 
 def _rate(row: Row) -> float:

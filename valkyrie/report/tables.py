@@ -14,7 +14,7 @@ from valkyrie.sweep.columns import BEST_COLUMNS, COLUMNS, MARKDOWN_COLUMNS, PAGE
 from valkyrie.sweep.names import without_run_folder
 from valkyrie.sweep.rows import Row, SpeedKind, with_ranks
 from valkyrie.sweep.trial import Status
-from valkyrie.units import decimal_bytes_text, duration, long_duration, memory_text, share_text
+from valkyrie.units import decimal_bytes_text, duration_text, long_duration_text, memory_text, share_text
 
 Facts = dict[str, str | Sequence[str]]
 _DIGITS = 6
@@ -81,10 +81,13 @@ def training_table(rows: Sequence[Row]) -> TextTable:
     ]
     trainings = sorted(((row, row.goodput) for row in rows if row.goodput), key=lambda pair: -pair[1].wall_s)
     body = [
-        [row.trial.name, f"{row.trial.results.steps or 0:,}", long_duration(goodput.wall_s)]
+        [row.trial.name, f"{row.trial.results.steps or 0:,}", long_duration_text(goodput.wall_s)]
         + ["" if goodput.share is None else share_text(goodput.share), str(goodput.restarts)]
         + ["" if row.data_wait is None else share_text(row.data_wait)]
-        + [decimal_bytes_text(sum(row.sent.values())) if row.sent else "nothing", goodput.describe_other_time()]
+        + [
+            decimal_bytes_text(sum(row.bytes_by_axes.values())) if row.bytes_by_axes else "nothing",
+            goodput.describe_other_time(),
+        ]
         for row, goodput in trainings
     ]
     return TextTable("How training runs spent their time", heads, body)
@@ -92,7 +95,7 @@ def training_table(rows: Sequence[Row]) -> TextTable:
 
 def has_results(row: Row) -> bool:
     """Return whether the trial of a row is ok and has a speed, peak memory or bytes sent."""
-    return row.ranked or (row.trial.status is Status.ok and bool(row.peak_bytes or row.sent))
+    return row.has_speed or (row.trial.status is Status.ok and bool(row.peak_bytes or row.bytes_by_axes))
 
 
 def comparison_table(comparison: SweepComparison) -> TextTable:
@@ -101,7 +104,7 @@ def comparison_table(comparison: SweepComparison) -> TextTable:
     heads = [ColumnHead("layout"), ColumnHead("speed is")]
     heads += [ColumnHead(f"{sweep}, tokens/s/chip", "number") for sweep in (comparison.a, comparison.b)]
     body = [
-        [row_labels[pair.a.id], pair.a.group.label]
+        [row_labels[pair.a.id], pair.a.speed_kind.label]
         + [_cell(COLUMNS["tokens_per_second_per_chip"], row) for row in (pair.a, pair.b)]
         + [f"{pair.ratio:.2f}x" if pair.ratio else ""]
         for pair in comparison.pairs
@@ -115,7 +118,9 @@ def rank_rows(rows: Sequence[Row]) -> list[Row]:
     `rows` must be of one kind of speed and sorted, fastest first.
     """
     row_labels, pareto_front, simplest = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
-    equivalents = {row.id: simplest[row.id] for row in rows if row.ranked and simplest[row.id] != row.about.partition}
+    equivalents = {
+        row.id: simplest[row.id] for row in rows if row.has_speed and simplest[row.id] != row.about.partition
+    }
     return [
         replace(
             row,
@@ -157,15 +162,16 @@ def details(row: Row) -> Facts:
         "folder": row.trial.folder,
         "memory": ", ".join(f"{name} {memory_text(size)}" for name, size in results.memory.split.items()),
         "parts": [
-            f"{part_name(part.kind, part.mesh_axes)} {duration(part.seconds)} ({share_text(part.seconds / row.step_s)})"
+            f"{part_name(part.kind, part.mesh_axes)} {duration_text(part.seconds)} "
+            f"({share_text(part.seconds / row.step_s)})"
             for part in sorted(row.parts, key=lambda part: -part.seconds)
             if row.step_s and part.seconds >= _MIN_LISTED_SHARE * row.step_s
         ],
-        "sent": ", ".join(f"{axes} {decimal_bytes_text(size)}" for axes, size in row.sent.items() if size),
+        "sent": ", ".join(f"{axes} {decimal_bytes_text(size)}" for axes, size in row.bytes_by_axes.items() if size),
         "goodput": row.goodput.describe() if row.goodput else None,
         "steps": None if results.finished is None else f"{results.steps or 0:,}{unfinished}",
         "reported": memory_text(reported_peak) if reported_peak else None,
-        "compiled": duration(compile_s) if compile_s else None,
+        "compiled": duration_text(compile_s) if compile_s else None,
         "placement": results.placement,
         "hints": results.hints[:3],
     }

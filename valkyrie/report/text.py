@@ -40,7 +40,7 @@ def _cell(value: object) -> object:
 def as_markdown(rows: Sequence[Row], comparison: SweepComparison | None = None) -> str:
     """Return the report as Markdown: explanations, a ranked table per kind of speed, and trials without a result."""
     lines = [f"# {', '.join(dict.fromkeys(row.trial.sweep for row in rows))}", "", words.summary(rows), ""]
-    lines += [words.SIMULATED_NOTE, ""] if any(row.group.simulated and row.ranked for row in rows) else []
+    lines += [words.SIMULATED_NOTE, ""] if any(row.speed_kind.simulated and row.has_speed for row in rows) else []
     best = best_per_workload(rows)
     if len(best) > 1:
         lines += ["## Best layout for each target", "", *tables.best_table(best).markdown(), ""]

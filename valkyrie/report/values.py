@@ -15,7 +15,7 @@ from valkyrie.runs.goodput import TIME_KINDS
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.sweep.rows import Row, pair_predictions
 from valkyrie.sweep.trial import Status
-from valkyrie.units import duration, memory_text, percent
+from valkyrie.units import duration_text, memory_text, percent_text
 
 Values = list[dict[str, Any]]
 
@@ -38,15 +38,17 @@ def labels(rows: Sequence[Row]) -> dict[str, str]:
     """
     workload_texts = {row.id: _workload_texts(row) for row in rows}
     differs = [len(set(column)) > 1 for column in zip(*workload_texts.values(), strict=True)]
-    shows_precision = len({(row.group, row.work.precision) for row in rows}) > len({row.group for row in rows})
+    shows_precision = len({(row.speed_kind, row.work.precision) for row in rows}) > len(
+        {row.speed_kind for row in rows}
+    )
     row_labels: dict[str, str] = {}
     for row in rows:
         more = [text for text, is_shown in zip(workload_texts[row.id], differs, strict=True) if is_shown]
         more += [row.work.precision] * shows_precision
-        row_labels[row.id] = " ".join([row.layout, *more, *row.work.varied])
+        row_labels[row.id] = " ".join([row.layout, *more, *row.work.varied_settings])
     for get_suffix in (lambda row: row.trial.sweep, lambda row: str(row.source), lambda row: row.trial.name):
-        counts: Counter[tuple[str, object]] = Counter((row_labels[row.id], row.group) for row in rows)
-        ambiguous_rows = [row for row in rows if counts[(row_labels[row.id], row.group)] > 1]
+        counts: Counter[tuple[str, object]] = Counter((row_labels[row.id], row.speed_kind) for row in rows)
+        ambiguous_rows = [row for row in rows if counts[(row_labels[row.id], row.speed_kind)] > 1]
         if len({get_suffix(row) for row in ambiguous_rows}) > 1:
             row_labels |= {row.id: f"{row_labels[row.id]} ({get_suffix(row)})" for row in ambiguous_rows}
     return row_labels
@@ -64,7 +66,7 @@ def bars(rows: Sequence[Row]) -> Values:
     """
     row_labels = labels(rows)
     values: Values = []
-    for row in [row for row in rows if row.ranked][:MAX_BARS]:
+    for row in [row for row in rows if row.has_speed][:MAX_BARS]:
         assert row.tokens_per_second is not None and row.step_s is not None
         spread = row.step.p90_s is not None and row.step.min_s is not None
         tokens = row.tokens_per_second * row.step_s
@@ -82,8 +84,8 @@ def bars(rows: Sequence[Row]) -> Values:
                 "low": round_digits(low),
                 "high": round_digits(high),
                 "end": round_digits(max(high, row.tokens_per_second)),
-                "step": duration(row.step_s),
-                "spread": f"{duration(row.step.min_s or 0.0)} to {duration(row.step.p90_s or 0.0)}"
+                "step": duration_text(row.step_s),
+                "spread": f"{duration_text(row.step.min_s or 0.0)} to {duration_text(row.step.p90_s or 0.0)}"
                 if spread
                 else "none: predicted",
             }
@@ -106,8 +108,8 @@ def cells(rows: Sequence[Row]) -> Values:
     values: Values = []
     for (dp, mp1, mp2), members in sorted(by_cell.items()):
         best = members[0]
-        rate = best.tokens_per_second_per_chip if best.ranked else None
-        reason = "" if best.ranked else best.reason or best.status
+        rate = best.tokens_per_second_per_chip if best.has_speed else None
+        reason = "" if best.has_speed else best.reason or best.status
         text = _si_text(rate) if rate is not None else best.status.replace("does not fit", "no fit")
         values.append(
             {
@@ -135,9 +137,9 @@ def memory(rows: Sequence[Row]) -> Values:
     `usable` are in `unit`, which is GiB or MiB for all rows.
     """
     row_labels, pareto_front = labels(rows), pareto_ids(rows, peak_memory)
-    has_speeds = any(row.ranked and row.peak_bytes for row in rows)
+    has_speeds = any(row.has_speed and row.peak_bytes for row in rows)
     fitting_rows = [
-        row for row in rows if row.peak_bytes and (row.ranked if has_speeds else row.trial.status is Status.ok)
+        row for row in rows if row.peak_bytes and (row.has_speed if has_speeds else row.trial.status is Status.ok)
     ]
     shown_rows = fitting_rows + [row for row in rows if row.peak_bytes and row.trial.status is Status.does_not_fit]
     if not fitting_rows:
@@ -160,7 +162,7 @@ def memory(rows: Sequence[Row]) -> Values:
             "partition": row.about.partition,
             "work": row.work.label,
             "peak": round_digits((row.peak_bytes or 0) / scale),
-            "rate": (round_digits(row.tokens_per_second_per_chip) if row.ranked else 0.0) if has_speeds else None,
+            "rate": (round_digits(row.tokens_per_second_per_chip) if row.has_speed else 0.0) if has_speeds else None,
             "status": "does not fit" if row.trial.status is Status.does_not_fit else "fits",
             "front": row.id in pareto_front,
             "unit": unit,
@@ -195,7 +197,7 @@ def parts(rows: Sequence[Row]) -> Values:
     Parts are ordered as in `PART_LABELS`, followed by communication. Records of communication also have `axes`, their
     mesh axes. Amounts are in `unit`, which is s, ms or µs for all rows.
     """
-    shown_rows = [row for row in rows if row.ranked and row.parts][:MAX_BARS]
+    shown_rows = [row for row in rows if row.has_speed and row.parts][:MAX_BARS]
     by_axes = {
         (p.kind.value, axes_text(p.mesh_axes)): p for row in shown_rows for p in row.parts if p.kind.has_mesh_axes
     }
@@ -221,11 +223,11 @@ def sent(rows: Sequence[Row]) -> Values:
 
     Amounts are in `unit`, which is GB, MB or kB for all rows.
     """
-    shown_rows = [row for row in rows if row.sent][:MAX_BARS]
-    order = sorted({axes for row in shown_rows for axes in row.sent}, key=lambda axes: (axes.count(","), axes))
-    largest = max((sum(row.sent.values()) for row in shown_rows), default=0.0)
+    shown_rows = [row for row in rows if row.bytes_by_axes][:MAX_BARS]
+    order = sorted({axes for row in shown_rows for axes in row.bytes_by_axes}, key=lambda axes: (axes.count(","), axes))
+    largest = max((sum(row.bytes_by_axes.values()) for row in shown_rows), default=0.0)
     unit, scale = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6) if largest >= 1e6 else ("kB", 1e-3)
-    entries = [(row, row.sent, sum(row.sent.values()) or 1.0) for row in shown_rows]
+    entries = [(row, row.bytes_by_axes, sum(row.bytes_by_axes.values()) or 1.0) for row in shown_rows]
     return _stacked(labels(rows), entries, order, {}, unit, scale)
 
 
@@ -284,11 +286,11 @@ def pairs(rows: Sequence[Row]) -> Values:
             "partition": pair.a.about.partition,
             "x": round_digits(1e3 * (pair.a.step_s or 0.0)),
             "y": round_digits(1e3 * (pair.b.step_s or 0.0)),
-            "predicted": duration(pair.a.step_s or 0.0),
-            "measured": duration(pair.b.step_s or 0.0),
-            "kind": "simulated" if pair.b.group.simulated else "measured",
-            "target": pair.a.group.target,
-            "on": pair.b.group.devices,
+            "predicted": duration_text(pair.a.step_s or 0.0),
+            "measured": duration_text(pair.b.step_s or 0.0),
+            "kind": "simulated" if pair.b.speed_kind.simulated else "measured",
+            "target": pair.a.speed_kind.target,
+            "on": pair.b.speed_kind.devices,
         }
         for pair in pair_predictions(rows)
     ]
@@ -300,14 +302,14 @@ def prices(rows: Sequence[Row]) -> Values:
     Returns an empty list if all prices are equal.
     """
     row_labels = labels(rows)
-    priced = [row for row in rows if row.ranked and row.price]
+    priced = [row for row in rows if row.has_speed and row.price]
     if len({round_digits(row.price) for row in priced}) < 2:
         return []
     pareto_front = pareto_ids(priced, chip_price)
     return [
         {
             "label": row_labels[row.id],
-            "target": row.group.target,
+            "target": row.speed_kind.target,
             "work": row.work.label,
             "price": round_digits(row.price),
             "per_million": round_digits(row.dollars_per_million_tokens),
@@ -348,7 +350,7 @@ def _stacked(
                         "part": part_labels.get(part, part),
                         "order": order.index(part),
                         "amount": round_digits(amounts[part] * scale),
-                        "share": percent(amounts[part] / total),
+                        "share": percent_text(amounts[part] / total),
                         "unit": unit,
                     }
                 )

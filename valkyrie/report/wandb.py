@@ -83,7 +83,7 @@ def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Works
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 
-    from valkyrie.sweep.rows import STAGES
+    from valkyrie.sweep.rows import STAGE_ADJECTIVES
 
     sections = yaml.safe_load((files("valkyrie.report") / "templates" / "dashboard.yaml").read_text(encoding="utf-8"))
     title = f"Layouts of {group}" if group else "Layouts of all sweeps"
@@ -103,7 +103,7 @@ def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Works
     )
     runsets = [
         wr.Runset(entity, project, name=stage_label, filters=expr.And(*group_filters, expr.Config("stage") == stage))
-        for stage, stage_label in STAGES.items()
+        for stage, stage_label in STAGE_ADJECTIVES.items()
     ]
     blocks: list[Any] = [wr.P(_NOTE)]
     for section in sections:

@@ -18,7 +18,15 @@ from valkyrie.search.explain.difference import compare_layouts, compared_quantit
 from valkyrie.sweep.noise import has_spread, within_noise
 from valkyrie.sweep.rows import Row, SpeedKind, Workload, group_by_kind, pair_predictions
 from valkyrie.sweep.trial import Status
-from valkyrie.units import count_text, decimal_bytes_text, duration, memory_text, number_text, percent, share_text
+from valkyrie.units import (
+    count_text,
+    decimal_bytes_text,
+    duration_text,
+    memory_text,
+    number_text,
+    percent_text,
+    share_text,
+)
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
@@ -89,12 +97,12 @@ def answer(group: SpeedKind, rows: Sequence[Row]) -> Summary:
     `rows` are sorted with the fastest first. Explains the first `MAX_WORKLOADS` workloads separately. If no row has a
     speed, the summary only has a `head`.
     """
-    fast = next((row for row in rows if row.ranked), None)
+    fast = next((row for row in rows if row.has_speed), None)
     if fast is None:
         return Summary(_describe_missing_speeds(group, rows).rstrip("."))
-    timed = sum(row.ranked for row in rows)
+    timed = sum(row.has_speed for row in rows)
     head = f"Fastest of {timed} {group.label}" if timed > 1 else f"{group.label[0].upper()}{group.label[1:]}"
-    workloads = list(dict.fromkeys(row.work for row in rows if row.ranked))
+    workloads = list(dict.fromkeys(row.work for row in rows if row.has_speed))
     reasons: list[str] = []
     for work in workloads[:MAX_WORKLOADS]:
         label = f"{work.label}: " if len(workloads) > 1 else ""
@@ -105,14 +113,16 @@ def answer(group: SpeedKind, rows: Sequence[Row]) -> Summary:
 def search_answer(search: SearchAnswer) -> Summary:
     """Return the main numbers of the best layout of a search, including its cost if the search computed it."""
     best = search.best[0]
-    low, high = (duration(seconds) for seconds in (best.low_s, best.high_s))
+    low, high = (duration_text(seconds) for seconds in (best.low_s, best.high_s))
     layout = f"{best.candidate.mesh} {best.candidate.partition}"
     settings = [o for o in best.overrides if not o.startswith(("mesh=", "partition=", "batch="))]
     step_label = f"step, {best.stage.adjective}"
     numbers = [
         BigNumber("layout", layout, " ".join([best.candidate.target, *settings[1:]])),
-        BigNumber("tokens/s/chip", f"{best.tokens_per_second_per_chip:,.0f}", f"MFU {percent(best.mfu or 0)}", True),
-        BigNumber(step_label, duration(best.step_s), f"{low} to {high}" if best.interval else ""),
+        BigNumber(
+            "tokens/s/chip", f"{best.tokens_per_second_per_chip:,.0f}", f"MFU {percent_text(best.mfu or 0)}", True
+        ),
+        BigNumber(step_label, duration_text(best.step_s), f"{low} to {high}" if best.interval else ""),
         BigNumber(
             "peak memory per device",
             memory_text(best.memory or 0),
@@ -145,9 +155,11 @@ def _describe_missing_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
     if least_memory is not None:
         layout = _layout_text(least_memory, several_workloads)
         text += f" Least memory: {layout}, {memory_text(least_memory.peak_bytes)} per device."
-    fewest_sent = min((row for row in ok_rows if row.sent), key=lambda row: sum(row.sent.values()), default=None)
+    fewest_sent = min(
+        (row for row in ok_rows if row.bytes_by_axes), key=lambda row: sum(row.bytes_by_axes.values()), default=None
+    )
     if fewest_sent is not None:
-        size = decimal_bytes_text(sum(fewest_sent.sent.values()))
+        size = decimal_bytes_text(sum(fewest_sent.bytes_by_axes.values()))
         text += f" Fewest bytes sent: {_layout_text(fewest_sent, several_workloads)}, {size} per device and step."
     return text
 
@@ -165,16 +177,16 @@ def _explain_workload(rows: Sequence[Row]) -> list[str]:
     has no row with a speed itself. If one partition remains, compares its row with the slowest row of another layout.
     """
     simplest, best = simplest_partitions(rows), {}
-    for row in sorted((row for row in rows if row.ranked), key=lambda row: row.about.partition != simplest[row.id]):
+    for row in sorted((row for row in rows if row.has_speed), key=lambda row: row.about.partition != simplest[row.id]):
         best.setdefault(simplest[row.id], row)
     best = {row.id: row for row in best.values()}
     fast, *others = [row for row in rows if row.id in best]
     if not others:
-        others = [row for row in rows if row.ranked and not same_layout(row, fast)][-1:]
+        others = [row for row in rows if row.has_speed and not same_layout(row, fast)][-1:]
     lines = [explain_ratio(fast, row) for row in others]
     for partition in dict.fromkeys(row.about.partition for row in rows):
         members = [row for row in rows if row.about.partition == partition]
-        timed = [row for row in members if row.ranked]
+        timed = [row for row in members if row.has_speed]
         if not timed and partition != "?":
             lines.append(_describe_failed_partition(partition, members))
         elif timed and all(simplest[row.id] != partition for row in timed):
@@ -198,7 +210,7 @@ def explain_ratio(fast: Row, slow: Row) -> str:
     if within_noise(fast.trial, slow.trial) and (noise := _describe_noise(fast, slow)):
         return f"No difference beyond noise between {a} and {b}: {noise}."
     if ratio < EQUAL_RATIO:
-        return f"{a} is as fast as {b}, within {percent(EQUAL_RATIO - 1)}."
+        return f"{a} is as fast as {b}, within {percent_text(EQUAL_RATIO - 1)}."
     head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x as fast as {b}."
     return " ".join([head, *compare_layouts(_prediction(fast), _prediction(slow), labels=(a, b)).reasons])
 
@@ -233,12 +245,13 @@ def compare_rows(rows: Sequence[Row]) -> PairedRows:
     predicted = {
         i: _prediction(row)
         for i, row in enumerate(rows)
-        if row.trial.status is Status.ok and row.group.stage == "compile" and row.parts and row.step_s is not None
+        if row.trial.status is Status.ok and row.speed_kind.stage == "compile" and row.parts and row.step_s is not None
     }
     if len(predicted) < 2:
         return PairedRows()
     workloads = {
-        i: ", ".join([" ".join([rows[i].work.model, *rows[i].work.varied]), rows[i].work.precision]) for i in predicted
+        i: ", ".join([" ".join([rows[i].work.model, *rows[i].work.varied_settings]), rows[i].work.precision])
+        for i in predicted
     }
     why: dict[str, list[str]] = {}
     for i, j in itertools.permutations(list(predicted)[:MAX_EXPLAINED], 2):
@@ -262,13 +275,13 @@ def _describe_noise(fast: Row, slow: Row) -> str:
     """Return the step times of two rows with their ranges. Empty for predictions, which have no range."""
     if fast.step.p90_s is None or slow.step.p90_s is None:
         return ""
-    step_times = [f"{duration(row.step_s or 0.0)} ({_step_range(row)})" for row in (fast, slow)]
+    step_times = [f"{duration_text(row.step_s or 0.0)} ({_step_range(row)})" for row in (fast, slow)]
     return f"their steps take {step_times[0]} and {step_times[1]}"
 
 
 def _step_range(row: Row) -> str:
     fastest = row.step_s if row.step.min_s is None else row.step.min_s
-    return f"from {duration(fastest or 0.0)} to {duration(row.step.p90_s or 0.0)}"
+    return f"from {duration_text(fastest or 0.0)} to {duration_text(row.step.p90_s or 0.0)}"
 
 
 def distinguishing_names(first: Row, second: Row) -> tuple[str, str]:
@@ -291,7 +304,7 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
     """
     by_work: dict[Workload, list[Row]] = {}
     for row in sorted(
-        (row for row in rows if row.ranked and row.dollars_per_million_tokens),
+        (row for row in rows if row.has_speed and row.dollars_per_million_tokens),
         key=lambda row: row.dollars_per_million_tokens or 0.0,
     ):
         by_work.setdefault(row.work, []).append(row)
@@ -300,7 +313,7 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
         cheapest, fastest = members[0], max(members, key=lambda row: row.tokens_per_second_per_chip or 0.0)
         if cheapest.price != fastest.price:
             lines.append(
-                f"Cheapest: {_layout_text(cheapest, len(by_work) > 1)} on {cheapest.group.target}, "
+                f"Cheapest: {_layout_text(cheapest, len(by_work) > 1)} on {cheapest.speed_kind.target}, "
                 f"{cheapest.dollars_per_million_tokens:.3g} dollars per million tokens."
             )
     return lines[:MAX_WORKLOADS]
@@ -315,8 +328,8 @@ def agreement_line(rows: Sequence[Row]) -> str | None:
     share = concordance(pairs)
     if share is None:
         return None
-    line = f"Predictions pick the faster of two layouts in {percent(share)} of the pairs (chance: 50%)."
-    if any(pair.b.group.simulated for pair in pairs):
+    line = f"Predictions pick the faster of two layouts in {percent_text(share)} of the pairs (chance: 50%)."
+    if any(pair.b.speed_kind.simulated for pair in pairs):
         line += " Simulated devices are threads of one CPU, so this share says little about accelerators."
     return line
 
@@ -333,12 +346,12 @@ def _winner_numbers(row: Row, several_workloads: bool) -> tuple[BigNumber, ...]:
             f"{row.tokens_per_second:,.0f} tokens/s on all chips",
             True,
         ),
-        BigNumber("step", duration(row.step_s), "" if row.step.mfu is None else f"MFU {share_text(row.step.mfu)}"),
+        BigNumber("step", duration_text(row.step_s), "" if row.step.mfu is None else f"MFU {share_text(row.step.mfu)}"),
     ]
     if row.peak_bytes is not None:
         of_usable = "" if usable is None else f"of {memory_text(usable)} usable"
         numbers.append(BigNumber("peak memory per device", memory_text(row.peak_bytes), of_usable))
-    if row.group.stage == "train" and row.trial.results.loss is not None:
+    if row.speed_kind.stage == "train" and row.trial.results.loss is not None:
         numbers.append(
             BigNumber("loss", f"{row.trial.results.loss:.4f}", f"after {row.trial.results.steps or 0:,} steps")
         )
@@ -354,8 +367,8 @@ def _remarks(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _describe_ties(row: Row, rows: Sequence[Row]) -> str:
-    others = [r for r in rows if r.ranked and r.work == row.work and r is not row]
-    tolerance = f"{percent(EQUAL_RATIO - 1)}"
+    others = [r for r in rows if r.has_speed and r.work == row.work and r is not row]
+    tolerance = f"{percent_text(EQUAL_RATIO - 1)}"
     if has_spread(row.trial):
         others, tolerance = [r for r in others if within_noise(row.trial, r.trial)], "the spread of the step times"
     else:
@@ -415,5 +428,5 @@ def _date(started: str) -> date | None:
 def summary(rows: Sequence[Row]) -> str:
     """Return the numbers of trials by status, and of step times by kind, as two sentences."""
     parts = [f"{count} {word}" for word, count in Counter(row.status for row in rows).items()]
-    kinds = [f"{sum(r.ranked for r in members)} {group.label}" for group, members in group_by_kind(rows).items()]
+    kinds = [f"{sum(r.has_speed for r in members)} {group.label}" for group, members in group_by_kind(rows).items()]
     return f"{count_text(len(rows), 'trial')} ({', '.join(parts)}). Step times: {', '.join(kinds)}."

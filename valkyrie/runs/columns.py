@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from valkyrie.units import decimal_bytes_text, duration, escape_control_characters, memory_text, number_text, percent
+from valkyrie.units import (
+    decimal_bytes_text,
+    duration_text,
+    escape_control_characters,
+    memory_text,
+    number_text,
+    percent_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import OverflowMethod
@@ -19,10 +26,10 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "layout": str,
     "count": "{:,}".format,
     "speed": "{:,.0f}".format,
-    "seconds": duration,
+    "seconds": duration_text,
     "change": lambda share: f"{100 * share:+.1f}%",
     "share": lambda share: f"{100 * share:.1f}%",
-    "percent": percent,
+    "percent": percent_text,
     "range": lambda ends: "{:+.0f} to {:+.0f}%".format(*(100 * end for end in ends)),
     "bytes": memory_text,
     "sent": decimal_bytes_text,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from valkyrie.paths import open_to_append
 from valkyrie.runs.tracking import cut_torn_line, read_metrics
-from valkyrie.units import long_duration, share_text
+from valkyrie.units import long_duration_text, share_text
 
 GOODPUT_FILE = "goodput.jsonl"
 """File in a run folder with the JSON lines of all its starts."""
@@ -116,7 +116,9 @@ class Goodput(NamedTuple):
             return "goodput: not known yet"
         restarts = [f"{self.restarts} restart{'s' * (self.restarts > 1)}"] if self.restarts else []
         other_time = [f"other time: {other_time}"] if (other_time := self.describe_other_time()) else []
-        return "; ".join([f"goodput {share_text(self.share)} of {long_duration(self.wall_s)}", *restarts, *other_time])
+        return "; ".join(
+            [f"goodput {share_text(self.share)} of {long_duration_text(self.wall_s)}", *restarts, *other_time]
+        )
 
     def describe_other_time(self) -> str:
         """Describe the kinds of time other than steps, with their shares of the wall time, largest first.

@@ -12,7 +12,7 @@ from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.compiling import CompiledLayouts
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
 from valkyrie.search.request import SearchRequest
-from valkyrie.units import duration
+from valkyrie.units import duration_text
 
 PAPER_RULE = "the TPU v4 paper's rule (one torus axis each for MP1, MP2 and data)"
 FASTEST_FSDP = "fastest fsdp layout"
@@ -94,8 +94,8 @@ def format_comparison(
     description = " ".join(layout.candidate.overrides[1:])
     if measured_s is not None and best.stage is Stage.measure:
         return (
-            f"{name}: {duration(measured_s)} (measured), {scale * measured_s / best.step_s:.2f} times {as_long} as the "
-            f"best; {description}"
+            f"{name}: {duration_text(measured_s)} (measured), {scale * measured_s / best.step_s:.2f} times {as_long} "
+            f"as the best; {description}"
         )
     compiled = compiled_layouts.get(layout.candidate)
     if compiled is not None and compiled.step_s is None:
@@ -104,11 +104,11 @@ def format_comparison(
     best_s = None if compiled_best is None else compiled_best.step_s
     if compiled is not None and compiled.step_s is not None and best_s is not None:
         times = scale * compiled.step_s / best_s
-        step = f"{duration(compiled.step_s)} (compiled step)"
+        step = f"{duration_text(compiled.step_s)} (compiled step)"
         return f"{name}: {step}, {times:.2f} times {as_long} as the best; {description}"
     baseline_s, estimated_best_s = layout.step_s, sum(best.parts_s.values())
     if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
         baseline_s, estimated_best_s = compiled_layouts.corrected_s(layout), best_s or best.step_s
     times = scale * baseline_s / estimated_best_s
     comparison = f"{times:.2f} times {as_long} as the best"
-    return f"{name}: {duration(baseline_s)} (by estimate), {comparison}; {description}"
+    return f"{name}: {duration_text(baseline_s)} (by estimate), {comparison}; {description}"

@@ -18,7 +18,7 @@ from valkyrie.runs.columns import Column, terminal_table
 from valkyrie.runs.folder import RUN_FILE, package_versions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.sweep.trial import TRIALS_FILE
-from valkyrie.units import count_text, duration, memory_text
+from valkyrie.units import count_text, duration_text, memory_text
 
 if TYPE_CHECKING:
     from valkyrie.results import Result
@@ -136,7 +136,7 @@ class Comparison:
         """Return a line with the result of a layout: whether it fits or why it failed, step time and peak memory."""
         row = self._row(name)
         facts = [f"fits: {row.fits}" if row.reason is None else f"{row.status.value}: {row.reason}"]
-        facts += [] if row.step_s is None else [duration(row.step_s)]
+        facts += [] if row.step_s is None else [duration_text(row.step_s)]
         facts += [] if row.peak is None else [memory_text(row.peak)]
         return ", ".join(facts)
 

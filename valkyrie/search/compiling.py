@@ -37,7 +37,7 @@ from valkyrie.search.shortlist import (
 )
 from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.plan import SweepContext, TrialPlan, plan_run
-from valkyrie.sweep.results import OUTPUT_FILE, Outcome, read_results
+from valkyrie.sweep.results import OUTPUT_FILE, Outcome, outcome_from_results
 from valkyrie.sweep.run import run_in_this_process, settle
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.options import settings_to_fit
@@ -272,7 +272,7 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
 
             def compile_layout() -> Outcome:
                 compile_into_folder(run, console, check_limits)
-                return read_results(folder, run)
+                return outcome_from_results(folder, run)
 
             return capture_outcome(compile_layout, log)
 

@@ -20,7 +20,7 @@ from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import MeshPartition, Shortlist, mesh_partition
 from valkyrie.sweep.run import run_trials
 from valkyrie.sweep.trial import Status, Trial
-from valkyrie.units import duration
+from valkyrie.units import duration_text
 
 
 @dataclass(frozen=True)
@@ -205,11 +205,11 @@ def measure_report(measured_trials: MeasuredTrials) -> MeasureReport:
 def format_result(trial: MeasuredTrial) -> str:
     """Format the result of one measurement as a line."""
     step = trial.step_s
-    result = duration(step) if step is not None else trial.trial.status.value.replace("_", " ")
+    result = duration_text(step) if step is not None else trial.trial.status.value.replace("_", " ")
     reason = "" if step is not None else f": {trial.trial.reason}"
     layout = " ".join(trial.estimate.candidate.overrides)
     wall_s = trial.trial.wall_s
-    return f"{layout}: {result} (expected {duration(trial.expected_s)}; the trial took {wall_s:.0f} s){reason}"
+    return f"{layout}: {result} (expected {duration_text(trial.expected_s)}; the trial took {wall_s:.0f} s){reason}"
 
 
 def _pick_next(

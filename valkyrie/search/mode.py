@@ -44,7 +44,7 @@ from valkyrie.search.tuning import tune_best
 from valkyrie.sweep.members import join_multirun
 from valkyrie.sweep.trial import TrialLog
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration, memory_text, parse_seconds
+from valkyrie.units import duration_text, memory_text, parse_seconds
 
 MAX_SHOWN_LAYOUTS = 10
 """Maximum number of layouts in the answer.
@@ -265,9 +265,9 @@ def _compile(
 
     def speed_text(layout: EstimatedLayout, step_s: float) -> str:
         if layout.batch is None:
-            return duration(step_s)
+            return duration_text(step_s)
         chips = (layout.group.target.chips or 1) * layout.group.target.slices
-        return f"{duration(step_s)} ({request.step_tokens(layout.batch) / step_s / chips:,.0f} tokens/s/chip)"
+        return f"{duration_text(step_s)} ({request.step_tokens(layout.batch) / step_s / chips:,.0f} tokens/s/chip)"
 
     def print_result(compiled: CompiledLayout, so_far: CompiledLayouts) -> None:
         step, best = compiled.step_s, so_far.best(request)
@@ -279,7 +279,7 @@ def _compile(
         usable = usable_hbm(compiled.target.chip)
         if step is None and compiled.peak and usable:
             result += f": needs {memory_text(compiled.peak)} of {memory_text(usable)} usable"
-        estimate = f"estimated {duration(compiled.estimate.step_s)}"
+        estimate = f"estimated {duration_text(compiled.estimate.step_s)}"
         best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
         layout = " ".join(compiled.estimate.candidate.overrides)
         line = f"[{len(so_far.layouts)}] {layout}: {result} ({estimate}; compiled in {compiled.trial.wall_s:.0f} s)"
@@ -288,7 +288,7 @@ def _compile(
     status = console.status("compiling")
 
     def show_progress(layout: EstimatedLayout, seconds: float, longest_s: float) -> None:
-        longest_text = f", the longest so far took {duration(longest_s)}" if longest_s else ""
+        longest_text = f", the longest so far took {duration_text(longest_s)}" if longest_s else ""
         text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{longest_text}"
         best = compiled_layouts.best(request)
         best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"

@@ -14,7 +14,7 @@ from valkyrie.search.request import SearchRequest
 from valkyrie.search.tune.mode import attempt_lines
 from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import TunedRun
-from valkyrie.units import duration
+from valkyrie.units import duration_text
 
 
 def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, console: Console) -> tuple[int, list[str]]:
@@ -44,5 +44,7 @@ def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, con
     if not results:
         return status, []
     tuned = results[-1]
-    console.print(f"tuned: {duration(tuned.step_s)} with the best settings, {duration(tuned.start_s)} without")
+    console.print(
+        f"tuned: {duration_text(tuned.step_s)} with the best settings, {duration_text(tuned.start_s)} without"
+    )
     return status, tuned.overrides

@@ -24,7 +24,7 @@ from valkyrie.parallel.placement import SLICE_AXIS, arrange, list_placements
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.search.estimate.space import divisions
-from valkyrie.sweep.space import ALL, DEFAULT, SPACE_KEY, MeshEquivalence, RunVariant, SpaceConfig
+from valkyrie.sweep.space import ALL_CHOICES, DEFAULT_PLACEMENT, SPACE_KEY, MeshEquivalence, RunVariant, SpaceConfig
 
 _PATTERN = re.compile(r"(?:([0-9]+)s)?((?:[A-Z]|[0-9]+)(?:x(?:[A-Z]|[0-9]+)){2,3})")
 
@@ -271,10 +271,10 @@ def _device_count(space: SpaceConfig, run: Run) -> int:
 def _with_placements(space: SpaceConfig, run: Run, mesh: MeshConfig) -> Iterator[MeshConfig]:
     target = run.config.target
     for entry in space.placements:
-        if entry == ALL and target.devices in (None, mesh.size):
+        if entry == ALL_CHOICES and target.devices in (None, mesh.size):
             yield from (replace(mesh, placement=p) for p in list_placements(mesh.axes, build_topology(target)))
-        elif entry in (ALL, DEFAULT):
-            yield mesh  # with ALL, a mesh of another size than the target: its cell is refused
+        elif entry in (ALL_CHOICES, DEFAULT_PLACEMENT):
+            yield mesh  # with ALL_CHOICES, a mesh of another size than the target: its cell is refused
         else:
             yield replace(mesh, placement=[part.strip() for part in entry.strip("[]").split(",")])
 

@@ -24,7 +24,7 @@ from valkyrie.processes.interrupt import exit_on_ctrl_c
 from valkyrie.runs.folder import saved_config
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.sweep.members import WORKER_ARGUMENT
-from valkyrie.sweep.results import Outcome, failed_outcome, outcome_from_status, read_results
+from valkyrie.sweep.results import Outcome, failed_outcome, outcome_from_exit_status, outcome_from_results
 from valkyrie.sweep.trial import Status
 from valkyrie.train.room import DoesNotFit
 
@@ -33,7 +33,7 @@ def main() -> None:
     """Run the trial in the folder named by the first argument. Exits with status 1 unless the trial is ok."""
     folder = Path(sys.argv[1])
     with (
-        record_ending(lambda status, reason: _write_outcome(outcome_from_status(status, reason), folder)),
+        record_ending(lambda status, reason: _write_outcome(outcome_from_exit_status(status, reason), folder)),
         exit_on_ctrl_c("trial"),
     ):
         outcome = capture_outcome(lambda: _run_mode(folder))
@@ -65,8 +65,8 @@ def _run_mode(folder: Path) -> Outcome:
     run = Run.from_config(saved_config(folder))
     status = run.config.mode.run(run)
     if status not in (0, NO_STEP_TIME):
-        return outcome_from_status(status, f"the process exited with status {status}")
-    return Outcome(Status.ok) if sys.argv[2:] == [WORKER_ARGUMENT] else read_results(folder, run)
+        return outcome_from_exit_status(status, f"the process exited with status {status}")
+    return Outcome(Status.ok) if sys.argv[2:] == [WORKER_ARGUMENT] else outcome_from_results(folder, run)
 
 
 def _write_outcome(outcome: Outcome, folder: Path) -> None:

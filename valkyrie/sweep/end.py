@@ -143,7 +143,7 @@ class SweepEnd(Callback):
         console = make_console()
         if any(trial.status is not Status.refused for trial in trials):
             console.print(sweep_table(trials, self.folder), soft_wrap=False)
-        lines = closing_lines(trials, self.folder, complete=early_end is None)
+        lines = closing_lines(trials, self.folder, is_complete=early_end is None)
         if early_end is not None:
             recorded_text = f"{count_text(len(trials), 'trial')} recorded"
             lines = [

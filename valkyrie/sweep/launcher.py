@@ -21,7 +21,7 @@ from valkyrie.runs.folder import key_values
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, find_sweep_end
 from valkyrie.sweep.members import current_members
-from valkyrie.sweep.plan import SweepContext, TrialPlan, job_environment, plan_refused, plan_run
+from valkyrie.sweep.plan import SweepContext, TrialPlan, job_environment, plan_run, refused_plan
 from valkyrie.sweep.process import TrialProcess
 from valkyrie.sweep.run import run_trials
 from valkyrie.sweep.screen import LineScreen, LiveScreen
@@ -50,7 +50,7 @@ def run_trial(config: DictConfig) -> float:
     try:
         run = _compose_from_trained_run(overrides, sweep) or Run.from_config(config)
     except ValueError as error:
-        plan = plan_refused(error, str(config.mode.name), sweep, overrides)
+        plan = refused_plan(error, str(config.mode.name), sweep, overrides)
     else:
         plan = plan_run(run, sweep, overrides)
     with signals_as_exceptions():
@@ -123,11 +123,11 @@ class _ScreenAndSweepEnd:
     def __init__(self, screen: LineScreen, sweep_end: SweepEnd | None) -> None:
         self._screen, self._sweep_end = screen, sweep_end
 
-    def show_running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        self._screen.show_running(processes, waiting)
+    def show_running(self, processes: Sequence[TrialProcess], waiting_count: int) -> None:
+        self._screen.show_running(processes, waiting_count)
 
-    def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
-        self._screen.show_ended(plan, trial, earlier=earlier)
+    def show_ended(self, plan: TrialPlan, trial: Trial, *, recorded_earlier: bool) -> None:
+        self._screen.show_ended(plan, trial, recorded_earlier=recorded_earlier)
         if self._sweep_end is not None:
             self._sweep_end.add(trial)
 
@@ -153,7 +153,7 @@ def _plan_job(composer: Composer, overrides: Sequence[str], number: int, run: Ru
     except ValueError as error:
         mode = key_values(overrides).get("mode")
         mode = mode if mode is not None and get_mode(mode) else str(config.mode.name)
-        return plan_refused(error, mode, sweep, overrides)
+        return refused_plan(error, mode, sweep, overrides)
     return plan_run(run, sweep, overrides)
 
 

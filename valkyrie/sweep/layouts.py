@@ -26,7 +26,7 @@ from valkyrie.sweep.end import find_sweep_end
 from valkyrie.sweep.launcher import launch
 from valkyrie.sweep.plan import SweepContext, plan_run
 from valkyrie.sweep.run import settle
-from valkyrie.sweep.space import ALL, RunVariant, SweepSpace, compose_variants, read_space
+from valkyrie.sweep.space import ALL_CHOICES, RunVariant, SweepSpace, compose_variants, read_space
 from valkyrie.train.screen import make_console
 from valkyrie.units import count_text
 
@@ -101,7 +101,7 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
     for variant in compose_variants(space, composer):
         changes = tuple(o for o in variant.overrides if _changes_layouts(split_override(o)[0]))
         variants_by_changes[changes].append(variant)
-    names = (composer.group_options("partition") if n == ALL else [n] for n in space.config.partitions)
+    names = (composer.group_options("partition") if n == ALL_CHOICES else [n] for n in space.config.partitions)
     partitions = list(dict.fromkeys(itertools.chain.from_iterable(names)))
     cells: list[Cell] = []
     skipped: list[Problem] = []

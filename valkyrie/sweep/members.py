@@ -43,7 +43,7 @@ class Members:
     """The processes of a multirun on several hosts, as seen from process 0, which starts trials on the other hosts."""
 
     def __init__(self, team: ConnectedTeam) -> None:
-        self._team, self._trials = team, 0
+        self._team, self._trial_count = team, 0
         self._kill: Callable[[], None] = lambda: None
 
     @property
@@ -57,12 +57,12 @@ class Members:
 
     def start_trial(self, plan: TrialPlan) -> dict[str, str]:
         """Start a trial on the other hosts. Returns the environment variables to add for process 0 of the trial."""
-        self._trials += 1
+        self._trial_count += 1
         host, _ = parse_address(self._team.process_info.coordinator)
         address = f"{f'[{host}]' if ':' in host else host}:{free_port()}"
         run = (plan.trial_folder / RUN_FILE).read_text()
         task = {"run": run, "address": address, "environment": plan.environment}
-        self._team.exchange(f"trial {self._trials}", task)
+        self._team.exchange(f"trial {self._trial_count}", task)
         return ProcessInfo(address, self._team.count, 0).environment
 
     def set_kill(self, kill: Callable[[], None]) -> None:
@@ -72,22 +72,22 @@ class Members:
     def wait_for_end(self) -> None:
         """Wait until the other processes of the trial have ended."""
         self._kill = lambda: None
-        self._team.exchange(f"ended {self._trials}")
+        self._team.exchange(f"ended {self._trial_count}")
 
     def finish(self) -> None:
         """End the other processes of the multirun."""
-        self._team.exchange(f"trial {self._trials + 1}")
+        self._team.exchange(f"trial {self._trial_count + 1}")
         self._team.finish()
 
-    def abort(self, line: str, status: int) -> None:
+    def abort(self, reason: str, status: int) -> None:
         """End the running trial and this process after another process is lost.
 
-        `line` describes the loss. `status` is the exit status of this process.
+        `reason` describes the loss. `status` is the exit status of this process.
         """
         advice = "Finished trials are recorded. To run the remaining trials, repeat the same command."
-        print(f"valkyrie-train: {line}. {advice}", file=sys.stderr)
+        print(f"valkyrie-train: {reason}. {advice}", file=sys.stderr)
         self._kill()
-        end_process(status, line)
+        end_process(status, reason)
 
 
 _current_members: ContextVar[Members | None] = ContextVar("_current_members", default=None)
@@ -183,18 +183,18 @@ def _join_team(arguments: Sequence[str]) -> ConnectedTeam | None:
 
 def _run_requested_trials(team: ConnectedTeam) -> None:
     """Start a process for each trial that process 0 requests, until it requests no more."""
-    running: list[ChildProcess] = []
+    processes: list[ChildProcess] = []
 
     def terminate_trial(*_: Any) -> None:
-        for process in running:
+        for process in processes:
             process.send(signal.SIGTERM)
 
-    def abort(line: str, status: int) -> None:
-        print(f"valkyrie-train: process {team.index} stops: {line}", file=sys.stderr, flush=True)
-        for process in running:  # it exits after process 0 of the trial, which may first save a checkpoint
+    def abort(reason: str, status: int) -> None:
+        print(f"valkyrie-train: process {team.index} stops: {reason}", file=sys.stderr, flush=True)
+        for process in processes:  # it exits after process 0 of the trial, which may first save a checkpoint
             if not process.wait(_GRACE_S):
                 process.kill()
-        end_process(status, line)
+        end_process(status, reason)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 0 also receives the signal, and ends the trial
     signal.signal(signal.SIGTERM, terminate_trial)
@@ -212,7 +212,7 @@ def _run_requested_trials(team: ConnectedTeam) -> None:
             # If this process is killed, the trial must not keep using the devices. Process 0 of a trial does the same.
             environment = task["environment"] | process_info.environment
             process = ChildProcess(command, environment, dies_with_parent=True)
-            running.append(process)
+            processes.append(process)
             process.wait()
-            running.clear()
+            processes.clear()
         team.exchange(f"ended {number}")

@@ -40,15 +40,15 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     overrides_by_key = key_values(arguments)
     mode = overrides_by_key.get("hydra.mode")
     has_flag = any(argument in ("-m", "--multirun") for argument in arguments)
-    sweep_choice = overrides_by_key.get("sweep") not in (None, "null")
-    if mode == "RUN" or not (mode == "MULTIRUN" or has_flag or sweep_choice):
+    has_sweep_choice = overrides_by_key.get("sweep") not in (None, "null")
+    if mode == "RUN" or not (mode == "MULTIRUN" or has_flag or has_sweep_choice):
         return None
     remaining = [a for a in arguments if split_override(a) not in (("resume", "true"), ("resume", "null"))]
-    added = [] if has_flag or mode else ["hydra.mode=MULTIRUN"]
+    added_overrides = [] if has_flag or mode else ["hydra.mode=MULTIRUN"]
     if "hydra.sweep.dir" not in overrides_by_key:
-        added.append(f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}")
+        added_overrides.append(f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}")
     flags, overrides = split_flags(remaining)
-    return [*flags, *added, *overrides]
+    return [*flags, *added_overrides, *overrides]
 
 
 def sweep_name(arguments: Sequence[str]) -> str:

@@ -123,12 +123,12 @@ class TrialPlan:
             run = run.changed(tracking=tracking)
         run.save(folder / RUN_FILE)
 
-    def to_trial(self, outcome: Outcome, started: str, wall_s: float) -> Trial:
+    def to_trial(self, outcome: Outcome, start_timestamp: str, wall_s: float) -> Trial:
         """Return the record of this trial after it has ended.
 
         Args:
             outcome: How the trial ended.
-            started: UTC time in ISO 8601.
+            start_timestamp: UTC time in ISO 8601.
             wall_s: Seconds that the trial's process ran.
         """
         return Trial(
@@ -140,7 +140,7 @@ class TrialPlan:
             reason=outcome.reason,
             overrides=list(self.overrides),
             about=self.about,
-            started=started,
+            started=start_timestamp,
             wall_s=round(wall_s, 3),
             folder=None if outcome.status is Status.refused and not wall_s else self.name,
             results=outcome.results,
@@ -149,7 +149,7 @@ class TrialPlan:
             problems=outcome.problems,
         )
 
-    def settled_by(self, trial: Trial | None) -> bool:
+    def is_settled_by(self, trial: Trial | None) -> bool:
         """Return whether `trial`, an earlier record of this trial, makes a new run unnecessary. False if it is None.
 
         Refused trials are always checked again, because the machine may have changed. Predictions are repeated if the
@@ -224,7 +224,7 @@ def plan_run(
     )
 
 
-def plan_refused(error: ValueError, mode: str, sweep: SweepContext, overrides: Sequence[str]) -> TrialPlan:
+def refused_plan(error: ValueError, mode: str, sweep: SweepContext, overrides: Sequence[str]) -> TrialPlan:
     """Return a refused plan for a job with an invalid configuration, with the error as the reason."""
     key = digest(sorted(overrides))[:16]
     name = f"{folder_name(mode)}-{key[:6]}"

@@ -35,7 +35,7 @@ class TrialProcess:
         folder = plan.trial_folder
         plan.write()
         process_environment = self._members.start_trial(plan) if self._members else {}
-        self.started, self._start_time = datetime.now(UTC).isoformat(), time.monotonic()
+        self.start_timestamp, self._start_time = datetime.now(UTC).isoformat(), time.monotonic()
         self._interrupt_time: float | None = None
         (folder / OUTPUT_FILE).unlink(missing_ok=True)
         environment, inherited = {**plan.environment, **process_environment}, (lock.process_file.fileno(),)
@@ -52,7 +52,7 @@ class TrialProcess:
             raise
 
     @property
-    def seconds(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds since the process started."""
         return time.monotonic() - self._start_time
 
@@ -68,7 +68,7 @@ class TrialProcess:
         """
         status = self._process.status
         plan, limit = self.plan, self.plan.limit_s
-        if status is None and limit is not None and self.seconds > limit:
+        if status is None and limit is not None and self.elapsed_s > limit:
             if self._interrupt_time is None:
                 self.interrupt()
             elif time.monotonic() - self._interrupt_time > self.grace_s:
@@ -78,13 +78,13 @@ class TrialProcess:
             return None
         if self._members:
             self._members.wait_for_end()
-        seconds = self.seconds
+        seconds = self.elapsed_s
         if status != 0:
             self.kill()  # also kills its children
         final_outcome = (
             read_outcome(plan.trial_folder, status) if self._interrupt_time is None else timeout_outcome(plan)
         )
-        return plan.to_trial(final_outcome, self.started, seconds)
+        return plan.to_trial(final_outcome, self.start_timestamp, seconds)
 
     def interrupt(self) -> None:
         """Send SIGINT to the process and its children."""
@@ -95,9 +95,9 @@ class TrialProcess:
         """Kill the process and its children."""
         self._process.kill()
 
-    def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds`, but at least 0.05 s, for the process to end. Returns whether it has ended."""
-        return self._process.wait(max(seconds, _POLL_S))
+    def wait(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s`, but at least 0.05 s, for the process to end. Returns whether it has ended."""
+        return self._process.wait(max(timeout_s, _POLL_S))
 
 
 def timeout_outcome(plan: TrialPlan) -> Outcome:
@@ -105,15 +105,15 @@ def timeout_outcome(plan: TrialPlan) -> Outcome:
     return Outcome(Status.timeout, f"stopped at its time limit, trial.limit_s={plan.limit_s:g} seconds")
 
 
-def stop_trials(running: Iterable[TrialProcess]) -> None:
+def stop_trials(processes: Iterable[TrialProcess]) -> None:
     """Interrupt trials, and kill those that are still running after their `grace_s` or at another Ctrl-C."""
-    running = list(running)
+    processes = list(processes)
     try:
-        for process in running:
+        for process in processes:
             process.interrupt()
         began = time.monotonic()
-        for process in running:
+        for process in processes:
             process.wait(max(process.grace_s - (time.monotonic() - began), 0.0))
     finally:
-        for process in running:
+        for process in processes:
             process.kill()

@@ -21,7 +21,7 @@ from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.runs.wandb_writer import TRAFFIC
 from valkyrie.search.compile.prediction import CompileTimes, Measurement, MemoryReport, Prediction
-from valkyrie.sweep.trial import GoodputResult, Status, StepResult, TrialResult, upgrade_line
+from valkyrie.sweep.trial import GoodputResult, Status, StepResult, TrialResult, upgrade_record
 from valkyrie.units import GIB
 
 OUTPUT_FILE, OUTCOME_FILE = "output.log", "outcome.json"
@@ -62,23 +62,23 @@ def read_outcome(folder: Path, returncode: int) -> Outcome:
     """
     try:
         file = folder / OUTCOME_FILE
-        return decode(Outcome, upgrade_line(load(dict, file.read_bytes(), str(file))), str(file))
+        return decode(Outcome, upgrade_record(load(dict, file.read_bytes(), str(file))), str(file))
     except FileNotFoundError:
         return _infer_outcome(returncode, last_error(folder / OUTPUT_FILE))
     except RecordError as error:
         return failed_outcome(f"{OUTCOME_FILE} is damaged ({error.reason}). To repeat the trial, add trial.retry=true")
 
 
-def outcome_from_status(status: int, reason: str) -> Outcome:
+def outcome_from_exit_status(exit_status: int, reason: str) -> Outcome:
     """Return the outcome of a process that ended itself, from its exit status and the reason that it gave.
 
     An interrupted or preempted process counts as killed, and its reason is replaced. A process with a status other than
     these, `REFUSED` and `DOES_NOT_FIT` counts as failed.
     """
-    if status in (INTERRUPTED, PREEMPTED):
+    if exit_status in (INTERRUPTED, PREEMPTED):
         return Outcome(Status.killed, "the process was interrupted by another program")
     statuses = {REFUSED: Status.refused, DOES_NOT_FIT: Status.does_not_fit}
-    return Outcome(statuses[status], reason) if status in statuses else failed_outcome(reason)
+    return Outcome(statuses[exit_status], reason) if exit_status in statuses else failed_outcome(reason)
 
 
 def failed_outcome(reason: str) -> Outcome:
@@ -86,7 +86,7 @@ def failed_outcome(reason: str) -> Outcome:
     return Outcome(Status.failed, " ".join(reason.split())[:_MAX_REASON_LENGTH])
 
 
-def read_results(folder: Path, run: Run) -> Outcome:
+def outcome_from_results(folder: Path, run: Run) -> Outcome:
     """Return the outcome of a run that ended without an error, from the results file of its mode.
 
     The status is `failed` if a prediction or measurement is missing, else the status in that file. Training runs, and
@@ -143,32 +143,36 @@ class _TrainingNumbers:
     simulated: bool | None = None
 
 
-def training_results(metrics: Path, run: Run, say: Callable[[str], object] | None = None) -> TrialResult:
+def training_results(metrics_file: Path, run: Run, say: Callable[[str], object] | None = None) -> TrialResult:
     """Return the results of a training run from its `metrics.jsonl` and the goodput record in the same folder.
 
     Speeds come from the summary if the run is finished or has no record of a step, else from the record of its last
     step. If `metrics.jsonl` is missing, its values are unknown. Raises ValueError with the file and the field if a
     value has the wrong type. `say` is called with a message about damaged lines, if any.
     """
-    records = read_metrics(metrics, say) if metrics.is_file() else []
+    records = read_metrics(metrics_file, say) if metrics_file.is_file() else []
     summary: dict[str, Any] = {}
     for record in records:
         record_summary = record.get("summary", {})
         if not isinstance(record_summary, dict):
-            raise RecordError(str(metrics), "$.summary", "expected `object`")
+            raise RecordError(str(metrics_file), "$.summary", "expected `object`")
         summary |= {k: v for k, v in record_summary.items() if v is not None}
-    steps = [record for record in records if "loss" in record]
-    last = steps[-1] if steps else {}
-    finished = bool(summary.get("finished")) and summary.get("steps") == last.get("step", summary.get("steps"))
-    known_values = {k: v for k, v in last.items() if v is not None} | (summary if finished or not last else {})
-    selected_values = {key: known_values.get(key) for key in ("steps", "data_wait")} | {"loss": last.get("loss")}
+    step_records = [record for record in records if "loss" in record]
+    last_record = step_records[-1] if step_records else {}
+    is_finished = bool(summary.get("finished")) and summary.get("steps") == last_record.get(
+        "step", summary.get("steps")
+    )
+    known_values = {k: v for k, v in last_record.items() if v is not None} | (
+        summary if is_finished or not last_record else {}
+    )
+    selected_values = {key: known_values.get(key) for key in ("steps", "data_wait")} | {"loss": last_record.get("loss")}
     selected_values |= {key: summary.get(key) for key in ("hbm_gib", "compile_s", "simulated", "eval_loss")}
-    numbers = decode(_TrainingNumbers, selected_values | {"step": last.get("step")}, str(metrics))
+    numbers = decode(_TrainingNumbers, selected_values | {"step": last_record.get("step")}, str(metrics_file))
     try:
         traffic = training_traffic(summary)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(str(metrics), f"$.summary.{TRAFFIC}", f"cannot be read ({error})") from error
-    goodput_record, peak = read_goodput(metrics.parent), numbers.hbm_gib
+        raise RecordError(str(metrics_file), f"$.summary.{TRAFFIC}", f"cannot be read ({error})") from error
+    goodput_record, peak = read_goodput(metrics_file.parent), numbers.hbm_gib
     goodput = None
     if goodput_record is not None and goodput_record.share is not None:
         goodput = GoodputResult(
@@ -180,15 +184,15 @@ def training_results(metrics: Path, run: Run, say: Callable[[str], object] | Non
         )
     return TrialResult(
         parameters=run.model.parameter_count(),
-        step=decode(StepResult, known_values | {"p90_s": known_values.get("step_p90_s")}, str(metrics)),
+        step=decode(StepResult, known_values | {"p90_s": known_values.get("step_p90_s")}, str(metrics_file)),
         memory=MemoryReport(peak=None if peak is None else round(peak * GIB)),
-        communication=None if traffic is None else decode(Communication, traffic, str(metrics)),
+        communication=None if traffic is None else decode(Communication, traffic, str(metrics_file)),
         compile=CompileTimes(compile_s=numbers.compile_s),
         simulated=numbers.simulated,
         loss=numbers.loss,
         eval_loss=numbers.eval_loss,
         steps=numbers.steps if numbers.steps is not None else numbers.step or 0,
-        finished=finished,
+        finished=is_finished,
         goodput=goodput,
     )
 
@@ -211,12 +215,12 @@ def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return upgrade_communication({TRAFFIC: traffic})[TRAFFIC]
 
 
-def last_error(output: Path) -> str:
+def last_error(output_file: Path) -> str:
     """Return the last line of a log that looks like an error, or else its last line.
 
     Searches the last 60 lines that are not blank. Returns `no output` if the log is empty or missing.
     """
-    text = output.read_text(errors="replace") if output.is_file() else ""
+    text = output_file.read_text(errors="replace") if output_file.is_file() else ""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines[-60:] if _ERROR_LINE.match(line)]
     return ((errors or lines or ["no output"])[-1])[:_MAX_REASON_LENGTH]
@@ -224,7 +228,7 @@ def last_error(output: Path) -> str:
 
 def _infer_outcome(returncode: int, last_line: str) -> Outcome:
     if returncode in (INTERRUPTED, PREEMPTED):
-        return outcome_from_status(returncode, last_line)
+        return outcome_from_exit_status(returncode, last_line)
     if returncode == -signal.SIGKILL:
         return Outcome(Status.killed, "SIGKILL ended the process: this host probably ran out of memory")
     description = f"{describe_status(returncode)}: {last_line}"

@@ -20,9 +20,9 @@ from valkyrie.sweep.noise import tied_ranks
 from valkyrie.sweep.trial import Status, StepResult, Trial
 from valkyrie.sweep.varied import target_text, varied_settings
 
-STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
+STAGE_ADJECTIVES = {"measure": "measured", "compile": "predicted", "train": "trained"}
 """Adjective that describes the speeds of each stage."""
-_SIMULATED = (AUTO_TARGET, "cpu")
+_SIMULATED_TARGETS = (AUTO_TARGET, "cpu")
 _UNKNOWN_LAYOUT = LayoutRecord("?", "?", "?", "unknown target")
 
 
@@ -42,38 +42,42 @@ class SpeedKind(NamedTuple):
         """The devices of a measurement or training run, such as `simulated devices`."""
         if not self.simulated:
             return "this machine" if self.target == AUTO_TARGET else self.target
-        return "simulated devices" + ("" if self.target in _SIMULATED else f" ({self.target})")
+        return "simulated devices" + ("" if self.target in _SIMULATED_TARGETS else f" ({self.target})")
 
     @property
     def label(self) -> str:
         """The kind as text, such as `predicted for v5e-8` or `measured on simulated devices`."""
-        verb = STAGES.get(self.stage, self.stage)
+        verb = STAGE_ADJECTIVES.get(self.stage, self.stage)
         return f"{verb} for {self.target}" if self.stage == "compile" else f"{verb} on {self.devices}"
 
 
 class Workload(NamedTuple):
     """The computation of a step, independent of the layout. Only speeds of the same workload are compared.
 
-    `varied` lists other settings that the sweep varies, such as `("layers=12", "state_size=1024")`.
+    `varied_settings` lists other settings that the sweep varies, such as `("layers=12", "state_size=1024")`.
     """
 
     model: str
     batch: int | None
     seq: int | None
     precision: str
-    varied: tuple[str, ...]
+    varied_settings: tuple[str, ...]
 
     @property
     def label(self) -> str:
         """Model, batch, sequence length and varied settings as text. Omits the precision."""
         return ", ".join(
-            [self.model, f"{self.batch} x {self.seq} tokens", *([" ".join(self.varied)] * bool(self.varied))]
+            [
+                self.model,
+                f"{self.batch} x {self.seq} tokens",
+                *([" ".join(self.varied_settings)] * bool(self.varied_settings)),
+            ]
         )
 
     @property
     def step_key(self) -> tuple[object, ...]:
         """Key that pairs predictions with measurements of the same step, in any precision."""
-        return self.model, self.batch, self.seq, self.varied
+        return self.model, self.batch, self.seq, self.varied_settings
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Row:
     Args:
         trial: The trial.
         source: Folder of the sweep. For a training run outside a sweep, the parent of its run folder.
-        group: Stage and target that its speed comes from.
+        speed_kind: Stage and target that its speed comes from.
         work: Workload of its step.
         about: The layout, with question marks if the configuration does not compose.
         layout: Name of the layout, or of the trial if the configuration does not compose.
@@ -106,7 +110,7 @@ class Row:
 
     trial: Trial
     source: Path
-    group: SpeedKind
+    speed_kind: SpeedKind
     work: Workload
     about: LayoutRecord
     layout: str
@@ -142,7 +146,7 @@ class Row:
         return self.trial.stage == "train" and not self.trial.overrides
 
     @property
-    def ranked(self) -> bool:
+    def has_speed(self) -> bool:
         """Whether the trial is ok and has a speed, so that it can be ranked."""
         return self.trial.status is Status.ok and None not in (
             self.tokens_per_second_per_chip,
@@ -171,15 +175,15 @@ class Row:
         return self.step.tokens_per_second_per_chip
 
     @property
-    def sent(self) -> dict[str, float]:
+    def bytes_by_axes(self) -> dict[str, float]:
         """Bytes sent by each device per step, by mesh axes such as `x,y`. Empty if unknown."""
-        return self.trial.results.sent
+        return self.trial.results.bytes_by_axes
 
     @property
     def sent_bytes(self) -> float | None:
         """Bytes sent by each device per step over all axes, or None if unknown."""
         traffic = self.trial.results.communication
-        return None if traffic is None else sum(self.sent.values()) if self.sent else traffic.bytes
+        return None if traffic is None else sum(self.bytes_by_axes.values()) if self.bytes_by_axes else traffic.bytes
 
     @property
     def result_text(self) -> str:
@@ -189,7 +193,7 @@ class Row:
         """
         if self.trial.status is not Status.ok:
             return f"{self.status}: {self.trial.short_reason}"
-        return self.trial.speed_label if self.ranked else ""
+        return self.trial.speed_label if self.has_speed else ""
 
     @property
     def data_wait(self) -> float | None:
@@ -224,7 +228,7 @@ def make_rows(
     do not belong to a sweep. If a trial did not record its devices, they are taken from other trials with the same
     folder, stage and target.
     """
-    varied, rows = varied_settings({**sweeps, **trainings}), []
+    settings_by_trial, rows = varied_settings({**sweeps, **trainings}), []
     for folder, trials in itertools.chain(trainings.items(), sweeps.items()):
         simulated_by_kind = {
             _stage_and_target(t): t.results.simulated for t in trials if t.results.simulated is not None
@@ -235,11 +239,11 @@ def make_rows(
             is_simulated = _is_simulated(trial, simulated_by_kind.get(kind))
             trial_devices = trial.results.devices or devices_by_kind.get(kind)
             source = folder.parent if folder in trainings else folder
-            rows.append(make_row(trial, source, is_simulated, trial_devices, varied[folder, trial.key]))
+            rows.append(make_row(trial, source, is_simulated, trial_devices, settings_by_trial[folder, trial.key]))
     return rows
 
 
-def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, varied: tuple[str, ...]) -> Row:
+def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, varied_settings: tuple[str, ...]) -> Row:
     """Convert a trial to a row.
 
     Args:
@@ -247,7 +251,7 @@ def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, v
         folder: Folder of the sweep. For a training run outside a sweep, the parent of its run folder.
         simulated: Whether the devices are simulated.
         devices: Devices of a measurement on this machine, such as `8 x NVIDIA H100`, or None if unknown.
-        varied: Settings that the sweep varies in addition to the layout.
+        varied_settings: Settings that the sweep varies in addition to the layout.
     """
     about, results, target = trial.about or _UNKNOWN_LAYOUT, trial.results, target_text(trial)
     step, memory, goodput = results.step, results.memory, results.goodput
@@ -260,8 +264,10 @@ def make_row(trial: Trial, folder: Path, simulated: bool, devices: str | None, v
     return Row(
         trial=trial,
         source=folder,
-        group=SpeedKind(trial.stage, target if simulated or target != AUTO_TARGET else devices or target, simulated),
-        work=Workload(about.model, about.batch, about.seq, about.precision or "", varied),
+        speed_kind=SpeedKind(
+            trial.stage, target if simulated or target != AUTO_TARGET else devices or target, simulated
+        ),
+        work=Workload(about.model, about.batch, about.seq, about.precision or "", varied_settings),
         about=about,
         layout=trial.name if trial.about is None else about.name,
         step_s=step_s,
@@ -283,7 +289,7 @@ def sort_by_speed(rows: Iterable[Row]) -> list[Row]:
     order = list(Status)
     return sorted(
         rows,
-        key=lambda r: (not r.ranked, -(r.tokens_per_second_per_chip or 0.0), order.index(r.trial.status), r.layout),
+        key=lambda r: (not r.has_speed, -(r.tokens_per_second_per_chip or 0.0), order.index(r.trial.status), r.layout),
     )
 
 
@@ -294,7 +300,7 @@ def group_by_kind(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
     """
     by_group: dict[SpeedKind, list[Row]] = defaultdict(list)
     for row in rows:
-        by_group[row.group].append(row)
+        by_group[row.speed_kind].append(row)
     order = sorted(by_group, key=lambda g: (g.simulated, g.stage == "compile", g.stage == "train", g.target))
     return {group: sort_by_speed(by_group[group]) for group in order}
 
@@ -302,7 +308,7 @@ def group_by_kind(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
 def with_ranks(rows: Sequence[Row]) -> list[Row]:
     """Add ranks to sorted rows of one kind of speed. Rows within noise share a rank; rows without a speed get None."""
     ranks = tied_ranks([row.trial for row in rows])
-    return [replace(row, rank=rank if row.ranked else None) for rank, row in zip(ranks, rows, strict=True)]
+    return [replace(row, rank=rank if row.has_speed else None) for rank, row in zip(ranks, rows, strict=True)]
 
 
 def pair_predictions(rows: Iterable[Row]) -> list[RowPair]:
@@ -312,11 +318,11 @@ def pair_predictions(rows: Iterable[Row]) -> list[RowPair]:
     paired with predictions for any target.
     """
     predictions: dict[tuple[object, ...], list[Row]] = defaultdict(list)
-    rows = [row for row in rows if row.ranked]
+    rows = [row for row in rows if row.has_speed]
     for row in rows:
-        if row.group.stage == "compile":
+        if row.speed_kind.stage == "compile":
             predictions[(row.layout, row.work.step_key)].append(row)
-    runs = (row for row in rows if row.group.stage != "compile")
+    runs = (row for row in rows if row.speed_kind.stage != "compile")
     pairs = [RowPair(prediction, row) for row in runs for prediction in predictions[(row.layout, row.work.step_key)]]
     return [p for p in pairs if _is_comparable(p)]
 
@@ -332,10 +338,12 @@ def with_predictions(rows: Iterable[Row]) -> list[Row]:
 
 
 def with_settings(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with `settings` set to `Workload.varied`, preceded by batch, seq and precision if these differ."""
+    """Return rows with `settings` set to `Workload.varied_settings`, after batch, seq and precision if these differ."""
     values = {key: {getattr(row.work, key) for row in rows} - {None, ""} for key in ("batch", "seq", "precision")}
     keys = [key for key in values if len(values[key]) > 1]
-    return [replace(row, settings=" ".join([*_known_settings(row.work, keys), *row.work.varied])) for row in rows]
+    return [
+        replace(row, settings=" ".join([*_known_settings(row.work, keys), *row.work.varied_settings])) for row in rows
+    ]
 
 
 def _known_settings(work: Workload, keys: Iterable[str]) -> list[str]:
@@ -388,4 +396,4 @@ def _reason(trial: Trial) -> str | None:
 def _is_comparable(pair: RowPair) -> bool:
     """Return whether a run has the target of the prediction, or used simulated devices or `target=auto`."""
     is_local = pair.b.about.target == AUTO_TARGET
-    return pair.b.group.simulated or is_local or pair.b.group.target == pair.a.group.target
+    return pair.b.speed_kind.simulated or is_local or pair.b.speed_kind.target == pair.a.speed_kind.target

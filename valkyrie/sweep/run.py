@@ -22,18 +22,18 @@ _LOCKED_POLL_S = 0.5
 class Watcher(Protocol):
     """Shows the progress of a sweep."""
 
-    def show_running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+    def show_running(self, processes: Sequence[TrialProcess], waiting_count: int) -> None:
         """Called several times a second with the running trials and the number of waiting ones.
 
         If trials are waiting but none is running, another sweep is running them.
         """
         ...
 
-    def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
+    def show_ended(self, plan: TrialPlan, trial: Trial, *, recorded_earlier: bool) -> None:
         """Called when a trial has ended, is refused or needs no new run.
 
-        `earlier` is True if the trial needs no new run, because an earlier or concurrent sweep has recorded it, or a
-        plan with the same key has been run.
+        `recorded_earlier` is True if the trial needs no new run, because an earlier or concurrent sweep has recorded
+        it, or a plan with the same key has been run.
         """
         ...
 
@@ -43,15 +43,15 @@ class TrialTimeout(BaseException):
 
 
 def run_in_this_process(
-    plan: TrialPlan, work: Callable[[Callable[[], None]], Outcome], watch: Callable[[], None] = lambda: None
+    plan: TrialPlan, run_trial: Callable[[Callable[[], None]], Outcome], watch: Callable[[], None] = lambda: None
 ) -> Trial:
     """Run a trial in this process, and return its record. For trials that need no devices.
 
     Waits if another sweep is running the trial. Raises OSError if the record cannot be written.
 
     Args:
-        plan: The trial. If it is refused, or an earlier record makes it unnecessary, `work` is not called.
-        work: Runs the trial. It must call its argument several times a second to enforce the trial's time limit.
+        plan: The trial. If it is refused, or an earlier record makes it unnecessary, `run_trial` is not called.
+        run_trial: Runs the trial. It must call its argument several times a second to enforce the trial's time limit.
         watch: Called several times a second. An exception from it ends the trial without a record.
     """
     while True:
@@ -68,7 +68,7 @@ def run_in_this_process(
         if plan.key in trials:
             return trials[plan.key]
         plan.write()
-        started, start_time = datetime.now(UTC).isoformat(), time.monotonic()
+        start_timestamp, start_time = datetime.now(UTC).isoformat(), time.monotonic()
 
         def check_limits() -> None:
             watch()
@@ -76,47 +76,49 @@ def run_in_this_process(
                 raise TrialTimeout
 
         try:
-            outcome = work(check_limits)
+            outcome = run_trial(check_limits)
         except TrialTimeout:
             outcome = timeout_outcome(plan)
         outcome.write(plan.trial_folder)
-        trial = plan.to_trial(outcome, started, time.monotonic() - start_time)
+        trial = plan.to_trial(outcome, start_timestamp, time.monotonic() - start_time)
         TrialLog(plan.folder).append([trial])
         return trial
 
 
-def run_trials(plans: Sequence[TrialPlan], jobs: int, watcher: Watcher | None = None) -> dict[str, Trial]:
-    """Run the trials of one sweep folder, `jobs` at a time in separate processes.
+def run_trials(plans: Sequence[TrialPlan], n_jobs: int, watcher: Watcher | None = None) -> dict[str, Trial]:
+    """Run the trials of one sweep folder, `n_jobs` at a time in separate processes.
 
     Returns a dict from trial keys to records, including earlier records of trials that need no new run. Waits for
     trials that another sweep is running. Raises OSError if a record cannot be written, and KeyboardInterrupt after
     Ctrl-C. In both cases running trials are stopped and not recorded.
     """
-    trials, waiting = settle(plans, watcher)
-    running: dict[str, tuple[TrialProcess, TrialLock]] = {}
+    trials, waiting_plans = settle(plans, watcher)
+    running_trials: dict[str, tuple[TrialProcess, TrialLock]] = {}
     last_attempt = 0.0
     try:
-        while waiting or running:
-            if len(running) < jobs and time.monotonic() - last_attempt > _LOCKED_POLL_S:
-                last_attempt = time.monotonic() if not _start_next(waiting, running, trials, watcher) else 0.0
+        while waiting_plans or running_trials:
+            if len(running_trials) < n_jobs and time.monotonic() - last_attempt > _LOCKED_POLL_S:
+                last_attempt = (
+                    time.monotonic() if not _start_next(waiting_plans, running_trials, trials, watcher) else 0.0
+                )
                 continue
-            running_before = len(running)
-            for key, (process, lock) in list(running.items()):
+            running_count = len(running_trials)
+            for key, (process, lock) in list(running_trials.items()):
                 trial = process.poll()
                 if trial is not None:
                     TrialLog(process.plan.folder).append([trial])
                     _add_trial(process.plan, trial, trials, watcher)
-                    del running[key]
+                    del running_trials[key]
                     lock.release()
-            if len(running) < running_before:
+            if len(running_trials) < running_count:
                 last_attempt = 0.0
             else:
                 if watcher is not None:
-                    watcher.show_running([process for process, _ in running.values()], len(waiting))
+                    watcher.show_running([process for process, _ in running_trials.values()], len(waiting_plans))
                 time.sleep(_POLL_S)
     finally:
-        stop_trials(process for process, _ in running.values())
-        for _, lock in running.values():
+        stop_trials(process for process, _ in running_trials.values())
+        for _, lock in running_trials.values():
             lock.release()
     return trials
 
@@ -128,65 +130,65 @@ def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[
     shows settled trials with `watcher`.
     """
     trials: dict[str, Trial] = {}
-    waiting: list[TrialPlan] = []
+    waiting_plans: list[TrialPlan] = []
     if not plans:
-        return trials, waiting
+        return trials, waiting_plans
     log = TrialLog(plans[0].folder)
-    recorded = {trial.key: trial for trial in log.read()}
-    refused: list[tuple[TrialPlan, Trial]] = []
+    recorded_trials = {trial.key: trial for trial in log.read()}
+    refused_trials: list[tuple[TrialPlan, Trial]] = []
     for plan in plans:
-        earlier_trial = recorded.get(plan.key)
-        if earlier_trial is not None and plan.settled_by(earlier_trial):
-            _add_trial(plan, earlier_trial, trials, watcher, earlier=True)
+        earlier_trial = recorded_trials.get(plan.key)
+        if earlier_trial is not None and plan.is_settled_by(earlier_trial):
+            _add_trial(plan, earlier_trial, trials, watcher, recorded_earlier=True)
         elif plan.refusal is None:
-            waiting.append(plan)
+            waiting_plans.append(plan)
         elif earlier_trial is not None and earlier_trial.reason == plan.refusal:
-            refused.append((plan, earlier_trial))
+            refused_trials.append((plan, earlier_trial))
         else:
             problems = tuple(problem.record() for problem in plan.problems)
             outcome = Outcome(Status.refused, plan.refusal, problems=problems)
-            refused.append((plan, plan.to_trial(outcome, datetime.now(UTC).isoformat(), 0.0)))
-    log.append({t.key: t for _, t in refused if recorded.get(t.key) is not t}.values())
-    for plan, trial in refused:
+            refused_trials.append((plan, plan.to_trial(outcome, datetime.now(UTC).isoformat(), 0.0)))
+    log.append({t.key: t for _, t in refused_trials if recorded_trials.get(t.key) is not t}.values())
+    for plan, trial in refused_trials:
         _add_trial(plan, trial, trials, watcher)
-    return trials, waiting
+    return trials, waiting_plans
 
 
 def _start_next(
-    waiting: list[TrialPlan],
-    running: dict[str, tuple[TrialProcess, TrialLock]],
+    waiting_plans: list[TrialPlan],
+    running_trials: dict[str, tuple[TrialProcess, TrialLock]],
     trials: dict[str, Trial],
     watcher: Watcher | None,
 ) -> bool:
-    """Start the first waiting trial that is not locked, and move it from `waiting` to `running`.
+    """Start the first waiting trial that is not locked, and move it from `waiting_plans` to `running_trials`.
 
     A trial is locked while it runs, in this or another sweep. If the first one that is not locked has been recorded in
     the meantime, moves it to `trials` instead of starting it. Returns False if all waiting trials are locked.
     """
-    for plan in waiting:
+    for plan in waiting_plans:
         if plan.key in trials:  # another job has the same key
-            waiting.remove(plan)
-            _add_trial(plan, trials[plan.key], trials, watcher, earlier=True)
+            waiting_plans.remove(plan)
+            _add_trial(plan, trials[plan.key], trials, watcher, recorded_earlier=True)
             return True
-        lock = None if plan.key in running else TrialLock.acquire(plan.trial_folder)
+        lock = None if plan.key in running_trials else TrialLock.acquire(plan.trial_folder)
         if lock is None:
             continue
-        waiting.remove(plan)
+        waiting_plans.remove(plan)
         with ExitStack() as cleanup:
             cleanup.callback(lock.release)
             earlier_trial = next((trial for trial in TrialLog(plan.folder).read() if trial.key == plan.key), None)
-            if earlier_trial is not None and plan.settled_by(earlier_trial):
-                _add_trial(plan, earlier_trial, trials, watcher, earlier=True)
+            if earlier_trial is not None and plan.is_settled_by(earlier_trial):
+                _add_trial(plan, earlier_trial, trials, watcher, recorded_earlier=True)
             else:
-                running[plan.key] = TrialProcess(plan, lock), lock
+                running_trials[plan.key] = TrialProcess(plan, lock), lock
                 cleanup.pop_all()
         return True
     return False
 
 
 def _add_trial(
-    plan: TrialPlan, trial: Trial, trials: dict[str, Trial], watcher: Watcher | None, *, earlier: bool = False
+    plan: TrialPlan, trial: Trial, trials: dict[str, Trial], watcher: Watcher | None, *, recorded_earlier: bool = False
 ) -> None:
     trials[plan.key] = trial
     if watcher is not None:
-        watcher.show_ended(plan, trial, earlier=earlier)
+        watcher.show_ended(plan, trial, recorded_earlier=recorded_earlier)

@@ -18,7 +18,7 @@ from valkyrie.sweep.results import OUTPUT_FILE
 from valkyrie.sweep.table import describe_result
 from valkyrie.sweep.trial import Status, Trial, trial_title
 from valkyrie.train.screen import make_console
-from valkyrie.units import long_duration
+from valkyrie.units import long_duration_text
 
 if TYPE_CHECKING:
     from valkyrie.sweep.plan import TrialPlan
@@ -39,9 +39,9 @@ class LineScreen:
     """
 
     def __init__(self, console: Console | None = None, total: int = 1) -> None:
-        self.console, self.total, self.done = console or make_console(), total, 0
-        self._unprinted: Counter[str] = Counter()
-        self._refused = 0
+        self.console, self.total, self.ended_count = console or make_console(), total, 0
+        self._unprinted_counts: Counter[str] = Counter()
+        self._refused_count = 0
         self._is_waiting_for_sweep = False
 
     def __enter__(self) -> LineScreen:
@@ -50,42 +50,42 @@ class LineScreen:
     def __exit__(self, *_: object) -> None:
         self._print_counts()
 
-    def show_running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+    def show_running(self, processes: Sequence[TrialProcess], waiting_count: int) -> None:
         """Print how many trials ended without a line since the last call.
 
         When another sweep starts to run all remaining trials, also prints that this sweep waits for it.
         """
         self._print_counts()
-        if waiting and not processes and not self._is_waiting_for_sweep:
-            trials = f"{waiting} trials" if waiting > 1 else "trial"
+        if waiting_count and not processes and not self._is_waiting_for_sweep:
+            trials = f"{waiting_count} trials" if waiting_count > 1 else "trial"
             line = f"waiting for another sweep, which is running the last {trials}"
             self.console.print(line, style="dim", markup=False, highlight=False)
-        self._is_waiting_for_sweep = bool(waiting and not processes)
+        self._is_waiting_for_sweep = bool(waiting_count and not processes)
 
-    def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
+    def show_ended(self, plan: TrialPlan, trial: Trial, *, recorded_earlier: bool) -> None:
         """Print a line for the trial, or only count it.
 
         If the trial is ok but its mode has no results, first prints the output of its process.
         """
-        self.done += 1
-        self._refused += trial.status is Status.refused
-        if self.total > 1 and earlier:
-            self._unprinted["recorded earlier"] += 1
-        elif self._refused > REFUSED_LINES and trial.status is Status.refused:
-            self._unprinted["more refused"] += 1
+        self.ended_count += 1
+        self._refused_count += trial.status is Status.refused
+        if self.total > 1 and recorded_earlier:
+            self._unprinted_counts["recorded earlier"] += 1
+        elif self._refused_count > REFUSED_LINES and trial.status is Status.refused:
+            self._unprinted_counts["more refused"] += 1
         else:
-            self._print(plan, trial, earlier)
+            self._print(plan, trial, recorded_earlier)
 
     def _print_counts(self) -> None:
-        for description, count in self._unprinted.items():
+        for description, count in self._unprinted_counts.items():
             self.console.print(
-                f"[{self.done}/{self.total}] {count} {description}", style="dim", markup=False, highlight=False
+                f"[{self.ended_count}/{self.total}] {count} {description}", style="dim", markup=False, highlight=False
             )
-        self._unprinted.clear()
+        self._unprinted_counts.clear()
 
-    def _print(self, plan: TrialPlan, trial: Trial, earlier: bool) -> None:
-        number = f"[{self.done}/{self.total}] " if self.total > 1 else ""
-        duration = " (recorded earlier)" if earlier else f" ({trial.wall_s:.1f} s)" if trial.wall_s else ""
+    def _print(self, plan: TrialPlan, trial: Trial, recorded_earlier: bool) -> None:
+        number = f"[{self.ended_count}/{self.total}] " if self.total > 1 else ""
+        duration = " (recorded earlier)" if recorded_earlier else f" ({trial.wall_s:.1f} s)" if trial.wall_s else ""
         output = plan.trial_folder / OUTPUT_FILE
         if not has_results(plan.stage) and trial.status is Status.ok and output.is_file():
             self.console.print(output.read_text(errors="replace").rstrip(), markup=False, highlight=False)
@@ -101,9 +101,9 @@ class LiveScreen(LineScreen):
         self._jobs, self._name, self._start_time = jobs, name, time.monotonic()
         self._counts: Counter[Status] = Counter()
         self._trial_durations_s: list[float] = []
-        self._best: Trial | None = None
+        self._best_trial: Trial | None = None
         self._processes: Sequence[TrialProcess] = ()
-        self._waiting = total
+        self._waiting_count = total
         self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
 
     def __enter__(self) -> LiveScreen:
@@ -114,45 +114,45 @@ class LiveScreen(LineScreen):
         self._print_counts()
         self._live.stop()
 
-    def show_running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+    def show_running(self, processes: Sequence[TrialProcess], waiting_count: int) -> None:
         """Store the running and waiting trials for the next refresh."""
-        super().show_running(processes, waiting)
-        self._processes, self._waiting = list(processes), waiting
+        super().show_running(processes, waiting_count)
+        self._processes, self._waiting_count = list(processes), waiting_count
 
-    def show_ended(self, plan: TrialPlan, trial: Trial, *, earlier: bool) -> None:
+    def show_ended(self, plan: TrialPlan, trial: Trial, *, recorded_earlier: bool) -> None:
         """Print a line for the trial, or only count it, and update the counts, mean duration and best trial."""
-        super().show_ended(plan, trial, earlier=earlier)
+        super().show_ended(plan, trial, recorded_earlier=recorded_earlier)
         self._counts[trial.status] += 1
-        if not earlier and trial.wall_s:
+        if not recorded_earlier and trial.wall_s:
             self._trial_durations_s.append(trial.wall_s)
-        if trial.results.objective > (self._best.results.objective if self._best else 0.0):
-            self._best = trial
+        if trial.results.objective > (self._best_trial.results.objective if self._best_trial else 0.0):
+            self._best_trial = trial
 
     def seconds_left(self) -> float | None:
         """Estimate the seconds left from the mean duration of the trials so far. None before the first has finished."""
         if not self._trial_durations_s:
             return None
         mean = sum(self._trial_durations_s) / len(self._trial_durations_s)
-        running_s = sum(max(mean - process.seconds, 0.0) for process in self._processes)
-        return (running_s + mean * self._waiting) / self._jobs
+        running_s = sum(max(mean - process.elapsed_s, 0.0) for process in self._processes)
+        return (running_s + mean * self._waiting_count) / self._jobs
 
     def _render(self) -> Group:
-        done = sum(self._counts.values())
+        ended_count = sum(self._counts.values())
         seconds_left = self.seconds_left()
-        parts = [f"{done}/{self.total} done", f"{len(self._processes)} running"]
+        parts = [f"{ended_count}/{self.total} done", f"{len(self._processes)} running"]
         parts += [f"{n} {s.value.replace('_', ' ')}" for s, n in self._counts.items() if s is not Status.ok]
-        parts.append("ETA ?" if seconds_left is None else f"ETA {long_duration(seconds_left)}")
-        parts.append(f"{long_duration(time.monotonic() - self._start_time)} so far")
+        parts.append("ETA ?" if seconds_left is None else f"ETA {long_duration_text(seconds_left)}")
+        parts.append(f"{long_duration_text(time.monotonic() - self._start_time)} so far")
         heading = Text(f"sweep {self._name}: {' · '.join(parts)}", style="bold")
         rows = Table(box=SIMPLE, show_header=False, pad_edge=False)
-        if self._best is not None:
-            speed = f"{self._best.results.objective:,.0f} tokens/s/chip {self._best.speed_label}".rstrip()
-            rows.add_row("best so far", self._best.title, speed)
+        if self._best_trial is not None:
+            speed = f"{self._best_trial.results.objective:,.0f} tokens/s/chip {self._best_trial.speed_label}".rstrip()
+            rows.add_row("best so far", self._best_trial.title, speed)
         for process in self._processes:
             limit = process.plan.limit_s
             rows.add_row(
                 "running",
                 trial_title(process.plan.about, process.plan.overrides, process.plan.stage),
-                f"{process.seconds:.0f} s" + (f" of at most {limit:g} s" if limit else ""),
+                f"{process.elapsed_s:.0f} s" + (f" of at most {limit:g} s" if limit else ""),
             )
         return Group(heading, rows)

@@ -21,7 +21,7 @@ from valkyrie.problems import Problem, ProblemCode, check_range, first_line, ref
 from valkyrie.sweep.composer import Composer
 from valkyrie.trees import override_text
 
-ALL, DEFAULT = "all", "default"
+ALL_CHOICES, DEFAULT_PLACEMENT = "all", "default"
 """Special values in a space: `all` tries every partition or placement, `default` keeps the placement of the mesh."""
 SPACE_KEY = "hydra.sweeper.space"
 """Config key of the space."""
@@ -70,10 +70,10 @@ class SpaceConfig:
 
     meshes: list[str] = field(default_factory=lambda: ["AxBxC"])
     devices: int | None = None
-    partitions: list[str] = field(default_factory=lambda: [ALL])
+    partitions: list[str] = field(default_factory=lambda: [ALL_CHOICES])
     microbatches: list[int] | None = None
     remat: list[str] | None = None
-    placements: list[str] = field(default_factory=lambda: [DEFAULT])
+    placements: list[str] = field(default_factory=lambda: [DEFAULT_PLACEMENT])
     vary: dict[str, Any] = field(default_factory=dict)
     parameters: list[float | None] | None = None
     flops_per_token: list[float | None] | None = None
@@ -178,18 +178,18 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
     space = OmegaConf.to_object(config_node)
     assert isinstance(space, SpaceConfig)
     space.vary = vary
-    refuse([*problems, *space.problems(), *_unknown_names(space, composer)])
+    refuse([*problems, *space.problems(), *_name_problems(space, composer)])
     return SweepSpace(space, fixed_overrides)
 
 
-def _unknown_names(space: SpaceConfig, composer: Composer) -> Iterator[Problem]:
+def _name_problems(space: SpaceConfig, composer: Composer) -> Iterator[Problem]:
     """Yield a problem for each partition and remat policy that is not a choice, and for each malformed mesh."""
     sources = composer.config.hydra.runtime.config_sources
     folders = [source.path for source in sources if source.provider == "command-line"]
     for group, names in (("partition", space.partitions), ("remat", space.remat or [])):
         options = composer.group_options(group)
         for name in names:
-            if name not in options and not (group == "partition" and name == ALL):
+            if name not in options and not (group == "partition" and name == ALL_CHOICES):
                 yield Problem(
                     ProblemCode.unknown_name, group, name, unknown_choice(f"{group}/{name}", options, folders)
                 )
@@ -234,7 +234,7 @@ def _values(override: Override) -> list[str]:
 def _set_layout_key(space: Any, key: str, values: Sequence[str]) -> None:
     name = LAYOUT_KEYS[key]
     unquoted = [re.sub(r"\\(.)", r"\1", value) for value in values]  # Hydra writes x:2 as x\:2
-    unquoted = [DEFAULT if name == "placements" and v == "null" else v.strip("[]") for v in unquoted]
+    unquoted = [DEFAULT_PLACEMENT if name == "placements" and v == "null" else v.strip("[]") for v in unquoted]
     try:
         OmegaConf.update(space, name, unquoted, merge=False)
     except OmegaConfBaseException as error:

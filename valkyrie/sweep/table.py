@@ -25,18 +25,18 @@ def describe_result(trial: Trial) -> str:
     """Summarise a trial in one line: its speed, MFU and memory, or the status and the reason."""
     if trial.status is not Status.ok:
         return f"{trial.status.value}: {trial.short_reason}"
-    parts, step, results = [], trial.results.step, trial.results
+    phrases, step, results = [], trial.results.step, trial.results
     if step.tokens_per_second:
-        parts.append(f"{step.tokens_per_second:,.0f} tokens/s {trial.speed_label}".rstrip())
+        phrases.append(f"{step.tokens_per_second:,.0f} tokens/s {trial.speed_label}".rstrip())
     if step.tokens_per_second and step.step_s:
-        parts.append(f"{1e3 * step.step_s:,.1f} ms/step")
+        phrases.append(f"{1e3 * step.step_s:,.1f} ms/step")
     if step.mfu:
-        parts.append(f"MFU {FORMATS['share'](step.mfu)}")
+        phrases.append(f"MFU {FORMATS['share'](step.mfu)}")
     if results.memory.peak is not None:
-        parts.append(memory_text(results.memory.peak))
+        phrases.append(memory_text(results.memory.peak))
     if not step.tokens_per_second and results.loss is not None:
-        parts.append(f"loss {FORMATS['loss'](results.loss)}")
-    return "ok" + (f": {', '.join(parts)}" if parts else "")
+        phrases.append(f"loss {FORMATS['loss'](results.loss)}")
+    return "ok" + (f": {', '.join(phrases)}" if phrases else "")
 
 
 def sweep_table(trials: Sequence[Trial], folder: Path, max_rows: int = 40) -> Table:
@@ -59,21 +59,21 @@ def count_statuses(trials: Sequence[Trial]) -> str:
     return f"{count_text(len(trials), 'trial')}: {parts or 'none'}"
 
 
-def closing_lines(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:
+def closing_lines(trials: Sequence[Trial], folder: Path, *, is_complete: bool = True) -> list[str]:
     """Return the lines below the table: counts by status, refusals, how to retry, the folder and the HTML report.
 
-    If the sweep is not `complete` or has no report yet, the last line is the command that writes the report.
+    If the sweep is not `is_complete` or has no report yet, the last line is the command that writes the report.
     """
     lines = [count_statuses(trials)]
-    refused = [trial for trial in trials if trial.status is Status.refused]
-    for trial in refused[:3]:
+    refused_trials = [trial for trial in trials if trial.status is Status.refused]
+    for trial in refused_trials[:3]:
         lines.append(f"refused: {trial.title}: {trial.short_reason}")
-    if len(refused) > 3:
-        lines.append(f"refused: {len(refused) - 3} more, explained on the page")
+    if len(refused_trials) > 3:
+        lines.append(f"refused: {len(refused_trials) - 3} more, explained on the page")
     if any(trial.status in NO_RESULT_STATUSES for trial in trials):
         lines.append("to repeat trials without a result, add trial.retry=true")
     for stage in sorted({trial.stage for trial in trials if not (has_results(trial.stage) or reads_run(trial.stage))}):
         lines.append(f"mode={stage} records no numbers. To compare memory and step time, use mode=compile")
-    page_exists = complete and (folder / PAGE_FILE).is_file()
+    page_exists = is_complete and (folder / PAGE_FILE).is_file()
     page = folder / PAGE_FILE if page_exists else f"{command_name('valkyrie-report')} {shlex.quote(str(folder))}"
     return [*lines, f"folder: {folder}", f"page: {page}"]

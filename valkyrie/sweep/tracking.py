@@ -70,7 +70,7 @@ class SweepTracker:
         self._folder, self._sweep = folder, sweep
         self._say = say or (lambda line: print(line, file=sys.stderr))
         self._writer = WandbWriter(config, folder)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")
 
     def log(self, trial: Trial) -> None:
         """Queue a trial to be reported, unless the same content was reported before.
@@ -79,7 +79,7 @@ class SweepTracker:
         sweep created for its failed attempts are removed, unless they were uploaded.
         """
         if self._writer.mode is not WandbMode.off:
-            self._worker.submit(self._report_safely, self._log_trial, trial)
+            self._executor.submit(self._report_safely, self._log_trial, trial)
 
     def close(self) -> None:
         """Report the sweep's parent run, a summary of all trials in `trials.jsonl`, unless it is up to date.
@@ -87,14 +87,14 @@ class SweepTracker:
         Waits until all reports are sent to W&B.
         """
         if self._writer.mode is not WandbMode.off:
-            self._worker.submit(self._report_safely, self._log_sweep)
-        self._worker.shutdown()
+            self._executor.submit(self._report_safely, self._log_sweep)
+        self._executor.shutdown()
 
     def _report_safely(self, report: Callable[..., None], *arguments: Any) -> None:
         if self._writer.mode is WandbMode.off:
             return
         try:
-            with self._folder_locked():
+            with self._lock_folder():
                 report(*arguments)
         except Exception as error:  # an error in W&B must not end the sweep
             self._writer.mode = WandbMode.off
@@ -118,7 +118,7 @@ class SweepTracker:
         self._log_run(
             run_id,
             trial.to_json(),
-            lambda run: run.summary.update(trial_summary(self._with_prediction(trial))),
+            lambda run: run.summary.update(trial_summary(self._row_with_prediction(trial))),
             name=trial.name,
             job_type=trial.stage,
             fields=wandb_config(about, _settings(trial, self._folder)),
@@ -126,7 +126,7 @@ class SweepTracker:
             exit_code=int(trial.status in NO_RESULT_STATUSES),
         )
 
-    def _with_prediction(self, trial: Trial) -> Row:
+    def _row_with_prediction(self, trial: Trial) -> Row:
         """Convert a trial to a row.
 
         The row of a measured or trained trial includes the prediction for its layout, if the sweep has one.
@@ -195,7 +195,7 @@ class SweepTracker:
         )
 
     @contextmanager
-    def _folder_locked(self) -> Iterator[None]:
+    def _lock_folder(self) -> Iterator[None]:
         """Lock the sweep's `wandb` folder, so that two processes do not report the same trial at the same time."""
         (self._folder / "wandb").mkdir(parents=True, exist_ok=True)
         with open_to_append(self._folder / "wandb" / ".lock") as file:
@@ -218,7 +218,7 @@ def trial_summary(row: Row) -> dict[str, object]:
     Bytes sent have one key for each set of mesh axes, such as `comm_bytes/x`. Unknown values are omitted.
     """
     summary = {column.key: column.scaled(row) for column in WANDB_RUN_COLUMNS}
-    summary |= {f"comm_bytes/{axes}": size for axes, size in row.sent.items()}
+    summary |= {f"comm_bytes/{axes}": size for axes, size in row.bytes_by_axes.items()}
     return {key: value for key, value in summary.items() if value is not None}
 
 
@@ -264,18 +264,18 @@ def _table_and_plots(rows: list[list[Any]]) -> dict[str, object]:
 
     keys = [column.key for column in WANDB_TABLE_COLUMNS]
     record: dict[str, object] = {"trials": wandb.Table(columns=[*keys], data=rows, allow_mixed_types=True)}
-    rated_rows = [dict(zip(keys, row, strict=True)) for row in rows]
-    rated_rows = [row for row in rated_rows if row["tokens_per_second"] is not None]
-    suffix = " (simulated)" if any(row["simulated"] for row in rated_rows) else ""
-    if rated_rows:
-        table = wandb.Table(columns=[*_PLOT_KEYS], data=[[row[key] for key in _PLOT_KEYS] for row in rated_rows])
+    rows_with_speed = [dict(zip(keys, row, strict=True)) for row in rows]
+    rows_with_speed = [row for row in rows_with_speed if row["tokens_per_second"] is not None]
+    suffix = " (simulated)" if any(row["simulated"] for row in rows_with_speed) else ""
+    if rows_with_speed:
+        table = wandb.Table(columns=[*_PLOT_KEYS], data=[[row[key] for key in _PLOT_KEYS] for row in rows_with_speed])
         record["tokens_per_second_per_layout"] = wandb.plot.bar(
             table, "label", "tokens_per_second", title=f"tokens/s per layout{suffix}"
         )
-    sized_rows = [row for row in rated_rows if row["hbm_gib"] is not None]
-    if sized_rows:
+    rows_with_memory = [row for row in rows_with_speed if row["hbm_gib"] is not None]
+    if rows_with_memory:
         columns = [*_PLOT_KEYS, "hbm_gib"]
-        table = wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in sized_rows])
+        table = wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in rows_with_memory])
         record["memory_against_throughput"] = wandb.plot.scatter(
             table, "hbm_gib", "tokens_per_second", title=f"memory against tokens/s{suffix}"
         )
@@ -292,9 +292,11 @@ def _totals(rows: Sequence[Row]) -> dict[str, object]:
     """Return the summary of the parent run: trials by status, and the name and speed of each stage's fastest trial."""
     totals: dict[str, object] = {f"trials/{s.value}": sum(row.trial.status is s for row in rows) for s in Status}
     for stage in sorted({row.trial.stage for row in rows}):
-        rated_rows = [row for row in rows if row.trial.stage == stage and row.tokens_per_second_per_chip is not None]
-        if rated_rows:
-            best = max(rated_rows, key=lambda row: row.trial.results.objective)
+        rows_with_speed = [
+            row for row in rows if row.trial.stage == stage and row.tokens_per_second_per_chip is not None
+        ]
+        if rows_with_speed:
+            best = max(rows_with_speed, key=lambda row: row.trial.results.objective)
             totals |= {f"best/{stage}": best.trial.name}
             totals |= {f"best/{stage}/tokens_per_second_per_chip": best.tokens_per_second_per_chip}
     return totals

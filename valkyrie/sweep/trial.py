@@ -39,7 +39,7 @@ TRIALS_FILE = "trials.jsonl"
 """File name of the records in a sweep's folder."""
 PAGE_FILE = "report.html"
 """File name of the HTML report that `valkyrie-report` writes into a sweep's folder."""
-_REASON_LENGTH = 160
+_SHORT_REASON_LENGTH = 160
 """Maximum number of characters of a reason in tables."""
 
 
@@ -121,7 +121,7 @@ class TrialResult:
     goodput: GoodputResult | None = None
 
     @property
-    def sent(self) -> dict[str, float]:
+    def bytes_by_axes(self) -> dict[str, float]:
         """Bytes that a device sends per step, by mesh axes such as `x,y`. Empty if unknown."""
         return {} if self.communication is None else self.communication.by_label
 
@@ -132,11 +132,11 @@ class TrialResult:
 
     def json_values(self) -> dict[str, Any]:
         """Return the results as a JSON object. Omits unknown values and empty lists."""
-        plain = encode(self)
-        for group in (plain.get("memory", {}), plain.get("step", {}), plain):  # a decoded record omits its defaults
+        values = encode(self)
+        for group in (values.get("memory", {}), values.get("step", {}), values):  # a decoded record omits its defaults
             for key in [key for key, value in group.items() if value in ((), [])]:
                 del group[key]
-        return drop_unknown(plain)
+        return drop_unknown(values)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Trial:
     def short_reason(self) -> str:
         """The reason on one line, shortened for tables."""
         reason = " ".join((self.reason or "unknown reason").split())
-        return reason if len(reason) <= _REASON_LENGTH else reason[: _REASON_LENGTH - 3] + "..."
+        return reason if len(reason) <= _SHORT_REASON_LENGTH else reason[: _SHORT_REASON_LENGTH - 3] + "..."
 
     @property
     def speed_label(self) -> str:
@@ -218,7 +218,7 @@ class Trial:
             too_new = f"schema {values['schema']} is too new: this version of valkyrie reads up to schema {SCHEMA}"
             raise ValueError(f"{too_new}. Update valkyrie.")
         try:
-            trial = decode(Trial, upgrade_line(values) | {"about": values.get("about") or None}, TRIALS_FILE)
+            trial = decode(Trial, upgrade_record(values) | {"about": values.get("about") or None}, TRIALS_FILE)
         except RecordError as error:
             raise _malformed_line(f"{error.field.removeprefix('$.') or 'the line'}: {error.reason}") from error
         about = trial.about
@@ -277,14 +277,14 @@ class TrialLog:
         return list(trials.values())
 
 
-def upgrade_line(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of `trials.jsonl` with its results upgraded to the current format and unknown values dropped.
+def upgrade_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of a trial with its results upgraded to the current format and unknown values dropped.
 
     Raises RecordError if the results are malformed.
     """
-    results = line.get("results")
+    results = record.get("results")
     if not isinstance(results, dict):
-        return dict(line)
+        return dict(record)
     # The hints of a trial are texts. `upgrade_results` expects those of a prediction.
     hints = {"hints": results["hints"]} if "hints" in results else {}
     try:
@@ -292,7 +292,7 @@ def upgrade_line(line: Mapping[str, Any]) -> dict[str, Any]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         key = "seconds" if "seconds" in results else "communication"
         raise RecordError(TRIALS_FILE, f"$.results.{key}", f"cannot be read ({error})") from error
-    return {**line, "results": drop_unknown(upgraded_results | hints)}
+    return {**record, "results": drop_unknown(upgraded_results | hints)}
 
 
 def _malformed_line(why: str) -> ValueError:

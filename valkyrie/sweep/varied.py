@@ -92,17 +92,21 @@ def _differing_keys(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
 
     A key that no command line sets is compared only among trials whose records contain it.
     """
-    comparable: dict[tuple[object, ...], list[dict[str, str]]] = defaultdict(list)
+    comparable_settings: dict[tuple[object, ...], list[dict[str, str]]] = defaultdict(list)
     command_line_keys: dict[str, None] = {}
     for folder, trials in sweeps.items():
         for trial in trials:
             command_line_keys |= dict.fromkeys(_command_line_settings(trial))
             settings, kind = _settings(trial), (trial.stage, target_text(trial))
-            comparable[(folder, *kind)].append(settings)
-            comparable[kind].append({key: value for key, value in settings.items() if _group(key) in _STEP_GROUPS})
-            comparable[()].append({key: value for key, value in settings.items() if _group(key) in _MODEL_GROUPS})
+            comparable_settings[(folder, *kind)].append(settings)
+            comparable_settings[kind].append(
+                {key: value for key, value in settings.items() if _group(key) in _STEP_GROUPS}
+            )
+            comparable_settings[()].append(
+                {key: value for key, value in settings.items() if _group(key) in _MODEL_GROUPS}
+            )
     keys: dict[str, None] = {}
-    for settings_list in comparable.values():
+    for settings_list in comparable_settings.values():
         for key in dict.fromkeys(key for values in settings_list for key in values):
             distinct_values = {values.get(key) for values in settings_list}
             if len(distinct_values if key in command_line_keys else distinct_values - {None}) > 1:
@@ -115,17 +119,19 @@ def _distinguishing_keys(trials: Sequence[tuple[Trial, dict[str, str]]], keys: S
 
     For keys of the group `precision`, the field `precision` is one of these fields too.
     """
-    described: list[tuple[str, ...]] = [
+    described_fields: list[tuple[str, ...]] = [
         tuple(str(getattr(trial.about, key, None)) for key in _DESCRIBED_FIELDS) for trial, _ in trials
     ]
     precisions = [getattr(trial.about, "precision", None) for trial, _ in trials]
     distinguishing_keys = []
     for key in keys:
         values = [settings.get(key) for _, settings in trials]
-        known_fields = list(zip(described, precisions, strict=True)) if _group(key) == "precision" else described
+        known_fields = (
+            list(zip(described_fields, precisions, strict=True)) if _group(key) == "precision" else described_fields
+        )
         if len(set(zip(known_fields, values, strict=True))) > len(set(known_fields)):
             distinguishing_keys.append(key)
-            described = [(*fields, str(value)) for fields, value in zip(described, values, strict=True)]
+            described_fields = [(*fields, str(value)) for fields, value in zip(described_fields, values, strict=True)]
     return distinguishing_keys
 
 

@@ -37,14 +37,14 @@ class PuzzleLosses(NamedTuple):
         halt: binary cross-entropy of halting, in nats. 0 without labelled cells.
         exact: whether there are labelled cells and all of them are right.
         cell_accuracy: share of labelled cells that are right.
-        labelled_cells: number of labelled cells.
+        labelled_count: number of labelled cells.
     """
 
     answer: jax.Array
     halt: jax.Array
     exact: jax.Array
     cell_accuracy: jax.Array
-    labelled_cells: jax.Array
+    labelled_count: jax.Array
 
 
 def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
@@ -59,13 +59,13 @@ def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
     from valkyrie.ops.stablemax import stablemax_cross_entropy
 
     is_labelled = labels >= 0
-    labelled_cells = is_labelled.sum(-1)
-    correct = (is_labelled & (answers.logits.argmax(-1) == labels)).sum(-1)
-    has_labels, divisor = labelled_cells > 0, jnp.maximum(labelled_cells, 1)
-    exact = has_labels & (correct == labelled_cells)
+    labelled_count = is_labelled.sum(-1)
+    correct_count = (is_labelled & (answers.logits.argmax(-1) == labels)).sum(-1)
+    has_labels, divisor = labelled_count > 0, jnp.maximum(labelled_count, 1)
+    exact = has_labels & (correct_count == labelled_count)
     nats = stablemax_cross_entropy(answers.logits, labels).sum(-1) / divisor
     halt = jax.nn.softplus(answers.halt_logits) - answers.halt_logits * exact
-    return PuzzleLosses(nats, jnp.where(has_labels, halt, 0.0), exact, correct / divisor, labelled_cells)
+    return PuzzleLosses(nats, jnp.where(has_labels, halt, 0.0), exact, correct_count / divisor, labelled_count)
 
 
 @dataclass
@@ -167,17 +167,17 @@ class Config(Task):
         x = module.embed(current["inputs"], current["puzzles"], shard=shard)
         answers = module(states, x, shard=shard, checkpoint=checkpoint)
         steps = jnp.where(running, carry["steps"], 0) + 1
-        halted = _halted(module.config, answers.halt_logits, steps, key)
+        halted = _halting_mask(module.config, answers.halt_logits, steps, key)
         losses = puzzle_losses(answers, current["labels"])
         last_steps = jnp.where(halted, steps, carry["last_steps"])
         objective = losses.answer.sum() + 0.5 * losses.halt.sum()
         sums = {
             "loss": objective,
-            "weight": (losses.labelled_cells > 0).sum(dtype=jnp.float32),
+            "weight": (losses.labelled_count > 0).sum(dtype=jnp.float32),
             "answer_loss": losses.answer.sum(),
             "exact": losses.exact.sum(dtype=jnp.float32),
             "cells": losses.cell_accuracy.sum(),
-            "labelled": losses.labelled_cells.sum(dtype=jnp.float32),
+            "labelled": losses.labelled_count.sum(dtype=jnp.float32),
             "last_steps": last_steps.sum(dtype=jnp.float32),
             "finished": (last_steps > 0).sum(dtype=jnp.float32),
         }
@@ -230,7 +230,7 @@ class Config(Task):
         (states, halting_step), _ = jax.lax.scan(step, start, numbers)
         answers = module(states, x, shard=shard)
         losses = puzzle_losses(answers, batch["labels"])
-        counted = losses.labelled_cells > 0
+        counted = losses.labelled_count > 0
         weights = counted.astype(jnp.float32)
         return {
             "weight": weights.sum(),
@@ -258,7 +258,7 @@ class Config(Task):
         )
 
 
-def _halted(config: trm.Config, halt_logits: jax.Array, steps: jax.Array, key: jax.Array) -> jax.Array:
+def _halting_mask(config: trm.Config, halt_logits: jax.Array, steps: jax.Array, key: jax.Array) -> jax.Array:
     """Return a mask of the rows that halt: after `max_steps`, or when the model halts.
 
     In each call, a random share of rows (`exploration`) may not halt before a random step from 2 to `max_steps`.

@@ -18,7 +18,7 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import config_files, read_config, read_defaults
 from valkyrie.train.memory import ExpectedMemory, expected_memory
-from valkyrie.units import gib, memory_text
+from valkyrie.units import gib_text, memory_text
 
 if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
@@ -121,8 +121,8 @@ def _describe_memory(devices: Devices, available: int) -> str:
     if devices.simulated:
         count = devices.devices_per_memory
         sharing_note = f", which its {count} simulated devices share" if count > 1 else ""
-        return f"this machine has {gib(available)} of memory free{sharing_note}"
-    return f"a {devices.devices[0].device_kind} has {gib(available)}"
+        return f"this machine has {gib_text(available)} of memory free{sharing_note}"
+    return f"a {devices.devices[0].device_kind} has {gib_text(available)}"
 
 
 def _known_bytes(estimate: ExpectedMemory[int], training: bool) -> int:

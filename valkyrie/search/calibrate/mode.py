@@ -91,7 +91,7 @@ def calibrate_mode(run: Run) -> int:
         raise ValueError(f"mode=calibrate needs trials to fit to. {_PATHS_HINT}")
     for path in paths:
         _check_path(path)
-    rows = [row for row in read_rows(paths) if row.ranked and not row.group.simulated and not row.is_training]
+    rows = [row for row in read_rows(paths) if row.has_speed and not row.speed_kind.simulated and not row.is_training]
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
     skipped: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -182,7 +182,9 @@ def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
     for row, run in pairs:
         config = run.config
         work = (config.model, config.batch, config.seq, config.precision, config.optimizer)
-        key = repr((row.work.label, row.group.target, work, config.partition, config.remat, list(config.mesh.axes)))
+        key = repr(
+            (row.work.label, row.speed_kind.target, work, config.partition, config.remat, list(config.mesh.axes))
+        )
         step_times[key].append((row.step_s or 0.0, run))
         families[key] = row.work.label
     timed = [

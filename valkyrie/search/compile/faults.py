@@ -22,7 +22,7 @@ from valkyrie.parts import PartKind
 from valkyrie.search.compile.checked import CheckedProgram
 from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.prediction import short_cause, short_source
-from valkyrie.units import count_text, decimal_bytes_text, duration, gib, percent
+from valkyrie.units import count_text, decimal_bytes_text, duration_text, gib_text, percent_text
 
 MIN_SHARE = 0.05
 """Faults that cost less than this share of the step time are not reported."""
@@ -164,7 +164,7 @@ def _whole_batch_fault(
     text = (
         f"The batch is split over {axes} in {dimension.argument} but not in {_list_lines(program, lines)}, where each "
         f"device computes the whole batch of {dimension.size:,}. {_describe_ratio(program)} This costs about "
-        f"{duration(seconds)} of the {duration(program.step_s)} step."
+        f"{duration_text(seconds)} of the {duration_text(program.step_s)} step."
     )
     operand = next(
         (a for a in (*first.operands[:2], first) if dimension in program.whole.batch_dimensions(a).values()), first
@@ -217,7 +217,8 @@ def _find_repeated_compute(program: CheckedProgram, known_lines: set[str]) -> It
     ratio = max(program.flops_ratios[line] for line in lines)
     text = (
         f"Several devices compute the same matrix products, up to {ratio:.1f} times, in "
-        f"{_list_lines(program, lines)}. This takes about {duration(seconds)} of the {duration(program.step_s)} step."
+        f"{_list_lines(program, lines)}. This takes about {duration_text(seconds)} of the "
+        f"{duration_text(program.step_s)} step."
     )
     remedy = "Shard an operand of these products over the mesh axes that do not split them yet."
     yield Fault(FaultCode.repeated_compute, text, remedy, slowest, (), seconds)
@@ -252,12 +253,14 @@ def _find_replicated_state(program: CheckedProgram) -> Iterator[Fault]:
     axes = [axis for axis, count in program.mesh_axes.items() if count > 1]
     needed = program.memory.required
     text = (
-        f"{gib(size)} of state is replicated on all {program.devices} devices, {percent(size / usable)} of the usable "
-        f"memory; the largest array is {largest.name} ({gib(largest.shape.bytes)})."
+        f"{gib_text(size)} of state is replicated on all {program.devices} devices, {percent_text(size / usable)} of "
+        f"the usable memory; the largest array is {largest.name} ({gib_text(largest.shape.bytes)})."
     )
     if needed is not None and needed > usable:
-        text += f" The step needs {gib(needed)} of {gib(usable)} usable."
-    remedy = f"Shard parameters and optimizer state over {axes_text(axes)}, which saves up to {gib(saved)} per device."
+        text += f" The step needs {gib_text(needed)} of {gib_text(usable)} usable."
+    remedy = (
+        f"Shard parameters and optimizer state over {axes_text(axes)}, which saves up to {gib_text(saved)} per device."
+    )
     yield Fault(FaultCode.replicated_state, text, remedy, "", tuple(axes), None, saved)
 
 
@@ -349,7 +352,7 @@ def _collective_fault(
     """Yield a fault about collectives if it costs enough. `share` is the part of their bytes that is superfluous."""
     seconds = share * cost.exposed_s
     if program.step_s and seconds >= MIN_SHARE * program.step_s:
-        text += f". This costs about {duration(seconds)} of the {duration(program.step_s)} step."
+        text += f". This costs about {duration_text(seconds)} of the {duration_text(program.step_s)} step."
         yield Fault(code, text, remedy, cost.source, mesh_axes, seconds, share * cost.bytes)
 
 
@@ -438,7 +441,7 @@ def _find_padding(program: CheckedProgram) -> Iterator[Fault]:
     text = (
         f"Products in {_list_lines(program, waste)} have dimensions of "
         f"{' and '.join(str(size) for size in sizes[-2:])}, which the {LANES} x {LANES} matrix unit pads to {LANES}. "
-        f"Padding takes about {duration(seconds)} of the {duration(program.step_s)} step."
+        f"Padding takes about {duration_text(seconds)} of the {duration_text(program.step_s)} step."
     )
     remedy = f"Use dimensions that are multiples of {LANES}, such as heads of {LANES}, or shard another dimension."
     yield Fault(FaultCode.padding, text, remedy, slowest, (), seconds)

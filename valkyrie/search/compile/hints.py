@@ -24,7 +24,7 @@ from valkyrie.search.compile.prediction import (
     short_cause,
     short_source,
 )
-from valkyrie.units import GIB, decimal_bytes_text, duration, gib, memory_text, percent
+from valkyrie.units import GIB, decimal_bytes_text, duration_text, gib_text, memory_text, percent_text
 
 if TYPE_CHECKING:
     from valkyrie.search.estimate.runs import WiderHeads
@@ -150,14 +150,14 @@ def _collect_hints(
 
 def _largest_part_hint(facts: _Facts) -> Hint:
     """Return the hint for a step without other hints: the share of matmuls and kernels, and the largest other part."""
-    rate = f" at {percent(facts.step.product_rate)} of peak" if facts.step.product_rate else ""
+    rate = f" at {percent_text(facts.step.product_rate)} of peak" if facts.step.product_rate else ""
     share = facts.share(*_PRODUCTS)
-    text = f"Matrix products and kernels are {percent(share)} of the step{rate}"
+    text = f"Matrix products and kernels are {percent_text(share)} of the step{rate}"
     other_parts = [part for part in facts.prediction.parts if part.kind not in _PRODUCTS]
     if other_parts:
         part = max(other_parts, key=lambda part: part.seconds)
         name, share_of_part = describe_part(part.kind, axes_text(part.mesh_axes)), part.seconds / facts.step.step_s
-        text += f"; next largest part: {name} ({percent(share_of_part)})"
+        text += f"; next largest part: {name} ({percent_text(share_of_part)})"
     return Hint(HintCode.largest_part, f"{text}.", share)
 
 
@@ -189,14 +189,14 @@ def _exposed_hints(facts: _Facts) -> Iterator[Hint]:
 def _describe_wait(facts: _Facts, part: StepPart) -> str:
     """Describe the share of the step that waits for communication over the mesh axes of `part`, and its main cause."""
     step_s = facts.step.step_s
-    text = f"{percent(part.seconds / step_s)} of the step waits for communication over {axes_text(part.mesh_axes)}"
+    text = f"{percent_text(part.seconds / step_s)} of the step waits for communication over {axes_text(part.mesh_axes)}"
     uses = [use for use in facts.collectives if use.mesh_axes == part.mesh_axes and use.exposed_s]
     if not uses:
         return text
     use = max(uses, key=lambda use: use.exposed_s)
     source = f" ({short_source(use.source)})" if use.source else ""
     cause = f"for {short_cause(use.cause)}{source}" if use.cause else "for an operation that the compiler does not name"
-    return f"{text}. The largest cause, {use.kind} {cause}, is {percent(use.exposed_s / step_s)} of the step"
+    return f"{text}. The largest cause, {use.kind} {cause}, is {percent_text(use.exposed_s / step_s)} of the step"
 
 
 def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection[str]) -> dict[str, str]:
@@ -230,7 +230,7 @@ def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection
             if entry.sends is None
             else f"sends about {decimal_bytes_text(entry.sends)} a step, not {decimal_bytes_text(sent_now)}, and "
         )
-        return f"partition={entry.partition} {sends}needs about {gib(entry.needs)} of {gib(usable)}"
+        return f"partition={entry.partition} {sends}needs about {gib_text(entry.needs)} of {gib_text(usable)}"
 
     best = sorted(candidates, key=lambda entry: entry.sends or 0)[:2]
     return {entry.partition: describe(entry) for entry in best if entry.partition not in excluded}
@@ -259,9 +259,9 @@ def _reduction_hints(facts: _Facts) -> Iterator[Hint]:
     waited = sum(use.exposed_s for use in sums if data_axes.issuperset(use.mesh_axes))
     if (share := waited / facts.step.step_s) >= MIN_HINT_SHARE:
         text = (
-            f"{percent(share)} of the step waits for sums over data axes, mainly of gradients, which are in float32. "
-            "precision.reduction=bfloat16 sends half the bytes, as MaxText does, but is less accurate. Llama 3 and "
-            "torchtitan use float32."
+            f"{percent_text(share)} of the step waits for sums over data axes, mainly of gradients, which are in "
+            "float32. precision.reduction=bfloat16 sends half the bytes, as MaxText does, but is less accurate. "
+            "Llama 3 and torchtitan use float32."
         )
         yield Hint(HintCode.reduction, text, share, changes=("precision.reduction=bfloat16",))
 
@@ -274,8 +274,8 @@ def _recomputation_hints(facts: _Facts) -> Iterator[Hint]:
     if excess_ratio >= MIN_HINT_SHARE and facts.prediction.layout.remat != "none" and fitting_remats:
         change, needs = fitting_remats[0].change, fitting_remats[0].needs
         text = (
-            f"The chip executes {percent(excess_ratio)} more FLOPs than the model has, mostly for recomputation. Try "
-            f"{change}, which needs about {needs / GIB:.1f} of the {facts.headroom / GIB:.1f} free GiB. It may "
+            f"The chip executes {percent_text(excess_ratio)} more FLOPs than the model has, mostly for recomputation. "
+            f"Try {change}, which needs about {needs / GIB:.1f} of the {facts.headroom / GIB:.1f} free GiB. It may "
             "also be slower, because saved activations are written to memory and read again."
         )
         yield Hint(HintCode.recomputation, text, excess_ratio, changes=(change,))
@@ -300,7 +300,7 @@ def _save_activation_hints(facts: _Facts) -> Iterator[Hint]:
     )
     share = best.seconds / step_s
     change = f"remat.{key}=[{','.join((*names, best.name))}]"
-    benefit = f"avoids {duration(best.seconds)} of recomputation ({percent(share)} of the step)"
+    benefit = f"avoids {duration_text(best.seconds)} of recomputation ({percent_text(share)} of the step)"
     if fitting_activations:
         text = (
             f"Set {change} to also save {best.name}. This takes about {memory_text(best.bytes)} of the "
@@ -318,8 +318,8 @@ def _save_activation_hints(facts: _Facts) -> Iterator[Hint]:
 def _memory_bound_hints(facts: _Facts) -> Iterator[Hint]:
     if (share := facts.share(PartKind.memory)) >= 2 * MIN_HINT_SHARE:
         text = (
-            f"Memory-bound operations are {percent(share)} of the step, because each chip moves many bytes for few "
-            "tokens. Use a larger batch, or split the batch over fewer devices."
+            f"Memory-bound operations are {percent_text(share)} of the step, because each chip moves many bytes for "
+            "few tokens. Use a larger batch, or split the batch over fewer devices."
         )
         yield Hint(HintCode.memory_bound, text, share)
 
@@ -328,7 +328,7 @@ def _copy_hints(facts: _Facts) -> Iterator[Hint]:
     share, change = facts.share(PartKind.copies), ()
     if share < MIN_HINT_SHARE:
         return
-    text = f"Waiting for copies between memories is {percent(share)} of the step"
+    text = f"Waiting for copies between memories is {percent_text(share)} of the step"
     fitting_remats = [remat for remat in facts.fitting_remats() if remat.change != "remat=full"]
     if not facts.offloads:
         text += ": matrix products wait for their operands."
@@ -346,7 +346,7 @@ def _copy_hints(facts: _Facts) -> Iterator[Hint]:
 def _narrow_product_hints(facts: _Facts) -> Iterator[Hint]:
     rate = facts.step.product_rate
     if rate and rate < LOW_PRODUCT_RATE and facts.share(PartKind.matmul) >= MIN_HINT_SHARE:
-        text = f"Matrix products and kernels run at {percent(rate)} of peak"
+        text = f"Matrix products and kernels run at {percent_text(rate)} of peak"
         if facts.splits_weights:
             text += ", because the shards of weights are narrow. Split weights over fewer devices."
         else:

@@ -10,7 +10,7 @@ from valkyrie.compiled.hlo import HBM, Module
 from valkyrie.compiled.whole import WholeProgram
 from valkyrie.foreign_errors import Allocation
 from valkyrie.search.compile.prediction import Hint, HintCode, MemoryReport
-from valkyrie.units import gib, percent
+from valkyrie.units import gib_text, percent_text
 
 MIN_SHARE = 0.01
 """Arrays below this share of the usable memory are not listed, and hints do not suggest sharding them."""
@@ -109,16 +109,16 @@ def explain_shortage(
     savable_arguments = [each for each in savable_arguments if each.savable > min_bytes][:_MAX_ARGUMENTS]
     if savable_arguments and hint_replicated:
         named_arguments = ", ".join(
-            f"{each.name} ({gib(each.bytes)}, replicated over {' and '.join(each.replicated_over)})"
+            f"{each.name} ({gib_text(each.bytes)}, replicated over {' and '.join(each.replicated_over)})"
             for each in savable_arguments
         )
         saved = sum(each.savable for each in savable_arguments)
-        verdict = "enough to fit" if saved >= missing else f"{percent(saved / missing)} of what is missing"
-        texts.append(f"shard {named_arguments}: saves up to {gib(saved)} on a device, {verdict}.")
+        verdict = "enough to fit" if saved >= missing else f"{percent_text(saved / missing)} of what is missing"
+        texts.append(f"shard {named_arguments}: saves up to {gib_text(saved)} on a device, {verdict}.")
     temporary = memory.needed - sum(each.bytes for each in arguments)
     if arguments and temporary > missing / 2:
         texts.append(
-            f"about {gib(temporary)} are results and temporaries, such as activations: use jax.checkpoint around "
+            f"about {gib_text(temporary)} are results and temporaries, such as activations: use jax.checkpoint around "
             "layers, a smaller batch, or a mesh that shards the batch over more devices."
         )
     return memory, [Hint(HintCode.shortage, text) for text in texts]

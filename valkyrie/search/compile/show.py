@@ -26,7 +26,7 @@ from valkyrie.search.compile.prediction import (
     short_source,
 )
 from valkyrie.train.options import Option, settings_to_fit
-from valkyrie.units import GIB, decimal_bytes_text, duration, gib, memory_text
+from valkyrie.units import GIB, decimal_bytes_text, duration_text, gib_text, memory_text
 
 _FORMATS: dict[str, Callable[[float], str]] = {
     "GiB": lambda size: f"{size / GIB:.2f}",
@@ -114,13 +114,13 @@ def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
     """
     if memory.needed is None:
         return f"does not fit: {reason}"
-    text = f"does not fit: needs {gib(memory.needed)} of {gib(memory.usable)} usable"
+    text = f"does not fit: needs {gib_text(memory.needed)} of {gib_text(memory.usable)} usable"
     if memory.largest:
         causes = [f" ({short_cause(entry.op_name)})" if entry.op_name else "" for entry in memory.largest[:3]]
-        arrays = [f"{e.shape} {gib(e.bytes)}{cause}" for e, cause in zip(memory.largest, causes, strict=False)]
+        arrays = [f"{e.shape} {gib_text(e.bytes)}{cause}" for e, cause in zip(memory.largest, causes, strict=False)]
         text += f"; largest: {', '.join(arrays)}"
     if memory.savings:
-        text += f"; try: {', '.join(f'{entry.change} (about -{gib(entry.saves)})' for entry in memory.savings)}"
+        text += f"; try: {', '.join(f'{entry.change} (about -{gib_text(entry.saves)})' for entry in memory.savings)}"
     return text
 
 
@@ -149,21 +149,21 @@ def _describe_options(options: Sequence[Option]) -> str:
 
 def _show_memory(memory: MemoryReport, options: Sequence[Option], console: Console) -> None:
     if memory.peak is None:
-        usable = "" if memory.usable is None else f" of {gib(memory.usable)} usable"
-        arguments = gib(memory.split["arguments"])
+        usable = "" if memory.usable is None else f" of {gib_text(memory.usable)} usable"
+        arguments = gib_text(memory.split["arguments"])
         console.print(f"memory: arguments need {arguments}{usable}. The module does not record its other memory.")
         return
     unit = "GiB" if memory.peak >= GIB / 10 else "MiB"
     rows = (memory.split | {"peak": memory.peak}).items()
     _print_table("memory per device at the peak", ("what", unit), rows, console)
     if memory.reported_peak is not None:
-        console.print(f"the devices report a peak of {gib(memory.reported_peak)}")
+        console.print(f"the devices report a peak of {gib_text(memory.reported_peak)}")
     if memory.usable is not None and memory.headroom is not None:
         share = memory.headroom / memory.usable
         verdict = "fits" if memory.headroom >= 0 else "does not fit"
-        free = memory_text(memory.headroom) if share < 0.02 else gib(memory.headroom)
+        free = memory_text(memory.headroom) if share < 0.02 else gib_text(memory.headroom)
         console.print(
-            f"[bold]{verdict}[/]: {gib(memory.peak)} of {gib(memory.usable)} usable; "
+            f"[bold]{verdict}[/]: {gib_text(memory.peak)} of {gib_text(memory.usable)} usable; "
             f"headroom {free} ({100 * share:.0f}%)"
         )
     other_memory = (
@@ -194,8 +194,8 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
     if isinstance(step, MeasuredStep):
         kind = "measured"
         if step.p90_s is not None and step.min_s is not None:
-            spread = f" (p90 {duration(step.p90_s)}, min {duration(step.min_s)})"
-    text = f"[bold]{kind} step{simulated}: {duration(step.step_s)}[/]{spread}"
+            spread = f" (p90 {duration_text(step.p90_s)}, min {duration_text(step.min_s)})"
+    text = f"[bold]{kind} step{simulated}: {duration_text(step.step_s)}[/]{spread}"
     console.print(f"{text}, {', '.join(facts)}")
     if isinstance(step, PredictedStep):
         console.print(f"error range: {describe_range(step.interval)}", markup=False)
@@ -221,7 +221,7 @@ def describe_range(interval: StepInterval | None) -> str:
     if interval.yours:
         runs = f"your {interval.rows} measured steps on {interval.chip}"
     errors = f"{100 * (interval.low - 1):+.0f}% to {100 * (interval.high - 1):+.0f}%"
-    seconds = f"{duration(interval.low_s)} to {duration(interval.high_s)}"
+    seconds = f"{duration_text(interval.low_s)} to {duration_text(interval.high_s)}"
     return f"{seconds}, because {runs} differ from their predictions by {errors}"
 
 
@@ -264,10 +264,10 @@ def _show_trace(trace: CollectiveTrace, simulated: bool, console: Console) -> No
     if not trace.times or trace.step_s is None:
         return
     suffix, total = ", simulated" if simulated else "", sum(time.seconds for time in trace.times)
-    text = " · ".join(f"{axes_text(t.mesh_axes)} {t.kind} {duration(t.seconds)}" for t in trace.times)
+    text = " · ".join(f"{axes_text(t.mesh_axes)} {t.kind} {duration_text(t.seconds)}" for t in trace.times)
     console.print(
-        f"traced step: {duration(trace.step_s)}, of which {duration(total)} in collectives, including waiting "
-        f"(mean over devices{suffix}): {text}",
+        f"traced step: {duration_text(trace.step_s)}, of which {duration_text(total)} in collectives, including "
+        f"waiting (mean over devices{suffix}): {text}",
         markup=False,
     )
 

@@ -13,7 +13,7 @@ from valkyrie.axes import UNATTRIBUTED
 from valkyrie.parts import PartKind, record_name, sum_seconds
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction, short_cause, short_source
-from valkyrie.units import count_text, decimal_bytes_text, duration, memory_text, percent
+from valkyrie.units import count_text, decimal_bytes_text, duration_text, memory_text, percent_text
 
 LETTERS = ("A", "B")
 """Labels of the first and the second layout in sentences."""
@@ -314,7 +314,7 @@ def _explain_difference(a: _Side, b: _Side) -> list[str]:
     """Return sentences about which of two layouts is faster, and why. The first is the headline."""
     fast, slow = (a, b) if a.step_s <= b.step_s else (b, a)
     text = f"{fast.label} is {slow.step_s / fast.step_s:.2f} times as fast as {slow.label}: "
-    text += f"{duration(fast.step_s)} a step, not {duration(slow.step_s)}."
+    text += f"{duration_text(fast.step_s)} a step, not {duration_text(slow.step_s)}."
     if a.quantities.tokens != b.quantities.tokens:
         text += (
             f" {b.label} has another number of tokens per step, so its times and bytes are scaled to the "
@@ -360,8 +360,8 @@ def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
         share = _share_of_difference(fast, slow, kind)
         if abs(share) < _MIN_SHARE:
             continue
-        amount = "More than the whole difference" if share > 1 else f"{percent(share)} of the difference"
-        fast_s, slow_s = (duration(side.seconds(kind)) for side in (fast, slow))
+        amount = "More than the whole difference" if share > 1 else f"{percent_text(share)} of the difference"
+        fast_s, slow_s = (duration_text(side.seconds(kind)) for side in (fast, slow))
         start = f"{amount} is {subject}" if share > 0 else f"In the other direction, {subject}"
         text = (
             f"{start}: {slow.label} {verb} {slow_s} of a step, {fast.label} {fast_s}. A device sends {slow_bytes} "
@@ -370,7 +370,7 @@ def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
         longer = slow if share > 0 else fast
         for use in _longest_waits(longer)[:1]:
             text += f" The longest wait of {longer.label} is for the {use.kind} over {use.over} of {use.cause} "
-            text += f"({use.source}): {duration(use.waited_s)} in {count_text(round(use.calls), 'call')}."
+            text += f"({use.source}): {duration_text(use.waited_s)} in {count_text(round(use.calls), 'call')}."
         return [text]
     return []
 
@@ -378,8 +378,8 @@ def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
 def _explain_products(fast: _Side, slow: _Side) -> list[str]:
     lines, pair = [], (fast, slow)
     if abs(_share_of_difference(fast, slow, *_PRODUCTS)) >= _MIN_SHARE:
-        times = [f"{duration(side.seconds(*_PRODUCTS))} under {side.label}" for side in pair]
-        rates = [percent(side.step.product_rate) for side in pair if side.step.product_rate]
+        times = [f"{duration_text(side.seconds(*_PRODUCTS))} under {side.label}" for side in pair]
+        rates = [percent_text(side.step.product_rate) for side in pair if side.step.product_rate]
         rate_text = f", at {rates[0]} and {rates[1]} of peak FLOP/s" if len(rates) == 2 else ""
         lines.append(f"Matrix products and kernels take {times[0]} and {times[1]}{rate_text}.")
     steps = [side.step for side in pair]
@@ -405,7 +405,7 @@ def _explain_other_parts(fast: _Side, slow: _Side) -> list[str]:
             continue
         subject = _SUBJECTS[kind] if share > 0 else f"In the other direction, {_SUBJECTS[kind].lower()}"
         verb = "take" if kind is PartKind.memory else "takes"
-        fast_s, slow_s = (f"{duration(side.seconds(kind))} under {side.label}" for side in (fast, slow))
+        fast_s, slow_s = (f"{duration_text(side.seconds(kind))} under {side.label}" for side in (fast, slow))
         lines.append(f"{subject} {verb} {fast_s} and {slow_s}.")
     return lines
 

@@ -33,7 +33,7 @@ from valkyrie.search.explain.difference import (
 )
 from valkyrie.search.modes import compile_and_summarise
 from valkyrie.train.screen import make_console
-from valkyrie.units import decimal_bytes_text, duration, memory_text
+from valkyrie.units import decimal_bytes_text, duration_text, memory_text
 
 _MIN_PART_SHARE = 0.001
 """Parts that take less than this share of the longer step are not listed."""
@@ -197,7 +197,9 @@ def show(comparison: Difference, console: Console) -> None:
         console.print(f"{letter}: {name}", style="bold", markup=False)
     seconds = _drop_small(comparison.seconds, _MIN_PART_SHARE * max(comparison.step_s))
     seconds = [replace(quantity, name=label_record_name(quantity.name)) for quantity in seconds]
-    _print_quantities("where the step time goes", [*seconds, Quantity("step", *comparison.step_s)], duration, console)
+    _print_quantities(
+        "where the step time goes", [*seconds, Quantity("step", *comparison.step_s)], duration_text, console
+    )
     _print_quantities("sent per device and step, by mesh axes", comparison.bytes_sent, decimal_bytes_text, console)
     largest = max((max(kind.first, kind.second) for kind in comparison.bytes_at_peak), default=0.0)
     kinds = _drop_small(comparison.bytes_at_peak, _MIN_MEMORY_SHARE * largest)
@@ -206,7 +208,7 @@ def show(comparison: Difference, console: Console) -> None:
     table = make_table("collectives with the longest waits", columns, number_columns=("waited", "sent", "calls"))
     for letter, uses in zip(LETTERS, comparison.collectives, strict=True):
         for use in uses:
-            numbers = duration(use.waited_s), decimal_bytes_text(use.bytes), f"{use.calls:,.0f}"
+            numbers = duration_text(use.waited_s), decimal_bytes_text(use.bytes), f"{use.calls:,.0f}"
             table.add_row(letter, use.kind, use.over, *numbers, use.cause, use.source)
     if table.row_count:
         console.print(table)

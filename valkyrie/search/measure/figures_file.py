@@ -14,7 +14,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.precision import DType
 from valkyrie.problems import first_line
 from valkyrie.records import RecordError, read_record
-from valkyrie.units import duration
+from valkyrie.units import duration_text
 
 
 def read_figures(file: Path) -> ChipConfig:
@@ -54,11 +54,11 @@ def describe_figures(chip: ChipConfig) -> str:
     ((dtype, tflops),) = chip.peak_tflops.items()
     parts = [f"{1e3 * tflops:.3g} GFLOP/s in {dtype} and {chip.hbm_gbs or 0.0:.3g} GB/s memory bandwidth per device"]
     if chip.switch_gbs:
-        start = duration(estimate.get("start_s", 0.0))
+        start = duration_text(estimate.get("start_s", 0.0))
         parts.append(f"{chip.switch_gbs:.3g} GB/s and {start} latency between devices of a process")
     if chip.dcn_gbs_per_host:
         devices = math.prod(chip.host_bounds)
-        start = duration(estimate.get("outer_start_s", 0.0))
+        start = duration_text(estimate.get("outer_start_s", 0.0))
         processes = f"processes of {devices} device{'s' * (devices > 1)}"
         parts.append(f"{chip.dcn_gbs_per_host:.3g} GB/s and {start} latency between {processes}")
     return "; ".join(parts)

@@ -29,7 +29,7 @@ from valkyrie.search.tune.tune import refuse_untunable, tune
 from valkyrie.search.tune.tuned import Attempt, TunedRun, TuneRecord, Verdict, assignments
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
-from valkyrie.units import count_text, duration, parse_seconds
+from valkyrie.units import count_text, duration_text, parse_seconds
 
 _COLUMNS: tuple[Column[Attempt], ...] = (
     Column("step_s", "step", "seconds", lambda a: a.step_s, min_width=10),
@@ -102,7 +102,9 @@ class _Screen:
         for line in attempt_lines(attempt):
             self._print(line, "green" if attempt.verdict is Verdict.kept else None)
         gain_text = f" ({-100 * tuned.gain:+.1f}%)" if tuned.options else ""
-        self._best = f"best {duration(tuned.step_s)}{gain_text} after {count_text(len(tuned.attempts), 'attempt')} · "
+        self._best = (
+            f"best {duration_text(tuned.step_s)}{gain_text} after {count_text(len(tuned.attempts), 'attempt')} · "
+        )
 
     def progress(self, line: str) -> None:
         self._status.update(self._best + line)
@@ -144,9 +146,9 @@ def _print_results(tuned: TunedRun, folder: Path, interrupted: bool, console: Co
         tried = len(tuned.attempts) - 1
         comparisons = {0: "nothing else was tried", 1: "the only other attempt is not faster"}
         comparison = comparisons.get(tried, f"none of {tried} attempts is faster")
-        print_line(f"The baseline is the best: {duration(tuned.start_s)} a step; {comparison}.")
+        print_line(f"The baseline is the best: {duration_text(tuned.start_s)} a step; {comparison}.")
     else:
-        before, after = duration(tuned.start_s), duration(tuned.step_s)
+        before, after = duration_text(tuned.start_s), duration_text(tuned.step_s)
         print_line(f"predicted step: {before} without, {after} with these options ({-100 * tuned.gain:+.1f}%)", "bold")
         for line in option_gains(tuned):
             print_line(f"  {line}")
@@ -170,7 +172,7 @@ def option_gains(tuned: TunedRun) -> list[str]:
             and attempt.change is not None
         ):
             before = attempt.step_s / (1 + attempt.change)
-            steps = f"{duration(before)} to {duration(attempt.step_s)} ({100 * attempt.change:+.1f}%)"
+            steps = f"{duration_text(before)} to {duration_text(attempt.step_s)} ({100 * attempt.change:+.1f}%)"
             lines.append(f"{', '.join(assignments(kept_settings))}: {steps}")
     return lines
 
@@ -180,7 +182,7 @@ def experiment_yaml(tuned: TunedRun) -> str:
 
     Its comments describe how to use it, and the gain of each setting.
     """
-    record, steps = tuned.run.layout_record(), [duration(seconds) for seconds in (tuned.start_s, tuned.step_s)]
+    record, steps = tuned.run.layout_record(), [duration_text(seconds) for seconds in (tuned.start_s, tuned.step_s)]
     lines = [
         "# @package _global_",
         f"# {training_command(tuned)}",

@@ -25,7 +25,7 @@ from valkyrie.search.tune.compiler_options import CompilerOption, Options, optio
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict, assignments
 from valkyrie.train.options import CHIP, TO_FIT, USER, option_text
 from valkyrie.trees import with_value
-from valkyrie.units import gib
+from valkyrie.units import gib_text
 
 MIN_GAIN = 0.002
 """Smallest relative gain for which an option is kept. Every option is a risk: a later compiler may refuse it."""
@@ -367,5 +367,5 @@ def _reason(compiled: CompiledRun) -> str:
     """Describe why a program has no step time, as a sentence."""
     shortage = compiled.outcome.shortage
     if shortage is not None and shortage.needed:
-        return f"it needs {gib(shortage.needed)}, and {gib(shortage.usable)} are usable."
+        return f"it needs {gib_text(shortage.needed)}, and {gib_text(shortage.usable)} are usable."
     return f"{str(compiled.outcome.reason).rstrip('.')}."
