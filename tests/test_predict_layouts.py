@@ -210,7 +210,7 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
         ("run.yaml", r"is the folder of a run \(run.yaml\)"),
         ("multirun.yaml", r"is the folder of a sweep \(multirun.yaml\)"),
         ("trials.jsonl", r"is the folder of a sweep or a search of layouts \(trials.jsonl\)"),
-        ("report.html", "report.html is not the page of a program search"),
+        ("report.html", "report.html was not written by search_program"),
     ],
 )
 def test_a_search_does_not_replace_other_files(tmp_path: Path, name: str, reason: str):
@@ -274,7 +274,7 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
     ("more", "kind", "message"),
     [
         ({"meshes": [(2, 2)]}, ValueError, "has 4 devices, but v5e-8"),
-        ({"meshes": [(8,)]}, ValueError, "Name the axes of this mesh in axes="),
+        ({"meshes": [(8,)]}, ValueError, "with another number of axes than axes="),
         ({"meshes": []}, ValueError, "meshes= is empty"),
         ({"meshes": "2x4"}, TypeError, "meshes= takes a list of meshes"),
         ({"rules": ["dp"]}, TypeError, "rules= takes"),

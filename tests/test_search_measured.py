@@ -287,9 +287,7 @@ def test_damaged_machines_are_named_with_a_remedy(tmp_path: Path) -> None:
     values = {"name": "cpu", "platform": "cpu", "peak_tflops": {"float32": 0.05}, "host_bounds": [1]}
     (tmp_path / FIGURES_FILE).write_text(json.dumps(values))
     (tmp_path / MACHINES_FILE).write_text('["here"')
-    with pytest.raises(
-        ValueError, match=rf"^{tmp_path / MACHINES_FILE} is damaged \(is not JSON .*\)\. Delete its folder"
-    ):
+    with pytest.raises(ValueError, match=rf"^{tmp_path / MACHINES_FILE} is damaged \(is not JSON .*\)\. Delete "):
         has_figures(tmp_path, "here", DType.float32, 1)
 
 

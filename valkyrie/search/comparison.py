@@ -261,7 +261,7 @@ def refuse_other_folder(folder: Path) -> None:
     if file.exists() and not is_program_search(folder):
         raise ValueError(f"folder={folder}: {file} was not written by search_program. {remedy}")
     if page.exists() and not file.exists():
-        raise ValueError(f"folder={folder}: {page} is not the page of a program search. {remedy}")
+        raise ValueError(f"folder={folder}: {page} was not written by search_program. {remedy}")
 
 
 @dataclass(frozen=True)

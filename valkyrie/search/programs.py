@@ -69,7 +69,7 @@ def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCa
     usage = 'layouts= takes {name: arguments}, such as {"dp": (w, x), "fsdp": (w, x)}'
     require_type(layouts, Mapping, usage)
     if not layouts:
-        raise ValueError(f"layouts= is empty. {usage.partition(' ')[2].capitalize()}.")
+        raise ValueError(f"layouts= is empty. Use {usage.partition(' takes ')[2]}.")
     calls = {}
     for name, value in layouts.items():
         require_type(name, str, "layouts= takes strings as names")
@@ -252,14 +252,15 @@ def parse_meshes(
     usage = 'meshes= takes a list of meshes, such as [(2, 4), {"data": 8}], or None for all divisions over axes='
     require_type(meshes, list | tuple, usage)
     if not meshes:
-        raise ValueError(f"meshes= is empty: {usage}.")
+        raise ValueError(f"meshes= is empty. Use {usage.partition(' takes ')[2]}.")
     parsed = []
     for mesh in meshes:
         require_type(mesh, list | tuple | Mapping, usage)
         if not isinstance(mesh, Mapping):
             if len(mesh) != len(axes):
                 raise ValueError(
-                    f"meshes= has {tuple(mesh)}, but axes={tuple(axes)}. Name the axes of this mesh in axes=."
+                    f"meshes= has {tuple(mesh)}, with another number of axes than axes={tuple(axes)}. Name the axes of "
+                    "this mesh in axes=."
                 )
             mesh = dict(zip(axes, mesh, strict=True))
         target.axes(list(mesh.values()), list(mesh), None)

@@ -145,14 +145,16 @@ def parse_request(run: Run) -> SearchRequest:
         )
     if mode.tokens is not None and "steps" in keys:
         raise ValueError(
-            f"steps={config.steps}: tokens={mode.tokens:g} sets the number of steps. Remove one of the two."
+            f"steps={config.steps} cannot be combined with tokens={mode.tokens:g}, which sets the number of steps. "
+            "Remove one of the two settings."
         )
     if "mode.device_batches" in keys and not mode.device_batches:
         raise ValueError("device_batch=[] has no value to try. Use device_batch=[2,4], or leave it out.")
     if mode.device_batches and (wrong := sorted(keys & {"device_batch", "microbatches"})):
         values = ",".join(map(str, mode.device_batches))
         raise ValueError(
-            f"{wrong[0]}: device_batch=[{values}] sets the microbatches of each layout. Remove one of the two."
+            f"{wrong[0]}= cannot be combined with device_batch=[{values}], which sets the microbatches of each layout. "
+            "Remove one of the two settings."
         )
     if wrong := sorted(key for key in keys if key.startswith("mesh.")):
         raise ValueError(

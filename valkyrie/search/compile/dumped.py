@@ -89,7 +89,10 @@ def _require_positions(places: Sequence[Position], positions: Sequence[Position]
     """Raise ValueError if `places` are not the `positions` of the slice, in any order."""
     name, (place, count) = target.describe(), (Counter(places) or Counter(positions)).most_common(1)[0]
     if other := sorted(set(places) - set(positions)):
-        raise ValueError(f"places has {other[0]}, which is not a device of {name}.")
+        raise ValueError(
+            f"places has {other[0]}, which is not a device of {name}. List each of the {len(positions)} devices of "
+            f"{name} once."
+        )
     missing = [str(position) for position in sorted(set(positions) - set(places))]
     faults = [f"{place} is listed {count} times"] if count > 1 else []
     faults += [f"missing: {', '.join([*missing[:3], *(['...'] if len(missing) > 3 else [])])}"] if missing else []

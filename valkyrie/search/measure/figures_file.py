@@ -45,7 +45,7 @@ def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> boo
 
 
 def _damaged(file: Path, reason: str) -> ValueError:
-    return ValueError(f"{file} is damaged ({reason}). Delete its folder, and the devices are timed again.")
+    return ValueError(f"{file} is damaged ({reason}). Delete {file.parent} to time the devices again.")
 
 
 def describe_figures(chip: ChipConfig) -> str:
