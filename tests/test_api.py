@@ -309,7 +309,7 @@ def test_a_search_of_a_training_run_fixes_what_it_sets(working_folder: Path, mon
         assert with_options.run(row).arguments.count(option) == count, "of the best layout alone"
     with pytest.raises(ValueError, match=r"^answer\.run takes one of answer\.rows, not <FoundLayout 99: "):
         answer.run(dataclasses.replace(answer.best, rank=99))
-    with pytest.raises(TypeError, match=r"^first= takes a Run \(answer.run\(row\) for a row of an answer\)"):
+    with pytest.raises(TypeError, match=r"^first= takes a Run \(such as answer.run\(row\)\)"):
         untyped.explain(answer.best, second)
     assert repr(answer).startswith("<Answer mesh=2x4x1 partition=fsdp") and "<td" in answer._repr_html_()
     for row in answer.rows:

@@ -647,7 +647,7 @@ def test_a_second_config_folder_is_refused(command: Any, tmp_path: Path, second:
     for name in "ab":
         (tmp_path / name).mkdir()
     result = command("--config-dir", "a", *second, "mode=show")
-    assert result.status == 2 and result.err.startswith("valkyrie-train: --config-dir can be given once.")
+    assert result.status == 2 and result.err.startswith("valkyrie-train: --config-dir can be given only once.")
 
 
 @pytest.mark.parametrize(
@@ -737,7 +737,7 @@ def test_a_run_folder_from_elsewhere_runs_no_code(command: Any, tmp_path: Path, 
     assert result.status == 2 and f"modules=[{own_folder}]" in result.err and str(own_folder) not in sys.path
     (folder / "run.yaml").write_text(f"defaults: [run_schema, _self_]\nhydra:\n  {CALLBACK}")
     result = command("--config-path", str(folder), "--config-name", "run")
-    assert result.status == 2 and "the record of a run never has" in result.err
+    assert result.status == 2 and "has a defaults list, but Valkyrie never writes one" in result.err
     assert not (tmp_path / "stolen").exists()
 
 

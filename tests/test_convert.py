@@ -201,8 +201,8 @@ def refusal_message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ({"model_type": "gpt2"}, "config.json: model_type=gpt2 contradicts architectures=['LlamaForCausalLM'], "),
         ({"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor=0.5 "),
         ({"quantization_config": {"bits": 4}}, "config.json: quantization_config: "),
-        ({"hidden_size": None}, "config.json: hidden_size=None. "),
-        ({"num_attention_heads": 0}, "config.json: num_attention_heads=0. "),
+        ({"hidden_size": None}, "config.json: hidden_size=None, "),
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads=0, "),
         ({"hidden_act": ["silu"]}, "config.json: expected `str | null`, got `array` at $.hidden_act"),
         ({"rms_norm_eps": "small"}, "config.json: expected `float`, got `str` at $.rms_norm_eps"),
         ({"vocab_size": 200}, "tokenizer=bytes has 257 ids, "),
@@ -301,7 +301,10 @@ def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
     message = refusal_message(capsys, *load)
-    assert "model has no model.safetensors " in message and "Load pytorch_model.bin with transformers" in message
+    assert (
+        "model has no model.safetensors " in message
+        and "Load the model (pytorch_model.bin) with transformers" in message
+    )
     for damaged in ([1, 2], {"a": 5}):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": damaged}))
         assert refusal_message(capsys, *load).startswith("model/model.safetensors.index.json is damaged (weight_map ")
@@ -362,7 +365,9 @@ def test_a_number_beyond_the_range_of_the_dtype_is_refused(tmp_path, capsys, mon
     changed_tensors(write_published(tmp_path / "model", "llama"), **{"model.norm.weight": norm})
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
     capsys.readouterr()
-    message = "model.norm.weight has 1 number beyond float16's 65,504. Use --dtype bfloat16 or float32."
+    message = (
+        "model.norm.weight has 1 number beyond the range of float16 (up to 65,504). Use --dtype bfloat16 or float32."
+    )
     save = ("to-hf", "model", "out", "--dtype", "float16", "--file-gb", "1e-5")
     assert refusal_message(capsys, *save) == message and not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir(mode=0o750)
@@ -413,7 +418,7 @@ def test_to_hf_writes_the_tokenizer_of_the_run_or_reports_that_it_has_no_file(tm
     for name, tokenizer in (("a", "bytes"), ("b", "own.json")):
         main(["from-hf", "model", "--tokenizer", tokenizer, "--name", name, "mesh=1x1x1"])
         main(["to-hf", name, f"{name}_hf"])
-    assert capsys.readouterr().out.count("no tokenizer.json: tokenizer=bytes has none") == 1
+    assert capsys.readouterr().out.count("tokenizer=bytes has no tokenizer.json") == 1
     assert not (tmp_path / "a_hf" / "tokenizer.json").exists()
     assert (tmp_path / "b_hf" / "tokenizer.json").read_bytes() == (tmp_path / "own.json").read_bytes()
 
@@ -432,7 +437,7 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):
     with write_lock(tmp_path / "c"):
         assert re.match("c is in use by process .* use another FOLDER", refusal_message(capsys, "to-hf", "model", "c"))
     main(["to-hf", "model", "c"])
-    assert "no tokenizer.json: tokenizer=bytes has none, so from-hf needs --tokenizer bytes" in capsys.readouterr().out
+    assert "tokenizer=bytes has no tokenizer.json to copy. To convert c back, use " in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"config.json", "model.safetensors"}
     assert refusal_message(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
     assert refusal_message(capsys, "to-hf", "other", "b").startswith("resume=other")

@@ -41,7 +41,7 @@ MISTAKES = {
     "--config-dir=\udcff": "--config-dir= has bytes that are not UTF-8 (ff)",
     "name=it's mine": "name=it's mine: ' is not allowed in a name. Use letters, digits, ., _ or -.",
     "resume=my run, v=1 'ü'": "resume=my run, v=1 'ü': there is no such run",
-    f"name={'a' * 300}": "name=aaaaaaaaaaaa...: a part of it has 300 bytes, at most 200 are allowed",
+    f"name={'a' * 300}": "name=aaaaaaaaaaaa... is too long: at most 200 bytes",
     "task.foo=1": "No task is chosen. Choose one first: task=NAME. Known: next_token, puzzles.",
     "+task.foo=1": "task.foo is set, but no task is chosen. Choose one first: task=NAME.",
     f"resume={'a' * 300}": "file name too long",

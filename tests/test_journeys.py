@@ -72,7 +72,7 @@ MISTAKES: dict[str, Sequence[str]] = {
     "model=gpt_tiny,s5_tiny": ("Add -m for a sweep over them",),
     "batch=0": ("batch=0: must be at least 1",),
     "batch=7 mesh=2x2x2": ("batch=7 is not divisible by 8",),
-    "name=.": ("is not the name of a folder",),
+    "name=.": ("cannot be the name of a folder",),
     "name=latest": ("Use another name",),
     "name=a/b": ("is a nested folder",),
     "resume=": ("resume= has no value",),

@@ -134,8 +134,8 @@ def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
     assert read_dumped(file).devices == 8
     damaged = refusal(file, STEP.replace("all-reduce(p)", "all-redu(p)"))
     assert "expects opcode but sees: all-redu" in damaged and "--xla_dump_to=" in damaged
-    assert "serialised HloProto" in refusal(file, proto[: len(proto) // 2])
-    assert "neither HLO text" in refusal(file, b"\x00\x01\x02" * 50)
+    assert "complete HloProto" in refusal(file, proto[: len(proto) // 2])
+    assert "cannot be read as HLO text" in refusal(file, b"\x00\x01\x02" * 50)
     assert "is StableHLO" in refusal(file, "module @jit_step {}\n")
     assert "is not scheduled" in refusal(file, STEP.replace(", is_scheduled=true", ""))
     assert "8 replicas" in refusal(file, STEP.replace("num_partitions=8", "replica_count=8"))
@@ -148,13 +148,15 @@ def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
 
 def test_a_module_for_cpus_is_refused(tmp_path: Path):
     compiled = jax.jit(lambda x: x @ x).lower(jnp.zeros((8, 8))).compile()
-    assert "for a CPU" in refusal(tmp_path / "cpu.pb", serialised_module(compiled), "v5e-1", mesh={"data": 1})
+    assert "was not compiled for a TPU" in refusal(
+        tmp_path / "cpu.pb", serialised_module(compiled), "v5e-1", mesh={"data": 1}
+    )
 
 
 def test_a_module_for_another_chip_or_device_count_is_refused(step: Path):
     assert "8 devices, but v5e-4" in refusal(step, STEP, "v5e-4", mesh={"data": 4})
     assert "4 devices, but v5e-8" in refusal(step, STEP, mesh={"a": 2, "b": 2})
-    assert "cores of v4" in refusal(step, STEP, "v4-16")
+    assert "but on v4" in refusal(step, STEP, "v4-16")
     fast = STEP.replace('"1200000"', '"300000"')
     assert "3.5 times" in refusal(step, fast)
     cmem = STEP.replace("k = bf16[4096,4096]{1,0:T(8,128)(2,1)}", "k = bf16[4096,4096]{1,0:T(8,128)(2,1)S(3)}")
@@ -275,14 +277,14 @@ def test_the_command_predicts_a_function_of_a_file(
     assert run("builders.py:without_slice") == (0, "") and len(calls[1][0]) == 1
     for words, message in (
         ("builders.py", "name the function that returns the step and its arguments: "),
-        ("builders.py:nope", "it has no function nope, only step, without_slice, failing"),
+        ("builders.py:nope", "builders.py has no function nope. Use step, without_slice, failing, "),
         ("builders.py:failing", "builders.py:failing: KeyError: 'weights' (builders.py:11)"),
         ("builders.py:value_error", "builders.py:value_error: no such layer (builders.py:14)"),
         ("builders.py:wrong", "must return (jitted, arguments) or (jitted, arguments, keywords)"),
         ("builders.py:unjitted", "builders.py:unjitted must return a jitted function, not <built-in function len>."),
-        ("builders.py:two", "must have at most one argument, the slice, but it has a, b."),
+        ("builders.py:two", "builders.py:two requires the arguments a, b, but only the slice is passed"),
         ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
-        ("ends.py:step", "ends.py ended while it was imported (sys.exit(0)). Put that behind `if __name__"),
+        ("ends.py:step", "ends.py ended while it was imported (sys.exit(0)). Put the exiting call behind `if __name__"),
         ("builders.py:exiting", "builders.py:exiting ended the process (sys.exit()). Return the step and its"),
         ("missing.py:step", "missing.py: no such file or directory."),
         ("folder.py:step", "folder.py: is a directory."),

@@ -140,8 +140,8 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
         ({"layouts": LAYOUTS, "measured_s": {"dp": 1}}, ValueError, "no such layout. Use slow, large, fast, broken"),
         ({"layouts": LAYOUTS, "measured_s": {"fast": 0}}, ValueError, r'measured_s\["fast"\]'),
         ({"tokens": 1e300}, ValueError, r"^tokens=1e\+300 is too large. Give the tokens of one"),
-        ({"measured_s": {"dp": 1}}, ValueError, "Pass them too, as layouts="),
-        ({"unit": "images"}, ValueError, "names what tokens= counts"),
+        ({"measured_s": {"dp": 1}}, ValueError, "^measured_s= needs layouts="),
+        ({"unit": "images"}, ValueError, "must name what tokens= counts"),
         ({"time_limit_s": 0}, ValueError, "time_limit_s=0"),
     ],
 )

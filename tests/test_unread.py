@@ -94,7 +94,7 @@ def test_a_trial_key_depends_on_exactly_the_keys_that_its_mode_reads(mode: str):
         (["mode=show", "partition.rounds=2"], "partition.rounds=2 has no effect: partition=dp has no pipeline"),
         (["mode=show", "~temperature"], "note: mode=show does not read ~temperature"),
         (["mode=show", f"prompt={'a' * 100}"], "note: mode=show does not read prompt\n"),
-        (["mode=show", "target.slices=2"], "target.slices=2 has no effect: target=auto has no slices"),
+        (["mode=show", "target.slices=2"], "target.slices=2 has no effect: target=auto does not name"),
         (["mode=show", "size=tiny", "model=gpt_125m"], "note: size=tiny keeps model=gpt_125m, because the command"),
     ],
 )

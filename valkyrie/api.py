@@ -174,7 +174,8 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
     _require_run("search_layouts", run)
     if run.config.resume is not None:
         raise ValueError(
-            "search_layouts has nothing to resume. Compose the model of the run: valkyrie.compose('model=gpt_1b', ...)."
+            f"resume={run.config.resume}: search_layouts has nothing to resume. Compose a run with the settings of its "
+            "model, without resume=: valkyrie.compose('model=gpt_1b', ...)."
         )
     if not isinstance(run.config.mode, SearchMode):
         flags, overrides = split_flags(run.arguments)
@@ -204,7 +205,7 @@ def explain(first: Run | Result | str | Path, second: Run | Result | str | Path,
     """
     from valkyrie.search.explain.mode import explain as explain_layouts
 
-    takes = "takes a Run (answer.run(row) for a row of an answer), a Result of predict, or a folder with a compile.json"
+    takes = "takes a Run (such as answer.run(row)), a Result of predict, or a run folder of mode=compile"
     layouts: list[Run | Path | Prediction] = []
     for key, layout in (("first", first), ("second", second)):
         layout = layout.record if isinstance(layout, Result) else Path(layout) if isinstance(layout, str) else layout

@@ -125,7 +125,10 @@ def predict(
     from valkyrie.search.programs import ProgramCall
 
     if measured_s is not None and layouts is None:
-        raise ValueError("measured_s= corrects the predictions of other layouts. Pass them too, as layouts=.")
+        raise ValueError(
+            "measured_s= needs layouts=, because it corrects the predictions of other layouts. Pass all layouts: "
+            'layouts={"dp": (w, x), "fsdp": (w_fsdp, x)}.'
+        )
     _refuse_misspelt_keywords(program, arguments, keywords)
     if isinstance(program, str | Path):
         if layouts is not None:
@@ -142,7 +145,7 @@ def _require_mesh_and_places(mesh: object, places: Sequence[Position] | None) ->
     from valkyrie.search.programs import require_mesh
 
     require_mesh(mesh, "mesh=")
-    usage = "places= takes a list of positions, such as record.positions"
+    usage = "places= takes a list of positions, such as result.record.positions"
     require_type(places, list | tuple | None, usage)
     for place in places or ():
         require_type(place, Position, usage)
@@ -307,7 +310,9 @@ def search_program(
         slice, name=name, tokens=tokens, flops=flops, unit=unit, options=options, time_limit_s=time_limit_s
     )
     if rules is not None:
-        require_type(rules, Mapping, 'rules= takes the second arguments of build by name, such as {"fsdp": FSDP}')
+        require_type(
+            rules, Mapping, 'rules= takes named values for the second argument of build, such as {"fsdp": FSDP}'
+        )
         if not rules:
             raise ValueError("rules= is empty. Leave it out if build takes only the mesh.")
     require_builder(build, rules)
@@ -370,9 +375,9 @@ def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[S
     ):
         if settings[key] is not None:
             require_type(settings[key], kind, f"{key}= takes {takes}")
-    require_type(unit, str, 'unit= takes what tokens= counts, such as "images"')
+    require_type(unit, str, 'unit= takes a string that says what tokens= counts, such as "images"')
     if not unit.strip() or unit != "tokens" and settings["tokens"] is None:
-        raise ValueError(f'unit={unit!r} names what tokens= counts: tokens=512, unit="images".')
+        raise ValueError(f'unit={unit!r} must name what tokens= counts. Pass both: tokens=512, unit="images".')
     refuse(
         [problem for key in ("tokens", "flops", "time_limit_s") for problem in check_range(key, settings[key], above=0)]
     )
@@ -392,7 +397,7 @@ def _refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layout
     """
     if measured_s is None:
         return
-    usage = "measured_s= takes measured seconds by name of a layout"
+    usage = 'measured_s= takes measured seconds per step by layout name, such as {"dp": 0.12}'
     require_type(measured_s, Mapping, usage)
     for layout, seconds in measured_s.items():
         if layout not in layouts:
@@ -417,8 +422,8 @@ def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tupl
 
     if isinstance(function, Run | str | Path | jax.stages.Compiled):
         raise TypeError(
-            f"check takes a jitted or lowered function, not a {type(function).__name__}, whose shardings it cannot "
-            "read. Use predict for its time and memory."
+            f"check takes a jitted or lowered function, not a {type(function).__name__}: it cannot read shardings from "
+            "anything else. Use predict for time and memory."
         )
     if "layouts" in keywords:
         raise TypeError(

@@ -35,7 +35,7 @@ def bucket_problems(key: str, path: str) -> list[Problem]:
         return []
     text = (
         f"{key}={path}: buckets ({scheme}://) are supported only by data.paths, data.val_paths and checkpoint.folder. "
-        "Use a local folder, or with several hosts one that all of them mount (NFS, Filestore, a mounted bucket)."
+        "Use a local path. With several hosts, use a path that all hosts mount (NFS, Filestore, a mounted bucket)."
     )
     return [Problem(ProblemCode.unsupported, key, path, text)]
 

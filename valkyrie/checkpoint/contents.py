@@ -144,8 +144,8 @@ def refuse_other_model(
     if problems:
         raise ValueError(
             f"The durable checkpoint at step {path.name} in {path.parent} is of a different model: {problems[0]}"
-            f"{_more_differ(len(problems) - 1)}. To continue it, use its model settings (resume={_run_name(path)} "
-            "does), or start a new run under another name=."
+            f"{_more_differ(len(problems) - 1)}. To continue it, use resume={_run_name(path)} without other model "
+            "settings. To start a new run, use another name=."
         )
 
 
@@ -170,7 +170,7 @@ def refuse_other_state(path: Any, expected: Mapping[str, Any], changed: Mapping[
     }
     if options:
         difference = "; ".join(
-            f"it was saved with {key}={saved_value}, and this run has {key}={requested}"
+            f"{key} is {saved_value} in the checkpoint and {requested} in this run"
             for key, (requested, saved_value) in options.items()
         )
         remedy = " ".join(f"{key}={saved_value}" for key, (_, saved_value) in options.items())
@@ -181,8 +181,8 @@ def refuse_other_state(path: Any, expected: Mapping[str, Any], changed: Mapping[
         remedy = "its optimizer settings"
     raise ValueError(
         f"The durable checkpoint at step {path.name} in {path.parent} was saved with a different optimizer: "
-        f"{difference}. To continue it, use {remedy} (resume={_run_name(path)} does), or start a new run under another "
-        "name=."
+        f"{difference}. To continue it, use {remedy}, or resume={_run_name(path)} without other optimizer settings. To "
+        "start a new run, use another name=."
     )
 
 

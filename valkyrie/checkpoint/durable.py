@@ -129,7 +129,8 @@ def _check_folder(path: Path, run_folder: Path) -> None:
         names = {file.name for file in entry.iterdir()} if entry.name.isdigit() and entry.is_dir() else set()
         if names and not names & _CONTENTS:
             raise ValueError(
-                f"{entry} is not a checkpoint, but this run would delete it like an old one. Move it elsewhere."
+                f"{entry} is not a checkpoint, but its name is a step number, so this run would delete it with its old "
+                "checkpoints. Move it elsewhere."
             )
 
 

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "folder",
         metavar="FOLDER",
         type=Path,
-        help="with config.json and model.safetensors (or several files and their index)",
+        help="Hugging Face folder with config.json and model.safetensors (or several files and their index)",
     )
     load.add_argument("--name", help="name of the run; default: the name of the folder")
     tokenizer_help = "bytes, gpt2, a tiktoken encoding, or a tokenizer.json; default: the folder's tokenizer.json"
@@ -60,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     save.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     save.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     dtypes = ("float32", "bfloat16", "float16")
-    save.add_argument("--dtype", choices=dtypes, help="default: the original dtype of the weights, or float32")
+    dtype_help = "dtype of the weights; default: that of the folder that from-hf converted, or else float32"
+    save.add_argument("--dtype", choices=dtypes, help=dtype_help)
     save.add_argument(
         "--file-gb",
         type=float,

@@ -20,6 +20,7 @@ from valkyrie.data.sources import text
 from valkyrie.paths import cache_root
 from valkyrie.problems import alternatives, suggest
 from valkyrie.processes.interrupt import signals_as_exceptions
+from valkyrie.units import count_text
 
 _SOURCES = [name for name in SOURCES.names() if issubclass(SOURCES.config_class(name), DocumentConfig)]
 """Sources that can be tokenised before a run. A run prepares puzzles itself, and streams need no preparation."""
@@ -71,14 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     prepare.set_defaults(run=_prepare)
     prepare.add_argument("source", nargs="?", default="stdlib", metavar=f"{{{','.join(_SOURCES)}}}")
     prepare.add_argument(
-        "paths", nargs="*", help="files, directories or globs, local or at gs:// or s3://; only for the source text"
+        "paths", nargs="*", help="files, directories or globs, local or at gs:// or s3://; only if the source is text"
     )
     tokenizer_help = (
         "bytes, gpt2, a tiktoken encoding, FILE.tiktoken, tokenizer.json, or the name of a tokenizer you trained"
     )
     prepare.add_argument("--tokenizer", default="bytes", help=tokenizer_help)
     prepare.add_argument("--validation-fraction", type=float, default=defaults.validation_fraction)
-    prepare.add_argument("--max-bytes", type=int, default=None, help="bytes of text after which reading stops")
+    prepare.add_argument("--max-bytes", type=int, default=None, help="maximum bytes of text to read; default: all")
     prepare.add_argument("--shard-tokens", type=int, default=defaults.shard_tokens)
     prepare.add_argument("--workers", type=int, default=None, help="tokenising threads; default: one per CPU core")
     prepare.add_argument("--field", default=defaults.field, help="JSON key of the text in .jsonl files")
@@ -94,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer.add_argument(
         "--pattern", default="cl100k", help="pattern that splits text into words: r50k, cl100k, o200k, nanochat"
     )
-    tokenizer.add_argument("--max-bytes", type=int, default=None, help="bytes of text after which reading stops")
-    tokenizer.add_argument("--field", default=defaults.field, help="key of .jsonl files with the text")
-    tokenizer.add_argument("--column", default=defaults.column, help="column of .parquet files with the text")
+    tokenizer.add_argument("--max-bytes", type=int, default=None, help="maximum bytes of text to read; default: all")
+    tokenizer.add_argument("--field", default=defaults.field, help="JSON key of the text in .jsonl files")
+    tokenizer.add_argument("--column", default=defaults.column, help="column of the text in .parquet files")
 
     verify = commands.add_parser("verify", help="check every shard against its checksum")
     verify.set_defaults(run=_verify)
@@ -204,7 +205,7 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
         f", not {arguments.vocab:,}, because the text has no more pairs to merge" if ids < arguments.vocab else ""
     )
     print(
-        f"{ids:,} ids{fewer_note}; trained on {counts.documents:,} documents with {counts.bytes:,} bytes "
+        f"{ids:,} ids{fewer_note}; trained on {count_text(counts.documents, 'document')} with {counts.bytes:,} bytes "
         f"in {time.perf_counter() - start:.1f} s"
     )
     name = str(path) if is_path else arguments.save
@@ -246,5 +247,5 @@ def _show(arguments: argparse.Namespace) -> None:
     console.print(table)
     console.print(Text(f"content {prepared.content}"))
     ids = open_split(prepared, arguments.split).read(0, arguments.tokens)
-    console.rule(f"the first {len(ids)} tokens of {arguments.split}")
+    console.rule(f"the first {count_text(len(ids), 'token')} of {arguments.split}")
     console.print(Text(load_tokenizer(prepared.tokenizer).decode(ids)))

@@ -22,8 +22,8 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="valkyrie-doctor",
         usage="valkyrie-doctor [-h] [--dry-run STEPS] [OVERRIDES]",
-        description="Check before a training run that its hosts have what it needs. Takes the overrides of "
-        "valkyrie-train. On several hosts, start it on each of them, like the training run.",
+        description="Check whether the hosts of a training run are ready for it. Takes the overrides of "
+        "valkyrie-train. With several hosts, start valkyrie-doctor on every host, like the training run.",
         epilog="Example: valkyrie-doctor --dry-run 5 target=v4-64 mesh=4x4x2 model=valkyrie_1b batch=64",
         allow_abbrev=False,
     )

@@ -44,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         "them.",
         epilog="Example: valkyrie-launch target=local processes=4 --restarts 3 -- model=gpt_tiny mesh=2x2x2",
     )
-    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"{', '.join(SUBCOMMANDS)}; target= and its keys")
+    words_help = f"target= and its settings; optionally one action: {', '.join(SUBCOMMANDS)}"
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=words_help)
     parser.add_argument(
         "--restarts", type=int, default=3, metavar="N", help="maximum number of restarts after a crash; default: 3"
     )
@@ -158,7 +159,8 @@ def _refuse_other_name(name: str, overrides: Sequence[str]) -> None:
     training_name = key_values(overrides).get("name", name)
     if training_name != name:
         raise ValueError(
-            f"name={name} (before --) and name={training_name} (after --) name the same run. Write only one of them."
+            f"name={name} (before --) and name={training_name} (after --) differ, but both name the training run. "
+            "Write only one of them."
         )
 
 

@@ -12,10 +12,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.paths import require_suffix
+from valkyrie.problems import alternatives
 from valkyrie.units import escape_control_characters
 
 if TYPE_CHECKING:
@@ -47,19 +49,19 @@ def _parser() -> argparse.ArgumentParser:
         "--target",
         required=True,
         metavar="SLICE",
-        help="slice to predict for, such as v4-64; that of a compiled module",
+        help="slice to predict for, such as v4-64; for a compiled module, the slice that it was compiled for",
     )
     parser.add_argument(
         "--slices", type=int, default=1, help="number of slices, connected by the data-centre network; default: 1"
     )
     parser.add_argument(
         "--mesh",
-        help="mesh axes of a compiled module in order, such as data=8,model=4; of a function without shardings, too",
+        help="mesh axes in order, such as data=8,model=4; for a compiled module, or a function without shardings",
     )
     parser.add_argument(
         "--places",
         type=Path,
-        help="JSON list with the position of each device of the mesh, as slice:x,y,z:core; default: as placed by "
+        help="JSON file with a list of the positions of the mesh's devices, as slice:x,y,z:core; default: as placed by "
         "jax.experimental.mesh_utils; only for a compiled module",
     )
     parser.add_argument("--tokens", type=float, help="tokens per step, to report tokens per second")
@@ -89,8 +91,8 @@ def _predict(words: list[str]) -> int:
         _require_file(file)
         if options.time_limit is not None:
             raise ValueError(
-                f"--time-limit {options.time_limit:g}: {file} is compiled already. The limit is for the compile of "
-                "FILE.py:FUNCTION. Leave it out."
+                f"--time-limit {options.time_limit:g}: {file} is already compiled, and the limit applies only to "
+                "FILE.py:FUNCTION. Leave out --time-limit."
             )
         if mesh is None:
             raise ValueError("--mesh: name the mesh axes of a compiled module in order, such as --mesh data=8,model=4.")
@@ -144,11 +146,14 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
 
     source = f"{file}:{function}"
     _require_file(file)
-    with explain_exit(f"{file} ended while it was imported", 'Put that behind `if __name__ == "__main__":`.'):
+    with explain_exit(
+        f"{file} ended while it was imported", 'Put the exiting call behind `if __name__ == "__main__":`.'
+    ):
         try:
-            build = _import_function(file, function)
+            module = _import_module(file)
         except Exception as error:  # of the user's code
             raise ValueError(f"{file} cannot be imported: {describe_error(error)}") from error
+    build = _find_function(module, function, file)
     required = [
         parameter for parameter in inspect.signature(build).parameters.values() if parameter.default is parameter.empty
     ]
@@ -158,7 +163,10 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
         )
     if len(required) > 1:
         names = ", ".join(parameter.name for parameter in required)
-        raise ValueError(f"{source} must have at most one argument, the slice, but it has {names}.")
+        raise ValueError(
+            f"{source} requires the arguments {names}, but only the slice is passed to it. Give the other arguments "
+            "default values."
+        )
     with explain_exit(f"{source} ended the process", "Return the step and its arguments instead."):
         try:
             built = build(target) if required else build()
@@ -181,11 +189,10 @@ def _require_file(file: Path) -> None:
         raise OSError(error, os.strerror(error), str(file))
 
 
-def _import_function(file: Path, function: str) -> Callable[..., Any]:
-    """Import a Python file, and return its function with the name `function`.
+def _import_module(file: Path) -> ModuleType:
+    """Import a Python file.
 
-    Like `python FILE`, puts the folder of the file first in `sys.path` and sets `sys.argv` to the file alone. Raises
-    ValueError if the file has no such function.
+    Like `python FILE`, puts the folder of the file first in `sys.path` and sets `sys.argv` to the file alone.
     """
     sys.path.insert(0, str(file.resolve().parent))
     sys.argv = [str(file)]
@@ -193,11 +200,17 @@ def _import_function(file: Path, function: str) -> Callable[..., Any]:
     assert spec is not None and spec.loader is not None
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def _find_function(module: ModuleType, function: str, file: Path) -> Callable[..., Any]:
+    """Return a function of the imported `file`. Raises ValueError, listing all functions, if there is none."""
     value = getattr(module, function, None)
     if callable(value):
         return value
     functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-    raise ValueError(f"it has no function {function}, only {', '.join(functions) or 'none'}")
+    remedy = f"Use {alternatives(None, functions)}." if functions else "Define one that returns (jitted, arguments)."
+    raise ValueError(f"{file} has no function {function}. {remedy}")
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

@@ -73,7 +73,7 @@ def _output_format(format: str | None, output: Path | None) -> str:
 
 def _path(text: str) -> Path:
     if not text:
-        raise argparse.ArgumentTypeError("is empty. Is a shell variable not set?")
+        raise argparse.ArgumentTypeError("the path is empty. Is a shell variable not set?")
     return Path(text)
 
 

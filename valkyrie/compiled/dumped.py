@@ -111,10 +111,10 @@ def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle
     elif is_split and not megacore:
         evidence = "its operations are split over two cores, as on v4 and v5p"
     elif product_rates and megacore and not is_split:
-        evidence = f"its products are not split over the two cores of {chip} chips"
-    elif too_fast := [i for rate, i in product_rates if rate > 1.1 * flops_per_cycle]:
-        rate_ratio = max(rate for rate, _ in product_rates) / flops_per_cycle
-        evidence = f"{too_fast[0].name} would run {rate_ratio:.1f} times as fast as the peak of {chip}"
+        evidence = f"its matrix products run on one core, but on {chip} they are split over the two cores of a chip"
+    elif product_rates and (fastest := max(product_rates, key=lambda pair: pair[0]))[0] > 1.1 * flops_per_cycle:
+        rate_ratio = fastest[0] / flops_per_cycle
+        evidence = f"{fastest[1].name} would run at {rate_ratio:.1f} times the peak of {chip}"
     if evidence:
         raise ValueError(f"{name} was not compiled for {chip}: {evidence}. Use the slice that it was compiled for.")
 
@@ -166,7 +166,7 @@ def _read_proto(path: Path, content: bytes) -> tuple[Module, int | None, Program
         module = parse(content)
     except (DecodeError, KeyError, IndexError, ValueError):
         raise ValueError(
-            f"{path} is neither HLO text nor a serialised HloProto or HloModuleProto, or is incomplete. {HOW_TO_DUMP}."
+            f"{path} cannot be read as HLO text or as a complete HloProto or HloModuleProto. {HOW_TO_DUMP}."
         ) from None
     if module.replicas > 1:
         raise ValueError(_replicas_message(path, module.replicas))
@@ -214,13 +214,14 @@ def _check_replayable(path: Path, module: Module) -> None:
         b'"fusion_backend_config"' in i.message.backend_config for i in instructions
     ):
         raise ValueError(
-            f"{path} was compiled for a GPU. Only TPU modules have the cost estimates that a prediction needs."
+            f"{path} was compiled for a GPU, but predictions need the cost estimates of XLA's TPU compiler. Compile it "
+            "for a TPU slice, which needs libtpu but no TPU."
         )
     if not module.scheduled:
         raise ValueError(f"{path} is not scheduled: it is the program before optimisation. {HOW_TO_DUMP}.")
     has_tiles = any(leaf.tile for i in instructions for leaf in i.shape.leaves)
     if not has_tiles and all(i.cycles is None for i in instructions):
         raise ValueError(
-            f"{path} was compiled for a CPU, or not by XLA's TPU compiler: its arrays have no tiles and its "
-            "operations no cost estimates. Compile it for a TPU slice, which needs libtpu but no TPU."
+            f"{path} was not compiled for a TPU: its arrays have no tiles, and its operations have no cost estimates. "
+            "Compile it for a TPU slice, which needs libtpu but no TPU."
         )

@@ -108,8 +108,8 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
         elif key == "batch" and value.lower() == "auto":
             if not is_search:
                 raise ValueError(
-                    f"{argument}: only mode=search finds a batch. Use mode=search batch=auto, whose answer names one, "
-                    "or a number, such as batch=32."
+                    f"{argument}: only mode=search finds a batch size. Use a number, such as batch=32, or find one "
+                    "with mode=search batch=auto."
                 )
             expanded_arguments.append("mode.search_batch=true")
         elif is_search and key == "device_batch" and value.startswith("["):
@@ -294,7 +294,7 @@ def _find_chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
 
 def _slice_arguments(chip: str, units: int, chip_count: str | None, is_search: bool) -> list[str]:
     if chip_count is None:
-        raise ValueError(f"target.chip={chip} needs a number of chips. Add target.chips=N, or write target={chip}-N.")
+        raise ValueError(f"target.chip={chip} needs a number of chips. Add target.chips=N, such as target.chips=8.")
     if not chip_count.isdecimal() or int(chip_count) < 1:
         raise ValueError(f"target.chips={chip_count}: must be a whole number, at least 1.")
     return [f"target={chip}-{int(chip_count) * units}", *(["mode.shapes=true"] if is_search else [])]

@@ -39,8 +39,8 @@ class Chips(Mapping[str, ChipConfig]):
             return known_chips()[name]
         if taken := sorted({*user_chip.aliases} & {*config_names(CHIP_GROUP)} - {user_chip.name}):
             raise ValueError(
-                f"target.chip={name}: aliases of {CHIP_GROUP}/{name}.yaml has {taken[0]}, which is another chip. "
-                "Remove it."
+                f"target.chip={name}: {CHIP_GROUP}/{name}.yaml has the alias {taken[0]}, but {taken[0]} is another "
+                "chip. Remove that alias."
             )
         return user_chip
 

@@ -81,18 +81,17 @@ def unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence[
     """
     group, _, name = missing_file.removesuffix(".yaml").rpartition("/")
     if not group:
-        return f"--config-name {name}: there is no {name}.yaml in the folder of --config-path."
+        return f"--config-name {name}: {name}.yaml was not found. Set --config-path to the folder that contains it."
     extra = _EXTRAS.get(group, {}).get(name)
     if extra:
         return f"{group}={name} needs the extra {extra}. Install it in your clone: uv sync --extra {extra}."
     top_group, _, subfolder = group.partition("/")
     if top_group in _GROUPS and subfolder and group != "target/chip":
         path = Path(subfolder) / f"{name}.yaml"
-        folder = path.parent.parent if path.parent.name == top_group else path.parent
+        folder = path.parent.parent if path.parent.name == top_group else Path("FOLDER")
         return (
-            f"{top_group}={path} is a path, but a choice is a name. To use FOLDER/{top_group}/{name}.yaml, write "
-            f"--config-dir FOLDER {top_group}={name}"
-            + (f", here --config-dir {folder}" if path.parent.name == top_group else "")
+            f"{top_group}={path} is a path, but a choice is a name. To use {folder / top_group / name}.yaml, write "
+            f"--config-dir {folder} {top_group}={name}."
         )
     if group in FAMILIES and name == f"{group}_schema":
         schemas = ", ".join(f"{family}_schema" for family in FAMILIES[group].names())
@@ -195,8 +194,8 @@ def _missing_package_line(overlay: str) -> str:
     group, _, name = overlay.partition("/")
     file = f"{overlay}.yaml" if name else f"the file of {group}="
     return (
-        f"{file} must begin with the line '# @package _global_'. Without it, Hydra puts its settings into a group "
-        f"{group}, which does not exist."
+        f"{file} must begin with the line '# @package _global_'. Otherwise, Hydra reads the keys of the file as "
+        f"{group}.KEY, and there are no such keys."
     )
 
 

@@ -54,7 +54,7 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
     sweeps.
     """
     if sum(argument.partition("=")[0] in CONFIG_DIR_FLAGS for argument in arguments) > 1:
-        raise ValueError("--config-dir can be given once. Put the files of both folders into one.")
+        raise ValueError("--config-dir can be given only once. Put the files of all your folders into one folder.")
     for argument in arguments:
         if bad_bytes := bytes_not_utf8(argument):
             key, sign, _ = argument.partition("=")

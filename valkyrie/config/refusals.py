@@ -84,7 +84,7 @@ _INT64_KEYS = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
 """64-bit settings, which are not passed to JAX."""
 LAYOUT_SWEEPER_KEYS = ("hydra.sweeper.space", "hydra.sweeper.limit")
 """Keys that only `hydra/sweeper=layouts` has."""
-_NESTED_LIST = "{key}: each value of the list must be a single one, not a list or mapping: {key}=[A,B]."
+_NESTED_LIST = "{key}: the list may not contain lists or mappings. Write {key}=[A,B]."
 _COMPILER_PREFIXES = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
@@ -193,7 +193,7 @@ def describe_unknown_key(full_key: str, parent: Any) -> Problem:
             family = parent.get(families.key.removeprefix(f"{group}."))
             description = f"a key of {group if group == 'mode' else families.key}={family}"
     if full_key in LAYOUT_SWEEPER_KEYS:
-        hint = " It is a key of hydra/sweeper=layouts."
+        hint = " To set it, add hydra/sweeper=layouts."
     in_prefix = f" in {prefix}" if prefix else ""
     valid_keys_text = f"Known{in_prefix}: {', '.join(valid_keys)}."
     if not valid_keys:
@@ -308,7 +308,7 @@ def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
         case WrongValue.not_a_group if key == "target.chip":
             return (
                 f"{key}={value} is not known. Known chips: {', '.join(known_chips())}. Write {key}=NAME "
-                "target.chips=N, or the cloud's name of the slice, such as target=v4-64."
+                "target.chips=N, or the name of a slice, such as target=v4-64."
             )
         case WrongValue.not_a_group:
             return f"{key}={value}: {key} is a group of settings. Set one of its keys: {key}.KEY=VALUE."

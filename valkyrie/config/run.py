@@ -362,13 +362,13 @@ class Run:
             return []
         is_saved = self.config.resume is not None or self.config.mode.reads_run  # older runs may have longer names
         if not name.strip() or {".", ".."} & {name, *Path(name).parts}:
-            text = f"name={name!r} is not the name of a folder in runs={self.config.runs}. Use a word, or null."
+            text = f"name={name!r} cannot be the name of a folder in runs={self.config.runs}. Use a word, or null."
         elif forbidden_character := re.search(r"[^\w .+@/-]", name):
             text = f"name={name}: {forbidden_character[0]} is not allowed in a name. Use letters, digits, ., _ or -."
         elif not is_saved and (length := max(len(os.fsencode(part)) for part in Path(name).parts)) > _LONGEST_NAME:
             text = (
-                f"name={name[:12]}...: a part of it has {length} bytes, at most {_LONGEST_NAME} are allowed. Use a "
-                "shorter one."
+                f"name={name[:12]}... is too long: at most {_LONGEST_NAME} bytes are allowed between slashes, but "
+                f"it has {length}. Use a shorter name."
             )
         elif name == "latest" and not self.config.mode.reads_run:
             text = "name=latest is not allowed, because resume=latest means the newest run. Use another name."

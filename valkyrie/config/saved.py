@@ -131,7 +131,8 @@ def find_complete_config(arguments: Sequence[str]) -> Path | None:
         return file
     if file.name == RUN_FILE:
         raise ValueError(
-            f"{file} has a defaults list, which the record of a run never has. If you wrote the file, rename it."
+            f"{file} has a defaults list, but Valkyrie never writes one into {RUN_FILE}. If you wrote this file "
+            f"yourself, give it a name other than {RUN_FILE}."
         )
     return None
 

@@ -84,7 +84,8 @@ def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
     """
     config, mode = run.config, run.config.mode
     if config.target.slices > 1 and config.target.chips is None:
-        yield ("target.slices",), f"target={config.target.name} has no slices. Name one, such as target=v5e-8"
+        reason = f"target={config.target.name} does not name a slice. Use a target that does, such as target=v5e-8"
+        yield ("target.slices",), reason
     batch = key_values(run.arguments).get("batch", "")
     if batch.isdecimal() and int(batch) != config.batch:
         yield ("batch",), f"batch_tokens sets batch={config.batch}. Add batch_tokens=null"

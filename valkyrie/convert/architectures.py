@@ -175,7 +175,8 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
         key for key in architecture.size_keys.values() if type(config.get(key)) is not int or config[key] < 1
     ]:
         values = ", ".join(f"{key}={config.get(key)!r}" for key in invalid_keys)
-        raise ValueError(f"config.json: {values}. {architecture.name} needs a whole number of at least 1.")
+        numbers = "a whole number" if len(invalid_keys) == 1 else "whole numbers"
+        raise ValueError(f"config.json: {values}, but {architecture.name} needs {numbers} of at least 1.")
     decode(_KeyTypes, dict(config), "config.json")  # raises ValueError for a value of the wrong type
     refusals = _unsupported_values(architecture, config)
     sizes = {setting: config[key] for setting, key in architecture.size_keys.items()}
@@ -223,8 +224,8 @@ def to_config_json(model: Stack) -> dict[str, object]:
     architecture = _choose_architecture(model)
     if refusals := _unsupported_settings(model, architecture):
         raise ValueError(
-            f"this model cannot be converted to one of {', '.join(ARCHITECTURES)}. The closest is {architecture.name}, "
-            f"which does not support {', '.join(refusals)}."
+            f"{', '.join(refusals)} cannot be converted: {architecture.name}, the closest Hugging Face architecture, "
+            f"does not support {'it' if len(refusals) == 1 else 'them'}."
         )
     name = next(name for name, activation in architecture.activations.items() if activation is model.feed_forward)
     config: dict[str, object] = {"architectures": [architecture.name], "model_type": architecture.model_type}

@@ -65,7 +65,7 @@ class Weights:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged at {name} ({error}). Copy it again.") from error
         if non_finite := tensor.size - np.count_nonzero(np.isfinite(tensor)):
-            raise ValueError(f"{path}: {non_finite:,} of the {tensor.size:,} numbers of {name} are NaN or infinite.")
+            raise ValueError(f"{path}: {name} has NaN or infinite values ({non_finite:,} of {tensor.size:,}).")
         return tensor
 
     def dtype(self, names: Iterable[str]) -> np.dtype:
@@ -139,7 +139,9 @@ def _weight_files(folder: Path) -> list[str]:
         file.name for file in folder.glob("*.pt*")
     )
     remedy = (
-        f" Load {_first_names(other_files)} with transformers and save it with save_pretrained." if other_files else ""
+        f" Load the model ({_first_names(other_files)}) with transformers and save it again with save_pretrained."
+        if other_files
+        else ""
     )
     raise ValueError(f"{folder} has no {WEIGHTS_FILE} and no {INDEX_FILE}.{remedy}")
 
@@ -224,7 +226,8 @@ def _cast(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
         limit = f"{largest:,.0f}" if largest < 1e6 else f"{largest:.3g}"
         wider_dtypes = "bfloat16 or float32" if dtype == DTYPES["F16"] else "float32"
         raise ValueError(
-            f"{name} has {count_text(count, 'number')} beyond {dtype.name}'s {limit}. Use --dtype {wider_dtypes}."
+            f"{name} has {count_text(count, 'number')} beyond the range of {dtype.name} (up to {limit}). "
+            f"Use --dtype {wider_dtypes}."
         )
     return cast_tensor
 
@@ -237,7 +240,7 @@ def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     try:
         serialize_file(specs, path, {"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"{path} could not be written ({error})") from error
+        raise OSError(f"{path.name}: {error}") from error
     path.chmod(0o644)  # safetensors makes it readable by its owner only
 
 

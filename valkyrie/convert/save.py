@@ -80,7 +80,10 @@ def export_run(
             folder, config, shapes, weights_dtype, lambda name: reader.read(slices_by_tensor[name]), file_bytes
         )
         if not _copy_tokenizer(run_folder, run, folder):
-            say(f"no tokenizer.json: tokenizer={run.tokenizer} has none, so from-hf needs --tokenizer {run.tokenizer}")
+            say(
+                f"note: tokenizer={run.tokenizer} has no tokenizer.json to copy. To convert {folder} back, use "
+                f"valkyrie-convert from-hf with --tokenizer {run.tokenizer}."
+            )
     return folder
 
 

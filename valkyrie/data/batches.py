@@ -120,8 +120,8 @@ class RowPosition(DataPosition):
         if remainder:
             divisor = next(size for size in range(batch - 1, 0, -1) if self.row % size == 0)
             raise ValueError(
-                f"the data position is row {self.row:,}, which is not a multiple of batch={batch}. "
-                f"Use a batch size that divides it, such as batch={divisor}."
+                f"batch={batch}: the checkpoint was saved after row {self.row:,} of the data, which is not a multiple "
+                f"of {batch}. Use a batch size that divides {self.row:,}, such as batch={divisor}."
             )
         return step
 
@@ -197,8 +197,8 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
 def _position_refusal(field: str, saved_value: object, current_value: object, seed_key: str) -> str:
     if field == "content":
         return (
-            "the data differs from the data that the run was trained on: its files, text, tokenizer or split have "
-            "changed. Use the same data, or start a new run with another name=."
+            "data= differs from the data that this run was trained on: the files, their text, the tokenizer or the "
+            "validation split changed. Use the same data, or start a new run with another name=."
         )
     key = seed_key if field == "seed" else field if field in ("seq", "split", "batch") else f"data.{field}"
     alternative = f" or data.shuffle_seed={saved_value}" if key == "seed" else ""

@@ -168,10 +168,10 @@ class DocumentConfig(TextConfig):
             return DataCheck(f"data={self.name} is not prepared yet: {next_step}")
         epochs = steps * batch / count_rows(data, "train", batch, seq)
         shards, content = len(data.train.shards), data.content[:12]
-        text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} ({content})"
+        text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} (hash {content})"
         repeat_warning = "Use more text or fewer steps: the data repeats more than four times."
         return DataCheck(
-            f"{text}, which steps={steps} reads {epochs:.2g} times",
+            f"{text}, read {epochs:.2g} times in steps={steps}",
             repeat_warning if epochs > _MAX_EPOCHS else None,
             content,
         )
@@ -193,9 +193,9 @@ class DocumentConfig(TextConfig):
         # The split of a folder that already holds shards was made with settings that are unknown here.
         if is_off and self.prepared_folder() is None:
             notes.append(
-                f"validation has {100 * validation_share:.3g}% of the tokens instead of the "
-                f"{100 * self.validation_fraction:.3g}% of data.validation_fraction={self.validation_fraction:g}, "
-                "because whole documents are held out and this data has few, long documents"
+                f"data.validation_fraction={self.validation_fraction:g}: the validation split has "
+                f"{100 * validation_share:.3g}% of the tokens, because whole documents are held out and this data has "
+                "only a few long ones"
             )
         return "\n".join(f"note: {note}" for note in notes) or None
 

@@ -237,7 +237,8 @@ def _describe_other(path: Path) -> str:
         return f"it is a file. Pass its folder: {path.parent}." if path.name == MANIFEST_FILE else "it is a file."
     if datasets := sorted(file.parent for file in path.glob(f"*/{MANIFEST_FILE}")):
         more_text = f" ({len(datasets) - 1} more)" if len(datasets) > 1 else ""
-        return f"it contains {count_text(len(datasets), 'dataset')}. Pass one of them: {datasets[-1]}{more_text}."
+        pronoun = "one of them" if len(datasets) > 1 else "it"
+        return f"it contains {count_text(len(datasets), 'dataset')}. Pass {pronoun}: {datasets[-1]}{more_text}."
     return f"it has no {MANIFEST_FILE}. Pass the path that `valkyrie-data prepare` printed."
 
 
