@@ -126,8 +126,7 @@ def predict(
 
     if measured_s is not None and layouts is None:
         raise ValueError(
-            "measured_s= needs layouts=, because it corrects the predictions of other layouts. Pass all layouts: "
-            'layouts={"dp": (w, x), "fsdp": (w_fsdp, x)}.'
+            "measured_s= needs layouts=: pass the measured layouts, and those with predictions to correct."
         )
     _refuse_misspelt_keywords(program, arguments, keywords)
     if isinstance(program, str | Path):
