@@ -125,9 +125,7 @@ def predict(
     from valkyrie.search.programs import ProgramCall
 
     if measured_s is not None and layouts is None:
-        raise ValueError(
-            "measured_s= needs layouts=: pass the measured layouts, and those with predictions to correct."
-        )
+        raise ValueError("measured_s= needs layouts=: pass the measured layouts and those to correct by them.")
     _refuse_misspelt_keywords(program, arguments, keywords)
     if isinstance(program, str | Path):
         if layouts is not None:
