@@ -97,7 +97,7 @@ MISTAKES: dict[str, Sequence[str]] = {
     "target=v4-63": ("is not a multiple of 2",),
     "target=v5e-8 mesh=2x4x1": ("needs accelerators",),
     "target.chip.hbm_gib=9": ("target.chip.hbm_gib=9: ", "target=v5e-8"),
-    "mesh=1000x1x1 partition=dp batch=1000": ("needs 1000 devices", "force=true"),
+    "mesh=1000x1x1 partition=dp batch=1000": ("needs 1,000 devices", "force=true"),
     "model=llama_8b mesh=1x1x1 partition=dp": ("GiB", "mode=compile", "force=true"),
     "experiment=no_header --config-dir own": ("must begin with the line '# @package _global_'",),
     "experiment=short --config-dir own": ("Rename it to short.yaml",),

@@ -157,7 +157,7 @@ def test_an_incomplete_block_is_refused(tmp_path):
         (
             '{"units": Size(',
             '{"unit": Size(',
-            "GatedUnit uses the axis units without a length. Return it from `sizes`.",
+            "GatedUnit uses the axis units without a length. Return its length from `sizes`.",
         ),
         (
             "return check_range",

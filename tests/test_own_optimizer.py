@@ -121,7 +121,7 @@ def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
             '"matrices":',
             "rules() returned the unknown group matrices. Groups: matrix, vector, ssm.",
         ),
-        ("lion_12", '"matrix":', '"vector":', "rules() has no rule for parameters of the group matrix."),
+        ("lion_12", '"matrix":', '"vector":', "rules() has no rule for the parameter group matrix. Return a"),
         (
             "lion_13",
             "def rules",

@@ -87,6 +87,8 @@ CASES: dict[str, tuple[str, str | None, Any]] = {
     "model=trm_tiny data=sudoku seq=81 mesh=2x2x2 partition=pp": ("no_stack", None, None),
     f"{PP} mesh=2x1x3 batch=24": ("not_divisible", "model.layers", None),
     f"{PP} microbatches=3": ("batch_not_divisible", "batch", None),
+    "model=gpt_tiny mesh=1x1x1 batch=8 microbatches=3": ("batch_not_divisible", "batch", None),
+    "model=gpt_tiny mesh=2x1x1 partition=dp batch=8 microbatches=3": ("batch_not_divisible", "batch", None),
     f"{PP} partition.rounds=2": ("wrong_rounds", "partition.rounds", 2),
     f"{PP} partition.schedule=circular": ("wrong_rounds", "partition.rounds", 1),
     f"{PP} microbatches=1 partition.schedule=circular partition.rounds=2": ("too_few_microbatches", "microbatches", 1),

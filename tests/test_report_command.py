@@ -97,16 +97,16 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     (tmp_path / "notes.txt").write_text("")
     assert "is a file" in fails(capsys, tmp_path / "notes.txt")
     for file, message in (
-        ("run.yaml", "is a run without metrics.jsonl: no training step has finished."),
-        ("search.json", "has a search.json that is damaged, or of another version"),
+        ("run.yaml", " is a run without metrics.jsonl: no training step has finished."),
+        ("search.json", "/search.json is damaged, or was written by another version"),
     ):
         (tmp_path / file).write_text("")
-        assert f"{tmp_path} {message}" in fails(capsys, tmp_path)
+        assert f"{tmp_path}{message}" in fails(capsys, tmp_path)
     answer = SearchAnswer([], "", 1, {}, 0, 0, "", MeasureReport([]), [], [])
     write_record(tmp_path / "search.json", answer)
     assert f"{tmp_path} is a search that only estimated its layouts: " in fails(capsys, tmp_path)
     write_record(tmp_path / "search.json", ComparisonRecord("v5e-8", None, (), None, "tokens"))
-    assert f"{tmp_path} is a search of search_program: its layouts are in" in fails(capsys, tmp_path)
+    assert f"{tmp_path} was written by search_program: its layouts are in" in fails(capsys, tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "trials.jsonl").write_text("")
     assert "no trial has ended yet" in fails(capsys, tmp_path / "empty")

@@ -316,10 +316,7 @@ _TEMPLATES = {
         "partition={self.partition} puts {axes} ({self.size}) of {names} on {over}: {self.size} is not divisible by "
         "{self.parts}."
     ),
-    ProblemCode.batch_not_divisible: (
-        "batch={self.size} is not divisible by {self.parts}: partition={self.partition} splits it over "
-        "{shards}{microbatches}."
-    ),
+    ProblemCode.batch_not_divisible: "batch={self.size} is not divisible by {self.parts}: {shards}{microbatches}.",
     ProblemCode.seq_not_divisible: (
         "seq={self.size} is not divisible by {self.parts}: partition={self.partition} splits it over {over}."
     ),
@@ -339,9 +336,8 @@ _TEMPLATES = {
     ),
     ProblemCode.wrong_rounds: "partition.rounds={value}: partition.schedule={schedule} {requirement}. Use {use}.",
     ProblemCode.too_few_microbatches: (
-        "microbatches={value}: with schedule=circular, the first stage gets a microbatch back only after all "
-        "stages, so at least one microbatch per stage ({over}) is needed. Use microbatches={self.parts}, or "
-        "partition.schedule=gpipe."
+        "microbatches={value}: partition.schedule=circular needs at least one microbatch per stage ({over}). Use "
+        "microbatches={self.parts}, or partition.schedule=gpipe."
     ),
     ProblemCode.several_stacks: (
         "partition={self.partition} with schedule=1f1b supports only one stack of equal layers, but this model has "
@@ -364,8 +360,15 @@ def _microbatches_clause(problem: Problem) -> str:
     if stage_axis := next((axis for axis in problem.mesh_axes if axis in stage_axes), None):
         sizes = zip(problem.mesh_axes, problem.mesh_sizes, strict=True)
         others = "·".join(f"{axis}={size}" for axis, size in sizes if axis != stage_axis)
-        return f", and each of its {count} microbatches over {others}" if others else f" times microbatches={count}"
-    return f" times microbatches={count}" if count > 1 else ""
+        if others and count > 1:
+            return f", and each of its {count} microbatches over {others}"
+    if not problem.mesh_axes:
+        return (
+            f"the pipeline stages and microbatches={count} split it"
+            if stage_axes
+            else f"microbatches={count} splits it"
+        )
+    return f", and microbatches={count} splits it too" if count > 1 else ""
 
 
 def _batch_clause(problem: Problem) -> str:
@@ -405,7 +408,7 @@ _CLAUSES: dict[ProblemCode, dict[str, Callable[[Problem], str]]] = {
     ProblemCode.unknown_logical_axis: {"hint": _suggestion_clause},
     ProblemCode.missing_mesh_axis: {"such_as": _mesh_example_clause},
     ProblemCode.batch_not_divisible: {
-        "shards": lambda p: p.mesh_axes_text or "one shard",
+        "shards": lambda p: f"partition={p.partition} splits it over {p.mesh_axes_text}" if p.mesh_axes else "",
         "microbatches": _microbatches_clause,
     },
     ProblemCode.device_batch_not_divisible: {"batch": _batch_clause, "sequences": _device_batch_clause},

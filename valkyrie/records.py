@@ -124,4 +124,4 @@ def _encode_scalar(value: Any) -> Any:
         return value.item()
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"{type(value).__name__} is not a plain value")
+    raise TypeError(f"{type(value).__name__} has no JSON form. Use numbers, strings, lists and dicts.")

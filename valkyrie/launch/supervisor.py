@@ -151,7 +151,7 @@ class Supervisor:
     def _stop(self, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
         """Forward the launcher's signal to all processes, wait until they have saved, and return the exit status."""
         is_ctrl_c = signals[0] == signal.SIGINT
-        limit_text = " (Ctrl-C again kills them)" if is_ctrl_c else f" for at most {self.notice_s:g} s"
+        limit_text = " (press Ctrl-C again to kill without saving)" if is_ctrl_c else f" (at most {self.notice_s:g} s)"
         running_processes = [process for process in processes if process.status is None]
         if running_processes:
             print_message(f"stopping: waiting for {_describe_running(running_processes)} to save{limit_text}")

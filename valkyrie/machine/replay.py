@@ -255,7 +255,7 @@ class _Replayer:
         link_shares = {link: busy_s / work_s for link, busy_s in cost.busy_s.items()} if work_s > 0 else {}
         transfer = Transfer(cost.latency_s, work_s, link_shares, tag=(name, collective))
         if collective.kind == "ragged-all-to-all":
-            self._notes["a ragged-all-to-all is assumed to send its whole buffer, evenly to its group"] = None
+            self._notes["a ragged-all-to-all is assumed to send its whole buffer, evenly across its group"] = None
         self._links.start(transfer)
         return transfer
 

@@ -83,7 +83,8 @@ class Attention(Block):
             problems.append(Problem(ProblemCode.unsupported, f"{key}.head_dim", self.head_dim, text))
         if not self.windows or any(w is not None and w < 1 for w in self.windows):
             text = (
-                f"{key}.windows={self.windows}: list at least one window, each 1 or more, or null for full attention."
+                f"{key}.windows={self.windows}: list at least one window. Each must be 1 or more, or null for full "
+                "attention."
             )
             problems.append(Problem(ProblemCode.malformed, f"{key}.windows", self.windows, text))
         if not self.dilations or any(d < 1 for d in self.dilations):

@@ -289,7 +289,11 @@ class Block(ABC):
         texts = [
             f"{name} uses the axis {a}, which no block declares. Add it to `axes`." for a in axes if a not in known
         ]
-        texts += [f"{name} uses the axis {a} without a length. Return it from `sizes`." for a in axes if a not in sizes]
+        texts += [
+            f"{name} uses the axis {a} without a length. Return its length from `sizes`."
+            for a in axes
+            if a not in sizes
+        ]
         return [Problem(ProblemCode.missing, context.key, text=text) for text in texts]
 
     def _sizes(self, context: BlockContext) -> dict[str, Size]:

@@ -102,7 +102,8 @@ class S5(Block):
         if uneven or (self.conjugate_symmetric and per_block % 2):
             nearest = max(1, (2 * self.state_size + size_multiple) // (2 * size_multiple)) * size_multiple
             text = (
-                f"{key}.state_size={self.state_size} does not split into {key}.blocks={self.blocks} equal blocks"
+                f"{key}.state_size={self.state_size} must be a positive multiple of "
+                f"{blocks * (1 + self.conjugate_symmetric)}: {key}.blocks={self.blocks} splits it into equal blocks"
                 f"{' of even size (conjugate pairs)' if self.conjugate_symmetric else ''}. "
                 f"Use {key}.state_size={nearest}."
             )

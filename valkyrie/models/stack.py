@@ -170,7 +170,8 @@ class Stack:
             unknown = [kind for kind in dict.fromkeys(getattr(self, name) or []) if kind not in self.mixer_blocks]
             if unknown:
                 unknown_names = ", ".join(unknown)
-                text = f"model.{name}: model.family={self.family} has no block {unknown_names}. Use {names}."
+                blocks = f"block{'s' * (len(unknown) > 1)} {unknown_names}"
+                text = f"model.{name}: model.family={self.family} has no {blocks}. Choose from {names}."
                 problems.append(Problem(ProblemCode.unknown_name, f"model.{name}", unknown, text))
         unknown = [kind for kind in dict.fromkeys(self.feed_forward_pattern) if kind not in self.feed_forward_blocks]
         if unknown or not self.feed_forward_pattern:

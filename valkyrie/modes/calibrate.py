@@ -19,9 +19,7 @@ class Config(ModeConfig):
         paths: folders of sweeps, searches or runs. Their trials provide the step times.
     """
 
-    description: ClassVar[str] = (
-        "fit the constants of the estimate and the correction of replays to compiled or measured trials"
-    )
+    description: ClassVar[str] = "fit the estimate's constants and the replay correction to compiled or measured trials"
     needs: ClassVar[Needs] = Needs.nothing
     short_keys: ClassVar[tuple[str, ...]] = ("paths",)
     ignores_layout: ClassVar[bool] = True

@@ -24,7 +24,7 @@ class Config(CompilingMode):
     """
 
     description: ClassVar[str] = (
-        "compile the step for its target, without that hardware: does it fit, and how long is a step"
+        "compile the step for its target, without that hardware, to see if it fits in memory and how long it takes"
     )
     needs: ClassVar[Needs] = Needs.compiler
     results: ClassVar[str | None] = COMPILE_FILE

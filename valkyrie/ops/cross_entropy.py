@@ -89,7 +89,10 @@ def cross_entropy(
     """
     batch, seq, _ = hidden.shape
     if not 0 < vocab_size <= unembed.shape[0]:
-        raise ValueError(f"vocab_size={vocab_size} must be from 1 to the {unembed.shape[0]} rows of the unembedding.")
+        raise ValueError(
+            f"vocab_size={vocab_size} must be at least 1 and at most {unembed.shape[0]}, the number of rows of the "
+            "unembedding."
+        )
     if seq % shards:
         raise ValueError(
             f"a sequence of length {seq} does not split into shards={shards}. Use a length divisible by {shards}."

@@ -59,7 +59,9 @@ def resolve_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
     default = get_platform(backend).scan
     if default is None:
         names = ", ".join(form.value for form in FORMS)
-        raise ValueError(f"model.s5.scan=auto: backend {backend!r} has no default. Set it to one of {names}.")
+        raise ValueError(
+            f"model.s5.scan=auto has no default on backend {backend!r}. Set model.s5.scan to one of {names}."
+        )
     return ScanImpl(default)
 
 

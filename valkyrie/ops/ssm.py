@@ -93,8 +93,8 @@ def block_hippo(state_size: int, blocks: int, conjugate_symmetric: bool = True) 
         below = max(state_size // multiple, 1) * multiple
         equal = "equal blocks of even size" if conjugate_symmetric else "equal blocks"
         raise ValueError(
-            f"state_size={state_size} must split into blocks={blocks} {equal}, so it must be a multiple of {multiple}. "
-            f"Use state_size={below} or state_size={below + multiple}."
+            f"state_size={state_size} must be a positive multiple of {multiple}: blocks={blocks} splits it into "
+            f"{equal}. Use state_size={below} or state_size={below + multiple}."
         )
     Lambda, V = hippo_n(state_size // blocks)
     stored = len(Lambda) // divisor

@@ -124,7 +124,8 @@ class OptimizerConfig:
         present = {*jax.tree.leaves(labels)}
         if missing := [group for group in _RULE_GROUPS if group in present and group not in rules]:
             raise ValueError(
-                f"optimizer={self.name}: rules() has no rule for parameters of the group {', '.join(missing)}."
+                f"optimizer={self.name}: rules() has no rule for the parameter group{'s' * (len(missing) > 1)} "
+                f"{', '.join(missing)}. Return a rule for each group that the model has."
             )
         return self.partition(rules, labels, rate)
 

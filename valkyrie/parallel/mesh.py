@@ -115,7 +115,8 @@ def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshCo
     names = [n.strip() for n in axis_names.split(",")] if axis_names else None
     if names is not None and len(names) != len(shape):
         raise ValueError(
-            f"TPU_MESH_CONFIG={sizes} has {len(shape)} sizes but TPU_AXIS_NAMES={axis_names} has {len(names)} names."
+            f"TPU_MESH_CONFIG={sizes} has {count_text(len(shape), 'size')}, but TPU_AXIS_NAMES={axis_names} has "
+            f"{count_text(len(names), 'name')}. Give one name per size."
         )
     padding = 3 - len(shape)
     try:

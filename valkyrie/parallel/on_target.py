@@ -6,6 +6,7 @@ from valkyrie.hardware.slices import parse_shape
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.problems import Problem, ProblemCode
+from valkyrie.units import count_text
 
 
 def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
@@ -29,9 +30,8 @@ def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
         return [Problem(ProblemCode.slice_count, "mesh", mesh.name, text, size=mesh.slices, parts=1)]
     if 1 < target.slices != mesh.slices and mesh.placement is None:
         text = (
-            f"target.slices={target.slices}: the data-centre network joins slices, but no axis of mesh={mesh.name} "
-            f"spans them. Use mesh={target.slices}s{_torus_mesh_name(target)}, "
-            "or set mesh.placement."
+            f"target.slices={target.slices}, but mesh={mesh.name} spans {count_text(mesh.slices, 'slice')}. Use "
+            f"mesh={target.slices}s{_torus_mesh_name(target)}, or set mesh.placement."
         )
         return [Problem(ProblemCode.slice_count, "target.slices", target.slices, text, size=mesh.slices)]
     return []
@@ -43,8 +43,9 @@ def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:
     Suggests a mesh of the target's size, and targets of the mesh's size or, if there are none, of the nearest sizes.
     """
     chips, per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
-    noun = "chips" if target.chip and per_chip == 1 else "devices"
-    target_size = f"{chips} chips with {per_chip} JAX devices each" if per_chip > 1 else f"{chips} {noun}"
+    noun = "chip" if target.chip and per_chip == 1 else "device"
+    target_size = count_text(chips, "chip" if per_chip > 1 else noun)
+    target_size += f" with {per_chip} JAX devices{' each' * (chips > 1)}" if per_chip > 1 else ""
     if target.chip and target.chip.units_in_name > 1 and target.name.endswith(f"-{mesh.size}"):
         target_size += f" ({target.name} counts {target.chip.units_in_name} cores per chip)"
     if target.slices > 1 and not target.topology and (single := target.resized(target.devices or 0)):
@@ -53,15 +54,15 @@ def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:
     mesh_hint = f", such as mesh={slice_prefix}{_torus_mesh_name(target)}" if target.chip and target.topology else ""
     resized = target.resized(mesh.size)
     nearest = " and ".join(f"target={other.describe()}" for other in target.nearest(mesh.size))
-    fitting_hint = f" No slice has {mesh.size} {noun}; the nearest are {nearest}." if nearest else ""
-    mesh_remedy = f"a mesh of {target.devices} devices{mesh_hint}."
+    fitting_hint = f" No slice has {count_text(mesh.size, noun)}. Nearest: {nearest}." if nearest else ""
+    mesh_remedy = f"a mesh of {count_text(target.devices or 0, 'device')}{mesh_hint}."
     remedy = f" Use {mesh_remedy}" if resized is None else f" Use target={resized.describe()}, or {mesh_remedy}"
     if slices_hint := _slices_hint(target, mesh):
-        fitting_hint, remedy = slices_hint, f" Use {mesh_remedy}"
+        fitting_hint, remedy = slices_hint, f" Or use {mesh_remedy}"
     elif resized is not None:
         fitting_hint = ""
     return (
-        f"target={target.describe()} has {target_size}, but mesh={mesh.name} needs {mesh.size} devices."
+        f"target={target.describe()} has {target_size}, but mesh={mesh.name} needs {count_text(mesh.size, 'device')}."
         f"{fitting_hint}{remedy}"
     )
 
@@ -76,7 +77,8 @@ def _slices_hint(target: TargetConfig, mesh: MeshConfig) -> str:
     resized = target.resized(slice_size) if target.topology and mesh.slices not in (1, target.slices) else None
     if resized is None:
         return ""
-    return f" {mesh.slices} slices of {slice_size} devices are target={resized.name} target.slices={mesh.slices}."
+    slice_text = count_text(slice_size, "device")
+    return f" For {mesh.slices} slices of {slice_text}, use target={resized.name} target.slices={mesh.slices}."
 
 
 def _torus_mesh_name(target: TargetConfig) -> str:

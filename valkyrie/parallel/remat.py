@@ -92,7 +92,10 @@ class RematConfig:
                     else ""
                 )
                 legal = ", ".join(model_names)
-                text = f"remat.{key}: the model has no activation {', '.join(unknown)}. Use {legal}{also}."
+                text = (
+                    f"remat.{key}: the model has no activation{'s' * (len(unknown) > 1)} {', '.join(unknown)}. "
+                    f"Use {legal}{also}."
+                )
                 problems.append(Problem(ProblemCode.unknown_name, f"remat.{key}", unknown, text))
         if in_both := [name for name in dict.fromkeys(self.save) if name in self.offload]:
             text = (

@@ -16,6 +16,7 @@ from valkyrie.parallel.placement import placement_problems
 from valkyrie.precision import DType
 from valkyrie.problems import refuse, require_type
 from valkyrie.runs.columns import html_facts
+from valkyrie.units import count_text
 
 if TYPE_CHECKING:
     import jax
@@ -98,10 +99,10 @@ class Slice(TargetConfig):
             raise ValueError(f"{mesh_text} has a size below 1. Use sizes of at least 1.")
         if math.prod(shape) != self.devices:
             resized = self.resized(math.prod(shape)) if self.slices == 1 else None
-            alternative = "" if resized is None else f", or {resized.name}, which has {resized.devices}"
+            alternative = "" if resized is None else f", or {resized.name}"
             raise ValueError(
-                f"{mesh_text} has {math.prod(shape)} devices, but {self.describe()} has {self.devices}. "
-                f"Use a mesh of {self.devices}{alternative}."
+                f"{mesh_text} has {count_text(math.prod(shape), 'device')}, but {self.describe()} has {self.devices}. "
+                f"Use a mesh of {count_text(self.devices, 'device')}{alternative}."
             )
         axes = dict(zip(names, map(int, shape), strict=True))
         if placement is not None:

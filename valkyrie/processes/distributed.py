@@ -53,8 +53,9 @@ class DistributedConfig:
         keys = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
         missing = [f"distributed.{key}" for key, value in keys.items() if value is None]
         if 0 < len(missing) < len(keys):
-            present = ", ".join(f"distributed.{key}={value}" for key, value in keys.items() if value is not None)
-            text = f"{present} also needs {' and '.join(missing)}. Set all three or none."
+            present = " and ".join(f"distributed.{key}={value}" for key, value in keys.items() if value is not None)
+            verb = "also need" if len(missing) == 1 else "needs"
+            text = f"{present} {verb} {' and '.join(missing)}. Set all three or none."
             problems.append(Problem(ProblemCode.missing, missing[0], text=text))
         return problems
 
@@ -141,10 +142,12 @@ def _check_process(process_info: ProcessInfo, source: str) -> ProcessInfo:
     `source` is the setting or environment variable that the message blames for a wrong count or index.
     """
     parse_address(process_info.coordinator)
-    if process_info.count < 1 or not 0 <= process_info.index < process_info.count:
+    if process_info.count < 1:
+        raise ValueError(f"{source}: the number of processes is {process_info.count}. Use 1 or more.")
+    if not 0 <= process_info.index < process_info.count:
         raise ValueError(
-            f"{source}: process index {process_info.index} is invalid for {process_info.count} processes. Indices "
-            "start at 0 and must be less than the number of processes."
+            f"{source}: process index {process_info.index} must be at least 0 and below {process_info.count}, the "
+            "number of processes."
         )
     return process_info
 

@@ -221,7 +221,7 @@ class ConnectedTeam(Team):
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"the program at {process_info.coordinator} is not process 0 of this run ({type(error).__name__}). "
-                "Check whether another program uses the port, or process 0 runs another version."
+                "Check whether another program uses the port, or whether process 0 runs another version of Valkyrie."
             ) from None
         if answer is None:
             raise ValueError(f"process 0 at {process_info.coordinator} ended before all processes were connected.")
@@ -292,7 +292,8 @@ def _disagreement(label: str, values_by_process: Sequence[Mapping[str, object]])
         if differing_processes:
             names = f"process{'es' * (len(differing_processes) > 1)} {', '.join(map(str, differing_processes[:8]))}"
             lines.append(
-                f"{key}={values_by_process[differing_processes[0]].get(key)} on {names}, {first.get(key)} on process 0"
+                f"{key}={first.get(key)} on process 0, but {key}={values_by_process[differing_processes[0]].get(key)} "
+                f"on {names}"
             )
     shown = "; ".join(lines[:5]) + (f" (and {len(lines) - 5} more)" if len(lines) > 5 else "")
     return f"the processes differ in their {label}: {shown}. Start all processes with the same {label}."

@@ -31,7 +31,7 @@ class SweepPage(Callback):
 
             write_report(folder)
         except Exception as error:  # Hydra would only warn, and the outdated page would remain
-            message = f"the page could not be written ({type(error).__name__}: {error})"
+            message = f"the report could not be written ({type(error).__name__}: {error})"
             message += _remove_outdated_page(folder / PAGE_FILE)
             command = f"{command_name('valkyrie-report')} {shlex.quote(str(folder))}"
             print(f"{message}. To try again: {command}", file=sys.stderr)
@@ -45,4 +45,4 @@ def _remove_outdated_page(page: Path) -> str:
         page.unlink()
     except OSError:
         return f"; {page} is outdated and could not be removed"
-    return "; the outdated page was removed"
+    return "; the outdated report was removed"

@@ -59,7 +59,10 @@ def page_file(paths: Sequence[Path], output: Path | None) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"{file.parent} is not a folder and cannot be created. Choose another file.") from error
+        raise ValueError(
+            f"{file} cannot be written: {file.parent} is not a folder and cannot be created. Choose another output "
+            "file."
+        ) from error
     return file
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from valkyrie.sweep.noise import within_noise
 from valkyrie.sweep.rows import Row, RowPair, Workload, group_by_kind, sort_by_speed
 from valkyrie.sweep.trial import Status
+from valkyrie.units import count_text
 
 UNKNOWN_REASON = "no reason was recorded"
 """Reason shown for a trial without a result if its record has none."""
@@ -152,7 +153,10 @@ class SweepComparison:
         text += f". Trials only in {self.a}: {len(self.only_a)}; only in {self.b}: {len(self.only_b)}."
         if self.slower_duplicates:
             count = len(self.slower_duplicates)
-            text += f" Skipped because a faster trial in the same sweep has that layout and workload: {count}."
+            text += (
+                f" {count_text(count, 'trial')} {'is' if count == 1 else 'are'} skipped, because the same sweep has a "
+                "faster one with the same layout and workload."
+            )
         return text
 
     @property
@@ -161,7 +165,7 @@ class SweepComparison:
         works_a, works_b = ({row.work for row in rows} for rows in (self.only_a, self.only_b))
         text = f"Nothing to compare: {self.a} and {self.b} have "
         if works_a & works_b:
-            return f"{text}no layout in common whose speed was obtained the same way (predicted, measured or trained)"
+            return f"{text}no layout in common with the same kind of speed (predicted, measured or trained)"
         first, second = (f"{rows[0].work.label}, {rows[0].work.precision}" for rows in (self.only_a, self.only_b))
         return f"{text}no common workload ({self.a}: {first}; {self.b}: {second})"
 

@@ -84,11 +84,11 @@ def _missing_results(path: Path) -> str:
     if path.is_file():
         return f"{path} is a file"
     if is_program_search(path):
-        return f"{path} is a search of search_program: its layouts are in its report.html and {ANSWER_FILE}"
+        return f"{path} was written by search_program: its layouts are in report.html and {ANSWER_FILE} there"
     if read_answer(path) is not None:
         return f"{path} is a search that only estimated its layouts: they are in its report.html and {ANSWER_FILE}"
     if (path / ANSWER_FILE).is_file():
-        return f"{path} has a {ANSWER_FILE} that is damaged, or of another version of Valkyrie"
+        return f"{path / ANSWER_FILE} is damaged, or was written by another version of Valkyrie"
     if (path / RUN_FILE).is_file():
         return f"{path} is a run without {METRICS_FILE}: no training step has finished"
     return f"no {TRIALS_FILE} in {path} or its subfolders"

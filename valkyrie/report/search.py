@@ -178,7 +178,7 @@ def _price_figure(answer: SearchAnswer) -> AnswerFigure | None:
         )
         labelled_targets.add(target)
     time = "step time, ms" if answer.batch is not None else "seconds per million tokens"
-    caption = "Further left is faster, lower is cheaper. Each point is one of the best layouts. Prices are on demand."
+    caption = "Further left is faster, lower is cheaper. Each point is one of the best layouts, at its on-demand price."
     title = "Price against step time" if answer.batch is not None else "Price against time"
     return _figure("costs", title, caption, specs.costs(values, time), values)
 

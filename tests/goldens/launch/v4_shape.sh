@@ -28,5 +28,5 @@ gcloud compute tpus queued-resources ssh mine \
 #   gcloud compute tpus queued-resources describe mine --zone=us-central2-b --project=p
 # list everything rented in the zone:
 #   gcloud compute tpus queued-resources list --zone=us-central2-b --project=p
-# delete the slice, which costs money until then:
+# delete the slice, to stop paying for it:
 #   gcloud compute tpus queued-resources delete mine --force --quiet --zone=us-central2-b --project=p

@@ -27,5 +27,5 @@ gcloud compute tpus queued-resources ssh mine \
 #   gcloud compute tpus queued-resources describe mine --zone=us-east5-a
 # list everything rented in the zone:
 #   gcloud compute tpus queued-resources list --zone=us-east5-a
-# delete the slice, which costs money until then:
+# delete the slice, to stop paying for it:
 #   gcloud compute tpus queued-resources delete mine --force --quiet --zone=us-east5-a

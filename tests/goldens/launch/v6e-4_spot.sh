@@ -25,5 +25,5 @@ gcloud compute tpus tpu-vm ssh mine \
 #   gcloud compute tpus tpu-vm describe mine --zone=us-east5-a
 # list everything rented in the zone:
 #   gcloud compute tpus tpu-vm list --zone=us-east5-a
-# delete the slice, which costs money until then:
+# delete the slice, to stop paying for it:
 #   gcloud compute tpus tpu-vm delete mine --quiet --zone=us-east5-a

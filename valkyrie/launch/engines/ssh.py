@@ -53,7 +53,8 @@ class Config(EngineConfig):
             )
         if len({*self.hosts}) < len(self.hosts):
             problems.append(
-                f"hosts={','.join(self.hosts)} has a host twice, but each host runs one process. Remove one."
+                f"hosts={','.join(self.hosts)} lists {max(self.hosts, key=self.hosts.count)} more than once, but each "
+                "host runs one process. List each host once."
             )
         return problems
 

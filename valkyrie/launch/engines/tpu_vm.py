@@ -174,7 +174,7 @@ class Config(RentedConfig):
     def delete_step(self) -> CommandStep:
         """Return the step that deletes the slices and their disks."""
         command = self._gcloud("delete", self.resource, *flags(force=self.queued, quiet=True))
-        return CommandStep("delete the slice, which costs money until then", (command,), action="delete")
+        return CommandStep("delete the slice, to stop paying for it", (command,), action="delete")
 
     def supervisor(self, overrides: Sequence[str]) -> Supervisor:
         """Return a supervisor that rents the slices, trains, restarts after a crash, and replaces preempted slices.
@@ -189,7 +189,10 @@ class Config(RentedConfig):
 
         def prepare(starts: int) -> list[ProcessSpec]:
             if starts == 0 and self._read_state(attempts=1) == self.ready_state:
-                print_message(f"{self.resource} is already rented: stopping any training run on it, after a save")
+                print_message(
+                    f"{self.resource} is already rented: stopping any training run on it, which has {_POLL_S:g} s to "
+                    "save"
+                )
                 send_signal(signal.SIGTERM)
                 time.sleep(_POLL_S)
                 send_signal(signal.SIGKILL)

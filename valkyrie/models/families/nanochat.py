@@ -99,8 +99,8 @@ class Config(Stack):
         if pattern == "" or unknown:
             reason = f"{unknown[0]!r} is not a window" if unknown else "it is empty"
             text = (
-                f"model.window_pattern={pattern}: {reason}. Use S (a quarter of the context), L or G (all earlier "
-                "tokens), such as SSSL, or null for model.attention.windows."
+                f"model.window_pattern={pattern}: {reason}. Write letters such as SSSL (S: a quarter of the context; "
+                "L or G: all earlier tokens), or null to use model.attention.windows."
             )
             problems.append(Problem(ProblemCode.malformed, "model.window_pattern", pattern, text))
         problems += check_range("model.depth", self.depth, least=1)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from valkyrie.ops.attention.pattern import KeyBlock, heads_first, heads_last, joint_softmax
+from valkyrie.units import count_text
 
 
 class GlobalCache(NamedTuple):
@@ -97,7 +98,8 @@ def attention_step(
         return out, KVCache(keys, values, position + 1, None)
     if global_step is None:
         raise ValueError(
-            f"the cache has {global_cache.k.shape[1]} global tokens. Pass `global_step` with the token's projections."
+            f"`global_step` is missing, but the cache has {count_text(global_cache.k.shape[1], 'global token')}. Pass "
+            "the token's projections as `global_step`."
         )
     global_cache = _store_global_token(global_cache, position, k, v, global_step)
     ages = position - jnp.arange(global_cache.k.shape[1])

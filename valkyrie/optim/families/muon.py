@@ -137,7 +137,7 @@ class Config(OptimizerConfig):
             for setting in ("beta1", "beta2"):
                 problems += check_range(f"{key}.{setting}", getattr(group, setting), least=0, below=1)
         if missing := ", ".join(name for name in _ADAMW_GROUPS if name not in self.groups):
-            text = f"optimizer.groups has no settings for {missing}. Add settings for these groups."
+            text = f"optimizer.groups has no settings for {missing}. Add them."
             problems.append(Problem(ProblemCode.missing, "optimizer.groups", text=text))
         return problems
 
