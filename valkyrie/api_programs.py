@@ -307,9 +307,7 @@ def search_program(
         slice, name=name, tokens=tokens, flops=flops, unit=unit, options=options, time_limit_s=time_limit_s
     )
     if rules is not None:
-        require_type(
-            rules, Mapping, 'rules= takes named values for the second argument of build, such as {"fsdp": FSDP}'
-        )
+        require_type(rules, Mapping, 'rules= takes a dict of second arguments of build, such as {"fsdp": FSDP}')
         if not rules:
             raise ValueError("rules= is empty. Leave it out if build takes only the mesh.")
     require_builder(build, rules)
