@@ -147,7 +147,7 @@ def test_a_manifest_or_the_cache_folder_names_the_dataset_to_pass(
 
 def test_a_share_of_validation_far_from_the_option_is_noted(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["prepare", "text", str(corpus), "--validation-fraction", "0.0001"])
-    assert "instead of the 0.01% of --validation-fraction 0.0001" in capsys.readouterr().err
+    assert "--validation-fraction 0.0001: the validation split has " in capsys.readouterr().err
     prepared(corpus, capsys)
     assert capsys.readouterr().err == ""
 
@@ -168,7 +168,7 @@ def test_characters_that_are_not_utf8_are_reported_by_file(corpus: Path, capsys:
     main(["prepare", "text", str(corpus), "--validation-fraction", "0.3"])
     line = capsys.readouterr().err
     assert (
-        line.startswith(f"{corpus}/other.txt: ")
+        line.startswith(f"note: {corpus}/other.txt: ")
         and "by 2 U+FFFD characters" in line
         and "(1.4%)" in line
         and "(3 in " in line
