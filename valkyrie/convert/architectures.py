@@ -77,10 +77,10 @@ class Architecture:
         activation_key: Key of the nonlinearity in config.json.
         activations: Nonlinearity for each supported value of that key. If several values map to the same nonlinearity,
             exporting writes the first.
-        epsilon: Key and default of the norms' epsilon.
-        tied: Default of `tie_word_embeddings`.
-        fixed: Keys with a single supported value, which is also their default.
-        default_only: Model settings that must have the default of the family.
+        epsilon_entry: Key and default of the norms' epsilon.
+        tie_word_embeddings: Default of `tie_word_embeddings`.
+        fixed_values: Keys with a single supported value, which is also their default.
+        default_only_settings: Model settings that must have the default of the family.
     """
 
     name: str
@@ -108,10 +108,10 @@ class Architecture:
             "gelu_new": Nonlinearity.geglu,
         }
     )
-    epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
-    tied: bool = False
-    fixed: Mapping[str, bool] = field(default_factory=lambda: {"mlp_bias": False})
-    default_only: tuple[str, ...] = _DEFAULT_ONLY
+    epsilon_entry: tuple[str, float] = ("rms_norm_eps", 1e-6)
+    tie_word_embeddings: bool = False
+    fixed_values: Mapping[str, bool] = field(default_factory=lambda: {"mlp_bias": False})
+    default_only_settings: tuple[str, ...] = _DEFAULT_ONLY
 
     @property
     def is_gpt2(self) -> bool:
@@ -137,10 +137,14 @@ LLAMA, MISTRAL, QWEN2, QWEN3, GPT2 = (
         },
         activation_key="activation_function",
         activations={"gelu_new": Nonlinearity.gelu, "gelu_pytorch_tanh": Nonlinearity.gelu, "relu": Nonlinearity.relu},
-        epsilon=("layer_norm_epsilon", 1e-5),
-        tied=True,
-        fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-        default_only=_GPT2_DEFAULT_ONLY,
+        epsilon_entry=("layer_norm_epsilon", 1e-5),
+        tie_word_embeddings=True,
+        fixed_values={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        default_only_settings=_GPT2_DEFAULT_ONLY,
     ),
 )
 ARCHITECTURES = {architecture.name: architecture for architecture in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)}
@@ -197,13 +201,13 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Setting]:
         }
     if refusals:
         raise ValueError(f"config.json: {'; '.join(refusals)}.")
-    epsilon, default = architecture.epsilon
+    epsilon, default = architecture.epsilon_entry
     return {
         **sizes,
         "name": architecture.model_type,
         "feed_forward": architecture.activations[_activation_name(architecture, config)].value,
         "norm_epsilon": float(config.get(epsilon, default)),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", architecture.tied)),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", architecture.tie_word_embeddings)),
         "attention.kv_heads": config.get("num_key_value_heads") or heads,
         "attention.head_dim": config.get("head_dim") or embed // heads,
         **architecture_settings,
@@ -230,7 +234,7 @@ def to_config_json(model: Stack) -> dict[str, object]:
     name = next(name for name, activation in architecture.activations.items() if activation is model.feed_forward)
     config: dict[str, object] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     config |= {key: get_value(model, setting) for setting, key in architecture.size_keys.items()}
-    config |= {architecture.activation_key: name, architecture.epsilon[0]: model.norm_epsilon}
+    config |= {architecture.activation_key: name, architecture.epsilon_entry[0]: model.norm_epsilon}
     config["tie_word_embeddings"] = model.tie_embeddings
     if architecture.is_gpt2:
         return config | {"n_inner": None if model.mlp == 4 * model.embed else model.mlp}
@@ -264,10 +268,10 @@ def _unsupported_values(architecture: Architecture, config: Mapping[str, Any]) -
         refusals.append(
             f"{architecture.activation_key}={activation} is not one of {', '.join(architecture.activations)}"
         )
-    for key, value in architecture.fixed.items():
+    for key, value in architecture.fixed_values.items():
         if bool(config.get(key, value)) != value:
             refusals.append(f"{key}={override_text(not value)} is not supported")
-    epsilon = config.get(*architecture.epsilon)
+    epsilon = config.get(*architecture.epsilon_entry)
     if architecture.qk_norm and epsilon != _QK_NORM_EPSILON:
         refusals.append(
             f"rms_norm_eps={epsilon:g} is not supported with query and key norms, only {_QK_NORM_EPSILON:g} is"
@@ -378,7 +382,7 @@ def _unsupported_settings(model: gpt.Config | gpt2.Config, architecture: Archite
     attention, defaults = model.attention, type(model)()
     refusals = [
         f"model.{key}={override_text(get_value(model, key))}"
-        for key in architecture.default_only
+        for key in architecture.default_only_settings
         if get_value(model, key) != get_value(defaults, key)
     ]
     if model.feed_forward not in architecture.activations.values():

@@ -73,22 +73,26 @@ class Weights:
         return np.result_type(*(DTYPES[self.dtypes[name]] for name in names))
 
     def check_tensors(
-        self, expected: Mapping[str, tuple[int, ...]], ignored_suffixes: tuple[str, ...], architecture: str
+        self, expected_shapes: Mapping[str, tuple[int, ...]], ignored_suffixes: tuple[str, ...], architecture: str
     ) -> None:
         """Raise ValueError unless the tensors have the expected names and shapes, and supported dtypes.
 
         Additional tensors are allowed if their names end in one of `ignored_suffixes`. `architecture` is the name in
         the message.
         """
-        missing_names = [name for name in expected if name not in self.shapes]
+        missing_names = [name for name in expected_shapes if name not in self.shapes]
         misshapen_tensors = [
-            f"{n} is {list(self.shapes[n])}, not {list(s)}" for n, s in expected.items() if s != self.shapes.get(n, s)
+            f"{n} is {list(self.shapes[n])}, not {list(s)}"
+            for n, s in expected_shapes.items()
+            if s != self.shapes.get(n, s)
         ]
         unexpected_names = [
-            name for name in self.shapes if name not in expected and not name.endswith(ignored_suffixes)
+            name for name in self.shapes if name not in expected_shapes and not name.endswith(ignored_suffixes)
         ]
         unsupported_tensors = [
-            f"{name} is {dtype}" for name, dtype in self.dtypes.items() if dtype not in DTYPES and name in expected
+            f"{name} is {dtype}"
+            for name, dtype in self.dtypes.items()
+            if dtype not in DTYPES and name in expected_shapes
         ]
         differences = {
             "has no tensor": missing_names,
@@ -104,10 +108,13 @@ class Weights:
         path = self.folder / name
         try:
             with safe_open(path, "np") as file:
-                for tensor in file.offset_keys():
-                    tensor_slice = file.get_slice(tensor)
-                    self._file_by_tensor[tensor] = name
-                    self.shapes[tensor], self.dtypes[tensor] = tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
+                for tensor_name in file.offset_keys():
+                    tensor_slice = file.get_slice(tensor_name)
+                    self._file_by_tensor[tensor_name] = name
+                    self.shapes[tensor_name], self.dtypes[tensor_name] = (
+                        tuple(tensor_slice.get_shape()),
+                        tensor_slice.get_dtype(),
+                    )
         except (SafetensorError, OSError) as error:
             refuse_git_lfs_pointer(path, "the weights")
             raise ValueError(f"{path} is not a complete safetensors file ({error}). Copy it again.") from error
@@ -120,10 +127,10 @@ def _weight_files(folder: Path) -> list[str]:
     """
     if (folder / INDEX_FILE).is_file():
         index = _read_json(folder / INDEX_FILE, folder)
-        by_tensor = index.get("weight_map", {})
-        if not isinstance(by_tensor, dict) or not all(isinstance(file, str) for file in by_tensor.values()):
+        file_by_tensor = index.get("weight_map", {})
+        if not isinstance(file_by_tensor, dict) or not all(isinstance(file, str) for file in file_by_tensor.values()):
             raise ValueError(f"{folder / INDEX_FILE} is damaged (weight_map must name files). Copy it again.")
-        files = sorted({*by_tensor.values()})
+        files = sorted({*file_by_tensor.values()})
         if missing_files := [file for file in files if not (folder / file).is_file()]:
             raise ValueError(
                 f"{folder} has no {_first_names(missing_files)}, listed in {INDEX_FILE}. Copy all files of the model "

@@ -79,10 +79,10 @@ def import_folder(
     ignored_copies = (_UNEMBEDDING,) if run.model.tie_embeddings else ()
     weights.check_tensors(tensor_shapes, (*DERIVED_SUFFIXES, *ignored_copies), architecture.name)
     if run.model.tie_embeddings:
-        _check_tied(weights, slices_by_parameter["embedding"][0].name)
-    target = choose_run_folder(run)
-    if target.exists():
-        raise ValueError(f"{target} already exists. Use another --name NAME, or delete the folder.")
+        _check_tied_embeddings(weights, slices_by_parameter["embedding"][0].name)
+    run_folder = choose_run_folder(run)
+    if run_folder.exists():
+        raise ValueError(f"{run_folder} already exists. Use another --name NAME, or delete the folder.")
     _check_tokenizer(run)
     if (seq := run.config.seq) > (context := run.model.context):
         say(
@@ -90,19 +90,19 @@ def import_folder(
             f"model.context={seq} if the run will be trained on longer texts."
         )
     say(f"{architecture.name}: {describe_tensors(tensor_shapes, weights.dtype(tensor_shapes))}")
-    with _new_folder(target) as originals_folder:
+    with _new_folder(run_folder) as originals_folder:
         copied_names = copy_other_files(folder, originals_folder)
         write_atomic(originals_folder / CONFIG_FILE, (folder / CONFIG_FILE).read_bytes())
         if architecture.is_gpt2:
             write_atomic(originals_folder / PREFIX_FILE, prefix)
         if tokenizer is None and "tokenizer.json" in copied_names:
             run = _with_tokenizer(run, str((originals_folder / "tokenizer.json").absolute()))
-        _save_checkpoint(run, target, weights, slices_by_parameter, folder)
-        write_run_files(run, target)
-    return target
+        _save_checkpoint(run, run_folder, weights, slices_by_parameter, folder)
+        write_run_files(run, run_folder)
+    return run_folder
 
 
-def _check_tied(weights: Weights, embedding: str) -> None:
+def _check_tied_embeddings(weights: Weights, embedding: str) -> None:
     """Raise ValueError if the folder of a model with tied embeddings has an output matrix unlike the embedding."""
     import numpy as np
 
@@ -213,30 +213,30 @@ def _check_tokenizer(run: Run) -> None:
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
+def _new_folder(run_folder: Path) -> Iterator[Path]:
     """Create a run folder, and yield the path of its `ORIGINALS_FOLDER`, which stays locked inside this context.
 
     Deletes the run folder if an exception is raised inside this context. Raises DiskError if the run folder already
     exists or cannot be created.
     """
-    with disk_errors(target):
-        target.mkdir(parents=True)  # outside of `try`: another process may have created it just now
-    originals_folder = target / ORIGINALS_FOLDER
+    with disk_errors(run_folder):
+        run_folder.mkdir(parents=True)  # outside of `try`: another process may have created it just now
+    originals_folder = run_folder / ORIGINALS_FOLDER
     try:
         with ExitStack() as stack:
-            with disk_errors(target):
+            with disk_errors(run_folder):
                 stack.enter_context(write_lock(originals_folder))  # makes `choose_run_folder` say that it is in use
             yield originals_folder
             (originals_folder / WRITER_FILE).unlink()
     except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(run_folder, ignore_errors=True)
         raise
 
 
 def _save_checkpoint(
-    run: Run, target: Path, weights: Weights, slices_by_parameter: dict[str, list[TensorSlice]], folder: Path
+    run: Run, run_folder: Path, weights: Weights, slices_by_parameter: dict[str, list[TensorSlice]], folder: Path
 ) -> None:
-    """Write the weights as the checkpoint of step 0 in `target`. Raises ValueError if it cannot be written."""
+    """Write the weights as the checkpoint of step 0 in `run_folder`. Raises ValueError if it cannot be written."""
     from valkyrie.checkpoint.weights import WeightsTier
     from valkyrie.processes.team import ALONE
     from valkyrie.train.state import TrainState
@@ -258,7 +258,7 @@ def _save_checkpoint(
             node = node.setdefault(key, {})
         node[leaf_key] = _load_parameter(weights, slices)
     state = TrainState(step=None, parameters=parameters, optimizer=None, ema=None, key=None)
-    with closing(WeightsTier(target, CheckpointConfig(), read_only=False, team=ALONE, info=info)) as tier:
+    with closing(WeightsTier(run_folder, CheckpointConfig(), read_only=False, team=ALONE, info=info)) as tier:
         error = tier.save(0, state, {}) or tier.wait()
     if error:
         raise ValueError(error)

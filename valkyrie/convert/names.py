@@ -28,12 +28,12 @@ class TensorLocation:
     third: int | None = None
 
 
-TOP_LEVEL = {
+TOP_LEVEL_TENSORS = {
     "embedding": TensorLocation("model.embed_tokens.weight"),
     "unembedding": TensorLocation("lm_head.weight"),
     "norm.scale": TensorLocation("model.norm.weight"),
 }
-LAYER = {
+LAYER_TENSORS = {
     "norm.scale": TensorLocation("model.layers.{}.input_layernorm.weight"),
     "feed_forward_norm.scale": TensorLocation("model.layers.{}.post_attention_layernorm.weight"),
     "mixer.local.query": TensorLocation("model.layers.{}.self_attn.q_proj.weight", transposed=True),
@@ -52,14 +52,14 @@ LAYER = {
 }
 """Llama's tensor names in a layer, also used by the other architectures except GPT-2."""
 
-GPT2_TOP_LEVEL = {
+GPT2_TOP_LEVEL_TENSORS = {
     "embedding": TensorLocation("wte.weight"),
     "positions": TensorLocation("wpe.weight"),
     "norm.scale": TensorLocation("ln_f.weight"),
     "norm.bias": TensorLocation("ln_f.bias"),
     "unembedding": TensorLocation("lm_head.weight"),
 }
-GPT2_LAYER = {
+GPT2_LAYER_TENSORS = {
     "norm.scale": TensorLocation("h.{}.ln_1.weight"),
     "norm.bias": TensorLocation("h.{}.ln_1.bias"),
     "feed_forward_norm.scale": TensorLocation("h.{}.ln_2.weight"),
@@ -71,11 +71,11 @@ GPT2_LAYER = {
     "feed_forward.down": TensorLocation("h.{}.mlp.c_proj.weight", transposed=True),
     "feed_forward.down_bias": TensorLocation("h.{}.mlp.c_proj.bias"),
 }
-GPT2_LAYER |= {
+GPT2_LAYER_TENSORS |= {
     f"mixer.local.{name}": TensorLocation("h.{}.attn.c_attn.weight", third=third)
     for third, name in enumerate(("query", "key", "value"))
 }
-GPT2_LAYER |= {
+GPT2_LAYER_TENSORS |= {
     f"mixer.local.{name}_bias": TensorLocation("h.{}.attn.c_attn.bias", flat=True, third=third)
     for third, name in enumerate(("query", "key", "value"))
 }
@@ -97,7 +97,7 @@ class TensorSlice:
         name: name of the tensor.
         location: how the tensor stores the parameter.
         shape: shape of this part of the parameter.
-        rows: number of rows of the parameter that the tensor stores. The remaining rows are padding.
+        row_count: number of rows of the parameter that the tensor stores. The remaining rows are padding.
     """
 
     parameter: str
@@ -105,7 +105,7 @@ class TensorSlice:
     name: str
     location: TensorLocation
     shape: tuple[int, ...]
-    rows: int
+    row_count: int
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -117,24 +117,26 @@ class TensorSlice:
     def _part_shape(self) -> tuple[int, ...]:
         if len(self.shape) == 1 or self.location.flat:
             return (math.prod(self.shape),)
-        matrix = (self.rows, math.prod(self.shape[1:]))
+        matrix = (self.row_count, math.prod(self.shape[1:]))
         return matrix[::-1] if self.location.transposed else matrix
 
     def from_tensor(self, tensor: np.ndarray) -> np.ndarray:
         """Convert a tensor of the folder to this part of the parameter. Padding is zero."""
         if self.location.third is not None:
             tensor = np.split(tensor, 3, axis=-1)[self.location.third]
-        matrix = (tensor.T if self.location.transposed else tensor).reshape(self.rows, *self.shape[1:])
-        if self.rows == self.shape[0]:
+        matrix = (tensor.T if self.location.transposed else tensor).reshape(self.row_count, *self.shape[1:])
+        if self.row_count == self.shape[0]:
             return matrix
-        return np.concatenate([matrix, np.zeros((self.shape[0] - self.rows, *self.shape[1:]), matrix.dtype)])
+        return np.concatenate([matrix, np.zeros((self.shape[0] - self.row_count, *self.shape[1:]), matrix.dtype)])
 
     def to_tensor(self, part: np.ndarray) -> np.ndarray:
         """Convert this part of a parameter to the layout of its tensor in the Hugging Face folder.
 
         For a tensor that fuses query, key and value, returns only the third that this part fills.
         """
-        matrix = part[: self.rows].reshape(self._part_shape[::-1] if self.location.transposed else self._part_shape)
+        matrix = part[: self.row_count].reshape(
+            self._part_shape[::-1] if self.location.transposed else self._part_shape
+        )
         return np.ascontiguousarray(matrix.T if self.location.transposed else matrix)
 
 
@@ -145,16 +147,18 @@ def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]
     """
     slices_by_parameter: dict[str, list[TensorSlice]] = {}
     layers = dict(_layer_numbers(model))
-    top_level, per_layer = (GPT2_TOP_LEVEL, GPT2_LAYER) if model.family == "gpt2" else (TOP_LEVEL, LAYER)
+    top_level_tensors, layer_tensors = (
+        (GPT2_TOP_LEVEL_TENSORS, GPT2_LAYER_TENSORS) if model.family == "gpt2" else (TOP_LEVEL_TENSORS, LAYER_TENSORS)
+    )
     for name, parameter in model.parameters().items():
-        if name in top_level:
-            location, shape = top_level[name], parameter.shape
-            rows = model.vocab_size if parameter.axes[0] == "vocab" else shape[0]
+        if name in top_level_tensors:
+            location, shape = top_level_tensors[name], parameter.shape
+            row_count = model.vocab_size if parameter.axes[0] == "vocab" else shape[0]
             tensor = location.name if location.name.startswith("lm_head.") else prefix + location.name
-            slices_by_parameter[name] = [TensorSlice(name, None, tensor, location, shape, rows)]
+            slices_by_parameter[name] = [TensorSlice(name, None, tensor, location, shape, row_count)]
             continue
         segment, block, name_in_layer = name.split(".", 2)
-        location, numbers = per_layer[name_in_layer], layers[f"{segment}.{block}"]
+        location, numbers = layer_tensors[name_in_layer], layers[f"{segment}.{block}"]
         shape = parameter.shape[1:]
         slices_by_parameter[name] = [
             TensorSlice(name, i, prefix + location.name.format(number), location, shape, shape[0])
@@ -165,8 +169,8 @@ def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]
 
 def _layer_numbers(model: Stack) -> Iterator[tuple[str, list[int]]]:
     """Yield the name prefix of each stacked block, such as `segment_0.block_1`, and the numbers of its layers."""
-    first = 0
+    first_number = 0
     for i, (group, repeats) in enumerate(model.segments()):
         for j in range(len(group)):
-            yield f"segment_{i}.block_{j}", [first + repeat * len(group) + j for repeat in range(repeats)]
-        first += repeats * len(group)
+            yield f"segment_{i}.block_{j}", [first_number + repeat * len(group) + j for repeat in range(repeats)]
+        first_number += repeats * len(group)

@@ -62,7 +62,7 @@ def export_run(
         say: called with a message before the tensors are written.
     """
     run = load_run(run_folder, [])
-    _refuse_files(folder)
+    _refuse_nonempty_folder(folder)
     config = _merge_config(run_folder, run, dtype)  # refuses models that cannot be converted
     weights_dtype = DTYPES_BY_NAME[str(config["dtype"])]
     assert isinstance(run.model, Stack)
@@ -75,7 +75,7 @@ def export_run(
     shapes = {name: slices[0].tensor_shape for name, slices in slices_by_tensor.items()}
     say(f"{find_architecture(config).name} of step {step}: {describe_tensors(shapes, weights_dtype)}")
     reader = _ParameterReader(path, field)
-    with _lock_empty(folder):
+    with _lock_empty_folder(folder):
         write_folder(
             folder, config, shapes, weights_dtype, lambda name: reader.read(slices_by_tensor[name]), file_bytes
         )
@@ -87,14 +87,14 @@ def export_run(
     return folder
 
 
-def _refuse_files(folder: Path) -> None:
+def _refuse_nonempty_folder(folder: Path) -> None:
     """Raise ValueError if `folder` exists, unless it is a folder with no entries except the lock file."""
     if folder.exists() and (not folder.is_dir() or any(file.name != WRITER_FILE for file in folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder. Use {OTHER_FOLDER_REMEDY}.")
 
 
 @contextmanager
-def _lock_empty(folder: Path) -> Iterator[None]:
+def _lock_empty_folder(folder: Path) -> Iterator[None]:
     """Lock a folder, which must be empty, creating it if missing.
 
     If an exception is raised inside this context, delete the files in the folder, and the folder if it is new.
@@ -104,7 +104,7 @@ def _lock_empty(folder: Path) -> Iterator[None]:
         with disk_errors(folder, OTHER_FOLDER_REMEDY):
             stack.enter_context(write_lock(folder, OTHER_FOLDER_REMEDY))
         stack.callback((folder / WRITER_FILE).unlink, missing_ok=True)
-        _refuse_files(folder)  # another process may have finished since the first check
+        _refuse_nonempty_folder(folder)  # another process may have finished since the first check
         try:
             yield
         except BaseException:
@@ -149,10 +149,10 @@ def _tensor_prefix(run_folder: Path, run: Run) -> str:
 
     This is the prefix in the original Hugging Face folder, or `GPT2_PREFIX` if the run was not converted from a folder.
     """
-    prefix = run_folder / ORIGINALS_FOLDER / PREFIX_FILE
+    prefix_file = run_folder / ORIGINALS_FOLDER / PREFIX_FILE
     if run.model.family != "gpt2":
         return ""
-    return prefix.read_text() if prefix.is_file() else GPT2_PREFIX
+    return prefix_file.read_text() if prefix_file.is_file() else GPT2_PREFIX
 
 
 def _find_checkpoint(run_folder: Path, step: int | None) -> tuple[int, Any]:
@@ -168,13 +168,13 @@ def _find_checkpoint(run_folder: Path, step: int | None) -> tuple[int, Any]:
         raise ValueError(
             f"--step {step}: {run_folder} has no such checkpoint. Use one of {', '.join(map(str, steps))}."
         )
-    undamaged, damages = newest_undamaged(root, steps if step is None else [step])
-    if undamaged is None:
+    undamaged_step, damages = newest_undamaged(root, steps if step is None else [step])
+    if undamaged_step is None:
         remedy = "There is no other checkpoint." if step is None else "Use another --step."
         raise ValueError(f"{' '.join(damages)} {remedy}")
     for line in damages:
-        print(f"{line} Converting step {undamaged} instead.", file=sys.stderr)
-    return undamaged, root / str(undamaged)
+        print(f"{line} Converting step {undamaged_step} instead.", file=sys.stderr)
+    return undamaged_step, root / str(undamaged_step)
 
 
 def _has_average(run: Run, path: Any) -> bool:
@@ -183,15 +183,19 @@ def _has_average(run: Run, path: Any) -> bool:
 
 def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str, object]:
     """Return the contents of config.json: the original ones, if any, updated with the current settings."""
-    original = run_folder / ORIGINALS_FOLDER / CONFIG_FILE
-    old = json.loads(original.read_bytes()) if original.is_file() else {}
-    old_dtype = old.get("dtype") or old.get("torch_dtype") or "float32"
+    original_file = run_folder / ORIGINALS_FOLDER / CONFIG_FILE
+    original_config = json.loads(original_file.read_bytes()) if original_file.is_file() else {}
+    old_dtype = original_config.get("dtype") or original_config.get("torch_dtype") or "float32"
     assert isinstance(run.model, Stack)
-    new = to_config_json(run.model)
-    if old.get("architectures") == new["architectures"]:
+    new_config = to_config_json(run.model)
+    if original_config.get("architectures") == new_config["architectures"]:
         default = run.model.embed // get_value(run.model, "attention.heads")
-        new = {key: value for key, value in new.items() if key in old or (key == "head_dim" and value != default)}
-    return old | new | {"dtype": dtype or (old_dtype if old_dtype in DTYPES_BY_NAME else "float32")}
+        new_config = {
+            key: value
+            for key, value in new_config.items()
+            if key in original_config or (key == "head_dim" and value != default)
+        }
+    return original_config | new_config | {"dtype": dtype or (old_dtype if old_dtype in DTYPES_BY_NAME else "float32")}
 
 
 def _copy_tokenizer(run_folder: Path, run: Run, folder: Path) -> bool:
@@ -201,8 +205,8 @@ def _copy_tokenizer(run_folder: Path, run: Run, folder: Path) -> bool:
     `tokenizer.json`, copies the one of the run's tokenizer, if there is one.
     """
     copy_other_files(run_folder / ORIGINALS_FOLDER, folder, OTHER_FOLDER_REMEDY)
-    target = folder / "tokenizer.json"
-    if not target.is_file() and (file := json_path(run.tokenizer)) is not None:
+    output_file = folder / "tokenizer.json"
+    if not output_file.is_file() and (file := json_path(run.tokenizer)) is not None:
         with disk_errors(folder, OTHER_FOLDER_REMEDY):
-            shutil.copyfile(file, target)
-    return target.is_file()
+            shutil.copyfile(file, output_file)
+    return output_file.is_file()
