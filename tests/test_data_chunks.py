@@ -12,10 +12,10 @@ import pyarrow as arrow
 import pytest
 from pyarrow import parquet
 
-from valkyrie.data.chunks import Chunk, Language, split_into_chunks
+from valkyrie.data.chunks import Chunking, Language, split_into_chunks
 from valkyrie.data.manifest import PreparedText
 from valkyrie.data.prepare import prepare
-from valkyrie.data.readers import read
+from valkyrie.data.readers import read_documents
 from valkyrie.data.sources import parquet_stream, stdlib
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.stream import DocumentPosition, Lane, open_stream
@@ -97,7 +97,7 @@ def test_two_functions_on_one_line_are_split() -> None:
 
 
 def config(*paths: Path, **options: Any) -> text_source.Config:
-    return text_source.Config(paths=[*map(str, paths)], chunk=Chunk.functions, **options)
+    return text_source.Config(paths=[*map(str, paths)], chunk=Chunking.functions, **options)
 
 
 def test_files_split_by_function_are_a_separate_dataset(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_single_file_split_by_function_has_several_documents(tmp_path: Path) -
 def test_shards_can_be_streamed_by_function(tmp_path: Path) -> None:
     for number in range(2):
         parquet.write_table(arrow.table({"text": [CPP, CPP]}), tmp_path / f"{number}.parquet")
-    source = parquet_stream.Config(paths=[str(tmp_path)], chunk=Chunk.functions, language=Language.cpp, workers=0)
+    source = parquet_stream.Config(paths=[str(tmp_path)], chunk=Chunking.functions, language=Language.cpp, workers=0)
     data = open_stream(source, "bytes")
     lane = Lane(data.validation, source, "bytes", 0, 1, None)
     places = [place for place, _ in lane.documents(DocumentPosition(0, 0, 0))]
@@ -140,10 +140,10 @@ def test_the_language_of_jsonl_and_parquet_rows_must_be_set(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"a\.jsonl: .*data\.language=c"):
         config(path).list_files()
     source = config(path, language=Language.cpp)
-    assert len([*read(source.list_files().files[0], source.read_options)]) == 4
+    assert len([*read_documents(source.list_files().files[0], source.read_options)]) == 4
 
 
 def test_sources_without_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("valkyrie.data.chunks.find_spec", lambda name: None)
-    (problem,) = stdlib.Config(chunk=Chunk.functions).problems()
+    (problem,) = stdlib.Config(chunk=Chunking.functions).problems()
     assert (problem.code, problem.key) == (ProblemCode.not_installed, "data.chunk")

@@ -156,7 +156,7 @@ def test_processes_divide_equal_global_batches(counted_dataset: PreparedText, sp
 
     def read(index: int, count: int) -> list[Batch]:
         with make_loader(
-            counted_dataset, split, batch=8, seq=16, places=process_places(8, index, count), repeat=repeat
+            counted_dataset, split, batch=8, seq=16, rows=process_places(8, index, count), repeat=repeat
         ) as loader:
             return take_batches(loader, 6) if repeat else list(loader)
 
@@ -166,7 +166,7 @@ def test_processes_divide_equal_global_batches(counted_dataset: PreparedText, sp
 def test_a_process_can_load_any_rows_of_a_batch(counted_dataset: PreparedText) -> None:
     with (
         make_loader(counted_dataset, "train", batch=8, seq=16, repeat=True) as full_loader,
-        make_loader(counted_dataset, "train", batch=8, seq=16, places=[6, 1, 1], repeat=True) as partial_loader,
+        make_loader(counted_dataset, "train", batch=8, seq=16, rows=[6, 1, 1], repeat=True) as partial_loader,
     ):
         for full_batch, partial_batch in zip(
             take_batches(full_loader, 3), take_batches(partial_loader, 3), strict=True
@@ -182,7 +182,7 @@ def test_a_restored_loader_continues_on_any_number_of_processes(
     def open_loaders(count: int) -> list[Loader]:
         return [
             make_loader(
-                counted_dataset, "train", batch=8, seq=16, seed=5, places=process_places(8, index, count), repeat=True
+                counted_dataset, "train", batch=8, seq=16, seed=5, rows=process_places(8, index, count), repeat=True
             )
             for index in range(count)
         ]
@@ -249,7 +249,7 @@ def test_evaluation_counts_every_target_once(tmp_path: Path, tokens: int, proces
     parts = []
     for index in range(processes):
         with make_loader(
-            prepared, "validation", batch=4, seq=16, places=process_places(4, index, processes), repeat=False
+            prepared, "validation", batch=4, seq=16, rows=process_places(4, index, processes), repeat=False
         ) as loader:
             batches = list(loader)
             assert len(batches) == -(-(tokens - 1) // 64)
@@ -268,7 +268,7 @@ def test_evaluation_counts_every_target_once(tmp_path: Path, tokens: int, proces
         ({"batch": 600, "seq": 1}, [" 596 ", "seq=1", "batch=600", "batch<=596"]),
         ({"batch": 0}, ["batch=0: "]),
         ({"seq": 0}, ["seq=0: "]),
-        ({"places": [0, 8]}, ["places=[0, 8] ", "batch=8"]),
+        ({"rows": [0, 8]}, ["rows=[0, 8] ", "batch=8"]),
     ],
 )
 def test_batches_that_cannot_be_filled_are_refused_with_numbers(
@@ -314,10 +314,10 @@ def test_closing_the_loader_ends_its_thread(counted_dataset: PreparedText) -> No
 PROGRAM = """
 import signal, sys
 from valkyrie.data.batches import make_loader
-from valkyrie.data.manifest import open_prepared
+from valkyrie.data.manifest import open_dataset
 asked = []
 signal.signal(signal.SIGINT, lambda *_: asked.append(True))  # as training hears Ctrl-C: a flag, not an exception
-loader = make_loader(open_prepared(sys.argv[1]), "train", batch=8, seq=16, repeat=True)
+loader = make_loader(open_dataset(sys.argv[1]), "train", batch=8, seq=16, repeat=True)
 print(next(loader)["tokens"].shape, flush=True)
 while sys.argv[2] == "wait" and not asked:
     next(loader)

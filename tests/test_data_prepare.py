@@ -17,7 +17,7 @@ import pytest
 from valkyrie.data import prepare as preparing
 from valkyrie.data import writer
 from valkyrie.data.loader import open_split
-from valkyrie.data.manifest import MANIFEST_FILE, CorruptShardsError, PreparedText, open_prepared, verify
+from valkyrie.data.manifest import MANIFEST_FILE, CorruptShardsError, PreparedText, open_dataset, verify
 from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import synthetic
 from valkyrie.data.sources import text as text_source
@@ -107,7 +107,7 @@ def test_a_second_call_does_not_tokenise_again(config: text_source.Config, monke
     def never(*arguments: object) -> None:
         raise AssertionError
 
-    for name in ("load_tokenizer", "cut", "encode_all"):
+    for name in ("load_tokenizer", "split_documents", "encode_in_threads"):
         monkeypatch.setattr(preparing, name, never)
     monkeypatch.setattr("valkyrie.checksums._checksum", never)
     assert prepare(config, "gpt2", never) == first
@@ -131,7 +131,7 @@ def test_a_relevant_change_makes_another_dataset(
     change(config)
     second = prepare(config, "bytes")
     assert second.path != first.path and second.content != first.content
-    assert open_prepared(first.path) == first
+    assert open_dataset(first.path) == first
 
 
 def test_irrelevant_changes_keep_the_content_hash(config: text_source.Config) -> None:
@@ -259,14 +259,14 @@ def test_a_flipped_bit_is_found_when_a_shard_was_touched(config: text_source.Con
     shard = prepared.shard_path(prepared.train.shards[1])
     flip_bit(shard)
     with pytest.raises(CorruptShardsError, match=f"1 of {count}") as caught:
-        open_prepared(prepared.path)
-    assert [(damage.code, damage.value) for damage in caught.value.damages] == [
+        open_dataset(prepared.path)
+    assert [(problem.code, problem.value) for problem in caught.value.problems] == [
         (ProblemCode.damaged, "train-00001.bin")
     ]
     with pytest.raises(CorruptShardsError):
         prepare(config, "bytes")
     flip_bit(shard)
-    assert open_prepared(prepared.path) == prepared
+    assert open_dataset(prepared.path) == prepared
 
 
 def test_verify_finds_damage_that_opening_does_not_check(config: text_source.Config) -> None:
@@ -275,7 +275,7 @@ def test_verify_finds_damage_that_opening_does_not_check(config: text_source.Con
     modified_ns = shard.stat().st_mtime_ns
     flip_bit(shard)
     os.utime(shard, ns=(modified_ns, modified_ns))
-    assert open_prepared(prepared.path) == prepared
+    assert open_dataset(prepared.path) == prepared
     with pytest.raises(CorruptShardsError, match=r"validation-00000\.bin"):
         verify(prepared.path)
     with pytest.raises(CorruptShardsError, match=r"validation-00000\.bin"):
@@ -287,9 +287,9 @@ def test_short_and_missing_shards_are_named_together(config: text_source.Config)
     os.truncate(prepared.shard_path(prepared.train.shards[0]), 599)
     prepared.shard_path(prepared.validation.shards[0]).unlink()
     with pytest.raises(CorruptShardsError, match="599 bytes") as caught:
-        open_prepared(prepared.path)
+        open_dataset(prepared.path)
     wrong = [(ProblemCode.damaged, "train-00000.bin"), (ProblemCode.missing, "validation-00000.bin")]
-    assert [(damage.code, damage.value) for damage in caught.value.damages] == wrong
+    assert [(problem.code, problem.value) for problem in caught.value.problems] == wrong
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_damaged_manifest_is_refused(config: text_source.Config, content: str,
     path = prepare(config, "bytes").path
     (path / MANIFEST_FILE).write_text(content)
     with pytest.raises(ValueError, match=pattern):
-        open_prepared(path)
+        open_dataset(path)
 
 
 def test_a_cached_dataset_without_a_manifest_and_an_unreadable_folder_are_named(
@@ -324,7 +324,7 @@ def test_a_cached_dataset_without_a_manifest_and_an_unreadable_folder_are_named(
 
 def test_a_directory_without_a_manifest_is_not_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no manifest\.json"):
-        open_prepared(tmp_path)
+        open_dataset(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from runs import run_train, tiny_arguments
 from valkyrie import buckets as schemes
 from valkyrie.cli.data import main as data_command
 from valkyrie.data import remote
-from valkyrie.data.manifest import open_prepared
-from valkyrie.data.prepare import find_prepared, prepare
+from valkyrie.data.manifest import open_dataset
+from valkyrie.data.prepare import find_dataset, prepare
 from valkyrie.data.readers import Document
 from valkyrie.data.sources import parquet_stream
 from valkyrie.data.sources import text as text_source
@@ -75,7 +75,7 @@ def test_remote_files_folders_and_globs_are_read_like_local_ones(remote_folder: 
         == ["C"]
     )
     assert read_texts(remote_config(f"{remote_folder}/*/[br]*")) == ["B", "one", "two"]
-    assert len(remote_config(f"{remote_folder}/deep").list_files().skipped) == 1
+    assert len(remote_config(f"{remote_folder}/deep").list_files().skipped_names) == 1
     (tmp_path / "local.txt").write_text("L")
     assert read_texts(remote_config(f"{remote_folder}/deep/b.md", str(tmp_path))) == ["L", "B"]
     (name,) = (
@@ -148,11 +148,11 @@ def test_prepared_data_is_found_by_content_without_reading_it_again(
     remote_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source_config = remote_config(remote_folder, cache_dir=str(tmp_path))
-    assert find_prepared(source_config, "bytes") is None
+    assert find_dataset(source_config, "bytes") is None
     first = prepare(source_config, "bytes")
     for name in ("cat_file", "open"):
         monkeypatch.setattr(type(MEMORY), name, lambda *source_config, **more: pytest.fail("read again"))
-    assert prepare(source_config, "bytes") == find_prepared(source_config, "bytes") == first
+    assert prepare(source_config, "bytes") == find_dataset(source_config, "bytes") == first
     monkeypatch.undo()
     MEMORY.pipe("/shelf/a.txt", b"Z")
     second = prepare(source_config, "bytes")
@@ -202,7 +202,7 @@ def test_a_training_reads_its_text_from_a_bucket(
     contents = []
     for paths in (books, str(tmp_path / "books")):
         data_command(["prepare", "text", paths, "--cache-dir", str(cache)])
-        contents.append(open_prepared(capsys.readouterr().out.splitlines()[-1]).content)
+        contents.append(open_dataset(capsys.readouterr().out.splitlines()[-1]).content)
     assert contents[0] == contents[1] and len(list(cache.glob("text-*"))) == 2, (
         "the training's and the folder's are one"
     )

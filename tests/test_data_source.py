@@ -25,9 +25,9 @@ from pyarrow import parquet
 from helpers import compose_run
 from valkyrie.data import cut as cutting
 from valkyrie.data import readers
-from valkyrie.data.chunks import Chunk
+from valkyrie.data.chunks import Chunking
 from valkyrie.data.config import SOURCES
-from valkyrie.data.cut import HASH_RANGE, Census, TokenDocument, adjust_threshold, cut, split_into_pieces
+from valkyrie.data.cut import HASH_RANGE, Census, TokenDocument, adjust_threshold, split_documents, split_into_pieces
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.readers import Document
 from valkyrie.data.sources import parquet_stream, stdlib, synthetic
@@ -122,7 +122,7 @@ def test_files_directories_and_globs_are_read(tmp_path: Path, monkeypatch: pytes
     assert read_texts(text_config("notes/**/*.py", "a.txt")) == ["A", "C"]
     assert read_texts(text_config("notes")) == ["B", "C"]
     assert read_texts(text_config("**/*.md", "notes/b.md", tmp_path / "notes")) == ["B", "C"]
-    assert text_config("notes/*").list_files().skipped == ("notes/picture.png",)
+    assert text_config("notes/*").list_files().skipped_names == ("notes/picture.png",)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert read_texts(text_config("~/a.txt", "~/notes/*.md")) == ["A", "B"]
 
@@ -176,7 +176,7 @@ def test_compressed_jsonl_and_sharded_tfrecord_files_are_read(tmp_path: Path) ->
     assert read_texts(text_config(tmp_path)) == ["two", "three", "one"]
     assert read_texts(text_config(tmp_path / "a.jsonl.zst")) == ["one"]
     with pytest.raises(ValueError, match=r"inferred from \.jsonl\.zst\."):
-        text_config(tmp_path / "a.jsonl.zst", chunk=Chunk.functions).list_files()
+        text_config(tmp_path / "a.jsonl.zst", chunk=Chunking.functions).list_files()
 
 
 def test_a_feature_without_text_is_refused(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def split_texts(config: DocumentConfig, threshold: int | None = None) -> tuple[d
     census = Census()
     texts: dict[str, list[str]] = {"train": [], "validation": []}
     limit = int(config.validation_fraction * HASH_RANGE) if threshold is None else threshold
-    for piece in cut(config, config.list_files(), limit, census):
+    for piece in split_documents(config, config.list_files(), limit, census):
         assert isinstance(piece.content, str)
         texts[piece.split].append(piece.content)
     return texts, census
@@ -453,7 +453,7 @@ def test_tokenising_pieces_gives_the_tokens_of_the_whole_text(parts: list[str]) 
     pieces = list(split_into_pieces(text, "train", 2))
     contents = [piece.content for piece in pieces]
     assert "".join(map(str, contents)) == text
-    assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [piece.is_first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     apart = np.concatenate([GPT2.encode_ordinary(str(content)) for content in contents])
     assert apart.tolist() == GPT2.encode_ordinary(text).tolist()
 

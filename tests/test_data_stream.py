@@ -86,9 +86,7 @@ def test_several_processes_read_the_rows_of_one(shards: Path, packing: Packing, 
     data = open_shards(shards, packing=packing, pool=20, lanes=4)
     batches, _ = take_batches(data, 12)
     rows_each = 8 // processes
-    parts = [
-        take_batches(data, 12, places=range(p * rows_each, p * rows_each + rows_each))[0] for p in range(processes)
-    ]
+    parts = [take_batches(data, 12, rows=range(p * rows_each, p * rows_each + rows_each))[0] for p in range(processes)]
     joined_batches = [
         {name: np.concatenate([part[step][name] for part in parts]) for name in batches[0]} for step in range(12)
     ]
@@ -111,12 +109,12 @@ class Gathering(Team):
 
 def test_positions_of_two_processes_are_restored_by_one(shards: Path) -> None:
     Gathering.sent_values = []
-    take_batches(open_shards(shards, Gathering(2, 0), lanes=4), 5, places=range(4))
-    _, state = take_batches(open_shards(shards, Gathering(2, 1), lanes=4), 5, places=range(4, 8))
+    take_batches(open_shards(shards, Gathering(2, 0), lanes=4), 5, rows=range(4))
+    _, state = take_batches(open_shards(shards, Gathering(2, 1), lanes=4), 5, rows=range(4, 8))
     batches, _ = take_batches(open_shards(shards, lanes=4), 9)
     assert_same(take_batches(open_shards(shards, lanes=4), 4, state)[0], batches[5:])
     assert_same(
-        take_batches(open_shards(shards, lanes=4), 4, state, batch=8, places=[6, 1])[0],
+        take_batches(open_shards(shards, lanes=4), 4, state, batch=8, rows=[6, 1])[0],
         [{name: array[[6, 1]] for name, array in batch.items()} for batch in batches[5:]],
     )
 
@@ -174,13 +172,15 @@ def test_the_seed_orders_the_groups_and_epochs_differ(shards: Path) -> None:
     flat = np.concatenate([batch["tokens"].ravel() for batch in rows])
     half = len(flat) // 2
     assert (flat[:half] != flat[half:]).any()
-    assert data.lanes(8) == 1 and open_shards(shards).lanes(8) == 8 and open_shards(shards).lanes(14) == 14
+    assert (
+        data.lane_count(8) == 1 and open_shards(shards).lane_count(8) == 8 and open_shards(shards).lane_count(14) == 14
+    )
 
 
 def test_validation_is_the_last_group_of_a_single_file_or_val_paths(shards: Path) -> None:
     single_file = open_shards(shards / "000.parquet")
-    assert [unit.group for unit in single_file.train] == [0, 1, 2, 3] and [
-        unit.group for unit in single_file.validation
+    assert [unit.row_group for unit in single_file.train] == [0, 1, 2, 3] and [
+        unit.row_group for unit in single_file.validation
     ] == [4]
     with_val_paths = open_shards(shards, val_paths=[str(shards / "001.parquet")])
     assert {unit.file.id.rpartition("/")[2] for unit in with_val_paths.train} == {
@@ -219,9 +219,9 @@ def test_unreadable_streams_are_refused_before_the_first_step(shards: Path, tmp_
     assert text.endswith("left for validation. Add a file to data.val_paths.")
     assert "data.lanes=3 " in refusal(lambda: take_batches(open_shards(shards, lanes=3), 1))
     for lanes, batch, suggestion in ((32, 64, 8), (32, 48, 12), (20, 30, 15), (16, 16, 8)):
-        text = refusal(lambda lanes=lanes, batch=batch: open_shards(shards, lanes=lanes).lanes(batch))
+        text = refusal(lambda lanes=lanes, batch=batch: open_shards(shards, lanes=lanes).lane_count(batch))
         assert text.endswith(f"Use data.lanes={suggestion}.")
-        assert open_shards(shards, lanes=suggestion).lanes(batch) == suggestion
+        assert open_shards(shards, lanes=suggestion).lane_count(batch) == suggestion
     problems = Config(paths=["a"], workers=0, pool=0, lanes=0).problems()
     assert [problem.key for problem in problems] == ["data.pool", "data.lanes"]
 
@@ -265,7 +265,7 @@ def test_a_worker_that_returns_to_a_position_reads_the_same_rows(shards: Path) -
     data = open_shards(shards)
     loader = StreamLoader(data, "train", BatchPlan(4, 32, 0, True, np.arange(4)))
     start = stream_loader._Positions((None,) * len(loader._lanes))
-    iterator = iter(stream_loader._LaneRows(loader._lanes, start, 32, 1, data.bos_id))
+    iterator = iter(stream_loader._LaneBatches(loader._lanes, start, 32, 1, data.bos_id))
     next(iterator)
     position = iterator.get_state()
     expected = [next(iterator) for _ in range(3)]

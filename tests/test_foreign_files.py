@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from valkyrie.convert.architectures import model_settings
 from valkyrie.convert.folder import Weights
 from valkyrie.data.files import list_paths, read_files
-from valkyrie.data.manifest import open_prepared
+from valkyrie.data.manifest import open_dataset
 from valkyrie.data.prepare import prepare
 from valkyrie.data.readers import ReadOptions
 from valkyrie.data.sources.puzzles.folder import open_puzzles
@@ -128,7 +128,7 @@ def test_a_damaged_manifest_is_reported(tmp_path: Path, data: st.DataObject) -> 
         prepared.symlink_to(prepare(config, "bytes").path)
         (tmp_path / "valid.json").write_text((prepared / "manifest.json").read_text())
     valid_content = json.loads((tmp_path / "valid.json").read_text())
-    check(data, prepared / "manifest.json", valid_content, lambda: open_prepared(prepared))
+    check(data, prepared / "manifest.json", valid_content, lambda: open_dataset(prepared))
 
 
 @fuzz()

@@ -56,7 +56,7 @@ def test_generated_puzzles_have_one_solution(side: int, count: int, clues: int):
 def test_a_hard_puzzle_needs_guesses_and_an_empty_one_has_many_solutions():
     assert count_solutions(grid(HARD), 9) == 1
     assert count_guesses(grid(HARD), 9) > 3
-    assert count_solutions(np.zeros((1, 16), int), 4, at_most=400) == 288
+    assert count_solutions(np.zeros((1, 16), int), 4, max_solutions=400) == 288
     twice = grid("11" + 79 * ".")
     assert count_solutions(twice, 9) == 0
 
@@ -95,8 +95,8 @@ def test_puzzles_are_generated_once_and_validation_puzzles_are_new(settings: tup
         config(*settings, "data.sudoku.seed=1").open("none")
 
 
-def batches(settings: tuple[str, ...], split: str, places: list[int], count: int, skip: int = 0) -> list[Any]:
-    data, options = config(*settings).open("none"), {"seed": 3, "repeat": split == "train", "places": places}
+def batches(settings: tuple[str, ...], split: str, rows: list[int], count: int, skip: int = 0) -> list[Any]:
+    data, options = config(*settings).open("none"), {"seed": 3, "repeat": split == "train", "rows": rows}
     with make_loader(data, split, batch=8, seq=16, **options) as loader:
         state = loader.state() | {"step": skip}
         loader.restore(state)

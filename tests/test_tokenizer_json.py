@@ -24,7 +24,7 @@ from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.tokenizer import load_tokenizer, read_fingerprint, read_vocab_size, tokenizer_identity
 from valkyrie.data.tokenizer_json import train_tokenizer
-from valkyrie.data.vocabulary import PATTERNS, TiktokenTokenizer
+from valkyrie.data.vocabulary import SPLIT_PATTERNS, TiktokenTokenizer
 
 TEXTS = [Path(sysconfig.get_paths()["stdlib"], name).read_text() for name in ("argparse.py", "ast.py", "csv.py")]
 
@@ -65,7 +65,7 @@ def test_token_ids_equal_those_of_hugging_face(both: tuple[Any, Any], text: str)
     assert tokenizer.encode_ordinary(text + "<").tolist() == package.encode(text + "<").ids
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", SPLIT_PATTERNS)
 def test_every_pattern_splits_text_like_tiktoken(tmp_path: Path, pattern: str) -> None:
     train_tokenizer(TEXTS[:1], 400, pattern, tmp_path / "t.json")
     path = str(tmp_path / "t.json")

@@ -239,15 +239,15 @@ def test_step_time_includes_loading_data_but_not_evaluation(tmp_path: Path, monk
             time.sleep(0.5)
             return super().__call__(*arguments)
 
-    from valkyrie.data.loader import PreparedLoader
+    from valkyrie.data.loader import ShardLoader
 
-    give = PreparedLoader.__next__
+    give = ShardLoader.__next__
 
-    def late(self: PreparedLoader) -> Any:
+    def late(self: ShardLoader) -> Any:
         time.sleep(0.05)
         return give(self)
 
-    monkeypatch.setattr(PreparedLoader, "__next__", late)
+    monkeypatch.setattr(ShardLoader, "__next__", late)
     monkeypatch.setattr(trainer, "Evaluator", Slow)
     assert run_train(*tiny_arguments(tmp_path, "steps=12", "eval_every=4")) == 0
     summary = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]

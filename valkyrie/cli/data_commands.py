@@ -179,12 +179,12 @@ def _refuse_unread_options(config: text.Config) -> None:
 
 def _train_tokenizer(arguments: argparse.Namespace) -> None:
     from valkyrie.data.tokenizer import check_tokenizer_name, read_fingerprint
-    from valkyrie.data.tokenizer_json import TextCounts, train_tokenizer, trained_path, training_texts
+    from valkyrie.data.tokenizer_json import TextCounts, train_tokenizer, trained_tokenizer_path, training_texts
 
     is_path = arguments.save.endswith(".json")
     if not is_path:
         check_tokenizer_name(arguments.save)
-    path = Path(arguments.save).expanduser() if is_path else trained_path(arguments.save)
+    path = Path(arguments.save).expanduser() if is_path else trained_tokenizer_path(arguments.save)
     if path.exists():
         raise ValueError(f"{path} already exists, and runs may depend on it. Use another --save NAME, or delete it.")
     config = text.Config(
@@ -226,12 +226,12 @@ def _show(arguments: argparse.Namespace) -> None:
     from rich.text import Text
 
     from valkyrie.data.loader import open_split
-    from valkyrie.data.manifest import SPLITS, open_prepared
+    from valkyrie.data.manifest import SPLITS, open_dataset
     from valkyrie.data.tokenizer import load_tokenizer
 
     if arguments.tokens < 1:
         raise ValueError(f"--tokens {arguments.tokens}: must be at least 1.")
-    prepared = open_prepared(arguments.path)
+    prepared = open_dataset(arguments.path)
     console = Console()
     source = ", ".join(f"{name}={value}" for name, value in prepared.source.items() if value not in (None, []))
     console.print(Text(f"{prepared.name}: {source}"))

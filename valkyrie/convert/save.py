@@ -29,7 +29,7 @@ from valkyrie.convert.folder import (
 )
 from valkyrie.convert.load import ORIGINALS_FOLDER, PREFIX_FILE
 from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
-from valkyrie.data.tokenizer_json import json_path
+from valkyrie.data.tokenizer_json import tokenizer_json_path
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors
 from valkyrie.processes.locks import WRITER_FILE, write_lock
@@ -206,7 +206,7 @@ def _copy_tokenizer(run_folder: Path, run: Run, folder: Path) -> bool:
     """
     copy_other_files(run_folder / ORIGINALS_FOLDER, folder, OTHER_FOLDER_REMEDY)
     output_file = folder / "tokenizer.json"
-    if not output_file.is_file() and (file := json_path(run.tokenizer)) is not None:
+    if not output_file.is_file() and (file := tokenizer_json_path(run.tokenizer)) is not None:
         with disk_errors(folder, OTHER_FOLDER_REMEDY):
             shutil.copyfile(file, output_file)
     return output_file.is_file()

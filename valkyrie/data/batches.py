@@ -170,20 +170,20 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
     def close(self) -> None:
         """Stop reading ahead. There are no more batches afterwards."""
 
-    def restore(self, saved: Mapping[str, object], *, seed_key: str = "data.shuffle_seed") -> None:
+    def restore(self, saved_position: Mapping[str, object], *, seed_key: str = "data.shuffle_seed") -> None:
         """Continue from a saved position. The number of processes may differ.
 
         Raises ValueError if the position is damaged or has another format version, if the data or anything else that
         determines the row order differs, or if no step begins at the position. `seed_key` is the setting of the seed,
         for error messages.
         """
-        if saved.get("version") != self.start.current_version:
+        if saved_position.get("version") != self.start.current_version:
             raise ValueError(
-                f"the data position in the checkpoint has format version {saved.get('version')}, but this Valkyrie "
-                f"reads only version {self.start.current_version}. Resume with the Valkyrie that saved it, or start a "
-                "new run."
+                f"the data position in the checkpoint has format version {saved_position.get('version')}, but this "
+                f"Valkyrie reads only version {self.start.current_version}. Resume with the Valkyrie that saved it, or "
+                "start a new run."
             )
-        position = decode(type(self.start), dict(saved), "the data position in the checkpoint")
+        position = decode(type(self.start), dict(saved_position), "the data position in the checkpoint")
         for field in dataclasses.fields(self.start):
             saved_value, current_value = getattr(position, field.name), getattr(self.start, field.name)
             if saved_value != current_value and field.name not in self.start.progress_fields:
@@ -258,22 +258,22 @@ def make_loader(
     batch: int,
     seq: int,
     seed: int = 0,
-    places: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
     repeat: bool,
 ) -> Loader[Any]:
     """Open the loader of a split. `batch`, `seq`, `seed` and `repeat` are those of `BatchPlan`.
 
-    `places` has the indices of the rows of the global batch to load (`BatchPlan.rows`), or is None for all rows. Raises
-    ValueError if `batch` or `seq` is below 1, if `places` is empty or has an index outside the batch, or if the split
+    `rows` has the indices of the rows of the global batch to load (`BatchPlan.rows`), or is None for all rows. Raises
+    ValueError if `batch` or `seq` is below 1, if `rows` is empty or has an index outside the batch, or if the split
     does not fit the plan (see `Dataset.loader`).
     """
     for name, value in (("batch", batch), ("seq", seq)):
         if value < 1:
             raise ValueError(f"{name}={value}: use 1 or more.")
-    rows = np.arange(batch) if places is None else np.asarray(places, np.int64)
-    if not rows.size or rows.min() < 0 or rows.max() >= batch:
-        raise ValueError(f"places={rows.tolist()} must be rows of batch={batch}, from 0 to {batch - 1}.")
-    return data.loader(split, BatchPlan(batch, seq, seed, repeat, rows))
+    row_indices = np.arange(batch) if rows is None else np.asarray(rows, np.int64)
+    if not row_indices.size or row_indices.min() < 0 or row_indices.max() >= batch:
+        raise ValueError(f"rows={row_indices.tolist()} must be rows of batch={batch}, from 0 to {batch - 1}.")
+    return data.loader(split, BatchPlan(batch, seq, seed, repeat, row_indices))
 
 
 def make_batch(windows: Sequence[np.ndarray], seq: int, bos_id: int) -> Batch:

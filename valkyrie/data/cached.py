@@ -19,7 +19,9 @@ from valkyrie.paths import (
 from valkyrie.processes.locks import LockState, lock
 
 
-def cached_folder(cache: Path, name: str, write: Callable[[Path], None], *, alternative: str | None = None) -> Path:
+def ensure_cached_folder(
+    cache: Path, name: str, write: Callable[[Path], None], *, alternative: str | None = None
+) -> Path:
     """Return the path of the folder `name` in the cache, creating it first if it is missing.
 
     To create it, `write` fills a temporary folder, which is then renamed. A process that is killed therefore never

@@ -12,7 +12,7 @@ from typing import Any
 from valkyrie.problems import Problem, ProblemCode
 
 
-class Chunk(Enum):
+class Chunking(Enum):
     """What one document contains: a whole text, or one function or class of C, C++ or Python."""
 
     whole = "whole"
@@ -41,10 +41,10 @@ _SPECIFIER_NODES = {"class_specifier", "struct_specifier"}
 """Syntax nodes that define a class only if they have a body."""
 
 
-def chunk_problems(chunk: Chunk) -> list[Problem]:
+def chunk_problems(chunk: Chunking) -> list[Problem]:
     """Return one problem if `chunk` is `functions` and a tree-sitter package is not installed, else an empty list."""
     packages = ("tree_sitter", "tree_sitter_c", "tree_sitter_cpp", "tree_sitter_python")
-    if chunk is Chunk.whole or all(map(find_spec, packages)):
+    if chunk is Chunking.whole or all(map(find_spec, packages)):
         return []
     text = "data.chunk=functions needs tree-sitter. Install it with `uv sync --extra code` in the clone."
     return [Problem(ProblemCode.not_installed, "data.chunk", "functions", text)]

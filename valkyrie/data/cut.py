@@ -41,12 +41,12 @@ class DocumentPiece:
     Args:
         content: text, or token ids if the source provides tokens.
         split: `train` or `validation`.
-        first: whether the document begins with this piece. If so, a BOS is inserted before it.
+        is_first: whether the document begins with this piece. If so, a BOS is inserted before it.
     """
 
     content: str | np.ndarray
     split: str
-    first: bool
+    is_first: bool
 
 
 @dataclass
@@ -56,14 +56,15 @@ class Census:
     Args:
         documents: Number of documents.
         bytes: Bytes of UTF-8 text, or number of tokens if the source provides tokens.
-        undecodable: Maps the ID of each document that is not valid UTF-8 to (undecodable characters, all characters).
+        undecodable_counts: Maps the ID of each document that is not valid UTF-8 to (undecodable characters, all
+            characters).
         lowest_hash: Lowest hash of a document.
         highest_hash: Highest hash of a document.
     """
 
     documents: int = 0
     bytes: int = 0
-    undecodable: dict[str, tuple[int, int]] = field(default_factory=dict)
+    undecodable_counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     lowest_hash: int = HASH_RANGE
     highest_hash: int = 0
 
@@ -72,13 +73,13 @@ class Census:
         self.documents += 1
         self.bytes += size
         if isinstance(document, Document) and document.replaced:
-            self.undecodable[document.id] = (document.replaced, len(document.text))
+            self.undecodable_counts[document.id] = (document.replaced, len(document.text))
         self.lowest_hash = min(self.lowest_hash, digest)
         self.highest_hash = max(self.highest_hash, digest)
 
 
 def adjust_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
-    """Return the hash threshold (see `cut`), adjusted if needed so that both splits have a document.
+    """Return the hash threshold (see `split_documents`), adjusted if needed so that both splits have a document.
 
     A source that is a single text is cut into two parts, so its threshold is not used and is returned unchanged. Raises
     ValueError if the source has no documents, or if it is not a single text and has fewer than two different documents.
@@ -102,7 +103,9 @@ def adjust_threshold(config: DocumentConfig, listing: Listing, census: Census, t
     return max(census.lowest_hash + 1, min(threshold, census.highest_hash))
 
 
-def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[DocumentPiece]:
+def split_documents(
+    config: DocumentConfig, listing: Listing, threshold: int, census: Census
+) -> Iterator[DocumentPiece]:
     """Yield the pieces of the documents in order, up to `config.byte_limit` bytes of text. Adds documents to `census`.
 
     Documents with a 64-bit hash below `threshold` are for validation. If the source is a single text, the text is cut
@@ -168,7 +171,7 @@ def split_into_pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterato
     """Split a text into pieces that can be tokenised separately. `split` is recorded in the pieces.
 
     Each piece, except the last, has more than `size` characters. It ends after the next newline that follows a visible
-    character and precedes an ASCII letter or digit. No match of a pattern in `vocabulary.PATTERNS` crosses such a
+    character and precedes an ASCII letter or digit. No match of a pattern in `vocabulary.SPLIT_PATTERNS` crosses such a
     boundary, so with these patterns the pieces give the same tokens as the whole text.
     """
     start = 0

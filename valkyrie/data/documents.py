@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valkyrie.buckets import bucket_problems
-from valkyrie.data.chunks import Chunk, chunk_problems
+from valkyrie.data.chunks import Chunking, chunk_problems
 from valkyrie.data.config import SOURCES, DataCheck, DataConfig, full_path, is_tokenizer_file
 from valkyrie.data.files import Listing, read_files
 from valkyrie.data.readers import Document, ReadOptions
@@ -156,9 +156,9 @@ class DocumentConfig(TextConfig):
         If the shards are not in the cache, only the settings and files are checked, and the result says so.
         """
         from valkyrie.data.loader import count_rows
-        from valkyrie.data.prepare import find_prepared
+        from valkyrie.data.prepare import find_dataset
 
-        data = find_prepared(self, tokenizer)
+        data = find_dataset(self, tokenizer)
         if data is None:
             next_step = "process 0 prepares it when the run starts"
             if self.source in SOURCES.names():  # `valkyrie-data` knows no sources of the user
@@ -209,7 +209,7 @@ class CorpusConfig(DocumentConfig):
         max_bytes: bytes of UTF-8 text after which reading stops, or None for all.
     """
 
-    chunk: Chunk = Chunk.whole
+    chunk: Chunking = Chunking.whole
     max_bytes: int | None = None
 
     @property

@@ -10,8 +10,16 @@ from pathlib import Path
 
 from valkyrie.buckets import url_scheme
 from valkyrie.checksums import digest
-from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunk
-from valkyrie.data.readers import SINGLE_DOCUMENT_SUFFIXES, SUFFIXES, Document, File, ReadOptions, SourceFile, read
+from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunking
+from valkyrie.data.readers import (
+    SINGLE_DOCUMENT_SUFFIXES,
+    SUFFIXES,
+    Document,
+    File,
+    ReadOptions,
+    SourceFile,
+    read_documents,
+)
 from valkyrie.data.remote import RemoteFile, fetch_ahead, list_remote, reader_suffix
 from valkyrie.units import count_text
 
@@ -25,12 +33,12 @@ class Listing:
 
     Args:
         files: the files to read.
-        skipped: names of the other matched files: unsupported suffixes, broken links, pipes and devices.
+        skipped_names: names of the other matched files: unsupported suffixes, broken links, pipes and devices.
         empty_rows: (rows without text, all rows) by file ID. `read_files` adds files with rows without text.
     """
 
     files: tuple[File, ...]
-    skipped: tuple[str, ...] = ()
+    skipped_names: tuple[str, ...] = ()
     empty_rows: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False)
 
     @property
@@ -44,14 +52,16 @@ class Listing:
         return digest([file.stamp for file in self.files])
 
     def skip_notes(self, key: str = "data.paths") -> Iterator[str]:
-        """Yield notes about the files in `skipped`. `key` is the setting that matches them."""
-        unreadable = [name for name in self.skipped if reader_suffix(name) in SUFFIXES]
-        suffixes = sorted({reader_suffix(name) or "none" for name in self.skipped} - {*SUFFIXES})
+        """Yield notes about the files in `skipped_names`. `key` is the setting that matches them."""
+        unreadable_names = [name for name in self.skipped_names if reader_suffix(name) in SUFFIXES]
+        suffixes = sorted({reader_suffix(name) or "none" for name in self.skipped_names} - {*SUFFIXES})
         if suffixes:
-            count = len(self.skipped) - len(unreadable)
+            count = len(self.skipped_names) - len(unreadable_names)
             yield _skip_note(key, count, "with an unsupported suffix (", suffixes)
-        if unreadable:
-            yield _skip_note(key, len(unreadable), "without content (broken links, pipes or devices: ", unreadable)
+        if unreadable_names:
+            yield _skip_note(
+                key, len(unreadable_names), "without content (broken links, pipes or devices: ", unreadable_names
+            )
 
 
 def _skip_note(key: str, count: int, fault: str, details: Sequence[str]) -> str:
@@ -64,35 +74,35 @@ def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
     """Read the non-empty documents, in the order of the listing. Remote files are fetched ahead.
 
     After a file with rows without text, records their number in `listing.empty_rows`, except for files of one document
-    each (`SINGLE_DOCUMENT_SUFFIXES`). Raises ValueError if a file is damaged (see `read`).
+    each (`SINGLE_DOCUMENT_SUFFIXES`). Raises ValueError if a file is damaged (see `read_documents`).
     """
     has_remote_files = any(isinstance(file, RemoteFile) for file in listing.files)
     for file in fetch_ahead(listing.files) if has_remote_files else listing.files:
-        rows = empty_rows = 0
-        for document in read(file, options):
-            rows += 1
+        row_count = empty_row_count = 0
+        for document in read_documents(file, options):
+            row_count += 1
             if document.text:
                 yield document
             else:
-                empty_rows += 1
-        if empty_rows and file.suffix not in SINGLE_DOCUMENT_SUFFIXES:
-            listing.empty_rows[file.id] = empty_rows, rows
+                empty_row_count += 1
+        if empty_row_count and file.suffix not in SINGLE_DOCUMENT_SUFFIXES:
+            listing.empty_rows[file.id] = empty_row_count, row_count
 
 
-def empty_rows_note(files: Mapping[str, Sequence[int]], total: int | None = None) -> str | None:
+def empty_rows_note(counts_by_file: Mapping[str, Sequence[int]], total: int | None = None) -> str | None:
     """Return a note about the file with the most rows without text, or None if there are no files.
 
     Args:
-        files: [rows without text, all rows] by file, as in `Listing.empty_rows`.
-        total: number of rows without text in all files, or None for the sum over `files`.
+        counts_by_file: [rows without text, all rows] by file, as in `Listing.empty_rows`.
+        total: number of rows without text in all files, or None for the sum over `counts_by_file`.
     """
-    if not files:
+    if not counts_by_file:
         return None
-    name, (empty_rows, rows) = max(files.items(), key=lambda item: item[1][0])
-    total = total or sum(count for count, _ in files.values())
-    verbs = ("has", "is") if empty_rows == 1 else ("have", "are")
-    total_text = f" ({total:,} in all files)" if total != empty_rows else ""
-    return f"{name}: {empty_rows:,} of {rows:,} rows {verbs[0]} no text and {verbs[1]} skipped{total_text}."
+    name, (empty_row_count, row_count) = max(counts_by_file.items(), key=lambda item: item[1][0])
+    total = total or sum(count for count, _ in counts_by_file.values())
+    verbs = ("has", "is") if empty_row_count == 1 else ("have", "are")
+    total_text = f" ({total:,} in all files)" if total != empty_row_count else ""
+    return f"{name}: {empty_row_count:,} of {row_count:,} rows {verbs[0]} no text and {verbs[1]} skipped{total_text}."
 
 
 def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.paths") -> Listing:
@@ -109,7 +119,7 @@ def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.path
         )
     local_files: dict[Path, SourceFile] = {}
     remote_files: dict[str, RemoteFile] = {}
-    skipped: set[str] = set()
+    skipped_names: set[str] = set()
     for pattern in paths:
         is_remote = url_scheme(pattern) is not None
         matches = list_remote(pattern, key) if is_remote else _match(pattern, key)
@@ -121,17 +131,17 @@ def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.path
                 f"{key}: {pattern} matches {count_text(len(matched_files), 'file')}{searched_from}, none with a "
                 f"supported suffix: {', '.join(SUFFIXES)}."
             )
-        skipped |= {*map(_name, matches)} - {*map(_name, readable_files)}
-        for path in readable_files:
-            if isinstance(path, RemoteFile):
-                remote_files[path.id] = path
+        skipped_names |= {*map(_name, matches)} - {*map(_name, readable_files)}
+        for file in readable_files:
+            if isinstance(file, RemoteFile):
+                remote_files[file.id] = file
             else:
-                local_files[path.resolve()] = local_file(str(path), path)
+                local_files[file.resolve()] = local_file(str(file), file)
     listing = Listing(
         (*(local_files[path] for path in sorted(local_files)), *(remote_files[url] for url in sorted(remote_files))),
-        tuple(sorted(skipped)),
+        tuple(sorted(skipped_names)),
     )
-    if options.chunk is not Chunk.whole and options.language is None:
+    if options.chunk is not Chunking.whole and options.language is None:
         for file in listing.files:
             if file.suffix not in (*LANGUAGE_BY_SUFFIX, *PROSE_SUFFIXES):
                 raise ValueError(

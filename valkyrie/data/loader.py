@@ -22,10 +22,10 @@ from valkyrie.units import count_text
 class TokenStream:
     """The tokens of a split as one long array. Its shard files are memory-mapped."""
 
-    def __init__(self, prepared: PreparedText, split: str) -> None:
+    def __init__(self, dataset: PreparedText, split: str) -> None:
         self._shards = [
-            np.memmap(prepared.shard_path(shard), dtype=np.dtype(prepared.dtype).newbyteorder("<"), mode="r")
-            for shard in prepared.split(split).shards
+            np.memmap(dataset.shard_path(shard), dtype=np.dtype(dataset.dtype).newbyteorder("<"), mode="r")
+            for shard in dataset.split(split).shards
         ]
         self._starts = np.concatenate([[0], np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)])
 
@@ -76,51 +76,51 @@ class _TextSampler:
         return make_batch([self._rows[first_row + int(row)] for row in self._plan.rows], self._plan.seq, self._bos_id)
 
 
-class PreparedLoader(IndexedLoader[RowPosition]):
+class ShardLoader(IndexedLoader[RowPosition]):
     """Loads batches from one split of token shards.
 
     If `plan.repeat`, rows are shuffled every epoch and batches never end. Otherwise, each row is loaded once, in order.
     """
 
-    def __init__(self, prepared: PreparedText, split: str, plan: BatchPlan) -> None:
+    def __init__(self, dataset: PreparedText, split: str, plan: BatchPlan) -> None:
         import grain
 
-        stream = open_split(prepared, split)
+        stream = open_split(dataset, split)
         if plan.repeat:
-            row_count = count_rows(prepared, split, plan.batch, plan.seq)
+            row_count = count_rows(dataset, split, plan.batch, plan.seq)
         else:
             row_count = -(-(len(stream) - 1) // (plan.seq * plan.batch)) * plan.batch
         rows = grain.MapDataset.source(_WindowSource(stream, plan.seq, row_count))
         ordered_rows = rows.shuffle(seed=hash_seed("row order", plan.seed)).repeat() if plan.repeat else rows
-        start = RowPosition(RowPosition.current_version, split, plan.seed, prepared.content, plan.seq, 0)
-        super().__init__(plan, start, _TextSampler(ordered_rows, plan, prepared.bos_id))
+        start = RowPosition(RowPosition.current_version, split, plan.seed, dataset.content, plan.seq, 0)
+        super().__init__(plan, start, _TextSampler(ordered_rows, plan, dataset.bos_id))
 
 
-def open_split(prepared: PreparedText, split: str) -> TokenStream:
+def open_split(dataset: PreparedText, split: str) -> TokenStream:
     """Open the tokens of the split `train` or `validation`.
 
     Raises ValueError for other splits or fewer than two tokens.
     """
-    prepared.split(split)  # refuses other names
-    stream = prepared.streams[split]
+    dataset.split(split)  # refuses other names
+    stream = dataset.streams[split]
     if len(stream) < 2:
         size_text = count_text(len(stream), "token")
-        raise ValueError(f"data={prepared.name} has {size_text} in its {split} split, but needs 2 or more.")
+        raise ValueError(f"data={dataset.name} has {size_text} in its {split} split, but needs 2 or more.")
     return stream
 
 
-def count_rows(prepared: PreparedText, split: str, batch: int, seq: int) -> int:
+def count_rows(dataset: PreparedText, split: str, batch: int, seq: int) -> int:
     """Return the number of complete rows of `seq` tokens in a split. Raises ValueError if it is below `batch`."""
-    tokens = prepared.split(split).tokens
-    size_text = f"data={prepared.name} has {count_text(tokens, 'token')} in its {split} split"
-    targets = tokens - 1
-    rows = targets // seq
-    if rows < 1:
-        raise ValueError(f"{size_text}, too few for one row of seq={seq}. Use seq<={targets}, or more text.")
-    if rows < batch:
-        shorter_rows_hint = f" or seq<={targets // batch}" if targets >= batch else ""
+    token_count = dataset.split(split).tokens
+    size_text = f"data={dataset.name} has {count_text(token_count, 'token')} in its {split} split"
+    target_count = token_count - 1
+    row_count = target_count // seq
+    if row_count < 1:
+        raise ValueError(f"{size_text}, too few for one row of seq={seq}. Use seq<={target_count}, or more text.")
+    if row_count < batch:
+        shorter_rows_hint = f" or seq<={target_count // batch}" if target_count >= batch else ""
         raise ValueError(
-            f"{size_text}, enough for {count_text(rows, 'row')} of seq={seq}, but batch={batch}. Use "
-            f"batch<={rows}{shorter_rows_hint}, or more text."
+            f"{size_text}, enough for {count_text(row_count, 'row')} of seq={seq}, but batch={batch}. Use "
+            f"batch<={row_count}{shorter_rows_hint}, or more text."
         )
-    return rows
+    return row_count

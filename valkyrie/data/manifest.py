@@ -106,9 +106,9 @@ class PreparedText(Manifest):
         return {split: TokenStream(self, split) for split in SPLITS}
 
     def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
-        from valkyrie.data.loader import PreparedLoader
+        from valkyrie.data.loader import ShardLoader
 
-        return PreparedLoader(self, split, plan)
+        return ShardLoader(self, split, plan)
 
     def describe(self) -> str:
         """Return one line with the number of tokens in each split and the tokenizer."""
@@ -153,63 +153,63 @@ def content_hash(train: Split, validation: Split, dtype: str, bos_id: int) -> st
     return digest([dtype, bos_id, [[shard.sha256 for shard in split.shards] for split in (train, validation)]])[:32]
 
 
-def write_manifest(prepared: PreparedText) -> None:
+def write_manifest(dataset: PreparedText) -> None:
     """Write `manifest.json`. Called after all shards are written, so that a folder with a manifest is complete."""
-    values = {key: value for key, value in encode(prepared).items() if key != "path"}
-    write_atomic(prepared.path / MANIFEST_FILE, json.dumps({"version": VERSION, **values}, indent=1))
+    values = {key: value for key, value in encode(dataset).items() if key != "path"}
+    write_atomic(dataset.path / MANIFEST_FILE, json.dumps({"version": VERSION, **values}, indent=1))
 
 
 class CorruptShardsError(ValueError):
-    """Shards of a dataset are missing or damaged. `damages` has one problem for each such shard."""
+    """Shards of a dataset are missing or damaged. `problems` has one problem for each such shard."""
 
-    def __init__(self, prepared: PreparedText, damages: list[Problem]) -> None:
-        self.damages = damages
-        damaged_count = f"{len(damages)} of {count_text(len(prepared.shards), 'shard')}"
+    def __init__(self, dataset: PreparedText, problems: list[Problem]) -> None:
+        self.problems = problems
+        damaged_count = f"{len(problems)} of {count_text(len(dataset.shards), 'shard')}"
         super().__init__(
-            f"the dataset {prepared.path} is corrupt: {damaged_count} {'is' if len(damages) == 1 else 'are'} damaged "
-            f"({'; '.join(map(str, damages))}). Delete the folder, and the data is prepared again from its source."
+            f"the dataset {dataset.path} is corrupt: {damaged_count} {'is' if len(problems) == 1 else 'are'} damaged "
+            f"({'; '.join(map(str, problems))}). Delete the folder, and the data is prepared again from its source."
         )
 
 
-def open_prepared(path: Path | str) -> PreparedText:
+def open_dataset(path: Path | str) -> PreparedText:
     """Open the dataset in a directory, after checking its files against its manifest.
 
     Checks the sizes of all shards, but the checksums only of shards that are new or have changed since they were last
     verified. Raises CorruptShardsError if a shard is missing or damaged, and ValueError like `read_manifest`.
     """
-    prepared = read_manifest(Path(path).expanduser())
-    verified_stamps = _read_verified(prepared)
+    dataset = read_manifest(Path(path).expanduser())
+    verified_stamps = _read_verified_stamps(dataset)
     trusted_files = [
-        shard.file for shard in prepared.shards if verified_stamps.get(shard.file) == _stamp(prepared, shard)
+        shard.file for shard in dataset.shards if verified_stamps.get(shard.file) == _stamp(dataset, shard)
     ]
-    _check_shards(prepared, trusted_files)
-    if len(trusted_files) < len(prepared.shards) and os.access(prepared.path, os.W_OK):
-        stamps = {shard.file: _stamp(prepared, shard) for shard in prepared.shards}
-        write_atomic(prepared.path / _VERIFIED_FILE, json.dumps(stamps))
-    return prepared
+    _check_shards(dataset, trusted_files)
+    if len(trusted_files) < len(dataset.shards) and os.access(dataset.path, os.W_OK):
+        stamps = {shard.file: _stamp(dataset, shard) for shard in dataset.shards}
+        write_atomic(dataset.path / _VERIFIED_FILE, json.dumps(stamps))
+    return dataset
 
 
 def verify(path: Path | str) -> PreparedText:
     """Open the dataset in a directory, after checking all sizes and checksums.
 
-    If a shard is missing or damaged, deletes `verified.json`, so that `open_prepared` does not trust the shards, and
+    If a shard is missing or damaged, deletes `verified.json`, so that `open_dataset` does not trust the shards, and
     raises CorruptShardsError. Raises ValueError like `read_manifest`.
     """
-    prepared = read_manifest(Path(path).expanduser())
+    dataset = read_manifest(Path(path).expanduser())
     try:
-        _check_shards(prepared)
+        _check_shards(dataset)
     except CorruptShardsError:
         with contextlib.suppress(OSError):  # the folder may be read-only
-            (prepared.path / _VERIFIED_FILE).unlink()
+            (dataset.path / _VERIFIED_FILE).unlink()
         raise
-    return prepared
+    return dataset
 
 
 def read_manifest(path: Path) -> PreparedText:
     """Read `manifest.json`. Raises ValueError if it is missing, damaged or of another version."""
     file = path / MANIFEST_FILE
     if not file.is_file():
-        raise ValueError(f"{path} is not a dataset written by valkyrie-data prepare: {_describe_other(path)}")
+        raise ValueError(f"{path} is not a dataset written by valkyrie-data prepare: {_describe_other_path(path)}")
     try:
         values = json.loads(file.read_bytes())
         if not isinstance(values, dict):
@@ -218,10 +218,10 @@ def read_manifest(path: Path) -> PreparedText:
             raise ValueError("the key version is missing")
         version = values.pop("version")
         if version == VERSION:
-            prepared = PreparedText(**vars(decode(Manifest, values, str(file))), path=path.resolve())
-            if prepared.dtype not in _TOKEN_SIZES:
-                raise ValueError(f"dtype={prepared.dtype} is not one of {', '.join(_TOKEN_SIZES)}")
-            return prepared
+            dataset = PreparedText(**vars(decode(Manifest, values, str(file))), path=path.resolve())
+            if dataset.dtype not in _TOKEN_SIZES:
+                raise ValueError(f"dtype={dataset.dtype} is not one of {', '.join(_TOKEN_SIZES)}")
+            return dataset
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error}). Delete {path} and prepare the data again.") from None
     raise ValueError(
@@ -229,7 +229,7 @@ def read_manifest(path: Path) -> PreparedText:
     )
 
 
-def _describe_other(path: Path) -> str:
+def _describe_other_path(path: Path) -> str:
     """Return the end of the error message for a path without a manifest: what it is, and which path to use instead."""
     if not path.exists():
         return f"there is no such folder (current folder: {Path.cwd()})."
@@ -242,23 +242,23 @@ def _describe_other(path: Path) -> str:
     return f"it has no {MANIFEST_FILE}. Pass the path that `valkyrie-data prepare` printed."
 
 
-def _check_shards(prepared: PreparedText, trusted_files: Sequence[str] = ()) -> None:
-    expected = {shard.file: (shard.tokens * prepared.token_size, shard.sha256) for shard in prepared.shards}
-    if damages := file_problems(prepared.path, expected, trusted_files):
-        raise CorruptShardsError(prepared, damages)
+def _check_shards(dataset: PreparedText, trusted_files: Sequence[str] = ()) -> None:
+    expected = {shard.file: (shard.tokens * dataset.token_size, shard.sha256) for shard in dataset.shards}
+    if problems := file_problems(dataset.path, expected, trusted_files):
+        raise CorruptShardsError(dataset, problems)
 
 
-def _stamp(prepared: PreparedText, shard: TokenShard) -> list[int | str] | None:
-    path = prepared.shard_path(shard)
+def _stamp(dataset: PreparedText, shard: TokenShard) -> list[int | str] | None:
+    path = dataset.shard_path(shard)
     if not path.is_file():
         return None
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, shard.sha256]
 
 
-def _read_verified(prepared: PreparedText) -> Mapping[str, object]:
+def _read_verified_stamps(dataset: PreparedText) -> Mapping[str, object]:
     try:
-        stamps = json.loads((prepared.path / _VERIFIED_FILE).read_bytes())
+        stamps = json.loads((dataset.path / _VERIFIED_FILE).read_bytes())
     except (OSError, ValueError):
         return {}
     return stamps if isinstance(stamps, dict) else {}

@@ -15,14 +15,14 @@ import numpy as np
 
 from valkyrie.checksums import digest
 from valkyrie.data import manifest
-from valkyrie.data.cached import cached_folder
+from valkyrie.data.cached import ensure_cached_folder
 from valkyrie.data.config import SOURCES
-from valkyrie.data.cut import HASH_RANGE, Census, adjust_threshold, cut
+from valkyrie.data.cut import HASH_RANGE, Census, adjust_threshold, split_documents
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
-from valkyrie.data.manifest import EMPTY_ROWS, UNDECODABLE, PreparedText, Split, open_prepared, read_manifest
+from valkyrie.data.manifest import EMPTY_ROWS, UNDECODABLE, PreparedText, Split, open_dataset, read_manifest
 from valkyrie.data.tokenizer import Tokenizer, load_tokenizer, read_fingerprint
-from valkyrie.data.writer import ShardWriter, encode_all
+from valkyrie.data.writer import ShardWriter, encode_in_threads
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes of text processed so far and the total to process (None for a source without files)."""
@@ -53,11 +53,11 @@ def prepare(
         config: the source.
         tokenizer: name of the tokenizer.
         progress: called while the source is tokenised, or None.
-        alternative: setting that the message of DiskError suggests, or None for the default of `cached_folder`.
+        alternative: setting that the message of DiskError suggests, or None for the default of `ensure_cached_folder`.
         say: called with notes about skipped files, or None.
     """
-    if (prepared := _open_named_folder(config, tokenizer)) is not None:
-        return prepared
+    if (dataset := _open_named_folder(config, tokenizer)) is not None:
+        return dataset
     config.raise_problems()
     listing = _list_files(config)
     if say is not None:
@@ -66,16 +66,18 @@ def prepare(
     key = _cache_key(config, listing, tokenizer)
 
     def write(path: Path) -> None:
-        _write(config, listing, load_tokenizer(tokenizer), key, path, progress)
+        _write_dataset(config, listing, load_tokenizer(tokenizer), key, path, progress)
 
     cache = Path(config.cache_dir).expanduser()
-    return _open_cached(cached_folder(cache, _folder_name(config, tokenizer, key), write, alternative=alternative))
+    return _open_cached(
+        ensure_cached_folder(cache, _folder_name(config, tokenizer, key), write, alternative=alternative)
+    )
 
 
-def find_prepared(config: DocumentConfig, tokenizer: str) -> PreparedText | None:
+def find_dataset(config: DocumentConfig, tokenizer: str) -> PreparedText | None:
     """Open the shards of a source if they are in the cache, else None. Raises ValueError like `prepare`."""
-    if (prepared := _open_named_folder(config, tokenizer)) is not None:
-        return prepared
+    if (dataset := _open_named_folder(config, tokenizer)) is not None:
+        return dataset
     config.raise_problems()
     key = _cache_key(config, _list_files(config), tokenizer)
     folder = Path(config.cache_dir).expanduser() / _folder_name(config, tokenizer, key)
@@ -98,7 +100,7 @@ def _open_cached(folder: Path) -> PreparedText:
         raise ValueError(
             f"{folder} has no {manifest.MANIFEST_FILE}. Delete the folder, and the data is prepared again."
         )
-    return open_prepared(folder)
+    return open_dataset(folder)
 
 
 def _folder_name(config: DocumentConfig, tokenizer: str, key: str) -> str:
@@ -119,7 +121,7 @@ def _open_named_folder(config: DocumentConfig, tokenizer: str) -> PreparedText |
             f"{path} was prepared with tokenizer={saved_tokenizer}, not tokenizer={tokenizer}. "
             f"Set data.tokenizer={saved_tokenizer}, or prepare its source again."
         )
-    return open_prepared(path)
+    return open_dataset(path)
 
 
 def _cache_key(config: DocumentConfig, listing: Listing, tokenizer: str) -> str:
@@ -134,7 +136,7 @@ def _cache_key(config: DocumentConfig, listing: Listing, tokenizer: str) -> str:
     return digest(inputs)
 
 
-def _write(
+def _write_dataset(
     config: DocumentConfig, listing: Listing, tokenizer: Tokenizer, key: str, path: Path, progress: Progress | None
 ) -> None:
     threshold, census = int(config.validation_fraction * HASH_RANGE), Census()
@@ -144,7 +146,7 @@ def _write(
         census = Census()
         train, validation = _write_shards(config, listing, tokenizer, new_threshold, census, path, progress)
     dtype = _dtype(tokenizer)
-    prepared = PreparedText(
+    dataset = PreparedText(
         path=path,
         name=config.name,
         key=key,
@@ -158,7 +160,7 @@ def _write(
         train=train,
         validation=validation,
     )
-    manifest.write_manifest(prepared)
+    manifest.write_manifest(dataset)
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -179,9 +181,9 @@ def _write_shards(
     dtype = _dtype(tokenizer)
     writers = {name: ShardWriter(path, name, dtype, config.shard_tokens) for name in manifest.SPLITS}
     total = min(listing.bytes, config.byte_limit or listing.bytes) or None
-    pieces = cut(config, listing, threshold, census)
+    pieces = split_documents(config, listing, threshold, census)
     try:
-        for encoded_documents in encode_all(pieces, tokenizer, dtype, config.workers or os.cpu_count() or 1):
+        for encoded_documents in encode_in_threads(pieces, tokenizer, dtype, config.workers or os.cpu_count() or 1):
             writers[encoded_documents.split].add(encoded_documents)
             if progress is not None:
                 progress(sum(writer.bytes for writer in writers.values()), total)
@@ -195,11 +197,11 @@ def _describe(config: DocumentConfig, listing: Listing, census: Census) -> dict[
     details = {
         "files": len(listing.files),
         "file_bytes": listing.bytes,
-        "skipped_files": len(listing.skipped),
-        "undecodable_characters": sum(replaced for replaced, _ in census.undecodable.values()),
-        UNDECODABLE: _worst(census.undecodable),
+        "skipped_files": len(listing.skipped_names),
+        "undecodable_characters": sum(replaced for replaced, _ in census.undecodable_counts.values()),
+        UNDECODABLE: _largest_counts(census.undecodable_counts),
         f"total_{EMPTY_ROWS}": sum(empty_rows for empty_rows, _ in listing.empty_rows.values()),
-        EMPTY_ROWS: _worst(listing.empty_rows),
+        EMPTY_ROWS: _largest_counts(listing.empty_rows),
         "max_bytes": config.byte_limit,
         "validation_fraction": config.validation_fraction,
     }
@@ -207,5 +209,5 @@ def _describe(config: DocumentConfig, listing: Listing, census: Census) -> dict[
     return {"kind": config.source, **config.source_details(), **(details if listing.files else {})}
 
 
-def _worst(counts: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+def _largest_counts(counts: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     return dict(sorted(counts.items(), key=lambda item: -item[1][0])[:_MAX_LISTED])

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunk, Language, split_into_chunks
+from valkyrie.data.chunks import LANGUAGE_BY_SUFFIX, PROSE_SUFFIXES, Chunking, Language, split_into_chunks
 from valkyrie.data.compressed import refuse_compressed
-from valkyrie.data.records import array_records, record_text, tfrecords
+from valkyrie.data.records import read_array_records, read_tfrecords, record_text
 from valkyrie.data.remote import RemoteFile, reader_suffix
 from valkyrie.host_memory import free_memory
 from valkyrie.units import memory_text
@@ -116,7 +116,7 @@ class ReadOptions:
 
     field: str = "text"
     column: str = "text"
-    chunk: Chunk = Chunk.whole
+    chunk: Chunking = Chunking.whole
     language: Language | None = None
 
     @property
@@ -125,7 +125,7 @@ class ReadOptions:
 
         Do not change the form of these values, because existing shards in users' caches would not be found.
         """
-        chunk = {} if self.chunk is Chunk.whole else {"chunk": [self.chunk.value, str(self.language)]}
+        chunk = {} if self.chunk is Chunking.whole else {"chunk": [self.chunk.value, str(self.language)]}
         return {"fields": [self.field, self.column], **chunk, "synthetic": None}
 
 
@@ -158,21 +158,21 @@ def _decode(raw: bytes, name: str) -> Document:
     return Document(name, text, replaced)
 
 
-def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator[Document]:
-    """Yield the documents of a file, or of the row group with index `group` of a .parquet file. Some may be empty.
+def read_documents(file: File, options: ReadOptions, row_group: int | None = None) -> Iterator[Document]:
+    """Yield the documents of a file, or of the row group with index `row_group` of a .parquet file. Some may be empty.
 
     With `options.chunk=functions`, each function or class in a document becomes a separate document.
 
     Raises ValueError, naming the file, if it is damaged, is not UTF-8 text, is too large for the free memory or needs a
     package that is not installed, or if a line or record has no text.
     """
-    documents = READERS[file.suffix](file, options, group)
+    documents = READERS[file.suffix](file, options, row_group)
     language = (
         options.language
         if file.suffix not in (*LANGUAGE_BY_SUFFIX, *PROSE_SUFFIXES)
         else LANGUAGE_BY_SUFFIX.get(file.suffix)
     )
-    if options.chunk is Chunk.whole or language is None:
+    if options.chunk is Chunking.whole or language is None:
         yield from documents
         return
     for document in documents:
@@ -190,11 +190,11 @@ def count_row_groups(file: File, options: ReadOptions) -> int:
 
     Raises ValueError if the file is cut short or lacks the text column.
     """
-    with _parquet(file, options) as table:
+    with _open_parquet(file, options) as table:
         return table.num_row_groups
 
 
-def _read_whole(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
+def _read_whole_file(file: File, options: ReadOptions, row_group: int | None) -> Iterator[Document]:
     free_bytes = free_memory() if file.size > _LARGE_FILE_BYTES else None
     if free_bytes is not None and _MEMORY_FACTOR * file.size > free_bytes:
         raise ValueError(
@@ -205,12 +205,12 @@ def _read_whole(file: File, options: ReadOptions, group: int | None) -> Iterator
     yield _decode(file.read(), file.id)
 
 
-def _read_jsonl(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
+def _read_jsonl(file: File, options: ReadOptions, row_group: int | None) -> Iterator[Document]:
     with file.open() as lines:
         yield from _parse_jsonl_lines(lines, file, options)
 
 
-def _read_jsonl_zst(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
+def _read_jsonl_zst(file: File, options: ReadOptions, row_group: int | None) -> Iterator[Document]:
     try:
         import pyarrow as arrow
     except ImportError:
@@ -259,22 +259,24 @@ def _parse_jsonl_lines(lines: Any, file: File, options: ReadOptions) -> Iterator
         yield Document(name, text, replaced)
 
 
-def _read_parquet(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
-    with _parquet(file, options) as table:
+def _read_parquet(file: File, options: ReadOptions, row_group: int | None) -> Iterator[Document]:
+    with _open_parquet(file, options) as table:
         import pyarrow as arrow
 
-        groups, row = None if group is None else [group], 0
+        row_groups, row = None if row_group is None else [row_group], 0
         try:
-            for batch in table.iter_batches(_ROWS_PER_READ, row_groups=groups, columns=[options.column]):
+            for batch in table.iter_batches(_ROWS_PER_READ, row_groups=row_groups, columns=[options.column]):
                 for text in batch.column(0).to_pylist():
                     row += 1
-                    yield Document(f"{file.id}:{row}" if group is None else f"{file.id}:{group}:{row}", text or "")
+                    yield Document(
+                        f"{file.id}:{row}" if row_group is None else f"{file.id}:{row_group}:{row}", text or ""
+                    )
         except (arrow.ArrowException, OSError) as error:  # pages that are damaged
             raise ValueError(f"{file.id} is not a readable .parquet file: {error}") from None
 
 
 @contextmanager
-def _parquet(file: File, options: ReadOptions) -> Iterator[Any]:
+def _open_parquet(file: File, options: ReadOptions) -> Iterator[Any]:
     """Open a .parquet file as a `pyarrow.parquet.ParquetFile`.
 
     Raises ValueError if it is damaged or has no text column.
@@ -306,20 +308,20 @@ def _parquet(file: File, options: ReadOptions) -> Iterator[Any]:
             yield table
 
 
-def _is_text(types: Any, kind: Any) -> bool:
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    return types.is_string(kind) or types.is_large_string(kind)
+def _is_text(types: Any, arrow_type: Any) -> bool:
+    arrow_type = arrow_type.value_type if types.is_dictionary(arrow_type) else arrow_type
+    return types.is_string(arrow_type) or types.is_large_string(arrow_type)
 
 
-def _read_tfrecord(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
+def _read_tfrecord(file: File, options: ReadOptions, row_group: int | None) -> Iterator[Document]:
     with file.open() as opened_file:
-        yield from _parse_records(tfrecords(opened_file, file.id), file, options)
+        yield from _parse_records(read_tfrecords(opened_file, file.id), file, options)
 
 
-def _read_array_record(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
+def _read_array_record(file: File, options: ReadOptions, row_group: int | None) -> Iterator[Document]:
     if not isinstance(file, SourceFile):
         raise ValueError(f"{file.id}: ArrayRecord files must be on a disk. Copy them there, or mount the bucket.")
-    yield from _parse_records(array_records(str(file.path), file.id), file, options)
+    yield from _parse_records(read_array_records(str(file.path), file.id), file, options)
 
 
 def _parse_records(records: Iterator[bytes], file: File, options: ReadOptions) -> Iterator[Document]:
@@ -329,7 +331,7 @@ def _parse_records(records: Iterator[bytes], file: File, options: ReadOptions) -
 
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(SINGLE_DOCUMENT_SUFFIXES, _read_whole),
+    **dict.fromkeys(SINGLE_DOCUMENT_SUFFIXES, _read_whole_file),
     ".jsonl": _read_jsonl,
     ".jsonl.zst": _read_jsonl_zst,
     ".parquet": _read_parquet,

@@ -13,7 +13,7 @@ _MASK = 0xFFFFFFFF
 _RECORDS_PER_READ = 256
 
 
-def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
+def read_tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
     """Yield the records of a .tfrecord file. Errors refer to the file as `name`.
 
     Raises ValueError if the file ends early, a checksum differs, or google-crc32c is not installed.
@@ -44,7 +44,7 @@ def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
         yield data
 
 
-def array_records(path: str, name: str) -> Iterator[bytes]:
+def read_array_records(path: str, name: str) -> Iterator[bytes]:
     """Yield the records of an ArrayRecord file. Errors refer to the file as `name`.
 
     Raises ValueError if the file cannot be read or array-record is not installed.
@@ -104,24 +104,24 @@ def _features(raw: bytes) -> dict[str, bytes | None] | None:
     """
     features: dict[str, bytes | None] = {}
     try:
-        for number, group in _fields(raw):
+        for number, group in _parse_fields(raw):
             if number != 1:
                 return None
-            for entry_number, entry in _fields(group):
-                parts = dict(_fields(entry))
+            for entry_number, entry in _parse_fields(group):
+                parts = dict(_parse_fields(entry))
                 if entry_number != 1 or not parts.keys() <= {1, 2}:
                     return None
-                kinds = dict(_fields(parts.get(2, b"")))
+                kinds = dict(_parse_fields(parts.get(2, b"")))
                 if not kinds.keys() <= {1, 2, 3}:
                     return None
-                values = [value for _, value in _fields(kinds[1])] if 1 in kinds else []
+                values = [value for _, value in _parse_fields(kinds[1])] if 1 in kinds else []
                 features[parts.get(1, b"").decode()] = values[0] if values else (b"" if 1 in kinds else None)
     except ValueError:  # no message, or a name that is not UTF-8
         return None
     return features
 
 
-def _fields(raw: bytes) -> Iterator[tuple[int, bytes]]:
+def _parse_fields(raw: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield (field number, content) for each field of a protobuf message with only length-delimited fields.
 
     Raises ValueError if `raw` is not such a message.

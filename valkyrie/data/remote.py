@@ -52,7 +52,7 @@ class RemoteFile:
         size: its size in bytes.
         version: a checksum, tag or time that changes with the content.
         path: its path in the file system.
-        system: the fsspec file system.
+        filesystem: the fsspec file system.
         content: the content if it was fetched ahead, else None.
     """
 
@@ -60,7 +60,7 @@ class RemoteFile:
     size: int
     version: str
     path: str
-    system: Any = field(compare=False, repr=False)
+    filesystem: Any = field(compare=False, repr=False)
     content: bytes | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -78,7 +78,7 @@ class RemoteFile:
         if self.content is not None:
             return self.content
         with _explain_errors(self.id):
-            return self.system.cat_file(self.path)
+            return self.filesystem.cat_file(self.path)
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
@@ -86,7 +86,7 @@ class RemoteFile:
         if self.content is not None:
             yield io.BytesIO(self.content)
             return
-        with _explain_errors(self.id), self.system.open(self.path, "rb") as file:
+        with _explain_errors(self.id), self.filesystem.open(self.path, "rb") as file:
             # fsspec's own line iterator copies a whole block for each line.
             yield io.BufferedReader(file, _BUFFER_BYTES)
 
@@ -110,11 +110,11 @@ def list_remote(pattern: str, key: str = "data.paths") -> list[RemoteFile]:
     with _explain_errors(pattern, key):
         from fsspec.core import url_to_fs
 
-        system, path = url_to_fs(pattern)
-        system.invalidate_cache()
+        filesystem, path = url_to_fs(pattern)
+        filesystem.invalidate_cache()
         return [
-            RemoteFile(system.unstrip_protocol(name), info.get("size") or 0, _version(info), name, system)
-            for name, info in _match(system, path, pattern, key).items()
+            RemoteFile(filesystem.unstrip_protocol(name), info.get("size") or 0, _version(info), name, filesystem)
+            for name, info in _match(filesystem, path, pattern, key).items()
         ]
 
 
@@ -140,9 +140,9 @@ def _fetch(file: Any) -> Any:
     return file
 
 
-def _match(system: Any, path: str, pattern: str, key: str) -> Mapping[str, Mapping[str, Any]]:
+def _match(filesystem: Any, path: str, pattern: str, key: str) -> Mapping[str, Mapping[str, Any]]:
     try:
-        info = system.info(path)
+        info = filesystem.info(path)
     except FileNotFoundError as error:
         # fsspec also raises this if an HTTP server cannot be reached
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
@@ -151,9 +151,9 @@ def _match(system: Any, path: str, pattern: str, key: str) -> Mapping[str, Mappi
     if info is not None and info["type"] == "file":
         return {path: info}
     if info is not None:
-        root, infos = path, system.find(path, detail=True)
+        root, infos = path, filesystem.find(path, detail=True)
     elif has_magic(path):
-        root, infos = re.split(r"[*?[]", path)[0].rpartition("/")[0], system.glob(path, detail=True)
+        root, infos = re.split(r"[*?[]", path)[0].rpartition("/")[0], filesystem.glob(path, detail=True)
     else:
         raise ValueError(f"{key}: there is no file or folder {pattern}.")
     includes_hidden = "/." in path[len(root) :]

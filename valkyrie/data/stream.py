@@ -27,7 +27,7 @@ from valkyrie.checksums import digest
 from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.data.cut import split_into_pieces
 from valkyrie.data.files import list_paths
-from valkyrie.data.readers import File, count_row_groups, read
+from valkyrie.data.readers import File, count_row_groups, read_documents
 from valkyrie.data.sources.parquet_stream import Config
 from valkyrie.data.tokenizer import load_tokenizer, read_fingerprint, read_vocab_size
 from valkyrie.processes.team import ALONE, Team
@@ -38,10 +38,10 @@ _TEXTS_AHEAD = 64
 
 
 class Unit(NamedTuple):
-    """A row group of a .parquet file, or another file as a whole (`group` None)."""
+    """A row group of a .parquet file, or another file as a whole (`row_group` None)."""
 
     file: File
-    group: int | None
+    row_group: int | None
 
 
 class DocumentPosition(NamedTuple):
@@ -93,7 +93,7 @@ class StreamedText:
         """Return the units of the split `train` or `validation`."""
         return self.train if split == "train" else self.validation
 
-    def lanes(self, batch: int) -> int:
+    def lane_count(self, batch: int) -> int:
         """Return the number of lanes of a training batch.
 
         By default, the largest divisor of `batch` that is at most `MAX_LANES` and the number of training units.
@@ -162,7 +162,7 @@ def open_stream(
         if not units:
             remedy = f"{key}." if config.val_paths else "data.paths, or set data.val_paths=[FILES]."
             raise ValueError(f"data={config.name} has no file or row group left for {purpose}. Add a file to {remedy}")
-    unit_ids = [[unit.file.id.rpartition("/")[2], unit.file.size, unit.group] for unit in (*train, *validation)]
+    unit_ids = [[unit.file.id.rpartition("/")[2], unit.file.size, unit.row_group] for unit in (*train, *validation)]
     language = config.language.value if config.language else None
     chunking = [config.chunk.value, language]
     identity = [unit_ids, len(train), config.column, config.field, *chunking, read_fingerprint(tokenizer)]
@@ -192,7 +192,7 @@ def _list_units(files: Sequence[File], config: Config) -> tuple[Unit, ...]:
     def split_file(file: File) -> list[Unit]:
         if file.suffix != ".parquet":
             return [Unit(file, None)]
-        return [Unit(file, group) for group in range(count_row_groups(file, config.read_options))]
+        return [Unit(file, row_group) for row_group in range(count_row_groups(file, config.read_options))]
 
     with ThreadPoolExecutor(_PARALLEL_FOOTERS) as pool:
         return tuple(unit for units in pool.map(split_file, files) for unit in units)
@@ -209,7 +209,7 @@ class Lane:
         config: The data source.
         tokenizer: Name or path of the tokenizer.
         number: Index of the lane.
-        lanes: Number of lanes in the split.
+        lane_count: Number of lanes in the split.
         seed: Seed of the shuffle in each epoch; units repeat forever. If None, units are read once, in order.
         threads: Number of threads that tokenise.
     """
@@ -218,7 +218,7 @@ class Lane:
     config: Config
     tokenizer: str
     number: int
-    lanes: int
+    lane_count: int
     seed: int | None
     threads: int = 1
 
@@ -260,9 +260,9 @@ class Lane:
         order = self._unit_order(epoch)
         first_file = self.units[order[0]].file.id
         lane_text, remedy = "", "Add a file with text"
-        if self.lanes > 1:
-            lane_text = f" of lane {self.number + 1} of {self.lanes}"
-            remedy = f"Remove the empty files, or set data.lanes below {self.lanes}"
+        if self.lane_count > 1:
+            lane_text = f" of lane {self.number + 1} of {self.lane_count}"
+            remedy = f"Remove the empty files, or set data.lanes below {self.lane_count}"
         if len(order) == 1:
             fault = f"{first_file}, the only file or row group{lane_text}, has no text"
         else:
@@ -285,20 +285,20 @@ class Lane:
                 yield from zip(positions, map_in_order(encode, contents), strict=True)
 
     def _read_unit(self, epoch: int, unit: int) -> Iterator[str]:
-        file, group = self.units[self._unit_order(epoch)[unit]]
-        for document in read(file, self.config.read_options, group):
+        file, row_group = self.units[self._unit_order(epoch)[unit]]
+        for document in read_documents(file, self.config.read_options, row_group):
             if document.text:
                 yield document.text
 
     def _unit_order(self, epoch: int) -> list[int]:
-        return _shuffle_units(len(self.units), self.seed, epoch)[self.number :: self.lanes]
+        return _shuffle_units(len(self.units), self.seed, epoch)[self.number :: self.lane_count]
 
 
 @cache
-def _shuffle_units(units: int, seed: int | None, epoch: int) -> list[int]:
+def _shuffle_units(unit_count: int, seed: int | None, epoch: int) -> list[int]:
     if seed is None:
-        return [*range(units)]
-    return np.random.default_rng([seed, epoch]).permutation(units).tolist()
+        return [*range(unit_count)]
+    return np.random.default_rng([seed, epoch]).permutation(unit_count).tolist()
 
 
 @cache

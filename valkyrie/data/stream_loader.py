@@ -54,7 +54,7 @@ class StreamLoader(Loader[StreamPosition]):
 
     def __init__(self, data: StreamedText, split: str, plan: BatchPlan) -> None:
         config, batch = data.config, plan.batch
-        lanes = data.lanes(batch) if plan.repeat else 1
+        lane_count = data.lane_count(batch) if plan.repeat else 1
         start = StreamPosition(
             StreamPosition.current_version,
             split,
@@ -62,31 +62,33 @@ class StreamLoader(Loader[StreamPosition]):
             data.content,
             plan.seq,
             0,
-            lanes,
+            lane_count,
             config.packing.value,
             config.pool,
             {},
         )
         super().__init__(batch, start)
-        rows_per_lane = batch // lanes
+        rows_per_lane = batch // lane_count
         self._data, self._seq, self._rows_per_lane = data, plan.seq, rows_per_lane
-        self._my_lanes = sorted({int(row) // rows_per_lane for row in plan.rows})
-        first_rows = {lane: i * rows_per_lane for i, lane in enumerate(self._my_lanes)}
-        self._rows = np.array([first_rows[int(row) // rows_per_lane] + int(row) % rows_per_lane for row in plan.rows])
+        self._lane_numbers = sorted({int(row) // rows_per_lane for row in plan.rows})
+        first_rows = {lane: i * rows_per_lane for i, lane in enumerate(self._lane_numbers)}
+        self._row_indices = np.array(
+            [first_rows[int(row) // rows_per_lane] + int(row) % rows_per_lane for row in plan.rows]
+        )
         cores = os.cpu_count() or 1
-        workers = min(_MAX_WORKERS, cores) if config.workers is None else config.workers
-        self._workers = min(workers, len(self._my_lanes)) if plan.repeat else 0
+        worker_count = min(_MAX_WORKERS, cores) if config.workers is None else config.workers
+        self._worker_count = min(worker_count, len(self._lane_numbers)) if plan.repeat else 0
         self._lanes = [
             Lane(
                 data.units(split),
                 config,
                 data.tokenizer,
                 lane,
-                lanes,
+                lane_count,
                 plan.seed if plan.repeat else None,
-                threads=1 if self._workers else min(_MAX_WORKERS, cores),
+                threads=1 if self._worker_count else min(_MAX_WORKERS, cores),
             )
-            for lane in self._my_lanes
+            for lane in self._lane_numbers
         ]
         self._positions: list[LanePosition | None] = [None] * len(self._lanes)
         self._step, self._closed = 0, False
@@ -111,24 +113,28 @@ class StreamLoader(Loader[StreamPosition]):
         """
         if not flags.FLAGS.is_parsed():  # grain reads absl flags, which only absl programs parse
             flags.FLAGS.mark_as_parsed()
-        count = max(1, self._workers)
+        count = max(1, self._worker_count)
         datasets = []
         for worker in range(count):
             lanes, positions = self._lanes[worker::count], self._positions[worker::count]
-            rows = _LaneRows(lanes, _Positions(tuple(positions)), self._seq, self._rows_per_lane, self._data.bos_id)
+            dataset = _LaneBatches(
+                lanes, _Positions(tuple(positions)), self._seq, self._rows_per_lane, self._data.bos_id
+            )
             options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=_BATCHES_AHEAD)
-            prefetched_rows = rows.mp_prefetch(options, worker_init_fn=_ignore_interrupts) if self._workers else None
+            prefetched_dataset = (
+                dataset.mp_prefetch(options, worker_init_fn=_ignore_interrupts) if self._worker_count else None
+            )
             datasets.append(
-                prefetched_rows or grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=2)
+                prefetched_dataset or grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
             )
         return datasets
 
     def _join(self, parts: list[np.ndarray]) -> np.ndarray:
         """Join the workers' arrays into an array with this process's rows, in the order of `BatchPlan.rows`."""
-        blocks = np.empty((len(self._my_lanes), self._rows_per_lane, *parts[0].shape[1:]), parts[0].dtype)
+        blocks = np.empty((len(self._lane_numbers), self._rows_per_lane, *parts[0].shape[1:]), parts[0].dtype)
         for worker, part in enumerate(parts):
             blocks[worker :: len(parts)] = part.reshape(-1, self._rows_per_lane, *part.shape[1:])
-        return blocks.reshape(-1, *parts[0].shape[1:])[self._rows]
+        return blocks.reshape(-1, *parts[0].shape[1:])[self._row_indices]
 
     @property
     def step(self) -> int:
@@ -140,7 +146,7 @@ class StreamLoader(Loader[StreamPosition]):
         All processes must call this, because each process knows only its own lanes.
         """
         my_positions = {
-            str(lane): encode(position) for lane, position in zip(self._my_lanes, self._positions, strict=True)
+            str(lane): encode(position) for lane, position in zip(self._lane_numbers, self._positions, strict=True)
         }
         places: dict[str, LanePosition | None] = {}
         for positions_of_process in self._data.team.exchange("positions of the lanes", my_positions):
@@ -152,7 +158,7 @@ class StreamLoader(Loader[StreamPosition]):
 
     def go_to(self, position: StreamPosition) -> None:
         self._step = position.to_step(self.batch)
-        self._positions = [position.places[str(lane)] for lane in self._my_lanes]
+        self._positions = [position.places[str(lane)] for lane in self._lane_numbers]
         self._end_iterators()
 
     def close(self) -> None:
@@ -172,7 +178,7 @@ class _Positions:
     lanes: tuple[LanePosition | None, ...]
 
 
-class _LaneRows(grain.IterDataset):
+class _LaneBatches(grain.IterDataset):
     """Batches with `rows_per_lane` rows of each of the given lanes, in lane order.
 
     Each batch also has the position of every lane after the batch, for checkpoints.
@@ -183,19 +189,19 @@ class _LaneRows(grain.IterDataset):
         self.lanes, self.start, self.seq, self.rows_per_lane, self.bos_id = lanes, start, seq, rows_per_lane, bos_id
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _LaneRowsIterator(self)
+        return _LaneBatchesIterator(self)
 
 
-class _LaneRowsIterator(grain.DatasetIterator):
-    def __init__(self, rows: _LaneRows) -> None:
+class _LaneBatchesIterator(grain.DatasetIterator):
+    def __init__(self, dataset: _LaneBatches) -> None:
         super().__init__()
-        self._rows = rows
-        self._go_to(rows.start)
+        self._dataset = dataset
+        self._go_to(dataset.start)
 
     def __next__(self) -> Mapping[str, Any]:
         windows = next(self._batches)
-        self._positions = _Positions(tuple(lane.position() for lane in self._lanes))
-        return {**make_batch(windows, self._rows.seq, self._rows.bos_id), _POSITIONS: self._positions}
+        self._positions = _Positions(tuple(packer.position() for packer in self._packers))
+        return {**make_batch(windows, self._dataset.seq, self._dataset.bos_id), _POSITIONS: self._positions}
 
     def get_state(self) -> dict[str, _Positions]:
         return {_POSITIONS: self._positions}
@@ -204,12 +210,12 @@ class _LaneRowsIterator(grain.DatasetIterator):
         self._go_to(state[_POSITIONS])
 
     def _go_to(self, start: _Positions) -> None:
-        rows = self._rows
-        self._lanes = [
-            make_packer(lane, rows.seq, position or LanePosition())
-            for lane, position in zip(rows.lanes, start.lanes, strict=True)
+        dataset = self._dataset
+        self._packers = [
+            make_packer(lane, dataset.seq, position or LanePosition())
+            for lane, position in zip(dataset.lanes, start.lanes, strict=True)
         ]
-        self._batches, self._positions = row_batches(self._lanes, rows.rows_per_lane), start
+        self._batches, self._positions = row_batches(self._packers, dataset.rows_per_lane), start
 
 
 def _ignore_interrupts(worker: int, count: int) -> None:

@@ -16,8 +16,13 @@ import tiktoken
 
 from valkyrie.checksums import digest
 from valkyrie.data.config import BYTES_VOCAB, NO_TOKENIZER, VOCAB_SIZES
-from valkyrie.data.tokenizer_json import json_path, json_vocab_size, load_json, trained_names
-from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
+from valkyrie.data.tokenizer_json import (
+    json_vocab_size,
+    load_tokenizer_json,
+    tokenizer_json_path,
+    trained_tokenizer_names,
+)
+from valkyrie.data.vocabulary import SPLIT_PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 
 END_OF_TEXT = "<|endoftext|>"
 _GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -48,8 +53,8 @@ class _TokenizerFile:
 
     Args:
         path: path of the file.
-        pattern: key in `PATTERNS` of the pattern that splits text, for a .tiktoken file. None for a tokenizer.json,
-            which contains its pattern.
+        pattern: key in `SPLIT_PATTERNS` of the pattern that splits text, for a .tiktoken file. None for a
+            tokenizer.json, which contains its pattern.
     """
 
     path: Path
@@ -59,7 +64,7 @@ class _TokenizerFile:
     def identity(self) -> str:
         """A string that changes with the content of the file and its pattern."""
         content = digest(self.path.read_bytes())
-        return f"tokenizer.json {content}" if self.pattern is None else f"file {content} {PATTERNS[self.pattern]}"
+        return f"tokenizer.json {content}" if self.pattern is None else f"file {content} {SPLIT_PATTERNS[self.pattern]}"
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -69,20 +74,20 @@ def load_tokenizer(name: str) -> Tokenizer:
     spaces, the download fails, or the package tokenizers is needed but not installed.
 
     Args:
-        name: `bytes`, `gpt2`, another tiktoken encoding, `FILE.tiktoken[:PATTERN]` with a key of `PATTERNS` (default
-            `r50k`), or a tokenizer.json, given by its path, its folder or the name it was trained under.
+        name: `bytes`, `gpt2`, another tiktoken encoding, `FILE.tiktoken[:PATTERN]` with a key of `SPLIT_PATTERNS`
+            (default `r50k`), or a tokenizer.json, given by its path, its folder or the name it was trained under.
     """
     file = _find_file(name)
     if file is not None:
         if file.pattern is None:
-            return load_json(name, file.path, read_fingerprint(name))
-        return _from_ranks(name, _parse_ranks(file.path.read_bytes(), str(file.path)), file.pattern)
+            return load_tokenizer_json(name, file.path, read_fingerprint(name))
+        return _tokenizer_from_ranks(name, _parse_ranks(file.path.read_bytes(), str(file.path)), file.pattern)
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
         compressed_ranks = (Path(__file__).parent / "gpt2.tiktoken.xz").read_bytes()
-        return _from_ranks(name, _parse_ranks(lzma.decompress(compressed_ranks), "gpt2.tiktoken.xz"), "r50k")
-    return _from_tiktoken(name)
+        return _tokenizer_from_ranks(name, _parse_ranks(lzma.decompress(compressed_ranks), "gpt2.tiktoken.xz"), "r50k")
+    return _tokenizer_from_tiktoken(name)
 
 
 def read_vocab_size(name: str) -> int:
@@ -132,16 +137,16 @@ def _find_file(name: str) -> _TokenizerFile | None:
     if name.endswith(".tiktoken") or ".tiktoken:" in name:
         stem, _, pattern = name.rpartition(".tiktoken")
         file = _TokenizerFile(Path(f"{stem}.tiktoken").expanduser(), pattern.removeprefix(":") or "r50k")
-        if file.pattern not in PATTERNS:
-            raise ValueError(f"tokenizer={name}: pattern {file.pattern!r} is not one of {', '.join(PATTERNS)}.")
+        if file.pattern not in SPLIT_PATTERNS:
+            raise ValueError(f"tokenizer={name}: pattern {file.pattern!r} is not one of {', '.join(SPLIT_PATTERNS)}.")
         if not file.path.is_file():
             raise ValueError(f"tokenizer={name}: there is no file {file.path} (current folder: {Path.cwd()}).")
         return file
-    if (path := json_path(name)) is not None:
+    if (path := tokenizer_json_path(name)) is not None:
         return _TokenizerFile(path, None)
     encodings = tiktoken.list_encoding_names()
     if name not in encodings:
-        choices = ", ".join(["bytes", *sorted(encodings), *trained_names()])
+        choices = ", ".join(["bytes", *sorted(encodings), *trained_tokenizer_names()])
         raise ValueError(
             f"tokenizer={name} is unknown. Use one of {choices}, or the path of a .tiktoken file or tokenizer.json."
         )
@@ -166,15 +171,15 @@ def _parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
     return ranks
 
 
-def _from_ranks(name: str, ranks: dict[bytes, int], pattern: str) -> TiktokenTokenizer:
+def _tokenizer_from_ranks(name: str, ranks: dict[bytes, int], pattern: str) -> TiktokenTokenizer:
     bos_id = max(ranks.values()) + 1
     encoding = tiktoken.Encoding(
-        name, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={END_OF_TEXT: bos_id}
+        name, pat_str=SPLIT_PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={END_OF_TEXT: bos_id}
     )
     return TiktokenTokenizer(name, encoding, bos_id, read_fingerprint(name))
 
 
-def _from_tiktoken(name: str) -> TiktokenTokenizer:
+def _tokenizer_from_tiktoken(name: str) -> TiktokenTokenizer:
     import requests
 
     try:

@@ -21,7 +21,7 @@ from jaxtyping import Int32
 from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.files import Listing
 from valkyrie.data.git_lfs import refuse_git_lfs_pointer
-from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
+from valkyrie.data.vocabulary import SPLIT_PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 from valkyrie.paths import cache_root, disk_errors, write_atomic
 from valkyrie.problems import alternatives
 from valkyrie.records import RecordError, read_record
@@ -40,7 +40,7 @@ _OTHER_PATH_OPTION = "--save PATH.json"
 _INSTALL_HINT = "Install it with `uv sync --extra tokenizers` in the clone, or with `uv pip install tokenizers`."
 
 
-def json_path(name: str) -> Path | None:
+def tokenizer_json_path(name: str) -> Path | None:
     """Find the tokenizer.json of a tokenizer, given its path, its folder or the name it was trained under.
 
     Returns None if there is no such file. Raises ValueError for the path of a .json that does not exist.
@@ -50,17 +50,17 @@ def json_path(name: str) -> Path | None:
         if not path.is_file():
             raise ValueError(f"tokenizer={name}: there is no file {path} (current folder: {Path.cwd()}).")
         return path
-    if "/" not in name and (trained_file := trained_path(name)).is_file():
+    if "/" not in name and (trained_file := trained_tokenizer_path(name)).is_file():
         return trained_file
     return path / "tokenizer.json" if (path / "tokenizer.json").is_file() else None
 
 
-def trained_path(name: str) -> Path:
+def trained_tokenizer_path(name: str) -> Path:
     """Return the path of a trained tokenizer. It is in the cache, so `data.tokenizer=NAME` works from every folder."""
     return cache_root() / "tokenizers" / f"{name}.json"
 
 
-def trained_names() -> list[str]:
+def trained_tokenizer_names() -> list[str]:
     """Return the names of the tokenizers that were trained on this machine."""
     return sorted(path.stem for path in (cache_root() / "tokenizers").glob("*.json"))
 
@@ -85,12 +85,12 @@ class _Model:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _PipelineStep:
     """A pre-tokenizer or a decoder. If its type is `Sequence`, its steps are in `pretokenizers` or `decoders`."""
 
     type: str = ""
-    pretokenizers: tuple[_Step, ...] = ()
-    decoders: tuple[_Step, ...] = ()
+    pretokenizers: tuple[_PipelineStep, ...] = ()
+    decoders: tuple[_PipelineStep, ...] = ()
     pattern: dict[str, str] | None = None
     behavior: str | None = None
     invert: bool = False
@@ -98,7 +98,7 @@ class _Step:
     use_regex: bool = True
 
     @property
-    def steps(self) -> tuple[_Step, ...]:
+    def steps(self) -> tuple[_PipelineStep, ...]:
         """The steps of a sequence, or this step alone."""
         return self.pretokenizers + self.decoders if self.type == "Sequence" else (self,)
 
@@ -110,8 +110,8 @@ class _TokenizerJson:
     model: _Model
     added_tokens: tuple[_AddedToken, ...] = ()
     normalizer: object = None
-    pre_tokenizer: _Step | None = None
-    decoder: _Step | None = None
+    pre_tokenizer: _PipelineStep | None = None
+    decoder: _PipelineStep | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -128,16 +128,16 @@ class _TokenizerJson:
 
 def json_vocab_size(path: Path) -> int:
     """Return the vocabulary size of a `tokenizer.json`: its highest token id plus one."""
-    return _read(path).vocab_size
+    return _read_tokenizer_json(path).vocab_size
 
 
-def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
+def load_tokenizer_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
     """Load the tokenizer in the `tokenizer.json` at `path`.
 
     `name` and `fingerprint` become attributes of the result. Raises ValueError if the file is damaged, if the tokenizer
     has no known BOS token or drops spaces, or if reading it needs the package tokenizers, which is not installed.
     """
-    content = _read(path)
+    content = _read_tokenizer_json(path)
     added_ids = {token.content: token.id for token in content.added_tokens}
     bos_id = next((added_ids[bos] for bos in _BOS_TOKENS if bos in added_ids), None)
     if bos_id is None:
@@ -207,24 +207,26 @@ def training_texts(config: CorpusConfig, listing: Listing, counts: TextCounts) -
         raise ValueError("these files have no text to train a tokenizer on.")
 
 
-def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) -> int:
-    """Train a byte-level BPE with at most `vocab` ids, write it to `path`, and return its number of ids.
+def train_tokenizer(texts: Iterable[str], vocab_size: int, pattern: str, path: Path) -> int:
+    """Train a byte-level BPE with at most `vocab_size` ids, write it to `path`, and return its number of ids.
 
-    The last id is BOS. There are fewer ids than `vocab` if the texts have too few different pairs. Raises ValueError if
-    `vocab` is below 257, `pattern` is not a key of `PATTERNS`, or the package tokenizers is not installed.
+    The last id is BOS. There are fewer ids than `vocab_size` if the texts have too few different pairs.
+
+    Raises ValueError if `vocab_size` is below 257, `pattern` is not a key of `SPLIT_PATTERNS`, or the package
+    tokenizers is not installed.
     """
-    if vocab < 257:
-        raise ValueError(f"--vocab {vocab} is too small. Use 257 or more: 256 bytes and one token for BOS.")
-    if pattern not in PATTERNS:
-        raise ValueError(f"--pattern {pattern} is unknown. Use one of {', '.join(PATTERNS)}.")
+    if vocab_size < 257:
+        raise ValueError(f"--vocab {vocab_size} is too small. Use 257 or more: 256 bytes and one token for BOS.")
+    if pattern not in SPLIT_PATTERNS:
+        raise ValueError(f"--pattern {pattern} is unknown. Use one of {', '.join(SPLIT_PATTERNS)}.")
     package = _import_tokenizers("training a tokenizer")
     tokenizer = package.Tokenizer(package.models.BPE())
-    split = package.pre_tokenizers.Split(package.Regex(_without_possessives(PATTERNS[pattern])), "isolated")
+    split = package.pre_tokenizers.Split(package.Regex(_without_possessives(SPLIT_PATTERNS[pattern])), "isolated")
     byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = package.decoders.ByteLevel()
     trainer = package.trainers.BpeTrainer(
-        vocab_size=vocab - 1, initial_alphabet=byte_level.alphabet(), special_tokens=[], show_progress=False
+        vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), special_tokens=[], show_progress=False
     )
     tokenizer.train_from_iterator(iter(texts), trainer)
     tokenizer.add_special_tokens([BOS])
@@ -243,14 +245,14 @@ def _import_tokenizers(purpose: str) -> Any:
 
 
 def _without_possessives(pattern: str) -> str:
-    r"""Return an equivalent of a pattern in `PATTERNS` for the package tokenizers, where some syntax differs.
+    r"""Return an equivalent of a pattern in `SPLIT_PATTERNS` for the package tokenizers, where some syntax differs.
 
     Makes possessive quantifiers (`++`, `*+`, `?+`, `{1,3}+`) greedy, and replaces `$` by `\z`.
     """
     return re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern).replace("$", r"\z")  # not the + of \p{L}+
 
 
-def _read(path: Path) -> _TokenizerJson:
+def _read_tokenizer_json(path: Path) -> _TokenizerJson:
     try:
         content = read_record(_TokenizerJson, path)
         if invalid_ids := [i for i in content.ids if not 0 <= i < _MAX_IDS]:
@@ -272,19 +274,21 @@ def _as_tiktoken(name: str, content: _TokenizerJson, added_ids: Mapping[str, int
         return None
     if not all(token.special for token in content.added_tokens):
         return None
-    table, vocabulary = _bytes_by_character(), {t: i for t, i in model.vocab.items() if t not in added_ids}
-    if not all(character in vocabulary for character in table) or any(set(t) - table.keys() for t in vocabulary):
+    byte_by_character, vocabulary = _bytes_by_character(), {t: i for t, i in model.vocab.items() if t not in added_ids}
+    if not all(character in vocabulary for character in byte_by_character) or any(
+        set(t) - byte_by_character.keys() for t in vocabulary
+    ):
         return None
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else pair for pair in model.merges]
     ids = [*vocabulary.values(), *added_ids.values()]
     if any(len(pair) != 2 for pair in pairs) or len({*ids}) != len(ids):
         return None
     merged_ids = [vocabulary.get(first + second, -1) for first, second in pairs]
-    if len(pairs) != len(vocabulary) - len(table) or any(
+    if len(pairs) != len(vocabulary) - len(byte_by_character) or any(
         a >= b for a, b in zip(merged_ids, merged_ids[1:], strict=False)
     ):
         return None
-    ranks = {bytes(table[character] for character in token): rank for token, rank in vocabulary.items()}
+    ranks = {bytes(byte_by_character[character] for character in token): rank for token, rank in vocabulary.items()}
     try:
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(added_ids))
     except ValueError:  # a pattern of another engine
@@ -310,11 +314,11 @@ def _keeps_text(encoding: tiktoken.Encoding) -> bool:
 def _split_pattern(content: _TokenizerJson) -> str | None:
     """Return the pattern that a byte-level tokenizer splits text by, or None if it splits text in another way."""
     steps = content.pre_tokenizer.steps if content.pre_tokenizer else ()
-    *first_steps, last_step = steps or (_Step(),)
+    *first_steps, last_step = steps or (_PipelineStep(),)
     if last_step.type != "ByteLevel" or last_step.add_prefix_space:
         return None
     if not first_steps and last_step.use_regex:
-        return PATTERNS["r50k"]
+        return SPLIT_PATTERNS["r50k"]
     if last_step.use_regex or [step.type for step in first_steps] != ["Split"]:
         return None
     split = first_steps[0]
@@ -327,21 +331,21 @@ def _bytes_by_id(name: str, content: _TokenizerJson, encoder: Any) -> list[bytes
 
     Raises ValueError for a tokenizer that drops spaces.
     """
-    kinds = {step.type for step in content.decoder.steps} if content.decoder else set()
-    if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
+    decoder_types = {step.type for step in content.decoder.steps} if content.decoder else set()
+    if not decoder_types & {"ByteLevel", "Metaspace", "ByteFallback"}:
         raise ValueError(
             f"tokenizer={name} is a {content.model.type} tokenizer that drops spaces, so decoding cannot restore the "
             "text. Use a byte-level BPE or a SentencePiece tokenizer."
         )
     special_ids = {token.id for token in content.added_tokens if token.special}
     ids = range(content.vocab_size)
-    return [b"" if i in special_ids else _token_bytes(encoder.id_to_token(i) or "", kinds) for i in ids]
+    return [b"" if i in special_ids else _token_bytes(encoder.id_to_token(i) or "", decoder_types) for i in ids]
 
 
-def _token_bytes(token: str, kinds: set[str]) -> bytes:
-    table = _bytes_by_character()
-    if "ByteLevel" in kinds and all(character in table for character in token):
-        return bytes(table[character] for character in token)
+def _token_bytes(token: str, decoder_types: set[str]) -> bytes:
+    byte_by_character = _bytes_by_character()
+    if "ByteLevel" in decoder_types and all(character in byte_by_character for character in token):
+        return bytes(byte_by_character[character] for character in token)
     if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
         return bytes([int(token[3:5], 16)])
     return token.replace(_SPACE, " ").encode()

@@ -13,7 +13,7 @@ from jaxtyping import Int32
 Ids = Sequence[SupportsIndex] | np.ndarray
 """Token ids, as a list of integers or an array."""
 
-PATTERNS = {
+SPLIT_PATTERNS = {
     "r50k": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
@@ -29,7 +29,7 @@ PATTERNS = {
         ]
     ),
 }
-PATTERNS["nanochat"] = PATTERNS["cl100k"].replace("{1,3}", "{1,2}")
+SPLIT_PATTERNS["nanochat"] = SPLIT_PATTERNS["cl100k"].replace("{1,3}", "{1,2}")
 """Patterns that split a text before byte pairs are merged, by the name used in `FILE.tiktoken:PATTERN`. `nanochat`
 limits numbers to two digits, which suits a small vocabulary."""
 

@@ -31,7 +31,7 @@ class EncodedDocuments:
     bytes: int
 
 
-def encode(
+def encode_pieces(
     pieces: list[DocumentPiece], tokenizer: Tokenizer, token_bytes: np.ndarray, dtype: np.dtype
 ) -> list[EncodedDocuments]:
     """Encode pieces. Returns one entry per split that occurs, with the tokens in the order of the pieces.
@@ -42,36 +42,36 @@ def encode(
     encoded_documents = []
     for split in dict.fromkeys(piece.split for piece in pieces):
         parts: list[np.ndarray] = []
-        documents = size = 0
+        document_count = size = 0
         for piece in pieces:
             if piece.split != split:
                 continue
-            if piece.first:
+            if piece.is_first:
                 parts.append(bos)
-                documents += 1
+                document_count += 1
             if isinstance(piece.content, str):
                 parts.append(tokenizer.encode_ordinary(piece.content).astype(dtype))
                 size += len(piece.content.encode("utf-8", errors="replace"))
             else:
                 parts.append(piece.content.astype(dtype))
                 size += int(token_bytes[piece.content].sum())
-        encoded_documents.append(EncodedDocuments(split, np.concatenate(parts), documents, size))
+        encoded_documents.append(EncodedDocuments(split, np.concatenate(parts), document_count, size))
     return encoded_documents
 
 
-def encode_all(
+def encode_in_threads(
     pieces: Iterable[DocumentPiece], tokenizer: Tokenizer, dtype: np.dtype, workers: int
 ) -> Iterator[EncodedDocuments]:
-    """Encode pieces with `workers` threads. Yields the results of `encode` for consecutive groups of pieces, in order.
+    """Encode pieces with `workers` threads. Yields the results of `encode_pieces` for consecutive groups, in order.
 
     A group has at least `PIECE_CHARS` characters (or tokens), except the last one.
     """
-    function = partial(encode, tokenizer=tokenizer, token_bytes=tokenizer.token_bytes, dtype=dtype)
-    for encoded_documents in map_ahead(function, _groups(pieces), workers=workers, ahead=2 * workers):
+    function = partial(encode_pieces, tokenizer=tokenizer, token_bytes=tokenizer.token_bytes, dtype=dtype)
+    for encoded_documents in map_ahead(function, _group_pieces(pieces), workers=workers, ahead=2 * workers):
         yield from encoded_documents
 
 
-def _groups(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
+def _group_pieces(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
     group: list[DocumentPiece] = []
     size = 0
     for piece in pieces:

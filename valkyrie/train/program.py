@@ -176,7 +176,7 @@ class StepProgram:
             seq=config.seq,
             seed=self.run.order_seed if training else 0,
             repeat=training,
-            places=self.local_rows,
+            rows=self.local_rows,
         )
 
     @cached_property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from valkyrie.data.chunks import Chunk, Language, chunk_problems
+from valkyrie.data.chunks import Chunking, Language, chunk_problems
 from valkyrie.data.config import DataCheck
 from valkyrie.data.documents import TextConfig
 from valkyrie.data.readers import ReadOptions
@@ -52,7 +52,7 @@ class Config(TextConfig):
     val_paths: list[str] = dataclasses.field(default_factory=list)
     field: str = "text"
     column: str = "text"
-    chunk: Chunk = Chunk.whole
+    chunk: Chunking = Chunking.whole
     language: Language | None = None
     workers: int | None = None
     packing: Packing = Packing.stream

@@ -15,7 +15,7 @@ from valkyrie.data.readers import SourceFile
 
 MIN_BYTES = 1_000_000
 # Tests are skipped: some installations lack them, and the corpus should be the same everywhere.
-_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Config(CorpusConfig):
         root = Path(sysconfig.get_paths()["stdlib"])
         files: list[SourceFile] = []
         if (root / "os.py").is_file():
-            for path in walk(root, lambda directory: directory in _SKIPPED):
+            for path in walk(root, lambda directory: directory in _SKIPPED_FOLDERS):
                 if path.suffix == ".py":
                     files.append(local_file(path.relative_to(root).as_posix(), path))
         else:
@@ -59,5 +59,5 @@ def _list_zip(archive: Path) -> Iterator[SourceFile]:
     mtime_ns = archive.stat().st_mtime_ns
     with zipfile.ZipFile(archive) as zip_file:
         for info in zip_file.infolist():
-            if info.filename.endswith(".py") and not _SKIPPED.intersection(Path(info.filename).parts):
+            if info.filename.endswith(".py") and not _SKIPPED_FOLDERS.intersection(Path(info.filename).parts):
                 yield SourceFile(info.filename, archive, info.file_size, mtime_ns, info.filename)

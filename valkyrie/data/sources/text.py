@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from valkyrie.buckets import url_scheme
-from valkyrie.data.chunks import Chunk, Language
+from valkyrie.data.chunks import Chunking, Language
 from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.files import Listing, list_paths
 from valkyrie.data.readers import SINGLE_DOCUMENT_SUFFIXES, ReadOptions
@@ -58,7 +58,7 @@ class Config(CorpusConfig):
 
     def is_single_text(self, listing: Listing) -> bool:
         is_single_file = len(listing.files) == 1 and listing.files[0].suffix in SINGLE_DOCUMENT_SUFFIXES
-        return is_single_file and self.chunk is Chunk.whole
+        return is_single_file and self.chunk is Chunking.whole
 
     def prepared_folder(self) -> Path | None:
         from valkyrie.data.manifest import MANIFEST_FILE

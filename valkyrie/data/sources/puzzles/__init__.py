@@ -25,7 +25,7 @@ ALL_PUZZLES = 1_000_000_000
 class PuzzleShape(NamedTuple):
     """Sizes that a model needs: the number of cells per puzzle, of cell values, and of puzzle identifiers."""
 
-    cells: int
+    cell_count: int
     vocab_size: int
     identifier_count: int
 
@@ -82,7 +82,7 @@ class PuzzleConfig(DataConfig):
 
         Raises ValueError if not. All arguments are ignored.
         """
-        return DataCheck(f"data={self.name}: puzzles of {self.shape().cells} cells")
+        return DataCheck(f"data={self.name}: puzzles of {self.shape().cell_count} cells")
 
 
 @dataclass
@@ -114,9 +114,9 @@ class Config(PuzzleConfig):
 
         self.raise_problems()
         if tables := find_tables(self.folder):
-            return PuzzleShape(tables["train"].cells, tables["train"].alphabet.vocab_size, 1)
+            return PuzzleShape(tables["train"].cell_count, tables["train"].alphabet.vocab_size, 1)
         train = open_puzzles(self.folder, self.name).train
-        return PuzzleShape(train.cells, train.vocab_size, train.identifier_count)
+        return PuzzleShape(train.cell_count, train.vocab_size, train.identifier_count)
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
         """Open the folder. CSV files are first converted to arrays in the cache, if they are not there yet."""

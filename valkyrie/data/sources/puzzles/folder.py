@@ -19,7 +19,7 @@ from valkyrie.records import RecordError, read_record
 from valkyrie.units import count_text
 
 METADATA_FILE = "dataset.json"
-_INDICES = ("puzzle_identifiers", "puzzle_indices", "group_indices")
+_INDEX_ARRAYS = ("puzzle_identifiers", "puzzle_indices", "group_indices")
 FOLDERS = {"train": "train", "validation": "test"}
 """The subfolder of each split in a folder of puzzles."""
 _CHECKED_BYTES = 64 * 1024 * 1024
@@ -65,12 +65,12 @@ class PuzzleSplit:
     blank_identifier: int
 
     @property
-    def cells(self) -> int:
+    def cell_count(self) -> int:
         """Number of cells per puzzle."""
         return self.inputs.shape[1]
 
     @property
-    def groups(self) -> int:
+    def group_count(self) -> int:
         """Number of groups. A puzzle and its augmented forms count as one."""
         return len(self.group_indices) - 1
 
@@ -108,8 +108,8 @@ class PreparedPuzzles:
         """Return one line with the numbers of training groups, of validation examples, and of cells per puzzle."""
         symmetries = " (with new random symmetries in every epoch)" if self.side else ""
         return (
-            f"data {self.name}: {count_text(self.train.groups, 'training puzzle')}{symmetries} and "
-            f"{count_text(len(self.validation.inputs), 'validation puzzle')} of {self.train.cells} cells"
+            f"data {self.name}: {count_text(self.train.group_count, 'training puzzle')}{symmetries} and "
+            f"{count_text(len(self.validation.inputs), 'validation puzzle')} of {self.train.cell_count} cells"
         )
 
 
@@ -120,7 +120,7 @@ def open_puzzles(path: Path, name: str, side: int | None = None) -> PreparedPuzz
     """
     splits = {split: _open_split(path / folder) for split, folder in FOLDERS.items()}
     train, validation = splits["train"], splits["validation"]
-    for key, attribute in (("seq_len", "cells"), ("vocab_size", "vocab_size")):
+    for key, attribute in (("seq_len", "cell_count"), ("vocab_size", "vocab_size")):
         training_size, validation_size = getattr(train, attribute), getattr(validation, attribute)
         if training_size != validation_size:
             raise ValueError(
@@ -145,9 +145,9 @@ def _open_split(path: Path) -> PuzzleSplit:
     if len(metadata.sets) != 1:
         sets = f"the sets {', '.join(metadata.sets)}" if metadata.sets else "no sets"
         raise ValueError(f"{file} lists {sets}, but only folders with one set are supported.")
-    files = {name: path / f"{metadata.sets[0]}__{name}.npy" for name in ("inputs", "labels", *_INDICES)}
+    files = {name: path / f"{metadata.sets[0]}__{name}.npy" for name in ("inputs", "labels", *_INDEX_ARRAYS)}
     arrays = {name: _check_cells(_load(files[name]), files[name], metadata) for name in ("inputs", "labels")}
-    arrays |= {name: np.asarray(_load(files[name])) for name in _INDICES}
+    arrays |= {name: np.asarray(_load(files[name])) for name in _INDEX_ARRAYS}
     split = PuzzleSplit(
         **arrays,
         vocab_size=metadata.vocab_size,
@@ -196,16 +196,18 @@ def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarr
 
 def _check_indices(split: PuzzleSplit, path: Path) -> None:
     """Raise ValueError if lengths or indices do not match, there are no examples, or an identifier is too large."""
-    examples, puzzles = len(split.inputs), len(split.puzzle_identifiers)
-    has_valid_puzzles = len(split.labels) == examples and _is_index(split.puzzle_indices, puzzles, examples)
-    if not has_valid_puzzles or not _is_index(split.group_indices, split.groups, puzzles):
+    example_count, puzzle_count = len(split.inputs), len(split.puzzle_identifiers)
+    has_valid_puzzles = len(split.labels) == example_count and _is_index(
+        split.puzzle_indices, puzzle_count, example_count
+    )
+    if not has_valid_puzzles or not _is_index(split.group_indices, split.group_count, puzzle_count):
         raise ValueError(
-            f"{path}: the lengths or indices of the arrays do not match ({examples} inputs, {len(split.labels)} "
-            f"labels, {puzzles} puzzles, {split.groups} groups). Build the folder again."
+            f"{path}: the lengths or indices of the arrays do not match ({example_count} inputs, {len(split.labels)} "
+            f"labels, {puzzle_count} puzzles, {split.group_count} groups). Build the folder again."
         )
-    if not examples:
+    if not example_count:
         raise ValueError(f"{path} has no puzzles.")
-    if puzzles and split.puzzle_identifiers.max() >= split.identifier_count:
+    if puzzle_count and split.puzzle_identifiers.max() >= split.identifier_count:
         largest = split.puzzle_identifiers.max()
         raise ValueError(
             f"{path} has puzzle identifier {largest}, but identifiers must be below "

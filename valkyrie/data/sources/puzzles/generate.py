@@ -32,15 +32,15 @@ def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) ->
     """
     solutions = _generate_full_grids(rng, count, side)
     givens, cell_order = solutions.copy(), rng.random(solutions.shape).argsort(1)
-    rows = np.arange(count)
+    grid_indices = np.arange(count)
     for cells in cell_order.T:
-        bits = _to_bits(solutions[rows, cells])
+        bits = _to_bits(solutions[grid_indices, cells])
         trial_givens = givens.copy()
-        trial_givens[rows, cells] = 0
+        trial_givens[grid_indices, cells] = 0
         masks = _to_masks(trial_givens, side)
-        masks[rows, cells] &= ~bits
+        masks[grid_indices, cells] &= ~bits
         candidates = np.flatnonzero((givens > 0).sum(1) > clues)
-        removable = candidates[_search(masks[candidates], side, at_most=1)[0] == 0]
+        removable = candidates[_search(masks[candidates], side, max_solutions=1)[0] == 0]
         givens[removable, cells[removable]] = 0
     return Puzzles(givens, solutions, count_guesses(givens, side))
 
@@ -50,32 +50,32 @@ def count_guesses(givens: np.ndarray, side: int) -> np.ndarray:
     return _search(_to_masks(givens, side), side)[1]
 
 
-def count_solutions(givens: np.ndarray, side: int, at_most: int = 2) -> np.ndarray:
-    """Count the solutions of each puzzle, up to `at_most`."""
-    return _search(_to_masks(givens, side), side, at_most)[0]
+def count_solutions(givens: np.ndarray, side: int, max_solutions: int = 2) -> np.ndarray:
+    """Count the solutions of each puzzle, up to `max_solutions`."""
+    return _search(_to_masks(givens, side), side, max_solutions)[0]
 
 
-def _search(masks: np.ndarray, side: int, at_most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def _search(masks: np.ndarray, side: int, max_solutions: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of solutions of each puzzle, and the number of guesses needed to find them.
 
-    Counts up to `at_most` solutions of each puzzle, or all of them if `at_most` is None.
+    Counts up to `max_solutions` solutions of each puzzle, or all of them if `max_solutions` is None.
 
     The solver fills in all forced digits (a cell with one possible digit, or a digit with one possible cell in a row,
     column or box). Then it picks a cell with the fewest possible digits and tries all of them, which counts as a guess.
     """
-    solutions, guesses, puzzle_indices = (*np.zeros((2, len(masks)), np.int64), np.arange(len(masks)))
+    solution_counts, guess_counts, puzzle_indices = (*np.zeros((2, len(masks)), np.int64), np.arange(len(masks)))
     while len(masks):
-        masks, is_possible = _fill_forced(masks, side)
+        masks, is_possible = _fill_forced_digits(masks, side)
         is_solved = is_possible & _is_solved(masks)
-        np.add.at(solutions, puzzle_indices[is_solved], 1)
+        np.add.at(solution_counts, puzzle_indices[is_solved], 1)
         is_unfinished = is_possible & ~is_solved
-        if at_most is not None:
-            is_unfinished &= solutions[puzzle_indices] < at_most
+        if max_solutions is not None:
+            is_unfinished &= solution_counts[puzzle_indices] < max_solutions
         masks, puzzle_indices = masks[is_unfinished], puzzle_indices[is_unfinished]
-        np.add.at(guesses, puzzle_indices, 1)
+        np.add.at(guess_counts, puzzle_indices, 1)
         masks, parents = _expand_branches(masks)
         puzzle_indices = puzzle_indices[parents]
-    return solutions if at_most is None else np.minimum(solutions, at_most), guesses
+    return solution_counts if max_solutions is None else np.minimum(solution_counts, max_solutions), guess_counts
 
 
 def canonical_forms(givens: np.ndarray, side: int) -> list[bytes]:
@@ -86,40 +86,45 @@ def canonical_forms(givens: np.ndarray, side: int) -> list[bytes]:
 
 def _generate_full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
     """Return random complete grids. Fills the boxes on the diagonal, then guesses cells; restarts impossible grids."""
-    box = int(side**0.5)
-    grids, unfinished = np.zeros((count, side * side), np.int64), np.arange(count)
+    box_side = int(side**0.5)
+    grids, unfinished_indices = np.zeros((count, side * side), np.int64), np.arange(count)
     masks = _to_masks(grids, side)
     is_restarted = np.ones(count, bool)
-    while len(unfinished):
+    while len(unfinished_indices):
         new_grids = np.zeros((int(is_restarted.sum()), side, side), np.int64)
-        for b in range(box):
+        for b in range(box_side):
             digits = rng.random((len(new_grids), side)).argsort(1) + 1
-            new_grids[:, b * box : b * box + box, b * box : b * box + box] = digits.reshape(-1, box, box)
+            box = slice(b * box_side, (b + 1) * box_side)
+            new_grids[:, box, box] = digits.reshape(-1, box_side, box_side)
         masks[is_restarted] = _to_masks(new_grids.reshape(-1, side * side), side)
-        masks, is_possible = _fill_forced(masks, side)
+        masks, is_possible = _fill_forced_digits(masks, side)
         is_solved = is_possible & _is_solved(masks)
-        grids[unfinished[is_solved]] = _to_digits(masks[is_solved])
-        unfinished, masks, is_possible = unfinished[~is_solved], masks[~is_solved], is_possible[~is_solved]
-        rows, cells = np.arange(len(masks)), _branching_cells(masks)
-        is_allowed = (masks[rows, cells, None] >> np.arange(side)) & 1
-        masks[rows, cells] = 1 << (is_allowed * rng.random(is_allowed.shape)).argmax(1)
+        grids[unfinished_indices[is_solved]] = _to_digits(masks[is_solved])
+        unfinished_indices, masks, is_possible = (
+            unfinished_indices[~is_solved],
+            masks[~is_solved],
+            is_possible[~is_solved],
+        )
+        grid_indices, cells = np.arange(len(masks)), _branching_cells(masks)
+        is_allowed = (masks[grid_indices, cells, None] >> np.arange(side)) & 1
+        masks[grid_indices, cells] = 1 << (is_allowed * rng.random(is_allowed.shape)).argmax(1)
         is_restarted = ~is_possible
     return grids
 
 
-def _fill_forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+def _fill_forced_digits(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Fill in forced digits until none are left. Returns the masks, and False for each grid with a contradiction."""
-    masks, is_possible, active = masks.copy(), np.ones(len(masks), bool), np.arange(len(masks))
-    while len(active):
-        old_masks = masks[active]
-        new_masks, is_consistent = _fill_forced_once(old_masks, side)
-        masks[active] = new_masks
-        is_possible[active] = is_consistent
-        active = active[is_consistent & (new_masks != old_masks).any(1)]
+    masks, is_possible, active_indices = masks.copy(), np.ones(len(masks), bool), np.arange(len(masks))
+    while len(active_indices):
+        old_masks = masks[active_indices]
+        new_masks, is_consistent = _propagate_constraints_once(old_masks, side)
+        masks[active_indices] = new_masks
+        is_possible[active_indices] = is_consistent
+        active_indices = active_indices[is_consistent & (new_masks != old_masks).any(1)]
     return masks, is_possible
 
 
-def _fill_forced_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+def _propagate_constraints_once(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Run one pass of constraint propagation.
 
     If a cell's digit is known, rules that digit out in the other cells of its row, column and box. Then fills in digits
@@ -158,8 +163,8 @@ class _UnitType(NamedTuple):
 
 def _unit_types(masks: np.ndarray, side: int) -> list[_UnitType]:
     """Return the units of each type: rows, columns and boxes."""
-    box = int(side**0.5)
-    cells = masks.reshape(-1, box, box, box, box)
+    box_side = int(side**0.5)
+    cells = masks.reshape(-1, box_side, box_side, box_side, box_side)
     return [_UnitType(cells, cell_axes) for cell_axes in ((3, 4), (1, 2), (2, 4))]
 
 
@@ -225,12 +230,12 @@ def _renumber_digits(grids: np.ndarray, side: int) -> np.ndarray:
     new_digits = np.zeros((len(grids), side + 1), np.uint8)
     used_count = np.zeros(len(grids), np.uint8)
     renumbered_grids = np.zeros(grids.shape, np.uint8)
-    rows = np.arange(len(grids))
+    grid_indices = np.arange(len(grids))
     for i, cell in enumerate(grids.T):
-        is_new = (cell > 0) & (new_digits[rows, cell] == 0)
+        is_new = (cell > 0) & (new_digits[grid_indices, cell] == 0)
         used_count = used_count + is_new.astype(np.uint8)
-        new_digits[rows[is_new], cell[is_new]] = used_count[is_new]
-        renumbered_grids[:, i] = new_digits[rows, cell]
+        new_digits[grid_indices[is_new], cell[is_new]] = used_count[is_new]
+        renumbered_grids[:, i] = new_digits[grid_indices, cell]
     return renumbered_grids
 
 

@@ -37,7 +37,7 @@ class _PuzzleSampler:
 
     def _training_batch(self, step: int) -> Batch:
         split, rng = self._split, np.random.default_rng([hash_seed("puzzle order", self._seed), 1, step])
-        epochs, numbers = np.divmod(step * self._batch + np.arange(self._batch), split.groups)
+        epochs, numbers = np.divmod(step * self._batch + np.arange(self._batch), split.group_count)
         groups = np.concatenate([self._order(int(e))[numbers[epochs == e]] for e in np.unique(epochs)])
         puzzles = _random_member(rng, split.group_indices, groups)
         examples = _random_member(rng, split.puzzle_indices, puzzles)[self._local_rows]
@@ -69,7 +69,7 @@ class _PuzzleSampler:
         if epoch not in self._orders:
             self._orders = {e: order for e, order in self._orders.items() if e >= epoch - 1}
             rng = np.random.default_rng([hash_seed("puzzle order", self._seed), 0, epoch])
-            self._orders[epoch] = rng.permutation(self._split.groups)
+            self._orders[epoch] = rng.permutation(self._split.group_count)
         return self._orders[epoch]
 
 
@@ -99,14 +99,14 @@ class PuzzleLoader(IndexedLoader[PuzzlePosition]):
     """
 
     def __init__(self, data: PreparedPuzzles, split: str, plan: BatchPlan) -> None:
-        cells = data.split(split).cells
-        if cells != plan.seq:
-            raise ValueError(f"seq={plan.seq} does not match the puzzles of data={data.name}. Use seq={cells}.")
+        cell_count = data.split(split).cell_count
+        if cell_count != plan.seq:
+            raise ValueError(f"seq={plan.seq} does not match the puzzles of data={data.name}. Use seq={cell_count}.")
         start = PuzzlePosition(PuzzlePosition.current_version, split, plan.seed, data.content, plan.batch, 0)
         super().__init__(plan, start, _PuzzleSampler(data, split, plan))
 
 
-def _random_member(rng: np.random.Generator, starts: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+def _random_member(rng: np.random.Generator, starts: np.ndarray, range_indices: np.ndarray) -> np.ndarray:
     """Return a random index in each of the selected ranges. Range i is `starts[i]` up to `starts[i + 1]`."""
-    start, stop = starts[ranges], starts[ranges + 1]
-    return start + (rng.random(len(ranges)) * (stop - start)).astype(np.int64)
+    start, stop = starts[range_indices], starts[range_indices + 1]
+    return start + (rng.random(len(range_indices)) * (stop - start)).astype(np.int64)

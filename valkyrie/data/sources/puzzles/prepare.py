@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from valkyrie.data.cached import cached_folder
+from valkyrie.data.cached import ensure_cached_folder
 from valkyrie.data.sources import sudoku
 from valkyrie.data.sources.puzzles import Config, PuzzleConfig, SampleConfig
 from valkyrie.data.sources.puzzles.folder import FOLDERS, METADATA_FILE, PreparedPuzzles, open_puzzles
@@ -31,7 +31,7 @@ def prepare_sudoku(config: sudoku.Config, say: Callable[[str], object] | None = 
     """
     options = config.sudoku
     settings = [options.side, options.train, options.validation, options.guesses, options.clues, options.seed]
-    return _open_cached(config, settings, partial(_generate, options, say), options.side)
+    return _open_cached(config, settings, partial(_generate_splits, options, say), options.side)
 
 
 def prepare_published(config: Config) -> PreparedPuzzles:
@@ -53,7 +53,7 @@ def _open_cached(
 ) -> PreparedPuzzles:
     values = [_ALGORITHM_VERSION, config.source, config.shape(), settings]
     key = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-    folder = cached_folder(Path(config.cache_dir).expanduser(), f"{config.name}-{key}", write)
+    folder = ensure_cached_folder(Path(config.cache_dir).expanduser(), f"{config.name}-{key}", write)
     return open_puzzles(folder, config.name, side if config.augment else None)
 
 
@@ -76,7 +76,7 @@ def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size:
     write_atomic(path / METADATA_FILE, json.dumps(metadata))
 
 
-def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
+def _generate_splits(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
     """Generate puzzles and write both splits below `path`.
 
     All copies of a puzzle, and for 4x4 all its symmetric forms, are in the same split. A split may have fewer puzzles
@@ -100,13 +100,15 @@ def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, 
         rng.random(len(puzzle_keys))[first_indices] < validation_share
     )  # puzzles with the same key are in the same split
     for split, is_in_split in (("validation", is_held_out), ("train", ~is_held_out)):
-        selected = np.flatnonzero(is_in_split)[: getattr(config, split)]
-        if not len(selected):
+        selected_indices = np.flatnonzero(is_in_split)[: getattr(config, split)]
+        if not len(selected_indices):
             raise ValueError(
                 f"data.sudoku.{split}={getattr(config, split)}: there are too few different puzzles to fill two "
                 "splits. Increase data.sudoku.train or data.sudoku.validation."
             )
-        write_folder(path / FOLDERS[split], givens[selected] + 1, solutions[selected] + 1, config.side + 2)
+        write_folder(
+            path / FOLDERS[split], givens[selected_indices] + 1, solutions[selected_indices] + 1, config.side + 2
+        )
 
 
 def _convert(config: SampleConfig, tables: dict[str, PuzzleTable], path: Path) -> None:
@@ -114,7 +116,9 @@ def _convert(config: SampleConfig, tables: dict[str, PuzzleTable], path: Path) -
     rng = np.random.default_rng(config.seed)
     for split, table in tables.items():
         inputs, labels = table.read(config.guesses)
-        selected = np.arange(len(inputs))
+        selected_indices = np.arange(len(inputs))
         if len(inputs) > getattr(config, split):
-            selected = np.sort(rng.choice(len(inputs), getattr(config, split), replace=False))
-        write_folder(path / FOLDERS[split], inputs[selected], labels[selected], table.alphabet.vocab_size)
+            selected_indices = np.sort(rng.choice(len(inputs), getattr(config, split), replace=False))
+        write_folder(
+            path / FOLDERS[split], inputs[selected_indices], labels[selected_indices], table.alphabet.vocab_size
+        )

@@ -45,7 +45,7 @@ def draw_symmetries(rng: np.random.Generator, count: int, side: int) -> Symmetri
 
 def _draw_line_orders(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
     """Return a random order of rows for each grid: shuffled bands, and shuffled rows within each band."""
-    box = int(side**0.5)
-    bands = rng.random((count, box)).argsort(1)
-    rows_in_band = rng.random((count, box, box)).argsort(2)
-    return (bands[:, :, None] * box + rows_in_band).reshape(count, side)
+    box_side = int(side**0.5)
+    bands = rng.random((count, box_side)).argsort(1)
+    rows_in_band = rng.random((count, box_side, box_side)).argsort(2)
+    return (bands[:, :, None] * box_side + rows_in_band).reshape(count, side)

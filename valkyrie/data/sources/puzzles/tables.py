@@ -49,7 +49,7 @@ class PuzzleTable:
         return [self.path.name, status.st_size, status.st_mtime_ns]
 
     @cached_property
-    def cells(self) -> int:
+    def cell_count(self) -> int:
         """Number of cells of the first puzzle, or 0 if the file has no puzzles."""
         return len(next(islice(self._rows(), 1), (0, "", "", ""))[1])
 
@@ -84,17 +84,17 @@ class PuzzleTable:
         Both arrays are uint8 [puzzles, cells] and contain the cell values of `Alphabet`. Raises ValueError for invalid
         rows, or if no puzzle is rated this high.
         """
-        values = np.zeros(256, np.uint8)
-        values[list(self.alphabet.value.encode())] = np.arange(len(self.alphabet.value)) + 1
+        value_by_character = np.zeros(256, np.uint8)
+        value_by_character[list(self.alphabet.value.encode())] = np.arange(len(self.alphabet.value)) + 1
         if self.alphabet is not Alphabet.maze:
-            values[ord(".")] = values[ord("0")]
+            value_by_character[ord(".")] = value_by_character[ord("0")]
         texts: tuple[list[str], list[str]] = [], []
         for line_number, question, answer, rating in self._rows():
             for name, text, selected_texts in zip(("question", "answer"), (question, answer), texts, strict=True):
-                if len(text) != self.cells:
+                if len(text) != self.cell_count:
                     raise ValueError(
                         f"{self.path} line {line_number}: the {name} has {len(text)} cells, but the first puzzle has "
-                        f"{self.cells}."
+                        f"{self.cell_count}."
                     )
                 if not text.isascii():
                     raise ValueError(
@@ -109,7 +109,7 @@ class PuzzleTable:
                 "value, or data.sudoku.guesses=0 for all puzzles."
             )
         questions, answers = (
-            values[np.frombuffer("".join(column_texts).encode(), np.uint8)].reshape(-1, self.cells)
+            value_by_character[np.frombuffer("".join(column_texts).encode(), np.uint8)].reshape(-1, self.cell_count)
             for column_texts in texts
         )
         invalid_rows = np.flatnonzero((questions == 0).any(1) | (answers == 0).any(1))
@@ -152,8 +152,8 @@ def find_tables(folder: Path) -> dict[str, PuzzleTable] | None:
     for split, table in tables.items():
         if not exists[split]:
             raise ValueError(f"{table.path} is missing. A folder of CSV puzzles needs train.csv and test.csv.")
-    if tables["train"].cells != tables["validation"].cells:
-        sizes = {table.path.name: table.cells for table in tables.values()}
+    if tables["train"].cell_count != tables["validation"].cell_count:
+        sizes = {table.path.name: table.cell_count for table in tables.values()}
         raise ValueError(
             f"{folder}: puzzles have {sizes['train.csv']} cells in train.csv, but {sizes['test.csv']} in test.csv."
         )
