@@ -92,7 +92,7 @@ def compare(run: Run, needed: int | None) -> dict[str, Any]:
         except jax.errors.JaxRuntimeError as error:
             needed = parse_out_of_memory(str(error))["needed"]
     assert needed is not None, "the compiler did not refuse"
-    at_rest = expected.parameters + expected.average + expected.optimizer
+    at_rest = expected.parameters + expected.ema + expected.optimizer
     return {
         "needed": needed,
         "expected": expected.total,

@@ -12,7 +12,7 @@ from valkyrie.search.compile.summary import memory_report
 from valkyrie.train.memory import ExpectedMemory
 
 PROGRAM = ProgramMemory(arguments=960, outputs=900, aliased=900, temporary=4140, code=80, peak=5100, host=70)
-STATE = ExpectedMemory(parameters=300, gradients=300, optimizer=600, average=0, activations=0)
+STATE = ExpectedMemory(parameters=300, gradients=300, optimizer=600, ema=0, activations=0)
 MEMORY = memory_report(known_chips()["v4"], PROGRAM, STATE)
 STEP = CompiledStep(
     program="program",

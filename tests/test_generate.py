@@ -250,10 +250,10 @@ def test_sampling_stops_when_all_texts_ended_or_on_request() -> None:
         seen.append(number)
         return len(text) >= 8
 
-    cut = completed("s5_tiny", 5, tokens=100, ended=ended) or []
+    cut = completed("s5_tiny", 5, tokens=100, is_complete=ended) or []
     assert [text[:8] for text in cut] == [text[:8] for text in whole] and set(seen) == set(range(5))
     assert sum(map(len, cut)) < sum(map(len, whole))
-    assert completed("s5_tiny", 5, stopped=lambda: True) is None
+    assert completed("s5_tiny", 5, should_stop=lambda: True) is None
 
 
 @pytest.mark.slow

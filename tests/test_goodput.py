@@ -239,15 +239,15 @@ def test_only_idle_devices_count_as_waiting_for_data() -> None:
 
     meter, done = Meter(1, 1, 1.0, None), threading.Event()
     meter.start()
-    meter.step_dispatched(done.wait)
+    meter.record_dispatch(done.wait)
     with meter.waiting_for_data():
         time.sleep(0.02)
-    meter.step_finished()
-    assert meter.spent["data"] == 0
+    meter.record_step()
+    assert meter.seconds_by_kind["data"] == 0
     with meter.waiting_for_data():
         done.set()
         time.sleep(0.3)
-    meter.step_finished()
+    meter.record_step()
     meter.close()
-    assert 0.05 < meter.spent["data"] <= meter.step_times[0] < 1
-    assert meter.rates()["data_wait"] == pytest.approx(meter.spent["data"] / meter.step_times[0])
+    assert 0.05 < meter.seconds_by_kind["data"] <= meter.step_times[0] < 1
+    assert meter.rates()["data_wait"] == pytest.approx(meter.seconds_by_kind["data"] / meter.step_times[0])

@@ -32,7 +32,7 @@ def steps(meter: Meter, clock: Clock, *seconds: float, paused: float = 0.0) -> N
         clock.now += duration
         with meter.paused() if paused else contextlib.nullcontext():
             clock.now += paused
-        meter.step_finished()
+        meter.record_step()
 
 
 def test_the_first_step_is_separate_and_the_others_are_summarised_by_their_median(clock: Clock) -> None:

@@ -66,7 +66,7 @@ def test_a_step_does_not_change_the_dtype_of_any_array(case: tuple[str, str, int
     assert of_the_dtype(before.parameters) == {program.run.config.precision.parameter.value}
     assert of_the_dtype((before.optimizer, before.ema, metrics)) == {"float32"}
     memory = expected_memory(program.run, before)
-    for tree, expected in ((before.optimizer, memory.optimizer), (before.ema, memory.average)):
+    for tree, expected in ((before.optimizer, memory.optimizer), (before.ema, memory.ema)):
         assert sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree)) == (
             expected
         )

@@ -26,7 +26,7 @@ from valkyrie.processes.ending import LOST, PREEMPTED
 from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, ConnectedTeam, ProcessInfo, Team
 from valkyrie.runs.tracking import read_metrics
-from valkyrie.train.processes import check_shared
+from valkyrie.train.processes import check_shared_folder
 from valkyrie.train.program import StepProgram
 
 
@@ -236,9 +236,9 @@ def test_all_processes_refuse_a_run_folder_that_one_of_them_cannot_see(tmp_path:
         folder = tmp_path / str(team.index // 2)
         if team.is_leader:
             with write_lock(folder):
-                check_shared(team, folder)
+                check_shared_folder(team, folder)
         else:
-            check_shared(team, folder)
+            check_shared_folder(team, folder)
 
     for error in run_teams(3, look):
         assert "process 2 " in str(error)

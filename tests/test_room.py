@@ -31,8 +31,8 @@ from valkyrie.train.memory import (
     to_candidates,
 )
 from valkyrie.train.program import StepProgram
-from valkyrie.train.room import DoesNotFit, check_room, explain_oom
-from valkyrie.train.show import show_run, verdict
+from valkyrie.train.room import DoesNotFitError, check_memory_fit, explain_oom
+from valkyrie.train.show import describe_fit, show_run
 from valkyrie.units import GIB
 
 LARGE = ("model=llama_8b", "mesh=1x1x1", "partition=dp", "batch=1", "seq=16")
@@ -90,8 +90,8 @@ def test_all_memory_counts_as_free_if_the_system_does_not_report_it(tmp_path: Pa
 def test_a_run_that_cannot_fit_is_refused_with_both_sizes_and_a_remedy(free: Any):
     free(20 * GIB)
     with pytest.raises(ValueError) as caught:
-        check_room(program_of(*LARGE), simulated())
-    assert not isinstance(caught.value, DoesNotFit)
+        check_memory_fit(program_of(*LARGE), simulated())
+    assert not isinstance(caught.value, DoesNotFitError)
     for part in ("llama_8b", "mesh=1x1x1 partition=dp", "119.7 GiB", "20.0 GiB", "Use model=gpt_1b", "force=true"):
         assert part in str(caught.value)
 
@@ -99,49 +99,49 @@ def test_a_run_that_cannot_fit_is_refused_with_both_sizes_and_a_remedy(free: Any
 def test_simulated_devices_share_the_memory_of_the_host(free: Any):
     free(4 * GIB)
     arguments = ("model=gpt_125m", "mesh=1x1x8", "batch=8", "seq=16")
-    check_room(program_of(*arguments, "partition=fsdp"), simulated(8))
+    check_memory_fit(program_of(*arguments, "partition=fsdp"), simulated(8))
     with pytest.raises(ValueError) as caught:
-        check_room(program_of(*arguments, "partition=dp"), simulated(8))
+        check_memory_fit(program_of(*arguments, "partition=dp"), simulated(8))
     assert "8 simulated devices" in str(caught.value) and "Use partition=fsdp" in str(caught.value)
 
 
 def test_an_evaluation_needs_no_gradients(free: Any):
     free(100 * GIB)
-    check_room(program_of(*LARGE), simulated(), training=False)
+    check_memory_fit(program_of(*LARGE), simulated(), is_training=False)
     with pytest.raises(ValueError):
-        check_room(program_of(*LARGE), simulated())
+        check_memory_fit(program_of(*LARGE), simulated())
 
 
 def test_device_memory_is_reported_by_the_device_or_else_by_the_chip():
-    with pytest.raises(DoesNotFit) as caught:
-        check_room(program_of(*LARGE), with_memory(64 * GIB))
+    with pytest.raises(DoesNotFitError) as caught:
+        check_memory_fit(program_of(*LARGE), with_memory(64 * GIB))
     assert "has 64.0 GiB" in str(caught.value)
-    check_room(program_of(*LARGE), with_memory(140 * GIB))
-    with pytest.raises(DoesNotFit) as caught:
-        check_room(program_of(*LARGE), with_memory(None))
+    check_memory_fit(program_of(*LARGE), with_memory(140 * GIB))
+    with pytest.raises(DoesNotFitError) as caught:
+        check_memory_fit(program_of(*LARGE), with_memory(None))
     assert "has 80.0 GiB" in str(caught.value)
 
 
 def test_forced_runs_and_unknown_memory_are_not_refused(free: Any):
     free(20 * GIB)
-    check_room(program_of(*LARGE, "force=true"), simulated())
+    check_memory_fit(program_of(*LARGE, "force=true"), simulated())
     free(None)
-    check_room(program_of(*LARGE), simulated())
+    check_memory_fit(program_of(*LARGE), simulated())
 
 
 def test_a_likely_misfit_is_reported_once_with_a_remedy(free: Any):
     lines: list[str] = []
     free(5 * GIB)
     run = ("model=gpt_125m", "mesh=1x1x1", "partition=dp", "batch=8", "seq=512")
-    check_room(program_of(*run), simulated(), say=lines.append)
+    check_memory_fit(program_of(*run), simulated(), say=lines.append)
     assert len(lines) == 1
     for part in ("likely", "7.7 GiB", "5.8 GiB", "5.0 GiB", "remat=full (about ", "microbatches=", "batch=4 (about "):
         assert part in lines[0]
     free(12 * GIB)
-    check_room(program_of(*run), simulated(), say=lines.append)
+    check_memory_fit(program_of(*run), simulated(), say=lines.append)
     assert "may not fit" in lines[1] and "7.7 GiB" in lines[1] and "up to 15.3 GiB, but" in lines[1]
     free(22 * GIB)
-    check_room(program_of(*run), simulated(), say=lines.append)
+    check_memory_fit(program_of(*run), simulated(), say=lines.append)
     assert len(lines) == 2
 
 
@@ -160,14 +160,17 @@ def test_running_out_of_memory_is_reported_in_one_line_with_a_remedy(
 ):
     free(20 * GIB)
     run = compose_run("mesh=1x1x1", "partition=dp", "batch=8", "seq=4096")
-    with pytest.raises(DoesNotFit) as caught, explain_oom(run, simulated()):
+    with pytest.raises(DoesNotFitError) as caught, explain_oom(run, simulated()):
         raise error
     assert "\n" not in str(caught.value)
     for part in ("valkyrie_tiny", "1x1x1-dp", "35.0 GiB", "20.0 GiB", "batch=4 (about "):
         assert part in str(caught.value)
     run = compose_run("mesh=1x1x1", "sample_tokens=77").changed(mode=GenerateMode())
     monkeypatch.delattr("valkyrie.train.program.StepProgram")  # this message needs no program
-    with pytest.raises(DoesNotFit, match=r"^sample_tokens=77: .*fewer sample_tokens"), explain_oom(run, simulated()):
+    with (
+        pytest.raises(DoesNotFitError, match=r"^sample_tokens=77: .*fewer sample_tokens"),
+        explain_oom(run, simulated()),
+    ):
         raise error
 
 
@@ -209,12 +212,12 @@ def test_the_memory_estimate_of_a_tpu_has_its_past_error():
     ratios, errors = [result["ratio"] for result in results], memory_estimate_errors()
     assert (errors.layouts, errors.low, errors.high) == (len(ratios), min(ratios), max(ratios))
     assert errors.within_15_percent >= 0.85 * errors.layouts and errors.models == 3
-    memory = ExpectedMemory(parameters=GIB, gradients=GIB, optimizer=2 * GIB, average=0, activations=6 * GIB)
+    memory = ExpectedMemory(parameters=GIB, gradients=GIB, optimizer=2 * GIB, ema=0, activations=6 * GIB)
     for usable, word in ((16, "should fit"), (10, "may not fit"), (7, "does not fit")):
-        line = verdict(memory, usable * GIB, "a v5e chip", measured=True)
+        line = describe_fit(memory, usable * GIB, "a v5e chip", has_measured_errors=True)
         assert line.startswith(f"{word}: ") and "10.0 GiB" in line and f"{usable:.1f} GiB usable" in line
     assert f"layouts of {errors.models} models" in line
-    assert verdict(memory, 3 * GIB, "a v5e chip", measured=True).startswith("does not fit: "), (
+    assert describe_fit(memory, 3 * GIB, "a v5e chip", has_measured_errors=True).startswith("does not fit: "), (
         "arrays at rest are exact"
     )
 

@@ -16,7 +16,7 @@ from runs import TINY_ARGUMENTS, start_python
 from valkyrie.processes.ending import LOST
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.tracking import read_metrics
-from valkyrie.train.watchdog import FIRST_STEP_S, HANG_FACTOR, Watchdog, make_watchdog
+from valkyrie.train.watchdog import FIRST_STEP_LIMIT_S, HANG_FACTOR, Watchdog, make_watchdog
 
 
 class SimulatedWatchdog:
@@ -42,7 +42,7 @@ class SimulatedWatchdog:
     def steps(self, count: int, seconds: float) -> None:
         """Take `count` steps of `seconds` each and begin the next."""
         for step in range(1, count + 2):
-            self.watchdog.step(step)
+            self.watchdog.begin_step(step)
             assert step > count or self.hangs_after(seconds) is None
 
 
@@ -64,18 +64,18 @@ def test_a_step_may_take_twenty_times_the_median():
 
 def test_the_first_step_may_take_half_an_hour():
     clock = SimulatedWatchdog(60.0)
-    clock.watchdog.step(7)
-    hung_after = clock.hangs_after(2 * FIRST_STEP_S)
-    assert hung_after is not None and FIRST_STEP_S < hung_after < FIRST_STEP_S + 5
+    clock.watchdog.begin_step(7)
+    hung_after = clock.hangs_after(2 * FIRST_STEP_LIMIT_S)
+    assert hung_after is not None and FIRST_STEP_LIMIT_S < hung_after < FIRST_STEP_LIMIT_S + 5
 
 
 def test_saving_and_evaluating_have_no_time_limit():
     clock = SimulatedWatchdog(60.0)
     clock.steps(10, seconds=2.0)
-    with clock.watchdog.resting():
+    with clock.watchdog.paused():
         assert clock.hangs_after(10_000) is None
     assert clock.hangs_after(10_000) is None  # the end comes, or the next step
-    clock.watchdog.step(12)
+    clock.watchdog.begin_step(12)
     assert clock.hangs_after(10_000) is not None
 
 
@@ -115,7 +115,7 @@ def where_it_hangs():
 
 with Watchdog(0.3, log=Path(sys.argv[1])) as watchdog:
     for step in range(1, 4):
-        watchdog.step(step)
+        watchdog.begin_step(step)
     where_it_hangs()
 """
 

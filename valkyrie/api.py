@@ -232,11 +232,11 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
     from valkyrie.runs.folder import choose_run_folder
     from valkyrie.train.prepare import prepare_run
 
-    began, folder, console = time.time(), choose_run_folder(run), _console(quiet)
+    start_time, folder, console = time.time(), choose_run_folder(run), _console(quiet)
     prepared = prepare_run(run, console)
     from valkyrie.train import trainer
 
-    fitted = trainer.fit(run, *prepared, folder, console, began=began)
+    fitted = trainer.fit(run, *prepared, folder, console, start_time=start_time)
     return Trained(run, fitted.folder, fitted.summary, fitted)
 
 

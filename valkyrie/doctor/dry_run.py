@@ -20,7 +20,7 @@ from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.team import Team
 from valkyrie.train.devices import Devices
 from valkyrie.train.program import StepProgram
-from valkyrie.train.room import check_room, explain_oom
+from valkyrie.train.room import check_memory_fit, explain_oom
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog
 from valkyrie.trees import leaf_names
@@ -44,10 +44,10 @@ def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list
     """
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     limit_s = run.config.distributed.step_timeout_s
-    with Watchdog(limit_s, team, first_s=0.0, remedy=_HANG_REMEDY) as watchdog:
-        watchdog.step(0)
+    with Watchdog(limit_s, team, first_step_limit_s=0.0, remedy=_HANG_REMEDY) as watchdog:
+        watchdog.begin_step(0)
         axis_findings = time_axes(program.mesh, devices.simulated)
-        with watchdog.resting():
+        with watchdog.paused():
             yield axis_findings
             yield _check_memory(program, devices)
             start = time.perf_counter()
@@ -60,7 +60,7 @@ def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list
             yield [Finding("compile", OK, f"the step compiled in {time.perf_counter() - start:.1f} s")]
         with explain_oom(run, devices):
             metrics, seconds, state = _run_steps(program, compiled, steps, watchdog)
-        with watchdog.resting():
+        with watchdog.paused():
             yield [_steps_finding(program, metrics, seconds, devices)]
             names, leaves = leaf_names(state.parameters), jax.tree.leaves(state.parameters)
             yield [compare_replicas(dict(zip(names, leaves, strict=True)), team)]
@@ -70,7 +70,7 @@ def _check_memory(program: StepProgram, devices: Devices) -> list[Finding]:
     """Return findings about the devices' memory, or an empty list if it is enough."""
     notes: list[str] = []
     try:
-        check_room(program, devices, say=notes.append)
+        check_memory_fit(program, devices, say=notes.append)
     except ValueError as error:
         return [Finding("memory", FAILS, str(error))]
     return [Finding("memory", WARNING, note) for note in notes]
@@ -83,7 +83,7 @@ def _run_steps(
     run, metrics, seconds = program.run, [], []
     config, state = run.config, program.init(run.config.seed)
     for step in range(steps):
-        watchdog.step(step + 1)
+        watchdog.begin_step(step + 1)
         rows = program.task.random_batch(
             config.batch, config.seq, run.model.vocab_size, config.seed + step, program.local_rows
         )

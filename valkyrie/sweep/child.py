@@ -26,7 +26,7 @@ from valkyrie.search import NO_STEP_TIME
 from valkyrie.sweep.members import WORKER_ARGUMENT
 from valkyrie.sweep.results import Outcome, failed_outcome, outcome_from_exit_status, outcome_from_results
 from valkyrie.sweep.trial import Status
-from valkyrie.train.room import DoesNotFit
+from valkyrie.train.room import DoesNotFitError
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> O
         return work()
     except Exception as error:
         traceback.print_exc(file=log)
-        if isinstance(error, DoesNotFit):
+        if isinstance(error, DoesNotFitError):
             return Outcome(Status.does_not_fit, str(error))
         if isinstance(error, ValueError | OSError):  # the user's mistakes, as in a single run
             problems = error.problems if isinstance(error, ProblemError) else ()

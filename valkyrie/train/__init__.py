@@ -3,7 +3,7 @@
 `prepare.prepare_run` returns the devices, the data and the tokenizer. `trainer.fit` builds the rest and trains:
 
 1. `program.StepProgram`: the jitted functions (`init`, `step`, `evaluate`) with their shapes and shardings; no arrays.
-   `room.check_room` refuses a run whose parameters, optimizer state and gradients do not fit.
+   `room.check_memory_fit` refuses a run whose parameters, optimizer state and gradients do not fit.
 2. `checkpoint.Checkpoints` and `_restore_or_init`: the newest checkpoint that can be read, or new parameters.
 3. `compiled.compile_step`: the executable of the step.
 4. `_train_steps`: the loop. It dispatches a step and then reads the metrics of the one before, so that devices do

@@ -38,16 +38,16 @@ class Progress:
     """State of a training run that callbacks read and update.
 
     Args:
-        start: Step of the checkpoint that this process continues from, 0 for a new run.
+        start_step: Step of the checkpoint that this process continues from, 0 for a new run.
         step: Step for which callbacks are called, or the previous step in `before_step`. In `on_metrics`, the next step
             is usually running already.
         state: Newest train state. In `on_metrics` it is usually one step ahead of the metrics.
-        facts: Other entries of the summary, such as `compile_s` and the rates of code evaluations.
+        extra_summary: Other entries of the summary, such as `compile_s` and the rates of code evaluations.
         evaluation: Newest value of every evaluation metric.
         evaluation_step: Step of the last evaluation, or None.
         loss: Training loss of the last step, or None before the first one.
-        stopping: Whether the training saves and ends after this step.
-        end: How the training ended (`goodput.FINISHED`, `STOPPED` or `PREEMPTED`), or None while it runs.
+        is_stopping: Whether the training saves and ends after this step.
+        end_status: How the training ended (`goodput.FINISHED`, `STOPPED` or `PREEMPTED`), or None while it runs.
     """
 
     program: StepProgram
@@ -55,18 +55,18 @@ class Progress:
     screen: Screen
     meter: Meter
     ledger: Ledger
-    start: int
+    start_step: int
     step: int
     state: TrainState
-    facts: dict[str, object]
+    extra_summary: dict[str, object]
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluation_step: int | None = None
     loss: float | None = None
-    stopping: bool = False
-    end: str | None = None
+    is_stopping: bool = False
+    end_status: str | None = None
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the run has reached its last step (`steps`)."""
         return self.step >= self.program.run.config.steps
 
@@ -74,25 +74,27 @@ class Progress:
         """Return whether the step is a multiple of `every`. False if `every` is None."""
         return every is not None and self.step % every == 0
 
-    def warn(self, trouble: str | None) -> None:
-        """Print `trouble` as a warning, unless it is None or empty."""
-        if trouble:
-            self.screen.say(trouble, style="yellow")
+    def warn(self, message: str | None) -> None:
+        """Print `message` as a warning, unless it is None or empty."""
+        if message:
+            self.screen.say(message, style="yellow")
 
     def log(self, record: dict[str, float] | dict[str, str]) -> None:
         """Log additional values of this step to `metrics.jsonl` and W&B."""
         self.warn(self.tracker.log(record, self.step))
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's summary so far: rates, last loss, newest evaluation, goodput, facts and status."""
+        """Return the run's summary so far: rates, last loss, newest evaluation, goodput, `extra_summary` and status."""
         end_values = {
             "loss": self.loss,
             "steps": self.step,
-            "finished": self.finished,
+            "finished": self.is_finished,
             "stage": "train",
-            "status": "ok" if self.finished else None,
+            "status": "ok" if self.is_finished else None,
         }
-        return self.meter.summary() | self.evaluation | self.ledger.goodput().summary() | self.facts | end_values
+        return (
+            self.meter.summary() | self.evaluation | self.ledger.goodput().summary() | self.extra_summary | end_values
+        )
 
 
 class StepMetrics(NamedTuple):
@@ -102,13 +104,13 @@ class StepMetrics(NamedTuple):
         step: Number of the step, from 1.
         values: Metrics that the step returned, as NumPy arrays by name.
         record: The scalars in `values` as floats, and the rates from `Meter.rates`.
-        logged: Whether this step is logged and printed.
+        is_logged: Whether this step is logged and printed.
     """
 
     step: int
     values: dict[str, np.ndarray]
     record: dict[str, float | None]
-    logged: bool
+    is_logged: bool
 
 
 class Callback:
@@ -138,7 +140,7 @@ class Callback:
 
 
 @dataclass
-class RefuseDivergence(Callback):
+class DivergenceCheck(Callback):
     """Raises DivergedError when the loss or the gradient norm of a step is not finite."""
 
     checkpoints: Checkpoints
@@ -164,7 +166,7 @@ class RefuseDivergence(Callback):
 
 
 @dataclass
-class Profile(Callback):
+class ProfilerCallback(Callback):
     """Traces a window of steps with JAX's profiler."""
 
     window: ProfileWindow
@@ -175,7 +177,7 @@ class Profile(Callback):
                 progress.warn(self.window.open(step, progress.state))
 
     def is_due(self, progress: Progress) -> bool:
-        return self.window.ends_at(progress.step) and not progress.stopping
+        return self.window.ends_at(progress.step) and not progress.is_stopping
 
     def on_step(self, progress: Progress) -> None:
         with progress.meter.paused():
@@ -187,14 +189,14 @@ class Profile(Callback):
 
 
 @dataclass
-class Evaluate(Callback):
+class EvaluationCallback(Callback):
     """Evaluates the model every `eval_every` steps, and after the last step."""
 
     evaluator: Evaluator
 
     def is_due(self, progress: Progress) -> bool:
         every = progress.program.run.config.eval_every
-        return progress.finished or progress.is_multiple_of(every) and not progress.stopping
+        return progress.is_finished or progress.is_multiple_of(every) and not progress.is_stopping
 
     def on_step(self, progress: Progress) -> None:
         with progress.meter.paused("evaluation"):
@@ -205,12 +207,12 @@ class Evaluate(Callback):
         progress.screen.say(f"step {progress.step}: {progress.program.task.describe(progress.evaluation)}")
 
     def on_end(self, progress: Progress) -> None:
-        if progress.finished and not progress.evaluation:  # all steps were done at the start
+        if progress.is_finished and not progress.evaluation:  # all steps were done at the start
             self.on_step(progress)
 
 
 @dataclass
-class Save(Callback):
+class CheckpointCallback(Callback):
     """Saves durable and fast checkpoints.
 
     A failed save is reported, and training continues. With several processes, a failed durable save instead raises
@@ -219,11 +221,11 @@ class Save(Callback):
 
     checkpoints: Checkpoints
     loader: Loader[Any]
-    unsaved: str | None = None
+    save_error: str | None = None
     """Error message with advice if the last state could not be saved, else None."""
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
-        if not metrics.logged:
+        if not metrics.is_logged:
             return
         progress.warn(self.checkpoints.poll())
         if progress.tracker.is_deleted:
@@ -253,15 +255,15 @@ class Save(Callback):
             if self.checkpoints.last_durable_step != progress.step:
                 error_message = self.checkpoints.save(progress.step, progress.state, self.loader.state())
                 if error_message := error_message or self.checkpoints.wait():
-                    self.unsaved = f"{error_message} {self._resume_advice(progress.tracker.folder)}"
+                    self.save_error = f"{error_message} {self._resume_advice(progress.tracker.folder)}"
 
     def _is_fast_due(self, progress: Progress) -> bool:
         every = progress.program.run.config.checkpoint.fast.every
-        return progress.stopping or progress.is_multiple_of(every) and not progress.finished
+        return progress.is_stopping or progress.is_multiple_of(every) and not progress.is_finished
 
     def _is_durable_due(self, progress: Progress) -> bool:
         every = progress.program.run.config.checkpoint.every
-        return progress.stopping or progress.finished or progress.is_multiple_of(every)
+        return progress.is_stopping or progress.is_finished or progress.is_multiple_of(every)
 
     def _resume_advice(self, folder: Path) -> str:
         """Return advice on how to resume after the last state could not be saved."""
@@ -278,14 +280,14 @@ class Save(Callback):
 
 
 @dataclass
-class Sample(Callback):
+class SamplingCallback(Callback):
     """Prints and logs a sample of the model's text every `sample_every` steps."""
 
     evaluator: Evaluator
 
     def is_due(self, progress: Progress) -> bool:
         every = progress.program.run.config.sample_every
-        return self.evaluator.generates_text and progress.is_multiple_of(every) and not progress.stopping
+        return self.evaluator.generates_text and progress.is_multiple_of(every) and not progress.is_stopping
 
     def on_step(self, progress: Progress) -> None:
         with progress.meter.paused("evaluation"):
@@ -295,35 +297,35 @@ class Sample(Callback):
 
 
 @dataclass
-class EvaluateCode(Callback):
+class CodeEvaluationCallback(Callback):
     """Evaluates the model on coding problems every `code_eval_every` steps.
 
-    `stopped` is called repeatedly during an evaluation. Once it returns true, the evaluation is abandoned.
+    `should_stop` is called repeatedly during an evaluation. Once it returns true, the evaluation is abandoned.
     """
 
     evaluation: CodeEvaluation
-    stopped: Callable[[], bool]
+    should_stop: Callable[[], bool]
 
     def is_due(self, progress: Progress) -> bool:
-        return progress.is_multiple_of(progress.program.run.config.code_eval_every) and not progress.stopping
+        return progress.is_multiple_of(progress.program.run.config.code_eval_every) and not progress.is_stopping
 
     def on_step(self, progress: Progress) -> None:
         with progress.meter.paused("evaluation"):
             folder = progress.tracker.folder
-            rates, line = self.evaluation(progress.state.eval_parameters, progress.step, folder, self.stopped)
-        progress.facts |= rates
+            rates, line = self.evaluation(progress.state.eval_parameters, progress.step, folder, self.should_stop)
+        progress.extra_summary |= rates
         if rates:
             progress.log(rates)
         progress.screen.say(line)
 
 
-class Log(Callback):
+class LoggingCallback(Callback):
     """Writes step metrics to the tracker and the screen, and step times to the ledger."""
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
         progress.ledger.step_done(metrics.step)
         progress.loss = metrics.record["loss"]
-        if metrics.logged:
+        if metrics.is_logged:
             record = metrics.record | {"goodput": progress.ledger.goodput().share}
             progress.warn(progress.tracker.log(record, metrics.step))
-        progress.screen.step(metrics.step, metrics.record, line=metrics.logged)
+        progress.screen.show_step(metrics.step, metrics.record, print_line=metrics.is_logged)

@@ -44,12 +44,12 @@ class CodeEvaluation:
         """Results of the most recent evaluation, one per completion, grouped by problem."""
 
     def __call__(
-        self, parameters: Any, step: int, folder: Path, stopped: Callable[[], bool] = lambda: False
+        self, parameters: Any, step: int, folder: Path, should_stop: Callable[[], bool] = lambda: False
     ) -> tuple[dict[str, float], str]:
         """Evaluate the parameters and write every completion to `code_eval.json` in `folder`.
 
-        Returns the metrics (see `judge.summary`) and a one-line description. The metrics are empty if `stopped` returns
-        true or the sandbox fails, and always on processes other than the first.
+        Returns the metrics (see `judge.summary`) and a one-line description. The metrics are empty if `should_stop`
+        returns true or the sandbox fails, and always on processes other than the first.
         """
         if self._device is not None:
             parameters = jax.device_put(parameters, self._device)
@@ -60,12 +60,12 @@ class CodeEvaluation:
             tokens=self.config.tokens,
             batch=min(self.config.batch, len(problems)),
             seed=self._program.run.config.seed,
-            ended=lambda number, text: is_complete(problems[number], text),
-            stopped=stopped if jax.process_count() == 1 else lambda: False,  # all processes sample together
+            is_complete=lambda number, text: is_complete(problems[number], text),
+            should_stop=should_stop if jax.process_count() == 1 else lambda: False,  # all processes sample together
         )
         rates, line = {}, ""
         if jax.process_index() == 0:
-            rates, line = self._judge(problems, texts, step, folder, started_at, stopped)
+            rates, line = self._judge(problems, texts, step, folder, started_at, should_stop)
         if jax.process_count() > 1:  # otherwise the others wait in the next step, where the watchdog would end them
             sync_global_devices("code evaluation")
         return rates, line
@@ -77,7 +77,7 @@ class CodeEvaluation:
         step: int,
         folder: Path,
         started_at: float,
-        stopped: Callable[[], bool],
+        should_stop: Callable[[], bool],
     ) -> tuple[dict[str, float], str]:
         """Judge the completions `texts` (None if sampling was stopped) and write the results to `folder`.
 
@@ -87,21 +87,21 @@ class CodeEvaluation:
         limits = Limits(config.time_s, config.memory_mib, config.sandbox)
         try:
             pairs = None if texts is None else list(zip(problems, texts, strict=True))
-            results = None if pairs is None else judge_all(pairs, limits, config.workers, stopped)
+            results = None if pairs is None else judge_all(pairs, limits, config.workers, should_stop)
         except SandboxError as error:
             return {}, f"step {step}: code was not judged: {error}"
         if results is None:
             return {}, f"step {step}: code was not judged because the training is stopping"
         self.results = results
-        seconds = {"sampling_s": sampled_at - started_at, "judging_s": time.monotonic() - sampled_at}
+        durations = {"sampling_s": sampled_at - started_at, "judging_s": time.monotonic() - sampled_at}
         rates = summary(self.problems, self.results)
-        write_error = self._write(folder, step, rates, seconds)
+        write_error = self._write(folder, step, rates, durations)
         return rates, f"step {step}: {describe(rates)}{write_error}"
 
-    def _write(self, folder: Path, step: int, rates: dict[str, float], seconds: dict[str, float]) -> str:
+    def _write(self, folder: Path, step: int, rates: dict[str, float], durations: dict[str, float]) -> str:
         """Write `code_eval.json`. If that fails, returns the error message in parentheses, else an empty string."""
         settings = {key: getattr(self.config, key) for key in ("problems", "samples", "tokens", "temperature", "top_k")}
-        values = {"step": step, **settings, **seconds, "rates": rates, "completions": encode(self.results)}
+        values = {"step": step, **settings, **durations, "rates": rates, "completions": encode(self.results)}
         try:
             write_atomic(folder / CODE_EVAL_FILE, json.dumps(values, indent=1) + "\n")
         except DiskError as error:

@@ -48,7 +48,7 @@ class Text:
         self.ids += new_ids
         self.ended = self.ended and not new_ids
 
-    def reread(self, step: int) -> Text:
+    def without_state(self, step: int) -> Text:
         """Return the text without its state, so that the checkpoint at `step` reads it from the start."""
         return Text(self.ids, self.prompt, step=step, ended=self.ended)
 
@@ -67,16 +67,16 @@ def begin_text(tokenizer: Tokenizer, prompt: str, step: int = 0) -> Text:
     return text
 
 
-def save_text(text: Text, path: Path, *, writes: bool = True) -> None:
+def save_text(text: Text, path: Path, *, is_writer: bool = True) -> None:
     """Write a text and its state atomically.
 
-    All processes must call this, because it gathers the state. Only processes with `writes` write the file.
+    All processes must call this, because it gathers the state. Only processes with `is_writer` write the file.
     """
     from jax.experimental.multihost_utils import process_allgather
 
     metadata = {name: getattr(text, name) for name in _METADATA_FIELDS}
     leaves = [np.asarray(process_allgather(leaf, tiled=True)) for leaf in jax.tree.leaves(text.state)]
-    if not writes:
+    if not is_writer:
         return
     arrays, content = {str(i): _as_builtin_dtype(leaf) for i, leaf in enumerate(leaves)}, io.BytesIO()
     np.savez(content, allow_pickle=False, **{_METADATA_KEY: np.array(json.dumps(metadata)), **arrays})

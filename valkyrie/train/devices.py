@@ -132,8 +132,8 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
             f"mesh={mesh.name} has {mesh.size} devices, which do not divide evenly among {team.count} processes. Use a "
             f"mesh with a multiple of {team.count} devices, or another number of processes."
         )
-    count_from_flags, is_count_fixed = _DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", ""), False
-    if not count_from_flags:
+    is_count_in_flags, is_count_fixed = _DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", ""), False
+    if not is_count_in_flags:
         try:
             jax.config.update("jax_num_cpu_devices", mesh.size // team.count)
         except RuntimeError:  # the backend is already initialised; the check below decides
@@ -153,12 +153,12 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
             f"target={target.describe()} needs {target.chip.name} chips, but this machine has {len(devices)} x "
             f"{device_kind}. Use target=auto to train on those."
         )
-    if len(devices) < mesh.size and actual_platform.runs_on_host and (is_count_fixed or count_from_flags):
+    if len(devices) < mesh.size and actual_platform.runs_on_host and (is_count_fixed or is_count_in_flags):
         reason, remedy = (
             "the number of devices was fixed when this process first used JAX",
             "Start a new process and use the largest mesh before smaller ones",
         )
-        if count_from_flags:
+        if is_count_in_flags:
             reason, remedy = f"XLA_FLAGS has {_DEVICE_COUNT_FLAG}", "Remove that flag"
         raise ValueError(
             f"mesh={mesh.name} needs {mesh.size} devices, but this process has {len(devices)} x {device_kind}: "

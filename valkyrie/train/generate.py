@@ -119,7 +119,12 @@ class Completer:
         vocab_size, self._tokenizer = tokenizer.vocab_size, tokenizer
 
         def advance(
-            parameters: Any, state: Any, token: jax.Array, prompts: jax.Array, keys: jax.Array, first: jax.Array
+            parameters: Any,
+            state: Any,
+            token: jax.Array,
+            prompts: jax.Array,
+            keys: jax.Array,
+            first_position: jax.Array,
         ) -> tuple[Any, jax.Array, jax.Array]:
             """Run the model for each column of `prompts`, where -1 means the token sampled in the step before.
 
@@ -136,12 +141,12 @@ class Completer:
                 )
                 return (state, token), token
 
-            columns = (prompts.T, first + jnp.arange(prompts.shape[1]))
-            (state, token), sampled = jax.lax.scan(read_token, (state, token), columns)
-            return state, token, replicate(sampled.T)
+            columns = (prompts.T, first_position + jnp.arange(prompts.shape[1]))
+            (state, token), sampled_tokens = jax.lax.scan(read_token, (state, token), columns)
+            return state, token, replicate(sampled_tokens.T)
 
         self._advance = jax.jit(advance, donate_argnums=1)
-        self._start = jax.jit(
+        self._init_state = jax.jit(
             lambda parameters, rows, length: assembly.module(parameters).init_state(rows, length), static_argnums=(1, 2)
         )
 
@@ -153,10 +158,10 @@ class Completer:
         tokens: int,
         batch: int,
         seed: int,
-        ended: Callable[[int, str], bool] = lambda number, text: False,
-        stopped: Callable[[], bool] = lambda: False,
+        is_complete: Callable[[int, str], bool] = lambda number, text: False,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> list[str] | None:
-        """Return the continuation of each prompt, or None once `stopped` returns true.
+        """Return the continuation of each prompt, or None once `should_stop` returns true.
 
         Args:
             parameters: Parameters of the model.
@@ -164,10 +169,10 @@ class Completer:
             tokens: Maximum number of tokens of a continuation. It is shorter if the document ends.
             batch: Prompts sampled at a time.
             seed: Seed of the samples.
-            ended: Called with the index of a prompt and its continuation so far. Returns whether the continuation
+            is_complete: Called with the index of a prompt and its continuation so far. Returns whether the continuation
                 needs no more tokens. A batch ends once each continuation needs no more, has `tokens` tokens or has
                 reached the end of its document, so a continuation may be longer than it needs to be.
-            stopped: Returns whether to abandon the sampling.
+            should_stop: Returns whether to abandon the sampling.
         """
         ids = [[self._tokenizer.bos_id, *map(int, self._tokenizer.encode_ordinary(prompt))] for prompt in prompts]
         length = -(-(max(map(len, ids), default=0) + tokens - 1) // _CHUNK_TOKENS) * _CHUNK_TOKENS
@@ -179,10 +184,10 @@ class Completer:
                 parameters, [ids[r] for r in prompt_numbers], keys[np.array(prompt_numbers)], length, tokens
             )
             for batch_texts in text_batches:
-                if stopped():
+                if should_stop():
                     return None
                 if all(
-                    is_finished or ended(row, text)
+                    is_finished or is_complete(row, text)
                     for row, (text, is_finished) in zip(prompt_numbers, batch_texts, strict=True)
                 ):
                     break
@@ -199,23 +204,24 @@ class Completer:
         prompts = np.full((len(ids), length), -1, np.int32)
         for row, prompt in enumerate(ids):
             prompts[row, : len(prompt)] = prompt
-        sampled = np.zeros_like(prompts)
-        state, token = self._start(parameters, len(ids), length), jnp.zeros(len(ids), jnp.int32)
+        sampled_tokens = np.zeros_like(prompts)
+        state, token = self._init_state(parameters, len(ids), length), jnp.zeros(len(ids), jnp.int32)
         for start in range(0, length, _CHUNK_TOKENS):
             end = start + _CHUNK_TOKENS
             state, token, new_tokens = self._advance(
                 parameters, state, token, prompts[:, start:end], keys, np.int32(start)
             )
-            sampled[:, start:end] = np.asarray(new_tokens)
+            sampled_tokens[:, start:end] = np.asarray(new_tokens)
             yield [
-                self._decode_text(row[len(prompt) - 1 : end], tokens) for prompt, row in zip(ids, sampled, strict=True)
+                self._decode_text(row[len(prompt) - 1 : end], tokens)
+                for prompt, row in zip(ids, sampled_tokens, strict=True)
             ]
 
-    def _decode_text(self, sampled: np.ndarray, tokens: int) -> tuple[str, bool]:
+    def _decode_text(self, sampled_tokens: np.ndarray, tokens: int) -> tuple[str, bool]:
         """Decode at most `tokens` sampled tokens, up to the end of the document.
 
         Returns (text, is_finished). `is_finished` is True if the document has ended or `tokens` tokens are sampled.
         """
-        ids, end_indices = sampled[:tokens], np.flatnonzero(sampled[:tokens] == self._tokenizer.bos_id)
+        ids, end_indices = sampled_tokens[:tokens], np.flatnonzero(sampled_tokens[:tokens] == self._tokenizer.bos_id)
         is_finished = bool(len(end_indices)) or len(ids) == tokens
         return self._tokenizer.decode(ids[: end_indices[0]] if len(end_indices) else ids), is_finished

@@ -14,16 +14,16 @@ DEVICES_PER_CORE = 128
 3 minutes with 512."""
 
 
-def simulation_refusal(mesh: str, devices: int) -> str | None:
+def simulation_refusal(mesh: str, device_count: int) -> str | None:
     """Return an error message if this host cannot simulate this many devices, else None."""
     cores = os.cpu_count() or 1
     limit = DEVICES_PER_CORE * cores
-    if devices <= limit:
+    if device_count <= limit:
         return None
     return (
-        f"mesh={mesh} needs {devices} devices, but this machine has no accelerator that JAX can use, and its {cores} "
-        f"CPU core{'s' * (cores > 1)} can simulate at most {limit} devices at a usable speed. Use a smaller mesh, plan "
-        "with mode=show or mode=compile, or set force=true to run anyway: a step takes minutes, or hangs."
+        f"mesh={mesh} needs {device_count} devices, but this machine has no accelerator that JAX can use, and its "
+        f"{cores} CPU core{'s' * (cores > 1)} can simulate at most {limit} devices at a usable speed. Use a smaller "
+        "mesh, plan with mode=show or mode=compile, or set force=true to run anyway: a step takes minutes, or hangs."
     )
 
 

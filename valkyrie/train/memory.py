@@ -39,24 +39,24 @@ Bytes = TypeVar("Bytes", int, np.ndarray)
 class ExpectedMemory(Generic[Bytes]):
     """Peak memory of a step by part, in bytes per device: numbers for one layout, or arrays for several.
 
-    `average` is the average of parameters (EMA), 0 if the run has none.
+    `ema` is the average of parameters (EMA), 0 if the run has none.
     """
 
     parameters: Bytes
     gradients: Bytes
     optimizer: Bytes
-    average: Bytes
+    ema: Bytes
     activations: Bytes
 
     @property
-    def at_rest(self) -> Bytes:
+    def persistent(self) -> Bytes:
         """Bytes per device in use between steps: parameters, optimizer state and the average of parameters."""
-        return self.parameters + self.optimizer + self.average
+        return self.parameters + self.optimizer + self.ema
 
     @property
     def total(self) -> Bytes:
         """Sum of all parts, in bytes per device."""
-        return self.parameters + self.gradients + self.optimizer + self.average + self.activations
+        return self.parameters + self.gradients + self.optimizer + self.ema + self.activations
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ class MemoryEstimator:
 
     def estimate(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
         """Return the device memory under a remat policy. Omits arrays that the partition keeps in host memory."""
-        partition, (parameters, gradients, moments, average) = self.layouts.partition, self._array_bytes
+        partition, (parameters, gradients, moments, ema) = self.layouts.partition, self._array_bytes
         on_device = partition.parameter_memory is Memory.device
         return ExpectedMemory(
             parameters=parameters * on_device,
             gradients=gradients,
             optimizer=moments * (partition.optimizer_memory is Memory.device),
-            average=average * on_device,
+            ema=ema * on_device,
             activations=self._activations(remat, gradients),
         )
 
@@ -150,16 +150,16 @@ class MemoryEstimator:
     def _array_bytes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Bytes per device of parameters, gradients, optimizer state and the average of parameters."""
         layouts, config = self.layouts, self.run.config
-        parameters, reduced_gradients, accumulators, moments, average = (np.zeros(len(layouts)) for _ in range(5))
+        parameters, reduced_gradients, accumulators, moments, ema = (np.zeros(len(layouts)) for _ in range(5))
         for spec in self.run.model.parameters().values():
             elements = layouts.shard_elements(spec, "stored")
             parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
             reduced_gradients += elements * config.precision.reduction.itemsize
             accumulators += elements * ACCUMULATOR_DTYPE.itemsize
             moments += config.optimizer.state_bytes(spec) * layouts.state_shard_elements(spec)
-            average += elements * ACCUMULATOR_DTYPE.itemsize * (config.optimizer.ema_decay is not None)
+            ema += elements * ACCUMULATOR_DTYPE.itemsize * (config.optimizer.ema_decay is not None)
         gradients = np.minimum(parameters, reduced_gradients) + np.where(layouts.microbatches > 1, accumulators, 0)
-        return parameters, gradients, moments, average
+        return parameters, gradients, moments, ema
 
     def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
         """Return the bytes of activations at the peak of a step, from the saved activations and `_working_sets`."""
@@ -168,14 +168,14 @@ class MemoryEstimator:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved_total = saved_total + bytes_
                 unnamed_total = unnamed_total + (bytes_ if activation.name is None else 0.0)
-        fetched_activations, fetched_group = self._fetched_activations
+        fetched_activations, fetched_group_bytes = self._fetched_activations
         for activation, bytes_ in fetched_activations:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved_total = saved_total + bytes_
         logits_bytes, group_bytes = self._working_sets
         # In the backward pass of a group: fetched keys and values with their gradients, and the gathered inputs of a
         # mixer and a feed-forward with theirs.
-        gathered_bytes = self.gathered_bytes + 2 * fetched_group + 4 * self._gathered_stream
+        gathered_bytes = self.gathered_bytes + 2 * fetched_group_bytes + 4 * self._gathered_stream_bytes
         platform = get_platform(self.run.config.target.platform)
         return platform.activation_bytes(
             saved_total, unnamed_total, logits_bytes, group_bytes, gradients, gathered_bytes
@@ -203,7 +203,7 @@ class MemoryEstimator:
         return activations, group_bytes
 
     @cached_property
-    def _gathered_stream(self) -> np.ndarray:
+    def _gathered_stream_bytes(self) -> np.ndarray:
         """Bytes per device of a layer's residual stream if matrix products gather it, otherwise 0."""
         layouts = self.layouts
         axes = [axis for axis in layouts.activations["embed"] if axis not in layouts.used_axes("embed")]

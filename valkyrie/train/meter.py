@@ -18,7 +18,7 @@ TimeKind = Literal["setup", "compile", "restore", "save", "evaluation", "other"]
 class Meter:
     """Measures step times in seconds: `first_step_s` is the first, which includes warm-up; `step_times` are the others.
 
-    `spent` is the total seconds by kind: `steps`, `data` (waiting for a batch), and the kinds passed to `paused`.
+    `seconds_by_kind` are totals by kind: `steps`, `data` (waiting for a batch), and the kinds passed to `paused`.
     """
 
     def __init__(self, tokens: int, chips: float | int, flops: float, peak_flops: float | None) -> None:
@@ -28,32 +28,32 @@ class Meter:
         self.step_times: list[float] = []
         self.data_waits: list[float] = []
         """For each of `step_times`, the seconds during which the devices waited for the batch."""
-        self.spent: defaultdict[str, float] = defaultdict(float)
-        self._since = time.perf_counter()
-        self._paused, self._waited = 0.0, 0.0
+        self.seconds_by_kind: defaultdict[str, float] = defaultdict(float)
+        self._step_start_time = time.perf_counter()
+        self._paused_s, self._waited_s = 0.0, 0.0
         # A thread notes when the devices finish a step, because the main loop may be waiting for data then.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="devices")
-        self._finish_time: Future[float] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="devices")
+        self._finish_future: Future[float] | None = None
 
     def start(self) -> None:
         """Start the clock of the next step. The time since the previous step does not count."""
-        self._since, self._paused, self._waited = time.perf_counter(), 0.0, 0.0
+        self._step_start_time, self._paused_s, self._waited_s = time.perf_counter(), 0.0, 0.0
 
-    def step_finished(self) -> float:
+    def record_step(self) -> float:
         """Record a finished step and return its duration in seconds.
 
         This is the time since the previous step finished, or since `start`, without the time in `paused`.
         """
         now = time.perf_counter()
-        duration, wait = now - self._since - self._paused, self._waited
-        self._since, self._paused, self._waited = now, 0.0, 0.0
+        duration, wait = now - self._step_start_time - self._paused_s, self._waited_s
+        self._step_start_time, self._paused_s, self._waited_s = now, 0.0, 0.0
         if self.first_step_s is None:
             self.first_step_s = duration
         else:
             self.step_times.append(duration)
             self.data_waits.append(wait)
-        self.spent["steps"] += duration - wait
-        self.spent["data"] += wait
+        self.seconds_by_kind["steps"] += duration - wait
+        self.seconds_by_kind["data"] += wait
         return duration
 
     @contextlib.contextmanager
@@ -64,17 +64,17 @@ class Meter:
             yield
         finally:
             duration = time.perf_counter() - start_time
-            self._paused += duration
-            self.spent[kind] += duration
+            self._paused_s += duration
+            self.seconds_by_kind[kind] += duration
 
-    def step_dispatched(self, wait: Callable[[], object]) -> None:
+    def record_dispatch(self, wait: Callable[[], object]) -> None:
         """Record that a step was dispatched. `wait` returns when the devices have finished it."""
 
         def finish_time() -> float:
             wait()
             return time.perf_counter()
 
-        self._finish_time = self._thread.submit(finish_time)
+        self._finish_future = self._executor.submit(finish_time)
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -84,15 +84,15 @@ class Meter:
         """
         start_time = time.perf_counter()
         yield
-        finish_time = self._finish_time
-        if finish_time is None:
-            self._waited += max(time.perf_counter() - start_time, 0.0)
-        elif finish_time.done() and finish_time.exception() is None:
-            self._waited += max(time.perf_counter() - max(start_time, finish_time.result()), 0.0)
+        finish_future = self._finish_future
+        if finish_future is None:
+            self._waited_s += max(time.perf_counter() - start_time, 0.0)
+        elif finish_future.done() and finish_future.exception() is None:
+            self._waited_s += max(time.perf_counter() - max(start_time, finish_future.result()), 0.0)
 
     def close(self) -> None:
         """Let the thread that waits for the devices end after the current step. Does not wait for it."""
-        self._thread.shutdown(wait=False)
+        self._executor.shutdown(wait=False)
 
     def rates(self, window: int | None = None) -> dict[str, float | None]:
         """Return the rates over the last `window` steps (all if None), by name.

@@ -78,9 +78,9 @@ def _train(run: Run, team: Team, start_time: float) -> int:
                 sys.exit(1)
             return 1
     folder = result.folder
-    resume = resume_command(folder)
+    command = resume_command(folder)
     if result.interrupted:
-        console.print(f"stopped at step {result.summary['steps']}, saved in {folder}. Resume with: {resume}")
+        console.print(f"stopped at step {result.summary['steps']}, saved in {folder}. Resume with: {command}")
         return PREEMPTED if result.preempted else INTERRUPTED
     _report(console, result, inputs.devices)
     if (goodput := read_goodput(folder)) is not None:
@@ -92,12 +92,12 @@ def _train(run: Run, team: Team, start_time: float) -> int:
         _print_continuation(result.program, result.parameters, inputs.tokenizer, run.config.prompt)
         console.rule()
     console.print(f"run folder: {folder}")
-    more_steps = 2 * max(run.config.steps, result.summary["steps"])
-    rate_rises = rate_rises_if_extended(run.config.optimizer, result.summary["steps"], more_steps)
+    total_steps = 2 * max(run.config.steps, result.summary["steps"])
+    rate_rises = rate_rises_if_extended(run.config.optimizer, result.summary["steps"], total_steps)
     # No semicolon: interactive zsh does not know comments, and would run what follows as a second command.
     rate_note = ". The learning rate rises first, because its decay now ends there" if rate_rises else ""
-    console.print(f"next: {resume} steps={more_steps}   # continues to step {more_steps}{rate_note}")
-    console.print(f'      {resume} mode=generate prompt="class "' if is_text else f"      {resume} mode=eval")
+    console.print(f"next: {command} steps={total_steps}   # continues to step {total_steps}{rate_note}")
+    console.print(f'      {command} mode=generate prompt="class "' if is_text else f"      {command} mode=eval")
     return 0
 
 
@@ -222,7 +222,7 @@ def _continue_saved_text(
                 f"mode.keep={path.stem} was saved with the checkpoint at step {text.step}. Re-reading the text with "
                 f"the checkpoint at step {step}."
             )
-            text = text.reread(step)
+            text = text.without_state(step)
         if prompt != text.prompt:
             text.append(tokenizer, prompt)
     sys.stdout.write(text.bytes(tokenizer).decode(errors="ignore"))
@@ -232,7 +232,7 @@ def _continue_saved_text(
         if team.count == 1:
             save_text(text, path)
         raise
-    save_text(text, path, writes=team.is_leader)
+    save_text(text, path, is_writer=team.is_leader)
     ending = " The model has ended the text. To extend it, add prompt=TEXT." if text.ended else ""
     _to_stderr(f"saved in {path} ({len(text.ids) - 1:,} tokens).{ending}")
 

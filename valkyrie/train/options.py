@@ -19,11 +19,11 @@ CHIP, USER, VALKYRIE = "chip default", "you", "Valkyrie"
 
 TO_FIT = "needed to fit"
 """Origin of options added because the program slightly exceeded the memory without them."""
-SAVING_MEMORY = {"xla_tpu_order_dot_after_layout": "false", "xla_jf_enable_multi_output_fusion": "false"}
+MEMORY_SAVING_OPTIONS = {"xla_tpu_order_dot_after_layout": "false", "xla_jf_enable_multi_output_fusion": "false"}
 """TPU options that save memory: 3 to 9% of the peak in measurements (experiments/LOG.md)."""
 
 
-class OptionRefused(ValueError):
+class OptionRefusedError(ValueError):
     """The compiler does not know an option or cannot parse its value."""
 
 
@@ -45,31 +45,33 @@ class Option:
         return f"{self.name} removed" if self.value is None else f"{self.name}={self.value}"
 
 
-def collect_options(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option]:
+def collect_options(chip: ChipConfig | None, computed_options: dict[str, str]) -> list[Option]:
     """Return the compiler options with their origins, including options that the user removed.
 
     Args:
         chip: The chip with the user's changes, or None. An option with the same value in the chip's shipped YAML counts
             as a default of the chip, any other as set by the user. Defaults that the installed compiler no longer
             accepts (`xla_options_until`) are left out.
-        computed: Options set by Valkyrie. Options of `chip` override them.
+        computed_options: Options set by Valkyrie. Options of `chip` override them.
     """
     requested_options = dict(chip.xla_options) if chip else {}
     shipped_options = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}
     for name in [name for name, until in (chip.xla_options_until if chip else {}).items() if _is_libtpu_after(until)]:
         if name in shipped_options and requested_options.get(name) == shipped_options[name]:
             del requested_options[name]
-    options = [Option(name, value, VALKYRIE) for name, value in computed.items() if name not in requested_options]
+    options = [
+        Option(name, value, VALKYRIE) for name, value in computed_options.items() if name not in requested_options
+    ]
     for name, value in requested_options.items():
-        if value is not None or name in shipped_options or name in computed:
+        if value is not None or name in shipped_options or name in computed_options:
             options.append(Option(name, option_text(value), CHIP if shipped_options.get(name, ...) == value else USER))
     return options
 
 
 def add_memory_saving_options(options: Sequence[Option]) -> list[Option]:
-    """Return `options` with the values of `SAVING_MEMORY`, except for options that the user set."""
+    """Return `options` with the values of `MEMORY_SAVING_OPTIONS`, except for options that the user set."""
     set_by_user = {option.name for option in options if option.set_by == USER}
-    memory_options = {name: value for name, value in SAVING_MEMORY.items() if name not in set_by_user}
+    memory_options = {name: value for name, value in MEMORY_SAVING_OPTIONS.items() if name not in set_by_user}
     other_options = [option for option in options if option.name not in memory_options]
     return other_options + [Option(name, value, TO_FIT) for name, value in memory_options.items()]
 
@@ -90,7 +92,7 @@ def option_text(value: object) -> str | None:
 
 @contextlib.contextmanager
 def explain_option_errors(*, in_python: bool = False) -> Iterator[None]:
-    """Turn XLA's errors about options into OptionRefused.
+    """Turn XLA's errors about options into OptionRefusedError.
 
     `in_python`: whether the options come from the argument `options=` of `valkyrie.predict`, not from the config.
     """
@@ -100,7 +102,7 @@ def explain_option_errors(*, in_python: bool = False) -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         if reason := explain_refusal(str(error), in_python=in_python):
-            raise OptionRefused(reason) from None
+            raise OptionRefusedError(reason) from None
         raise
 
 
@@ -116,12 +118,12 @@ def explain_refusal(message: str, *, in_python: bool = False) -> str | None:
         default = "" if in_python else f", or set {OPTIONS_KEY}.{name}=null if it is a default of the chip"
         setting = f'options={{"{name}": ...}}' if in_python else f"{OPTIONS_KEY}.{name}"
         remedy = f"{'remove' if hint else 'Remove'} it{default}."
-        return f"{setting}: {_compiler()} has no such option.{hint} {remedy}"
+        return f"{setting}: {_compiler_name()} has no such option.{hint} {remedy}"
     if details := unreadable_option(message):
         name, value, reason = details
         cause = f" {reason}." if reason else ""
         setting = f'options={{"{name}": "{value}"}}' if in_python else f"{OPTIONS_KEY}.{name}={value}"
-        return f"{setting}: {_compiler()} cannot parse this value.{cause}"
+        return f"{setting}: {_compiler_name()} cannot parse this value.{cause}"
     return None
 
 
@@ -137,7 +139,7 @@ def _version_numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def _compiler() -> str:
+def _compiler_name() -> str:
     try:
         return f"the compiler (libtpu {metadata.version('libtpu')})"
     except metadata.PackageNotFoundError:

@@ -91,10 +91,10 @@ def prepare_evaluation(
     seq = run.config.seq
     trained_seq = saved_config(folder).seq if (folder / RUN_FILE).is_file() else seq
     if isinstance(data, PreparedText) and seq > trained_seq and seq >= data.validation.tokens:
-        targets = data.validation.tokens - 1
+        target_count = data.validation.tokens - 1
         raise ValueError(
-            f"seq={seq}: the validation split has only {targets:,} tokens to predict, less than one row. Use "
-            f"seq={max(targets, trained_seq)} or less."
+            f"seq={seq}: the validation split has only {target_count:,} tokens to predict, less than one row. Use "
+            f"seq={max(target_count, trained_seq)} or less."
         )
     return Inputs(_prepare_devices(run, console, team), data, tokenizer)
 
@@ -197,10 +197,10 @@ def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tup
     from valkyrie.data.tokenizer import tokenizer_identity
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.train.program import StepProgram
-    from valkyrie.train.room import check_room, explain_oom
+    from valkyrie.train.room import check_memory_fit, explain_oom
 
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
-    check_room(program, devices, training=False)
+    check_memory_fit(program, devices, is_training=False)
     config, info = run.config.checkpoint, CheckpointInfo({}, tokenizer=tokenizer_identity(run.tokenizer))
     with (
         explain_oom(run, devices),

@@ -74,7 +74,7 @@ def silence_workers(team: Team) -> None:
         _redirect_output(Path(os.devnull))
 
 
-def check_shared(team: Team, folder: Path) -> None:
+def check_shared_folder(team: Team, folder: Path) -> None:
     """Check that all processes see the folder that process 0 writes. Raises ValueError if some do not."""
     if team.count == 1:
         return
@@ -99,7 +99,7 @@ def redirect_to_log(team: Team, folder: Path) -> None:
     """Redirect the output of all processes except the first to log files in the run folder."""
     if not team.is_leader:
         (folder / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
-        _redirect_output(folder / LOGS_FOLDER / f"process-{team.index}.log", errors=True)
+        _redirect_output(folder / LOGS_FOLDER / f"process-{team.index}.log", include_stderr=True)
 
 
 @contextlib.contextmanager
@@ -122,9 +122,11 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
             traceback.print_exc()
         prefix = "" if team.is_leader else f"process {team.index}: "
         print(f"{command}: {prefix}{explain(error, [])}", file=sys.stderr)
-        from valkyrie.train.room import DoesNotFit  # here because it imports NumPy, which help and `--cfg` do not need
+        from valkyrie.train.room import (
+            DoesNotFitError,
+        )  # here because it imports NumPy, which help and `--cfg` do not need
 
-        _end_all(team, DOES_NOT_FIT if isinstance(error, DoesNotFit) else REFUSED, str(explain(error, [])))
+        _end_all(team, DOES_NOT_FIT if isinstance(error, DoesNotFitError) else REFUSED, str(explain(error, [])))
     except BaseException as error:
         time.sleep(_ERROR_REPORT_DELAY_S)
         traceback.print_exc()
@@ -146,9 +148,9 @@ def _hide_native_output() -> None:
     sys.stdout = python_stdout
 
 
-def _redirect_output(path: Path, *, errors: bool = False) -> None:
-    """Redirect stdout (and stderr, with `errors`) of this process and its native libraries to a file."""
-    for stream in (sys.stdout, sys.stderr) if errors else (sys.stdout,):
+def _redirect_output(path: Path, *, include_stderr: bool = False) -> None:
+    """Redirect stdout (and stderr, with `include_stderr`) of this process and its native libraries to a file."""
+    for stream in (sys.stdout, sys.stderr) if include_stderr else (sys.stdout,):
         stream.flush()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         os.dup2(descriptor, stream.fileno())

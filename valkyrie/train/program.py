@@ -135,7 +135,7 @@ class StepProgram:
         return jax.jit(logits, compiler_options=self.compiler_options)
 
     def compile_step(self) -> jax.stages.Compiled:
-        """Compile the train step for the mesh. Raises OptionRefused if the compiler rejects an option."""
+        """Compile the train step for the mesh. Raises OptionRefusedError if the compiler rejects an option."""
         lowered = self.lower_step()
         with explain_option_errors():
             return lowered.compile()
@@ -168,14 +168,14 @@ class StepProgram:
         """
         from valkyrie.data.batches import make_loader
 
-        config, training = self.run.config, split == "train"
+        config, is_training = self.run.config, split == "train"
         return make_loader(
             dataset,
             split,
             batch=config.batch,
             seq=config.seq,
-            seed=self.run.order_seed if training else 0,
-            repeat=training,
+            seed=self.run.order_seed if is_training else 0,
+            repeat=is_training,
             rows=self.local_rows,
         )
 

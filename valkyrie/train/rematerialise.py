@@ -33,15 +33,15 @@ def _policy(remat: RematConfig, backend: str) -> Policy:
     policies = jax.checkpoint_policies
     named_policy, listed_names = _named_policy(remat, backend), {*remat.save, *remat.offload}
     if ALL_ACTIVATIONS in remat.save:
-        default = policies.everything_saveable
+        default_policy = policies.everything_saveable
     elif PRODUCT_ACTIVATIONS in remat.save:
-        default = policies.dots_with_no_batch_dims_saveable
+        default_policy = policies.dots_with_no_batch_dims_saveable
     else:
         return named_policy
 
     def policy(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
         is_listed = primitive.name == "name" and parameters["name"] in listed_names
-        return (named_policy if is_listed else default)(primitive, *arguments, **parameters)
+        return (named_policy if is_listed else default_policy)(primitive, *arguments, **parameters)
 
     return policy
 

@@ -30,57 +30,60 @@ _CPU_ESTIMATE_FACTOR = 2.0
 _SLICE_ADVICE = "To check whether this run fits on a slice, use `mode=compile target=v5p-64`."
 
 
-class DoesNotFit(ValueError):
+class DoesNotFitError(ValueError):
     """The parameters, optimizer state and gradients of a run exceed its devices' memory, or an allocation failed."""
 
 
-def check_room(
-    program: StepProgram, devices: Devices, *, training: bool = True, say: Callable[[str], Any] | None = None
+def check_memory_fit(
+    program: StepProgram, devices: Devices, *, is_training: bool = True, say: Callable[[str], Any] | None = None
 ) -> None:
     """Check that a run fits in the memory of its devices. Does nothing if the size of the memory is unknown.
 
-    Raises DoesNotFit if the parameters, their average, the optimizer state and the gradients alone exceed the memory,
-    unless `force=true`. Simulated devices share the host's free memory; for them, the error is a plain ValueError.
-    Warns if the estimate with activations exceeds the memory, or half of the memory for simulated devices
+    Raises DoesNotFitError if the parameters, their average, the optimizer state and the gradients alone exceed the
+    memory, unless `force=true`. Simulated devices share the host's free memory; for them, the error is a plain
+    ValueError. Warns if the estimate with activations exceeds the memory, or half of the memory for simulated devices
     (`_CPU_ESTIMATE_FACTOR`).
 
     Args:
         program: Step program of the run.
         devices: Devices of the run.
-        training: Whether the run trains. If not, gradients do not count, and there is no warning.
+        is_training: Whether the run trains. If not, gradients do not count, and there is no warning.
         say: Prints the warning. None for no warning.
     """
     run = program.run
-    available = _available_bytes(devices)
-    if available is None:
+    available_bytes = _available_bytes(devices)
+    if available_bytes is None:
         return
     estimate = expected_memory(run, program.abstract_state)
-    count = devices.devices_per_memory
-    known_bytes, expected_bytes = count * _known_bytes(estimate, training), count * estimate.total
-    memory_note = _describe_memory(devices, available)
-    if known_bytes > available and not run.config.force:
-        array_kinds = "parameters, optimizer state and gradients" if training else "parameters and optimizer state"
+    devices_per_memory = devices.devices_per_memory
+    known_bytes, expected_bytes = (
+        devices_per_memory * _known_bytes(estimate, is_training),
+        devices_per_memory * estimate.total,
+    )
+    memory_note = _describe_memory(devices, available_bytes)
+    if known_bytes > available_bytes and not run.config.force:
+        array_kinds = "parameters, optimizer state and gradients" if is_training else "parameters and optimizer state"
         refusal = f"{run.model.name}, mesh={run.config.mesh.name} partition={run.config.partition.name}: {array_kinds} "
         refusal += f"alone take {memory_text(known_bytes)}, but {memory_note}. "
-        refusal += f"{_suggest_smaller(run, devices, available, training)} "
-        raise (ValueError if devices.simulated else DoesNotFit)(f"{refusal}force=true runs it anyway.")
+        refusal += f"{_suggest_smaller_state(run, devices, available_bytes, is_training)} "
+        raise (ValueError if devices.simulated else DoesNotFitError)(f"{refusal}force=true runs it anyway.")
     possible_bytes = expected_bytes * (_CPU_ESTIMATE_FACTOR if devices.simulated else 1.0)
-    if not training or say is None or possible_bytes <= available:
+    if not is_training or say is None or possible_bytes <= available_bytes:
         return
-    needs_text = (
-        f"about {memory_text(expected_bytes)}, including {memory_text(count * estimate.activations)} of activations"
-    )
-    if expected_bytes > available:
+    activations_text = memory_text(devices_per_memory * estimate.activations)
+    needs_text = f"about {memory_text(expected_bytes)}, including {activations_text} of activations"
+    if expected_bytes > available_bytes:
         warning = f"likely does not fit in memory: it needs {needs_text} (accurate to a factor of two)"
     else:
         upper_bound = memory_text(int(possible_bytes))
         warning = f"may not fit in memory: it needs {needs_text}, and possibly up to {upper_bound}"
-    say(f"This run {warning}, but {memory_note}. {_suggest_lighter(program, available, count)}")
+    advice = _suggest_fewer_activations(program, available_bytes, devices_per_memory)
+    say(f"This run {warning}, but {memory_note}. {advice}")
 
 
 @contextlib.contextmanager
 def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
-    """Turn MemoryError and XLA's out-of-memory errors into DoesNotFit with suggestions."""
+    """Turn MemoryError and XLA's out-of-memory errors into DoesNotFitError with suggestions."""
     import jax
 
     try:
@@ -90,18 +93,18 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
             raise
         size = allocated_bytes(str(error))
         request_note = "" if size is None else f" while allocating {memory_text(size)}"
-        available = _available_bytes(devices)
-        memory_note = "" if available is None else f"; {_describe_memory(devices, available)}"
+        available_bytes = _available_bytes(devices)
+        memory_note = "" if available_bytes is None else f"; {_describe_memory(devices, available_bytes)}"
         if run.config.mode.name == "generate":
-            raise DoesNotFit(
+            raise DoesNotFitError(
                 f"sample_tokens={run.config.sample_tokens}: {run.model.name} ran out of memory{request_note}"
                 f"{memory_note}. Use fewer sample_tokens or a shorter prompt."
             ) from None
         from valkyrie.train.program import StepProgram
 
         program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
-        suggestion = _suggest_lighter(program, available or 0, devices.devices_per_memory)
-        raise DoesNotFit(
+        suggestion = _suggest_fewer_activations(program, available_bytes or 0, devices.devices_per_memory)
+        raise DoesNotFitError(
             f"{run.model.name} under {run.layout.name} ran out of memory{request_note}{memory_note}. {suggestion}"
         ) from None
 
@@ -117,38 +120,38 @@ def _available_bytes(devices: Devices) -> int | None:
     return None if chip is None or chip.hbm_gib is None else int(chip.hbm_gib / chip.devices * 2**30)
 
 
-def _describe_memory(devices: Devices, available: int) -> str:
+def _describe_memory(devices: Devices, available_bytes: int) -> str:
     if devices.simulated:
-        count = devices.devices_per_memory
-        sharing_note = f", which its {count} simulated devices share" if count > 1 else ""
-        return f"this machine has {gib_text(available)} of memory free{sharing_note}"
-    return f"a {devices.devices[0].device_kind} has {gib_text(available)}"
+        devices_per_memory = devices.devices_per_memory
+        sharing_note = f", which its {devices_per_memory} simulated devices share" if devices_per_memory > 1 else ""
+        return f"this machine has {gib_text(available_bytes)} of memory free{sharing_note}"
+    return f"a {devices.devices[0].device_kind} has {gib_text(available_bytes)}"
 
 
-def _known_bytes(estimate: ExpectedMemory[int], training: bool) -> int:
+def _known_bytes(estimate: ExpectedMemory[int], is_training: bool) -> int:
     """Return the bytes of arrays with known shapes, including gradients when training."""
-    return estimate.at_rest + (estimate.gradients if training else 0)
+    return estimate.persistent + (estimate.gradients if is_training else 0)
 
 
-def _suggest_smaller(run: Run, devices: Devices, available: int, training: bool) -> str:
-    """Suggest a partition or a model that fits. Without `training`, suggest a larger machine or mesh."""
+def _suggest_smaller_state(run: Run, devices: Devices, available_bytes: int, is_training: bool) -> str:
+    """Suggest a partition or a model that fits. Without `is_training`, suggest a larger machine or mesh."""
     from valkyrie.train.program import StepProgram
 
-    count = devices.devices_per_memory
+    devices_per_memory = devices.devices_per_memory
 
     def run_bytes(other: Run) -> int:
         program = StepProgram(other, abstract_mesh(other.config.mesh), backend="cpu")
-        return count * _known_bytes(expected_memory(other, program.abstract_state), training)
+        return devices_per_memory * _known_bytes(expected_memory(other, program.abstract_state), is_training)
 
-    if not training:
+    if not is_training:
         if devices.simulated:
             return f"Use a machine with more memory. {_SLICE_ADVICE}"
         return f"Use a mesh with more devices, or the mesh that the model was trained on. {_SLICE_ADVICE}"
     suggestions, current_bytes = [], run_bytes(run)
     fsdp_run = run.changed(partition=read_config("partition", "fsdp", PartitionConfig))
-    if run.config.partition.name != "fsdp" and not fsdp_run.problems() and run_bytes(fsdp_run) <= available:
+    if run.config.partition.name != "fsdp" and not fsdp_run.problems() and run_bytes(fsdp_run) <= available_bytes:
         suggestions.append("partition=fsdp")
-    largest_count = run.model.parameter_count() * available / current_bytes
+    largest_count = run.model.parameter_count() * available_bytes / current_bytes
     prefix = run.model.name.split("_")[0]
     fitting_models = [
         (name.startswith(prefix), n, name) for name, n in _family_sizes(run).items() if n <= largest_count
@@ -166,7 +169,7 @@ def _family_sizes(run: Run) -> dict[str, int]:
     return {name: read_config("model", name, type(run.model)).parameter_count() for name in names}
 
 
-def _suggest_lighter(program: StepProgram, available: int, count: int) -> str:
+def _suggest_fewer_activations(program: StepProgram, available_bytes: int, devices_per_memory: int) -> str:
     """Suggest changes to remat, microbatches or batch size. Each of them alone makes the estimate fit."""
     run, config = program.run, program.run.config
     larger_counts = [config.microbatches * 2**n for n in range(1, 8)]
@@ -179,7 +182,7 @@ def _suggest_lighter(program: StepProgram, available: int, count: int) -> str:
         for change, other in variant:
             if other.config.batch < 1 or other.problems():
                 continue
-            if (size := count * expected_memory(other, program.abstract_state).total) <= available:
+            if (size := devices_per_memory * expected_memory(other, program.abstract_state).total) <= available_bytes:
                 suggestions.append(f"{change} (about {memory_text(size)})")
                 break
     advice = f"{', '.join(suggestions)} or a smaller model" if suggestions else "a smaller batch=, seq= or model="

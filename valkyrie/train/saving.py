@@ -67,7 +67,7 @@ def refuse_missing_checkpoints(folder: Path, config: RunConfig) -> None:
         )
 
 
-def refuse_unknown_best(config: CheckpointConfig, task: Task) -> None:
+def refuse_unknown_best_metric(config: CheckpointConfig, task: Task) -> None:
     """Raise ValueError if `checkpoint.best` is not a metric of the task's evaluation. Passes if `keep_best` is 0."""
     if not config.keep_best:
         return

@@ -37,11 +37,11 @@ class Screen:
     Args:
         console: Where to print.
         steps: Number of steps of the whole run.
-        done: Number of steps that are finished at the start.
+        start_step: Number of steps that are finished at the start.
         simulated: Whether to mark rates as simulated.
     """
 
-    def __init__(self, console: Console, steps: int, done: int, simulated: bool) -> None:
+    def __init__(self, console: Console, steps: int, start_step: int, simulated: bool) -> None:
         self.console, self._steps, self._simulated = console, steps, simulated
         self.is_closed, self._disk_full = False, False
         self._bar = Progress(
@@ -55,7 +55,7 @@ class Screen:
             transient=False,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("train", total=steps, completed=done, text="")
+        self._task = self._bar.add_task("train", total=steps, completed=start_step, text="")
 
     def __enter__(self) -> Screen:
         self._bar.start()
@@ -66,12 +66,12 @@ class Screen:
     ) -> None:
         self._bar.stop()
 
-    def step(self, step: int, record: Mapping[str, float | None], *, line: bool) -> None:
-        """Show a finished step in the bar. Without a terminal, print it if `line` is true."""
+    def show_step(self, step: int, record: Mapping[str, float | None], *, print_line: bool) -> None:
+        """Show a finished step in the bar. Without a terminal, print it if `print_line` is true."""
         text = self.describe(record)
         with self._detecting_closed_output():
             self._bar.update(self._task, completed=step, text=text)
-            if line and not self.console.is_terminal:
+            if print_line and not self.console.is_terminal:
                 self.console.print(f"step {step}/{self._steps}  {text}", highlight=False)
 
     def say(self, text: str, style: str | None = None) -> None:

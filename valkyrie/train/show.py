@@ -108,7 +108,7 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
         "parameters": memory.parameters,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        **({"average of parameters (EMA)": memory.average} if memory.average else {}),
+        **({"average of parameters (EMA)": memory.ema} if memory.ema else {}),
         "activations (estimate)": memory.activations,
     }
     for name, size in parts.items():
@@ -116,27 +116,34 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
     table.add_row("total", f"{memory.total / GIB:.3f}", style="bold")
     console.print(table, soft_wrap=False)
     chip = run.config.target.chip
-    usable = usable_hbm(chip)
-    if chip is not None and usable is not None:
+    usable_bytes = usable_hbm(chip)
+    if chip is not None and usable_bytes is not None:
         device_name = f"a {chip.name} {'chip' if chip.devices == 1 else 'device'}"
-        measured = get_platform(chip.platform).has_estimate_errors
-        console.print(verdict(memory, usable, device_name, measured=measured), soft_wrap=True)
+        has_measured_errors = get_platform(chip.platform).has_estimate_errors
+        console.print(
+            describe_fit(memory, usable_bytes, device_name, has_measured_errors=has_measured_errors), soft_wrap=True
+        )
 
 
-def verdict(memory: ExpectedMemory[int], usable: int, device_name: str, *, measured: bool) -> str:
+def describe_fit(memory: ExpectedMemory[int], usable_bytes: int, device_name: str, *, has_measured_errors: bool) -> str:
     """Return a sentence on whether a step fits into the usable bytes of a device.
 
-    `measured`: whether errors of the estimate were measured on the platform. Otherwise a factor of two is assumed.
+    `has_measured_errors`: whether errors of the estimate were measured on the platform. Otherwise a factor of two is
+    assumed.
     """
     errors = memory_estimate_errors()
-    ratios = (errors.low, errors.high) if measured else (0.5, 2.0)
-    low, high = (max(memory.at_rest, ratio * memory.total) for ratio in ratios)
-    judgement = "does not fit" if low > usable else "should fit" if high <= usable else "may not fit"
-    source = (
-        f"its error on {errors.layouts} layouts of {errors.models} models" if measured else "an error of a factor of 2"
+    ratios = (errors.low, errors.high) if has_measured_errors else (0.5, 2.0)
+    min_bytes, max_bytes = (max(memory.persistent, ratio * memory.total) for ratio in ratios)
+    judgement = (
+        "does not fit" if min_bytes > usable_bytes else "should fit" if max_bytes <= usable_bytes else "may not fit"
     )
-    estimate = f"{memory.total / GIB:.1f} GiB ({low / GIB:.1f} to {high / GIB:.1f} GiB, given {source})"
-    usable_gib = f"{usable / GIB:.1f} GiB"
+    source = (
+        f"its error on {errors.layouts} layouts of {errors.models} models"
+        if has_measured_errors
+        else "an error of a factor of 2"
+    )
+    estimate = f"{memory.total / GIB:.1f} GiB ({min_bytes / GIB:.1f} to {max_bytes / GIB:.1f} GiB, given {source})"
+    usable_gib = f"{usable_bytes / GIB:.1f} GiB"
     return f"{judgement}: estimated {estimate}; {device_name} has {usable_gib} usable. To be certain, run mode=compile"
 
 

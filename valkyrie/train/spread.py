@@ -21,7 +21,7 @@ def matrix_stack_sharding(shard: MeshShard) -> StackSharding:
     sizes = shard.layout.mesh.axes
     mesh_axes = tuple(axis for axis in sizes if sizes[axis] > 1)
 
-    def rows_columns(spec: Parameter) -> AxisSplit:
+    def row_column_axes(spec: Parameter) -> AxisSplit:
         first_axis, *other_axes = (axis for axis in spec.axes if axis != LAYERS)
         rows, *columns = shard.layout.stored_axes((first_axis, *other_axes))
         return rows, tuple(axis for entry in columns for axis in entry)
@@ -31,7 +31,7 @@ def matrix_stack_sharding(shard: MeshShard) -> StackSharding:
 
     return StackSharding(
         devices=shard.layout.parts(mesh_axes),
-        sharding_key=rows_columns,
-        shard_as_stored=lambda stack, spec: constrain(stack, ((), *rows_columns(spec))),
+        sharding_key=row_column_axes,
+        shard_as_stored=lambda stack, spec: constrain(stack, ((), *row_column_axes(spec))),
         shard_by_matrix=lambda stack: constrain(stack, (mesh_axes, (), ())),
     )

@@ -75,9 +75,9 @@ def state_from_parameters(
 
 
 def state_shardings(
-    abstract: TrainState, assembly: Assembly, shard: MeshShard, carry: Mapping[str, Array]
+    abstract_state: TrainState, assembly: Assembly, shard: MeshShard, carry: Mapping[str, Array]
 ) -> TrainState:
-    """Return the sharding of every array of the state. `abstract` has the shapes of the state.
+    """Return the sharding of every array of the state. `abstract_state` has the shapes of the state.
 
     Parameters and their average follow the partition. Optimizer state with the shape of its parameter is sharded like
     it, and under ZeRO-1 over the data axes too. The carry is sharded like activations. Everything else is replicated.
@@ -98,12 +98,12 @@ def state_shardings(
             return replicated
         return shard.sharding(layout.optimizer_axes(specs[name].axes, specs[name].shape), optimizer_memory_kind)
 
-    parameters = jax.tree_util.tree_map_with_path(parameter_sharding, abstract.parameters)
+    parameters = jax.tree_util.tree_map_with_path(parameter_sharding, abstract_state.parameters)
     return TrainState(
         step=replicated,
         parameters=parameters,
-        optimizer=jax.tree_util.tree_map_with_path(optimizer_sharding, abstract.optimizer),
-        ema=None if abstract.ema is None else parameters,
+        optimizer=jax.tree_util.tree_map_with_path(optimizer_sharding, abstract_state.optimizer),
+        ema=None if abstract_state.ema is None else parameters,
         key=replicated,
         carry={name: shard.sharding(layout.activation_axes(array.axes)) for name, array in carry.items()} or None,
     )

@@ -82,7 +82,7 @@ def _gradients(
         parameters: Any, microbatch: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
         module = program.assembly.module(parameters)
-        outcome = program.task.loss(
+        batch_loss = program.task.loss(
             module,
             microbatch,
             carry,
@@ -90,19 +90,19 @@ def _gradients(
             checkpoint=program.checkpoint(),
             key=key if needs_key else None,
         )
-        return outcome.objective, (outcome.sums, outcome.carry)
+        return batch_loss.objective, (batch_loss.sums, batch_loss.carry)
 
-    gradient = jax.grad(objective, has_aux=True)
-    count = program.layout.accumulation_steps
-    if count == 1:
-        gradients, (sums, carry) = gradient(parameters, batch, key)
+    grad_fn = jax.grad(objective, has_aux=True)
+    accumulation_steps = program.layout.accumulation_steps
+    if accumulation_steps == 1:
+        gradients, (sums, carry) = grad_fn(parameters, batch, key)
         return gradients, sums, carry
 
     def add_microbatch(
         totals: tuple[Any, dict[str, jax.Array]], microbatch_and_key: tuple[Batch, jax.Array]
     ) -> tuple[Any, None]:
         microbatch = {name: program.shard(x, *axes[name]) for name, x in microbatch_and_key[0].items()}
-        gradients, (sums, _) = gradient(parameters, microbatch, microbatch_and_key[1])
+        gradients, (sums, _) = grad_fn(parameters, microbatch, microbatch_and_key[1])
         gradient_sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), totals[0], gradients)
         return (gradient_sums, jax.tree.map(jnp.add, totals[1], sums)), None
 
@@ -112,12 +112,14 @@ def _gradients(
         parameters,
         jax.tree.map(_in_device_memory, program.shardings.parameters),
     )
-    # Row r of the batch goes to microbatch r % count, so that every device works on its own rows in each of them.
-    microbatches = jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
-    _, (shapes, _) = jax.eval_shape(gradient, parameters, jax.tree.map(lambda x: x[0], microbatches), key)
+    # Row r of the batch goes to microbatch r % accumulation_steps, so that every device works on its own rows in each.
+    microbatches = jax.tree.map(
+        lambda x: x.reshape(x.shape[0] // accumulation_steps, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch
+    )
+    _, (shapes, _) = jax.eval_shape(grad_fn, parameters, jax.tree.map(lambda x: x[0], microbatches), key)
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     (gradients, sums), _ = jax.lax.scan(
-        add_microbatch, (zero_gradients, sums), (microbatches, jax.random.split(key, count))
+        add_microbatch, (zero_gradients, sums), (microbatches, jax.random.split(key, accumulation_steps))
     )
     return gradients, sums, carry
 

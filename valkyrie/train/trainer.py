@@ -39,14 +39,14 @@ from valkyrie.runs.tracking import Tracker
 from valkyrie.runs.wandb_writer import TRAFFIC, wandb_config
 from valkyrie.train.callbacks import (
     Callback,
-    Evaluate,
-    EvaluateCode,
-    Log,
-    Profile,
+    CheckpointCallback,
+    CodeEvaluationCallback,
+    DivergenceCheck,
+    EvaluationCallback,
+    LoggingCallback,
+    ProfilerCallback,
     Progress,
-    RefuseDivergence,
-    Sample,
-    Save,
+    SamplingCallback,
     StepMetrics,
 )
 from valkyrie.train.code import CodeEvaluation
@@ -54,11 +54,11 @@ from valkyrie.train.compiled import StepExecutable, compile_step
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.meter import Meter
-from valkyrie.train.processes import check_shared, redirect_to_log
+from valkyrie.train.processes import check_shared_folder, redirect_to_log
 from valkyrie.train.profile import ProfileWindow
 from valkyrie.train.program import StepProgram
-from valkyrie.train.room import check_room, explain_oom
-from valkyrie.train.saving import checkpoint_info, refuse_missing_checkpoints, refuse_unknown_best, shared_folder
+from valkyrie.train.room import check_memory_fit, explain_oom
+from valkyrie.train.saving import checkpoint_info, refuse_missing_checkpoints, refuse_unknown_best_metric, shared_folder
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog, make_watchdog
@@ -100,7 +100,7 @@ def fit(
     console: Console,
     interrupt: Interrupt | None = None,
     team: Team = ALONE,
-    began: float | None = None,
+    start_time: float | None = None,
 ) -> FitResult:
     """Train the run in its folder, from its newest checkpoint if there is one.
 
@@ -115,7 +115,7 @@ def fit(
         interrupt: Requests a stop on a signal. The training then finishes its step, saves and returns. None in
             notebooks, which handle signals themselves; this also disables the watchdog.
         team: The processes of the run.
-        began: Unix time when the command started, or None for now.
+        start_time: Unix time when the command started, or None for now.
 
     Raises:
         DivergedError: Loss or gradients are no longer finite.
@@ -126,10 +126,10 @@ def fit(
         ValueError: The run does not fit in memory, another process writes its folder, its checkpoints are missing or
             damaged, or its checkpoint, its data or `checkpoint.best` does not match it.
     """
-    config, began = run.config, began or time.time()
+    config, start_time = run.config, start_time or time.time()
     handles_signals, interrupt = interrupt is not None, interrupt or Interrupt(multiprocess=team.count > 1)
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
-    check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
+    check_memory_fit(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_oom(run, devices))
         # The loader may refuse the data, so it comes before the run folder is created.
@@ -138,52 +138,52 @@ def fit(
         folder = Path(claimed_folder)
         checkpoints = stack.enter_context(_open_run_folder(program, folder, team))
         meter = stack.enter_context(contextlib.closing(_make_meter(run, devices)))
-        ledger = Ledger(folder, began, meter.spent, write=team.is_leader)
+        ledger = Ledger(folder, start_time, meter.seconds_by_kind, write=team.is_leader)
         with meter.paused("setup" if checkpoints.last_step is None else "restore"), ledger.record_refusal():
-            start, state = _restore_or_init(program, checkpoints, loader, folder, console)
+            start_step, state = _restore_or_init(program, checkpoints, loader, folder, console)
         is_local = not in_bucket(checkpoints.durable.path)
-        interrupt.set_checkpoints(start or None, checkpoints.newest_complete_step if is_local else None)
-        ledger.count_setup(start)  # records the restored step before the compile, which may crash
+        interrupt.set_checkpoints(start_step or None, checkpoints.newest_complete_step if is_local else None)
+        ledger.count_setup(start_step)  # records the restored step before the compile, which may crash
         # A run that has no step to do keeps its record, so that the next one does not report `steps` as changed.
-        if team.is_leader and (start < config.steps or not (folder / RUN_FILE).is_file()):
+        if team.is_leader and (start_step < config.steps or not (folder / RUN_FILE).is_file()):
             write_run_files(run, folder)
-        if start < config.steps and not console.is_terminal:
+        if start_step < config.steps and not console.is_terminal:
             console.print("compiling the step")
         with meter.paused("compile"):
-            step = compile_step(program) if start < config.steps else None
+            executable = compile_step(program) if start_step < config.steps else None
         profile_window = stack.enter_context(ProfileWindow(config.profile, folder, team=team))
-        tracker = _make_tracker(run, devices, folder, start, write=team.is_leader)
+        tracker = _make_tracker(run, devices, folder, start_step, is_writer=team.is_leader)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
-        screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
+        screen = stack.enter_context(Screen(console, config.steps, start_step, devices.simulated))
         watchdog = stack.enter_context(make_watchdog(run, team, folder, handles_signals))
-        facts = {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None}
-        progress = Progress(program, tracker, screen, meter, ledger, start, start, state, facts)
+        extra_summary = {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None}
+        progress = Progress(program, tracker, screen, meter, ledger, start_step, start_step, state, extra_summary)
         progress.warn(tracker.note)
-        screen.say(_opening_line(start, config.steps, None if step is None else step.compile_s))
-        progress.warn(profile_window.missed_warning(start))
-        evaluator, save = Evaluator(program, dataset, tokenizer), Save(checkpoints, loader)
+        screen.say(_opening_line(start_step, config.steps, None if executable is None else executable.compile_s))
+        progress.warn(profile_window.missed_warning(start_step))
+        evaluator, checkpoint_callback = Evaluator(program, dataset, tokenizer), CheckpointCallback(checkpoints, loader)
         # The order matters: metrics are checked before a state is saved, evaluations come before the save because
         # `keep_best` needs them, and the slow samples and code evaluations come after it.
         callbacks = [
-            RefuseDivergence(checkpoints),
-            Profile(profile_window),
-            Evaluate(evaluator),
-            save,
-            Sample(evaluator),
+            DivergenceCheck(checkpoints),
+            ProfilerCallback(profile_window),
+            EvaluationCallback(evaluator),
+            checkpoint_callback,
+            SamplingCallback(evaluator),
         ]
         if tokenizer is not None and config.code_eval_every is not None:
-            callbacks.append(EvaluateCode(CodeEvaluation(program, tokenizer), lambda: interrupt.requested))
-        callbacks.append(Log())
-        stack.callback(lambda: ledger.write(progress.step, progress.end))
-        ledger.count_setup(start)  # counts what came after the compile as setup
-        _train_steps(progress, step, loader, callbacks, interrupt, watchdog)
-        is_stopped = progress.stopping and not progress.finished  # a signal during the last step stops nothing
+            callbacks.append(CodeEvaluationCallback(CodeEvaluation(program, tokenizer), lambda: interrupt.requested))
+        callbacks.append(LoggingCallback())
+        stack.callback(lambda: ledger.write(progress.step, progress.end_status))
+        ledger.count_setup(start_step)  # counts what came after the compile as setup
+        _train_steps(progress, executable, loader, callbacks, interrupt, watchdog)
+        is_stopped = progress.is_stopping and not progress.is_finished  # a signal during the last step stops nothing
         tracker.write_summary(summary := progress.summary())
         progress.warn(tracker.lost_records_note)
-        if save.unsaved:
-            raise NotSavedError(save.unsaved)
-        progress.end = FINISHED if not is_stopped else PREEMPTED if interrupt.preempted else STOPPED
-        if progress.finished:
+        if checkpoint_callback.save_error:
+            raise NotSavedError(checkpoint_callback.save_error)
+        progress.end_status = FINISHED if not is_stopped else PREEMPTED if interrupt.preempted else STOPPED
+        if progress.is_finished:
             checkpoints.mark_complete()
     return FitResult(program, folder, progress.state, summary, is_stopped, interrupt.preempted)
 
@@ -193,16 +193,16 @@ def _open_run_folder(program: StepProgram, folder: Path, team: Team) -> Iterator
     """Lock the run folder for writing, direct the output of workers to it, and open its checkpoints."""
     config = program.run.config.checkpoint
     resume = shlex.quote(f"resume=DIR/{folder.name}")
-    copy = f"a copy: mkdir -p DIR, cp -r {shlex.quote(str(folder))} DIR, and {resume}"
+    copy_advice = f"a copy: mkdir -p DIR, cp -r {shlex.quote(str(folder))} DIR, and {resume}"
     with contextlib.ExitStack() as stack:
-        with disk_errors(folder, copy if is_resumable(folder) else None):
+        with disk_errors(folder, copy_advice if is_resumable(folder) else None):
             if team.is_leader:
                 stack.enter_context(write_lock(folder))
                 refuse_missing_checkpoints(folder, program.run.config)
             if (shared_path := shared_folder(folder, config)) is not None:
-                check_shared(team, shared_path)
+                check_shared_folder(team, shared_path)
             redirect_to_log(team, folder)
-            refuse_unknown_best(config, program.task)
+            refuse_unknown_best_metric(config, program.task)
             checkpoints = Checkpoints(folder, config, team=team, info=checkpoint_info(program))
         yield stack.enter_context(contextlib.closing(checkpoints))
 
@@ -221,35 +221,35 @@ def _train_steps(
     def report_metrics(metrics: dict[str, jax.Array] | None) -> None:
         if metrics is not None:
             values = jax.device_get(metrics)
-            meter.step_finished()
+            meter.record_step()
             interrupt.worth_saving = True
             step_metrics = _step_metrics(values, progress)
             for callback in callbacks:
                 callback.on_metrics(progress, step_metrics)
 
     meter.start()
-    for step in range(progress.start + 1, program.run.config.steps + 1):
+    for step in range(progress.start_step + 1, program.run.config.steps + 1):
         assert executable is not None
         for callback in callbacks:
             callback.before_step(progress, step)
-        watchdog.step(step)
+        watchdog.begin_step(step)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             with meter.waiting_for_data():
                 batch = program.place(next(loader))
             progress.state, metrics = executable.advance(progress.state, batch)
-        meter.step_dispatched(partial(jax.block_until_ready, metrics))
-        if step == progress.start + 1:
+        meter.record_dispatch(partial(jax.block_until_ready, metrics))
+        if step == progress.start_step + 1:
             _record_program(progress, executable)
         report_metrics(pending_metrics)
         progress.step, pending_metrics = step, metrics
-        progress.stopping = interrupt.should_stop(step, force=progress.screen.is_closed)
+        progress.is_stopping = interrupt.should_stop(step, force=progress.screen.is_closed)
         if due_callbacks := [callback for callback in callbacks if callback.is_due(progress)]:
             report_metrics(pending_metrics)
             pending_metrics = None
-            with watchdog.resting():
+            with watchdog.paused():
                 for callback in due_callbacks:
                     callback.on_step(progress)
-        if progress.stopping:
+        if progress.is_stopping:
             break
     for callback in callbacks:
         callback.on_end(progress)
@@ -263,18 +263,18 @@ def _step_metrics(values: dict[str, np.ndarray], progress: Progress) -> StepMetr
     record = {name: float(values[name]) for name in (*first_names, *other_names)} | progress.meter.rates(
         config.log_every
     )
-    logged = step % config.log_every == 0 or step in (1, progress.start + 1, config.steps)
-    return StepMetrics(step, values, record, logged)
+    is_logged = step % config.log_every == 0 or step in (1, progress.start_step + 1, config.steps)
+    return StepMetrics(step, values, record, is_logged)
 
 
 def _record_program(progress: Progress, executable: StepExecutable) -> None:
     """Record facts about the compiled step during the first step, so that a killed run has them too."""
     with progress.meter.paused("setup"):
-        progress.facts |= {"compile_s": executable.compile_s, "hbm_gib": executable.hbm_gib}
+        progress.extra_summary |= {"compile_s": executable.compile_s, "hbm_gib": executable.hbm_gib}
         if progress.tracker.writes:
             if (traffic := executable.traffic(progress.program.mesh, progress.warn)) is not None:
-                progress.facts[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.by_label}
-            progress.tracker.write_summary(progress.facts)
+                progress.extra_summary[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.by_label}
+            progress.tracker.write_summary(progress.extra_summary)
 
 
 def _restore_or_init(
@@ -285,18 +285,18 @@ def _restore_or_init(
     Converted weights have neither optimizer state nor data position, so both start from the beginning. For a continued
     run, prints the step, the settings that changed, and any jump of the learning rate.
     """
-    run, changed = program.run, changed_settings(program.run, folder)
-    restored = checkpoints.try_restore(program.abstract_state, changed=changed)
+    run, setting_changes = program.run, changed_settings(program.run, folder)
+    restored = checkpoints.try_restore(program.abstract_state, changed=setting_changes)
     if restored is None:
         return 0, program.init(run.config.seed)
-    step, state, data, source = restored
+    step, state, data_position, source = restored
     if state.optimizer is None:  # converted weights have no data position
         state = program.init_with_parameters(state.parameters)
     else:
         seed_key = "seed" if run.config.data.shuffle_seed is None else "data.shuffle_seed"
-        loader.restore(data, seed_key=seed_key)
+        loader.restore(data_position, seed_key=seed_key)
     if step < run.config.steps:
-        console.print(describe_continuation(run, folder, step, changed), markup=False)
+        console.print(describe_continuation(run, folder, step, setting_changes), markup=False)
         if run.config.checkpoint.fast.every is not None:
             console.print(source, markup=False)
     if step and step < run.config.steps and (note := describe_schedule_change(run, folder, step)):
@@ -304,10 +304,10 @@ def _restore_or_init(
     return step, state
 
 
-def _opening_line(start: int, steps: int, compile_s: float | None) -> str:
+def _opening_line(start_step: int, steps: int, compile_s: float | None) -> str:
     if compile_s is None:
-        return f"already finished ({start} of {steps} steps). To train longer: steps={2 * start}"
-    return f"compiled the step in {compile_s:.1f} s; training steps {start + 1} to {steps}"
+        return f"already finished ({start_step} of {steps} steps). To train longer: steps={2 * start_step}"
+    return f"compiled the step in {compile_s:.1f} s; training steps {start_step + 1} to {steps}"
 
 
 def _make_meter(run: Run, devices: Devices) -> Meter:
@@ -317,7 +317,7 @@ def _make_meter(run: Run, devices: Devices) -> Meter:
     return Meter(tokens, chips, run.step_flops, None if peak_flops is None else peak_flops * chips)
 
 
-def _make_tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: bool) -> Tracker:
+def _make_tracker(run: Run, devices: Devices, folder: Path, start_step: int, *, is_writer: bool) -> Tracker:
     """Return the tracker. The config of its W&B run has the layout, devices, peak FLOP/s and all settings."""
     chip = devices.chip
     fields = encode(run.layout_record()) | {
@@ -335,6 +335,6 @@ def _make_tracker(run: Run, devices: Devices, folder: Path, start: int, *, write
         run_name=folder.name,
         fields=wandb_config(fields, run.record()),
         group=f"{run.model.name}-{run.config.target.name}",
-        start=start,
-        write=write,
+        start=start_step,
+        write=is_writer,
     )

@@ -24,12 +24,12 @@ from valkyrie.train.processes import LOGS_FOLDER
 HANG_FACTOR = 20
 """A step counts as hung if it takes longer than `distributed.step_timeout_s` and longer than this many times the median
 of earlier steps."""
-FIRST_STEP_S = 1800.0
+FIRST_STEP_LIMIT_S = 1800.0
 """Minimum time limit of the first two steps, in seconds. They are slow because devices connect, kernels are tuned and
 caches are cold."""
 _REMEDY = "distributed.step_timeout_s sets the limit."
-_KEPT_STEP_TIMES = 50
-_WRITE_S = 5.0
+_MAX_STEP_TIMES = 50
+_WRITE_TIMEOUT_S = 5.0
 """Time limit for writing the stacks, in seconds, since the disk may be what hangs."""
 
 
@@ -37,7 +37,7 @@ class Watchdog:
     """A context manager with a thread that ends the process with status 69 when a step hangs.
 
     All processes of the team then print the stacks of their threads: the leader to standard error, the others to
-    `logs/process-N.log`. Nothing is watched between `resting` and the next `step`.
+    `logs/process-N.log`. Nothing is watched between `paused` and the next `begin_step`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Watchdog:
         team: Team = ALONE,
         log: Path | None = None,
         *,
-        first_s: float = FIRST_STEP_S,
+        first_step_limit_s: float = FIRST_STEP_LIMIT_S,
         remedy: str = _REMEDY,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int, str], object] = end_process,
@@ -58,16 +58,16 @@ class Watchdog:
                 longer. None disables the watchdog.
             team: Processes of the run.
             log: File that the stacks are also written to, or None.
-            first_s: Minimum limit of the first two steps, in seconds.
+            first_step_limit_s: Minimum limit of the first two steps, in seconds.
             remedy: Advice at the end of the error message.
             clock: Returns the time in seconds.
             end: Ends the process with a status and a reason.
         """
         self._limit_s, self._team, self._log, self._clock, self._end = limit_s, team, log, clock, end
-        self._first_s, self._remedy = first_s, remedy
-        self._step_times: deque[float] = deque(maxlen=_KEPT_STEP_TIMES)
+        self._first_step_limit_s, self._remedy = first_step_limit_s, remedy
+        self._step_times: deque[float] = deque(maxlen=_MAX_STEP_TIMES)
         self._running_step: tuple[int, float] | None = None
-        self._checked_at, self._checked_step, self._waited = clock(), self._running_step, 0.0
+        self._checked_at, self._checked_step, self._waited_s = clock(), self._running_step, 0.0
         self._stop_event, self._print_lock = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Watchdog:
@@ -81,25 +81,25 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._rest()
+        self._stop_watching()
         self._stop_event.set()
 
-    def step(self, step: int) -> None:
-        """Record that a step begins. This also ends the previous step, unless `resting` has already ended it."""
+    def begin_step(self, step: int) -> None:
+        """Record that a step begins. This also ends the previous step, unless `paused` has already ended it."""
         now = self._clock()
         if self._running_step is not None:
             self._step_times.append(now - self._running_step[1])
         self._running_step = (step, now)
 
-    def _rest(self) -> None:
+    def _stop_watching(self) -> None:
         if self._running_step is not None:
             self._step_times.append(self._clock() - self._running_step[1])
         self._running_step = None
 
     @contextlib.contextmanager
-    def resting(self) -> Iterator[None]:
-        """Stop watching from here until the next call of `step`, because evaluations and saves may take any time."""
-        self._rest()
+    def paused(self) -> Iterator[None]:
+        """Stop watching until the next call of `begin_step`, because evaluations and saves may take any time."""
+        self._stop_watching()
         yield
 
     def check(self) -> str | None:
@@ -110,30 +110,30 @@ class Watchdog:
         now, last_check, step = self._clock(), self._checked_at, self._running_step
         self._checked_at = now
         if step is not self._checked_step or step is None:
-            self._checked_step, self._waited = step, 0.0
+            self._checked_step, self._waited_s = step, 0.0
             return None
-        self._waited += min(now - last_check, 2 * self._poll_s)
-        if self._waited <= self._allowed_s():
+        self._waited_s += min(now - last_check, 2 * self._poll_s)
+        if self._waited_s <= self._step_limit_s():
             return None
         step_times = tuple(self._step_times)[2:]
         usual_time = f"; earlier steps took {statistics.median(step_times):.3g} s each" if step_times else ""
-        return f"step {step[0]} hangs: nothing has finished for {self._waited:.3g} s{usual_time}"
+        return f"step {step[0]} hangs: nothing has finished for {self._waited_s:.3g} s{usual_time}"
 
     def print_stacks(self, heading: str) -> None:
         """Print the line `heading` and the stacks of all threads to stderr, and append them to the log if there is one.
 
-        Gives up after `_WRITE_S` seconds. Only the first call prints.
+        Gives up after `_WRITE_TIMEOUT_S` seconds. Only the first call prints.
         """
         if self._print_lock.acquire(blocking=False):
-            writing = threading.Thread(target=self._write, args=(heading,), name="stacks", daemon=True)
-            writing.start()
-            writing.join(_WRITE_S)
+            writer = threading.Thread(target=self._write, args=(heading,), name="stacks", daemon=True)
+            writer.start()
+            writer.join(_WRITE_TIMEOUT_S)
 
-    def _allowed_s(self) -> float:
+    def _step_limit_s(self) -> float:
         assert self._limit_s is not None
         step_times = tuple(self._step_times)
         if len(step_times) < 2:  # the metrics of a step are read while the next one runs
-            return max(self._limit_s, self._first_s)
+            return max(self._limit_s, self._first_step_limit_s)
         return max(self._limit_s, HANG_FACTOR * statistics.median(step_times))
 
     def _watch(self) -> None:

@@ -88,11 +88,11 @@ def _compile_run(folder: Path, ignore_cache: bool) -> CompileOutcome:
         devices = get_platform(target.platform).devices_to_compile_for(target, run.config.mesh.size)
     except ValueError as error:
         return CompileOutcome(CompileStatus.refused, str(error))
-    from valkyrie.train.options import OptionRefused
+    from valkyrie.train.options import OptionRefusedError
 
     try:
         return _compile_step(run, devices, folder, ignore_cache)
-    except OptionRefused as error:
+    except OptionRefusedError as error:
         return CompileOutcome(CompileStatus.refused, str(error))
     except Exception as error:  # compilers raise errors of many types
         text = str(error)
@@ -291,10 +291,10 @@ def _largest_allocations(run: Run, shortage: MemoryReport) -> tuple[Allocation, 
 
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     expected = expected_memory(run, program.abstract_state)
-    state_bytes = expected.parameters + expected.average + expected.optimizer
+    state_bytes = expected.parameters + expected.ema + expected.optimizer
     temporaries = (shortage.needed or expected.total) - state_bytes
     parts = {
-        "parameters": expected.parameters + expected.average,
+        "parameters": expected.parameters + expected.ema,
         "optimizer state": expected.optimizer,
         "gradients": expected.gradients,
         "activations and other temporaries": max(temporaries - expected.gradients, 0),

@@ -37,7 +37,7 @@ from valkyrie.search.compile.lowered import (
     ProgramRequest,
 )
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus
-from valkyrie.train.options import OptionRefused, explain_option_errors
+from valkyrie.train.options import OptionRefusedError, explain_option_errors
 
 _MORE_SCRATCH_MEMORY = 'Use smaller blocks in the kernel, or a larger options={"xla_tpu_scoped_vmem_limit_kib": ...}.'
 
@@ -54,7 +54,7 @@ def compile_requested(folder: Path) -> None:
     request = read_record(ProgramRequest, folder / REQUEST_FILE)
     try:
         record = _compile(request, folder)
-    except OptionRefused as error:
+    except OptionRefusedError as error:
         write_record(folder / OUTCOME_FILE, CompileOutcome(CompileStatus.refused, str(error)))
     except Exception as error:  # compilers raise errors of many types
         text = str(error)

@@ -180,7 +180,7 @@ def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: Expecte
             "program": peak - memory.at_rest - memory.temporary,
         }
     else:
-        parameters, gradients = state.parameters + state.average, min(state.gradients, memory.temporary)
+        parameters, gradients = state.parameters + state.ema, min(state.gradients, memory.temporary)
         split = {
             "parameters": parameters,
             "optimizer": state.optimizer,

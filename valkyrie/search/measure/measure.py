@@ -31,7 +31,7 @@ from valkyrie.search.measure.profile import collective_times
 from valkyrie.train.devices import Devices
 from valkyrie.train.prepare import refuse_unsuitable_data
 from valkyrie.train.program import StepProgram, serialised_module
-from valkyrie.train.room import DoesNotFit, check_room
+from valkyrie.train.room import DoesNotFitError, check_memory_fit
 
 
 def measure(
@@ -62,7 +62,7 @@ def measure(
     )
     try:
         return _time_steps(result, run, devices, trace, warn)
-    except DoesNotFit as error:
+    except DoesNotFitError as error:
         return replace(result, reason=str(error))
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(str(error)):
@@ -74,7 +74,7 @@ def _time_steps(
     result: Measurement, run: Run, devices: Devices, trace: Path | None, warn: Callable[[str], Any] | None
 ) -> Measurement:
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
-    check_room(program, devices, say=warn)
+    check_memory_fit(program, devices, say=warn)
     mode = settings_for(MeasureMode, run.config.mode)
     with _batches(run, program) as batches:
         began = time.perf_counter()
