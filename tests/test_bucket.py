@@ -14,7 +14,7 @@ from helpers import compose_config
 from runs import copy_run, run_train, tiny_arguments, trained_run, training_records
 from valkyrie import buckets as schemes
 from valkyrie.checkpoint import CheckpointConfig, saved_steps
-from valkyrie.checkpoint.location import POINTER_FILE, SAVED_FILE, checkpoint_root, folder_problems, record_root
+from valkyrie.checkpoint.location import POINTER_FILE, SAVED_FILE, checkpoint_root, folder_problems, write_pointer
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.config.run import Run
 from valkyrie.doctor.disks import check_checkpoint_folder, check_disk_space
@@ -111,7 +111,7 @@ def test_a_run_with_local_checkpoints_cannot_use_another_folder(tmp_path: Path):
     step.mkdir(parents=True)
     (step / "_CHECKPOINT_METADATA").write_text("{}")
     with pytest.raises(ValueError, match="checkpoint.folder=null"):
-        record_root(tmp_path / "run", str(tmp_path / "shared"))
+        write_pointer(tmp_path / "run", str(tmp_path / "shared"))
     assert checkpoint_root(tmp_path / "run") == tmp_path / "run" / "checkpoints"
 
 

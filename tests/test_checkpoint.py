@@ -140,7 +140,7 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
         with pytest.raises(ValueError) as unnamed:
             tier.restore(abstract_state(averaged))
         with pytest.raises(ValueError) as named:
-            tier.restore(abstract_state(averaged), changed=changed)
+            tier.restore(abstract_state(averaged), changed_settings=changed)
     assert "ema.block.w is only" in str(unnamed.value) and " more differ" not in str(unnamed.value)
     assert "use optimizer.ema_decay=null" in str(named.value) and "0.9" in str(named.value)
     for error in (unnamed, named):

@@ -294,7 +294,7 @@ def test_an_expert_axis_that_dispatches_is_not_gathered():
     gathered = listed(("experts", weights))
     for arrays, used in (
         (gathered, ((), (), (), ("z",))),
-        (replace(gathered, dispatched=frozenset({"experts"})), ((), ("x",), (), ("z",))),
+        (replace(gathered, dispatched_axes=frozenset({"experts"})), ((), ("x",), (), ("z",))),
     ):
         layout = legal("2x4x2", partition, arrays=arrays)
         assert layout.stored_axes(weights.axes) == ((), ("x",), ("y",), ("z",))

@@ -205,11 +205,11 @@ def explain(first: Run | Result | str | Path, second: Run | Result | str | Path,
     """
     from valkyrie.search.explain.mode import explain as explain_layouts
 
-    takes = "takes a Run (such as answer.run(row)), a Result of predict, or a run folder of mode=compile"
+    usage = "takes a Run (such as answer.run(row)), a Result of predict, or a run folder of mode=compile"
     layouts: list[Run | Path | Prediction] = []
     for key, layout in (("first", first), ("second", second)):
         layout = layout.record if isinstance(layout, Result) else Path(layout) if isinstance(layout, str) else layout
-        require_type(layout, Run | Path | Prediction, f"{key}= {takes}")
+        require_type(layout, Run | Path | Prediction, f"{key}= {usage}")
         if isinstance(layout, Path) and not layout.is_dir():
             layout = Path(RunConfig.runs) / layout
             if not layout.is_dir():
@@ -251,11 +251,11 @@ def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
     from valkyrie.train.prepare import prepare_evaluation, restore, trained_folder
 
     folder = trained_folder(run)
-    prepared = prepare_evaluation(run, folder, _console(quiet))
+    inputs = prepare_evaluation(run, folder, _console(quiet))
     from valkyrie.train.evaluate import Evaluator
 
-    program, _, parameters = restore(run, prepared.devices, folder)
-    return Evaluator(program, prepared.data, prepared.tokenizer)(parameters, None)
+    program, _, parameters = restore(run, inputs.devices, folder)
+    return Evaluator(program, inputs.data, inputs.tokenizer)(parameters, None)
 
 
 def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int | None = 40) -> str:
@@ -360,13 +360,13 @@ def _convert(command: str, arguments: Sequence[str], options: Mapping[str, objec
     """Run `valkyrie-convert` in a child process, because it initialises JAX, and return the folder that it writes."""
     folders: list[Path] = []
 
-    def find_folder(line: str) -> None:
+    def collect_folder(line: str) -> None:
         if match := re.fullmatch(r"wrote (.+) in [\d.]+ s", line):
             folders.append(Path(match[1]))
 
     flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
     try:
-        _run_command("convert", [command, *flags, *arguments], quiet, find_folder, lambda: bool(folders))
+        _run_command("convert", [command, *flags, *arguments], quiet, collect_folder, lambda: bool(folders))
     except ValueError as error:
         text = re.sub(r"--([\w-]+) (?=[A-Z\d])", r"\1=", str(error))  # `--step 3` is step=3 here
         raise ValueError(re.sub(r"--([\w-]+)", r"\1=", text).replace("file-gb=", "file_gb=")) from None
@@ -401,7 +401,7 @@ def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool
     """
     folders: list[str] = []
 
-    def find_folder(line: str) -> None:
+    def collect_folder(line: str) -> None:
         if line.startswith(_FOLDER_LINE):
             folders.append(line.removeprefix(_FOLDER_LINE))
 
@@ -410,7 +410,7 @@ def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool
     for override in overrides:
         require_type(override, str, 'run_sweep takes strings, such as run_sweep("+sweep=laptop_8", "steps=3")')
     arguments = [*_config_flags(config_dir), *(o for o in overrides if o not in ("-m", "--multirun"))]
-    _run_command("train", ["-m", *arguments], quiet, find_folder, lambda: bool(folders))
+    _run_command("train", ["-m", *arguments], quiet, collect_folder, lambda: bool(folders))
     return trials(folders[-1])
 
 

@@ -121,7 +121,7 @@ def predict(
     _refuse_other_programs(program)
     _require_mesh_and_places(mesh, places)
     settings = {"name": name, "tokens": tokens, "flops": flops, "options": options, "time_limit_s": time_limit_s}
-    target, work = _program_work(slice, unit=unit, **settings)
+    target, work = _check_program_arguments(slice, unit=unit, **settings)
     from valkyrie.search.programs import ProgramCall
 
     if measured_s is not None and layouts is None:
@@ -206,7 +206,7 @@ def _predict_function(
 
 
 def _predict_layouts(
-    default: ProgramCall,
+    default_call: ProgramCall,
     layouts: Mapping[str, Any],
     measured_s: Mapping[str, float | int] | None,
     target: Slice,
@@ -216,14 +216,15 @@ def _predict_layouts(
 ) -> Comparison:
     """Predict a function under several layouts.
 
-    `default` has the function, mesh and options for layouts that do not set their own, and keywords for all layouts. If
-    a layout sets the same keyword, its value is used. Raises ValueError if `default` has positional arguments.
+    `default_call` has the function, mesh and options for layouts that do not set their own, and keywords for all
+    layouts. If a layout sets the same keyword, its value is used. Raises ValueError if `default_call` has positional
+    arguments.
     """
     from valkyrie.search.programs import parse_layouts
 
-    if default.arguments:
+    if default_call.arguments:
         raise ValueError('With layouts=, pass the arguments there: layouts={"dp": (w, x)}.')
-    calls = parse_layouts(default.function, layouts, default)
+    calls = parse_layouts(default_call.function, layouts, default_call)
     _refuse_unknown_layouts(measured_s, calls)
     return Comparison(_predict_calls(calls, target, work, time_limit_s, console), measured_s or {})
 
@@ -241,15 +242,15 @@ def _predict_calls(
     results = {}
     with console.status("lowering") as status:
         for number, (layout, call) in enumerate(calls.items(), 1):
-            count = f"{number} of {len(calls)}: "
+            progress_prefix = f"{number} of {len(calls)}: "
             axes = call.mesh if isinstance(call.mesh, Mapping) else dict(call.mesh.shape) if call.mesh else {}
-            predicted = predict_call(
+            predicted_program = predict_call(
                 layout,
                 lambda call=call: call,
                 *(target, work, axes, time_limit_s),
-                lambda line, count=count: status.update(count + line),
+                lambda line, progress_prefix=progress_prefix: status.update(progress_prefix + line),
             )
-            results[layout] = _as_result(predicted)
+            results[layout] = _as_result(predicted_program)
     return results
 
 
@@ -303,7 +304,7 @@ def search_program(
 
     if not callable(build):
         raise TypeError(f"search_program takes a function that builds the step for a mesh, not {build!r}.")
-    target, work = _program_work(
+    target, work = _check_program_arguments(
         slice, name=name, tokens=tokens, flops=flops, unit=unit, options=options, time_limit_s=time_limit_s
     )
     if rules is not None:
@@ -342,14 +343,14 @@ def _parse_budget(budget: str | float | int | None) -> float | int | None:
     if budget is None:
         return None
     require_type(budget, str | Real, 'budget= takes seconds, or a time such as "5min"')
-    seconds = parse_seconds(budget) if isinstance(budget, str) else budget
-    if seconds is None:
+    budget_s = parse_seconds(budget) if isinstance(budget, str) else budget
+    if budget_s is None:
         raise ValueError(f'budget={budget} is not a time. Use seconds, or a time such as "90s", "5min" or "1h".')
-    refuse(check_range("budget", seconds, above=0))
-    return seconds
+    refuse(check_range("budget", budget_s, above=0))
+    return budget_s
 
 
-def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[Slice, ProgramWork]:
+def _check_program_arguments(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[Slice, ProgramWork]:
     """Check arguments of `predict` or `search_program`, and return the slice and a `ProgramWork`.
 
     `settings` has `name`, `tokens`, `flops`, `options` and `time_limit_s`. The `ProgramWork` consists of `name`,
@@ -361,7 +362,7 @@ def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[S
     if slice is None:
         raise ValueError('Name the slice to predict for: slice=valkyrie.slice("v5p-128").')
     require_type(slice, TargetConfig, 'slice= takes a slice, such as valkyrie.slice("v5p-128")')
-    for key, kind, takes in (
+    for key, kind, description in (
         ("tokens", Real, "a number"),
         ("flops", Real, "a number"),
         ("options", Mapping, "a dictionary of compiler options"),
@@ -369,7 +370,7 @@ def _program_work(slice: Slice | None, *, unit: str, **settings: Any) -> tuple[S
         ("time_limit_s", Real, "a number of seconds"),
     ):
         if settings[key] is not None:
-            require_type(settings[key], kind, f"{key}= takes {takes}")
+            require_type(settings[key], kind, f"{key}= takes {description}")
     require_type(unit, str, 'unit= takes a string that says what tokens= counts, such as "images"')
     if not unit.strip() or unit != "tokens" and settings["tokens"] is None:
         raise ValueError(f'unit={unit!r} must name what tokens= counts. Pass both: tokens=512, unit="images".')
@@ -394,15 +395,15 @@ def _refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layout
         return
     usage = 'measured_s= takes measured seconds per step by layout name, such as {"dp": 0.12}'
     require_type(measured_s, Mapping, usage)
-    for layout, seconds in measured_s.items():
+    for layout, step_s in measured_s.items():
         if layout not in layouts:
             raise ValueError(f'measured_s["{layout}"]: there is no such layout. Use {", ".join(layouts)}.')
-        require_type(seconds, Real, usage)
-        refuse(check_range(f'measured_s["{layout}"]', seconds, above=0))
+        require_type(step_s, Real, usage)
+        refuse(check_range(f'measured_s["{layout}"]', step_s, above=0))
 
 
-def _as_result(predicted: PredictedProgram) -> Result:
-    return Result(predicted.prediction, predicted.replay)
+def _as_result(predicted_program: PredictedProgram) -> Result:
+    return Result(predicted_program.prediction, predicted_program.replay)
 
 
 def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tuple[Fault, ...]:
@@ -441,21 +442,21 @@ def _predict_run(run: Run, quiet: bool) -> Result:
 
 def _refuse_other_programs(program: object) -> None:
     """Raise TypeError or ValueError if `predict` gets something that is easily mistaken for a program."""
-    takes = "predict takes a Run, a jitted, lowered or compiled function, or the path of a dumped module"
+    usage = "predict takes a Run, a jitted, lowered or compiled function, or the path of a dumped module"
     if isinstance(program, bytes | bytearray | list | tuple | dict):
-        raise TypeError(f"{takes}, not a {type(program).__name__}.")
+        raise TypeError(f"{usage}, not a {type(program).__name__}.")
     if isinstance(program, str) and program.lstrip().startswith("HloModule"):
-        raise ValueError(f"{takes}. This is the text of a module: save it to a file, or pass the compiled function.")
+        raise ValueError(f"{usage}. This is the text of a module: save it to a file, or pass the compiled function.")
     if isinstance(program, str) and "=" in program and not Path(program).exists():
-        raise ValueError(f'{takes}. Compose a run first: valkyrie.predict(valkyrie.compose("{program}", ...)).')
+        raise ValueError(f'{usage}. Compose a run first: valkyrie.predict(valkyrie.compose("{program}", ...)).')
 
 
 def _refuse_run_arguments(arguments: Sequence[Any], keywords: Mapping[str, Any], **options: Any) -> None:
     """Raise ValueError for arguments of `predict` that a run already sets."""
-    redundant = [*keywords, *(key for key, value in options.items() if value is not None)]
-    if arguments or redundant:
+    redundant_names = [*keywords, *(key for key, value in options.items() if value is not None)]
+    if arguments or redundant_names:
         raise ValueError(
             f"A run already sets its slice, mesh and shapes. Leave out "
-            f"{', '.join(redundant) or 'the other arguments'}, or "
+            f"{', '.join(redundant_names) or 'the other arguments'}, or "
             "compose the run with other values."
         )

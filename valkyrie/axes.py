@@ -47,7 +47,7 @@ class LossHead(NamedTuple):
     rows: Any
 
 
-SplitAxes = tuple[Axis, ...]
+CombinedAxes = tuple[Axis, ...]
 """Logical axes per array dimension, as in `Axes`, except that one dimension may combine several logical axes."""
 
 
@@ -133,8 +133,8 @@ class Arrays:
         sharded_like: Maps an axis to another whose sharding it copies, such as `kv_heads` to `heads`. The copying axis
             is replicated over mesh axes that do not divide its length.
         stack_lengths: Lengths of the `layers` axis: the repetitions of each scanned group of layers, first to last.
-        dispatched: Axes that are never gathered, such as `experts`. Tokens are sent to the shards of the parameters
-            instead.
+        dispatched_axes: Axes that are never gathered, such as `experts`. Tokens are sent to the shards of the
+            parameters instead.
     """
 
     axes: dict[str, str]
@@ -142,7 +142,7 @@ class Arrays:
     activations: dict[Tensor, list[str]]
     sharded_like: dict[str, str] = field(default_factory=dict)
     stack_lengths: tuple[int, ...] = ()
-    dispatched: frozenset[str] = frozenset()
+    dispatched_axes: frozenset[str] = frozenset()
 
 
 @runtime_checkable
@@ -179,7 +179,7 @@ class Shard(Protocol):
         operands: Sequence[jax.Array],
         *axes: str | None,
         reduction_dtype: str,
-        whole: bool = False,
+        full_gradient: bool = False,
     ) -> jax.Array:
         """Return the gradient of a parameter, summed over devices and sharded for storage.
 
@@ -188,8 +188,8 @@ class Shard(Protocol):
             operands: arrays with leading dimensions (batch, seq).
             axes: logical axes of the parameter.
             reduction_dtype: dtype of the partial sums that devices exchange.
-            whole: whether each device computes a full-size gradient of its part of the batch before the sum. If False,
-                the compiler may all-gather the operands instead, and compute only each device's shard.
+            full_gradient: whether each device computes a full-size gradient of its part of the batch before the sum. If
+                False, the compiler may all-gather the operands instead, and compute only each device's shard.
         """
         ...
 
@@ -197,7 +197,7 @@ class Shard(Protocol):
         """Return the mesh axes of size above 1 that shard a logical axis of activations."""
         ...
 
-    def size(self, axis: str) -> int:
+    def shard_count(self, axis: str) -> int:
         """Return the number of shards of a logical axis of activations."""
         ...
 
@@ -215,10 +215,10 @@ class Shard(Protocol):
     def map(
         self,
         f: Callable[..., Any],
-        in_axes: Sequence[SplitAxes | None],
+        in_axes: Sequence[CombinedAxes | None],
         out_axes: Any,
         *,
-        checked: bool | None = None,
+        check_vma: bool | None = None,
     ) -> Callable[..., Any]:
         """Map `f` over devices, each with its local shards (`jax.shard_map`).
 
@@ -226,7 +226,7 @@ class Shard(Protocol):
             f: the function.
             in_axes: logical axes of each argument, or None if replicated.
             out_axes: logical axes of the result: a tuple for one array, a list of tuples for several.
-            checked: `check_vma` of `jax.shard_map`. None enables the check except on TPUs, where Pallas kernels do not
+            check_vma: argument of `jax.shard_map`. None enables the check except on TPUs, where Pallas kernels do not
                 support it. Without the check, gradients of replicated arguments are summed over the mesh.
         """
         ...
@@ -259,7 +259,7 @@ class Unsharded:
         operands: Sequence[jax.Array],
         *axes: str | None,
         reduction_dtype: str,
-        whole: bool = False,
+        full_gradient: bool = False,
     ) -> jax.Array:
         """Return `f(*operands)`."""
         return f(*operands)
@@ -268,7 +268,7 @@ class Unsharded:
         """Return no axes, as nothing is sharded."""
         return ()
 
-    def size(self, axis: str) -> int:
+    def shard_count(self, axis: str) -> int:
         """Return 1, as nothing is sharded."""
         return 1
 
@@ -279,10 +279,10 @@ class Unsharded:
     def map(
         self,
         f: Callable[..., Any],
-        in_axes: Sequence[SplitAxes | None],
+        in_axes: Sequence[CombinedAxes | None],
         out_axes: Any,
         *,
-        checked: bool | None = None,
+        check_vma: bool | None = None,
     ) -> Callable[..., Any]:
         """Return `f` itself."""
         return f

@@ -34,7 +34,7 @@ def write_checksums(folder: Path, excluded: Container[str] = ()) -> None:
 
     Paths in `excluded` are relative to the folder. Raises OSError if a file cannot be read.
     """
-    files = [name for name in _files(folder) if name not in excluded]
+    files = [name for name in _file_names(folder) if name not in excluded]
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = dict(zip(files, threads.map(lambda name: _checksum(folder / name), files), strict=True))
     write_atomic(folder / CHECKSUMS_FILE, json.dumps(sums, indent=1) + "\n")
@@ -67,13 +67,15 @@ def file_problems(
         expected: size in bytes and SHA-256 of each file, by path relative to the folder.
         trusted_names: files to compare by size only.
     """
-    sizes = {name: _size_damage(folder / name, name, size) for name, (size, _) in expected.items()}
-    if problems := [damage for damage in sizes.values() if damage is not None]:
+    size_problems = {name: _size_damage(folder / name, name, size) for name, (size, _) in expected.items()}
+    if problems := [damage for damage in size_problems.values() if damage is not None]:
         return problems
-    unverified = {name: digest for name, (_, digest) in expected.items() if name not in trusted_names}
+    unverified_digests = {name: digest for name, (_, digest) in expected.items() if name not in trusted_names}
     with ThreadPoolExecutor(_THREADS) as threads:
-        sums = threads.map(lambda name: _checksum(folder / name)[1], unverified)
-        changed_names = [name for name, actual in zip(unverified, sums, strict=True) if actual != unverified[name]]
+        sums = threads.map(lambda name: _checksum(folder / name)[1], unverified_digests)
+        changed_names = [
+            name for name, actual in zip(unverified_digests, sums, strict=True) if actual != unverified_digests[name]
+        ]
     return [_damage(name, f"{name} has changed since it was saved") for name in changed_names]
 
 
@@ -94,6 +96,6 @@ def _checksum(path: Path) -> tuple[int, str]:
         return os.fstat(file.fileno()).st_size, digest
 
 
-def _files(folder: Path) -> list[str]:
+def _file_names(folder: Path) -> list[str]:
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if name != CHECKSUMS_FILE)

@@ -97,20 +97,20 @@ def inspect_checkpoint(path: Any) -> tuple[CheckpointInfo | None, Problem | None
     return info, damage or (_UNREADABLE_INFO if info is None else None)
 
 
-def newest_undamaged(root: Any, steps: Iterable[int]) -> tuple[int | None, list[str]]:
+def newest_undamaged_step(root: Any, steps: Iterable[int]) -> tuple[int | None, list[str]]:
     """Return the step of the newest undamaged durable checkpoint, or None, and a message for each newer, damaged one.
 
     Args:
         root: Folder of the checkpoints.
         steps: Steps to consider, in any order.
     """
-    damages = []
+    damage_messages = []
     for step in sorted(steps, reverse=True):
         damage = find_damage(root / str(step))
         if damage is None:
-            return step, damages
-        damages.append(f"The durable checkpoint at step {step} in {root} is damaged: {damage}.")
-    return None, damages
+            return step, damage_messages
+        damage_messages.append(f"The durable checkpoint at step {step} in {root} is damaged: {damage}.")
+    return None, damage_messages
 
 
 def _missing_file(path: Any) -> Problem | None:
@@ -133,13 +133,14 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> Mapping[str, tuple[int, .
 
 
 def refuse_other_model(
-    path: Any, saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+    path: Any, saved_shapes: Mapping[str, tuple[int, ...]], expected_shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise ValueError, naming the first differing parameter, if the saved and the expected shapes differ."""
     problems = [
-        f"{name} is {saved.get(name, 'missing')} in the checkpoint and {expected.get(name, 'missing')} in the model"
-        for name in sorted({*expected, *saved})
-        if saved.get(name) != expected.get(name)
+        f"{name} is {saved_shapes.get(name, 'missing')} in the checkpoint and {expected_shapes.get(name, 'missing')} in "
+        "the model"
+        for name in sorted({*expected_shapes, *saved_shapes})
+        if saved_shapes.get(name) != expected_shapes.get(name)
     ]
     if problems:
         raise ValueError(
@@ -149,33 +150,35 @@ def refuse_other_model(
         )
 
 
-def refuse_other_state(path: Any, expected: Mapping[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
+def refuse_other_state(
+    path: Any, expected_arrays: Mapping[str, Any], changed_settings: Mapping[str, tuple[str, str]]
+) -> None:
     """Raise ValueError if the names of the saved arrays differ from the run's, such as after a change of optimizer.
 
     If the saved names cannot be read, this returns silently; restoring then raises the error.
 
     Args:
         path: Folder of the checkpoint.
-        expected: Arrays of the run's train state, by field.
-        changed: (requested, saved) value of each setting that differs from the saved run, by key.
+        expected_arrays: Arrays of the run's train state, by field.
+        changed_settings: (requested, saved) value of each setting that differs from the saved run, by key.
     """
-    saved_names, wanted_names = _saved_arrays(path), set(leaf_names(expected))
-    if saved_names is None or saved_names == wanted_names:
+    saved_names, expected_names = _saved_arrays(path), set(leaf_names(expected_arrays))
+    if saved_names is None or saved_names == expected_names:
         return
     # a changed number keeps the arrays; adding or removing an optimizer, average or clipping does not
-    options = {
+    optimizer_changes = {
         key: values
-        for key, values in changed.items()
+        for key, values in changed_settings.items()
         if key == "optimizer.name" or (key.startswith("optimizer.") and "null" in values)
     }
-    if options:
+    if optimizer_changes:
         difference = "; ".join(
             f"{key} is {saved_value} in the checkpoint and {requested} in this run"
-            for key, (requested, saved_value) in options.items()
+            for key, (requested, saved_value) in optimizer_changes.items()
         )
-        remedy = " ".join(f"{key}={saved_value}" for key, (_, saved_value) in options.items())
+        remedy = " ".join(f"{key}={saved_value}" for key, (_, saved_value) in optimizer_changes.items())
     else:
-        name, other_count = min(saved_names ^ wanted_names), len(saved_names ^ wanted_names) - 1
+        name, other_count = min(saved_names ^ expected_names), len(saved_names ^ expected_names) - 1
         difference = f"{name} is only in the {'checkpoint' if name in saved_names else 'run'}"
         difference += _more_differ(other_count)
         remedy = "its optimizer settings"
@@ -186,23 +189,31 @@ def refuse_other_state(path: Any, expected: Mapping[str, Any], changed: Mapping[
     )
 
 
-def refuse_other_tokenizer(path: Any, saved: Mapping[str, str] | None, expected: Mapping[str, str] | None) -> None:
+def refuse_other_tokenizer(
+    path: Any, saved_tokenizer: Mapping[str, str] | None, run_tokenizer: Mapping[str, str] | None
+) -> None:
     """Raise ValueError if the tokenizers of a checkpoint and of the run have different fingerprints.
 
-    `saved` and `expected` are their `name` and `fingerprint`. Does nothing if one of them is None (unknown).
+    `saved_tokenizer` and `run_tokenizer` are their `name` and `fingerprint`. Does nothing if one of them is None
+    (unknown).
     """
-    if expected is None or saved is None or saved["fingerprint"] == expected["fingerprint"]:
+    if (
+        run_tokenizer is None
+        or saved_tokenizer is None
+        or saved_tokenizer["fingerprint"] == run_tokenizer["fingerprint"]
+    ):
         return
-    if saved["name"] == expected["name"]:
+    if saved_tokenizer["name"] == run_tokenizer["name"]:
         raise ValueError(
-            f"data.tokenizer={expected['name']} has changed since the durable checkpoint at step {path.name} in "
-            f"{path.parent} was saved (fingerprint {saved['fingerprint']}, now {expected['fingerprint']}). Restore the "
-            "old file, or use another name=."
+            f"data.tokenizer={run_tokenizer['name']} has changed since the durable checkpoint at step {path.name} in "
+            f"{path.parent} was saved (fingerprint {saved_tokenizer['fingerprint']}, now "
+            f"{run_tokenizer['fingerprint']}). Restore the old file, or use another name=."
         )
     raise ValueError(
-        f"The durable checkpoint at step {path.name} in {path.parent} was trained with tokenizer={saved['name']}, but "
-        f"this run has tokenizer={expected['name']}, which assigns other ids. A checkpoint only continues with its own "
-        f"tokenizer. Use data.tokenizer={saved['name']}, or start a new run under another name=, without resume=."
+        f"The durable checkpoint at step {path.name} in {path.parent} was trained with "
+        f"tokenizer={saved_tokenizer['name']}, but this run has tokenizer={run_tokenizer['name']}, which assigns other "
+        f"ids. A checkpoint only continues with its own tokenizer. Use data.tokenizer={saved_tokenizer['name']}, or "
+        "start a new run under another name=, without resume=."
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.config import CheckpointConfig
-from valkyrie.checkpoint.contents import CheckpointInfo, newest_undamaged
+from valkyrie.checkpoint.contents import CheckpointInfo, newest_undamaged_step
 from valkyrie.checkpoint.location import (
     METADATA_FILE,
     POINTER_FILE,
@@ -21,14 +21,14 @@ from valkyrie.checkpoint.location import (
     checkpoint_root,
     configured_root,
     in_bucket,
-    record_root,
+    write_pointer,
 )
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import CHECKSUMS_FILE
 from valkyrie.paths import unused_path
 from valkyrie.processes.team import Team
 
-_CONTENTS = {METADATA_FILE, CHECKSUMS_FILE, "state", "data", "about"}
+_ENTRY_NAMES = {METADATA_FILE, CHECKSUMS_FILE, "state", "data", "about"}
 """Files and folders in a checkpoint. A damaged checkpoint still has at least one of them."""
 
 
@@ -42,7 +42,7 @@ class DurableTier(Tier):
     ) -> None:
         self._run_folder, self._config, self._read_only = folder, config, read_only
         if team.is_leader and not read_only:
-            record_root(folder, config.folder)
+            write_pointer(folder, config.folder)
         path = checkpoint_root(folder) if read_only else configured_root(folder, config.folder)
         if not read_only and not in_bucket(path) and path.is_dir():
             _check_folder(path, run_folder=folder)
@@ -91,13 +91,13 @@ class DurableTier(Tier):
         saved again. If all checkpoints are damaged, raises ValueError with the damage of each, and moves none.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
-        step, damages = newest_undamaged(self.path, steps)
+        step, damage_messages = newest_undamaged_step(self.path, steps)
         if step is None:
-            raise ValueError(" ".join(damages))
-        for line, damaged_step in zip(damages, steps, strict=False):
+            raise ValueError(" ".join(damage_messages))
+        for line, damaged_step in zip(damage_messages, steps, strict=False):
             print(f"{line} Continuing from step {step}.", file=sys.stderr)
             self._set_aside(damaged_step)
-        if damages and not self._read_only:
+        if damage_messages and not self._read_only:
             self.reload(step)
         return step
 
@@ -127,7 +127,7 @@ def _check_folder(path: Path, run_folder: Path) -> None:
         )
     for entry in resolved_path.iterdir():
         names = {file.name for file in entry.iterdir()} if entry.name.isdigit() and entry.is_dir() else set()
-        if names and not names & _CONTENTS:
+        if names and not names & _ENTRY_NAMES:
             raise ValueError(
                 f"{entry} is not a checkpoint, but its name is a step number, so this run would delete it with its old "
                 "checkpoints. Move it elsewhere."

@@ -15,12 +15,12 @@ from typing import Any
 
 from valkyrie.checkpoint.config import FastConfig
 from valkyrie.checkpoint.contents import CheckpointInfo, inspect_checkpoint, local_shards
-from valkyrie.checkpoint.location import steps_in
+from valkyrie.checkpoint.location import finished_steps_in
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import digest
 from valkyrie.paths import disk_errors
 
-_FULL_DISK = "checkpoint.fast.folder=DIR, or turn fast checkpoints off: checkpoint.fast.every=null"
+_DISK_ALTERNATIVE = "checkpoint.fast.folder=DIR, or turn fast checkpoints off: checkpoint.fast.every=null"
 
 
 class FastTier(Tier):
@@ -34,7 +34,7 @@ class FastTier(Tier):
     def __init__(self, path: Path, config: FastConfig, index: int, *, info: CheckpointInfo) -> None:
         """Open `path`, which only this process uses. `index` is the index of the process."""
         self._keep, self._index = config.keep, index
-        with disk_errors(path, alternative=_FULL_DISK):
+        with disk_errors(path, alternative=_DISK_ALTERNATIVE):
             path.mkdir(parents=True, exist_ok=True)
         super().__init__(path.resolve(), cleans_up=True, info=replace(info, tier="fast", process=index))
 
@@ -47,9 +47,13 @@ class FastTier(Tier):
         this_process = ocp.options.MultiprocessingOptions(
             primary_host=self._index, active_processes={self._index}, barrier_sync_key_prefix=f"fast-{self._index}"
         )
-        arrays = type_handlers.ArrayHandler(primary_host=self._index, replica_id=None, use_replica_parallel=False)
-        registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
-        state = ocp.PyTreeCheckpointHandler(multiprocessing_options=this_process, type_handler_registry=registry)
+        array_handler = type_handlers.ArrayHandler(
+            primary_host=self._index, replica_id=None, use_replica_parallel=False
+        )
+        registry = type_handlers.create_type_handler_registry((jax.Array, array_handler))
+        state_handler = ocp.PyTreeCheckpointHandler(
+            multiprocessing_options=this_process, type_handler_registry=registry
+        )
         json_handler = partial(ocp.JsonCheckpointHandler, multiprocessing_options=this_process)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
@@ -61,7 +65,7 @@ class FastTier(Tier):
                 create_directories_asynchronously=False,  # that would signal under a name shared by all processes
             ),
         )
-        handlers = {"state": state, "data": json_handler(), "about": json_handler()}
+        handlers = {"state": state_handler, "data": json_handler(), "about": json_handler()}
         return ocp.CheckpointManager(self.path, options=options, item_handlers=handlers)
 
     def _state_args(self, tree: Any) -> Any:
@@ -99,12 +103,12 @@ class FastTier(Tier):
 
     def delete_after(self, step: int) -> None:
         """Delete the checkpoints of steps after `step`. The run continues from `step` and will save them again."""
-        self._delete(*(other for other in steps_in(self.path) if other > step))
+        self._delete(*(other for other in finished_steps_in(self.path) if other > step))
 
     def _delete(self, *steps: int) -> None:
         for step in steps:
             shutil.rmtree(self.folder_of(step), ignore_errors=True)
-        self.reload(max(steps_in(self.path), default=None))
+        self.reload(max(finished_steps_in(self.path), default=None))
 
     def remove(self) -> None:
         """Delete this process's folder with all its checkpoints. Call this after the last save has finished."""

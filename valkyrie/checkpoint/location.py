@@ -30,7 +30,7 @@ _COMMIT_FILE = "commit_success.txt"
 """The file that Orbax writes last in a bucket, where a folder cannot be renamed atomically."""
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 """Python package that provides access to each URL scheme."""
-_MISTAKES = (ValueError, TypeError, AttributeError, NameError, LookupError, AssertionError, ImportError)
+_PROGRAMMING_ERRORS = (ValueError, TypeError, AttributeError, NameError, LookupError, AssertionError, ImportError)
 """Exceptions that indicate a bug or a wrong setting, not an unreachable bucket."""
 
 
@@ -58,11 +58,11 @@ def bucket_errors(path: Any) -> Iterator[None]:
     """Convert errors that a storage service raises in this context to DiskError, with advice, if `path` is in a bucket.
 
     `path` is the folder of a run's checkpoints. Errors for a local folder, and errors that indicate a bug or a wrong
-    setting (`_MISTAKES`), are raised unchanged.
+    setting (`_PROGRAMMING_ERRORS`), are raised unchanged.
     """
     try:
         yield
-    except (DiskError, *_MISTAKES):
+    except (DiskError, *_PROGRAMMING_ERRORS):
         raise
     except Exception as error:  # each service's package raises its own errors
         if not in_bucket(path):
@@ -105,7 +105,7 @@ def configured_root(run_folder: Path, folder: str | None) -> Any:
     return run_folder / CHECKPOINTS_FOLDER if folder is None else parse_path(folder) / run_folder.name
 
 
-def record_root(run_folder: Path, folder: str | None) -> None:
+def write_pointer(run_folder: Path, folder: str | None) -> None:
     """Record in the run folder where its durable checkpoints are stored.
 
     `folder` is the setting `checkpoint.folder`, or None if they are in the run folder. Raises ValueError if the run
@@ -152,7 +152,7 @@ def latest_step(run_folder: Path) -> int | None:
 
 def saved_steps(run_folder: Path) -> list[int]:
     """Return the steps of the finished durable checkpoints of a run, oldest first."""
-    return steps_in(checkpoint_root(run_folder))
+    return finished_steps_in(checkpoint_root(run_folder))
 
 
 def all_steps_in(root: Any) -> list[int]:
@@ -163,11 +163,11 @@ def all_steps_in(root: Any) -> list[int]:
     may be a save in progress, so only finished checkpoints are returned.
     """
     if in_bucket(root):
-        return steps_in(root)
+        return finished_steps_in(root)
     return sorted(int(f.name) for f in root.iterdir() if f.name.isdigit() and f.is_dir()) if root.is_dir() else []
 
 
-def steps_in(root: Any) -> list[int]:
+def finished_steps_in(root: Any) -> list[int]:
     """Return the steps of the finished checkpoints directly in a folder or bucket, oldest first."""
     last_file = _COMMIT_FILE if in_bucket(root) else METADATA_FILE
     with bucket_errors(root):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from valkyrie.checkpoint.contents import CheckpointInfo, parameter_shapes, state_arrays
-from valkyrie.checkpoint.location import METADATA_FILE, bucket_errors, in_bucket, steps_in
+from valkyrie.checkpoint.location import METADATA_FILE, bucket_errors, finished_steps_in, in_bucket
 from valkyrie.checksums import write_checksums
 from valkyrie.paths import error_reason, is_disk_full
 from valkyrie.problems import first_line
@@ -52,13 +52,13 @@ class Tier(ABC):
         """
         for name in ("asyncio", "gcsfs"):  # these loggers report every part of a failure at length
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        _drop_late_callbacks()
-        _reported_errors()
+        _silence_closed_loop_errors()
+        _capture_logged_errors()
         self.path, self._info, self._broken = path, info, False
         self._cleans_up, self._multiprocess = cleans_up, multiprocess
         with bucket_errors(path):
             self._manager = self._open()
-            self.last_saved: int | None = self._manager.latest_step()
+            self.last_saved_step: int | None = self._manager.latest_step()
 
     label: ClassVar[str]
     """Name of the tier in messages: `durable` or `fast`."""
@@ -101,7 +101,7 @@ class Tier(ABC):
             metrics: Results of an evaluation after the same step, for `keep_best`, or None.
         """
         error_message = self.wait()
-        if step == self.last_saved:
+        if step == self.last_saved_step:
             return error_message
         from orbax.checkpoint import args
 
@@ -110,7 +110,7 @@ class Tier(ABC):
         content = args.Composite(
             state=self._state_args(arrays), data=args.JsonSave(dict(data)), about=args.JsonSave(dict(info))
         )
-        self.last_saved = step
+        self.last_saved_step = step
         try:
             self._manager.save(step, args=content, metrics=None if metrics is None else dict(metrics))
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors if a disk is full or gone
@@ -135,19 +135,19 @@ class Tier(ABC):
             ) from error
         return restored["state"], dict(restored["data"])
 
-    def reload(self, newest: int | None) -> None:
+    def reload(self, newest_step: int | None) -> None:
         """Rescan the folder after checkpoints were moved or deleted on disk.
 
-        Sets `last_saved` to the step `newest` (None if no checkpoint is left).
+        Sets `last_saved_step` to the step `newest_step` (None if no checkpoint is left).
         """
         self._manager.reload()
-        self.last_saved = newest
+        self.last_saved_step = newest_step
 
     def wait(self) -> str | None:
         """Wait until the current save is on disk. Returns the error message if it failed, or None."""
         try:
             while self._multiprocess and self._manager.is_saving_in_progress():
-                self._raise_reported()
+                self._raise_reported_error()
                 time.sleep(_POLL_S)
             self._manager.wait_until_finished()
         except Exception as error:  # as in save
@@ -160,17 +160,17 @@ class Tier(ABC):
             return self.wait()
         if self._multiprocess:
             try:
-                self._raise_reported()
+                self._raise_reported_error()
             except Exception as error:  # as in save
                 return self._recover(error)
         return None
 
-    def _raise_reported(self) -> None:
+    def _raise_reported_error(self) -> None:
         """Raise the error of a background write that failed on this process.
 
         Orbax itself raises it only after the save has ended on all processes, and the others wait for this one.
         """
-        for text, error in _reported_errors():
+        for text, error in _capture_logged_errors():
             if f"{self.path}/" in text:
                 raise error
 
@@ -193,15 +193,15 @@ class Tier(ABC):
 
         Orbax calls this in its own thread.
         """
-        for unfinished in self._unfinished_folders():
-            write_checksums(unfinished, excluded=(METADATA_FILE,))
+        for folder in self._unfinished_folders():
+            write_checksums(folder, excluded=(METADATA_FILE,))
 
     def _recover(self, error: Exception) -> str:
         """Remove the remains of a failed save, reopen Orbax for the next save, and return the error message.
 
         With `multiprocess`, only raises NotSavedError.
         """
-        step = self.last_saved
+        step = self.last_saved_step
         name = f"The {self.label} checkpoint at step {step}"
         failure = f"{name} could not be saved in {self.path} ({error_reason(error)})"
         if self._multiprocess:
@@ -210,17 +210,17 @@ class Tier(ABC):
                 f"{failure}. All processes stop. Start them again to continue from the previous checkpoint, if there "
                 "is one."
             ) from error
-        _reported_errors().clear()  # they hold the arrays that were not written
+        _capture_logged_errors().clear()  # they hold the arrays that were not written
         with contextlib.suppress(Exception):  # it raises the same error again
             self._manager.close()
-        for unfinished in self._unfinished_folders() if self._cleans_up else ():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        self.last_saved, newest_note = None, "earlier checkpoints cannot be listed"
+        for folder in self._unfinished_folders() if self._cleans_up else ():
+            shutil.rmtree(folder, ignore_errors=True)
+        self.last_saved_step, newest_note = None, "earlier checkpoints cannot be listed"
         with contextlib.suppress(Exception):  # an unreachable bucket raises many kinds of errors
-            self.last_saved = max(steps_in(self.path), default=None)
+            self.last_saved_step = max(finished_steps_in(self.path), default=None)
             newest_note = "there is no earlier checkpoint"
-            if self.last_saved is not None:
-                newest_note = f"the newest saved checkpoint is at step {self.last_saved}"
+            if self.last_saved_step is not None:
+                newest_note = f"the newest saved checkpoint is at step {self.last_saved_step}"
             if in_bucket(self.path) or self.path.parent.is_dir():
                 self._manager = self._open()
         remedy = " Free some space there." if is_disk_full(error) else ""
@@ -228,7 +228,7 @@ class Tier(ABC):
 
 
 @cache
-def _reported_errors() -> list[tuple[str, Exception]]:
+def _capture_logged_errors() -> list[tuple[str, Exception]]:
     """Return the list of errors that Orbax's threads have logged, as (message, error).
 
     The first call installs a log filter that adds them to this list and hides their messages.
@@ -249,7 +249,7 @@ def _reported_errors() -> list[tuple[str, Exception]]:
 
 
 @cache
-def _drop_late_callbacks() -> None:
+def _silence_closed_loop_errors() -> None:
     """Silence the error "Event loop is closed", which the remaining writes of a failed save raise."""
     previous_hook = sys.unraisablehook
 

@@ -26,9 +26,9 @@ from valkyrie.checkpoint.location import (
     IDENTITY_FILE,
     all_steps_in,
     checkpoint_root,
+    finished_steps_in,
     in_bucket,
     missing_remedy,
-    steps_in,
 )
 from valkyrie.checksums import CHECKSUMS_FILE
 from valkyrie.paths import write_atomic
@@ -36,7 +36,7 @@ from valkyrie.problems import Problem
 from valkyrie.processes.team import ALONE, Team
 
 
-class Restored(NamedTuple):
+class RestoredCheckpoint(NamedTuple):
     """A restored checkpoint.
 
     Args:
@@ -83,18 +83,18 @@ class Checkpoints:
     @property
     def last_durable_step(self) -> int | None:
         """The step of the newest durable checkpoint, saved or being saved, or None if there is none."""
-        return self.durable.last_saved
+        return self.durable.last_saved_step
 
     @property
     def last_step(self) -> int | None:
         """The step of the newest checkpoint of either tier, saved or being saved, or None if this process has none."""
-        steps = [tier.last_saved for tier in (self.durable, self.fast) if tier is not None]
+        steps = [tier.last_saved_step for tier in (self.durable, self.fast) if tier is not None]
         return max((step for step in steps if step is not None), default=None)
 
     def newest_complete_step(self) -> int | None:
         """Return the step of the newest checkpoint that either tier has finished saving, or None if there is none."""
         paths = [tier.path for tier in (self.durable, self.fast) if tier is not None]
-        return max((step for path in paths for step in steps_in(path)), default=None)
+        return max((step for path in paths for step in finished_steps_in(path)), default=None)
 
     def save(
         self, step: int, state: Any, data: Mapping[str, Any], metrics: Mapping[str, float] | None = None
@@ -106,16 +106,18 @@ class Checkpoints:
         """Start saving a fast checkpoint. Returns an error message, or None (also if the run has no fast tier)."""
         return None if self.fast is None else self.fast.save(step, state, data)
 
-    def restore(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored:
+    def restore(
+        self, abstract_state: Any, *, changed_settings: Mapping[str, tuple[str, str]] | None = None
+    ) -> RestoredCheckpoint:
         """Restore a checkpoint like `try_restore`, but raise ValueError instead of returning None."""
-        restored = self.try_restore(abstract_state, changed=changed)
+        restored = self.try_restore(abstract_state, changed_settings=changed_settings)
         if restored is None:
             raise ValueError(f"{self.durable.path} has no finished checkpoint. {missing_remedy(self._folder)}")
         return restored
 
     def try_restore(
-        self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None
-    ) -> Restored | None:
+        self, abstract_state: Any, *, changed_settings: Mapping[str, tuple[str, str]] | None = None
+    ) -> RestoredCheckpoint | None:
         """Restore the newest undamaged checkpoint that all processes can read.
 
         Returns None if there is no durable checkpoint and no usable fast one. Fast checkpoints of another layout or
@@ -128,11 +130,11 @@ class Checkpoints:
 
         Args:
             abstract_state: Shapes and shardings of the train state.
-            changed: (requested, saved) value of each setting that differs from the saved run, by key.
+            changed_settings: (requested, saved) value of each setting that differs from the saved run, by key.
         """
         abstract_arrays = state_arrays(abstract_state)
-        fast_step, reason = self._newest_common_fast(abstract_arrays)
-        durable_step = self._newest_undamaged_durable(needed=fast_step is None)
+        fast_step, reason = self._newest_common_fast_step(abstract_arrays)
+        durable_step = self._newest_undamaged_durable_step(needed=fast_step is None)
         restored = None
         if self.fast is not None and fast_step is not None and (durable_step is None or fast_step > durable_step):
             arrays, data = self.fast.read(fast_step, abstract_arrays)
@@ -142,9 +144,9 @@ class Checkpoints:
                 else f"the newest durable one is at step {durable_step}"
             )
             source = f"the fast checkpoint at step {fast_step} in {self.fast.path}; {durable_note}"
-            restored = Restored(fast_step, abstract_state._replace(**arrays), data, source)
+            restored = RestoredCheckpoint(fast_step, abstract_state._replace(**arrays), data, source)
         elif durable_step is not None:
-            restored = self._read_durable(durable_step, abstract_state, changed or {}, reason)
+            restored = self._read_durable(durable_step, abstract_state, changed_settings or {}, reason)
         elif reason and self._team.is_leader:
             print(f"Starting at step 0: there is no durable checkpoint yet{reason}", file=sys.stderr)
         if self.fast is not None:
@@ -152,9 +154,9 @@ class Checkpoints:
         return restored
 
     def _read_durable(
-        self, step: int, abstract_state: Any, changed: Mapping[str, tuple[str, str]], reason: str
-    ) -> Restored:
-        """Read a durable checkpoint. `reason` is appended to `Restored.source`.
+        self, step: int, abstract_state: Any, changed_settings: Mapping[str, tuple[str, str]], reason: str
+    ) -> RestoredCheckpoint:
+        """Read a durable checkpoint. `reason` is appended to `RestoredCheckpoint.source`.
 
         Raises ValueError if the checkpoint cannot be read, if it was saved at another step, or if its model, tokenizer
         or optimizer differs from the run's.
@@ -172,12 +174,12 @@ class Checkpoints:
             abstract_arrays = {"parameters": abstract_arrays["parameters"]}
             abstract_state = abstract_state._replace(**dict.fromkeys(abstract_state._fields))
         else:
-            refuse_other_state(path, abstract_arrays, changed)
+            refuse_other_state(path, abstract_arrays, changed_settings)
         arrays, data = self.durable.read(step, abstract_arrays)
         source = f"the durable checkpoint at step {step} in {self.durable.path}{reason}"
-        return Restored(step, abstract_state._replace(**arrays), data, source)
+        return RestoredCheckpoint(step, abstract_state._replace(**arrays), data, source)
 
-    def _newest_undamaged_durable(self, *, needed: bool) -> int | None:
+    def _newest_undamaged_durable_step(self, *, needed: bool) -> int | None:
         """Return the step of the newest undamaged durable checkpoint, or None if there is none.
 
         Only process 0 checks the files. Unless read-only, it moves newer, damaged checkpoints aside. If all checkpoints
@@ -201,7 +203,7 @@ class Checkpoints:
             self.durable.reload(step)
         return step
 
-    def _newest_common_fast(self, abstract_arrays: Mapping[str, Any]) -> tuple[int | None, str]:
+    def _newest_common_fast_step(self, abstract_arrays: Mapping[str, Any]) -> tuple[int | None, str]:
         """Return (step, reason): the newest fast checkpoint that all processes can read, or None and the reason.
 
         The reason is empty if there is such a checkpoint, or if there are no fast checkpoints.
@@ -247,17 +249,17 @@ class StoredCheckpoint(NamedTuple):
         tier: `durable`, or `fast process N`.
         step: Number of finished steps.
         size: Bytes on disk.
-        saved: Layout and time of the save, as text.
+        description: Layout and time of the save, as text.
         damage: The first damage that was found, or None.
-        state: Result of the check, as text: `as saved`, `damaged: REASON`, or why the files were not checked.
+        check_result: Result of the check, as text: `as saved`, `damaged: REASON`, or why the files were not checked.
     """
 
     tier: str
     step: int
     size: int
-    saved: str
+    description: str
     damage: Problem | None
-    state: str
+    check_result: str
 
 
 def stored_checkpoints(folder: Path, config: CheckpointConfig) -> list[StoredCheckpoint]:
@@ -277,10 +279,12 @@ def _examine(tier: str, path: Any) -> StoredCheckpoint:
     from etils import epath
 
     info, damage = inspect_checkpoint(path)
-    unchecked_state = "complete; the bucket checks its objects" if in_bucket(path) else "no checksums"
-    saved = "" if info is None else f"{info.layout or ''} {info.saved or ''}".strip()
-    state = f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS_FILE).is_file() else unchecked_state
-    return StoredCheckpoint(tier, int(path.name), _bytes_in(epath.Path(path)), saved, damage, state)
+    unchecked_result = "complete; the bucket checks its objects" if in_bucket(path) else "no checksums"
+    description = "" if info is None else f"{info.layout or ''} {info.saved or ''}".strip()
+    check_result = (
+        f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS_FILE).is_file() else unchecked_result
+    )
+    return StoredCheckpoint(tier, int(path.name), _bytes_in(epath.Path(path)), description, damage, check_result)
 
 
 def _bytes_in(path: Any) -> int:

@@ -35,12 +35,12 @@ class WeightsTier(DurableTier):
         )
 
 
-def read_array(path: Any, field: str, name: str) -> Any:
+def read_array(path: Any, state_field: str, name: str) -> Any:
     """Read one array of a checkpoint, as a NumPy array.
 
     Args:
         path: Folder of the checkpoint.
-        field: Field of the train state, such as `parameters`.
+        state_field: Field of the train state, such as `parameters`.
         name: Dotted name of the array within the field.
     """
     import jax
@@ -48,7 +48,7 @@ def read_array(path: Any, field: str, name: str) -> Any:
     import orbax.checkpoint as ocp
 
     abstract_arrays: Any = 0
-    for key in reversed([field, *name.split(".")]):
+    for key in reversed([state_field, *name.split(".")]):
         abstract_arrays = {key: abstract_arrays}
     folder = path / "state" if in_bucket(path) else (path / "state").resolve()
     with ocp.PyTreeCheckpointer() as checkpointer:

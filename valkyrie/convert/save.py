@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from valkyrie.checkpoint import checkpoint_root
-from valkyrie.checkpoint.contents import PARAMETERS_ONLY, newest_undamaged, read_info
+from valkyrie.checkpoint.contents import PARAMETERS_ONLY, newest_undamaged_step, read_info
 from valkyrie.checkpoint.location import all_steps_in
 from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import load_run
@@ -168,11 +168,11 @@ def _find_checkpoint(run_folder: Path, step: int | None) -> tuple[int, Any]:
         raise ValueError(
             f"--step {step}: {run_folder} has no such checkpoint. Use one of {', '.join(map(str, steps))}."
         )
-    undamaged_step, damages = newest_undamaged(root, steps if step is None else [step])
+    undamaged_step, damage_messages = newest_undamaged_step(root, steps if step is None else [step])
     if undamaged_step is None:
         remedy = "There is no other checkpoint." if step is None else "Use another --step."
-        raise ValueError(f"{' '.join(damages)} {remedy}")
-    for line in damages:
+        raise ValueError(f"{' '.join(damage_messages)} {remedy}")
+    for line in damage_messages:
         print(f"{line} Converting step {undamaged_step} instead.", file=sys.stderr)
     return undamaged_step, root / str(undamaged_step)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from valkyrie.checkpoint.contents import newest_undamaged, read_info, refuse_other_model
+from valkyrie.checkpoint.contents import newest_undamaged_step, read_info, refuse_other_model
 from valkyrie.checkpoint.location import all_steps_in, checkpoint_root, in_bucket, parse_path
 from valkyrie.config.run import Run
 from valkyrie.data.config import DataCheck
@@ -132,15 +132,15 @@ def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
     folder = choose_run_folder(context.run)
     root = checkpoint_root(folder)
     steps = all_steps_in(root)
-    step, damages = newest_undamaged(root, steps)
+    step, damage_messages = newest_undamaged_step(root, steps)
     remedy = (
         f"To start over, delete {folder}, or use another name=."
         if step is None
         else f"The run would resume from step {step}."
     )
     severity = FAILS if step is None and config.checkpoint.fast.every is None else WARNING
-    for damage in damages:
-        yield severity, damage, remedy
+    for message in damage_messages:
+        yield severity, message, remedy
     if step is not None:
         shapes = {name: spec.shape for name, spec in context.run.model.parameters().items()}
         refuse_other_model(root / str(step), read_info(root / str(step)).parameters, shapes)

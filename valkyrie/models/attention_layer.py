@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import UNSHARDED, Axis, Parameter, Shard, SplitAxes
+from valkyrie.axes import UNSHARDED, Axis, CombinedAxes, Parameter, Shard
 from valkyrie.models.attention import Attention
 from valkyrie.models.block import BlockContext
 from valkyrie.models.layers import Boundaries, RMSNorm, add_bias, normal, parameter, project
@@ -111,7 +111,7 @@ class AttentionLayer(nnx.Module):
         k, v = (shard(y, *key_axes) for y in (k, v))
         q, k, v = (checkpoint_name(y, name) for y, name in ((q, "query"), (k, "key"), (v, "value")))
         inputs: list[Array] = [q, k, v]
-        axes: list[SplitAxes] = [query_axes, key_axes, key_axes]
+        axes: list[CombinedAxes] = [query_axes, key_axes, key_axes]
         if segment_ids is not None:
             inputs, axes = [*inputs, segment_ids], [*axes, (rows, "seq")]
         if self.config.global_tokens:
@@ -231,7 +231,11 @@ def _row_axes(shard: Shard, batch: int) -> Axis:
     requires that the mesh axes of `embed` shard no heads, and that the batch is divisible.
     """
     free = not set(shard.mesh_axes_of("embed")) & {*shard.mesh_axes_of("heads"), *shard.mesh_axes_of("kv_heads")}
-    divisible = free and shard.size("embed") > 1 and batch % (shard.size("batch") * shard.size("embed")) == 0
+    divisible = (
+        free
+        and shard.shard_count("embed") > 1
+        and batch % (shard.shard_count("batch") * shard.shard_count("embed")) == 0
+    )
     return ("batch", "embed") if divisible else "batch"
 
 

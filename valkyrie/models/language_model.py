@@ -318,7 +318,7 @@ class LanguageModel(nnx.Module):
             z_loss=self.config.z_loss,
             soft_cap=self.config.logits_soft_cap,
             shards=shards,
-            batch_shards=shard.size("batch"),
+            batch_shards=shard.shard_count("batch"),
             constrain=lambda logits: shard(logits, "batch", position_axes, "vocab"),
             gather=lambda table: shard.gather_for_use(table, "vocab", channel_axis),
             sum_gradient=self._gradient_sum(shard),
@@ -437,10 +437,10 @@ def _loss_sharding(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
         or None if channels are not sharded.
     """
     embed_axes, vocab_axes = shard.mesh_axes_of("embed"), shard.mesh_axes_of("vocab")
-    shards = shard.size("seq") * shard.size("embed")
+    shards = shard.shard_count("seq") * shard.shard_count("embed")
     if embed_axes and not set(embed_axes) & set(vocab_axes) and seq % shards == 0:
         return ("seq", "embed"), shards, None
-    return "seq", shard.size("seq"), "embed"
+    return "seq", shard.shard_count("seq"), "embed"
 
 
 def split_key_over_repeats(key: Array | None, segment: int, group: BlockGroup) -> Array | None:

@@ -123,8 +123,8 @@ class S5Layer(nnx.Module):
 
         state_axes: Axes = ("batch", "seq", "state")
         keep_axes = None if keep is None else ("batch", "seq")
-        checked = supports_vma_check(c.scan, shard.backend)
-        run = shard.map(scan_shard, [("state",), state_axes, keep_axes], [state_axes, state_axes], checked=checked)
+        check_vma = supports_vma_check(c.scan, shard.backend)
+        run = shard.map(scan_shard, [("state",), state_axes, keep_axes], [state_axes, state_axes], check_vma=check_vma)
         with jax.named_scope(STATES):
             re, im = run(lam_bar, bu, keep)
         return re, im

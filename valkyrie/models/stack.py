@@ -260,8 +260,8 @@ class Stack:
                     activations.setdefault(activation, [f"activation ({', '.join(map(str, activation.axes))})"])
         sharded_like = {a: b for block in blocks for a, b in block.sharded_like.items()}
         stack_lengths = tuple(repeats for _, repeats in self.segments())
-        dispatched = frozenset(axis for block in blocks for axis in block.dispatches)
-        return Arrays(self._axes(), parameters, activations, sharded_like, stack_lengths, dispatched)
+        dispatched_axes = frozenset(axis for block in blocks for axis in block.dispatches)
+        return Arrays(self._axes(), parameters, activations, sharded_like, stack_lengths, dispatched_axes)
 
     def parameter_count(self) -> int:
         """Return the number of learned parameters."""

@@ -117,7 +117,9 @@ def lookup(
 
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
         table, tokens = saved
-        total = shard.gradient(table_gradient, (tokens, g), *axes, reduction_dtype=numerics.reduction, whole=True)
+        total = shard.gradient(
+            table_gradient, (tokens, g), *axes, reduction_dtype=numerics.reduction, full_gradient=True
+        )
         return total.astype(table.dtype), None
 
     take_rows.defvjp(forward, backward)

@@ -285,13 +285,13 @@ class _Stage:
 
         Each device along the other mesh axes gets rows of every microbatch.
         """
-        parts, count = self._shard.size(BATCH), self._pipeline.microbatches
+        parts, count = self._shard.shard_count(BATCH), self._pipeline.microbatches
         split = x.reshape(parts, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
         return constrain_rows(self._shard, split, 1)
 
     def _join_microbatches(self, x: jax.Array) -> jax.Array:
         """Reshape (microbatch, rows, ...) to (rows of a stage, ...). Inverts `_split_microbatches`."""
-        parts, count = self._shard.size(BATCH), self._pipeline.microbatches
+        parts, count = self._shard.shard_count(BATCH), self._pipeline.microbatches
         return x.reshape(count, parts, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
     def _gather_rows(self, x: jax.Array) -> jax.Array:
@@ -300,14 +300,14 @@ class _Stage:
 
     def _gather_microbatch(self, x: jax.Array) -> jax.Array:
         """Gather the rows of a microbatch from all stages. Devices along other mesh axes keep their rows."""
-        parts, shape = self._shard.size(BATCH), x.shape[1:]
+        parts, shape = self._shard.shard_count(BATCH), x.shape[1:]
         own_rows = constrain_rows(self._shard, x.reshape(parts, -1, *shape), 0)
         stage_rows = gather_stages(self._pipeline, own_rows).swapaxes(0, 1)
         return constrain_rows(self._shard, stage_rows, 0).reshape(-1, *shape)
 
     def _scatter_microbatch(self, x: jax.Array) -> jax.Array:
         """Sum a microbatch over stages, and return the rows of this stage. The transpose of `_gather_microbatch`."""
-        stage_rows = x.reshape(self._shard.size(BATCH), self._pipeline.stages, -1, *x.shape[1:])
+        stage_rows = x.reshape(self._shard.shard_count(BATCH), self._pipeline.stages, -1, *x.shape[1:])
         own_rows = scatter_sum(self._pipeline, constrain_rows(self._shard, stage_rows, 0).swapaxes(0, 1))
         return constrain_rows(self._shard, own_rows, 0).reshape(-1, *x.shape[1:])
 

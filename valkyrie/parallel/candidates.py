@@ -127,7 +127,7 @@ class Candidates:
 
     def gathered_axes(self, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes over which a parameter's logical axis is gathered for use."""
-        return find_gathered_axes(logical, self.parameters, self.activations, self.arrays.dispatched)
+        return find_gathered_axes(logical, self.parameters, self.activations, self.arrays.dispatched_axes)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:

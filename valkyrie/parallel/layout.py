@@ -42,8 +42,8 @@ class Layout:
     remat: RematConfig
     notes: tuple[str, ...] = ()
     """Deviations from the partition's rules, with reasons."""
-    dispatched: frozenset[str] = frozenset()
-    """Logical axes of parameters that are never gathered: tokens are sent to the shards (`Arrays.dispatched`)."""
+    dispatched_axes: frozenset[str] = frozenset()
+    """Logical axes of parameters that are never gathered: tokens are sent to the shards (`Arrays.dispatched_axes`)."""
 
     @property
     def name(self) -> str:
@@ -133,7 +133,7 @@ class Layout:
 
     def gathered_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes over which a parameter is gathered for use (`find_gathered_axes`)."""
-        rules = self.parameters, self.activations, self.dispatched
+        rules = self.parameters, self.activations, self.dispatched_axes
         return tuple(find_gathered_axes(axis, *rules) for axis in axes)
 
     def used_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
@@ -190,7 +190,7 @@ def find_zero1_axes(data_axes: Iterable[str], stored_axes: Iterable[Sequence[str
 
 
 def find_gathered_axes(
-    logical: str | None, parameters: Rules, activations: Rules, dispatched: Collection[str]
+    logical: str | None, parameters: Rules, activations: Rules, dispatched_axes: Collection[str]
 ) -> tuple[str, ...]:
     """Return the mesh axes that split a parameter's logical axis in storage, but not while it is used.
 
@@ -198,9 +198,9 @@ def find_gathered_axes(
     and each device needs the whole parameter: it is gathered for use, and its gradient is reduce-scattered (FSDP).
 
     There are two exceptions. A pipeline's mesh axis stays split, because a stage needs only its layers. Logical axes in
-    `dispatched` stay split, because tokens are sent to the shards of the parameter.
+    `dispatched_axes` stay split, because tokens are sent to the shards of the parameter.
     """
-    if logical is None or logical in dispatched:
+    if logical is None or logical in dispatched_axes:
         return ()
     data = {*activations[BATCH], *activations[SEQ]} - {*parameters.get(LAYERS, ())}
     return tuple(axis for axis in parameters[logical] if axis in data)
@@ -288,7 +288,9 @@ def derive_layout(
     stages = parameters.get(LAYERS, ())
     if stages:  # outside the stacked layers, the pipeline's axis splits the rows of the batch
         activations[BATCH] = tuple(dict.fromkeys((*stages, *activations[BATCH])))
-    layout = Layout(mesh, partition, parameters, activations, microbatches, remat, dispatched=arrays.dispatched)
+    layout = Layout(
+        mesh, partition, parameters, activations, microbatches, remat, dispatched_axes=arrays.dispatched_axes
+    )
     return (layout if problems else align_dependent_axes(layout, arrays)), problems
 
 

@@ -100,7 +100,7 @@ def _gather_microbatches(pipeline: Pipeline, shard: Shard, tree: Any) -> Any:
     Arrays (rows of a stage, ...) become (microbatch, rows, ...) on every stage. The rows of each microbatch are spread
     over all batch shards, so that rows move only between stages.
     """
-    parts = shard.size(BATCH)
+    parts = shard.shard_count(BATCH)
 
     def split(x: jax.Array) -> jax.Array:
         stage_rows = gather_stages(pipeline, constrain_rows(shard, x, 0))
@@ -118,7 +118,7 @@ def _scatter_rows(pipeline: Pipeline, shard: Shard, tree: Any, has_rows: jax.Arr
 
     `has_rows` is True on the stage that sends.
     """
-    parts = shard.size(BATCH)
+    parts = shard.shard_count(BATCH)
 
     def scatter(x: jax.Array) -> jax.Array:
         split_rows = jnp.where(has_rows, x, 0).reshape(pipeline.microbatches, parts, -1, *x.shape[2:]).swapaxes(0, 1)

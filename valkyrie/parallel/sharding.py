@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.axes import BATCH, SEQ, Axis, LayerFunction, LossHead, SplitAxes, apply_head, scan_layers
+from valkyrie.axes import BATCH, SEQ, Axis, CombinedAxes, LayerFunction, LossHead, apply_head, scan_layers
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.alternating import run_1f1b
 from valkyrie.parallel.layout import Layout
@@ -74,7 +74,7 @@ class MeshShard:
         operands: Sequence[jax.Array],
         *axes: str | None,
         reduction_dtype: str,
-        whole: bool = False,
+        full_gradient: bool = False,
     ) -> jax.Array:
         """Compute the gradient of a parameter, sum it over devices, and return it sharded like the stored parameter.
 
@@ -89,15 +89,15 @@ class MeshShard:
             axes: Logical axes of the parameter.
             reduction_dtype: Dtype of the gradients that an all-to-all sends. Ignored for a reduce-scatter, which
                 sends the dtype that `f` returns.
-            whole: Whether each device computes a full-size gradient of its part of the batch before the sum. If False,
-                the compiler chooses when to sum. Ignored for an all-to-all.
+            full_gradient: Whether each device computes a full-size gradient of its part of the batch before the sum. If
+                False, the compiler chooses when to sum. Ignored for an all-to-all.
         """
         data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
         split = [tuple(m for m in entry if m in data) for entry in self.layout.gathered_axes(axes)]
         sends_parts = self._sends_parts and any(split)
         if not sends_parts or any(self.layout.mesh.axes[m] > 1 for entry in self.layout.used_axes(axes) for m in entry):
             total = f(*operands)
-            return self.shard_for_storage(self.gather_for_use(total, *axes) if whole else total, *axes)
+            return self.shard_for_storage(self.gather_for_use(total, *axes) if full_gradient else total, *axes)
         scattered = {m for entry in split for m in entry}
         other_data_axes = tuple(m for m in self.layout.mesh.axes if m in data and m not in scattered)
         rows = to_spec((self.mesh_axes_of(BATCH), self.mesh_axes_of(SEQ)))
@@ -123,7 +123,7 @@ class MeshShard:
         """Return the mesh axes, of size above 1, over which a logical axis of activations is split."""
         return tuple(m for m in self.layout.activations[axis] if self.layout.mesh.axes[m] > 1)
 
-    def size(self, axis: str) -> int:
+    def shard_count(self, axis: str) -> int:
         """Return the number of shards of a logical axis of activations."""
         return self.layout.shards(axis)
 
@@ -149,10 +149,10 @@ class MeshShard:
     def map(
         self,
         f: Callable[..., Any],
-        in_axes: Sequence[SplitAxes | None],
+        in_axes: Sequence[CombinedAxes | None],
         out_axes: Any,
         *,
-        checked: bool | None = None,
+        check_vma: bool | None = None,
     ) -> Callable[..., Any]:
         """Wrap `f` so that it runs on each device with its local shards of the arguments.
 
@@ -160,7 +160,7 @@ class MeshShard:
             f: The function.
             in_axes: Logical axes of each argument, or None for a replicated one.
             out_axes: Logical axes of the result, or a list with those of each result.
-            checked: `check_vma` of `jax.shard_map`, or None for True on all platforms except TPUs.
+            check_vma: Argument of `jax.shard_map`, or None for True on all platforms except TPUs.
         """
         activation = self.layout.activation_axes
         in_specs = tuple(PartitionSpec() if axes is None else to_spec(activation(axes)) for axes in in_axes)
@@ -169,9 +169,9 @@ class MeshShard:
             if isinstance(out_axes, list)
             else to_spec(activation(out_axes))
         )
-        if checked is None:
+        if check_vma is None:
             # JAX's TPU kernels do not declare the mesh axes over which their results vary, so the check would fail.
-            checked = not get_platform(self.backend or jax.default_backend()).runs_pallas_tpu
+            check_vma = not get_platform(self.backend or jax.default_backend()).runs_pallas_tpu
         manual = _manual_axes(self.mesh)
         return jax.shard_map(
             f,
@@ -179,7 +179,7 @@ class MeshShard:
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names={axis for axis in self.mesh.axis_names if axis not in manual},
-            check_vma=checked,
+            check_vma=check_vma,
         )
 
 

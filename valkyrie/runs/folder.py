@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from valkyrie.buckets import file_problems
 from valkyrie.checkpoint import is_resumable, latest_step
-from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER, steps_in
+from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER, finished_steps_in
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.extensions import check_modules
@@ -69,7 +69,9 @@ def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
     refuse(file_problems("runs", str(runs)))
     # A training whose start failed may leave only the identity or the pointer of its checkpoints.
     candidates = [
-        f for f in runs.glob("*") if is_resumable(f) and ((f / RUN_FILE).is_file() or steps_in(f / CHECKPOINTS_FOLDER))
+        f
+        for f in runs.glob("*")
+        if is_resumable(f) and ((f / RUN_FILE).is_file() or finished_steps_in(f / CHECKPOINTS_FOLDER))
     ]
     candidates.sort(key=_last_save_time)
     if resume == "latest":

@@ -268,8 +268,8 @@ class CheckpointCallback(Callback):
     def _resume_advice(self, folder: Path) -> str:
         """Return advice on how to resume after the last state could not be saved."""
         fast_tier, resume = self.checkpoints.fast, resume_command(folder)
-        if fast_tier is not None and fast_tier.last_saved is not None:
-            step, path = fast_tier.last_saved, fast_tier.path
+        if fast_tier is not None and fast_tier.last_saved_step is not None:
+            step, path = fast_tier.last_saved_step, fast_tier.path
             return f"The fast checkpoint at step {step} is in {path}. Fix the cause, then resume: {resume}"
         if self.checkpoints.last_durable_step is None:
             return (

@@ -176,7 +176,7 @@ def list_checkpoints(run: Run) -> int:
     if not checkpoints:
         raise ValueError(f"{folder.name} has no checkpoint in {checkpoint_root(folder)}. {missing_remedy(folder)}")
     for c in checkpoints:
-        parts = (c.tier, decimal_bytes_text(c.size), c.saved, c.state)
+        parts = (c.tier, decimal_bytes_text(c.size), c.description, c.check_result)
         console.print(f"{folder.name} step {c.step}: {', '.join(filter(None, parts))}", markup=False)
     return int(any(c.damage for c in checkpoints))
 

@@ -206,5 +206,5 @@ def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tup
         explain_oom(run, devices),
         closing(Checkpoints(folder, config, read_only=True, team=team, info=info)) as checkpoints,
     ):
-        restored = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
+        restored = checkpoints.restore(program.abstract_state, changed_settings=changed_settings(run, folder))
     return program, restored.step, restored.state.eval_parameters

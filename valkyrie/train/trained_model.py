@@ -61,8 +61,8 @@ class TrainedModel:
             raise ValueError(f"tokens= contains {invalid_token}, but the vocabulary has ids 0 to {vocab_size - 1:,}.")
         refuse(self.run.task.problems(self.run.model, seq))
         shard, pipeline = self.program.shard, self.program.layout.pipeline
-        row_parts = shard.size(BATCH) * (1 if pipeline is None else pipeline.microbatches)
-        padded_ids = np.pad(ids, ((0, -rows % row_parts), (0, -seq % shard.size(SEQ)))).astype(np.int32)
+        row_parts = shard.shard_count(BATCH) * (1 if pipeline is None else pipeline.microbatches)
+        padded_ids = np.pad(ids, ((0, -rows % row_parts), (0, -seq % shard.shard_count(SEQ)))).astype(np.int32)
         sharding = shard.sharding(self.program.layout.activation_axes((BATCH, SEQ)))
         return self.program.logits(self.parameters, jax.device_put(padded_ids, sharding))[:rows, :seq]
 

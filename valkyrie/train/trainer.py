@@ -286,7 +286,7 @@ def _restore_or_init(
     run, prints the step, the settings that changed, and any jump of the learning rate.
     """
     run, setting_changes = program.run, changed_settings(program.run, folder)
-    restored = checkpoints.try_restore(program.abstract_state, changed=setting_changes)
+    restored = checkpoints.try_restore(program.abstract_state, changed_settings=setting_changes)
     if restored is None:
         return 0, program.init(run.config.seed)
     step, state, data_position, source = restored
