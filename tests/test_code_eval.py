@@ -21,21 +21,21 @@ from valkyrie.code_eval.config import CodeEvalConfig, evaluation_problems
 from valkyrie.code_eval.judge import (
     CompletionResult,
     Limits,
-    cut_completion,
     is_complete,
     judge,
     judge_all,
     pass_at_k,
     summary,
+    truncate_completion,
 )
-from valkyrie.code_eval.languages import LANGUAGES, closing_brace, compiler
+from valkyrie.code_eval.languages import LANGUAGES, closing_brace, find_compiler
 from valkyrie.code_eval.problems import SHIPPED_SETS, CodingProblem, read_problems
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.runs.tracking import read_metrics
 
 SOLUTIONS = Path(__file__).parent / "goldens"
 # uv cannot install a C++ compiler. Without one, C++ problems are refused, which is tested on every machine.
-needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 CODE = ("code_eval.problems=python", "code_eval.samples=2", "code_eval.tokens=6", "code_eval.batch=4")
 ADD = {"name": "add", "language": "python", "difficulty": "easy", "prompt": "def f():\n", "tests": "assert f()\n"}
 
@@ -149,9 +149,9 @@ def test_an_unclosed_function_has_no_end(text: str) -> None:
 def test_a_python_function_ends_with_its_indentation() -> None:
     problem = CodingProblem(**ADD)
     body = "    return 1\n\n    # and\n"
-    assert cut_completion(problem, f"{body}print(2)\n    3") == body
+    assert truncate_completion(problem, f"{body}print(2)\n    3") == body
     assert (
-        cut_completion(problem, "print(1)") == ""
+        truncate_completion(problem, "print(1)") == ""
         and not is_complete(problem, "    return 1\n\n")
         and is_complete(problem, "  1\nx")
     )
@@ -272,8 +272,8 @@ def test_a_missing_sandbox_is_refused_before_jax_loads_unless_it_is_disabled(
 
 def test_a_compiler_outside_the_sandbox_counts_as_missing() -> None:
     at_home = {"g++": "/home/me/bin/g++", "clang++": None, "c++": None}.get
-    assert languages.compiler.__wrapped__(True, at_home) is None
-    assert languages.compiler.__wrapped__(False, at_home) == "/home/me/bin/g++"
+    assert languages.find_compiler.__wrapped__(True, at_home) is None
+    assert languages.find_compiler.__wrapped__(False, at_home) == "/home/me/bin/g++"
 
 
 def test_the_path_of_a_users_problems_is_saved_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

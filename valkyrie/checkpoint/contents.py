@@ -137,8 +137,8 @@ def refuse_other_model(
 ) -> None:
     """Raise ValueError, naming the first differing parameter, if the saved and the expected shapes differ."""
     problems = [
-        f"{name} is {saved_shapes.get(name, 'missing')} in the checkpoint and {expected_shapes.get(name, 'missing')} in "
-        "the model"
+        f"{name} is {saved_shapes.get(name, 'missing')} in the checkpoint and {expected_shapes.get(name, 'missing')} "
+        "in the model"
         for name in sorted({*expected_shapes, *saved_shapes})
         if saved_shapes.get(name) != expected_shapes.get(name)
     ]

@@ -36,33 +36,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="valkyrie-convert", description=about, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="{from-hf,to-hf}", parser_class=OneLineParser)
 
-    load = commands.add_parser(
+    from_hf_parser = commands.add_parser(
         "from-hf",
         help="convert a Hugging Face folder to a run folder: from-hf FOLDER KEY=VALUE ...",
         usage="valkyrie-convert from-hf [-h] [--name NAME] [--tokenizer TOKENIZER] FOLDER [KEY=VALUE ...]",
         epilog="KEY=VALUE: settings of the run, as for valkyrie-train, such as mesh=2x2x1 seq=4096.",
     )
-    load.set_defaults(run=_convert_from_hf)
-    load.add_argument(
+    from_hf_parser.set_defaults(run=_convert_from_hf)
+    from_hf_parser.add_argument(
         "folder",
         metavar="FOLDER",
         type=Path,
         help="Hugging Face folder with config.json and model.safetensors (or several files and their index)",
     )
-    load.add_argument("--name", help="name of the run; default: the name of the folder")
+    from_hf_parser.add_argument("--name", help="name of the run; default: the name of the folder")
     tokenizer_help = "bytes, gpt2, a tiktoken encoding, or a tokenizer.json; default: the folder's tokenizer.json"
-    load.add_argument("--tokenizer", help=tokenizer_help)
+    from_hf_parser.add_argument("--tokenizer", help=tokenizer_help)
 
-    save = commands.add_parser("to-hf", help="convert a trained run to a Hugging Face folder")
-    save.set_defaults(run=_convert_to_hf)
-    save.add_argument("trained", metavar="RUN", help="name or folder of the run, or latest")
-    save.add_argument("folder", type=Path, help="new folder to write")
-    save.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
-    save.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    to_hf_parser = commands.add_parser("to-hf", help="convert a trained run to a Hugging Face folder")
+    to_hf_parser.set_defaults(run=_convert_to_hf)
+    to_hf_parser.add_argument("trained", metavar="RUN", help="name or folder of the run, or latest")
+    to_hf_parser.add_argument("folder", type=Path, help="new folder to write")
+    to_hf_parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
+    to_hf_parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     dtypes = ("float32", "bfloat16", "float16")
     dtype_help = "dtype of the weights; default: that of the folder that from-hf converted, or else float32"
-    save.add_argument("--dtype", choices=dtypes, help=dtype_help)
-    save.add_argument(
+    to_hf_parser.add_argument("--dtype", choices=dtypes, help=dtype_help)
+    to_hf_parser.add_argument(
         "--file-gb",
         type=float,
         default=5.0,

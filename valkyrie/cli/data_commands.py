@@ -33,17 +33,17 @@ def run(argv: Sequence[str] | None = None) -> None:
 
 def _run(words: list[str]) -> None:
     for word in words:
-        if word.startswith(("data=", "data.", "tokenizer=")) and (option := _name_options(word)) != word:
+        if word.startswith(("data=", "data.", "tokenizer=")) and (option := _keys_to_options(word)) != word:
             raise ValueError(f"{word} is a setting of valkyrie-train. Write {option}.")
     arguments = _parser().parse_args(words)
     try:
         with signals_as_exceptions():  # SIGTERM, too, deletes the shards written so far
             arguments.run(arguments)
     except ValueError as error:
-        raise ValueError(_name_options(str(error))) from error
+        raise ValueError(_keys_to_options(str(error))) from error
 
 
-def _name_options(message: str) -> str:
+def _keys_to_options(message: str) -> str:
     """Replace keys of a run in a message by the options of this command: `data.workers=0` by `--workers 0`."""
 
     def format_option(match: re.Match[str]) -> str:
@@ -54,8 +54,8 @@ def _name_options(message: str) -> str:
 
     keys = "|".join(field.name for field in fields(text.Config) if field.name not in ("name", "source"))
     message = re.sub(r"(?m)^(note: )?data\.paths: ", r"\1", message)
-    name = rf"(?<![\w./])(?:data\.(?={keys})|(?=tokenizer=))(?P<key>\w+)"
-    message = re.sub(rf"{name}(?:=(?P<value>\[.*?\]|[^\s,;]*[^\s,;:.]))?", format_option, message)
+    key_pattern = rf"(?<![\w./])(?:data\.(?={keys})|(?=tokenizer=))(?P<key>\w+)"
+    message = re.sub(rf"{key_pattern}(?:=(?P<value>\[.*?\]|[^\s,;]*[^\s,;:.]))?", format_option, message)
     message = re.sub(r"(?<![\w./])data=(?=\w)", "", message)
     return message.replace(", or null for ", ", or left out for ")
 
@@ -68,46 +68,54 @@ def _parser() -> argparse.ArgumentParser:
     )
     defaults = text.Config()
 
-    prepare = commands.add_parser("prepare", help="tokenise a source into shards, unless the cache has them")
-    prepare.set_defaults(run=_prepare)
-    prepare.add_argument("source", nargs="?", default="stdlib", metavar=f"{{{','.join(_SOURCES)}}}")
-    prepare.add_argument(
+    prepare_parser = commands.add_parser("prepare", help="tokenise a source into shards, unless the cache has them")
+    prepare_parser.set_defaults(run=_prepare)
+    prepare_parser.add_argument("source", nargs="?", default="stdlib", metavar=f"{{{','.join(_SOURCES)}}}")
+    prepare_parser.add_argument(
         "paths", nargs="*", help="files, directories or globs, local or at gs:// or s3://; only if the source is text"
     )
     tokenizer_help = (
         "bytes, gpt2, a tiktoken encoding, FILE.tiktoken, tokenizer.json, or the name of a tokenizer you trained"
     )
-    prepare.add_argument("--tokenizer", default="bytes", help=tokenizer_help)
-    prepare.add_argument("--validation-fraction", type=float, default=defaults.validation_fraction)
-    prepare.add_argument("--max-bytes", type=int, default=None, help="maximum bytes of text to read; default: all")
-    prepare.add_argument("--shard-tokens", type=int, default=defaults.shard_tokens)
-    prepare.add_argument("--workers", type=int, default=None, help="tokenising threads; default: one per CPU core")
-    prepare.add_argument("--field", default=defaults.field, help="JSON key of the text in .jsonl files")
-    prepare.add_argument("--column", default=defaults.column, help="column of the text in .parquet files")
-    prepare.add_argument("--cache-dir", default=str(cache_root() / "data"), help="folder of the shards")
+    prepare_parser.add_argument("--tokenizer", default="bytes", help=tokenizer_help)
+    prepare_parser.add_argument("--validation-fraction", type=float, default=defaults.validation_fraction)
+    prepare_parser.add_argument(
+        "--max-bytes", type=int, default=None, help="maximum bytes of text to read; default: all"
+    )
+    prepare_parser.add_argument("--shard-tokens", type=int, default=defaults.shard_tokens)
+    prepare_parser.add_argument(
+        "--workers", type=int, default=None, help="tokenising threads; default: one per CPU core"
+    )
+    prepare_parser.add_argument("--field", default=defaults.field, help="JSON key of the text in .jsonl files")
+    prepare_parser.add_argument("--column", default=defaults.column, help="column of the text in .parquet files")
+    prepare_parser.add_argument("--cache-dir", default=str(cache_root() / "data"), help="folder of the shards")
 
-    tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text and write it to a tokenizer.json")
-    tokenizer.set_defaults(run=_train_tokenizer)
-    tokenizer.add_argument("paths", nargs="+", help="files, directories or globs; gs://, s3:// too")
-    tokenizer.add_argument("--vocab", type=int, default=65536, help="number of ids, including BOS")
+    tokenizer_parser = commands.add_parser(
+        "tokenizer", help="train a tokenizer on text and write it to a tokenizer.json"
+    )
+    tokenizer_parser.set_defaults(run=_train_tokenizer)
+    tokenizer_parser.add_argument("paths", nargs="+", help="files, directories or globs; gs://, s3:// too")
+    tokenizer_parser.add_argument("--vocab", type=int, default=65536, help="number of ids, including BOS")
     save_help = "a name for data.tokenizer=NAME, usable from every folder, or the path of a .json file"
-    tokenizer.add_argument("--save", default="tokenizer.json", metavar="NAME", help=save_help)
-    tokenizer.add_argument(
+    tokenizer_parser.add_argument("--save", default="tokenizer.json", metavar="NAME", help=save_help)
+    tokenizer_parser.add_argument(
         "--pattern", default="cl100k", help="pattern that splits text into words: r50k, cl100k, o200k, nanochat"
     )
-    tokenizer.add_argument("--max-bytes", type=int, default=None, help="maximum bytes of text to read; default: all")
-    tokenizer.add_argument("--field", default=defaults.field, help="JSON key of the text in .jsonl files")
-    tokenizer.add_argument("--column", default=defaults.column, help="column of the text in .parquet files")
+    tokenizer_parser.add_argument(
+        "--max-bytes", type=int, default=None, help="maximum bytes of text to read; default: all"
+    )
+    tokenizer_parser.add_argument("--field", default=defaults.field, help="JSON key of the text in .jsonl files")
+    tokenizer_parser.add_argument("--column", default=defaults.column, help="column of the text in .parquet files")
 
-    verify = commands.add_parser("verify", help="check every shard against its checksum")
-    verify.set_defaults(run=_verify)
-    verify.add_argument("path", help="the directory that prepare printed")
+    verify_parser = commands.add_parser("verify", help="check every shard against its checksum")
+    verify_parser.set_defaults(run=_verify)
+    verify_parser.add_argument("path", help="the directory that prepare printed")
 
-    show = commands.add_parser("show", help="print the manifest as a table, and the beginning of the text")
-    show.set_defaults(run=_show)
-    show.add_argument("path", help="the directory that prepare printed")
-    show.add_argument("--split", default="train", choices=["train", "validation"], help="split of the excerpt")
-    show.add_argument("--tokens", type=int, default=200, help="tokens of the excerpt")
+    show_parser = commands.add_parser("show", help="print the manifest as a table, and the beginning of the text")
+    show_parser.set_defaults(run=_show)
+    show_parser.add_argument("path", help="the directory that prepare printed")
+    show_parser.add_argument("--split", default="train", choices=["train", "validation"], help="split of the excerpt")
+    show_parser.add_argument("--tokens", type=int, default=200, help="tokens of the excerpt")
     return parser
 
 
@@ -118,15 +126,15 @@ def _prepare(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{arguments.source} is not a source ({', '.join(_SOURCES)}). {hint}")
     if arguments.paths and arguments.source != "text":
         raise ValueError(f"{arguments.source} does not take paths. {_text_command(arguments.paths)}")
-    source = SOURCES.config_class(arguments.source)
-    keys, defaults = {field.name for field in fields(source)}, text.Config()
+    config_class = SOURCES.config_class(arguments.source)
+    keys, defaults = {field.name for field in fields(config_class)}, text.Config()
     values = {key: value for key, value in vars(arguments).items() if hasattr(defaults, key) and key != "tokenizer"}
     for key, value in list(values.items()):
         if key not in keys:
             if value != getattr(defaults, key):
                 raise ValueError(f"--{key.replace('_', '-')} does not apply to {arguments.source}. Leave it out.")
             del values[key]
-    config = source(name=arguments.source, **values)
+    config = config_class(name=arguments.source, **values)
     assert isinstance(config, DocumentConfig), "one of the choices"
     if isinstance(config, text.Config):
         _refuse_unread_options(config)
@@ -139,21 +147,21 @@ def _prepare(arguments: argparse.Namespace) -> None:
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("tokenising", total=None)
 
-        def show(done: int, total: int | None) -> None:
+        def show_progress(done: int, total: int | None) -> None:
             bar.update(task, completed=done, total=total)
 
-        prepared = prepare(config, arguments.tokenizer, show, alternative="--cache-dir DIR", say=_print_note)
+        dataset = prepare(config, arguments.tokenizer, show_progress, alternative="--cache-dir DIR", say=_print_note)
     print(
-        f"{prepared.train.tokens:,} training and {prepared.validation.tokens:,} validation tokens "
+        f"{dataset.train.tokens:,} training and {dataset.validation.tokens:,} validation tokens "
         f"in {time.perf_counter() - start:.1f} s"
     )
-    if (note := config.note(prepared)) is not None:
+    if (note := config.note(dataset)) is not None:
         _print_note(note)
-    print(prepared.path)
+    print(dataset.path)
 
 
 def _print_note(note: str) -> None:
-    print(_name_options(note), file=sys.stderr)
+    print(_keys_to_options(note), file=sys.stderr)
 
 
 def _text_command(paths: Sequence[str]) -> str:
@@ -198,14 +206,16 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
     start, listing, counts = time.perf_counter(), config.list_files(), TextCounts()
     for note in listing.skip_notes():
         _print_note(f"note: {note}")
-    ids = train_tokenizer(training_texts(config, listing, counts), arguments.vocab, arguments.pattern, path)
+    vocab_size = train_tokenizer(training_texts(config, listing, counts), arguments.vocab, arguments.pattern, path)
     if (note := empty_rows_note(listing.empty_rows)) is not None:
         _print_note(f"note: {note}")
     fewer_note = (
-        f", not {arguments.vocab:,}, because the text has no more pairs to merge" if ids < arguments.vocab else ""
+        f", not {arguments.vocab:,}, because the text has no more pairs to merge"
+        if vocab_size < arguments.vocab
+        else ""
     )
     print(
-        f"{ids:,} ids{fewer_note}; trained on {count_text(counts.documents, 'document')} with {counts.bytes:,} bytes "
+        f"{vocab_size:,} ids{fewer_note}; trained on {count_text(counts.documents, 'document')} with {counts.bytes:,} bytes "
         f"in {time.perf_counter() - start:.1f} s"
     )
     name = str(path) if is_path else arguments.save
@@ -215,9 +225,9 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> None:
     from valkyrie.data.manifest import verify
 
-    prepared = verify(arguments.path)
-    size = sum(shard.tokens for shard in prepared.shards) * prepared.token_size
-    print(f"{len(prepared.shards)} shards, {size:,} bytes: all checksums match")
+    dataset = verify(arguments.path)
+    size = sum(shard.tokens for shard in dataset.shards) * dataset.token_size
+    print(f"{len(dataset.shards)} shards, {size:,} bytes: all checksums match")
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -231,21 +241,21 @@ def _show(arguments: argparse.Namespace) -> None:
 
     if arguments.tokens < 1:
         raise ValueError(f"--tokens {arguments.tokens}: must be at least 1.")
-    prepared = open_dataset(arguments.path)
+    dataset = open_dataset(arguments.path)
     console = Console()
-    source = ", ".join(f"{name}={value}" for name, value in prepared.source.items() if value not in (None, []))
-    console.print(Text(f"{prepared.name}: {source}"))
-    console.print(Text(f"tokenizer {prepared.tokenizer}, {prepared.vocab_size:,} ids, {prepared.dtype}"))
+    source = ", ".join(f"{name}={value}" for name, value in dataset.source.items() if value not in (None, []))
+    console.print(Text(f"{dataset.name}: {source}"))
+    console.print(Text(f"tokenizer {dataset.tokenizer}, {dataset.vocab_size:,} ids, {dataset.dtype}"))
     table = Table()
     for column in ("split", "documents", "tokens", "bytes", "bytes/token", "shards"):
         table.add_column(column, justify="left" if column == "split" else "right")
     for name in SPLITS:
-        split = prepared.split(name)
+        split = dataset.split(name)
         ratio = f"{split.bytes / split.tokens:.2f}"
         counts = (split.documents, split.tokens, split.bytes)
         table.add_row(name, *(f"{count:,}" for count in counts), ratio, str(len(split.shards)))
     console.print(table)
-    console.print(Text(f"content {prepared.content}"))
-    ids = open_split(prepared, arguments.split).read(0, arguments.tokens)
+    console.print(Text(f"content {dataset.content}"))
+    ids = open_split(dataset, arguments.split).read(0, arguments.tokens)
     console.rule(f"the first {count_text(len(ids), 'token')} of {arguments.split}")
-    console.print(Text(load_tokenizer(prepared.tokenizer).decode(ids)))
+    console.print(Text(load_tokenizer(dataset.tokenizer).decode(ids)))

@@ -70,22 +70,24 @@ def dispatch() -> None:
         for folder in config_dirs(arguments):
             check_folder(folder)
         hydra_arguments = read_arguments(multirun or arguments, multirun=multirun is not None)
-        primary = find_primary_config(hydra_arguments, read_run=multirun is None or reads_one_run(hydra_arguments))
-        flags, overrides = split_flags(primary.arguments)
+        primary_config = find_primary_config(
+            hydra_arguments, read_run=multirun is None or reads_one_run(hydra_arguments)
+        )
+        flags, overrides = split_flags(primary_config.arguments)
         # argparse refuses flags between overrides. The value of --info is optional, so it must stay in its place.
-        sys.argv[1:] = primary.arguments if {"--info", "-i"} & {*flags} else [*flags, *overrides]
+        sys.argv[1:] = primary_config.arguments if {"--info", "-i"} & {*flags} else [*flags, *overrides]
         if multirun is not None:
             with join_multirun(hydra_arguments) as is_leader, signals_as_exceptions():
-                config = _compose(primary, command) if is_leader else None
+                config = _compose(primary_config, command) if is_leader else None
         else:
-            config = _compose(primary, command)
+            config = _compose(primary_config, command)
         if config is not None:
             run = replace(Run.from_config(config), arguments=tuple(arguments))
             if problems := run.problems():
                 raise ValueError(_describe_problems(run, problems))
             for note in (*unread_notes(run), *replacement_notes(run)):
                 print(f"note: {note}", file=sys.stderr)
-            sys.exit(_dispatch(run))
+            sys.exit(_run_mode(run))
     except BrokenPipeError:
         exit_on_broken_pipe()
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -104,7 +106,7 @@ def dispatch() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _compose(primary: PrimaryConfig, command: str) -> DictConfig | None:
+def _compose(primary_config: PrimaryConfig, command: str) -> DictConfig | None:
     """Return the config that Hydra composes, or None if Hydra has done the work itself (multirun, help, completion).
 
     `command` is the command as typed.
@@ -124,7 +126,7 @@ def _compose(primary: PrimaryConfig, command: str) -> DictConfig | None:
     try:
         folder = register()
         with print_results_at_end(command), composition_errors(sys.argv[1:]):
-            hydra.main(config_path=str(folder), config_name=primary.name, version_base="1.3")(task)()
+            hydra.main(config_path=str(folder), config_name=primary_config.name, version_base="1.3")(task)()
     except RuntimeError as error:
         deepest = traceback.extract_tb(error.__traceback__)[-1].filename
         if f"{os.sep}submitit{os.sep}" not in deepest:
@@ -137,7 +139,7 @@ def _compose(primary: PrimaryConfig, command: str) -> DictConfig | None:
     return composed[0] if composed else None
 
 
-def _dispatch(run: Run) -> int:
+def _run_mode(run: Run) -> int:
     return run.config.mode.run(run)
 
 

@@ -56,24 +56,24 @@ def _parser() -> argparse.ArgumentParser:
 
 def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     launch_arguments, overrides = split_at_dashes(arguments)
-    parsed = _parser().parse_intermixed_args(launch_arguments)
-    actions = [word for word in parsed.words if word in SUBCOMMANDS]
+    options = _parser().parse_intermixed_args(launch_arguments)
+    actions = [word for word in options.words if word in SUBCOMMANDS]
     if len(actions) > 1:
         raise ValueError(f"{' '.join(actions)}: write only one action.")
     action = actions[0] if actions else None
-    words = [word for word in parsed.words if word not in SUBCOMMANDS]
+    words = [word for word in options.words if word not in SUBCOMMANDS]
     if action and overrides is not None:
         raise ValueError(f"{action} does not take settings of a training run. Leave out everything after --.")
     if action == "dockerfile":
         sys.stdout.write(dockerfile(image_extra(words)))
         return 0
-    if parsed.config_dir is not None:
-        if not Path(parsed.config_dir).is_dir():
-            raise ValueError(f"--config-dir {parsed.config_dir} is not a folder.")
-        add_import_path([Path(parsed.config_dir).resolve()])
-    config = read_config(words, parsed.restarts)
+    if options.config_dir is not None:
+        if not Path(options.config_dir).is_dir():
+            raise ValueError(f"--config-dir {options.config_dir} is not a folder.")
+        add_import_path([Path(options.config_dir).resolve()])
+    config = read_config(words, options.restarts)
     if action:
-        return _act(config, words, action, parsed.run)
+        return _handle_action(config, words, action, options.run)
     if overrides is None:
         raise ValueError(
             "The settings of the training run are missing. Write them after --: "
@@ -82,7 +82,7 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     if "name" in (launch_values := key_values(words)):
         _refuse_other_name(launch_values["name"], overrides)
     _refuse_useless_launch(config, overrides)
-    return _train(config, overrides, command, parsed.run)
+    return _train(config, overrides, command, options.run)
 
 
 def _refuse_useless_launch(config: EngineConfig, overrides: Sequence[str]) -> None:
@@ -112,8 +112,8 @@ def _refuse_useless_launch(config: EngineConfig, overrides: Sequence[str]) -> No
         )
 
 
-def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> int:
-    """Print the command of an action and return 0, or, if `run` is true, run it and return its exit status."""
+def _handle_action(config: EngineConfig, words: Sequence[str], action: str, execute: bool) -> int:
+    """Print the command of an action and return 0, or, if `execute` is true, run it and return its exit status."""
     if config.runs_immediately:
         raise ValueError(
             f"{action} does not apply to target={config.target}, which runs in the foreground. Stop it with Ctrl-C."
@@ -128,14 +128,14 @@ def _act(config: EngineConfig, words: Sequence[str], action: str, run: bool) -> 
     if action not in steps_by_action:
         available = f" Available: {', '.join(steps_by_action)}." if steps_by_action else ""
         raise ValueError(f"{action} is not available for target={config.target}.{available}")
-    if run:
+    if execute:
         return steps_by_action[action].run()
     print(steps_by_action[action].text())
     return 0
 
 
-def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str], run: bool) -> int:
-    """Print the commands that start a training run, or run them if `run` is true or the engine always runs them.
+def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str], execute: bool) -> int:
+    """Print the commands that start a training run, or run them if `execute` is true or the engine always runs them.
 
     Returns the exit status.
     """
@@ -146,7 +146,7 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
     plan = config.checked_plan(overrides)
     if name_added:
         print_message(f"added name={config.name}, so that a restart continues this run")
-    if not run and not config.runs_immediately:
+    if not execute and not config.runs_immediately:
         sys.stdout.write(plan.text())
         return 0
     for note in plan.notes:
@@ -177,32 +177,34 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
     flags = split_flags(overrides)[0]
     if config_path(flags) or not all(Path(folder).is_dir() for folder in config_dirs(flags)):
         return  # the folder may exist only on the hosts
-    training = parse_run(overrides)
-    rented = config.all_slices if isinstance(config, SliceConfig) else None
-    if rented is not None and training.config.target.name == AUTO_TARGET:
-        training = parse_run([*overrides, f"target={rented.name}", f"target.slices={rented.slices}"])
-    elif rented is not None:
-        _refuse_other_target(training.config.target, rented)
+    training_run = parse_run(overrides)
+    rented_target = config.all_slices if isinstance(config, SliceConfig) else None
+    if rented_target is not None and training_run.config.target.name == AUTO_TARGET:
+        training_run = parse_run([*overrides, f"target={rented_target.name}", f"target.slices={rented_target.slices}"])
+    elif rented_target is not None:
+        _refuse_other_target(training_run.config.target, rented_target)
     try:
-        refuse(training.problems())
+        refuse(training_run.problems())
     except ValueError as error:
         if isinstance(config, SliceConfig) and config.slice != config.target:
             raise ValueError(f"{config.slice_setting}: {error}") from error  # the user has not typed target=SLICE
         raise
 
 
-def _refuse_other_target(requested: TargetConfig, rented: TargetConfig) -> None:
+def _refuse_other_target(requested_target: TargetConfig, rented_target: TargetConfig) -> None:
     """Raise ValueError if the hardware that a training run requests differs from the rented slices."""
     hardware, rented_hardware = (
         (target.chip and target.chip.name, target.chips, target.topology, target.slices)
-        for target in (requested, rented)
+        for target in (requested_target, rented_target)
     )
     if hardware == rented_hardware:
         return
-    settings = f"target={rented.name}" + (f" target.slices={rented.slices}" if rented.slices > 1 else "")
+    settings = f"target={rented_target.name}" + (
+        f" target.slices={rented_target.slices}" if rented_target.slices > 1 else ""
+    )
     raise ValueError(
-        f"The training sets target={requested.describe()}, but valkyrie-launch starts it on {rented.describe()}. Write "
-        f"{settings} after --, or no target."
+        f"The training sets target={requested_target.describe()}, but valkyrie-launch starts it on "
+        f"{rented_target.describe()}. Write {settings} after --, or no target."
     )
 
 

@@ -101,7 +101,7 @@ def _predict(words: list[str]) -> int:
     else:
         if options.places is not None:
             raise ValueError("--places is only for a compiled module. A function has its own mesh.")
-        result = _predict_built(file, function, target, settings | {"time_limit_s": options.time_limit})
+        result = _predict_function(file, function, target, settings | {"time_limit_s": options.time_limit})
     sys.stdout.write(escape_control_characters(str(result)))
     if options.json is not None:
         write_atomic(options.json, dump(result.record), "--json FILE")
@@ -130,7 +130,7 @@ def split_function(module: str) -> tuple[Path, str | None]:
     return Path(module), None
 
 
-def _predict_built(file: Path, function: str, target: Slice, settings: dict[str, Any]) -> Any:
+def _predict_function(file: Path, function: str, target: Slice, settings: dict[str, Any]) -> Any:
     """Predict the program that a function in a Python file builds. Returns the `Result` of `valkyrie.predict`.
 
     Calls the function with the slice if it has a required argument, and otherwise without arguments. `settings` are
@@ -154,22 +154,22 @@ def _predict_built(file: Path, function: str, target: Slice, settings: dict[str,
         except Exception as error:  # of the user's code
             raise ValueError(f"{file} cannot be imported: {describe_error(error)}") from error
     build = _find_function(module, function, file)
-    required = [
+    required_parameters = [
         parameter for parameter in inspect.signature(build).parameters.values() if parameter.default is parameter.empty
     ]
     if hasattr(build, "lower"):
         raise ValueError(
             f"{source} is a jitted function. Name a function that returns it and its arguments: (step, (w, x))."
         )
-    if len(required) > 1:
-        names = ", ".join(parameter.name for parameter in required)
+    if len(required_parameters) > 1:
+        names = ", ".join(parameter.name for parameter in required_parameters)
         raise ValueError(
             f"{source} requires the arguments {names}, but only the slice is passed to it. Give the other arguments "
             "default values."
         )
     with explain_exit(f"{source} ended the process", "Return the step and its arguments instead."):
         try:
-            built = build(target) if required else build()
+            built = build(target) if required_parameters else build()
         except Exception as error:  # of the user's code
             raise ValueError(f"{source}: {describe_error(error)}") from error
         call = parse_built(built, source)

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(words: list[str]) -> int | None:
     arguments = _parser().parse_args(words)
-    _refuse_ignored(arguments)
+    _refuse_ignored_options(arguments)
     if arguments.wandb is not None:
         return main_wandb(arguments.wandb, arguments.group, arguments.dry_run)
     return _report(arguments)
@@ -30,10 +30,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Rank the layouts of sweeps. Writes a standalone HTML page, Markdown or CSV.",
         epilog="Example: valkyrie-report runs/laptop_8 --format md",
     )
-    parser.add_argument("paths", nargs="*", type=_path, metavar="PATH", help="a sweep's folder, or a folder of sweeps")
+    parser.add_argument(
+        "paths", nargs="*", type=_parse_path, metavar="PATH", help="a sweep's folder, or a folder of sweeps"
+    )
     parser.add_argument(
         "--output",
-        type=_path,
+        type=_parse_path,
         help="output file; default: report.html in the first PATH, or stdout (-) for md and csv",
     )
     parser.add_argument(
@@ -45,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse_ignored(arguments: argparse.Namespace) -> None:
+def _refuse_ignored_options(arguments: argparse.Namespace) -> None:
     """Raise ValueError for options that `--wandb` ignores or that need it."""
     if arguments.wandb is None and (arguments.group is not None or arguments.dry_run):
         raise ValueError("--group and --dry-run need --wandb ENTITY/PROJECT.")
@@ -63,15 +65,15 @@ def _output_format(format: str | None, output: Path | None) -> str:
     record of the sweep.
     """
     suffix = "" if output is None or str(output) == "-" else output.suffix.lower()
-    by_suffix = {"": None, ".html": "html", ".htm": "html", ".md": "md", ".csv": "csv"}
-    if suffix not in by_suffix:
+    format_by_suffix = {"": None, ".html": "html", ".htm": "html", ".md": "md", ".csv": "csv"}
+    if suffix not in format_by_suffix:
         raise ValueError(f"--output {output}: the name must end in .html, .md or .csv.")
-    if format is not None and by_suffix[suffix] not in (None, format):
+    if format is not None and format_by_suffix[suffix] not in (None, format):
         raise ValueError(f"--output {output} ends in {suffix}, but the format is {format}. Leave out --format.")
-    return format or by_suffix[suffix] or "html"
+    return format or format_by_suffix[suffix] or "html"
 
 
-def _path(text: str) -> Path:
+def _parse_path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty. Is a shell variable not set?")
     return Path(text)
@@ -96,16 +98,16 @@ def _report(arguments: argparse.Namespace) -> None:
                 f"{arguments_text}"
             )
         raise ValueError("PATH is missing. Pass a sweep folder, or a folder with sweeps. Example: valkyrie-report runs")
-    kind = _output_format(arguments.format, arguments.output)
-    if compared_sweeps and kind == "csv":
+    report_format = _output_format(arguments.format, arguments.output)
+    if compared_sweeps and report_format == "csv":
         raise ValueError("--compare is not supported with the format csv. Use --format html or --format md.")
     rows = read_rows(paths, say=lambda line: print(line, file=sys.stderr))
     comparison = compare(rows, *compared_sweeps) if compared_sweeps else None
-    if kind == "html":
+    if report_format == "html":
         text = render_page(rows, comparison)
     else:
-        text = as_csv(rows) if kind == "csv" else as_markdown(rows, comparison)
-    to_screen = str(arguments.output) == "-" or (arguments.output is None and kind != "html")
+        text = as_csv(rows) if report_format == "csv" else as_markdown(rows, comparison)
+    to_screen = str(arguments.output) == "-" or (arguments.output is None and report_format != "html")
     if to_screen:
         sys.stdout.write(text)
         return

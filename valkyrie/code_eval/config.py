@@ -74,11 +74,9 @@ def evaluation_problems(config: CodeEvalConfig) -> list[Problem]:
         languages = languages_of(read_problems(config.problems))
     except ValueError as error:
         return [Problem(ProblemCode.malformed, "code_eval.problems", config.problems, str(error))]
-    missing_tools = [LANGUAGES[language].missing(config.sandbox) for language in languages]
+    reasons = [LANGUAGES[language].find_machine_error(config.sandbox) for language in languages]
     key, value = "code_eval.problems", config.problems
-    problems = [
-        Problem(ProblemCode.missing, key, value, f"{key}={value}: {reason}.") for reason in missing_tools if reason
-    ]
+    problems = [Problem(ProblemCode.missing, key, value, f"{key}={value}: {reason}.") for reason in reasons if reason]
     if config.sandbox and not problems and (reason := sandbox_problem()):
         text = (
             f"code_eval.sandbox=true: {reason}. To run the model's programs without a sandbox, with access to "

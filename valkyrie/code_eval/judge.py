@@ -62,7 +62,7 @@ class CompletionResult:
     seconds: float
 
 
-def cut_completion(problem: CodingProblem, text: str) -> str:
+def truncate_completion(problem: CodingProblem, text: str) -> str:
     """Return a completion up to the end of the function, or all of it if the function does not end."""
     return text[: LANGUAGES[problem.language].function_end(text)]
 
@@ -78,7 +78,7 @@ def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> Co
     A completion that passes is run again with tests that always fail, and is rejected if it passes those too. This
     catches programs that circumvent their tests, which models learn to write under reinforcement learning.
     """
-    limits, completion = limits or Limits(), cut_completion(problem, text)
+    limits, completion = limits or Limits(), truncate_completion(problem, text)
     identity = (problem.name, problem.language, problem.difficulty, completion)
     if not completion.strip():
         return CompletionResult(*identity, compiled=False, passed=False, reason="the completion is empty", seconds=0.0)
@@ -118,16 +118,17 @@ def judge_all(
     pairs: Sequence[tuple[CodingProblem, str]],
     limits: Limits,
     workers: int | None = None,
-    stopped: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> list[CompletionResult] | None:
     """Judge completions, given as (problem, text), `workers` at a time (None: one per CPU core).
 
-    Returns the results in the order of `pairs`. Calls `stopped` before each completion, and skips the completion if the
-    call returns true. If any completion was skipped, returns None. Raises SandboxError if no sandbox could be created.
+    Returns the results in the order of `pairs`. Calls `should_stop` before each completion, and skips the completion if
+    the call returns true. If any completion was skipped, returns None. Raises SandboxError if no sandbox could be
+    created.
     """
 
     def judge_pair(pair: tuple[CodingProblem, str]) -> CompletionResult | None:
-        return None if stopped() else judge(*pair, limits)
+        return None if should_stop() else judge(*pair, limits)
 
     count = workers or len(os.sched_getaffinity(0))
     pool = ThreadPoolExecutor(count, thread_name_prefix="judge")
@@ -139,15 +140,15 @@ def judge_all(
     return finished_results if len(finished_results) == len(results) else None
 
 
-def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Estimate the probability that at least one of `k` samples passes, given that `passed` of `samples` did.
+def pass_at_k(sample_count: int, pass_count: int, k: int) -> float:
+    """Estimate the probability that at least one of `k` samples passes, given that `pass_count` of `sample_count` did.
 
     The unbiased estimator of the Codex paper (arXiv 2107.03374, equation 1): 1 - C(n-c, k) / C(n, k), where n is
-    `samples` and c is `passed`. Raises ValueError unless 1 <= k <= samples.
+    `sample_count` and c is `pass_count`. Raises ValueError unless 1 <= k <= sample_count.
     """
-    if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} needs 1 <= k <= {samples} samples.")
-    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+    if not 1 <= k <= sample_count:
+        raise ValueError(f"pass@{k} needs 1 <= k <= {sample_count} samples.")
+    return 1.0 - math.comb(sample_count - pass_count, k) / math.comb(sample_count, k)
 
 
 def summary(problems: Sequence[CodingProblem], results: Sequence[CompletionResult]) -> dict[str, float]:
@@ -164,13 +165,13 @@ def summary(problems: Sequence[CodingProblem], results: Sequence[CompletionResul
         for difficulty in DIFFICULTIES:
             if passed_results := [result.passed for result in language_results if result.difficulty == difficulty]:
                 rates[f"{language}_pass_rate_{difficulty}"] = _share(passed_results)
-        by_problem = [
+        passed_by_problem = [
             [r.passed for r in language_results if r.problem == p.name] for p in problems if p.language == language
         ]
-        samples = min(map(len, by_problem))
-        for k in sorted({k for k in PASS_AT if k <= samples} | {samples}):
+        sample_count = min(map(len, passed_by_problem))
+        for k in sorted({k for k in PASS_AT if k <= sample_count} | {sample_count}):
             rates[f"{language}_pass@{k}"] = _share(
-                [pass_at_k(len(outcomes), sum(outcomes), k) for outcomes in by_problem]
+                [pass_at_k(len(outcomes), sum(outcomes), k) for outcomes in passed_by_problem]
             )
     return rates
 

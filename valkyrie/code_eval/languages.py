@@ -47,7 +47,7 @@ class JudgeLanguage(ABC):
         """Return an error message if prompt and tests do not form a valid problem, else None."""
 
     @abstractmethod
-    def missing(self, isolated: bool) -> str | None:
+    def find_machine_error(self, isolated: bool) -> str | None:
         """Return an error message with a remedy if programs of this language cannot run on this machine, else None."""
 
     @abstractmethod
@@ -84,9 +84,9 @@ class Cpp(JudgeLanguage):
             return "C++ tests must have one `int main() {...}` that returns 0 if all tests pass"
         return None if prompt.rstrip().endswith("{") else "a C++ prompt must end with the { of its function"
 
-    def missing(self, isolated: bool) -> str | None:
-        """Return an error message if no compiler is found, else None. See `compiler` for `isolated`."""
-        if compiler(isolated) is not None:
+    def find_machine_error(self, isolated: bool) -> str | None:
+        """Return an error message if no compiler is found, else None. See `find_compiler` for `isolated`."""
+        if find_compiler(isolated) is not None:
             return None
         location = f" in {' or '.join(_SANDBOX_COMPILER_FOLDERS)}, which are visible in the sandbox" if isolated else ""
         names = ", ".join(COMPILERS)
@@ -107,7 +107,7 @@ class Cpp(JudgeLanguage):
         )
         source = f"{prompt}{completion}\n{renamed_tests}{wrapper}"
         options = ["-std=c++17", "-O1", "-w", "-pipe", "program.cpp", "-o", "program"]
-        compile_and_remove = ("sh", "-c", '"$@" && rm -f program.cpp', "sh", compiler(isolated) or COMPILERS[0])
+        compile_and_remove = ("sh", "-c", '"$@" && rm -f program.cpp', "sh", find_compiler(isolated) or COMPILERS[0])
         return Program({"program.cpp": source}, (*compile_and_remove, *options), ("./program",))
 
 
@@ -123,7 +123,7 @@ class Python(JudgeLanguage):
         """Return an error message if the prompt does not end with a line break, else None."""
         return None if prompt.endswith("\n") else "a Python prompt must end with a line break"
 
-    def missing(self, isolated: bool) -> str | None:
+    def find_machine_error(self, isolated: bool) -> str | None:
         """Return an error message if `isolated` and this Python cannot be mounted in a sandbox, else None."""
         if not isolated or sandbox_python() is not None:
             return None
@@ -143,10 +143,10 @@ class Python(JudgeLanguage):
         end = f'assert {"" if add_failing_test else "not "}list()\nprint(f\'{{int("{mask}") ^ int("{masked}"):032x}}\')'
         files = {"function.py": function, "program.py": f"{function}\n{tests}\n{end}\n"}
         parse = "compile(open('function.py', encoding='utf-8').read(), 'function.py', 'exec')"
-        return Program(files, (*python, parse), (*python, _RUN))
+        return Program(files, (*python, parse), (*python, _RUN_SCRIPT))
 
 
-_RUN = """
+_RUN_SCRIPT = """
 import os
 with open("program.py", encoding="utf-8") as file:
     code = compile(file.read(), "program.py", "exec")
@@ -172,7 +172,7 @@ LANGUAGES: dict[str, JudgeLanguage] = {"cpp": Cpp(), "python": Python()}
 
 
 @cache
-def compiler(isolated: bool = True, which: Callable[[str], str | None] = shutil.which) -> str | None:
+def find_compiler(isolated: bool = True, which: Callable[[str], str | None] = shutil.which) -> str | None:
     """Return the path of the first compiler of `COMPILERS` on this machine, or None.
 
     With `isolated`, ignores compilers in folders that are not visible in the sandbox. `which` finds a program by name,

@@ -39,7 +39,7 @@ TOOLS = ("unshare", "setpriv", "prlimit", "pivot_root", "mount", "umount", "sh")
 """Programs needed to build a sandbox."""
 OUTPUT_BYTES = 64 * 1024
 """Maximum output of a program, in bytes. A program that prints more is killed."""
-_FIRST_USER, _USERS = 1_900_000_000, 100_000
+_FIRST_USER, _USER_COUNT = 1_900_000_000, 100_000
 _SETUP_S = 20.0
 """Seconds allowed for creating the sandbox, and between steps. Ample, because the machine may be busy."""
 _user_numbers = itertools.count(os.getpid() * 64)
@@ -88,17 +88,19 @@ def run_steps(
         SandboxError: The sandbox could not be created.
     """
     with tempfile.TemporaryDirectory(prefix="valkyrie-code-", ignore_cleanup_errors=True) as folder:
-        inputs, root = Path(folder, "given"), Path(folder, "root")
-        inputs.mkdir()
+        input_folder, root = Path(folder, "given"), Path(folder, "root")
+        input_folder.mkdir()
         root.mkdir()
         for name, text in files.items():
-            with (inputs / name).open("w", encoding="utf-8", errors="replace") as file:
+            with (input_folder / name).open("w", encoding="utf-8", errors="replace") as file:
                 file.write(text)
         isolation = choose_isolation() if isolated else None
         python = sandbox_python()
         python_folder = None if python is None or python.folder.startswith("/usr") else python.folder
-        text = build_script(steps, inputs, root, isolation, visible_folders(), python_folder)
-        return _watch([*_namespace_command(isolation), "sh", "-c", text], steps, "/" if isolated else str(inputs))
+        script = build_script(steps, input_folder, root, isolation, visible_folders(), python_folder)
+        return _watch(
+            [*_namespace_command(isolation), "sh", "-c", script], steps, "/" if isolated else str(input_folder)
+        )
 
 
 def _namespace_command(isolation: Isolation | None) -> list[str]:
@@ -119,11 +121,11 @@ def choose_isolation() -> Isolation:
     If the user namespace of this process does not contain the unused IDs, root uses 65534 (`nobody`).
     """
     if os.geteuid() != 0:
-        return Isolation(None, nested=False, limits_processes=_counts_by_namespace())
-    user = _FIRST_USER + next(_user_numbers) % _USERS
+        return Isolation(None, forbids_namespaces=False, limits_processes=_counts_processes_per_namespace())
+    user = _FIRST_USER + next(_user_numbers) % _USER_COUNT
     if not _is_mapped(user):
         user = 65534
-    return Isolation(user, nested=_can_nest_namespaces(), limits_processes=True)
+    return Isolation(user, forbids_namespaces=_can_nest_namespaces(), limits_processes=True)
 
 
 def _is_mapped(user: int) -> bool:
@@ -135,7 +137,7 @@ def _is_mapped(user: int) -> bool:
     return False
 
 
-def _counts_by_namespace() -> bool:
+def _counts_processes_per_namespace() -> bool:
     """Return whether the kernel counts processes per user namespace (Linux 5.14), not per user."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return version is not None and (int(version[1]), int(version[2])) >= (5, 14)
@@ -220,7 +222,7 @@ def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> lis
                 start_new_session=True,
             )
         try:
-            return _ScriptWatcher(process, our_end, steps).results()
+            return _ScriptWatcher(process, our_end, steps).wait_for_results()
         finally:
             signal_group(process.pid, signal.SIGKILL)
             assert process.stdout is not None
@@ -234,11 +236,11 @@ class _ScriptWatcher:
     def __init__(self, process: subprocess.Popen[bytes], our_end: socket.socket, steps: Sequence[SandboxStep]) -> None:
         assert process.stdout is not None
         self.script_socket, self.stdout, self.steps = our_end, process.stdout.fileno(), steps
-        self.messages, self.output = b"", b""
-        self.done: list[SandboxStepResult] = []
+        self.message_buffer, self.output = b"", b""
+        self.step_results: list[SandboxStepResult] = []
         self.in_step, self.step_start, self.deadline = False, 0.0, time.monotonic() + _SETUP_S
 
-    def results(self) -> list[SandboxStepResult]:
+    def wait_for_results(self) -> list[SandboxStepResult]:
         """Return the results of the steps, up to the first failure. Raises SandboxError if a step could not start."""
         with selectors.DefaultSelector() as selector:
             for pipe in (self.script_socket.fileno(), self.stdout):
@@ -247,16 +249,16 @@ class _ScriptWatcher:
             while True:
                 selector.select(max(self.deadline - time.monotonic(), 0.0))
                 self._drain(selector)
-                while b"\n" in self.messages:
-                    line, _, self.messages = self.messages.partition(b"\n")
+                while b"\n" in self.message_buffer:
+                    line, _, self.message_buffer = self.message_buffer.partition(b"\n")
                     if self._handle(line):
-                        return self.done
+                        return self.step_results
                 exceeded_limit = "time" if time.monotonic() >= self.deadline else None
                 exceeded_limit = "output" if len(self.output) > OUTPUT_BYTES else exceeded_limit
                 if self.in_step and exceeded_limit:
-                    return [*self.done, self._step_result(137, exceeded_limit)]
+                    return [*self.step_results, self._step_result(137, exceeded_limit)]
                 if exceeded_limit or not selector.get_map():
-                    output = " ".join(_text(self.output).split())[-300:]
+                    output = " ".join(_decode(self.output).split())[-300:]
                     raise SandboxError(
                         f"the sandbox could not be created: {output or f'it did not start within {_SETUP_S:g} s'}"
                     )
@@ -265,16 +267,16 @@ class _ScriptWatcher:
         """Process one line from the script. Returns whether the script is done."""
         if line == b"begins":
             self.in_step, self.output, self.step_start = True, b"", time.monotonic()
-            self.deadline = self.step_start + self.steps[len(self.done)].time_s
+            self.deadline = self.step_start + self.steps[len(self.step_results)].time_s
             self.script_socket.send(b"go\n")
             return False
-        self.done.append(self._step_result(int(line), None))
+        self.step_results.append(self._step_result(int(line), None))
         self.in_step, self.deadline = False, time.monotonic() + _SETUP_S
-        return not self.done[-1].ok or len(self.done) == len(self.steps)
+        return not self.step_results[-1].ok or len(self.step_results) == len(self.steps)
 
     def _step_result(self, status: int, limit: str | None) -> SandboxStepResult:
         limit = "time" if status == 128 + signal.SIGXCPU else limit
-        return SandboxStepResult(status, _text(self.output), time.monotonic() - self.step_start, limit)
+        return SandboxStepResult(status, _decode(self.output), time.monotonic() - self.step_start, limit)
 
     def _drain(self, selector: selectors.BaseSelector) -> None:
         """Read the available data: first the script's messages, then the output of the current step. Does not block."""
@@ -292,8 +294,8 @@ class _ScriptWatcher:
                 if pipe == self.stdout:
                     self.output += piece
                 else:
-                    self.messages += piece
+                    self.message_buffer += piece
 
 
-def _text(output: bytes) -> str:
+def _decode(output: bytes) -> str:
     return output[: 2 * OUTPUT_BYTES].decode("utf-8", errors="replace")

@@ -43,41 +43,41 @@ class Isolation:
 
     Args:
         user: User ID of the programs if this process runs as root, or None to run them in a user namespace.
-        nested: Whether to run programs in a user namespace that forbids further ones. Necessary if unprivileged users
-            can create user namespaces, in which they could mount a tmpfs of any size.
+        forbids_namespaces: Whether to run programs in a user namespace that forbids further ones. Necessary if
+            unprivileged users can create user namespaces, in which they could mount a tmpfs of any size.
         limits_processes: Whether the kernel counts a sandbox's processes separately, so that their number can be
             limited.
     """
 
     user: int | None
-    nested: bool
+    forbids_namespaces: bool
     limits_processes: bool
 
 
 def build_script(
     steps: Sequence[SandboxStep],
-    inputs: Path,
+    input_folder: Path,
     root: Path,
     isolation: Isolation | None,
     folders: Sequence[str],
-    python: str | None = None,
+    python_folder: str | None = None,
 ) -> str:
     """Return the shell script that runs the steps.
 
     Args:
         steps: The steps, in order.
-        inputs: Folder with the program's files. The steps run on copies in a new root if isolated, else in place.
+        input_folder: Folder with the program's files. The steps run on copies in a new root if isolated, else in place.
         root: Empty folder for the new root.
         isolation: How to isolate the steps, or None to run them as this user.
         folders: System folders that the steps see, read-only.
-        python: Installation folder to mount at /python, or None.
+        python_folder: Installation folder to mount at /python, or None.
     """
     lines = ["set -eu", "exec 3<&0 </dev/null", "umask 022"]
     lines += ["ulimit -c 0"]
     if isolation is None:
-        lines += [f"cd {shlex.quote(str(inputs))}"]
+        lines += [f"cd {shlex.quote(str(input_folder))}"]
     else:
-        lines += _enter_new_root(inputs, root, isolation, folders, python)
+        lines += _enter_new_root(input_folder, root, isolation, folders, python_folder)
     for step in steps:
         command = shlex.join(_limited_command(step, isolation))
         lines += ["echo begins >&3", "read -r go <&3", "status=0", f"{command} 3<&- || status=$?", "echo $status >&3"]
@@ -86,17 +86,17 @@ def build_script(
 
 
 def _enter_new_root(
-    inputs: Path, root: Path, isolation: Isolation, folders: Sequence[str], python: str | None
+    input_folder: Path, root: Path, isolation: Isolation, folders: Sequence[str], python_folder: str | None
 ) -> list[str]:
     """Return the lines of the script that create and enter the new root, with copies of the input files in /box."""
     quoted_root, bind_flag = shlex.quote(str(root)), "--bind" if isolation.user is not None else "--rbind"
     lines = ["echo 1000 > /proc/self/oom_score_adj || true"]
     lines += [f"mount -t tmpfs -o size=4m,nr_inodes=1k,mode=755,nosuid,nodev none {quoted_root}", f"cd {quoted_root}"]
     mounts = [(folder, folder.lstrip("/")) for folder in folders]
-    mounts += [] if python is None else [(python, "python")]
+    mounts += [] if python_folder is None else [(python_folder, "python")]
     for folder, mount_point in mounts:
         source, target = shlex.quote(folder), shlex.quote(mount_point)
-        if Path(folder).is_symlink() and python != folder:
+        if Path(folder).is_symlink() and python_folder != folder:
             lines.append(f"ln -s {shlex.quote(str(Path(folder).readlink()))} {target}")
             continue
         make_target = f"mkdir -p {target}" if Path(folder).is_dir() else f"mkdir -p $(dirname {target}); : > {target}"
@@ -106,12 +106,12 @@ def _enter_new_root(
     for device in _DEVICES:
         lines += [f": > dev/{device}", f"mount --bind /dev/{device} dev/{device}"]
     lines += [f"mount -t tmpfs -o size={WORK_MIB}m,nr_inodes=4k,mode=700,nosuid,nodev none box"]
-    lines += [f"cp {shlex.quote(str(inputs))}/* box/ 2>/dev/null || true"]
+    lines += [f"cp {shlex.quote(str(input_folder))}/* box/ 2>/dev/null || true"]
     if isolation.user is not None:
         lines += [f"chown -R {isolation.user}:{isolation.user} box"]
     else:
         lines += [f"{_FORBID_USER_NAMESPACES} || true"]
-    mounts_proc = isolation.user is not None and isolation.nested
+    mounts_proc = isolation.user is not None and isolation.forbids_namespaces
     lines += ["mount -t proc -o nosuid,nodev,noexec none proc" if mounts_proc else "mount --rbind /proc proc"]
     lines += [
         f"mount -o remount,bind,ro,nosuid,nodev none {quoted_root}",
@@ -137,7 +137,7 @@ def _limited_command(step: SandboxStep, isolation: Isolation | None) -> list[str
         return unprivileged_command
     user = str(isolation.user)
     switch_user = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--no-new-privs"]
-    if not isolation.nested:
+    if not isolation.forbids_namespaces:
         return [*switch_user, "--inh-caps=-all", "--bounding-set=-all", *command]
     mount_empty_proc = "mount -t tmpfs -o ro,size=4k none /proc"
     inner_script = f"{_FORBID_USER_NAMESPACES}; {mount_empty_proc}; exec {shlex.join(unprivileged_command)}"
