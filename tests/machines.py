@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from valkyrie.compiled.hlo import Module, parse
+from valkyrie.compiled.hlo import Module, parse_module
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.platforms.tpu import ENVIRONMENT
 from valkyrie.hardware.position import Position
@@ -144,4 +144,4 @@ def compile_module(
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     with without_cache():
         compiled = jax.jit(function, compiler_options=options).lower(*arguments).compile()
-    return parse(serialised_module(compiled))
+    return parse_module(serialised_module(compiled))

@@ -25,7 +25,7 @@ from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints
 from valkyrie.cli import predict
 from valkyrie.cli.parser import output_error
-from valkyrie.compiled.dumped import MAX_FILE_BYTES, read_dumped
+from valkyrie.compiled.dumped import MAX_FILE_BYTES, read_dumped_module
 from valkyrie.config.mistakes import refuse_typos
 from valkyrie.config.refusals import describe_unknown_key
 from valkyrie.paths import DiskError
@@ -140,7 +140,7 @@ def test_an_implausibly_large_module_is_not_read(tmp_path: Path):
     with (tmp_path / "step.hlo").open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(ValueError, match="too large for a module"):
-        read_dumped(tmp_path / "step.hlo")
+        read_dumped_module(tmp_path / "step.hlo")
 
 
 def test_a_search_json_without_a_request_is_refused(tmp_path: Path, monkeypatch, capfd):

@@ -22,9 +22,9 @@ import valkyrie
 from machines import needs_libtpu
 from valkyrie.compiled.collectives import collective_uses, find_cause
 from valkyrie.compiled.flops import model_flops
-from valkyrie.compiled.hlo import parse
+from valkyrie.compiled.hlo import parse_module
 from valkyrie.compiled.shards import match_shard
-from valkyrie.compiled.whole import AxisPart, WholeProgram, parse_sharding
+from valkyrie.compiled.whole import AxisPart, UnpartitionedProgram, parse_sharding
 from valkyrie.machine.replay import Cost, Replay
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.checked import CheckedProgram
@@ -88,9 +88,9 @@ def compile_program(mesh: Mesh, jitted: Any, arguments: tuple[Any, ...], usable:
     `usable` is the memory of a device in bytes.
     """
     lowered = jitted.lower(*arguments)
-    whole = WholeProgram.from_lowered(lowered)
+    whole = UnpartitionedProgram.from_lowered(lowered)
     with without_cache():  # cached programs may have the line numbers of an earlier version of this file
-        module = parse(serialised_module(lowered.compile()))
+        module = parse_module(serialised_module(lowered.compile()))
     return CheckedProgram(whole, module, dict(mesh.shape), None, MemoryReport(peak=1, usable=int(usable)))
 
 

@@ -181,7 +181,7 @@ def test_unreadable_programs_and_profiler_failures_do_not_end_a_training(
     def taken(_: Any) -> None:
         raise RuntimeError("Only one profile may be run at a time.")
 
-    monkeypatch.setattr(compiled, "parse", unreadable)
+    monkeypatch.setattr(compiled, "parse_module", unreadable)
     monkeypatch.setattr(profile, "tracing", taken)
     assert run_train(*tiny_arguments(tmp_path, "steps=3", "profile=2-3")) == 0
     out = capfd.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 from valkyrie.compiled.flops import product_flops
 from valkyrie.compiled.groups import permute_pairs, replica_groups
 from valkyrie.compiled.hbm import hbm_bytes, is_bandwidth_bound
-from valkyrie.compiled.hlo import Module, parse
+from valkyrie.compiled.hlo import Module, parse_module
 from valkyrie.compiled.loops import constant_value, trip_count
 from valkyrie.train.program import serialised_module
 
@@ -21,7 +21,7 @@ def module_of(function, *shapes: tuple[int, ...]) -> Module:
     """Return the module of a function compiled for one CPU device."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     compiled = jax.jit(function).lower(*arguments).compile()
-    return parse(serialised_module(compiled))
+    return parse_module(serialised_module(compiled))
 
 
 def loops(module: Module) -> list[int | None]:
@@ -37,16 +37,16 @@ def test_instructions_are_in_execution_order():
         "ENTRY e {\n  a = f32[8,128] parameter(0)\n  late = f32[8,128] negate(a)\n"
         "  early = f32[8,128] exponential(a)\n  ROOT r = f32[8,128] add(late, early)\n}\n"
     )
-    module = parse(text)
+    module = parse_module(text)
     assert [i.name for i in module.entry.instructions] == ["a", "late", "early", "r"]
-    assert module.scheduled and module.partitions == 8
+    assert module.is_scheduled and module.num_partitions == 8
     assert module.entry.root is module.instructions["r"]
     assert [o.name for o in module.instructions["r"].operands] == ["late", "early"]
 
 
 def test_bytes_without_a_computation_are_refused():
     with pytest.raises(ValueError, match=r"\b0 bytes\b"):
-        parse(b"")
+        parse_module(b"")
 
 
 def test_shapes_have_bytes_padding_and_memory_space():
@@ -56,9 +56,9 @@ def test_shapes_have_bytes_padding_and_memory_space():
         ' custom_call_target="x"\n}\n'
     )
     text = text.replace("->bf16[3,5,100]}", "->(bf16[3,5,100], s4[7], token[])}")
-    whole = parse(text).instructions["r"].shape
+    whole = parse_module(text).instructions["r"].shape
     first, second, token = whole.leaves
-    assert (first.bytes, first.padded_bytes, first.memory) == (3 * 5 * 100 * 2, 3 * 8 * 128 * 2, 1)
+    assert (first.bytes, first.padded_bytes, first.memory_space) == (3 * 5 * 100 * 2, 3 * 8 * 128 * 2, 1)
     assert (second.bytes, token.bytes, whole.bytes) == (4, 0, 3004)
 
 
@@ -124,12 +124,12 @@ ENTRY e {
 def test_a_loop_bound_hoisted_into_the_tuple_is_found(start, limit, step, direction, count):
     text = LOOP.replace("LEFT", "ci").replace("RIGHT", "cn").replace("DIRECTION", direction)
     text = text.replace("START", str(start)).replace("LIMIT", str(limit)).replace("STEP", str(step))
-    assert loops(parse(text)) == [count]
+    assert loops(parse_module(text)) == [count]
 
 
 def test_a_loop_bound_on_the_left_is_equivalent():
     text = LOOP.replace("LEFT", "cn").replace("RIGHT", "ci").replace("DIRECTION", "GT")
-    assert loops(parse(text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1"))) == [6]
+    assert loops(parse_module(text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1"))) == [6]
 
 
 def test_a_loop_bound_copied_asynchronously_in_each_iteration_is_found():
@@ -141,7 +141,7 @@ def test_a_loop_bound_copied_asynchronously_in_each_iteration_is_found():
     inside = begun.format(indent="", n=2, source="n", name="kept")
     text = text.replace("  ROOT t =", f"  {inside}\n  ROOT t =").replace("tuple(next, n,", "tuple(next, kept,")
     assert text.count("copy-done") == 2 and "(next, kept" in text
-    assert loops(parse(text)) == [6]
+    assert loops(parse_module(text)) == [6]
 
 
 def test_a_loop_with_a_data_dependent_bound_has_no_count():
@@ -150,7 +150,7 @@ def test_a_loop_with_a_data_dependent_bound_has_no_count():
 
 
 def test_a_constant_is_found_through_tuples_and_copies():
-    module = parse(
+    module = parse_module(
         LOOP.replace("LEFT", "ci")
         .replace("RIGHT", "cn")
         .replace("DIRECTION", "LT")
@@ -172,7 +172,7 @@ GROUPS = {
 
 
 def reduced(groups: str) -> Module:
-    return parse(
+    return parse_module(
         HEAD + "add {\n  l = f32[] parameter(0)\n  r = f32[] parameter(1)\n  ROOT s = f32[] add(l, r)\n}\n"
         "ENTRY e {\n  a = f32[8,128] parameter(0)\n  ROOT g = f32[8,128] all-reduce(a), channel_id=1, "
         f"replica_groups={groups}, use_global_device_ids=true, to_apply=add\n}}\n"
@@ -215,7 +215,7 @@ def test_groups_of_different_sizes_are_separate():
 
 
 def test_a_permute_keeps_the_pairs_that_leave_their_device():
-    module = parse(
+    module = parse_module(
         HEAD + "ENTRY e {\n  a = f32[8,128] parameter(0)\n  ROOT g = f32[8,128] collective-permute(a), channel_id=1, "
         "source_target_pairs={{0,1},{1,0},{2,2}}\n}\n"
     )
@@ -245,7 +245,7 @@ def test_a_convolution_counts_only_positions_inside_the_input(stride, padding, w
         f"  ROOT c = f32[{batch},{out},{features}] convolution(a, k), window={{size={taps} stride={stride} "
         f"pad={padding[0]}_{padding[1]} rhs_dilate={window} lhs_dilate={base}}}, dim_labels=b0f_0io->b0f\n}}\n"
     )
-    counted = flops(parse(text))
+    counted = flops(parse_module(text))
     assert counted == 2 * batch * channels * features * meet
 
 
@@ -278,7 +278,7 @@ ENTRY e {
 
 
 def test_a_fusion_moves_the_bytes_it_accesses_not_all_of_its_operands():
-    at = parse(FUSED).instructions
+    at = parse_module(FUSED).instructions
     row = 128 * 4
     index = 4
     assert hbm_bytes(at["in_place"]) == 2 * row + index
@@ -287,6 +287,6 @@ def test_a_fusion_moves_the_bytes_it_accesses_not_all_of_its_operands():
 
 
 def test_operations_that_move_data_between_lanes_are_not_elementwise():
-    at = parse(FUSED).instructions
+    at = parse_module(FUSED).instructions
     assert is_bandwidth_bound(at["plain"]) and is_bandwidth_bound(at["in_place"])
     assert not is_bandwidth_bound(at["turned"])

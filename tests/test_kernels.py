@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from machines import CHIPS
-from valkyrie.compiled.hlo import parse
+from valkyrie.compiled.hlo import parse_module
 from valkyrie.hardware.chips import known_chips
 from valkyrie.machine.kernels import kernel_cost
 from valkyrie.machine.operations import OpCosts
@@ -35,7 +35,7 @@ def splash(kernel, blocks, body):
     name, result, operands = kernel
     metadata = json.dumps({"xprof_metadata": json.dumps(blocks)}).replace("\\", "\\\\").replace('"', r"\"")
     before, entry = body
-    module = parse(
+    module = parse_module(
         f"HloModule m, is_scheduled=true\n{before}ENTRY e {{\n{entry}"
         f'  ROOT {name} = {result} custom-call(m, m, {operands}), custom_call_target="tpu_custom_call", '
         f'frontend_attributes={{kernel_metadata="{metadata}"}}\n}}\n'

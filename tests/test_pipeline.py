@@ -20,7 +20,7 @@ from helpers import (
     small_run,
 )
 from valkyrie.compiled.collectives import collective_uses
-from valkyrie.compiled.hlo import parse
+from valkyrie.compiled.hlo import parse_module
 from valkyrie.parallel.partition import PipelineSchedule, RoleKind
 from valkyrie.parallel.pipeline import SEND_SCOPE
 from valkyrie.parallel.schedule import Pipeline
@@ -85,7 +85,7 @@ def test_pipelines_take_the_same_steps_as_one_device(model: str, partition: str,
 def test_a_compiled_step_has_the_sends_of_the_formula(overrides: tuple[str, ...], sends: int, kept: int):
     arguments = ("mesh=1x1x4", "partition=pp", "microbatches=8", "batch=32", "model.layers=8", "seq=16", *overrides)
     run = small_run("gpt_tiny", *arguments)
-    module = parse(serialised_module(make_program(run).compile_step()))
+    module = parse_module(serialised_module(make_program(run).compile_step()))
     uses = [use for use in collective_uses(module, run.config.mesh.axes) if SEND_SCOPE in use.op_name]
     assert {(use.kind, use.mesh_axes) for use in uses} == {("collective-permute", ("z",))}
     pipeline = run.layout.pipeline

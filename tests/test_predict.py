@@ -19,7 +19,7 @@ import valkyrie
 from machines import needs_libtpu
 from valkyrie.cli.predict import main, parse_mesh_axes
 from valkyrie.compiled.collectives import CollectiveUse
-from valkyrie.compiled.dumped import read_dumped
+from valkyrie.compiled.dumped import read_dumped_module
 from valkyrie.compiled.schema import dump_class
 from valkyrie.hardware.position import Position
 from valkyrie.machine.replay import Cost
@@ -131,7 +131,7 @@ def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
     assert f"iconv -f UTF-16 -t UTF-8 {file}." in refusal(file, STEP.encode("utf-16"))
     assert "step.hlo is compressed with gzip. Decompress it with gunzip." in refusal(file, gzip.compress(proto))
     file.write_text(STEP, encoding="utf-8-sig")
-    assert read_dumped(file).devices == 8
+    assert read_dumped_module(file).device_count == 8
     damaged = refusal(file, STEP.replace("all-reduce(p)", "all-redu(p)"))
     assert "expects opcode but sees: all-redu" in damaged and "--xla_dump_to=" in damaged
     assert "complete HloProto" in refusal(file, proto[: len(proto) // 2])
@@ -141,9 +141,9 @@ def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
     assert "8 replicas" in refusal(file, STEP.replace("num_partitions=8", "replica_count=8"))
     assert "for a GPU" in refusal(file, STEP.replace("OtherKernel", "__cublas$gemm"))
     with pytest.raises(ValueError, match="does not exist"):
-        read_dumped(tmp_path / "no.hlo")
+        read_dumped_module(tmp_path / "no.hlo")
     with pytest.raises(ValueError, match="is a folder"):
-        read_dumped(tmp_path)
+        read_dumped_module(tmp_path)
 
 
 def test_a_module_for_cpus_is_refused(tmp_path: Path):

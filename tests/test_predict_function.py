@@ -264,7 +264,9 @@ def test_a_compile_that_exceeds_its_time_limit_is_stopped(
     pid: Path, mesh: Mesh, target: valkyrie.Slice, monkeypatch: pytest.MonkeyPatch
 ):
     fail_with(monkeypatch, "time.sleep(600)")
-    monkeypatch.setattr(predict.WholeProgram, "from_lowered", lambda lowered: pytest.fail("only a result needs it"))
+    monkeypatch.setattr(
+        predict.UnpartitionedProgram, "from_lowered", lambda lowered: pytest.fail("only a result needs it")
+    )
     function, arguments = products(mesh)
     result = valkyrie.predict(function, *arguments, slice=target, time_limit_s=0.5)
     assert result.status == "timeout" and "exceeded time_limit_s=0.5 seconds" in (result.reason or "")

@@ -13,7 +13,7 @@ from helpers import compose_run, make_batch, make_program
 from runs import TINY_ARGUMENTS
 from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.communication import CollectiveTime
-from valkyrie.compiled.hlo import Module, parse
+from valkyrie.compiled.hlo import Module, parse_module
 from valkyrie.search.measure import profile
 from valkyrie.search.measure.profile import (
     STEPS,
@@ -79,7 +79,7 @@ def test_a_real_trace_has_every_run_of_every_collective():
     run = compose_run(*TINY_ARGUMENTS, "mesh=2x2x2", "partition=2d_tp", "model.layers=2")
     program = make_program(run)
     compiled = program.lower_step().compile()
-    module, state, batch = parse(serialised_module(compiled)), program.init(0), program.place(make_batch(run))
+    module, state, batch = parse_module(serialised_module(compiled)), program.init(0), program.place(make_batch(run))
 
     def step() -> object:
         nonlocal state
@@ -113,7 +113,7 @@ def times_of(**seconds: float) -> list[CollectiveTime]:
 
 
 def test_collective_times_are_medians_over_runs_and_means_over_devices():
-    collectives = collectives_by_operation(parse(TWO_GROUPS), AXES)
+    collectives = collectives_by_operation(parse_module(TWO_GROUPS), AXES)
     reduce, gather = "all-reduce-start.1", "all-gather.2"
     times = {"0": (1.0, 2.0, 30.0), "1": (3.0, 4.0, 50.0)}
     events = [Event(reduce, device, run, 0.0, s) for device, runs in times.items() for run, s in enumerate(runs)]
@@ -123,7 +123,7 @@ def test_collective_times_are_medians_over_runs_and_means_over_devices():
 
 
 def test_collectives_that_overlap_count_once():
-    collectives = collectives_by_operation(parse(TWO_GROUPS), AXES)
+    collectives = collectives_by_operation(parse_module(TWO_GROUPS), AXES)
     reduce, gather = "all-reduce-start.1", "all-gather.2"
     times = [(reduce, 0.0, 4.0), (reduce, 1.0, 2.0), (gather, 2.0, 4.0)]
     events = [Event(op, "0", 0, start, seconds) for op, start, seconds in times]
@@ -133,7 +133,7 @@ def test_collectives_that_overlap_count_once():
 
 
 def test_gpu_kernels_are_matched_to_operations_without_run_numbers(tmp_path: Path):
-    module = parse(TWO_GROUPS)
+    module = parse_module(TWO_GROUPS)
     kernels = [("ncclDevKernel_AllReduce", "all-reduce-start.1", 30), ("gemm", "p", 99), ("memset", None, 7)]
     stream = {"Stream #14(Compute)": kernels * STEPS}
     times = seconds_by_axes(
@@ -144,7 +144,7 @@ def test_gpu_kernels_are_matched_to_operations_without_run_numbers(tmp_path: Pat
 
 
 def test_only_the_line_of_operations_is_read(tmp_path: Path):
-    module = parse(TWO_GROUPS)
+    module = parse_module(TWO_GROUPS)
     operations = [("%all-gather.2 = f32[128] all-gather(f32[64] %x)", None, 12)] * STEPS
     lines = {"XLA Ops": operations, "Async XLA Ops": operations}
     times = seconds_by_axes(
@@ -170,7 +170,7 @@ def test_the_reason_is_reported_if_there_is_no_trace(monkeypatch: pytest.MonkeyP
     if wrong == "profiler":
         jax.profiler.start_trace(tempfile.mkdtemp())
     try:
-        result = collective_times(lambda: None, parse(TWO_GROUPS), AXES, None)
+        result = collective_times(lambda: None, parse_module(TWO_GROUPS), AXES, None)
     finally:
         if wrong == "profiler":
             jax.profiler.stop_trace()

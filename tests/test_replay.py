@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from machines import CHIPS, make_machine, make_topology
 from valkyrie.compiled.collectives import collective_uses
-from valkyrie.compiled.hlo import Module, parse
+from valkyrie.compiled.hlo import Module, parse_module
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import Links, Transfer
 from valkyrie.machine.replay import Replay, replay
@@ -28,7 +28,7 @@ BYTES = 1024 * 1024 * 4
 
 
 def program(body: str, head: str = HEAD) -> Module:
-    return parse(head + "ENTRY e {\n  a = f32[1024,1024] parameter(0)\n" + body + "}\n")
+    return parse_module(head + "ENTRY e {\n  a = f32[1024,1024] parameter(0)\n" + body + "}\n")
 
 
 def work(name: str, operand: str, cycles: int) -> str:
@@ -169,7 +169,7 @@ def test_a_product_without_a_cycle_estimate_runs_at_the_bfloat16_peak():
     sizes = "bf16[8192,8192]"
     product = f"  ROOT d = {sizes} dot(a, a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n"
     result = replay(
-        parse(f"{HEAD}ENTRY e {{\n  a = {sizes} parameter(0)\n{product}}}\n"),
+        parse_module(f"{HEAD}ENTRY e {{\n  a = {sizes} parameter(0)\n{product}}}\n"),
         make_machine("v5e", make_topology((8, 8))),
     )
     (part,) = result.parts
@@ -245,7 +245,7 @@ def test_bytes_are_counted_for_cpu_programs():
     a = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
     b = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=columns)
     compiled = jax.jit(lambda a, b: a @ b, out_shardings=rows).lower(a, b).compile()
-    module = parse(serialised_module(compiled))
+    module = parse_module(serialised_module(compiled))
     (use,) = collective_uses(module, {"x": 2, "y": 4})
     assert (use.kind, use.mesh_axes, use.calls) == ("all-reduce", ("y",), 1)
     assert use.bytes_sent == 2 * 3 / 4 * (32 * 128 * 4)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from helpers import compose_run
 from machines import CHIPS, compile_module, needs_libtpu, tpu_mesh
-from valkyrie.compiled.hlo import parse
+from valkyrie.compiled.hlo import parse_module
 from valkyrie.hardware.chips import known_chips
 from valkyrie.machine import assumptions
 from valkyrie.machine.replay import Replay, replay
@@ -273,7 +273,7 @@ def test_flops_of_a_step_equal_those_of_the_model(model):
     run, raw = step(model, *SMALL, *FAMILIES[model])
     _, machine = tpu_mesh("v4:2x2x1")
     chip = replace(machine.chip, splash_bundles=known_chips()["v4"].splash_bundles)
-    result = replay(parse(raw), replace(machine, chip=chip))
+    result = replay(parse_module(raw), replace(machine, chip=chip))
     assert result.flops == pytest.approx(expected_flops(run, 4), rel=0.03)
     assert sum(part.seconds for part in result.parts) == pytest.approx(result.step_s)
     assert not result.notes
@@ -285,5 +285,5 @@ def test_a_module_is_parsed_and_replayed_in_two_seconds_per_megabyte():
     _, raw = step("longformer_125m", *SMALL, *FAMILIES["longformer_125m"])
     _, machine = tpu_mesh("v4:2x2x1")
     begin = time.process_time()  # of this process alone: the machine may be busy
-    replay(parse(raw), machine)
+    replay(parse_module(raw), machine)
     assert time.process_time() - begin < 2.0 * max(len(raw) / 1e6, 1.0)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.compiled.hlo import Shape, parse
-from valkyrie.compiled.whole import Argument, WholeProgram
+from valkyrie.compiled.hlo import Shape, parse_module
+from valkyrie.compiled.whole import Argument, UnpartitionedProgram
 from valkyrie.foreign_errors import Allocation
 from valkyrie.report.program import program_page
 from valkyrie.results import Result
@@ -35,7 +35,7 @@ def test_arguments_are_listed_with_the_axes_that_do_not_shard_them():
 
     parameters = {"w": struct(), "v": struct(("data", "model"))}
     lowered = jax.jit(step).lower(parameters, struct(), struct(None, "model"))
-    arguments = list_arguments(WholeProgram.from_lowered(lowered), mesh.shape)
+    arguments = list_arguments(UnpartitionedProgram.from_lowered(lowered), mesh.shape)
     assert [(each.name, each.shape, each.bytes) for each in arguments] == [
         ("params['w']", "bf16[64,128]", 2 * 64 * 128),
         ("x", "bf16[64,128]", 2 * 64 * 32),
@@ -43,12 +43,12 @@ def test_arguments_are_listed_with_the_axes_that_do_not_shard_them():
     ]
     assert [each.replicated_over for each in arguments] == [{"data": 2, "model": 4}, {"data": 2}, {}]
     assert arguments[0].savable == 7 * arguments[0].bytes / 8
-    unsharded = WholeProgram.from_lowered(jax.jit(lambda x: x).lower(jnp.zeros(8)))
+    unsharded = UnpartitionedProgram.from_lowered(jax.jit(lambda x: x).lower(jnp.zeros(8)))
     assert list_arguments(unsharded, mesh.shape) == []
 
 
 def test_uneven_arguments_and_parts_of_axes_have_the_bytes_of_the_largest_shard():
-    whole = WholeProgram.from_lowered(jax.jit(lambda x: x).lower(jnp.zeros(8)))
+    whole = UnpartitionedProgram.from_lowered(jax.jit(lambda x: x).lower(jnp.zeros(8)))
     shape, part, rest = Shape("bf16", (9, 128), 16), ("data", 2), ("data", None)
     whole.arguments = tuple(Argument("x", shape, ((axis,), ()), False) for axis in (part, rest))
     arguments = list_arguments(whole, {"data": 4, "model": 2})
@@ -111,7 +111,7 @@ ENTRY main {
 
 
 def test_results_of_loops_are_listed_with_their_padded_size():
-    entries = list_results(parse(MODULE))
+    entries = list_results(parse_module(MODULE))
     assert {entry.shape for entry in entries} == {"f32[8,128]", "f32[4,128]"}, "the array in VMEM is left out"
     assert Allocation(4096, "f32[4,128]", "jit(step)/b", "a.py:2") in entries
     assert entries.count(Allocation(4096, "f32[8,128]", "jit(step)/neg", "a.py:3")) == 1

@@ -25,7 +25,7 @@ KINDS = (
 """Opcodes of collectives, without `-start`."""
 
 FUSED_CONFIG_KEY = "async_collective_fusion_config"
-"""Key in `Instruction.config` of the collectives that the compiler fuses into matrix products."""
+"""Key in `Instruction.backend_config` of the collectives that the compiler fuses into matrix products."""
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 """Custom calls that mark the fusions where a collective starts and ends. Fusions in between execute parts of it."""
 
@@ -76,14 +76,14 @@ class CollectiveUse:
         """Return a copy with calls, bytes and seconds set to zero."""
         return replace(self, calls=0.0, bytes_sent=0.0, bytes_by_torus_axis={}, busy_s=0.0, exposed_s=0.0)
 
-    def add(self, other: CollectiveUse, times: float | int) -> None:
-        """Add the calls, bytes and seconds of another use, multiplied by `times`."""
-        self.calls += times * other.calls
-        self.bytes_sent += times * other.bytes_sent
-        self.busy_s += times * other.busy_s
-        self.exposed_s += times * other.exposed_s
+    def add(self, other: CollectiveUse, factor: float | int) -> None:
+        """Add the calls, bytes and seconds of another use, multiplied by `factor`."""
+        self.calls += factor * other.calls
+        self.bytes_sent += factor * other.bytes_sent
+        self.busy_s += factor * other.busy_s
+        self.exposed_s += factor * other.exposed_s
         for axis, bytes_sent in other.bytes_by_torus_axis.items():
-            self.bytes_by_torus_axis[axis] = self.bytes_by_torus_axis.get(axis, 0.0) + times * bytes_sent
+            self.bytes_by_torus_axis[axis] = self.bytes_by_torus_axis.get(axis, 0.0) + factor * bytes_sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,25 +139,25 @@ def min_bytes_sent(kind: str, full_bytes: float, members: int) -> float:
     ) * full_bytes
 
 
-def slice_mask(slices: Sequence[int], partitions: int) -> np.ndarray | None:
+def slice_mask(slice_by_device: Sequence[int], num_partitions: int) -> np.ndarray | None:
     """Return a mask of the devices in the first slice if a module was compiled for one slice.
 
     Returns None if the module was compiled for all devices. For several slices, libtpu compiles one slice's program,
     and its replica groups number only that slice's devices.
-    Raises ValueError if `partitions` is neither the number of devices in a slice nor in all slices.
+    Raises ValueError if `num_partitions` is neither the number of devices in a slice nor in all slices.
 
     Args:
-        slices: The slice of each device.
-        partitions: Number of devices that the module was compiled for.
+        slice_by_device: The slice of each device.
+        num_partitions: Number of devices that the module was compiled for.
     """
-    mask = np.asarray(slices) == slices[0]
-    if partitions not in (len(mask), np.count_nonzero(mask)):
+    mask = np.asarray(slice_by_device) == slice_by_device[0]
+    if num_partitions not in (len(mask), np.count_nonzero(mask)):
         sharding = "Shard its arguments over the mesh: NamedSharding(mesh, PartitionSpec(...))."
         raise ValueError(
-            f"The module was compiled for {partitions} device{'s' * (partitions != 1)}, not for the {len(mask)} of "
-            f"this mesh. {sharding if partitions == 1 else 'Compile it for this mesh.'}"
+            f"The module was compiled for {num_partitions} device{'s' * (num_partitions != 1)}, not for the "
+            f"{len(mask)} of this mesh. {sharding if num_partitions == 1 else 'Compile it for this mesh.'}"
         )
-    return mask if partitions < len(mask) else None
+    return mask if num_partitions < len(mask) else None
 
 
 class CollectiveReader:
@@ -172,21 +172,21 @@ class CollectiveReader:
         slices: The slice of each device of the mesh, or None for contiguous blocks of equal size.
     """
 
-    def __init__(self, module: Module, mesh_axes: dict[str, int], slices: Sequence[int] | None = None) -> None:
+    def __init__(self, module: Module, mesh_axes: dict[str, int], slice_by_device: Sequence[int] | None = None) -> None:
         mesh_shape = tuple(mesh_axes.values())
         device_count = math.prod(mesh_shape)
-        if slices is None:
-            slices = [device // module.partitions for device in range(device_count)]
-        in_first_slice = slice_mask(slices, module.partitions)
-        slice_by_position = np.asarray(slices).reshape(mesh_shape)
+        if slice_by_device is None:
+            slice_by_device = [device // module.num_partitions for device in range(device_count)]
+        in_first_slice = slice_mask(slice_by_device, module.num_partitions)
+        slice_by_position = np.asarray(slice_by_device).reshape(mesh_shape)
         mesh_coords = np.stack(np.unravel_index(np.arange(device_count), mesh_shape), axis=-1)
         self._module = module
-        self._axes = mesh_axes
+        self._mesh_axes = mesh_axes
         self._slices = len(np.unique(slice_by_position))
         self._slice_axes = tuple(name for d, name in enumerate(mesh_axes) if np.diff(slice_by_position, axis=d).any())
         self._mesh_coords = mesh_coords if in_first_slice is None else mesh_coords[in_first_slice]
         self._cache: dict[str, Collective] = {}
-        self._algorithms: dict[tuple[str, bytes], Mapping[str, Any]] | None = None
+        self._configs_by_groups: dict[tuple[str, bytes], Mapping[str, Any]] | None = None
 
     def read(self, instruction: Instruction, kind: str | None = None, caller: Instruction | None = None) -> Collective:
         """Parse a collective instruction. The result is cached by instruction and `kind`.
@@ -204,7 +204,7 @@ class CollectiveReader:
 
     def _read(self, instruction: Instruction, kind: str, caller: Instruction | None) -> Collective:
         operand_bytes = float(
-            sum(o.shape.bytes for o in instruction.operands if o.shape.elements != 1 or len(o.shape.dims))
+            sum(o.shape.bytes for o in instruction.operands if o.shape.element_count != 1 or len(o.shape.dims))
         )
         operand_bytes = operand_bytes or float(sum(o.shape.bytes for o in instruction.operands))
         op_name, source = find_cause(instruction)
@@ -214,35 +214,36 @@ class CollectiveReader:
             pairs = permute_pairs(instruction)
             bytes_sent = operand_bytes if len(pairs) else 0.0
             return Collective(kind, self._varying_axes(pairs), op_name, source, bytes_sent, operand_bytes, pairs=pairs)
-        group_arrays = [g for g in replica_groups(instruction, self._module.partitions) if g.shape[1] > 1]
+        group_arrays = [g for g in replica_groups(instruction, self._module.num_partitions) if g.shape[1] > 1]
         if not group_arrays:
             return Collective(kind, (), op_name, source, 0.0)
         groups = max(group_arrays, key=lambda g: g.shape[1])
         full_bytes = operand_bytes * groups.shape[1] if kind == "all-gather" else operand_bytes
         bytes_sent = min_bytes_sent(kind, full_bytes, groups.shape[1])
         axes = self._varying_axes(groups)
-        config = instruction.config
+        config = instruction.backend_config
         if FUSED_CONFIG_KEY in config:
-            config = self._stated_algorithms().get((kind, groups.tobytes()), config)
+            config = self._algorithm_configs().get((kind, groups.tobytes()), config)
         return Collective(kind, axes, op_name, source, bytes_sent, full_bytes, groups=groups, config=config)
 
-    def _stated_algorithms(self) -> dict[tuple[str, bytes], Mapping[str, Any]]:
+    def _algorithm_configs(self) -> dict[tuple[str, bytes], Mapping[str, Any]]:
         """Return the backend configurations that name an algorithm, by kind of collective and replica groups.
 
         Collectives fused into matrix products do not name their algorithm. They are assumed to use the algorithm of a
         standalone collective of the same kind over the same groups. If standalone collectives use several algorithms,
         the first in alphabetical order is chosen, so rings (`1DAllGather`) precede routers (`AllGatherWithNetRouter`).
         """
-        if self._algorithms is None:
-            self._algorithms = {}
+        if self._configs_by_groups is None:
+            self._configs_by_groups = {}
             instructions = (i for c in self._module.computations for i in c.instructions if collective_kind(i.opcode))
-            instructions_with_algorithm = [i for i in instructions if "collective_algorithm_config" in i.config]
+            instructions_with_algorithm = [i for i in instructions if "collective_algorithm_config" in i.backend_config]
             for i in sorted(
-                instructions_with_algorithm, key=lambda i: i.config["collective_algorithm_config"].get("emitter", "")
+                instructions_with_algorithm,
+                key=lambda i: i.backend_config["collective_algorithm_config"].get("emitter", ""),
             ):
-                for groups in replica_groups(i, self._module.partitions):
-                    self._algorithms.setdefault((collective_kind(i.opcode), groups.tobytes()), i.config)
-        return self._algorithms
+                for groups in replica_groups(i, self._module.num_partitions):
+                    self._configs_by_groups.setdefault((collective_kind(i.opcode), groups.tobytes()), i.backend_config)
+        return self._configs_by_groups
 
     def read_between_slices(self, instruction: Instruction) -> Collective:
         """Parse a `send` to the host's runtime, which executes a collective between slices."""
@@ -260,7 +261,7 @@ class CollectiveReader:
             return ()
         mesh_coords = self._mesh_coords[groups]
         is_varying = (mesh_coords != mesh_coords[:, :1]).any(axis=(0, 1))
-        return tuple(name for name, d in zip(self._axes, is_varying, strict=True) if d)
+        return tuple(name for name, d in zip(self._mesh_axes, is_varying, strict=True) if d)
 
 
 def collective_kind(opcode: str) -> str:
@@ -297,7 +298,7 @@ def inner_collectives(computation: Computation) -> list[Instruction]:
         direct_collectives = [i for i in computation.instructions if collective_kind(i.opcode)]
         calling_instructions = (i for i in computation.instructions if i.opcode in ("fusion", "call", "async-start"))
         computation.collectives = direct_collectives + [
-            i for caller in calling_instructions for c in caller.called for i in inner_collectives(c)
+            i for caller in calling_instructions for c in caller.called_computations for i in inner_collectives(c)
         ]
     return computation.collectives
 
@@ -307,11 +308,11 @@ def wrapped_collectives(target: str, computation: Computation) -> list[Instructi
     direct_collectives = [
         operand
         for i in computation.instructions
-        if i.opcode == "custom-call" and i.target == target
+        if i.opcode == "custom-call" and i.custom_call_target == target
         for operand in i.operands
         if collective_kind(operand.opcode)
     ]
-    nested_computations = (c for i in computation.instructions if i.opcode == "fusion" for c in i.called)
+    nested_computations = (c for i in computation.instructions if i.opcode == "fusion" for c in i.called_computations)
     return direct_collectives + [i for c in nested_computations for i in wrapped_collectives(target, c)]
 
 
@@ -321,8 +322,8 @@ def fused_kind(fusion: Instruction, inner: Instruction) -> str:
     An all-reduce counts as a reduce-scatter if the fusion returns only a part of the reduced array.
     """
     kind = collective_kind(inner.opcode)
-    returned_elements = max((leaf.elements for leaf in fusion.shape.leaves), default=0)
-    operand_elements = max((o.shape.elements for o in inner.operands), default=0)
+    returned_elements = max((leaf.element_count for leaf in fusion.shape.leaves), default=0)
+    operand_elements = max((o.shape.element_count for o in inner.operands), default=0)
     return "reduce-scatter" if kind == "all-reduce" and returned_elements < operand_elements else kind
 
 
@@ -331,7 +332,7 @@ def has_partial_groups(module: Module, mesh_axes: dict[str, int]) -> bool:
 
     If so, the axes may be in the wrong order. Returns False for a module that was compiled for one of several slices.
     """
-    if module.partitions != math.prod(mesh_axes.values()):
+    if module.num_partitions != math.prod(mesh_axes.values()):
         return False
     reader = CollectiveReader(module, mesh_axes)
     collectives = [reader.read(i) for i in module.instructions.values() if collective_kind(i.opcode)]
@@ -368,17 +369,17 @@ def _add_computation_uses(
                 condition_and_body(instruction)[1], calls * (1 if count is None else count), reader, uses
             )
         elif instruction.opcode == "conditional":
-            for branch in instruction.called:
-                _add_computation_uses(branch, calls / len(instruction.called), reader, uses)
+            for branch in instruction.called_computations:
+                _add_computation_uses(branch, calls / len(instruction.called_computations), reader, uses)
         elif is_between_slices(instruction):
             _add_use(reader.read_between_slices(instruction), calls, uses)
         elif collective_kind(instruction.opcode):
             _add_use(reader.read(instruction), calls, uses)
         elif instruction.opcode in ("fusion", "call", "async-start"):
-            for called in instruction.called:
+            for called in instruction.called_computations:
                 started = wrapped_collectives(ASYNC_START, called)
                 for inner in inner_collectives(called):
-                    if FUSED_CONFIG_KEY in inner.config and inner not in started:
+                    if FUSED_CONFIG_KEY in inner.backend_config and inner not in started:
                         continue
                     kind = fused_kind(instruction, inner) if instruction.opcode == "fusion" else None
                     _add_use(reader.read(inner, kind, instruction), calls, uses)

@@ -74,7 +74,7 @@ class Communication:
         return {entry.mesh_axes: entry.bytes for entry in self.bytes_by_mesh_axes}
 
     @property
-    def by_label(self) -> dict[str, float]:
+    def bytes_by_label(self) -> dict[str, float]:
         """Bytes by mesh axes as text, such as `x,y`."""
         return {axes_text(axes): size for axes, size in self.by_mesh_axes.items()}
 
@@ -134,7 +134,7 @@ def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
     ):
         return dict(results)
     by_axes = [{"mesh_axes": parse_axes(axes), "bytes": size} for axes, size in sizes.items()]
-    upgraded = {
+    upgraded_results = {
         **results,
         "communication": communication
         | {"bytes_by_mesh_axes": by_axes, "collectives": communication.get("causes", [])},
@@ -151,12 +151,12 @@ def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
             ]
         )
         # Files without the time of traced steps count overlapping collectives twice.
-        upgraded["trace"] = {
+        upgraded_results["trace"] = {
             "times": times,
             "note": communication.get("collective_note"),
             "step_s": communication.get("traced_step_s"),
         }
-    return upgraded
+    return upgraded_results
 
 
 def sum_communication(uses: Iterable[CollectiveUse], sending_s: float | None = None) -> Communication:

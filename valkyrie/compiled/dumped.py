@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from valkyrie.compiled.flops import product_flops
 from valkyrie.compiled.groups import permute_pairs, replica_groups
-from valkyrie.compiled.hlo import HBM, Instruction, Module, parse
+from valkyrie.compiled.hlo import HBM, Instruction, Module, parse_module
 from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.compiled.schema import dump_class
 
@@ -47,18 +47,18 @@ class DumpedModule:
 
     Args:
         module: The parsed module.
-        devices: Number of devices that the module was compiled for, or None if unknown.
+        device_count: Number of devices that the module was compiled for, or None if unknown.
         memory: Memory of the program, or None if unknown.
         argument_bytes: Bytes of the arguments in HBM on one device, including padding.
     """
 
     module: Module
-    devices: int | None
+    device_count: int | None
     memory: ProgramMemory | None
     argument_bytes: int
 
 
-def read_dumped(path: Path) -> DumpedModule:
+def read_dumped_module(path: Path) -> DumpedModule:
     """Read a scheduled TPU module from a file. Raises ValueError with a one-line message for anything else."""
     if not path.exists():
         raise ValueError(f"{path} does not exist.")
@@ -85,7 +85,7 @@ def read_dumped(path: Path) -> DumpedModule:
     return DumpedModule(module, devices, memory, argument_bytes)
 
 
-def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle: float, name: str) -> None:
+def refuse_other_chip(module: Module, chip: str, has_megacore: bool, flops_per_cycle: float, name: str) -> None:
     """Raise ValueError if a module was clearly compiled for another chip.
 
     Modules do not name their chip. Evidence for another chip is an operation split over two cores on a chip with one
@@ -95,7 +95,7 @@ def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle
     Args:
         module: The module.
         chip: Name of the chip.
-        megacore: Whether a device of the chip consists of two TensorCores.
+        has_megacore: Whether a device of the chip consists of two TensorCores.
         flops_per_cycle: Peak FLOPs of a device per cycle.
         name: Name of the module, for the message.
     """
@@ -104,13 +104,13 @@ def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle
         (product_flops(i) / i.cycles, i) for i in instructions if i.cycles and product_flops(i) >= _LARGE_PRODUCT_FLOPS
     ]
     is_split = any(b'"megacore_config"' in i.message.backend_config for i in instructions)
-    uses_cmem = any(leaf.memory == _CMEM_SPACE for i in module.instructions.values() for leaf in i.shape.leaves)
+    uses_cmem = any(leaf.memory_space == _CMEM_SPACE for i in module.instructions.values() for leaf in i.shape.leaves)
     evidence = None
     if uses_cmem and chip != "v4":
         evidence = "it uses arrays in CMEM, which only v4 chips have"
-    elif is_split and not megacore:
+    elif is_split and not has_megacore:
         evidence = "its operations are split over two cores, as on v4 and v5p"
-    elif product_rates and megacore and not is_split:
+    elif product_rates and has_megacore and not is_split:
         evidence = f"its matrix products run on one core, but on {chip} they are split over the two cores of a chip"
     elif product_rates and (fastest := max(product_rates, key=lambda pair: pair[0]))[0] > 1.1 * flops_per_cycle:
         rate_ratio = fastest[0] / flops_per_cycle
@@ -139,7 +139,7 @@ def _read_text(path: Path, text: str) -> tuple[Module, int | None, ProgramMemory
     if _ROOT_PATTERN.search(text, entry.end()) is None:  # XLA's parser would use the last instruction instead
         raise ValueError(f"{path} is incomplete: its ENTRY computation has no ROOT. {HOW_TO_DUMP}.")
     try:
-        module = parse(text)
+        module = parse_module(text)
     except Exception as error:  # XLA's parser raises several types
         raise ValueError(f"{path} is not HLO text, or is incomplete{_parser_detail(error)}. {HOW_TO_DUMP}.") from None
     partitions = _PARTITIONS_PATTERN.search(first_line)
@@ -163,17 +163,17 @@ def _read_proto(path: Path, content: bytes) -> tuple[Module, int | None, Program
     except DecodeError:
         pass  # not a HloProto: try a HloModuleProto next
     try:
-        module = parse(content)
+        module = parse_module(content)
     except (DecodeError, KeyError, IndexError, ValueError):
         raise ValueError(
             f"{path} cannot be read as HLO text or as a complete HloProto or HloModuleProto. {HOW_TO_DUMP}."
         ) from None
-    if module.replicas > 1:
-        raise ValueError(_replicas_message(path, module.replicas))
-    if module.assigned_devices is None:
+    if module.replica_count > 1:
+        raise ValueError(_replicas_message(path, module.replica_count))
+    if module.assigned_device_count is None:
         groups = (group for i in module.instructions.values() for group in _device_groups(i) if group.size)
-        module.partitions = max((int(group.max()) + 1 for group in groups), default=1)
-    return module, module.assigned_devices, memory
+        module.num_partitions = max((int(group.max()) + 1 for group in groups), default=1)
+    return module, module.assigned_device_count, memory
 
 
 def _replicas_message(path: Path, replicas: int) -> str:
@@ -196,7 +196,7 @@ def _program_memory(allocations: Sequence[Any]) -> ProgramMemory | None:
 
 
 def _is_in_hbm(instruction: Instruction) -> bool:
-    return all(leaf.memory == HBM for leaf in instruction.shape.leaves)
+    return all(leaf.memory_space == HBM for leaf in instruction.shape.leaves)
 
 
 def _device_groups(instruction: Instruction) -> Iterator[np.ndarray]:
@@ -210,14 +210,14 @@ def _device_groups(instruction: Instruction) -> Iterator[np.ndarray]:
 
 def _check_replayable(path: Path, module: Module) -> None:
     instructions = list(module.instructions.values())
-    if any(i.opcode == "custom-call" and i.target.startswith(_GPU_TARGETS) for i in instructions) or any(
+    if any(i.opcode == "custom-call" and i.custom_call_target.startswith(_GPU_TARGETS) for i in instructions) or any(
         b'"fusion_backend_config"' in i.message.backend_config for i in instructions
     ):
         raise ValueError(
             f"{path} was compiled for a GPU, but predictions need the cost estimates of XLA's TPU compiler. Compile it "
             "for a TPU slice, which needs libtpu but no TPU."
         )
-    if not module.scheduled:
+    if not module.is_scheduled:
         raise ValueError(f"{path} is not scheduled: it is the program before optimisation. {HOW_TO_DUMP}.")
     has_tiles = any(leaf.tile for i in instructions for leaf in i.shape.leaves)
     if not has_tiles and all(i.cycles is None for i in instructions):

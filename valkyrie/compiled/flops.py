@@ -26,20 +26,20 @@ def product_flops(instruction: Instruction) -> float:
     if instruction.opcode == "convolution":
         return _convolution_flops(instruction)
     if instruction.opcode in ("fusion", "call"):
-        return sum(product_flops(i) for c in instruction.called for i in c.instructions)
+        return sum(product_flops(i) for c in instruction.called_computations for i in c.instructions)
     return 0.0
 
 
 def _dot_flops(instruction: Instruction) -> float:
     contracted = instruction.message.dot.lhs_contracting
     lhs_dims = instruction.operands[0].shape.dims
-    return 2.0 * instruction.shape.elements * math.prod(lhs_dims[d] for d in contracted)
+    return 2.0 * instruction.shape.element_count * math.prod(lhs_dims[d] for d in contracted)
 
 
 def _convolution_flops(instruction: Instruction) -> float:
     """Return the FLOPs of a convolution. Like XLA's HloCostAnalysis, skips window positions in the padding."""
     message = instruction.message
-    numbers = message.convolution
+    dim_numbers = message.convolution
     image_dims, kernel_dims, out_dims = (
         instruction.operands[0].shape.dims,
         instruction.operands[1].shape.dims,
@@ -47,9 +47,11 @@ def _convolution_flops(instruction: Instruction) -> float:
     )
     positions = 1
     for i, window in enumerate(message.window.dimensions):
-        positions *= _valid_positions(window, image_dims[numbers.input_spatial[i]], out_dims[numbers.output_spatial[i]])
-    features = kernel_dims[numbers.kernel_input_feature] * out_dims[numbers.output_feature]
-    batch = image_dims[numbers.input_batch] / max(message.batch_group_count, 1)
+        positions *= _valid_positions(
+            window, image_dims[dim_numbers.input_spatial[i]], out_dims[dim_numbers.output_spatial[i]]
+        )
+    features = kernel_dims[dim_numbers.kernel_input_feature] * out_dims[dim_numbers.output_feature]
+    batch = image_dims[dim_numbers.input_batch] / max(message.batch_group_count, 1)
     return 2.0 * features * batch * positions
 
 
@@ -109,7 +111,7 @@ def model_flops(module: Module, mesh_axes: Mapping[str, int]) -> float | None:
 
     Returns None if the program has Pallas kernels, because their FLOPs are unknown.
     """
-    if any(i.target in _KERNEL_TARGETS for c in module.computations for i in c.instructions):
+    if any(i.custom_call_target in _KERNEL_TARGETS for c in module.computations for i in c.instructions):
         return None
     return sum(p.flops for p in list_products(module, mesh_axes) if "rematted_computation" not in p.instruction.op_name)
 
@@ -127,23 +129,23 @@ def _iterate_products(
                 condition_and_body(instruction)[1], calls * (1 if trips is None else trips), mesh_axes
             )
         elif opcode == "conditional":
-            for branch in instruction.called:
-                yield from _iterate_products(branch, calls / len(instruction.called), mesh_axes)
+            for branch in instruction.called_computations:
+                yield from _iterate_products(branch, calls / len(instruction.called_computations), mesh_axes)
         elif opcode in ("fusion", "call", "async-start"):
             outer_fusion = fusion or (instruction if opcode == "fusion" else None)
-            for called in instruction.called:
+            for called in instruction.called_computations:
                 yield from _iterate_products(
-                    called, calls * _manual_devices(instruction, mesh_axes), mesh_axes, outer_fusion
+                    called, calls * _manual_device_count(instruction, mesh_axes), mesh_axes, outer_fusion
                 )
 
 
-def _manual_devices(call: Instruction, mesh_axes: Mapping[str, int]) -> int:
+def _manual_device_count(call: Instruction, mesh_axes: Mapping[str, int]) -> int:
     """Return the number of devices that each execute the body of a `jax.shard_map`, or 1 for any other call.
 
     Only programs before partitioning have such calls. If a call does not name its manual axes, all devices of the mesh
     count.
     """
-    if not call.called[0].name.startswith("xla.sdy.manual_computation_body"):
+    if not call.called_computations[0].name.startswith("xla.sdy.manual_computation_body"):
         return 1
     for operand in call.operands:
         if operand.opcode == "get-tuple-element" and "xla.sdy.manual_axes" in operand.operands[0].attributes:

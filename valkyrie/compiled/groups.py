@@ -12,14 +12,14 @@ Groups = np.ndarray
 """Integer array [groups, members] of positions in the mesh's flattened device list."""
 
 
-def replica_groups(instruction: Instruction, partitions: int) -> list[Groups]:
+def replica_groups(instruction: Instruction, num_partitions: int) -> list[Groups]:
     """Return the groups of devices that a collective communicates in, as one (groups, size) array per group size.
 
     Assumes a program with one replica, so a collective between replicas (without a channel) has no groups. A collective
     that lists no groups is over all devices.
     """
     message = instruction.message
-    if message.channel_id <= 0 and not message.use_global_device_ids and partitions > 1:
+    if message.channel_id <= 0 and not message.use_global_device_ids and num_partitions > 1:
         return []
     if message.HasField("mesh_groups"):
         return [_mesh_groups(message.mesh_groups)]
@@ -29,7 +29,7 @@ def replica_groups(instruction: Instruction, partitions: int) -> list[Groups]:
             return [ids.transpose(tuple(iota.transpose)).reshape(iota.groups, iota.size)]
     listed_groups = [tuple(g.replica_ids) for g in (*message.replica_groups, *message.device_list.replica_groups)]
     if not any(listed_groups):
-        return [np.arange(partitions)[None]]
+        return [np.arange(num_partitions)[None]]
     group_sizes = sorted({len(group) for group in listed_groups})
     return [np.array([group for group in listed_groups if len(group) == size]) for size in group_sizes]
 
@@ -55,18 +55,19 @@ def _mesh_groups(message: Any) -> Groups:
     spans = []
     for reference in references:
         size = axis_sizes[reference.axis]
-        part = (reference.sub_axis.pre_size, reference.sub_axis.size) if reference.HasField("sub_axis") else (1, size)
-        cuts_by_axis[reference.axis] |= {part[0], part[0] * part[1]}
-        spans.append((reference.axis, part[0], part[0] * part[1]))
+        sub_axis = reference.sub_axis
+        start, length = (sub_axis.pre_size, sub_axis.size) if reference.HasField("sub_axis") else (1, size)
+        cuts_by_axis[reference.axis] |= {start, start * length}
+        spans.append((reference.axis, start, start * length))
     shape, dim_by_axis_cut = [], {}
     for axis, axis_cuts in enumerate(cuts_by_axis):
         sorted_cuts = sorted(axis_cuts)
-        for low, high in zip(sorted_cuts, sorted_cuts[1:], strict=False):
-            dim_by_axis_cut[axis, low] = len(shape)
-            shape.append(high // low)
+        for start, end in zip(sorted_cuts, sorted_cuts[1:], strict=False):
+            dim_by_axis_cut[axis, start] = len(shape)
+            shape.append(end // start)
         dim_by_axis_cut[axis, sorted_cuts[-1]] = len(shape)
     group_dims = [
-        d for axis, low, high in spans for d in range(dim_by_axis_cut[axis, low], dim_by_axis_cut[axis, high])
+        d for axis, start, end in spans for d in range(dim_by_axis_cut[axis, start], dim_by_axis_cut[axis, end])
     ]
     other_dims = [d for d in range(len(shape)) if d not in group_dims]
     members = int(np.prod([shape[d] for d in group_dims]))

@@ -45,19 +45,19 @@ def is_bandwidth_bound(instruction: Instruction) -> bool:
     False if the operation, or one in its fusion, multiplies matrices or moves data between lanes.
     """
     if instruction.opcode == "fusion":
-        return all(is_bandwidth_bound(i) for i in instruction.called[0].instructions)
+        return all(is_bandwidth_bound(i) for i in instruction.called_computations[0].instructions)
     return instruction.opcode not in _NOT_BANDWIDTH_BOUND_OPCODES
 
 
 def _bytes_in_hbm(array: Shape, part: Shape | None = None) -> float:
     """Return the padded bytes of an array, or of a part of it, if the array is in HBM, else 0."""
-    if array.parts:
+    if array.tuple_shapes:
         return sum(_bytes_in_hbm(leaf) for leaf in array.leaves)
-    return float((array if part is None else part).padded_bytes) if array.memory == HBM else 0.0
+    return float((array if part is None else part).padded_bytes) if array.memory_space == HBM else 0.0
 
 
 def _fusion_bytes(fusion: Instruction) -> float:
-    body = fusion.called[0]
+    body = fusion.called_computations[0]
     bytes_read = sum(_bytes_read(fusion.operands[n].shape, parameter) for n, parameter in body.parameters.items())
     return bytes_read + _bytes_written(fusion, body)
 
@@ -77,7 +77,7 @@ def map_users(computation: Computation) -> dict[Instruction, list[Instruction]]:
 def _bytes_read(operand_shape: Shape, parameter: Instruction) -> float:
     """Return the bytes that a fusion reads from one operand, following its uses in the fusion and in nested fusions."""
     whole_bytes = _bytes_in_hbm(operand_shape)
-    if operand_shape.parts or not whole_bytes:
+    if operand_shape.tuple_shapes or not whole_bytes:
         return whole_bytes
     users = map_users(parameter.computation)
     bytes_read = 0.0
@@ -86,7 +86,7 @@ def _bytes_read(operand_shape: Shape, parameter: Instruction) -> float:
             if user.opcode in _SLICE_OPCODES and user.operands[0] is value:
                 bytes_read += _bytes_in_hbm(operand_shape, user.shape)
             elif user.opcode == "fusion":
-                nested_parameters = user.called[0].parameters
+                nested_parameters = user.called_computations[0].parameters
                 bytes_read += sum(
                     _bytes_read(operand_shape, nested_parameters[n]) for n, o in enumerate(user.operands) if o is value
                 )
@@ -111,7 +111,7 @@ def _bytes_written(fusion: Instruction, body: Computation) -> float:
         return _bytes_in_hbm(fusion.shape)
     roots = root.operands if root.opcode == "tuple" else [root]
     bytes_written = 0.0
-    for value, shape in zip(roots, fusion.shape.parts or (fusion.shape,), strict=False):
+    for value, shape in zip(roots, fusion.shape.tuple_shapes or (fusion.shape,), strict=False):
         while value.opcode in _PASS_THROUGH_OPCODES:
             value = value.operands[0]
         part = (

@@ -69,41 +69,41 @@ _MODELS_PATH = "valkyrie/models/"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dtype, dimensions, layout and memory space of an array, or a tuple of shapes (`parts`).
+    """Dtype, dimensions, layout and memory space of an array, or a tuple of shapes (`tuple_shapes`).
 
     Args:
         dtype: XLA's name of the dtype (`bf16`), `tuple`, or `other`.
         dims: Sizes of the dimensions.
         bits: Bits of an element; 0 for tuples and tokens.
-        memory: ID of the memory space (`HBM`, `HOST`).
+        memory_space: ID of the memory space (`HBM`, `HOST`).
         tile: Tile of the layout; its last size applies to the most minor dimension.
         minor_to_major: Dimensions from the fastest to the slowest varying in memory.
-        parts: Shapes of the elements of a tuple; empty for arrays.
+        tuple_shapes: Shapes of the elements of a tuple; empty for arrays.
     """
 
     dtype: str
     dims: tuple[int, ...]
     bits: int
-    memory: int = HBM
+    memory_space: int = HBM
     tile: tuple[int, ...] = ()
     minor_to_major: tuple[int, ...] = ()
-    parts: tuple[Shape, ...] = ()
+    tuple_shapes: tuple[Shape, ...] = ()
 
     @property
-    def elements(self) -> int:
+    def element_count(self) -> int:
         """Number of elements; 0 for a tuple or token."""
         return math.prod(self.dims) if self.bits else 0
 
     @property
     def bytes(self) -> int:
         """Bytes without padding, summed over the parts of a tuple."""
-        return sum(p.bytes for p in self.parts) + -(-self.elements * self.bits // 8)
+        return sum(p.bytes for p in self.tuple_shapes) + -(-self.element_count * self.bits // 8)
 
     @property
     def padded_bytes(self) -> int:
         """Bytes in memory, with minor dimensions rounded up to the layout's tile."""
-        if self.parts:
-            return sum(p.padded_bytes for p in self.parts)
+        if self.tuple_shapes:
+            return sum(p.padded_bytes for p in self.tuple_shapes)
         if not self.tile or len(self.tile) > len(self.minor_to_major):
             return self.bytes
         sizes = [self.dims[d] for d in self.minor_to_major]
@@ -114,7 +114,7 @@ class Shape:
     @property
     def leaves(self) -> tuple[Shape, ...]:
         """The arrays of a tuple, flattened, or the array itself."""
-        return tuple(leaf for part in self.parts for leaf in part.leaves) if self.parts else (self,)
+        return tuple(leaf for part in self.tuple_shapes for leaf in part.leaves) if self.tuple_shapes else (self,)
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +128,7 @@ class Instruction:
         message: The protobuf message.
         computation: The computation that contains it.
         operands: The instructions that compute its operands.
-        called: Computations that it calls, such as the body of a fusion.
+        called_computations: Computations that it calls, such as the body of a fusion.
     """
 
     name: str
@@ -140,10 +140,10 @@ class Instruction:
     message: Any
     computation: Computation
     operands: list[Instruction] = field(default_factory=list)
-    called: list[Computation] = field(default_factory=list)
+    called_computations: list[Computation] = field(default_factory=list)
 
     @property
-    def config(self) -> dict[str, Any]:
+    def backend_config(self) -> dict[str, Any]:
         """The backend's configuration; empty if it is missing or not JSON."""
         raw = self.message.backend_config
         return json.loads(raw) if raw.startswith(b"{") else {}
@@ -154,7 +154,7 @@ class Instruction:
         return {a.key: a.value for a in self.message.frontend_attributes.map}
 
     @property
-    def target(self) -> str:
+    def custom_call_target(self) -> str:
         """Name of the function that a custom call runs; empty for other instructions."""
         return self.message.custom_call_target
 
@@ -184,19 +184,19 @@ class Module:
     """The compiled program of one device.
 
     Args:
-        partitions: Number of devices that it was compiled for, 1 if unknown.
-        scheduled: Whether instructions are in execution order.
-        assigned_devices: Number of devices in its device assignment, or None if it has none.
-        replicas: Number of replicas (`jax.pmap`).
+        num_partitions: Number of devices that it was compiled for, 1 if unknown.
+        is_scheduled: Whether instructions are in execution order.
+        assigned_device_count: Number of devices in its device assignment, or None if it has none.
+        replica_count: Number of replicas (`jax.pmap`).
     """
 
     name: str
     entry: Computation
     computations: list[Computation]
-    partitions: int
-    scheduled: bool
-    assigned_devices: int | None = None
-    replicas: int = 1
+    num_partitions: int
+    is_scheduled: bool
+    assigned_device_count: int | None = None
+    replica_count: int = 1
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
@@ -204,7 +204,7 @@ class Module:
         return {i.name: i for c in self.computations for i in c.instructions}
 
 
-def parse(source: bytes | str) -> Module:
+def parse_module(source: bytes | str) -> Module:
     """Parse a serialised `HloModuleProto` or HLO text. Raises ValueError if it has no computations.
 
     Get the bytes from `compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()`.
@@ -217,9 +217,9 @@ def parse(source: bytes | str) -> Module:
     message = module_class().FromString(source)
     if not message.computations:
         raise ValueError(f"Not a compiled module: no computation in {len(source)} bytes.")
-    module = _Reader(message).module()
+    module = _Reader(message).read_module()
     if match:
-        module.partitions = int(match[1])
+        module.num_partitions = int(match[1])
     return module
 
 
@@ -232,7 +232,7 @@ class _Reader:
         self._sources: dict[int, str] = {}
         self._shapes: dict[bytes, Shape] = {}
 
-    def module(self) -> Module:
+    def read_module(self) -> Module:
         message = self._message
         computations = {c.id: Computation(c.name) for c in message.computations}
         instruction_ids = {entry.key: entry.value.instruction_ids for entry in message.schedule.sequences}
@@ -241,24 +241,24 @@ class _Reader:
         for computation in computations.values():
             for instruction in computation.instructions:
                 for i in instruction.message.called_computation_ids:
-                    instruction.called.append(computations[i])
+                    instruction.called_computations.append(computations[i])
                     computations[i].callers.append(instruction)
         return Module(
             name=message.name,
             entry=computations[message.entry_computation_id],
             computations=list(computations.values()),
-            partitions=max(message.device_assignment.partitions, 1),
-            scheduled=bool(instruction_ids),
-            assigned_devices=message.device_assignment.partitions or None,
-            replicas=max(message.device_assignment.replicas, 1),
+            num_partitions=max(message.device_assignment.partitions, 1),
+            is_scheduled=bool(instruction_ids),
+            assigned_device_count=message.device_assignment.partitions or None,
+            replica_count=max(message.device_assignment.replicas, 1),
         )
 
     def _fill_computation(self, computation: Computation, message: Any, instruction_ids: Any) -> None:
-        by_id: dict[int, Instruction] = {}
+        instruction_by_id: dict[int, Instruction] = {}
         for instruction_message in message.instructions:
             cycles_match = _CYCLES_PATTERN.search(instruction_message.backend_config)
             cycles = int(cycles_match[1]) if cycles_match else _UNKNOWN_CYCLES
-            by_id[instruction_message.id] = Instruction(
+            instruction_by_id[instruction_message.id] = Instruction(
                 name=instruction_message.name,
                 opcode=instruction_message.opcode,
                 shape=self._shape(instruction_message.shape),
@@ -269,11 +269,15 @@ class _Reader:
                 computation=computation,
             )
             if instruction_message.opcode == "parameter":
-                computation.parameters[instruction_message.parameter_number] = by_id[instruction_message.id]
+                computation.parameters[instruction_message.parameter_number] = instruction_by_id[instruction_message.id]
         for instruction_message in message.instructions:
-            by_id[instruction_message.id].operands = [by_id[i] for i in instruction_message.operand_ids]
-        computation.instructions = [by_id[i] for i in instruction_ids] if instruction_ids else list(by_id.values())
-        computation.root = by_id[message.root_id]
+            instruction_by_id[instruction_message.id].operands = [
+                instruction_by_id[i] for i in instruction_message.operand_ids
+            ]
+        computation.instructions = (
+            [instruction_by_id[i] for i in instruction_ids] if instruction_ids else list(instruction_by_id.values())
+        )
+        computation.root = instruction_by_id[message.root_id]
 
     def _shape(self, message: Any) -> Shape:
         key = message.SerializeToString()
@@ -285,10 +289,10 @@ class _Reader:
                 dtype="tuple" if message.tuple_shapes else dtype,
                 dims=tuple(message.dimensions),
                 bits=bits,
-                memory=layout.memory_space,
+                memory_space=layout.memory_space,
                 tile=tuple(layout.tiles[0].dimensions) if layout.tiles else (),
                 minor_to_major=tuple(layout.minor_to_major),
-                parts=tuple(self._shape(part) for part in message.tuple_shapes),
+                tuple_shapes=tuple(self._shape(part) for part in message.tuple_shapes),
             )
         return shape
 

@@ -23,7 +23,7 @@ _PASS_THROUGH_OPCODES = {
 _MIRRORED_COMPARISONS = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 
 
-class Counter(NamedTuple):
+class LoopCounter(NamedTuple):
     """The value of element `index` of a loop's carry, which may change in each iteration."""
 
     loop: Instruction
@@ -41,9 +41,9 @@ def trip_count(loop: Instruction) -> int | None:
         return None
     counter, limit = (_resolve(operand) for operand in compare.operands)
     direction = compare.message.comparison_direction
-    if isinstance(limit, Counter):
+    if isinstance(limit, LoopCounter):
         counter, limit, direction = limit, counter, _MIRRORED_COMPARISONS[direction]
-    if not isinstance(counter, Counter) or counter.loop is not loop or not isinstance(limit, int):
+    if not isinstance(counter, LoopCounter) or counter.loop is not loop or not isinstance(limit, int):
         return None
     start = _initial_value(loop.operands[0], counter.index)
     step = _counter_step(body, counter)
@@ -54,7 +54,7 @@ def trip_count(loop: Instruction) -> int | None:
 
 def condition_and_body(loop: Instruction) -> tuple[Computation, Computation]:
     """Return the condition and the body of a loop. The condition is the computation that returns a boolean."""
-    first, second = loop.called
+    first, second = loop.called_computations
     return (first, second) if first.root is not None and first.root.shape.dtype == "pred" else (second, first)
 
 
@@ -73,7 +73,7 @@ def find_origin(instruction: Instruction) -> Instruction:
     Looks through tuples, copies, fusions and calls, and through loops that do not change the value.
     """
     while True:
-        source = _copied_from(instruction)
+        source = _forwarded_operand(instruction)
         if source is None:
             return instruction
         instruction = source
@@ -99,10 +99,10 @@ def _literal(instruction: Instruction) -> int | None:
     for byte_values in (literal.s8s, literal.u8s, literal.preds):
         if len(byte_values) == 1:
             return byte_values[0]
-    return 0 if instruction.shape.elements == 1 and instruction.shape.dtype[0] in "su" else None
+    return 0 if instruction.shape.element_count == 1 and instruction.shape.dtype[0] in "su" else None
 
 
-def _resolve(instruction: Instruction) -> int | Counter | None:
+def _resolve(instruction: Instruction) -> int | LoopCounter | None:
     """Return the value that an instruction forwards: an integer constant or an element of a loop's carry.
 
     Returns None for any other value.
@@ -112,14 +112,14 @@ def _resolve(instruction: Instruction) -> int | Counter | None:
         return _literal(producer)
     if producer.opcode == "get-tuple-element" and producer.operands[0].opcode == "parameter":
         loop = _enclosing_loop(producer.operands[0])
-        return None if loop is None else Counter(loop, producer.message.tuple_index)
+        return None if loop is None else LoopCounter(loop, producer.message.tuple_index)
     return None
 
 
 def _fused_root(instruction: Instruction | None) -> Instruction | None:
     """Return the root of a fusion or call, following nested ones, or the instruction itself if it is neither."""
     while instruction is not None and instruction.opcode in ("fusion", "call"):
-        instruction = instruction.called[0].root
+        instruction = instruction.called_computations[0].root
     return instruction
 
 
@@ -132,13 +132,13 @@ def _enclosing_loop(parameter: Instruction) -> Instruction | None:
     return caller if caller is not None and caller.opcode == "while" else None
 
 
-def _copied_from(instruction: Instruction) -> Instruction | None:
+def _forwarded_operand(instruction: Instruction) -> Instruction | None:
     """Return the instruction that this one forwards without a change, or None if it computes a new value."""
     opcode = instruction.opcode
     if opcode in _PASS_THROUGH_OPCODES:
         return instruction.operands[0]
-    if opcode in ("fusion", "call") and not instruction.shape.parts:
-        root = instruction.called[0].root
+    if opcode in ("fusion", "call") and not instruction.shape.tuple_shapes:
+        root = instruction.called_computations[0].root
         is_forwarded = root is not None and root.opcode in ("parameter", "constant", *_PASS_THROUGH_OPCODES)
         return root if is_forwarded else None
     if opcode == "parameter":
@@ -186,19 +186,19 @@ def _is_loop_invariant(loop: Instruction, index: int) -> bool:
     return value.opcode == "get-tuple-element" and value.operands[0] is parameter and value.message.tuple_index == index
 
 
-def _initial_value(initial_carry: Instruction, index: int) -> int | Counter | None:
+def _initial_value(initial_carry: Instruction, index: int) -> int | LoopCounter | None:
     producer = _find_element(initial_carry, index)
     return None if producer is None else _resolve(producer)
 
 
-def _counter_step(body: Computation, counter: Counter) -> int | None:
+def _counter_step(body: Computation, counter: LoopCounter) -> int | None:
     """Return the increment of the counter per iteration, or None if it is not a known constant."""
     if body.root is None or body.root.opcode != "tuple":
         return None
     return _increment(body.root.operands[counter.index], counter, depth=8)
 
 
-def _increment(value: Instruction, counter: Counter, depth: int) -> int | None:
+def _increment(value: Instruction, counter: LoopCounter, depth: int) -> int | None:
     """Return the constant that `value` adds to the counter, or None if it is not counter + constant."""
     producer = find_origin(value)
     if _resolve(producer) == counter:

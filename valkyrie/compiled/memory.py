@@ -28,6 +28,6 @@ class ProgramMemory:
     host: int | None = None
 
     @property
-    def at_rest(self) -> int:
+    def arguments_and_outputs(self) -> int:
         """Bytes of arguments and outputs. Memory that both share counts once."""
         return self.arguments + self.outputs - self.aliased

@@ -73,15 +73,15 @@ _MESSAGES = {
 
 def module_class() -> Any:
     """Return the message class of a serialised `HloModuleProto`, limited to the fields in `_MESSAGES`."""
-    return _class("Module")
+    return _message_class("Module")
 
 
 def dump_class() -> Any:
     """Return the message class of a serialised `HloProto` (module and memory) from `--xla_dump_hlo_as_proto`."""
-    return _class("Dump")
+    return _message_class("Dump")
 
 
-def _class(name: str) -> Any:
+def _message_class(name: str) -> Any:
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{_PACKAGE}.{name}"))
 
 

@@ -20,56 +20,56 @@ UnsplitDimensions = frozenset[int]
 """Indices of an array's dimensions that are not split, so that each shard has their full size."""
 
 
-def match_product(local: Instruction, whole: Instruction) -> tuple[UnsplitDimensions, ...] | None:
+def match_product(local_product: Instruction, full_product: Instruction) -> tuple[UnsplitDimensions, ...] | None:
     """Match a matrix product of the compiled program with one of the program before partitioning.
 
-    Returns the dimensions that are not split, for the result and each of the two operands of `whole`, or None if
-    `local` cannot be one device's part of `whole`.
+    Returns the dimensions that are not split, for the result and each of the two operands of `full_product`, or None if
+    `local_product` cannot be one device's part of `full_product`.
     """
-    (result_dims, *factor_dims), (whole_result_dims, *whole_factor_dims) = (
-        [array.shape.dims for array in (product, *product.operands[:2])] for product in (local, whole)
+    (result_dims, *factor_dims), (full_result_dims, *full_factor_dims) = (
+        [array.shape.dims for array in (product, *product.operands[:2])] for product in (local_product, full_product)
     )
     for order in permutations(factor_dims):
-        pairs = [(result_dims, whole_result_dims), *zip(order, whole_factor_dims, strict=True)]
-        unsplit = [match_shard(shard_dims, whole_dims) for shard_dims, whole_dims in pairs]
+        pairs = [(result_dims, full_result_dims), *zip(order, full_factor_dims, strict=True)]
+        unsplit = [match_shard(shard_dims, full_dims) for shard_dims, full_dims in pairs]
         if all(dimensions is not None for dimensions in unsplit):
             return tuple(dimensions for dimensions in unsplit if dimensions is not None)
     return None
 
 
 @cache
-def match_shard(local: tuple[int, ...], whole: tuple[int, ...]) -> UnsplitDimensions | None:
-    """Return the dimensions of `whole` that are not split in its shard `local`, or None if `local` cannot be a shard.
+def match_shard(shard_dims: tuple[int, ...], full_dims: tuple[int, ...]) -> UnsplitDimensions | None:
+    """Return the dimensions of an array that are not split in its shard, or None if `shard_dims` cannot be a shard.
 
-    The shard may have its dimensions in another order, with adjacent dimensions of `whole` merged, and with additional
-    dimensions of size 1. A dimension of the same size as a split one counts as split. Returns None if more than
-    `_MAX_RANK` dimensions of `whole` are larger than 1.
+    The shard may have its dimensions in another order, with adjacent dimensions of `full_dims` merged, and with
+    additional dimensions of size 1. A dimension of the same size as a split one counts as split. Returns None if more
+    than `_MAX_RANK` dimensions of `full_dims` are larger than 1.
     """
-    local = tuple(size for size in local if size > 1)
-    dimensions = [dimension for dimension, size in enumerate(whole) if size > 1]
+    shard_dims = tuple(size for size in shard_dims if size > 1)
+    dimensions = [dimension for dimension, size in enumerate(full_dims) if size > 1]
     if len(dimensions) > _MAX_RANK:
         return None
-    unit_dimensions = frozenset(range(len(whole))) - set(dimensions)
-    best: tuple[int, int] | None = None
-    unsplit: UnsplitDimensions | None = None
+    unit_dimensions = frozenset(range(len(full_dims))) - set(dimensions)
+    best_score: tuple[int, int] | None = None
+    unsplit_dimensions: UnsplitDimensions | None = None
     for groups in _iterate_merges(dimensions):
-        sizes = [math.prod(whole[dimension] for dimension in group) for group in groups]
-        equal_sizes = Counter(local) & Counter(sizes)
+        sizes = [math.prod(full_dims[dimension] for dimension in group) for group in groups]
+        equal_sizes = Counter(shard_dims) & Counter(sizes)
         shard_sizes, split_sizes = (
-            list((Counter(local) - equal_sizes).elements()),
+            list((Counter(shard_dims) - equal_sizes).elements()),
             list((Counter(sizes) - equal_sizes).elements()),
         )
         shard_sizes += [1] * (len(split_sizes) - len(shard_sizes))
         score = len(groups), equal_sizes.total()  # few merges and many unsplit dimensions are the likeliest explanation
         if (
-            (best is None or score > best)
+            (best_score is None or score > best_score)
             and len(shard_sizes) == len(split_sizes)
             and _can_divide(split_sizes, shard_sizes)
         ):
-            best = score
-            whole_groups = (group for group, size in zip(groups, sizes, strict=True) if size not in split_sizes)
-            unsplit = unit_dimensions.union(*whole_groups)
-    return unsplit
+            best_score = score
+            unsplit_groups = (group for group, size in zip(groups, sizes, strict=True) if size not in split_sizes)
+            unsplit_dimensions = unit_dimensions.union(*unsplit_groups)
+    return unsplit_dimensions
 
 
 def _can_divide(sizes: list[int], shard_sizes: list[int]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.compiled.hlo import Computation, Instruction, Module, Shape, parse
+from valkyrie.compiled.hlo import Computation, Instruction, Module, Shape, parse_module
 from valkyrie.compiled.loops import condition_and_body
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class BatchDimension:
     mesh_axes: tuple[str, ...]
 
 
-class WholeProgram:
+class UnpartitionedProgram:
     """A lowered program with its arguments and the batch dimensions of each of its arrays."""
 
     def __init__(self, module: Module) -> None:
@@ -76,10 +76,10 @@ class WholeProgram:
         self._dimensions, self._marks = tracer.batch_dimensions(), tracer.marks
 
     @classmethod
-    def from_lowered(cls, lowered: jax.stages.Lowered) -> WholeProgram:
+    def from_lowered(cls, lowered: jax.stages.Lowered) -> UnpartitionedProgram:
         """Read the result of `jax.jit(...).lower(...)`."""
         module: Any = lowered.compiler_ir("hlo")
-        return cls(parse(module.as_serialized_hlo_module_proto()))
+        return cls(parse_module(module.as_serialized_hlo_module_proto()))
 
     def batch_dimensions(self, instruction: Instruction) -> dict[int, BatchDimension]:
         """Map dimensions of an instruction's result to the batch dimensions that they come from.
@@ -138,18 +138,20 @@ class _Tracer:
     def __init__(self, module: Module, arguments: Sequence[Argument]) -> None:
         self.marks: dict[Instruction, Any] = {}
         self._candidates: list[BatchDimension] = []
-        self._contracted: set[int] = set()
-        self._from_batch: set[Instruction] = set()
+        self._contracted_candidates: set[int] = set()
+        self._batch_instructions: set[Instruction] = set()
         parameters = [parameter for _, parameter in sorted(module.entry.parameters.items())]
         for parameter, argument in zip(parameters, arguments, strict=True):
             if argument.is_state:
                 continue
-            self._from_batch.add(parameter)
+            self._batch_instructions.add(parameter)
             self.marks[parameter] = self._create_marks(argument.name, argument.shape.dims, argument.mesh_axes)
         self._follow(module.entry)
 
     def batch_dimensions(self) -> dict[int, BatchDimension]:
-        return {number: batch for number, batch in enumerate(self._candidates) if number not in self._contracted}
+        return {
+            number: batch for number, batch in enumerate(self._candidates) if number not in self._contracted_candidates
+        }
 
     def _create_marks(self, name: str, dims: Sequence[int], mesh_axes: Sequence[tuple[str, ...]]) -> Marks:
         marks = [_NO_MARKS] * len(dims)
@@ -177,8 +179,8 @@ class _Tracer:
     def _result_marks(self, instruction: Instruction) -> Any:
         opcode, message, operands = instruction.opcode, instruction.message, instruction.operands
         operand_marks = [self.marks.get(operand) for operand in operands]
-        if operands and all(operand in self._from_batch or not operand.shape.dims for operand in operands):
-            self._from_batch.add(instruction)
+        if operands and all(operand in self._batch_instructions or not operand.shape.dims for operand in operands):
+            self._batch_instructions.add(instruction)
         if opcode == "tuple":
             return operand_marks
         if opcode == "get-tuple-element":
@@ -191,18 +193,22 @@ class _Tracer:
             )
             results = [
                 self._follow_call(computation, inputs_by_computation[min(number, len(inputs_by_computation) - 1)])
-                for number, computation in enumerate(instruction.called)
+                for number, computation in enumerate(instruction.called_computations)
             ]
             result = None
             for marks in results:
                 result = _union_marks(result, marks)
             return result
-        if opcode in ("optimization-barrier", "custom-call") and instruction.shape.parts:
+        if opcode in ("optimization-barrier", "custom-call") and instruction.shape.tuple_shapes:
             return operand_marks[0] if opcode == "optimization-barrier" else None
-        if instruction.shape.parts:
+        if instruction.shape.tuple_shapes:
             marks = self._array_marks(instruction, operand_marks)
-            return [marks for _ in instruction.shape.parts]
-        if opcode == "custom-call" and instruction in self._from_batch and instruction.target == "Sharding":
+            return [marks for _ in instruction.shape.tuple_shapes]
+        if (
+            opcode == "custom-call"
+            and instruction in self._batch_instructions
+            and instruction.custom_call_target == "Sharding"
+        ):
             return self._constrained_marks(instruction, operand_marks[0])
         return self._array_marks(instruction, operand_marks)
 
@@ -251,12 +257,12 @@ class _Tracer:
         elif opcode == "dot":
             result = self._dot_marks(instruction, array_marks)
         elif opcode == "convolution":
-            numbers = message.convolution
-            self._record_contraction(array_marks, [numbers.input_feature], [numbers.kernel_input_feature])
+            dim_numbers = message.convolution
+            self._record_contraction(array_marks, [dim_numbers.input_feature], [dim_numbers.kernel_input_feature])
             if first_marks:
-                result[numbers.output_batch] |= first_marks[numbers.input_batch]
+                result[dim_numbers.output_batch] |= first_marks[dim_numbers.input_batch]
             if (kernel_marks := array_marks[1]) is not None:
-                result[numbers.output_feature] |= kernel_marks[numbers.kernel_output_feature]
+                result[dim_numbers.output_feature] |= kernel_marks[dim_numbers.kernel_output_feature]
         elif opcode == "gather":
             offset_dims, vector_dim = set(message.gather.offset_dims), message.gather.index_vector_dim
             outer_dims = [dimension for dimension in range(rank) if dimension not in offset_dims]
@@ -275,16 +281,16 @@ class _Tracer:
         return tuple(result)
 
     def _dot_marks(self, instruction: Instruction, array_marks: Sequence[Marks | None]) -> list[frozenset[int]]:
-        numbers = instruction.message.dot
+        dim_numbers = instruction.message.dot
         (left, left_dims), (right, right_dims) = (
             (marks or (_NO_MARKS,) * len(operand.shape.dims), range(len(operand.shape.dims)))
             for marks, operand in zip(array_marks, instruction.operands, strict=False)
         )
-        self._record_contraction((left, right), numbers.lhs_contracting, numbers.rhs_contracting)
-        left_excluded = {*numbers.lhs_batch, *numbers.lhs_contracting}
-        right_excluded = {*numbers.rhs_batch, *numbers.rhs_contracting}
+        self._record_contraction((left, right), dim_numbers.lhs_contracting, dim_numbers.rhs_contracting)
+        left_excluded = {*dim_numbers.lhs_batch, *dim_numbers.lhs_contracting}
+        right_excluded = {*dim_numbers.rhs_batch, *dim_numbers.rhs_contracting}
         return [
-            *(left[a] | right[b] for a, b in zip(numbers.lhs_batch, numbers.rhs_batch, strict=True)),
+            *(left[a] | right[b] for a, b in zip(dim_numbers.lhs_batch, dim_numbers.rhs_batch, strict=True)),
             *(left[dimension] for dimension in left_dims if dimension not in left_excluded),
             *(right[dimension] for dimension in right_dims if dimension not in right_excluded),
         ]
@@ -295,7 +301,7 @@ class _Tracer:
         for a, b in zip(left_dims, right_dims, strict=True):
             first, second = (marks[d] if marks else _NO_MARKS for marks, d in zip(array_marks, (a, b), strict=False))
             if not first & second:
-                self._contracted |= first | second
+                self._contracted_candidates |= first | second
 
 
 def _argument_name(instruction: Instruction) -> str:

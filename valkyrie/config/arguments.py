@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.config.choices import Chips
-from valkyrie.config.compose import GROUPS, composing
+from valkyrie.config.compose import GROUPS, initialize_hydra
 from valkyrie.config.explain import explain
 from valkyrie.config.files import find_inclusion_cycle
 from valkyrie.config.mistakes import refuse_typos
@@ -170,17 +170,17 @@ def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
         raise ValueError(f"{argument}: {parent} is null, so it has no keys.{hint}") from error
 
 
-def parse_run(arguments: Sequence[str], *, in_python: bool = False, derived: Sequence[str] = ()) -> Run:
+def parse_run(arguments: Sequence[str], *, in_python: bool = False, derived_arguments: Sequence[str] = ()) -> Run:
     """Compose arguments of `valkyrie-train` into a run. Does not check the run for problems.
 
     If the arguments cannot be composed, raises ValueError with the message that `valkyrie-train` would print. With
-    `in_python`, the message does not suggest a sweep, which only commands can run. `derived` are arguments that precede
-    the others and were not written by a user, so they are not checked for typos.
+    `in_python`, the message does not suggest a sweep, which only commands can run. `derived_arguments` precede the
+    others and were not written by a user, so they are not checked for typos.
     """
     arguments = expand_shorthand(arguments)
     refuse_typos(arguments, multirun=False, in_python=in_python)
     try:
-        return _compose(read_arguments([*derived, *arguments]))
+        return _compose(read_arguments([*derived_arguments, *arguments]))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise add_later_problems(explain(error, config_dirs(arguments)), arguments) from error
 
@@ -237,10 +237,10 @@ def _compose(arguments: Sequence[str], folder: Path | None = None) -> Run:
         raise ValueError(f"{unknown_flags[0]} is a flag of valkyrie-train. Only KEY=VALUE is supported here.")
     folders = config_dirs(flags)
     add_import_path(folders)
-    primary = find_primary_config(arguments, folder=folder)
-    with composing(folders, primary.folder):
+    primary_config = find_primary_config(arguments, folder=folder)
+    with initialize_hydra(folders, primary_config.folder):
         with composition_errors(arguments):
-            config = compose(primary.name, split_flags(primary.arguments)[1])
+            config = compose(primary_config.name, split_flags(primary_config.arguments)[1])
         return replace(Run.from_config(config), arguments=tuple(arguments))
 
 
@@ -288,7 +288,7 @@ def _find_chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
     """Return a chip of the package or of the user by name, or None if unknown."""
     if name in known_chips() or not folders:
         return known_chips().get(name)
-    with composing(folders):
+    with initialize_hydra(folders):
         return Chips().get(name)
 
 

@@ -178,16 +178,17 @@ def register() -> Path:
 
 
 @contextmanager
-def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[None]:
+def initialize_hydra(folders: Sequence[str], primary_folder: str | None = None) -> Iterator[None]:
     """Initialize Hydra in this context, with the user's config folders `folders` in its search path.
 
-    `primary` is the folder of the primary config, or None for the package's. It is searched first. Raises ValueError
-    if one of `folders` does not exist, or has a file that a shipped file of the same name would hide (`check_folder`).
+    `primary_folder` is the folder of the primary config, or None for the package's. It is searched first. Raises
+    ValueError if one of `folders` does not exist, or has a file that a shipped file of the same name would hide
+    (`check_folder`).
     """
     for folder in folders:
         check_folder(folder)
     conf_folder = register()
-    with _suspend_hydra(), initialize_config_dir(primary or str(conf_folder), version_base="1.3"):
+    with _suspend_hydra(), initialize_config_dir(primary_folder or str(conf_folder), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
         for folder in folders:

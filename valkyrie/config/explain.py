@@ -71,7 +71,7 @@ def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
     return ValueError(problems_or_text) if isinstance(problems_or_text, str) else ProblemError(problems_or_text)
 
 
-def unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence[str]) -> str:
+def unknown_choice_text(missing_file: str, options: Sequence[str], folders: Sequence[str]) -> str:
     """Return the message for a choice that does not exist. It names the mistake if known, or else the valid choices.
 
     Args:
@@ -97,7 +97,7 @@ def unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence[
         schemas = ", ".join(f"{family}_schema" for family in FAMILIES[group].names())
         return f"{group}/{name}: the schema depends on the family. Write one of {schemas} in `defaults:`."
     if group in FAMILIES and name.endswith("_schema"):
-        return _missing_module(group, name, folders)
+        return _missing_module_text(group, name, folders)
     yml_file = next((f for folder in folders if isfile(f := Path(folder) / group / f"{name}.yml")), None)
     if yml_file is not None:
         return f"{group}={name}: {yml_file} is not read, because its name ends in .yml. Rename it to {name}.yaml."
@@ -123,9 +123,9 @@ def unknown_choice(missing_file: str, options: Sequence[str], folders: Sequence[
 
 def _rewrite(error: Exception, folders: Sequence[str]) -> list[Problem] | str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return unknown_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
+        return unknown_choice_text(str(error.missing_cfg_file), list(error.options or ()), folders)
     if isinstance(error, OverrideParseException):
-        return _unparsable_argument(error, folders)
+        return _unparsable_argument_text(error, folders)
     if isinstance(error, ConfigCompositionException) and (argument := ambiguous_argument(str(error))):
         return f"{argument} has several values, but a run takes one. Add -m for a sweep over them."
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
@@ -137,13 +137,15 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> list[Problem] | str:
     if variable := missing_variable(f"{error} {cause}"):  # of a choice such as mesh=${oc.env:MESH}
         return f"${{oc.env:{variable}}}: {unset_variable_text(variable)}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _missing_package_line(cause.full_key) if cause.full_key in _OVERLAYS else [problem_from_error(cause)]
+        return (
+            _missing_package_line_text(cause.full_key) if cause.full_key in _OVERLAYS else [problem_from_error(cause)]
+        )
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         config = unmergeable_config(str(error))
         return [problem_from_error(cause)] if config is None else _file_problems(cause, config, folders)
-    if isinstance(error, HydraException) and (message := _wrong_user_file(str(error))):
+    if isinstance(error, HydraException) and (message := _user_file_error_text(str(error))):
         return message
-    if message := _missing_members(error):
+    if message := _missing_members_text(error):
         return message
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
     return "; ".join(lines) or type(error).__name__
@@ -176,7 +178,7 @@ def _config_path(config: str, folders: Sequence[str]) -> str:
     return str(next(filter(isfile, files), f"{config}.yaml"))
 
 
-def _missing_module(group: str, schema: str, folders: Sequence[str]) -> str:
+def _missing_module_text(group: str, schema: str, folders: Sequence[str]) -> str:
     """Return the message for a user's YAML that includes `NAME_schema` when there is no module `NAME`."""
     files = [file for folder in folders for file in sorted((Path(folder) / group).glob("*.yaml"))]
     file = next((file for file in files if schema in read_defaults(file)), None)
@@ -186,7 +188,7 @@ def _missing_module(group: str, schema: str, folders: Sequence[str]) -> str:
     return f"{file or group} needs {schema}, but there is no {folder / name}.py with a class Config.{hint}"
 
 
-def _missing_package_line(overlay: str) -> str:
+def _missing_package_line_text(overlay: str) -> str:
     """Return the message for an experiment or sweep file that lacks its first line, `# @package _global_`.
 
     `overlay` is the group (`experiment`), or the group and the name of the file (`experiment/mine`).
@@ -199,12 +201,12 @@ def _missing_package_line(overlay: str) -> str:
     )
 
 
-def _wrong_user_file(message: str) -> str | None:
+def _user_file_error_text(message: str) -> str | None:
     """Return the message for a mistake in a user's YAML that Hydra reports, or None if it is not recognised."""
     if file_and_group := missing_group(message):
         file, group = file_and_group
         if (overlay := group.partition(".")[0]) in _OVERLAYS and overlay != group:
-            return _missing_package_line(file)
+            return _missing_package_line_text(file)
         nearest_group = suggest(group, _GROUPS)
         hint = f" Did you mean {nearest_group}?" if nearest_group and nearest_group != group else ""
         if group in _GROUPS:
@@ -239,7 +241,7 @@ def _wrong_user_file(message: str) -> str | None:
     return None
 
 
-def _missing_members(error: BaseException) -> str | None:
+def _missing_members_text(error: BaseException) -> str | None:
     """Return the message for a class in a user's module that lacks abstract methods of its base class, or None."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
@@ -251,7 +253,7 @@ def _missing_members(error: BaseException) -> str | None:
     return f"{file or 'a module'}: {name} has no {', '.join(f'`{member}`' for member in members)}."
 
 
-def _unparsable_argument(error: OverrideParseException, folders: Sequence[str]) -> str:
+def _unparsable_argument_text(error: OverrideParseException, folders: Sequence[str]) -> str:
     """Return the message for an argument that Hydra cannot parse. It states how to write the argument if known."""
     key, sign, value = error.override.partition("=")
     reason = first_line(error)

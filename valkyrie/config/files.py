@@ -34,15 +34,15 @@ class CheckedFiles(FileConfigSource):
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider=provider, path=path)
-        self._bases: set[Path] = set()
+        self._included_files: set[Path] = set()
         """Files that a loaded file includes from its own group, and that are not loaded yet."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Load a config.
 
         Raises ValueError with the path of the file if it is not valid YAML or fails `check_file`. A user's file must
-        also pass `check_name`, `check_order` and `check_family`. Skips `check_name` for a file that another file of its
-        group includes. Hydra loads the including file first.
+        also pass `check_name`, `check_defaults_order` and `check_family`. Skips `check_name` for a file that another
+        file of its group includes. Hydra loads the including file first.
         """
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.is_file():
@@ -55,16 +55,18 @@ class CheckedFiles(FileConfigSource):
             values = OmegaConf.to_container(result.config, resolve=False)
             assert isinstance(values, dict)
             group = path.parent.relative_to(self.path).as_posix()
-            if path not in self._bases:
+            if path not in self._included_files:
                 check_name(path, group, values.get("name"))
-            self._bases.discard(path)  # the next composition may choose it by name
+            self._included_files.discard(path)  # the next composition may choose it by name
             defaults = values.get("defaults")
             defaults = defaults if isinstance(defaults, list) else []
-            check_order(path, group, defaults)
+            check_defaults_order(path, group, defaults)
             entries = [entry for entry in defaults if isinstance(entry, str)]
             if group in FAMILIES:
                 check_family(path, FAMILIES[group], entries, values)
-            self._bases |= {path.with_name(f"{entry}.yaml") for entry in entries if not re.search("[/@]", entry)}
+            self._included_files |= {
+                path.with_name(f"{entry}.yaml") for entry in entries if not re.search("[/@]", entry)
+            }
         return result
 
 
@@ -105,7 +107,7 @@ def check_name(path: Path, group: str, name: object) -> None:
     raise ValueError(f"{path} has name: {name}{reason}. Write name: {path.stem}.")
 
 
-def check_order(path: Path, group: str, defaults: Sequence[object]) -> None:
+def check_defaults_order(path: Path, group: str, defaults: Sequence[object]) -> None:
     """Raise ValueError if the defaults list of a user's config has `_self_` before a schema or a shipped config.
 
     Only shipped configs of the same group count, and only in `NAMED_GROUPS`. Entries after `_self_` replace the values
@@ -113,9 +115,9 @@ def check_order(path: Path, group: str, defaults: Sequence[object]) -> None:
     """
     if "_self_" not in defaults:
         return
-    bases = config_names(group) if group in NAMED_GROUPS else []
+    shipped_names = config_names(group) if group in NAMED_GROUPS else []
     for entry in defaults[defaults.index("_self_") :]:
-        if entry in bases or str(entry).partition("@")[0].endswith("_schema"):
+        if entry in shipped_names or str(entry).partition("@")[0].endswith("_schema"):
             ordered = [*(other for other in defaults if other != "_self_"), "_self_"]
             remedy = yaml.safe_dump({"defaults": ordered}, default_flow_style=None, width=math.inf).strip()
             raise ValueError(

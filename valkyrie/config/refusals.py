@@ -84,7 +84,7 @@ _INT64_KEYS = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
 """64-bit settings, which are not passed to JAX."""
 LAYOUT_SWEEPER_KEYS = ("hydra.sweeper.space", "hydra.sweeper.limit")
 """Keys that only `hydra/sweeper=layouts` has."""
-_NESTED_LIST = "{key}: the list may not contain lists or mappings. Write {key}=[A,B]."
+_NESTED_LIST_TEXT = "{key}: the list may not contain lists or mappings. Write {key}=[A,B]."
 _COMPILER_PREFIXES = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
@@ -298,7 +298,7 @@ def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
         case WrongValue.not_a_choice:
             return f"{key}={value}: must be one of {expected or _choices(error)}."
         case WrongValue.not_an_item:
-            return _NESTED_LIST.format(key=key)
+            return _NESTED_LIST_TEXT.format(key=key)
         case WrongValue.not_a_text:
             return f"{key}={value}: must be text, not a list or mapping: {key}=TEXT."
         case WrongValue.not_a_list if file is not None:
@@ -360,7 +360,7 @@ def nested_value_problems(values: DictConfig, prefix: str = "") -> list[Problem]
         elif isinstance(value, ListConfig) and set(get_args(hints.get(str(name)))) & {str, int, float, bool}:
             items = OmegaConf.to_container(value)
             if isinstance(items, list) and any(isinstance(item, list | dict) for item in items):
-                problems.append(Problem(ProblemCode.malformed, key, items, _NESTED_LIST.format(key=key)))
+                problems.append(Problem(ProblemCode.malformed, key, items, _NESTED_LIST_TEXT.format(key=key)))
     return problems
 
 

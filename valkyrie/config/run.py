@@ -57,7 +57,7 @@ FAMILIES: dict[str, Families] = {
 """Config groups with one schema per family. A family may be a module of the user."""
 OPTIONAL_GROUPS = frozenset({"task"})
 """Groups that a run may omit. Without `task`, a run uses the task of its model family."""
-_LONGEST_NAME = 200
+_MAX_NAME_BYTES = 200
 """Maximum bytes of each part of a new run's name. File systems allow 255, and some files append to the name."""
 _LAYOUT_COUNTS = ("microbatches", "partition.rounds")
 
@@ -309,10 +309,10 @@ class Run:
         if batch_sizes.problems or (c.batch_tokens, c.device_batch) == (None, None):
             return self
         counts = {"batch": batch_sizes.batch, "microbatches": batch_sizes.microbatches}
-        resolved = replace(c, **counts, batch_tokens=None, device_batch=None)
+        config = replace(c, **counts, batch_tokens=None, device_batch=None)
         if self.config.mode.ignores_layout:  # each layout has its own number of microbatches
-            return replace(self, config=replace(resolved, microbatches=c.microbatches, device_batch=c.device_batch))
-        return replace(self, config=resolved, batch_note=batch_sizes.describe(c.seq, c.device_batch))
+            return replace(self, config=replace(config, microbatches=c.microbatches, device_batch=c.device_batch))
+        return replace(self, config=config, batch_note=batch_sizes.describe(c.seq, c.device_batch))
 
     def _batch_sizes(self) -> BatchSizes:
         c = self.config
@@ -365,9 +365,9 @@ class Run:
             text = f"name={name!r} cannot be the name of a folder in runs={self.config.runs}. Use a word, or null."
         elif forbidden_character := re.search(r"[^\w .+@/-]", name):
             text = f"name={name}: {forbidden_character[0]} is not allowed in a name. Use letters, digits, ., _ or -."
-        elif not is_saved and (length := max(len(os.fsencode(part)) for part in Path(name).parts)) > _LONGEST_NAME:
+        elif not is_saved and (length := max(len(os.fsencode(part)) for part in Path(name).parts)) > _MAX_NAME_BYTES:
             text = (
-                f"name={name[:12]}... is too long: at most {_LONGEST_NAME} bytes are allowed between slashes, but "
+                f"name={name[:12]}... is too long: at most {_MAX_NAME_BYTES} bytes are allowed between slashes, but "
                 f"it has {length}. Use a shorter name."
             )
         elif name == "latest" and not self.config.mode.reads_run:

@@ -178,17 +178,19 @@ def _read_settings_file(file: Path, arguments: Sequence[str]) -> DictConfig:
     is_record = file.read_bytes().startswith(HEADER.encode())
     values = read_settings(file, has_hydra=is_record)
     # Interpolations are not resolved, because nothing is registered yet.
-    set_keys = {str(key) for key in values if not OmegaConf.is_missing(values, key)}
-    missing_keys = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in set_keys | OPTIONAL_GROUPS]
-    groups = set_keys & {*GROUPS} - OPTIONAL_GROUPS
-    malformed = [group for group in GROUPS if group in groups and not isinstance(values.get(group), DictConfig)]
-    if missing_keys or (malformed and not is_record):
+    present_keys = {str(key) for key in values if not OmegaConf.is_missing(values, key)}
+    missing_keys = (
+        [] if is_record else [f.name for f in fields(RunConfig) if f.name not in present_keys | OPTIONAL_GROUPS]
+    )
+    groups = present_keys & {*GROUPS} - OPTIONAL_GROUPS
+    malformed_groups = [group for group in GROUPS if group in groups and not isinstance(values.get(group), DictConfig)]
+    if missing_keys or (malformed_groups and not is_record):
         raise ValueError(
-            f"{file} has no defaults list, so it must set every key, but {', '.join([*missing_keys, *malformed])} "
-            f"{'is' if len(missing_keys + malformed) == 1 else 'are'} missing. To set only some keys, move it to "
-            "FOLDER/experiment/"
-            f"{file.stem}.yaml with the first line '# @package _global_', and use --config-dir FOLDER "
-            f"experiment={file.stem}."
+            f"{file} has no defaults list, so it must set every key, but "
+            f"{', '.join([*missing_keys, *malformed_groups])} "
+            f"{'is' if len(missing_keys + malformed_groups) == 1 else 'are'} missing. To set only some keys, move it "
+            f"to FOLDER/experiment/{file.stem}.yaml with the first line '# @package _global_', and use --config-dir "
+            f"FOLDER experiment={file.stem}."
         )
     if is_record:
         values = OmegaConf.create(run_from_record(values, file).record())  # with defaults for missing keys
@@ -215,7 +217,9 @@ def _register_settings(values: DictConfig, file: Path | None) -> None:
         saved_groups[group] = OmegaConf.create(
             {"defaults": [schema, *chip_schema, "_self_"], **_plain_dict(values[group])}
         )
-    top_level = {str(key): value for key, value in _plain_dict(values).items() if key not in (*GROUPS, "hydra")}
+    top_level_settings = {
+        str(key): value for key, value in _plain_dict(values).items() if key not in (*GROUPS, "hydra")
+    }
     hydra = shipped_config.hydra
     if file is not None:
         hydra.job.env_set = {SETTINGS_VARIABLE: str(file)}
@@ -225,7 +229,7 @@ def _register_settings(values: DictConfig, file: Path | None) -> None:
         *defaults_after_self,
     ]
     ConfigStore.instance().store(
-        name=SAVED_RUN, node={"defaults": defaults, **top_level, "hydra": hydra}, provider="valkyrie"
+        name=SAVED_RUN, node={"defaults": defaults, **top_level_settings, "hydra": hydra}, provider="valkyrie"
     )
 
 
@@ -237,13 +241,13 @@ def _plain_dict(values: DictConfig) -> dict[str, object]:
 
 def _remove_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Remove some flags and their values from the arguments."""
-    remaining, value_follows = [], False
+    remaining_arguments, value_follows = [], False
     for argument in arguments:
         name, sign, _ = argument.partition("=")
         if name not in flags and not value_follows:
-            remaining.append(argument)
+            remaining_arguments.append(argument)
         value_follows = name in flags and not sign
-    return remaining
+    return remaining_arguments
 
 
 def _last_flag_value(arguments: Sequence[str], names: Sequence[str]) -> str | None:

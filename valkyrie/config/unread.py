@@ -13,7 +13,7 @@ from valkyrie.units import escape_control_characters
 
 _ALWAYS_READ = NEUTRAL_KEYS | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
 """Keys that count as read in every mode: those that never change a result, and those that determine other keys."""
-_LONGEST_VALUE = 60
+_MAX_VALUE_LENGTH = 60
 """Maximum number of characters of a value in a note. If it is longer, such as a prompt, only the key is shown."""
 
 
@@ -22,18 +22,22 @@ def unread_notes(run: Run) -> list[str]:
 
     The run must be legal. Settings in files get no note, because an experiment has settings for several modes.
     """
-    command_line: dict[str, str] = {}
+    settings_by_key: dict[str, str] = {}
     for argument in split_flags(run.arguments)[1]:
         key = split_override(argument)[0]
         if key.partition(".")[0] in RunConfig.__dataclass_fields__:
-            command_line[key] = _setting_text(argument)
-    unread_by_mode = [text for key, text in command_line.items() if not mode_reads(run.config.mode, key)]
-    notes = [f"mode={run.config.mode.name} does not read {_join_settings(unread_by_mode)}"] if unread_by_mode else []
+            settings_by_key[key] = _setting_text(argument)
+    unread_settings = [text for key, text in settings_by_key.items() if not mode_reads(run.config.mode, key)]
+    notes = [f"mode={run.config.mode.name} does not read {_join_settings(unread_settings)}"] if unread_settings else []
     for keys, reason in _keys_without_effect(run):
-        settings = [text for key, text in command_line.items() if key in keys or key.partition(".")[0] in keys]
-        if settings and not set(settings) & set(unread_by_mode):
+        settings = [text for key, text in settings_by_key.items() if key in keys or key.partition(".")[0] in keys]
+        if settings and not set(settings) & set(unread_settings):
             notes.append(f"{_join_settings(settings)} {'has' if len(settings) == 1 else 'have'} no effect: {reason}")
-    if (sizes := os.environ.get("TPU_MESH_CONFIG")) and run.config.mode.name == "search" and "mesh" not in command_line:
+    if (
+        (sizes := os.environ.get("TPU_MESH_CONFIG"))
+        and run.config.mode.name == "search"
+        and "mesh" not in settings_by_key
+    ):
         notes.append(
             f"TPU_MESH_CONFIG={sizes} has no effect: mode=search tries all meshes. To search only this one, add "
             "mesh=environment"
@@ -99,7 +103,7 @@ def _setting_text(argument: str) -> str:
     key, value = split_override(argument)
     if argument.startswith("~"):
         return f"~{key}"
-    return key if len(value) > _LONGEST_VALUE or "\n" in value else escape_control_characters(f"{key}={value}")
+    return key if len(value) > _MAX_VALUE_LENGTH or "\n" in value else escape_control_characters(f"{key}={value}")
 
 
 def _join_settings(settings: list[str]) -> str:

@@ -140,7 +140,7 @@ def _make_run(
     arguments = [f"model={schema}", f"name={_quote(name)}", f"seq={min(context, _MAX_SEQ)}"]
     for key, value in settings.items():
         arguments.append(f"model.{key}={_quote(value) if isinstance(value, str) else override_text(value)}")
-    run = parse_run([o for o in overrides if split_override(o)[0] != "name"], derived=arguments)
+    run = parse_run([o for o in overrides if split_override(o)[0] != "name"], derived_arguments=arguments)
     groups = {_group(split_override(override)[0]) for override in overrides}
     problems = [problem for problem in run.problems() if _prevents_conversion(problem, groups)]
     refuse(run.model.problems() or list(map(_without_model_sizes, problems)))

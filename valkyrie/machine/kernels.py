@@ -42,7 +42,7 @@ def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
     kernels, only the HBM traffic is known: `flops` is 0.
     """
     hbm_traffic = hbm_bytes(instruction)
-    config = instruction.config.get("custom_call_config", {})
+    config = instruction.backend_config.get("custom_call_config", {})
     estimate = config.get("cost_estimate")
     if estimate:
         flops, bytes_ = float(estimate.get("flops", 0)), float(estimate.get("bytes_accessed", 0))
@@ -94,7 +94,7 @@ def _splash_cost(instruction: Instruction, blocks: _SplashBlocks, hbm_traffic: f
     *outer_dims, query_count, head_dim = arrays[0]
     *kv_outer_dims, key_count, _ = arrays[1]
     # The fused kernel returns dq once per column of blocks, with one more dimension than the queries.
-    is_fused = part == "_dkv" and any(len(result.dims) > len(arrays[0]) for result in instruction.shape.parts)
+    is_fused = part == "_dkv" and any(len(result.dims) > len(arrays[0]) for result in instruction.shape.tuple_shapes)
     products_per_block = {"": 2, "_dkv": 5 if is_fused else 4, "_dq": 3}[part]
     mask = instruction.operands[1]
     visited_blocks = _blocks_visited(mask)
@@ -161,13 +161,13 @@ def _blocks_visited(mask: Instruction) -> float | None:
     if len(dims) != 3:
         return None
     producer = find_origin(mask)
-    if producer.opcode == "fusion" and producer.called[0].root is not None:
-        producer = find_origin(producer.called[0].root)
+    if producer.opcode == "fusion" and producer.called_computations[0].root is not None:
+        producer = find_origin(producer.called_computations[0].root)
     if producer.opcode == "dynamic-slice":
         producer = find_origin(producer.operands[0])
     values = bytes(producer.message.literal.s8s) if producer.opcode == "constant" else b""
     if producer.opcode == "constant" and not values:
-        return 0.0 if producer.shape.elements else None
+        return 0.0 if producer.shape.element_count else None
     if len(values) == 1:
         return float(math.prod(dims[1:])) if values[0] else 0.0
     size = math.prod(dims)

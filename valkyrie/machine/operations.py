@@ -89,17 +89,18 @@ class OpCosts:
         """
         if instruction.opcode == "copy-start":
             target, source = instruction.shape.leaves[:2]
-            if HOST in (target.memory, source.memory):
-                return target.padded_bytes / self._host_rate, "to host" if target.memory == HOST else "from host"
-            return self._copy_cost(target.padded_bytes, (target.memory == HBM) + (source.memory == HBM))
-        operations = [i for c in instruction.called for i in _leaf_instructions(c)]
+            if HOST in (target.memory_space, source.memory_space):
+                return target.padded_bytes / self._host_rate, "to host" if target.memory_space == HOST else "from host"
+            return self._copy_cost(target.padded_bytes, (target.memory_space == HBM) + (source.memory_space == HBM))
+        operations = [i for c in instruction.called_computations for i in _leaf_instructions(c)]
         if operations and all(i.opcode in ("slice", "dynamic-slice", "copy", _UPDATE_OPCODE) for i in operations):
             moved_bytes = sum(
                 (i.operands[1] if i.opcode == _UPDATE_OPCODE else i).shape.padded_bytes for i in operations
             )
-            memories = {s.memory for i in operations for s in (i.shape, i.operands[0].shape)}
+            memories = {s.memory_space for i in operations for s in (i.shape, i.operands[0].shape)}
             if HOST in memories:
-                return moved_bytes / self._host_rate, "to host" if operations[-1].shape.memory == HOST else "from host"
+                destination = operations[-1].shape.memory_space
+                return moved_bytes / self._host_rate, "to host" if destination == HOST else "from host"
             return self._copy_cost(moved_bytes, 1)
         return sum(self.cost(i).seconds for i in operations), ""
 
@@ -107,9 +108,9 @@ class OpCosts:
         return size * max(passes, 1) / (self._hbm_rate * assumptions.HBM_EFFICIENCY), "HBM"
 
     def _cost(self, instruction: Instruction) -> OpCost:
-        if instruction.opcode in _FREE_OPCODES or instruction.target in _FREE_TARGETS:
+        if instruction.opcode in _FREE_OPCODES or instruction.custom_call_target in _FREE_TARGETS:
             return OpCost(PartKind.compute, 0.0)
-        if instruction.target == _KERNEL_TARGET:
+        if instruction.custom_call_target == _KERNEL_TARGET:
             return self._kernel_cost(instruction)
         flops = product_flops(instruction)
         traffic_s = hbm_bytes(instruction) / (self._hbm_rate * assumptions.HBM_EFFICIENCY)
@@ -125,7 +126,8 @@ class OpCosts:
             return OpCost(PartKind.compute, 0.0)
         if instruction.opcode == "custom-call":
             self.notes[
-                f"custom call {instruction.target} has no cost estimate: only the time to move its bytes is counted"
+                f"custom call {instruction.custom_call_target} has no cost estimate: only the time to move its bytes "
+                "is counted"
             ] = None
         return OpCost(PartKind.memory, traffic_s)
 
@@ -146,7 +148,7 @@ def _leaf_instructions(computation: Computation) -> list[Instruction]:
     leaves = []
     for i in computation.instructions:
         if i.opcode in ("call", "async-start"):
-            leaves += [leaf for c in i.called for leaf in _leaf_instructions(c)]
+            leaves += [leaf for c in i.called_computations for leaf in _leaf_instructions(c)]
         elif i.opcode not in _FREE_OPCODES and not i.opcode.endswith(("-done", "-update")):
             leaves.append(i)
     return leaves

@@ -167,7 +167,7 @@ class _Replayer:
         self._module = module
         slices = [position.slice for position in machine.positions]
         self._collectives = CollectiveReader(module, machine.mesh_axes, slices)
-        self._network = LinkModel(machine, slice_mask(slices, module.partitions))
+        self._network = LinkModel(machine, slice_mask(slices, module.num_partitions))
         self._ops = OpCosts(machine.chip)
         self._links = Links()
         self._started: dict[Instruction | int, Transfer] = {}
@@ -177,7 +177,7 @@ class _Replayer:
         self._notes: dict[str, None] = {}
 
     def play(self) -> Replay:
-        if not self._module.scheduled:
+        if not self._module.is_scheduled:
             self._notes["the module is not scheduled: instructions are replayed in the order of the file"] = None
         self._replay_computation(self._module.entry)
         totals = self._totals
@@ -204,7 +204,7 @@ class _Replayer:
         elif opcode == "conditional":
             self._replay_conditional(instruction)
         elif opcode == "call":
-            self._replay_computation(instruction.called[0])
+            self._replay_computation(instruction.called_computations[0])
         elif opcode in ("send", "recv", "send-done", "recv-done"):
             self._replay_host_message(instruction)
         elif opcode.endswith("-done"):
@@ -213,7 +213,7 @@ class _Replayer:
             self._start_transfer(instruction)
         elif collective_kind(opcode):
             self._wait(self._start_collective(instruction.name, self._collectives.read(instruction)))
-        elif opcode == "fusion" and (inner := inner_collectives(instruction.called[0])):
+        elif opcode == "fusion" and (inner := inner_collectives(instruction.called_computations[0])):
             self._replay_fusion(instruction, inner)
         else:
             self._replay_compute(instruction)
@@ -233,8 +233,10 @@ class _Replayer:
 
     def _replay_fusion(self, instruction: Instruction, inner: list[Instruction]) -> None:
         """Replay a fusion that starts, continues or ends an asynchronous collective, or contains a synchronous one."""
-        starts, ends = (wrapped_collectives(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
-        async_parts = [i for i in inner if FUSED_CONFIG_KEY in i.config]
+        starts, ends = (
+            wrapped_collectives(target, instruction.called_computations[0]) for target in (ASYNC_START, ASYNC_DONE)
+        )
+        async_parts = [i for i in inner if FUSED_CONFIG_KEY in i.backend_config]
         if not async_parts and not starts and not ends:
             collective = self._collectives.read(inner[0], fused_kind(instruction, inner[0]), instruction)
             self._wait(self._start_collective(instruction.name, collective))
@@ -261,7 +263,7 @@ class _Replayer:
 
     def _start_transfer(self, instruction: Instruction) -> None:
         opcode = instruction.opcode
-        inner = [i for c in instruction.called for i in inner_collectives(c)]
+        inner = [i for c in instruction.called_computations for i in inner_collectives(c)]
         if collective_kind(opcode) or inner:
             collective = self._collectives.read(
                 instruction if collective_kind(opcode) else inner[0], caller=instruction
@@ -374,7 +376,7 @@ class _Replayer:
 
     def _replay_conditional(self, instruction: Instruction) -> None:
         """Replay all branches of a conditional, and add the longest to the step."""
-        branch_totals = [self._replay_alone(branch) for branch in instruction.called]
+        branch_totals = [self._replay_alone(branch) for branch in instruction.called_computations]
         longest_branch = max(branch_totals, key=lambda totals: totals.duration_s)
         self._totals.add(longest_branch, 1, self._links.now_s, instruction.name)
         self._links.pass_time(longest_branch.duration_s)

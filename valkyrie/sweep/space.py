@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from valkyrie.config.explain import unknown_choice
+from valkyrie.config.explain import unknown_choice_text
 from valkyrie.config.refusals import describe_unknown_key, problem_from_error
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import parse_mesh
@@ -191,7 +191,7 @@ def _name_problems(space: SpaceConfig, composer: Composer) -> Iterator[Problem]:
         for name in names:
             if name not in options and not (group == "partition" and name == ALL_CHOICES):
                 yield Problem(
-                    ProblemCode.unknown_name, group, name, unknown_choice(f"{group}/{name}", options, folders)
+                    ProblemCode.unknown_name, group, name, unknown_choice_text(f"{group}/{name}", options, folders)
                 )
     for name in space.meshes:
         if re.fullmatch(r"\d[\da-z]*", name) and name not in composer.group_options("mesh"):

@@ -123,7 +123,7 @@ class TrialResult:
     @property
     def bytes_by_axes(self) -> dict[str, float]:
         """Bytes that a device sends per step, by mesh axes such as `x,y`. Empty if unknown."""
-        return {} if self.communication is None else self.communication.by_label
+        return {} if self.communication is None else self.communication.bytes_by_label
 
     @property
     def objective(self) -> float:

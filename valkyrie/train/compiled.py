@@ -10,7 +10,7 @@ import jax
 
 from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.communication import Communication, sum_communication
-from valkyrie.compiled.hlo import parse
+from valkyrie.compiled.hlo import parse_module
 from valkyrie.config.run import Debug
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.sharding import AnyMesh
@@ -42,7 +42,7 @@ class StepExecutable(NamedTuple):
         """
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
-            return sum_communication(collective_uses(parse(serialised_module(self.compiled)), axes))
+            return sum_communication(collective_uses(parse_module(serialised_module(self.compiled)), axes))
         except Exception as error:  # the format changes between versions of XLA; that must not end a training run
             say(f"the bytes sent by a step could not be read ({type(error).__name__}: {first_line(error)})")
             return None

@@ -273,7 +273,7 @@ def _record_program(progress: Progress, executable: StepExecutable) -> None:
         progress.extra_summary |= {"compile_s": executable.compile_s, "hbm_gib": executable.hbm_gib}
         if progress.tracker.writes:
             if (traffic := executable.traffic(progress.program.mesh, progress.warn)) is not None:
-                progress.extra_summary[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.by_label}
+                progress.extra_summary[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.bytes_by_label}
             progress.tracker.write_summary(progress.extra_summary)
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from valkyrie.compiled.collectives import find_cause
 from valkyrie.compiled.flops import MatrixProduct, list_products
 from valkyrie.compiled.hlo import Module
-from valkyrie.compiled.whole import WholeProgram
+from valkyrie.compiled.whole import UnpartitionedProgram
 from valkyrie.machine.replay import Replay
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.prediction import MemoryReport
@@ -29,7 +29,7 @@ class CheckedProgram:
         memory: Memory of one device.
     """
 
-    whole: WholeProgram
+    whole: UnpartitionedProgram
     module: Module | None
     mesh_axes: Mapping[str, int]
     replay: Replay | None

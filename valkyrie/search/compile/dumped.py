@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from valkyrie.compiled.collectives import has_partial_groups
-from valkyrie.compiled.dumped import fastest_product_rate, read_dumped, refuse_other_chip
+from valkyrie.compiled.dumped import fastest_product_rate, read_dumped_module, refuse_other_chip
 from valkyrie.compiled.hlo import Module
 from valkyrie.hardware.position import Position
 from valkyrie.parallel.slice import Slice
@@ -39,7 +39,7 @@ def predict_file(
         places: Positions of the mesh's devices, in the order of `mesh.devices.flat`, or None for those of `Slice.mesh`.
         work: Name, tokens and FLOPs of the program, which the module does not contain.
     """
-    dumped, work = read_dumped(path), work or ProgramWork()
+    dumped, work = read_dumped_module(path), work or ProgramWork()
     chip = target.chip
     positions = target.positions(list(axes.values()), list(axes))
     assert chip is not None and chip.clock_ghz is not None
@@ -47,15 +47,15 @@ def predict_file(
         _require_positions(places, positions, target)
         positions = tuple(places)
     devices, per_slice = len(positions), len(positions) // target.slices
-    compiled_for = dumped.devices or dumped.module.partitions
-    if compiled_for not in (devices, per_slice) if dumped.devices else compiled_for > devices:
+    compiled_for = dumped.device_count or dumped.module.num_partitions
+    if compiled_for not in (devices, per_slice) if dumped.device_count else compiled_for > devices:
         resized = target.resized(compiled_for)
         suggestion = f" Use {resized.name}." if resized else ""
         raise ValueError(
             f"{path} was compiled for {compiled_for} devices, but {target.describe()} has {target.devices}.{suggestion}"
         )
-    if dumped.devices is None:
-        dumped.module.partitions = devices
+    if dumped.device_count is None:
+        dumped.module.num_partitions = devices
     flops_per_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
     refuse_other_chip(dumped.module, chip.name, chip.cores > 1, flops_per_cycle, str(path))
     memory = dumped.memory or dumped.argument_bytes

@@ -177,7 +177,7 @@ def _whole_batch_fault(
         f"Constrain the activations before {short_source(_origin(first).source)} ({short_cause(first.op_name)}): "
         f"x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec({spec})))."
     )
-    if not any(i.target == "Sharding" for c in program.whole.module.computations for i in c.instructions):
+    if not any(i.custom_call_target == "Sharding" for c in program.whole.module.computations for i in c.instructions):
         remedy += (
             " The lowered program has no sharding constraint. If your code has some, they were dropped: those of Flax "
             "are only applied under jax.set_mesh(mesh)."
@@ -309,7 +309,7 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
                     gathered[dimension].add(source)
                 if result.dtype == "f32" and _is_only_converted(instruction, users):
                     float32_gathers.add(source)
-            elif instruction.opcode == "all-reduce" and not instruction.shape.parts:
+            elif instruction.opcode == "all-reduce" and not instruction.shape.tuple_shapes:
                 groups = reader.read(instruction).groups
                 members = 1 if groups is None else groups.shape[1]
                 if members > 1 and _used_share(instruction, users) * members <= 1.01:
@@ -389,7 +389,7 @@ def _is_only_converted(gather: Instruction, users: Mapping[Instruction, Sequence
         if user.opcode in (*_PASS_THROUGH, "all-gather-done", "transpose", "get-tuple-element"):
             queue += users.get(user, ())
         elif user.opcode == "fusion":
-            fused = user.called[0].instructions
+            fused = user.called_computations[0].instructions
             converts = any(
                 i.opcode == "convert" and i.shape.dtype == "bf16" and i.operands[0].opcode == "parameter" for i in fused
             )
@@ -407,9 +407,9 @@ def _used_share(reduced: Instruction, users: Mapping[Instruction, Sequence[Instr
         if user.opcode in _PASS_THROUGH:
             queue += users.get(user, ())
             continue
-        executed = user.called[0].instructions if user.opcode == "fusion" else [user]
-        slices = any(i.opcode == "dynamic-slice" for i in executed) and not user.shape.parts
-        shares.append(user.shape.elements / reduced.shape.elements if slices else 1.0)
+        executed = user.called_computations[0].instructions if user.opcode == "fusion" else [user]
+        slices = any(i.opcode == "dynamic-slice" for i in executed) and not user.shape.tuple_shapes
+        shares.append(user.shape.element_count / reduced.shape.element_count if slices else 1.0)
     return max(shares, default=1.0)
 
 

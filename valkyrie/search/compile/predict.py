@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.compiled.flops import model_flops
-from valkyrie.compiled.hlo import Module, parse
+from valkyrie.compiled.hlo import Module, parse_module
 from valkyrie.compiled.memory import ProgramMemory
-from valkyrie.compiled.whole import WholeProgram
+from valkyrie.compiled.whole import UnpartitionedProgram
 from valkyrie.foreign_errors import Allocation, first_lines, is_out_of_memory
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
@@ -128,7 +128,7 @@ def predict_function(
     else:
         result = _compile_in_child(captured, mesh, target, user_options, name or "a program", time_limit_s, progress)
     is_explained = not isinstance(result, CompileOutcome) or result.status is CompileStatus.does_not_fit
-    whole = WholeProgram.from_lowered(lowered) if is_explained and lowered is not None else None
+    whole = UnpartitionedProgram.from_lowered(lowered) if is_explained and lowered is not None else None
     if isinstance(result, CompileOutcome):
         if result.status is CompileStatus.refused:
             raise ValueError(result.reason)
@@ -151,7 +151,7 @@ def predict_function(
 
 
 def _explain(
-    predicted: PredictedProgram, whole: WholeProgram | None, axes: Mapping[str, int], module: Module | None
+    predicted: PredictedProgram, whole: UnpartitionedProgram | None, axes: Mapping[str, int], module: Module | None
 ) -> PredictedProgram:
     """Add the largest allocations and hints to the prediction of a program that does not fit.
 
@@ -209,7 +209,7 @@ def _compile_in_child(
         memory = CompileOutcome(CompileStatus.does_not_fit, record.reason, shortage=record.shortage)
         if record.module_sha256 is None:
             return memory
-    module = parse(stored.module)
+    module = parse_module(stored.module)
     stored.update_sources(module)
     return _CompiledModule(module, memory, record.options, record.compile_s, stored.cached, stored.note)
 
@@ -248,7 +248,7 @@ def _read_compiled(
     from valkyrie.search.compile.executable import compiled_program
 
     program = compiled_program(compiled, mesh, peak)
-    return _CompiledModule(parse(program.module), program.memory, options)
+    return _CompiledModule(parse_module(program.module), program.memory, options)
 
 
 def predict_module(
@@ -260,7 +260,7 @@ def predict_module(
     memory: ProgramMemory | CompileOutcome | int,
     work: ProgramWork,
     options: Sequence[Option] = (),
-    whole: WholeProgram | None = None,
+    whole: UnpartitionedProgram | None = None,
 ) -> PredictedProgram:
     """Replay and summarise a module, and find faults in its sharding.
 
@@ -305,7 +305,7 @@ def predict_module(
 
 
 def _find_faults(
-    whole: WholeProgram | None, module: Module, axes: Mapping[str, int], replay: Replay, memory: MemoryReport
+    whole: UnpartitionedProgram | None, module: Module, axes: Mapping[str, int], replay: Replay, memory: MemoryReport
 ) -> tuple[Fault, ...]:
     return () if whole is None else find_faults(CheckedProgram(whole, module, axes, replay, memory))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from valkyrie.checksums import digest
 from valkyrie.compiled.collectives import CollectiveUse, collective_uses
-from valkyrie.compiled.hlo import Module, parse
+from valkyrie.compiled.hlo import Module, parse_module
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
@@ -32,12 +32,12 @@ def replay_program(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list
     assert step is not None, "only a layout that fits is replayed"
     replay_module = REPLAYS.get(get_platform(target.platform).replay)
     if replay_module is None:
-        return None, collective_uses(parse(compiled.module.read_bytes()), step.axes)
+        return None, collective_uses(parse_module(compiled.module.read_bytes()), step.axes)
     file = compiled.program / f"replay-{_replay_key(target)}.json"
     try:
         result = read_record(Replay, file)
     except (OSError, RecordError):  # missing or damaged
-        result = replay_module(target, parse(compiled.module.read_bytes()), step.axes, step.positions)
+        result = replay_module(target, parse_module(compiled.module.read_bytes()), step.axes, step.positions)
         write_atomic(file, json.dumps(encode(result)))  # compact: a timeline has thousands of spans
     result = correct_replay(result, target)
     return result, list(result.collectives)

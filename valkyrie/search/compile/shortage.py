@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from valkyrie.compiled.hlo import HBM, Module
-from valkyrie.compiled.whole import WholeProgram
+from valkyrie.compiled.whole import UnpartitionedProgram
 from valkyrie.foreign_errors import Allocation
 from valkyrie.search.compile.prediction import Hint, HintCode, MemoryReport
 from valkyrie.units import gib_text, percent_text
@@ -43,7 +43,7 @@ class ListedArgument:
         return self.bytes - self.bytes // math.prod(self.replicated_over.values())
 
 
-def list_arguments(whole: WholeProgram, axes: Mapping[str, int]) -> list[ListedArgument]:
+def list_arguments(whole: UnpartitionedProgram, axes: Mapping[str, int]) -> list[ListedArgument]:
     """Return the arguments that have a sharding, the largest on a device first. `axes` maps mesh axes to sizes."""
     arguments = []
     for argument in whole.arguments:
@@ -72,9 +72,9 @@ def list_results(module: Module) -> list[Allocation]:
     for computation in computations:
         for instruction in computation.instructions:
             if instruction.opcode in _CONTROL_FLOW:
-                computations += instruction.called
+                computations += instruction.called_computations
             elif instruction.opcode not in _NO_ARRAYS and not instruction.opcode.endswith("-done"):
-                shapes = [leaf for leaf in instruction.shape.leaves if leaf.memory == HBM]
+                shapes = [leaf for leaf in instruction.shape.leaves if leaf.memory_space == HBM]
                 for shape in shapes:
                     text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
                     entry = Allocation(

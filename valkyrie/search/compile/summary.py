@@ -177,7 +177,7 @@ def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: Expecte
             "arguments": memory.arguments,
             "outputs not aliased to arguments": memory.outputs - memory.aliased,
             "temporaries": memory.temporary,
-            "program": peak - memory.at_rest - memory.temporary,
+            "program": peak - memory.arguments_and_outputs - memory.temporary,
         }
     else:
         parameters, gradients = state.parameters + state.ema, min(state.gradients, memory.temporary)

@@ -16,7 +16,7 @@ import numpy as np
 
 from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.communication import sum_communication
-from valkyrie.compiled.hlo import parse
+from valkyrie.compiled.hlo import parse_module
 from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import is_out_of_memory
@@ -94,7 +94,7 @@ def _time_steps(
             step()
             seconds.append(time.perf_counter() - began)
         loss = float(metrics["loss"])
-        module = parse(serialised_module(compiled))
+        module = parse_module(serialised_module(compiled))
         axes = {str(name): int(size) for name, size in program.mesh.shape.items()}
         collective_trace = collective_times(step, module, axes, trace)
     memory = step_memory(program, program_memory(compiled, program.backend))

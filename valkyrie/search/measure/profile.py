@@ -108,7 +108,7 @@ def collectives_by_operation(module: Module, mesh_axes: dict[str, int]) -> dict[
         if collective is not None:
             collectives[name] = reader.read(collective)
         elif instruction.opcode in ("fusion", "async-start"):
-            inner = [i for computation in instruction.called for i in inner_collectives(computation)]
+            inner = [i for computation in instruction.called_computations for i in inner_collectives(computation)]
             if inner:
                 kind = fused_kind(instruction, inner[0]) if instruction.opcode == "fusion" else None
                 collectives[name] = reader.read(inner[0], kind)
