@@ -215,8 +215,8 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
         else ""
     )
     print(
-        f"{vocab_size:,} ids{fewer_note}; trained on {count_text(counts.documents, 'document')} with {counts.bytes:,} bytes "
-        f"in {time.perf_counter() - start:.1f} s"
+        f"{vocab_size:,} ids{fewer_note}; trained on {count_text(counts.documents, 'document')} with {counts.bytes:,} "
+        f"bytes in {time.perf_counter() - start:.1f} s"
     )
     name = str(path) if is_path else arguments.save
     print(f"{path} (fingerprint {read_fingerprint(name)}). Use it with data.tokenizer={name}")
