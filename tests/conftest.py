@@ -77,11 +77,11 @@ def _install_type_checks() -> None:
             file.relative_to(ROOT) for file in (ROOT / "valkyrie").rglob("*.py") if "from jaxtyping" in file.read_text()
         ]
         modules = [".".join(file.with_suffix("").parts) for file in files]
-        jaxtyping.jaxtyped = _only_with_arrays(jaxtyping.jaxtyped)
+        jaxtyping.jaxtyped = _skip_without_arrays(jaxtyping.jaxtyped)
     jaxtyping.install_import_hook(modules, "beartype.beartype")
 
 
-def _only_with_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_without_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `jaxtyped` so that it skips functions and dataclasses without arrays in their annotations."""
 
     def mentions_arrays(annotated: Any) -> bool:
@@ -142,15 +142,15 @@ def _compose_commands_once() -> None:
     Hydra.get_mode = get_mode
 
 
-def _cache_configs(source: Any, version: Callable[[str, str], object]) -> None:
+def _cache_configs(source: Any, get_version: Callable[[str, str], object]) -> None:
     """Cache the configs that a Hydra source loads.
 
-    `version(folder, path)` returns a part of the cache key, or None for a config that must not be cached.
+    `get_version(folder, path)` returns a part of the cache key, or None for a config that must not be cached.
     """
     original_load, cache = source.load_config, dict[tuple[object, ...], bytes]()
 
     def load_config(self: Any, config_path: str) -> Any:
-        file_version = version(self.path, config_path)
+        file_version = get_version(self.path, config_path)
         if file_version is None:
             return original_load(self, config_path)
         key = (self.path, self.provider, config_path, file_version)
@@ -206,7 +206,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     turns.print_skipped(terminalreporter, config)
 
 
-class Command(NamedTuple):
+class CommandResult(NamedTuple):
     """Result of `valkyrie-train` without executing its mode: exit status, composed run, stdout and stderr.
 
     The run is None if the command was refused or composes no single run, as with `--help` or `-m`.
@@ -220,7 +220,7 @@ class Command(NamedTuple):
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """A function that calls `valkyrie-train` with its arguments in `tmp_path`, and returns a `Command`.
+    """A function that calls `valkyrie-train` with its arguments in `tmp_path`, and returns a `CommandResult`.
 
     The run is composed, but its mode is not executed.
     """
@@ -228,7 +228,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str) -> Command:
+    def call(*arguments: str) -> CommandResult:
         runs: list[Any] = []
         monkeypatch.setattr(dispatch, "_run_mode", lambda run: runs.append(run) or 0)
         monkeypatch.setattr("sys.argv", ["valkyrie-train", *arguments])
@@ -238,6 +238,6 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
             dispatch.dispatch()
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        return Command(status, runs[0] if runs else None, *capsys.readouterr())
+        return CommandResult(status, runs[0] if runs else None, *capsys.readouterr())
 
     return call

@@ -100,9 +100,9 @@ def is_supported(model: str, partition: str) -> bool:
     return model in LANGUAGE_MODELS or partition not in PIPELINE_PARTITIONS
 
 
-def mark_slow_except(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Mark all cases of a parametrised test as slow except the `quick` ones."""
-    return [pytest.param(case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
+def mark_slow_except(cases: Iterable[Any], quick_cases: Collection[Any]) -> list[Any]:
+    """Mark all cases of a parametrised test as slow except `quick_cases`."""
+    return [pytest.param(case, marks=[] if case in quick_cases else pytest.mark.slow) for case in cases]
 
 
 def compose_config(*overrides: str) -> DictConfig:
@@ -178,21 +178,21 @@ def make_program(run: Run) -> StepProgram:
     return StepProgram(run, build_mesh(run.config.mesh, jax.devices()))
 
 
-class Steps(NamedTuple):
+class StepResults(NamedTuple):
     """Results of consecutive steps: the metrics of each step, copied to the host, and the state after the last step."""
 
     metrics: list[dict[str, np.ndarray]]
     state: TrainState
 
 
-def run_steps(program: StepProgram, count: int = 2, state: TrainState | None = None) -> Steps:
+def run_steps(program: StepProgram, count: int = 2, state: TrainState | None = None) -> StepResults:
     """Run `count` steps, each on a different batch, from `state` or from the initial state with seed 0."""
     state = program.init(0) if state is None else state
     metrics = []
     for i in range(count):
         state, step_metrics = program.step(state, program.place(make_batch(program.run, seed=i)))
         metrics.append(jax.device_get(step_metrics))
-    return Steps(metrics, state)
+    return StepResults(metrics, state)
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def make_assembly(run: Run) -> Assembly:
     return Assembly(run.model, Numerics.from_policy(run.config.precision))
 
 
-def count_learned(assembly: Assembly) -> int:
+def count_learned_parameters(assembly: Assembly) -> int:
     """Count the learned parameters of a model, without fixed arrays and puzzle embeddings."""
     leaves = zip(jax.tree.leaves(assembly.abstract_parameters), assembly.specs.values(), strict=True)
     return sum(leaf.size for leaf, spec in leaves if spec.group not in NOT_AVERAGED)
@@ -223,33 +223,35 @@ def initial_state(overrides: tuple[str, ...]) -> TrainState:
     return jax.device_get(init_state(program.assembly, program.optimizer, keep_ema, 0, program.carry))
 
 
-def fill_zeros(host: TrainState) -> TrainState:
+def randomize_zero_parameters(host_state: TrainState) -> TrainState:
     """Replace parameters that are all zero by small random numbers. With zeros, some gradients are rounding errors."""
     rng = np.random.default_rng(0)
     parameters = jax.tree.map(
-        lambda p: p if np.any(p) else (0.1 * rng.standard_normal(p.shape)).astype(p.dtype), host.parameters
+        lambda p: p if np.any(p) else (0.1 * rng.standard_normal(p.shape)).astype(p.dtype), host_state.parameters
     )
-    return host._replace(parameters=parameters)
+    return host_state._replace(parameters=parameters)
 
 
-def place_state(program: StepProgram, host: TrainState) -> TrainState:
+def place_state(program: StepProgram, host_state: TrainState) -> TrainState:
     """Return a state from the host, placed on the devices of a program."""
-    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), host, program.abstract_state)
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), host_state, program.abstract_state)
 
 
-def run_two_steps(run: Run, host: TrainState) -> Steps:
+def run_two_steps(run: Run, host_state: TrainState) -> StepResults:
     """Run two steps from a state on the host, each on a different batch."""
     program = make_program(run)
-    return run_steps(program, 2, place_state(program, host))
+    return run_steps(program, 2, place_state(program, host_state))
 
 
 @lru_cache
-def reference_steps(model: str, *overrides: str) -> Steps:
+def reference_steps(model: str, *overrides: str) -> StepResults:
     """Return the results of two steps of a shrunken model on one device. Tests compare every layout with them."""
-    return run_two_steps(small_run(model, *overrides), fill_zeros(initial_state((*small_overrides(model), *overrides))))
+    return run_two_steps(
+        small_run(model, *overrides), randomize_zero_parameters(initial_state((*small_overrides(model), *overrides)))
+    )
 
 
-def assert_same_steps(steps: Steps, expected: Steps, rtol: float = 2e-5) -> None:
+def assert_same_steps(steps: StepResults, expected: StepResults, rtol: float = 2e-5) -> None:
     """Compare the loss, token count, gradient norm and gradient norms by parameter of each step.
 
     The absolute tolerance is for key biases without rotary embedding. Their gradient is zero except for rounding errors

@@ -65,15 +65,15 @@ class GatedUnitLayer(nnx.Module):
     def __init__(self, block, context, numerics, key):
         self.numerics = numerics
         specs, keys = block.parameters(context), jax.random.split(key, 3)
-        for (name, spec), of_weight in zip(specs.items(), keys, strict=True):
-            setattr(self, name, parameter(spec, normal(of_weight, spec.shape, spec.shape[0] ** -0.5), numerics))
+        for (name, spec), weight_key in zip(specs.items(), keys, strict=True):
+            setattr(self, name, parameter(spec, normal(weight_key, spec.shape, spec.shape[0] ** -0.5), numerics))
 
     def __call__(self, x, boundaries, shard):
-        def into(weights, name):
+        def project_in(weights, name):
             product = project("bse,eu->bsu", x, weights, shard=shard, numerics=self.numerics, name=name)
             return shard(product, "batch", "seq", "units")
 
-        hidden = jax.nn.sigmoid(into(self.gate, "unit_gate")) * into(self.up, "unit_up")
+        hidden = jax.nn.sigmoid(project_in(self.gate, "unit_gate")) * project_in(self.up, "unit_up")
         y = project("bsu,eu->bse", hidden, self.out, shard=shard, numerics=self.numerics, name="unit_out")
         wide = jnp.abs(hidden.astype(jnp.float32))
         return y, {"size": jnp.mean(wide**2, axis=(1, 2)), "largest": jnp.max(wide, axis=(1, 2))}
@@ -104,7 +104,7 @@ parameters: {embed: [y], units: [x], mlp: [x], heads: [x], kv_heads: [x], vocab:
 activations: {batch: ['s?', 'w?', z], embed: [y], units: [x], mlp: [x], heads: [x], kv_heads: [x], vocab: [x]}
 """
 
-SMALL = ("model=gated_unit_tiny", "batch=16", "seq=48", "tracking=off")
+SMALL_OVERRIDES = ("model=gated_unit_tiny", "batch=16", "seq=48", "tracking=off")
 
 
 def write_folder(folder: Path) -> Path:

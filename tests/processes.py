@@ -19,20 +19,25 @@ def free_address() -> str:
 
 
 def run_teams(
-    count: int, work: Callable[[Team], Any], *, counts: Sequence[int] | None = None, timeout_s: float = 5.0
+    count: int,
+    run_process: Callable[[Team], Any],
+    *,
+    expected_counts: Sequence[int] | None = None,
+    timeout_s: float = 5.0,
 ) -> list[Any]:
-    """Connect `count` processes, each simulated by a thread with its own `Team`, and call `work` with each team.
+    """Connect `count` processes, each simulated by a thread with its own `Team`, and call `run_process` with each team.
 
-    Returns the results of `work` by process index. If connecting or `work` raises ValueError, the error is returned in
-    place of the result. `counts` are the process counts that the teams expect, by default `count` for each.
+    Returns the results of `run_process` by process index. If connecting or `run_process` raises ValueError, the error
+    is returned in place of the result. `expected_counts` are the process counts that the teams expect, by default
+    `count` for each.
     """
     address, results = free_address(), [None] * count
 
     def run_team(index: int) -> None:
-        process_info = ProcessInfo(address, (counts or [count] * count)[index], index)
+        process_info = ProcessInfo(address, (expected_counts or [count] * count)[index], index)
         try:
             team = ConnectedTeam(process_info, timeout_s=timeout_s, heartbeat_s=20.0, on_loss=lambda line, status: None)
-            results[index] = work(team)
+            results[index] = run_process(team)
             team.fail(1, "the test is over")
         except ValueError as error:
             results[index] = error

@@ -56,15 +56,15 @@ def golden_summary(stage: str) -> dict[str, Any]:
 
 def make_trial(
     layout: str,
-    per_chip: float | None,
+    tokens_per_second_per_chip: float | None,
     *,
     stage: str = "compile",
     sweep: str = "hand",
     target: str | None = None,
-    gib: float | None = None,
-    seconds: dict[str, float] | None = None,
-    sent: dict[str, float] | None = None,
-    collectives: dict[str, float] | None = None,
+    peak_gib: float | None = None,
+    part_shares: dict[str, float] | None = None,
+    bytes_by_axes: dict[str, float] | None = None,
+    collective_shares: dict[str, float] | None = None,
     degrees: dict[str, int] | None = None,
     status: Status = Status.ok,
     reason: str | None = None,
@@ -73,9 +73,9 @@ def make_trial(
     overrides: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
     sharding: str | None = None,
-    p90: float = 1.02,
-    least: float = 0.99,
-    **step: float,
+    p90_ratio: float = 1.02,
+    min_ratio: float = 0.99,
+    **step_fields: float,
 ) -> Trial:
     """Return a trial of a layout on 8 chips.
 
@@ -83,18 +83,18 @@ def make_trial(
 
     Args:
         layout: Mesh and partition, such as `2x4x1-fsdp`.
-        per_chip: Tokens/s/chip, or None for a trial without results.
-        gib: Peak memory of a device with 16 GiB, or the memory that it needs if there are no results.
-        seconds: Parts of the step by category, such as `exposed x`, as fractions of the step time.
-        sent: Bytes sent per step, by mesh axes.
-        collectives: Traced all-reduces by mesh axes, as fractions of the step time.
+        tokens_per_second_per_chip: Tokens/s/chip, or None for a trial without results.
+        peak_gib: Peak memory of a device with 16 GiB, or the memory that it needs if there are no results.
+        part_shares: Parts of the step by category, such as `exposed x`, as fractions of the step time.
+        bytes_by_axes: Bytes sent per step, by mesh axes.
+        collective_shares: Traced all-reduces by mesh axes, as fractions of the step time.
         degrees: Product of the sizes of the mesh axes with each kind of role, such as `DP`.
         price: Price of a chip in USD per hour.
         overrides: Overrides in addition to mode, mesh and partition.
         values: Recorded settings by key (`Trial.values`).
-        p90: 90th percentile of a measured step time, as a multiple of the median.
-        least: Minimum of a measured step time, as a multiple of the median.
-        step: Other fields of `StepResult`.
+        p90_ratio: 90th percentile of a measured step time, as a multiple of the median.
+        min_ratio: Minimum of a measured step time, as a multiple of the median.
+        step_fields: Other fields of `StepResult`.
     """
     mesh, _, partition = layout.partition("-")
     template = trial_from_summary(golden_summary(stage), stage, sweep, layout)
@@ -107,40 +107,44 @@ def make_trial(
     key = ":".join([stage, str(target), layout, str(batch), *overrides])
     template = replace(template, key=key, about=record, status=status, reason=reason)
     template = replace(template, overrides=[*template.overrides, *overrides], values=dict(values or {}))
-    if per_chip is None:
-        memory = MemoryReport() if gib is None else MemoryReport(needed=int(gib * 2**30), usable=16 * 2**30)
+    if tokens_per_second_per_chip is None:
+        memory = MemoryReport() if peak_gib is None else MemoryReport(needed=int(peak_gib * 2**30), usable=16 * 2**30)
         return replace(template, folder=None, results=TrialResult(memory=memory))
-    results, rate = template.results, 8.0 * per_chip
+    results, rate = template.results, 8.0 * tokens_per_second_per_chip
     step_s = (record.batch or 0) * (record.seq or 0) / rate
     speed = replace(
-        results.step, step_s=step_s, tokens_per_second=rate, tokens_per_second_per_chip=float(per_chip), **step
+        results.step,
+        step_s=step_s,
+        tokens_per_second=rate,
+        tokens_per_second_per_chip=float(tokens_per_second_per_chip),
+        **step_fields,
     )
     if stage == "measure":
-        speed = replace(speed, p90_s=p90 * step_s, min_s=least * step_s)
+        speed = replace(speed, p90_s=p90_ratio * step_s, min_s=min_ratio * step_s)
     if price is not None:
         speed = replace(speed, tokens_per_dollar={"on_demand": rate * 3600 / (8 * price)})
     results, communication = replace(results, step=speed), results.communication or Communication()
-    if seconds is not None:
-        categories = ((parse_category(name), share) for name, share in seconds.items())
+    if part_shares is not None:
+        categories = ((parse_category(name), share) for name, share in part_shares.items())
         results = replace(results, parts=tuple(StepPart(*part, share * step_s) for part, share in categories if part))
-    if sent is not None:
+    if bytes_by_axes is not None:
         communication = replace(
-            communication, bytes_by_mesh_axes=tuple(AxesBytes(parse_axes(axes), n) for axes, n in sent.items())
+            communication, bytes_by_mesh_axes=tuple(AxesBytes(parse_axes(axes), n) for axes, n in bytes_by_axes.items())
         )
-    if collectives is not None:
-        times = [CollectiveTime("all-reduce", parse_axes(a), share * step_s) for a, share in collectives.items()]
+    if collective_shares is not None:
+        times = [CollectiveTime("all-reduce", parse_axes(a), share * step_s) for a, share in collective_shares.items()]
         results = replace(results, trace=CollectiveTrace(tuple(times), step_s=step_s))
-    if gib is not None:
-        results = replace(results, memory=replace(results.memory, peak=int(gib * 2**30), usable=16 * 2**30))
+    if peak_gib is not None:
+        results = replace(results, memory=replace(results.memory, peak=int(peak_gib * 2**30), usable=16 * 2**30))
     return replace(template, results=replace(results, communication=communication))
 
 
-def write_sweep(folder: Path, trials: Sequence[Trial], *, timelines: int = 0) -> Path:
-    """Write a sweep's folder. The first `timelines` trials get the files of a real compile."""
+def write_sweep(folder: Path, trials: Sequence[Trial], *, timeline_count: int = 0) -> Path:
+    """Write a sweep's folder. The first `timeline_count` trials get the files of a real compile."""
     TrialLog(folder).append(trials)
-    for trial in trials[:timelines]:
-        run = folder / (trial.folder or trial.name)
-        run.mkdir(parents=True, exist_ok=True)
+    for trial in trials[:timeline_count]:
+        run_folder = folder / (trial.folder or trial.name)
+        run_folder.mkdir(parents=True, exist_ok=True)
         for name in ("compile.json", "timeline.json"):
-            shutil.copy(GOLDEN_FOLDER / name, run / name)
+            shutil.copy(GOLDEN_FOLDER / name, run_folder / name)
     return folder

@@ -49,7 +49,7 @@ TINY_ARGUMENTS = (
     "tracking=off",
 )
 """Arguments of a training run so small that it spends most of its time compiling."""
-ONE_DEVICE = ("mesh=1x1x1", "partition=dp")
+ONE_DEVICE_ARGUMENTS = ("mesh=1x1x1", "partition=dp")
 
 # The sandbox needs Linux namespaces, which some containers forbid. The refusal that users get there is tested on every
 # machine (`test_code_eval.py`).
@@ -150,7 +150,7 @@ def _runs_folder() -> tempfile.TemporaryDirectory[str]:
 def trained_run(*overrides: str, steps: int = 6) -> Path:
     """Return the folder of a finished tiny run on one device. It is shared by all tests, which must not modify it."""
     runs = Path(_runs_folder().name) / f"runs-{abs(hash((overrides, steps)))}"
-    status = run_train(*TINY_ARGUMENTS, *ONE_DEVICE, f"runs={runs}", "name=run", f"steps={steps}", *overrides)
+    status = run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"runs={runs}", "name=run", f"steps={steps}", *overrides)
     assert status == 0
     return runs / "run"
 
@@ -160,6 +160,8 @@ def copy_run(folder: Path, parent: Path) -> Path:
     return Path(shutil.copytree(folder, parent / folder.name))
 
 
-def tiny_arguments(runs: Path, *overrides: str, mesh: Sequence[str] = ONE_DEVICE) -> tuple[str, ...]:
+def tiny_arguments(
+    runs: Path, *overrides: str, layout_arguments: Sequence[str] = ONE_DEVICE_ARGUMENTS
+) -> tuple[str, ...]:
     """Return the arguments of a tiny run named `run` in the folder `runs`."""
-    return (*TINY_ARGUMENTS, *mesh, f"runs={runs}", "name=run", *overrides)
+    return (*TINY_ARGUMENTS, *layout_arguments, f"runs={runs}", "name=run", *overrides)

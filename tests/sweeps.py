@@ -72,11 +72,11 @@ class FakeMultirun:
 
     def __init__(self, folder: Path, **behaviours: str) -> None:
         self.folder, self.runs = folder, folder / "runs"
-        self.starts = folder / "starts"
+        self.starts_file = folder / "starts"
         (folder / "site").mkdir(parents=True, exist_ok=True)
         (folder / "site" / "sitecustomize.py").write_text(TRIAL_SCRIPT)
         path = os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.environment = {"PYTHONPATH": path, "STARTS": str(self.starts)}
+        self.environment = {"PYTHONPATH": path, "STARTS": str(self.starts_file)}
         self.set_behaviours(**behaviours)
 
     def set_behaviours(self, **behaviours: str) -> None:
@@ -118,22 +118,22 @@ class FakeMultirun:
         )
 
     @property
-    def sweep(self) -> Path:
+    def sweep_folder(self) -> Path:
         """Folder of the multirun that `arguments` describes."""
         return self.runs / "swept"
 
     def trials(self) -> dict[str, Trial]:
         """Return the trials recorded in `trials.jsonl`, by partition."""
-        trials = {trial.about.partition: trial for trial in TrialLog(self.sweep).read()}
+        trials = {trial.about.partition: trial for trial in TrialLog(self.sweep_folder).read()}
         return dict(sorted(trials.items()))
 
     def count_lines(self) -> int:
         """Return the number of lines of `trials.jsonl`."""
-        return len((self.sweep / "trials.jsonl").read_text().splitlines())
+        return len((self.sweep_folder / "trials.jsonl").read_text().splitlines())
 
     def started_trials(self) -> list[str]:
         """Return the names of trials that started, in order."""
-        return self.starts.read_text().splitlines() if self.starts.is_file() else []
+        return self.starts_file.read_text().splitlines() if self.starts_file.is_file() else []
 
 
 def multirun_plans(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[TrialPlan]:

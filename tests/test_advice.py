@@ -54,7 +54,7 @@ def test_every_suggested_value_is_legal(model: str, partition: str, shape: list[
 
 
 @pytest.mark.parametrize(
-    ("wrong", "advice"),
+    ("overrides", "advice"),
     [
         (("mesh=3x1x1", "partition=2d_tp"), ("model.s5.state_size", (48, 72))),  # pairs, in blocks
         (("mesh=3x1x1", "partition=2d_tp"), ("model.attention.heads", (12,))),  # a multiple of the key heads
@@ -62,11 +62,13 @@ def test_every_suggested_value_is_legal(model: str, partition: str, shape: list[
     ],
 )
 def test_suggested_values_obey_other_constraints_of_the_key(
-    wrong: tuple[str, ...], advice: tuple[str, tuple[int, ...]]
+    overrides: tuple[str, ...], advice: tuple[str, tuple[int, ...]]
 ):
     run = compose_run("model=valkyrie_tiny", "mesh=1x1x1", "partition=dp", "batch=12")
-    settings_ = dict(text.split("=") for text in wrong)
-    changes = {key: int(value) for key, value in settings_.items() if key not in ("mesh", "partition")}
-    run = run.changed(mesh=parse_mesh(settings_["mesh"]), partition=PARTITIONS[settings_["partition"]], **changes)
+    overrides_by_key = dict(text.split("=") for text in overrides)
+    changes = {key: int(value) for key, value in overrides_by_key.items() if key not in ("mesh", "partition")}
+    run = run.changed(
+        mesh=parse_mesh(overrides_by_key["mesh"]), partition=PARTITIONS[overrides_by_key["partition"]], **changes
+    )
     assert advice in [(problem.key, problem.nearest) for problem in run.problems()]
     assert get_value(run.config, "model.s5.state_size") == 64

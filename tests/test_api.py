@@ -49,8 +49,8 @@ QUICK_OVERRIDES = (
 def shrink_example(example: str) -> str:
     """Return an example changed to use the smallest model, little data and few steps."""
     overrides = ", ".join(f'"{override}"' for override in QUICK_OVERRIDES)
-    for run in ('"steps=40"', '"batch=32"'):
-        example = example.replace(run, f"{run}, {overrides}" if run == '"steps=40"' else overrides)
+    for argument in ('"steps=40"', '"batch=32"'):
+        example = example.replace(argument, f"{argument}, {overrides}" if argument == '"steps=40"' else overrides)
     return example.replace("steps=40", "steps=4").replace("steps=60", "steps=6").replace("gpt_125m", "gpt_tiny")
 
 
@@ -63,30 +63,30 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_the_training_examples_run_as_written(working_folder: Path, capsys: pytest.CaptureFixture[str]):
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    names: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     example = shrink_example(read_example("valkyrie"))
     training_example, _ = example.split("print(valkyrie.slice")
-    exec(training_example, names)
+    exec(training_example, namespace)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
-    run = names["trained"]
+    run = namespace["trained"]
     assert run.summary["steps"] == 6 and [line["step"] for line in run.metrics if "loss" in line][-1] == 6
     assert (run.folder / "run.yaml").is_file()
     assert "parameters:" in capsys.readouterr().out
-    measured = valkyrie.measure(names["run"], quiet=True)
-    assert measured.fits and measured.step_s and measured.record.simulated
+    measurement = valkyrie.measure(namespace["run"], quiet=True)
+    assert measurement.fits and measurement.step_s and measurement.record.simulated
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow  # two compiles for a TPU
 def test_the_prediction_examples_run_as_written(working_folder: Path, capsys: pytest.CaptureFixture[str]):
-    names: dict[str, Any] = {
+    namespace: dict[str, Any] = {
         "valkyrie": valkyrie,
         "run": valkyrie.compose(*TINY_ARGUMENTS, "mesh=1x1x1", "partition=dp"),
     }
-    exec("print(valkyrie.slice" + shrink_example(read_example("valkyrie")).split("print(valkyrie.slice")[1], names)
-    for result in names["results"]:
+    exec("print(valkyrie.slice" + shrink_example(read_example("valkyrie")).split("print(valkyrie.slice")[1], namespace)
+    for result in namespace["results"]:
         assert result.status == "ok" and result.fits and 0 < result.mfu < 1 and result.peak_gib > 0
-    assert "predicted step" in str(names["results"][0])
+    assert "predicted step" in str(namespace["results"][0])
 
 
 @pytest.mark.slow  # two compiles for a TPU
@@ -224,39 +224,51 @@ def test_a_run_is_loaded_by_name_or_as_the_latest(working_folder: Path):
         valkyrie.load("min")
 
 
-untyped: Any = valkyrie
+untyped_valkyrie: Any = valkyrie
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: untyped.compose(["model=gpt_tiny"]), "compose takes strings, such as .*, not \\['model=gpt_tiny'\\]"),
-        (lambda: untyped.compose({"model": "gpt_tiny"}), "compose takes strings"),
-        (lambda: untyped.compose("model=gpt_tiny", config_dir=3), "config_dir= takes the path of a folder, not 3"),
-        (lambda: untyped.load(None), "load takes the path of a run folder, not None"),
-        (lambda: untyped.load("here", 3), "load takes overrides as strings"),
-        (lambda: untyped.slice(8), "slice takes a name, .*, not 8"),
-        (lambda: untyped.slice(None), "slice takes a name"),
-        (lambda: untyped.slice(["v5e-8"]), "slice takes a name"),
-        (lambda: untyped.slice("v5e-8", slices="2"), "slices= takes a whole number, not '2'"),
-        (lambda: untyped.slice("v5e-8", slices=True), "slices= takes a whole number, not True"),
-        (lambda: untyped.slice("v5e-8").mesh(8, "a"), "mesh takes lists of sizes and names, .*, not 8"),
-        (lambda: untyped.slice("v5e-8").mesh((8,), "a"), "mesh takes lists of sizes and names, .*, not 'a'"),
-        (lambda: untyped.show("model=gpt_tiny"), "show takes a Run, such as valkyrie.compose"),
-        (lambda: untyped.fit("model=gpt_tiny"), "fit takes a Run"),
-        (lambda: untyped.measure(None), "measure takes a Run, .*, not None"),
-        (lambda: untyped.evaluate(None), "evaluate takes a Run"),
-        (lambda: untyped.generate("def ", "def "), "generate takes a Run"),
-        (lambda: untyped.load_model(None), "load_model takes the path of a run folder, not None"),
-        (lambda: untyped.from_hf(3), "from_hf takes the path of a Hugging Face folder, not 3"),
-        (lambda: untyped.from_hf("llama", name=3), "name= takes a string, not 3"),
-        (lambda: untyped.to_hf(None, "out"), "to_hf takes the path of a run folder, not None"),
-        (lambda: untyped.search_layouts(print), "search_layouts takes a Run. .*, use search_program"),
-        (lambda: untyped.search_layouts("model=gpt_tiny"), "search_layouts takes a Run"),
-        (lambda: untyped.explain(3, "runs"), "first= takes a Run .*, a Result of predict, or a folder .*, not 3"),
-        (lambda: untyped.run_sweep(["mesh=2x2x2"]), "run_sweep takes strings, such as .*, not \\['mesh=2x2x2'\\]"),
-        (lambda: untyped.trials(None), "trials takes paths of sweep folders, not None"),
-        (lambda: untyped.write_report(None), "write_report takes paths of sweep folders, not None"),
+        (
+            lambda: untyped_valkyrie.compose(["model=gpt_tiny"]),
+            "compose takes strings, such as .*, not \\['model=gpt_tiny'\\]",
+        ),
+        (lambda: untyped_valkyrie.compose({"model": "gpt_tiny"}), "compose takes strings"),
+        (
+            lambda: untyped_valkyrie.compose("model=gpt_tiny", config_dir=3),
+            "config_dir= takes the path of a folder, not 3",
+        ),
+        (lambda: untyped_valkyrie.load(None), "load takes the path of a run folder, not None"),
+        (lambda: untyped_valkyrie.load("here", 3), "load takes overrides as strings"),
+        (lambda: untyped_valkyrie.slice(8), "slice takes a name, .*, not 8"),
+        (lambda: untyped_valkyrie.slice(None), "slice takes a name"),
+        (lambda: untyped_valkyrie.slice(["v5e-8"]), "slice takes a name"),
+        (lambda: untyped_valkyrie.slice("v5e-8", slices="2"), "slices= takes a whole number, not '2'"),
+        (lambda: untyped_valkyrie.slice("v5e-8", slices=True), "slices= takes a whole number, not True"),
+        (lambda: untyped_valkyrie.slice("v5e-8").mesh(8, "a"), "mesh takes lists of sizes and names, .*, not 8"),
+        (lambda: untyped_valkyrie.slice("v5e-8").mesh((8,), "a"), "mesh takes lists of sizes and names, .*, not 'a'"),
+        (lambda: untyped_valkyrie.show("model=gpt_tiny"), "show takes a Run, such as valkyrie.compose"),
+        (lambda: untyped_valkyrie.fit("model=gpt_tiny"), "fit takes a Run"),
+        (lambda: untyped_valkyrie.measure(None), "measure takes a Run, .*, not None"),
+        (lambda: untyped_valkyrie.evaluate(None), "evaluate takes a Run"),
+        (lambda: untyped_valkyrie.generate("def ", "def "), "generate takes a Run"),
+        (lambda: untyped_valkyrie.load_model(None), "load_model takes the path of a run folder, not None"),
+        (lambda: untyped_valkyrie.from_hf(3), "from_hf takes the path of a Hugging Face folder, not 3"),
+        (lambda: untyped_valkyrie.from_hf("llama", name=3), "name= takes a string, not 3"),
+        (lambda: untyped_valkyrie.to_hf(None, "out"), "to_hf takes the path of a run folder, not None"),
+        (lambda: untyped_valkyrie.search_layouts(print), "search_layouts takes a Run. .*, use search_program"),
+        (lambda: untyped_valkyrie.search_layouts("model=gpt_tiny"), "search_layouts takes a Run"),
+        (
+            lambda: untyped_valkyrie.explain(3, "runs"),
+            "first= takes a Run .*, a Result of predict, or a folder .*, not 3",
+        ),
+        (
+            lambda: untyped_valkyrie.run_sweep(["mesh=2x2x2"]),
+            "run_sweep takes strings, such as .*, not \\['mesh=2x2x2'\\]",
+        ),
+        (lambda: untyped_valkyrie.trials(None), "trials takes paths of sweep folders, not None"),
+        (lambda: untyped_valkyrie.write_report(None), "write_report takes paths of sweep folders, not None"),
         (lambda: predict(tokens="8192"), "tokens= takes a number, not '8192'"),
         (lambda: predict(tokens=True), "tokens= takes a number, not True"),
         (lambda: predict(time_limit_s=False), "time_limit_s= takes a number of seconds, not False"),
@@ -310,7 +322,7 @@ def test_a_search_of_a_training_run_fixes_what_it_sets(working_folder: Path, mon
     with pytest.raises(ValueError, match=r"^answer\.run takes one of answer\.rows, not <FoundLayout 99: "):
         answer.run(dataclasses.replace(answer.best, rank=99))
     with pytest.raises(TypeError, match=r"^first= takes a Run \(such as answer.run\(row\)\)"):
-        untyped.explain(answer.best, second)
+        untyped_valkyrie.explain(answer.best, second)
     assert repr(answer).startswith("<Answer mesh=2x4x1 partition=fsdp") and "<td" in answer._repr_html_()
     for row in answer.rows:
         assert all(isinstance(value, str | int | float | None) for value in vars(row).values())
@@ -351,13 +363,20 @@ def test_an_explanation_prints_the_report_of_the_command():
     assert "where the step time goes" in str(explanation) and "<pre>" in explanation._repr_html_()
 
 
-REFUSED_SWEEP = ("model=gpt_tiny", "mesh=3x3x1,3x3x2", "target=v5e-8", "mode=compile", "tracking=off", "name=refused")
+REFUSED_SWEEP_OVERRIDES = (
+    "model=gpt_tiny",
+    "mesh=3x3x1,3x3x2",
+    "target=v5e-8",
+    "mode=compile",
+    "tracking=off",
+    "name=refused",
+)
 
 
 def test_a_sweep_returns_plain_rows_and_refuses_wrong_settings(
     working_folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    rows = valkyrie.run_sweep(*REFUSED_SWEEP)
+    rows = valkyrie.run_sweep(*REFUSED_SWEEP_OVERRIDES)
     assert "2 trials: 2 refused" in capsys.readouterr().out and repr(rows) == "<Trials 2: 2 refused>"
     assert rows == valkyrie.trials("runs") and "<td" in rows._repr_html_()
     assert [(row.mesh, row.status, row.model) for row in rows] == [

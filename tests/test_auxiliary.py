@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers import SMALL_LEARNING_RATE, compose_run, make_assembly, make_batch, make_program, run_steps
-from own_feed_forward import SMALL, write_folder
+from own_feed_forward import SMALL_OVERRIDES, write_folder
 from valkyrie.config.run import Run
 from valkyrie.extensions import add_import_path
 from valkyrie.models import FAMILIES, known_axes
@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compose_own_run(folder: Path, *overrides: str) -> Run:
-    return compose_run(*SMALL, *SMALL_LEARNING_RATE, f"hydra.searchpath=[valkyrie://groups,{folder}]", *overrides)
+    return compose_run(
+        *SMALL_OVERRIDES, *SMALL_LEARNING_RATE, f"hydra.searchpath=[valkyrie://groups,{folder}]", *overrides
+    )
 
 
 def run_own_steps(folder: Path, *overrides: str) -> list[dict[str, np.ndarray]]:

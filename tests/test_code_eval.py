@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import ONE_DEVICE, copy_run, needs_sandbox, run_train, tiny_arguments, trained_run, training_records
+from runs import ONE_DEVICE_ARGUMENTS, copy_run, needs_sandbox, run_train, tiny_arguments, trained_run, training_records
 from valkyrie.code_eval import config as of_config
 from valkyrie.code_eval import languages
 from valkyrie.code_eval.config import CodeEvalConfig, evaluation_problems
@@ -241,7 +241,7 @@ def test_invalid_settings_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], change: str, start: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_train(*ONE_DEVICE, *change.split()) == 2
+    assert run_train(*ONE_DEVICE_ARGUMENTS, *change.split()) == 2
     assert capfd.readouterr().err.startswith(f"valkyrie-train: {start}")
     assert not list(tmp_path.iterdir())
 
@@ -249,7 +249,7 @@ def test_invalid_settings_are_refused(
 def refusal_message(tmp_path: Path, *arguments: str, **environment: str) -> str:
     """Run `valkyrie-train` and return its error message. Asserts that it is refused before it loads JAX."""
     script = "import sys; from valkyrie.cli.train import main\ntry: main()\nfinally: assert 'jax' not in sys.modules"
-    words = [sys.executable, "-c", script, *ONE_DEVICE, f"runs={tmp_path / 'runs'}", *arguments]
+    words = [sys.executable, "-c", script, *ONE_DEVICE_ARGUMENTS, f"runs={tmp_path / 'runs'}", *arguments]
     result = subprocess.run(words, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True)
     assert result.returncode == 2 and not (tmp_path / "runs").exists(), result.stderr
     return result.stderr

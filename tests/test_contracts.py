@@ -20,13 +20,13 @@ from helpers import (
     assert_same_steps,
     compose_run,
     config_names,
-    count_learned,
-    fill_zeros,
+    count_learned_parameters,
     initial_state,
     is_supported,
     make_assembly,
     make_program,
     mark_slow_except,
+    randomize_zero_parameters,
     reference_steps,
     run_two_steps,
     small_overrides,
@@ -142,7 +142,7 @@ def test_specs_equal_the_initialised_parameters(model):
     specs, parameters = make_assembly(run).specs, initial_state(small_overrides(model)).parameters
     assert list(specs) == leaf_names(parameters)
     assert [spec.shape for spec in specs.values()] == [p.shape for p in jax.tree.leaves(parameters)]
-    assert run.model.parameter_count() == count_learned(make_assembly(run))
+    assert run.model.parameter_count() == count_learned_parameters(make_assembly(run))
 
 
 def test_parameters_are_counted_without_allocating():
@@ -185,7 +185,7 @@ def test_the_initial_state_does_not_depend_on_the_mesh():
 @pytest.mark.parametrize(("model", "partition"), model_partition_pairs(STEPPED_PAIRS))
 def test_same_steps_on_eight_devices_as_on_one(model, partition):
     run = small_run(model, "mesh=2x2x2", f"partition={partition}")
-    steps = run_two_steps(run, fill_zeros(initial_state(small_overrides(model))))
+    steps = run_two_steps(run, randomize_zero_parameters(initial_state(small_overrides(model))))
     assert_same_steps(steps, reference_steps(model))
     assert steps.metrics[0]["loss"] != steps.metrics[1]["loss"]
 

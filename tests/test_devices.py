@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from machines import needs_libtpu
-from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train, start_training
+from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS, run_train, start_training
 from valkyrie.problems import ProblemCode
 from valkyrie.train import devices
 from valkyrie.train.devices import Devices, acquire_devices, machine_problems
@@ -104,7 +104,7 @@ def test_a_target_other_than_this_machine_is_refused_without_jax(
 def test_offloading_is_refused_if_the_devices_have_no_host_memory(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    status = run_train(*TINY_ARGUMENTS, *ONE_DEVICE, f"runs={tmp_path}", "partition.optimizer_memory=host")
+    status = run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"runs={tmp_path}", "partition.optimizer_memory=host")
     assert status == 2
     stderr = capfd.readouterr().err
     assert "partition.optimizer_memory=host" in stderr and "partition.optimizer_memory=device" in stderr
@@ -145,7 +145,7 @@ def test_libtpu_is_not_loaded_without_a_tpu(
 @pytest.mark.slow
 @needs_libtpu
 def test_a_training_on_a_laptop_prints_nothing_to_stderr(tmp_path: Path) -> None:
-    process = start_training(*TINY_ARGUMENTS, *ONE_DEVICE, "steps=2", cwd=tmp_path, JAX_PLATFORMS="")
+    process = start_training(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "steps=2", cwd=tmp_path, JAX_PLATFORMS="")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and "SIMULATED" in out
     assert err == ""

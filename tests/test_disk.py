@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from helpers import compose_run
-from runs import ONE_DEVICE, TINY_ARGUMENTS, copy_run, run_train, tiny_arguments, trained_run
+from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS, copy_run, run_train, tiny_arguments, trained_run
 from valkyrie.checkpoint import latest_step, tier
 from valkyrie.config.run import Run
 from valkyrie.paths import DiskError, cache_problem, cache_root, disk_errors, write_atomic
@@ -79,7 +79,7 @@ def test_a_result_that_cannot_be_stored_is_refused_before_the_work(
 ):
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr(modes, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
-    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}", f"runs={a_file}", "name=mine") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"mode={mode}", f"runs={a_file}", "name=mine") == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"valkyrie-train: runs={a_file} is a file, not a folder."
 
@@ -96,7 +96,7 @@ def test_a_result_is_printed_although_the_disk_is_full(
     monkeypatch.setattr(measure, "measure", lambda run, *_: result(Measurement, run))
     monkeypatch.setattr(modes, "compile_and_summarise", lambda run, *_: (None, result(Prediction, run), None))
     monkeypatch.setattr(modes, "write_run_files", full_for(1))
-    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}", f"runs={tmp_path}", "name=mine") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"mode={mode}", f"runs={tmp_path}", "name=mine") == 2
     output = capsys.readouterr()
     assert "does not fit" in output.out and "no space left" in output.err.lower()
 
@@ -108,7 +108,9 @@ def test_a_refused_layout_leaves_no_folder(tmp_path: Path, mode: str, monkeypatc
 
     monkeypatch.setattr(measure, "measure", refuse)
     monkeypatch.setattr(modes, "compile_and_summarise", refuse)
-    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}", f"runs={tmp_path / 'runs'}", "name=mine") == 2
+    assert (
+        run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"mode={mode}", f"runs={tmp_path / 'runs'}", "name=mine") == 2
+    )
     assert not (tmp_path / "runs" / "mine").exists()
 
 

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 import valkyrie
 from reported import make_trial
-from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train
+from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS, run_train
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints
 from valkyrie.cli import predict
 from valkyrie.cli.parser import output_error
@@ -50,7 +50,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_the_message_for_a_mistake_names_its_key(argument: str, capfd: pytest.CaptureFixture[str]):
-    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, argument, "mode=show") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, argument, "mode=show") == 2
     text = capfd.readouterr().err
     assert MISTAKES[argument] in text and "Traceback" not in text
 
@@ -65,7 +65,7 @@ def test_a_folder_name_that_is_not_utf8_is_handled(tmp_path: Path, monkeypatch, 
 
 def test_disabled_jit_is_refused(monkeypatch, capfd: pytest.CaptureFixture[str]):
     monkeypatch.setenv("JAX_DISABLE_JIT", "True")
-    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, "steps=1") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "steps=1") == 2
     assert "JAX_DISABLE_JIT=True is set" in capfd.readouterr().err
 
 
@@ -94,7 +94,7 @@ def test_an_ascii_terminal_shows_question_marks():
 def test_trainings_started_in_the_same_second_have_separate_folders(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
-    run = valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE)
+    run = valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS)
     folders = [choose_run_folder(run) for _ in range(3)]
     assert len(set(folders)) == 1 and not Path("runs").exists(), "a refusal leaves nothing"
     claimed = [claim_run_folder(run, folder) for folder in folders]
@@ -196,7 +196,7 @@ def test_a_sweep_over_both_sizes_of_a_batch_is_not_refused():
 
 
 def test_a_saved_run_may_have_a_longer_name():
-    run = valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE)
+    run = valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS)
     config = replace(run.config, name="a" * 201)
     assert any(problem.key == "name" for problem in replace(run, config=config).problems())
     assert not replace(run, config=replace(config, resume="a")).problems()
@@ -244,7 +244,7 @@ def test_only_a_pair_of_quotes_around_a_value_is_removed(argument: str, value: s
 
 
 def test_a_resumed_run_keeps_its_tokenizer_and_its_finished_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    train = (*TINY_ARGUMENTS, *ONE_DEVICE, f"runs={tmp_path}")
+    train = (*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"runs={tmp_path}")
     assert run_train(*train, "steps=3", "name=base") == 0
     resume = (f"runs={tmp_path}", "resume=base")
     capfd.readouterr()
@@ -275,7 +275,10 @@ def orbax_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def test_an_unreachable_bucket_is_named(tmp_path: Path, monkeypatch, capfd: pytest.CaptureFixture[str]):
     orbax_fails(monkeypatch, OSError(-2, "Name or service not known"))
-    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, "steps=1", f"runs={tmp_path}", "checkpoint.folder=gs://x") == 2
+    assert (
+        run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "steps=1", f"runs={tmp_path}", "checkpoint.folder=gs://x")
+        == 2
+    )
     words = "checkpoint.folder=gs://x cannot be reached (name or service not known). Check its name,"
     error = capfd.readouterr().err
     assert words in error and "Traceback" not in error
@@ -297,7 +300,14 @@ def test_a_full_run_folder_is_not_blamed_on_the_bucket(tmp_path: Path, monkeypat
     monkeypatch.setattr("valkyrie.buckets.find_spec", lambda name: name)
     monkeypatch.setattr("valkyrie.checkpoint.location.write_atomic", fail)
     assert (
-        run_train(*TINY_ARGUMENTS, *ONE_DEVICE, "steps=1", f"runs={tmp_path}", "name=full", "checkpoint.folder=gs://x")
+        run_train(
+            *TINY_ARGUMENTS,
+            *ONE_DEVICE_ARGUMENTS,
+            "steps=1",
+            f"runs={tmp_path}",
+            "name=full",
+            "checkpoint.folder=gs://x",
+        )
         == 2
     )
     error = capfd.readouterr().err

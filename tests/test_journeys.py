@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import pytest
 
-from runs import ONE_DEVICE, TINY_ARGUMENTS, copy_run, start_training, training_records
+from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS, copy_run, start_training, training_records
 from valkyrie.checkpoint import saved_steps
 from valkyrie.runs.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 
-TRAINING = (*TINY_ARGUMENTS, *ONE_DEVICE, "sample_tokens=0", "tracking=off", "checkpoint.every=3")
+TRAINING = (*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "sample_tokens=0", "tracking=off", "checkpoint.every=3")
 REFUSED_S, TRAINED_S = 15.0, 90.0
 """Time limits for a refused command and a tiny training run. On an idle machine they take 1 s and 8 s."""
 

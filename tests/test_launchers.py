@@ -35,7 +35,7 @@ def rows(launcher: str, folder: Path) -> dict[str, Any]:
         assert sweep.returncode == 1, output
         assert all(part in output for part in ("6 trials", "2 ok", "3 refused", "1 killed")), output
     assert len(multirun.started_trials()) == 3 and multirun.count_lines() == 6
-    trials = TrialLog(multirun.sweep).read()
+    trials = TrialLog(multirun.sweep_folder).read()
     assert Counter(trial.status for trial in trials) == {Status.ok: 2, Status.refused: 3, Status.killed: 1}
     overrides_by_trial = [[o for o in t.overrides if not o.startswith("runs=")] for t in trials]
     return {

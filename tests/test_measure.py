@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train
+from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS, run_train
 from valkyrie.tasks import next_token
 
 
@@ -38,7 +38,7 @@ def test_the_step_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_nothing_to_time_is_refused(capfd: pytest.CaptureFixture):
-    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, "mode=measure", "mode.repeats=0") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "mode=measure", "mode.repeats=0") == 2
     assert "mode.repeats=0" in capfd.readouterr().err
 
 
@@ -55,7 +55,7 @@ def test_the_batch_has_random_tokens_and_targets_of_the_next_token():
 def test_real_data_comes_from_the_loader_and_the_trace_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     options = ("mode=measure", "mode.data=real", "mode.trace=true", "mode.repeats=2", "mode.warmup=0", "name=m")
-    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, *options) == 0
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, *options) == 0
     measured = json.loads((tmp_path / "runs" / "m" / "measure.json").read_text())
     assert measured["data"] == "synthetic"
     assert measured["trace"]["times"] == []
@@ -63,5 +63,5 @@ def test_real_data_comes_from_the_loader_and_the_trace_is_saved(tmp_path: Path, 
 
 
 def test_too_little_real_data_is_refused(capfd: pytest.CaptureFixture):
-    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE, "mode=measure", "mode.data=real", "batch=100000") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "mode=measure", "mode.data=real", "batch=100000") == 2
     assert "but batch=100000" in capfd.readouterr().err

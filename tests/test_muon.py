@@ -20,10 +20,10 @@ from helpers import (
     PARTITIONS,
     assert_same_steps,
     compose_config,
-    fill_zeros,
     initial_state,
     is_supported,
     make_program,
+    randomize_zero_parameters,
     run_two_steps,
     small_overrides,
     small_run,
@@ -173,7 +173,7 @@ def test_settings_saved_before_optimizers_had_families_are_read():
 )
 def test_muon_takes_the_same_steps_on_eight_devices_as_on_one(model, partition):
     overrides = ("optimizer=muon", "optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
-    host = fill_zeros(initial_state((*small_overrides(model), *overrides)))
+    host = randomize_zero_parameters(initial_state((*small_overrides(model), *overrides)))
     alone = run_two_steps(small_run(model, *overrides), host)
     sharded = run_two_steps(small_run(model, *overrides, "mesh=2x2x2", f"partition={partition}"), host)
     assert_same_steps(sharded, alone, rtol=1e-4)

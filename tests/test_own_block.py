@@ -12,7 +12,7 @@ import pytest
 
 from helpers import PARTITIONS, compose_run, make_assembly, make_batch, make_program, run_steps
 from machines import needs_libtpu
-from own_feed_forward import SMALL as OWN_FEED_FORWARD
+from own_feed_forward import SMALL_OVERRIDES as OWN_FEED_FORWARD
 from own_feed_forward import write_folder
 from own_folder import train_with, write_listings
 from valkyrie.config.run import Run

@@ -8,7 +8,7 @@ import pytest
 
 from helpers import compose_run
 from own_folder import write_listings
-from runs import ONE_DEVICE, run_train
+from runs import ONE_DEVICE_ARGUMENTS, run_train
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
@@ -17,7 +17,7 @@ from valkyrie.paths import conf_dir
 from valkyrie.problems import ProblemCode, ProblemError
 from valkyrie.runs.folder import saved_config
 
-SMALL = (*ONE_DEVICE, "model=s5_tiny")
+SMALL = (*ONE_DEVICE_ARGUMENTS, "model=s5_tiny")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import valkyrie
 from reported import GOLDEN_FOLDER, golden_summary, trial_from_summary
-from runs import ONE_DEVICE, TINY_ARGUMENTS
+from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS
 from test_foreign_files import check, damaged, fuzz
 from valkyrie.processes.locks import _read_holder
 from valkyrie.report.page import render_page
@@ -48,7 +48,7 @@ def report(folder: Path) -> None:
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a training run of two steps."""
     folder = tmp_path_factory.mktemp("records") / "run"
-    write_run_files(valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE), folder)
+    write_run_files(valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS), folder)
     for name, records in {"metrics.jsonl": METRICS, "goodput.jsonl": GOODPUT}.items():
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder

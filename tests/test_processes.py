@@ -71,13 +71,13 @@ def test_an_error_of_process_0_is_raised_on_all_processes():
 
 def test_a_missing_process_is_named_within_the_timeout():
     start = time.monotonic()
-    for error in run_teams(2, lambda team: None, counts=[3, 3], timeout_s=1.0):
+    for error in run_teams(2, lambda team: None, expected_counts=[3, 3], timeout_s=1.0):
         assert "1 of 3" in str(error) and "in time: 2." in str(error)
     assert time.monotonic() - start < 15
 
 
 def test_a_process_with_another_process_count_is_named():
-    for error in run_teams(2, lambda team: None, counts=[2, 4]):
+    for error in run_teams(2, lambda team: None, expected_counts=[2, 4]):
         assert str(error).startswith("process 1 (on ") and "4 processes" in str(error) and str(error).endswith(" 2.")
 
 

@@ -36,10 +36,12 @@ from valkyrie.sweep.rows import Row, group_by_kind, pair_predictions, sort_by_sp
 from valkyrie.sweep.table import sweep_table
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialResult
 
-FSDP = make_trial("8x1x1-fsdp", 1000, gib=4, price=1.2, seconds={"matmul": 0.7, "exposed x": 0.2, "memory": 0.1})
-TP = make_trial("2x4x1-2d_tp", 500, gib=2, price=1.2, seconds={"matmul": 0.4, "exposed x": 0.5, "memory": 0.1})
-DP = make_trial("4x2x1-dp", 900, gib=12, price=1.2, seconds={"matmul": 0.6, "exposed x,y": 0.2, "memory": 0.2})
-LARGE = make_trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit)
+FSDP = make_trial(
+    "8x1x1-fsdp", 1000, peak_gib=4, price=1.2, part_shares={"matmul": 0.7, "exposed x": 0.2, "memory": 0.1}
+)
+TP = make_trial("2x4x1-2d_tp", 500, peak_gib=2, price=1.2, part_shares={"matmul": 0.4, "exposed x": 0.5, "memory": 0.1})
+DP = make_trial("4x2x1-dp", 900, peak_gib=12, price=1.2, part_shares={"matmul": 0.6, "exposed x,y": 0.2, "memory": 0.2})
+LARGE = make_trial("1x1x8-dp", None, peak_gib=20, status=Status.does_not_fit)
 INDIVISIBLE = (ProblemRecord("batch_not_divisible", "batch", mesh_axes=("x",)),)
 WRONG = replace(
     make_trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"), problems=INDIVISIBLE
@@ -48,8 +50,8 @@ RAN = make_trial("8x1x1-fsdp", 40, stage="measure", target="auto")
 RAN_TP = make_trial("2x4x1-2d_tp", 50, stage="measure", target="auto")
 
 
-def rows_of(folder: Path, *trials: Trial, timelines: int = 0) -> list[Row]:
-    return read_rows([write_sweep(folder, trials, timelines=timelines)])
+def rows_of(folder: Path, *trials: Trial, timeline_count: int = 0) -> list[Row]:
+    return read_rows([write_sweep(folder, trials, timeline_count=timeline_count)])
 
 
 def layouts(rows: list[Row]) -> list[str]:
@@ -119,15 +121,17 @@ def test_heatmap_cells_have_the_best_layout_of_each_split(tmp_path: Path):
 
 
 def test_error_bars_have_the_spread_of_the_steps(tmp_path: Path):
-    bars = values.bars(rows_of(tmp_path, make_trial("8x1x1-fsdp", 100, stage="measure", p90=1.25, least=0.8)))
+    bars = values.bars(rows_of(tmp_path, make_trial("8x1x1-fsdp", 100, stage="measure", p90_ratio=1.25, min_ratio=0.8)))
     assert [(bar["rate"], bar["low"], bar["high"]) for bar in bars] == [(800, 640, 1000)]
     assert bars[0]["spread"].count("s") == 2
 
 
 def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
     parts = {"matmul": 0.5, "exposed x": 0.5}
-    fast = make_trial("8x1x1-fsdp", 1000, seconds=parts, executed_flops=1e9, product_rate=0.5)
-    slow = make_trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
+    fast = make_trial("8x1x1-fsdp", 1000, part_shares=parts, executed_flops=1e9, product_rate=0.5)
+    slow = make_trial(
+        "8x1x1-dp", 500, part_shares={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5
+    )
     text = words.explain_ratio(*rows_of(tmp_path, fast, slow))
     assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs") < text.index("In the other direction")
     _, _, opposing = text.partition("In the other direction")
@@ -144,8 +148,8 @@ def test_only_trials_of_the_same_work_are_compared(tmp_path: Path):
 
 
 def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
-    fast = make_trial("8x1x1-fsdp", 1000, stage="measure", collectives={"x": 0.5})
-    slow = make_trial("2x4x1-2d_tp", 500, stage="measure", collectives={"x": 0.25, "y": 0.5})
+    fast = make_trial("8x1x1-fsdp", 1000, stage="measure", collective_shares={"x": 0.5})
+    slow = make_trial("2x4x1-2d_tp", 500, stage="measure", collective_shares={"x": 0.25, "y": 0.5})
     rows = rows_of(tmp_path, fast, slow)
     whole, parts = 1e3 * (rows[0].step_s or 0), values.parts(rows)
     assert [(p["label"], p["part"]) for p in parts] == [
@@ -158,7 +162,7 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     assert [p["amount"] / whole for p in parts] == pytest.approx([0.5, 0.5, 0.5, 0.5, 1.0], rel=1e-4)
     text = words.explain_ratio(*rows)
     assert f"{1.5 * whole:.1f} ms" in text and f"{whole / 2:.1f} ms" in text and "outside collectives" not in text
-    slower = make_trial("4x2x1-dp", 50, stage="measure", collectives={"x": 1.5})
+    slower = make_trial("4x2x1-dp", 50, stage="measure", collective_shares={"x": 1.5})
     (row,) = rows_of(tmp_path / "slow", slower)
     assert [p["part"] for p in values.parts([row])] == ["collectives over x"]
     assert sum(part.seconds for part in row.parts) == pytest.approx(row.step_s), "never above the step"
@@ -168,15 +172,15 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     assert row.parts == (), "an older record counted what overlaps twice"
 
 
-NOISY = {"stage": "measure", "target": "auto", "p90": 1.1, "least": 0.9}
+NOISY = {"stage": "measure", "target": "auto", "p90_ratio": 1.1, "min_ratio": 0.9}
 
 
 def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: Path):
     trial_rows = rows_of(
         tmp_path,
-        make_trial("8x1x1-fsdp", 1000, collectives={"x": 0.3}, **NOISY),
-        make_trial("2x4x1-2d_tp", 900, collectives={"x": 0.5}, **NOISY),
-        make_trial("4x2x1-dp", 500, collectives={"x": 0.5}, **NOISY),
+        make_trial("8x1x1-fsdp", 1000, collective_shares={"x": 0.3}, **NOISY),
+        make_trial("2x4x1-2d_tp", 900, collective_shares={"x": 0.5}, **NOISY),
+        make_trial("4x2x1-dp", 500, collective_shares={"x": 0.5}, **NOISY),
     )
     answer = words.answer(trial_rows[0].speed_kind, trial_rows)
     assert answer.remarks[0].endswith("step times: 2x4x1-2d_tp.") and trial_rows[0].speed_kind.simulated
@@ -191,7 +195,7 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
     assert "2.0x" in answer.reasons[1]
     assert [row[0] for row in data_of(render_page(trial_rows))["rows"]] == [1, 1, 3]
     assert re.findall(r"^\| ([0-9]) ", as_markdown(trial_rows), re.MULTILINE) == ["1", "1", "3"]
-    outlier = make_trial("2x2x2-2d_tp", 100, **{**NOISY, "p90": 9.0})
+    outlier = make_trial("2x2x2-2d_tp", 100, **{**NOISY, "p90_ratio": 9.0})
     assert tied_ranks(
         [row.trial for row in rows_of(tmp_path / "more", *(row.trial for row in trial_rows), outlier)]
     ) == [
@@ -302,7 +306,7 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
 
 
 def test_a_reduced_timeline_has_the_same_total_time(tmp_path: Path):
-    row = rows_of(tmp_path, FSDP, timelines=1)[0]
+    row = rows_of(tmp_path, FSDP, timeline_count=1)[0]
     events = json.loads((GOLDEN_FOLDER / "timeline.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     reduced, whole = read_timeline(row, 100), read_timeline(row, len(spans))
@@ -316,7 +320,9 @@ def test_a_reduced_timeline_has_the_same_total_time(tmp_path: Path):
 
 
 def test_the_torus_picture_has_every_device_once(tmp_path: Path):
-    row = rows_of(tmp_path, trial_from_summary(golden_summary("compile"), "compile", "real", "run"), timelines=1)[0]
+    row = rows_of(tmp_path, trial_from_summary(golden_summary("compile"), "compile", "real", "run"), timeline_count=1)[
+        0
+    ]
     drawing = read_torus(row)
     assert drawing is not None
     assert (drawing.shape, drawing.wrap) == ((2, 4), (False, False))
@@ -346,7 +352,7 @@ def test_a_twisted_torus_has_a_picture(tmp_path: Path):
     summary = golden_summary("compile")
     summary["positions"] = [f"0:{a},{b},{c}:0" for a in range(4) for b in range(4) for c in range(8)]
     twisted = make_trial("4x4x8-fsdp", 9, target="v4-256", overrides=["target.topology=4x4x8_twisted"])
-    folder = write_sweep(tmp_path / "hand", [twisted], timelines=1)
+    folder = write_sweep(tmp_path / "hand", [twisted], timeline_count=1)
     (folder / twisted.name / "compile.json").write_text(json.dumps(summary))
     (row,) = read_rows([folder])
     drawing = read_torus(row)

@@ -25,15 +25,20 @@ FLAGS = [
 ]
 TRIALS = [
     trial_from_summary(golden_summary("compile"), "compile", "hand", "2x4x1-fsdp"),
-    make_trial("8x1x1-dp", 900, gib=12, price=1.2, degrees={"DP": 8}, sent={"x": 4e6}),
+    make_trial("8x1x1-dp", 900, peak_gib=12, price=1.2, degrees={"DP": 8}, bytes_by_axes={"x": 4e6}),
     make_trial(
-        "2x2x2-2d_tp", 5000, gib=4, price=1.2, degrees={"DP": 2, "MP1": 2, "MP2": 2}, sent={"x": 1e6, "y,z": 2e6}
+        "2x2x2-2d_tp",
+        5000,
+        peak_gib=4,
+        price=1.2,
+        degrees={"DP": 2, "MP1": 2, "MP2": 2},
+        bytes_by_axes={"x": 1e6, "y,z": 2e6},
     ),
-    make_trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit),
+    make_trial("1x1x8-dp", None, peak_gib=20, status=Status.does_not_fit),
     make_trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"),
     trial_from_summary(golden_summary("measure"), "measure", "hand", "ran"),
-    make_trial("2x2x2-2d_tp", 10, stage="measure", target="auto", gib=4),
-    make_trial("8x1x1-dp", 30, stage="measure", target="auto", gib=12),
+    make_trial("2x2x2-2d_tp", 10, stage="measure", target="auto", peak_gib=4),
+    make_trial("8x1x1-dp", 30, stage="measure", target="auto", peak_gib=12),
 ]
 
 
@@ -54,7 +59,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(write_sweep(tmp_path_factory.mktemp("sweep"), TRIALS, timelines=1))
+    return write_report(write_sweep(tmp_path_factory.mktemp("sweep"), TRIALS, timeline_count=1))
 
 
 @dataclass
@@ -121,9 +126,11 @@ def test_two_layouts_are_shown_side_by_side(opened: Opened):
 def test_units_stay_when_two_layouts_are_swapped(browser: Browser, tmp_path: Path):
     short, long = {"matmul": 0.9, "exposed x": 0.1}, {"matmul": 0.2, "exposed x": 0.8}
     trials = [
-        make_trial("8x1x1-fsdp", 1000, seconds=short, sent={"x": 512.0}, overrides=["model.layers=4"]),
-        make_trial("2x4x1-2d_tp", 400, seconds=long, sent={"x": 9e6}, batch=32, overrides=["model.layers=4"]),
-        make_trial("1x8x1-dp", 300, seconds=long, overrides=["model.layers=8"]),
+        make_trial("8x1x1-fsdp", 1000, part_shares=short, bytes_by_axes={"x": 512.0}, overrides=["model.layers=4"]),
+        make_trial(
+            "2x4x1-2d_tp", 400, part_shares=long, bytes_by_axes={"x": 9e6}, batch=32, overrides=["model.layers=4"]
+        ),
+        make_trial("1x8x1-dp", 300, part_shares=long, overrides=["model.layers=8"]),
     ]
     opened = opened_at(browser, write_report(write_sweep(tmp_path, trials)))
     page, reasons = opened.page, []

@@ -36,7 +36,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys):
-    folder = write_sweep(tmp_path / "mine", [FSDP, RAN], timelines=1)
+    folder = write_sweep(tmp_path / "mine", [FSDP, RAN], timeline_count=1)
     for _ in range(2):
         main([str(folder)])
         assert capsys.readouterr().out == f"2 trials: {folder}/report.html\n"
@@ -169,7 +169,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path, count: int):
 
 
 def test_a_report_does_not_load_jax(tmp_path: Path):
-    folder = write_sweep(tmp_path, [FSDP, RAN], timelines=1)
+    folder = write_sweep(tmp_path, [FSDP, RAN], timeline_count=1)
     script = (
         "import sys\nfrom valkyrie.cli.report import main\nmain(sys.argv[1:])\n"
         "print(*(name for name in ('jax', 'flax', 'numpy') if name in sys.modules))\n"

@@ -82,7 +82,7 @@ def many(count: int) -> list[Trial]:
 
 @pytest.mark.slow
 def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
-    path = write_report(write_sweep(tmp_path, many(500), timelines=40))
+    path = write_report(write_sweep(tmp_path, many(500), timeline_count=40))
     assert path == tmp_path / "report.html"
     assert path.stat().st_size < MAX_PAGE_BYTES == 2_000_000
     data = data_of(path.read_text())
@@ -109,7 +109,7 @@ def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
 
 
 def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    rows = rows_of(tmp_path, *(make_trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timelines=6)
+    rows = rows_of(tmp_path, *(make_trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timeline_count=6)
     monkeypatch.setattr("valkyrie.report.page.MAX_TORUSES", 2)
     size = len(render_page(rows).encode())
     drawn_figures: list[str] = []
@@ -154,8 +154,8 @@ def test_hostile_names_are_escaped(tmp_path: Path):
 def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
     rows = rows_of(
         tmp_path,
-        make_trial("8x1x1-fsdp", 1000, sent={"x": 512.0}),
-        make_trial("2x4x1-2d_tp", 400, sent={"x": 9e6}, batch=32),
+        make_trial("8x1x1-fsdp", 1000, bytes_by_axes={"x": 512.0}),
+        make_trial("2x4x1-2d_tp", 400, bytes_by_axes={"x": 9e6}, batch=32),
     )
     pairs = data_of(render_page(rows))["pairs"]
     assert set(pairs["why"]) == {"0,1", "1,0"}

@@ -44,7 +44,7 @@ SPEEDS = {"8x1x1-fsdp": (900.0, 800.0, 300.0), "2x4x1-2d_tp": (500.0, 850.0, 250
 
 @pytest.fixture
 def varied(tmp_path: Path) -> list[Row]:
-    return rows_of(tmp_path, *shapes(SPEEDS, gib=4, price=1.2))
+    return rows_of(tmp_path, *shapes(SPEEDS, peak_gib=4, price=1.2))
 
 
 def test_settings_that_a_sweep_varies_label_the_work_once(varied: list[Row]):
@@ -302,7 +302,7 @@ def test_a_trial_with_an_unknown_workload_differs_in_no_setting(tmp_path: Path):
 
 
 def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
-    cpu_trial = make_trial(layout, 1, target="cpu8", gib=gib, sent={"x": sent})
+    cpu_trial = make_trial(layout, 1, target="cpu8", peak_gib=gib, bytes_by_axes={"x": sent})
     results = replace(cpu_trial.results, step=StepResult(), parts=())
     return replace(cpu_trial, results=results, about=replace(cpu_trial.about, chip=None))
 

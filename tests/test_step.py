@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from helpers import (
-    Steps,
+    StepResults,
     assert_same_steps,
     compose_run,
     initial_state,
@@ -197,7 +197,7 @@ def test_gradient_of_a_product_is_summed_in_float32():
     assert np.abs(narrow / exact - 1).max() > 1e-4, "this reference could not tell float32 sums from bfloat16 ones"
 
 
-def step_of(precision: str) -> Steps:
+def step_of(precision: str) -> StepResults:
     key = (*small_overrides(TINY), f"precision={precision}")
     return run_two_steps(small_run(TINY, key[-1]), initial_state(key))
 

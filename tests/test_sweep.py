@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers import compose_run
-from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train
+from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS, run_train
 from sweeps import FakeMultirun
 from valkyrie.sweep.names import folder_name, multirun_arguments, sweep_name, trial_key, trial_name
 from valkyrie.sweep.trial import Status, TrialLog
@@ -76,16 +76,16 @@ def test_different_spaces_are_different_sweeps_but_limits_and_stages_are_not():
 def test_names_are_valid_for_folders_and_for_hydra():
     assert folder_name("a b/c,d=${e}") == "a-b-c-d-e"
     assert folder_name("..") == "sweep"
-    run = compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, "model.name='my model, new'")
+    run = compose_run(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "model.name='my model, new'")
     name = trial_name(run, trial_key(run))
     assert re.fullmatch(r"my-model-new-1x1x1-dp-train-[0-9a-f]{6}", name)
 
 
 def test_the_key_of_a_trial_depends_on_settings_that_affect_the_result():
-    key = trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE))
+    key = trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS))
     same = ["name=other", "runs=there", "trial.limit_s=5", "tracking=wandb", "seed=0"]
     same += ["log_every=3", "prompt=b", "top_k=7", "checkpoint.every=9"]
-    assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, *same)) == key
+    assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, *same)) == key
     for change in (
         "batch=4",
         "seed=1",
@@ -95,7 +95,7 @@ def test_the_key_of_a_trial_depends_on_settings_that_affect_the_result():
         "target=cpu",
         "eval_every=9",
     ):
-        assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, change)) != key, change
+        assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, change)) != key, change
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_the_key_of_a_trial_depends_on_settings_that_affect_the_result():
     ],
 )
 def test_the_key_of_a_trial_depends_on_what_its_stage_uses(mode: str, same: list[str], other: str):
-    key = trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}"))
-    assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}", *same, "log_every=1")) == key
-    assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, f"mode={mode}", other)) != key
+    key = trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"mode={mode}"))
+    assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"mode={mode}", *same, "log_every=1")) == key
+    assert trial_key(compose_run(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"mode={mode}", other)) != key
 
 
 def test_only_missing_trials_run(multirun: FakeMultirun, capfd: pytest.CaptureFixture):
@@ -132,15 +132,15 @@ def test_only_the_sweep_folder_is_written(multirun: FakeMultirun):
     assert [path.name for path in multirun.runs.iterdir()] == ["swept"]
     (trial,) = multirun.trials().values()
     expected = ["multirun.yaml", "trials.jsonl", "report.html", trial.name]
-    assert sorted(p.name for p in multirun.sweep.iterdir()) == sorted(expected)
-    assert trial.folder == trial.name and (multirun.sweep / trial.name / "outcome.json").is_file()
+    assert sorted(p.name for p in multirun.sweep_folder.iterdir()) == sorted(expected)
+    assert trial.folder == trial.name and (multirun.sweep_folder / trial.name / "outcome.json").is_file()
 
 
 def test_every_trial_is_a_run_of_one_group(multirun: FakeMultirun):
     arguments = multirun.arguments("mesh=2x2x1,1x1x3", "partition=dp", "tracking=wandb")
     for _ in range(2):  # nothing is told twice
         assert run_train(*arguments) == 0
-        logs = wandb_logs(multirun.sweep)
+        logs = wandb_logs(multirun.sweep_folder)
         assert {log["run"].run_group for log in logs} == {"swept"}
         assert sorted(log["run"].job_type for log in logs) == ["measure", "measure", "sweep"]
         assert sorted(log["summary"].get("status", "") for log in logs) == ["", "ok", "refused"]
@@ -150,7 +150,7 @@ def test_illegal_layouts_are_rows_and_start_nothing(multirun: FakeMultirun, capf
     assert run_train(*multirun.arguments("mesh=2x2x1,1x1x3", "partition=dp")) == 0
     output = capfd.readouterr().out
     assert "1x1x3-dp measure: refused:" in output
-    assert "1 refused" in output and f"page: {multirun.sweep / 'report.html'}" in output
+    assert "1 refused" in output and f"page: {multirun.sweep_folder / 'report.html'}" in output
     assert len(multirun.started_trials()) == 1
     capfd.readouterr()
     for _ in range(2):  # a refusal is not written twice

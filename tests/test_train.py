@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from runs import (
-    ONE_DEVICE,
+    ONE_DEVICE_ARGUMENTS,
     TINY_ARGUMENTS,
     open_checkpoints,
     run_train,
@@ -187,7 +187,7 @@ def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> Non
     from valkyrie.data.tokenizer import load_tokenizer
     from valkyrie.train.evaluate import Evaluator
 
-    run = compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, "data.validation_fraction=0.15")
+    run = compose_run(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "data.validation_fraction=0.15")
     prepared, tokenizer = prepare(run.config.data, "bytes"), load_tokenizer("bytes")
     program = make_program(run)
     parameters = program.init(0).parameters
@@ -218,7 +218,7 @@ def test_evaluation_uses_the_average_of_the_parameters() -> None:
     from valkyrie.train.evaluate import Evaluator
 
     folder = trained_run("optimizer.ema_decay=0.5", "checkpoint.every=1")
-    run = compose_run(*TINY_ARGUMENTS, *ONE_DEVICE, "optimizer.ema_decay=0.5", "steps=6")
+    run = compose_run(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "optimizer.ema_decay=0.5", "steps=6")
     program = make_program(run)
     stored = open_checkpoints(folder, read_only=True)
     _, state, *_ = stored.restore(program.abstract_state)

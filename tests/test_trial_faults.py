@@ -75,7 +75,7 @@ def _no_process_of(multirun: FakeMultirun) -> None:
     """Assert that no process of the multirun's trials is still running."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            assert str(multirun.sweep) not in (folder / "cmdline").read_text() or folder.name == str(os.getpid())
+            assert str(multirun.sweep_folder) not in (folder / "cmdline").read_text() or folder.name == str(os.getpid())
         except (FileNotFoundError, ProcessLookupError):
             continue
 
@@ -143,8 +143,8 @@ def test_a_full_disk_is_reported_and_a_rerun_completes_the_table(
     multirun = FakeMultirun(tmp_path)
     multirun.activate(monkeypatch)
     assert run_train(*multirun.arguments("partition=dp")) == 0
-    settings_bytes = (multirun.sweep / "multirun.yaml").stat().st_size
-    record = multirun.sweep / "trials.jsonl"
+    settings_bytes = (multirun.sweep_folder / "multirun.yaml").stat().st_size
+    record = multirun.sweep_folder / "trials.jsonl"
     padding = json_lines_up_to(record, max(settings_bytes, 20_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -267,5 +267,5 @@ def test_an_exception_gives_a_short_reason_and_a_traceback_in_the_log(tmp_path: 
     (trial,) = multirun.trials().values()
     assert (sweep.returncode, trial.status) == (2, Status.refused), output
     assert trial.reason is not None and "lost" in trial.reason and "Traceback" not in output
-    log = (multirun.sweep / trial.name / "output.log").read_text()
+    log = (multirun.sweep_folder / trial.name / "output.log").read_text()
     assert "Traceback" in log and log.splitlines()[-1].startswith("ValueError: ")

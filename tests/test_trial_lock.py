@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from helpers import compose_run
-from runs import ONE_DEVICE, run_train
+from runs import ONE_DEVICE_ARGUMENTS, run_train
 from sweeps import FakeMultirun
 from valkyrie.processes.locks import LockState, TrialLock, lock, write_lock
 from valkyrie.sweep.plan import TrialPlan
@@ -51,7 +51,7 @@ def test_the_process_id_of_an_earlier_attempt_is_deleted(tmp_path: Path):
 
 
 def test_a_process_is_ended_if_its_id_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    plan = TrialPlan("k", "trial", "show", tmp_path, (), None, run=compose_run(*ONE_DEVICE))
+    plan = TrialPlan("k", "trial", "show", tmp_path, (), None, run=compose_run(*ONE_DEVICE_ARGUMENTS))
     monkeypatch.setattr(TrialPlan, "command", SLEEP)
     lock = TrialLock.acquire(plan.trial_folder)
     assert lock is not None

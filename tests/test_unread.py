@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 import valkyrie
-from runs import ONE_DEVICE, TINY_ARGUMENTS, run_train
+from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS, run_train
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.config.unread import _ALWAYS_READ, mode_reads, unread_notes
@@ -18,7 +18,7 @@ from valkyrie.trees import flatten, with_value
 
 @cache
 def run_in(mode: str) -> Run:
-    return valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE).changed(mode=MODES.config_class(mode)())
+    return valkyrie.compose(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS).changed(mode=MODES.config_class(mode)())
 
 
 KEYS = [key for key in flatten(asdict(run_in("train").config)) if not key.startswith("mode.")]
@@ -99,7 +99,7 @@ def test_a_trial_key_depends_on_exactly_the_keys_that_its_mode_reads(mode: str):
     ],
 )
 def test_unread_settings_are_reported(arguments: list[str], note: str, capfd: pytest.CaptureFixture[str]):
-    assert run_train("model=gpt_tiny", *ONE_DEVICE, *arguments) == 0
+    assert run_train("model=gpt_tiny", *ONE_DEVICE_ARGUMENTS, *arguments) == 0
     assert note in capfd.readouterr().err
 
 
