@@ -276,7 +276,7 @@ def test_links_in_a_run_folder_are_not_written_through(tmp_path: Path):
     with pytest.raises(ValueError, match=WRITER_FILE), write_lock(tmp_path / "run"):
         pass
     with pytest.raises(ValueError, match="metrics"):
-        Tracker(TrackingConfig(), tmp_path / "run", run_name="a", fields={}, group="a", start=3)
+        Tracker(TrackingConfig(), tmp_path / "run", run_name="a", fields={}, group="a", start_step=3)
     assert (tmp_path / "precious").read_text() == "mine"
 
 

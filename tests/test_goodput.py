@@ -13,7 +13,7 @@ import pytest
 from runs import TINY_ARGUMENTS, copy_run, run_train, tiny_arguments, trained_run
 from valkyrie.checkpoint import latest_step
 from valkyrie.processes.team import Team
-from valkyrie.runs.goodput import GOODPUT_FILE, TIME_KINDS, Ledger, read_goodput, read_starts
+from valkyrie.runs.goodput import GOODPUT_FILE, TIME_KINDS, GoodputRecorder, read_goodput, read_starts
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import compiled, profile
 from valkyrie.units import long_duration_text
@@ -98,17 +98,17 @@ def test_live_goodput_equals_that_of_the_file(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("valkyrie.runs.goodput.time", clock)
     (tmp_path / GOODPUT_FILE).write_text(TWO_RESTARTS)
     spent = {"restore": 2.0}
-    ledger = Ledger(tmp_path, 1995.0, spent)
+    recorder = GoodputRecorder(tmp_path, 1995.0, spent)
     clock.now += 1
-    ledger.count_setup(300)
+    recorder.count_setup(300)
     assert spent == {"restore": 2.0, "setup": 4.0}
     for step in range(301, 500):
         clock.now += 0.1
         spent["steps"] = spent.get("steps", 0.0) + 0.1
-        ledger.step_done(step)
+        recorder.record_step(step)
     clock.now += 7
-    live = ledger.goodput()
-    ledger.write(end="finished")
+    live = recorder.goodput()
+    recorder.write(end="finished")
     written = read_goodput(tmp_path)
     assert written is not None
     assert live.seconds == pytest.approx(written.seconds, abs=0.01)
@@ -120,16 +120,16 @@ def test_live_goodput_equals_that_of_the_file(tmp_path: Path, monkeypatch: pytes
 
 
 def test_only_process_0_writes_goodput(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, 0.0, {}, write=False)
-    ledger.count_setup(0)
-    ledger.write(1)
+    recorder = GoodputRecorder(tmp_path, 0.0, {}, is_writer=False)
+    recorder.count_setup(0)
+    recorder.write(1)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_deleted_run_folder_does_not_end_the_training(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "gone", 0.0, {})
-    ledger.count_setup(0)
-    assert ledger.goodput().seconds.keys() == TIME_KINDS.keys()
+    recorder = GoodputRecorder(tmp_path / "gone", 0.0, {})
+    recorder.count_setup(0)
+    assert recorder.goodput().seconds.keys() == TIME_KINDS.keys()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_killed_run_restarts_and_counts_its_repeated_steps(tmp_path: Path, cap
     summary = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
     assert summary["restarts"] == 1
     assert summary["time/redone"] > 0 and summary["time/down"] > 0 and summary["time/restore"] > 0
-    assert summary["time/redone"] < read_starts(file)[0].spent("steps")
+    assert summary["time/redone"] < read_starts(file)[0].seconds_spent("steps")
 
 
 def test_a_window_of_steps_is_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

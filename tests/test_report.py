@@ -141,7 +141,7 @@ def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
 def test_only_trials_of_the_same_work_are_compared(tmp_path: Path):
     other = make_trial("8x1x1-fsdp", 2000, batch=64)
     rows = rows_of(tmp_path, other, FSDP, TP, LARGE)
-    answer = words.answer(rows[0].speed_kind, rows)
+    answer = words.summarise_kind(rows[0].speed_kind, rows)
     assert rows[0].work.label in answer.sentence and "2,000 tokens/s/chip" in answer.sentence
     assert [line.partition(": ")[0] for line in answer.reasons] == [rows[1].work.label] * 2
     assert "2.0x" in answer.reasons[0] and "does not fit" in answer.reasons[1]
@@ -182,7 +182,7 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
         make_trial("2x4x1-2d_tp", 900, collective_shares={"x": 0.5}, **NOISY),
         make_trial("4x2x1-dp", 500, collective_shares={"x": 0.5}, **NOISY),
     )
-    answer = words.answer(trial_rows[0].speed_kind, trial_rows)
+    answer = words.summarise_kind(trial_rows[0].speed_kind, trial_rows)
     assert answer.remarks[0].endswith("step times: 2x4x1-2d_tp.") and trial_rows[0].speed_kind.simulated
     assert re.findall(r"[0-9.]+ ms", answer.reasons[0]) == [
         "128.0 ms",
@@ -224,7 +224,7 @@ def test_partitions_with_equivalent_layouts_are_not_compared(tmp_path: Path):
         make_trial("4x1x2-2d_tp", 400, degrees=tensor, sharding="b"),
         make_trial("4x2x1-1d_tp", 380, degrees=tensor, sharding="b"),
     )
-    answer = words.answer(trial_rows[0].speed_kind, trial_rows)
+    answer = words.summarise_kind(trial_rows[0].speed_kind, trial_rows)
     assert "data parallel" in answer.remarks[0]
     reason, another = answer.reasons
     assert reason.startswith("dp on 8x1x1") and "2.4x" in reason and "1d_tp on 4x2x1" in reason
@@ -274,7 +274,7 @@ def test_two_sweeps_can_be_compared(tmp_path: Path):
 def test_row_labels_are_distinct(tmp_path: Path):
     write_sweep(tmp_path / "one", [FSDP, make_trial("8x1x1-fsdp", 10, batch=64)])
     write_sweep(tmp_path / "two", [FSDP])
-    labels = list(values.labels(read_rows([tmp_path])).values())
+    labels = list(values.label_rows(read_rows([tmp_path])).values())
     assert len(set(labels)) == 3
     assert "8x1x1-fsdp batch 64" in labels and any("one" in label for label in labels)
 

@@ -138,7 +138,9 @@ def test_units_stay_when_two_layouts_are_swapped(browser: Browser, tmp_path: Pat
         page.select_option("#one", first)
         page.select_option("#other", other)
         reasons.append(page.locator("#why").inner_text())
-        tokens = page.evaluate(f"JSON.parse(document.getElementById('data').textContent).pairs.sides[{first}].tokens")
+        tokens = page.evaluate(
+            f"JSON.parse(document.getElementById('data').textContent).pairs.quantities[{first}].tokens"
+        )
         assert f"for {tokens:,} tokens" in reasons[-1]
     assert "512 B." in reasons[0] and "9 MB" in reasons[1]
     page.select_option("#other", "2")

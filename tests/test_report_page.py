@@ -158,10 +158,10 @@ def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
         make_trial("2x4x1-2d_tp", 400, bytes_by_axes={"x": 9e6}, batch=32),
     )
     pairs = data_of(render_page(rows))["pairs"]
-    assert set(pairs["why"]) == {"0,1", "1,0"}
-    first, other = pairs["why"]["0,1"], pairs["why"]["1,0"]
+    assert set(pairs["explanations"]) == {"0,1", "1,0"}
+    first, other = pairs["explanations"]["0,1"], pairs["explanations"]["1,0"]
     assert first[0].startswith("A is 2.50") and other[0].startswith("B is 2.50")
-    tokens = [side["tokens"] for side in pairs["sides"].values()]
+    tokens = [side["tokens"] for side in pairs["quantities"].values()]
     assert tokens[1] != tokens[0]
     assert f"{tokens[0]:,} tokens" in first[0] and f"{tokens[1]:,} tokens" in other[0]
 
@@ -174,8 +174,8 @@ def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):
     pairs = data_of(
         render_page(rows_of(tmp_path, *sizes, make_trial("2x4x1-2d_tp", 400, overrides=["model.layers=4"])))
     )["pairs"]
-    assert set(pairs["why"]) == {"0,2", "2,0"}
-    works = [side["work"] for side in pairs["sides"].values()]
+    assert set(pairs["explanations"]) == {"0,2", "2,0"}
+    works = [side["work"] for side in pairs["quantities"].values()]
     assert works[0] == works[2] != works[1] and works[1].startswith("valkyrie_tiny layers=8, ")
 
 

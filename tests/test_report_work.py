@@ -53,7 +53,7 @@ def test_settings_that_a_sweep_varies_label_the_work_once(varied: list[Row]):
         ("embed=1536", "layers=24"),
         ("embed=2048", "layers=24"),
     ]
-    named = values.labels(varied)
+    named = values.label_rows(varied)
     assert len(set(named.values())) == 6 and named[varied[0].id] == "8x1x1-fsdp embed=2048 layers=12"
     assert varied[0].work.label.endswith(", embed=2048 layers=12")
 
@@ -73,8 +73,8 @@ def test_labels_have_the_precision_if_a_stage_has_two(tmp_path: Path):
     half, whole = (make_trial("8x1x1-fsdp", 9, overrides=[f"precision={name}"]) for name in ("bf16_mixed", "float32"))
     whole = replace(whole, about=replace(whole.about, precision="float32"))
     ran = make_trial("8x1x1-fsdp", 9, stage="measure")
-    assert list(values.labels(rows_of(tmp_path / "one", half, ran)).values()) == ["8x1x1-fsdp"] * 2
-    both = list(values.labels(rows_of(tmp_path / "two", half, whole)).values())
+    assert list(values.label_rows(rows_of(tmp_path / "one", half, ran)).values()) == ["8x1x1-fsdp"] * 2
+    both = list(values.label_rows(rows_of(tmp_path / "two", half, whole)).values())
     assert both == ["8x1x1-fsdp bf16_mixed", "8x1x1-fsdp float32"]
 
 
@@ -154,7 +154,7 @@ def test_sweeps_without_common_work_are_not_compared(tmp_path: Path):
 
 def test_partitions_are_compared_only_for_the_same_model_shape(varied: list[Row]):
     ((group, members),) = group_by_kind(varied).items()
-    lines = words.answer(group, members).reasons
+    lines = words.summarise_kind(group, members).reasons
     compared = [re.findall(r"layers=(\d+): (\w+)\b", line) + re.findall(r" is ([\d.]+x)", line) for line in lines]
     assert compared == [[("12", "fsdp"), "1.8x"], [("24", "2d_tp"), "1.06x"], [("24", "fsdp"), "1.2x"]]
 
@@ -209,7 +209,7 @@ def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
 def test_none_is_called_cheapest_if_all_prices_are_equal(tmp_path: Path):
     rows = rows_of(tmp_path, FSDP, make_trial("2x4x1-2d_tp", 100, price=1.2))
     assert words.price_lines(rows) == []
-    assert "0.333 dollars" in words.answer(rows[0].speed_kind, rows).sentence
+    assert "0.333 dollars" in words.summarise_kind(rows[0].speed_kind, rows).sentence
     assert "Cheapest" not in render_page(rows)
 
 
@@ -309,9 +309,9 @@ def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
 
 def test_a_compile_for_cpus_reports_memory_and_bytes(tmp_path: Path):
     rows = rows_of(tmp_path, for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6))
-    answer = words.answer(rows[0].speed_kind, rows)
-    assert "2x4x1-2d_tp, 2.0 GiB" in answer.head and "8x1x1-fsdp, 4 MB" in answer.head and not answer.winner
-    assert {v["label"] for v in values.sent(rows)} == {"8x1x1-fsdp", "2x4x1-2d_tp"}
+    answer = words.summarise_kind(rows[0].speed_kind, rows)
+    assert "2x4x1-2d_tp, 2.0 GiB" in answer.head and "8x1x1-fsdp, 4 MB" in answer.head and not answer.winner_numbers
+    assert {v["label"] for v in values.sent_bytes(rows)} == {"8x1x1-fsdp", "2x4x1-2d_tp"}
     assert [(v["label"], v["peak"], v["rate"]) for v in values.memory(rows)] == [
         ("2x4x1-2d_tp", 2, None),
         ("8x1x1-fsdp", 4, None),

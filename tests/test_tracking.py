@@ -22,7 +22,7 @@ FIELDS = {"mesh": {"name": "4x4x2"}, "partition": {"name": "2d_tp"}}
 
 def tracker(folder: Path, mode: str = "off", start: int | None = None) -> Tracker:
     config = TrackingConfig(wandb=WandbMode(mode))
-    return Tracker(config, folder, run_name="run", fields=FIELDS, group="g", start=start)
+    return Tracker(config, folder, run_name="run", fields=FIELDS, group="g", start_step=start)
 
 
 def test_records_are_written_line_by_line(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from valkyrie.paths import write_atomic
 
 R = TypeVar("R")
-UNKNOWN = "unknown"
+UNKNOWN_FIELD = "unknown"
 
 
 class RecordError(ValueError):
@@ -39,31 +39,31 @@ def encode(record: Any) -> Any:
 
     NumPy scalars become Python numbers, and paths become strings. Raises TypeError for objects without a JSON form.
     """
-    plain = msgspec.to_builtins(record, enc_hook=_encode_scalar)
-    if dataclasses.is_dataclass(record) and isinstance(plain, dict) and UNKNOWN in plain:
-        plain |= plain.pop(UNKNOWN)
-    return plain
+    json_value = msgspec.to_builtins(record, enc_hook=_encode_scalar)
+    if dataclasses.is_dataclass(record) and isinstance(json_value, dict) and UNKNOWN_FIELD in json_value:
+        json_value |= json_value.pop(UNKNOWN_FIELD)
+    return json_value
 
 
-def decode(record_type: type[R], plain: Any, source: str) -> R:
+def decode(record_type: type[R], json_value: Any, source: str) -> R:
     """Convert plain values to a record.
 
     Stores keys that are not fields of the record in `unknown`, or drops them if the record has no such field.
     `source` is the name of the file, for messages. Raises RecordError if a field is missing or has a wrong type, or if
     the format version is newer than this code reads.
     """
-    if not isinstance(plain, dict) or not dataclasses.is_dataclass(record_type):
-        return _convert(record_type, plain, source)
+    if not isinstance(json_value, dict) or not dataclasses.is_dataclass(record_type):
+        return _convert(record_type, json_value, source)
     fields = {field.name: field for field in dataclasses.fields(record_type)}
-    version, newest = plain.get("schema", 1), fields["schema"].default if "schema" in fields else None
+    version, newest = json_value.get("schema", 1), fields["schema"].default if "schema" in fields else None
     if isinstance(version, int) and isinstance(newest, int) and version > newest:
         reason = f"has format version {version}, but this Valkyrie reads versions up to {newest}. Update Valkyrie"
         raise RecordError(source, "", reason)
-    if UNKNOWN in fields:
-        plain = {k: v for k, v in plain.items() if k in fields} | {
-            UNKNOWN: {k: v for k, v in plain.items() if k not in fields}
+    if UNKNOWN_FIELD in fields:
+        json_value = {k: v for k, v in json_value.items() if k in fields} | {
+            UNKNOWN_FIELD: {k: v for k, v in json_value.items() if k not in fields}
         }
-    return _convert(record_type, plain, source)
+    return _convert(record_type, json_value, source)
 
 
 def dump(record: Any) -> str:
@@ -74,10 +74,10 @@ def dump(record: Any) -> str:
 def load(record_type: type[R], text: str | bytes, source: str) -> R:
     """Parse JSON text into a record. Raises RecordError for invalid JSON, and for the same reasons as `decode`."""
     try:
-        plain = json.loads(text)
+        json_value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RecordError(source, "", f"is not JSON ({error})") from error
-    return decode(record_type, plain, source)
+    return decode(record_type, json_value, source)
 
 
 def write_record(path: Path, record: Any) -> Path:
@@ -90,9 +90,9 @@ def read_record(record_type: type[R], path: Path) -> R:
     return load(record_type, path.read_bytes(), str(path))
 
 
-def _convert(record_type: type[R], plain: Any, source: str) -> R:
+def _convert(record_type: type[R], json_value: Any, source: str) -> R:
     try:
-        record = msgspec.convert(plain, record_type)
+        record = msgspec.convert(json_value, record_type)
     except msgspec.ValidationError as error:
         reason, _, field = str(error).partition(" - at ")
         raise RecordError(source, field.strip("`"), reason[:1].lower() + reason[1:]) from error

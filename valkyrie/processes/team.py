@@ -47,7 +47,7 @@ HANG_REPORT_S = 1.0
 
 JAX ends them when process 0 exits.
 """
-_END = "end"
+_FINAL_EXCHANGE = "end"
 """Name of the last exchange. After it, a closed connection is not a failure."""
 
 
@@ -121,7 +121,7 @@ class Team:
         """Raise ValueError if `values` differ between processes. `label` names the values in the error message."""
         digests = self.exchange(f"agree on {label}", digest(values))
         if len(set(digests)) > 1:
-            raise ValueError(_disagreement(label, self.exchange(f"compare {label}", values)))
+            raise ValueError(_describe_disagreement(label, self.exchange(f"compare {label}", values)))
 
     def finish(self) -> None:
         """Wait until all processes are done, then leave."""
@@ -161,8 +161,8 @@ class ConnectedTeam(Team):
     ) -> None:
         super().__init__(process_info.count, process_info.index)
         self.process_info = process_info
-        self.on_loss = on_loss or self._end
-        self._changed = threading.Condition()
+        self.on_loss = on_loss or self._end_process
+        self._values_received = threading.Condition()
         self._exchanged_values: dict[str, list[Any]] = {}
         self._has_left = False
         deadline = time.monotonic() + timeout_s
@@ -186,14 +186,14 @@ class ConnectedTeam(Team):
     def exchange(self, name: str, value: Any = None) -> list[Any]:
         """Send a JSON-serializable value and return what each process sent under this name, in process order."""
         self._connection.send(Value(name, value))
-        with self._changed:
+        with self._values_received:
             # Waits without a timeout, because `_listen` detects a loss.
-            self._changed.wait_for(lambda: name in self._exchanged_values)
+            self._values_received.wait_for(lambda: name in self._exchanged_values)
             return self._exchanged_values.pop(name)
 
     def finish(self) -> None:
         """Wait until all processes are done, then leave."""
-        self.exchange(_END)
+        self.exchange(_FINAL_EXCHANGE)
         self._leave(Goodbye())
         if self._hub is not None:
             self._hub.close()
@@ -239,10 +239,10 @@ class ConnectedTeam(Team):
                     status = message.status
                     return self._report_loss(message.line, status if status in (REFUSED, DOES_NOT_FIT) else LOST)
                 if isinstance(message, Values):
-                    self._has_left = self._has_left or message.name == _END
-                    with self._changed:
+                    self._has_left = self._has_left or message.name == _FINAL_EXCHANGE
+                    with self._values_received:
                         self._exchanged_values[message.name] = message.values
-                        self._changed.notify_all()
+                        self._values_received.notify_all()
             raise OSError("its connection closed")
         except TimeoutError:
             self._report_loss(f"process 0 is lost: it sent nothing for {heartbeat_s:g} s")
@@ -259,7 +259,7 @@ class ConnectedTeam(Team):
         if not self._has_left:
             self.on_loss(line, status)
 
-    def _end(self, line: str, status: int) -> None:
+    def _end_process(self, line: str, status: int) -> None:
         with contextlib.suppress(OSError):
             print(f"valkyrie-train: process {self.index} stops: {line}", file=sys.stderr, flush=True)
         end_process(status, line)
@@ -284,7 +284,7 @@ def _connect(process_info: ProcessInfo, deadline: float, timeout_s: float) -> Co
             time.sleep(0.05)
 
 
-def _disagreement(label: str, values_by_process: Sequence[Mapping[str, object]]) -> str:
+def _describe_disagreement(label: str, values_by_process: Sequence[Mapping[str, object]]) -> str:
     """Return a message with the keys that differ, their values, and the processes that differ from process 0."""
     first, lines = values_by_process[0], []
     for key in sorted(set().union(*values_by_process)):

@@ -77,12 +77,12 @@ PARTS_OF_STEP = Figure(
     values.parts,
     specs.stacked_bars("step time", "part", lambda v: colours.part_colour(v["part"], v.get("axes"))),
 )
-SENT = Figure(
+SENT_BYTES = Figure(
     "sent",
     "Bytes that each device sends, by mesh axis",
     "Sharding over a mesh axis requires communication along that axis in every step. x,y means over both axes at once. "
     "Bytes are exact: they are read from the compiled program.",
-    values.sent,
+    values.sent_bytes,
     specs.stacked_bars("sent per device and step", "mesh axes", lambda v: colours.axes_colour(v["part"])),
 )
 LOSS = Figure(
@@ -118,7 +118,7 @@ PRICE = Figure(
     values.prices,
     specs.price,
 )
-GROUP_FIGURES = [SPEED, PARTS_OF_STEP, SENT, MEMORY, HEAT]
+GROUP_FIGURES = [SPEED, PARTS_OF_STEP, SENT_BYTES, MEMORY, HEAT]
 """Figures drawn separately for each kind of speed (`SpeedKind`)."""
 OVERALL_FIGURES = [PAIRS, PRICE]
 """Figures that show all trials together."""

@@ -28,7 +28,7 @@ from valkyrie.report.records import read_answer, read_command, read_rows
 from valkyrie.report.search import SearchPage, search_page
 from valkyrie.report.specs import Spec, timeline_spec
 from valkyrie.report.trace import Timeline, TorusDrawing, read_timeline, read_torus
-from valkyrie.report.values import labels
+from valkyrie.report.values import label_rows
 from valkyrie.sweep.columns import PAGE_COLUMNS
 from valkyrie.sweep.rows import Row, group_by_kind
 from valkyrie.sweep.trial import PAGE_FILE, TrialLog
@@ -45,7 +45,7 @@ MAX_TORUSES = 60
 
 If the page exceeds `MAX_PAGE_BYTES`, hints are kept only for layouts up to this rank.
 """
-LONG_LABEL = 44
+LONG_LABEL_LENGTH = 44
 """Length of a label, in characters, above which figures take the full width of the page."""
 
 
@@ -94,10 +94,14 @@ def render_page(
     command = read_command(folders[0]) if len(folders) == 1 else None
     if answer is not None:
         command = f"valkyrie-train {shlex.join(abbreviate_search(answer.command))}"
-    page = None if answer is None else search_page(answer)
-    page_data = _page_data(rows, page)
+    search = None if answer is None else search_page(answer)
+    page_data = _page_data(rows, search)
     template, text = template_environment().get_template("page.html"), ""
-    values = _template_values(rows, comparison, page_data) | {"command": command, "search": answer, "found": page}
+    values = _template_values(rows, comparison, page_data) | {
+        "command": command,
+        "search_answer": answer,
+        "search": search,
+    }
     for data in _shrink(page_data):
         text = template.render(values, data=_script_json(data))
         if len(text.encode()) <= MAX_PAGE_BYTES:
@@ -139,11 +143,11 @@ class PageData:
 def _shrink(data: PageData) -> Iterator[PageData]:
     """Yield the data of a page, then versions of decreasing size that omit hints first and timelines next."""
     yield data
-    best = [row[0] is not None and row[0] <= MAX_TORUSES for row in data.rows]
+    keeps_hints_by_row = [row[0] is not None and row[0] <= MAX_TORUSES for row in data.rows]
     without_hints = [{name: fact for name, fact in facts.items() if name != "hints"} for facts in data.details]
     details = [
         full if keeps_hints else reduced
-        for keeps_hints, full, reduced in zip(best, data.details, without_hints, strict=True)
+        for keeps_hints, full, reduced in zip(keeps_hints_by_row, data.details, without_hints, strict=True)
     ]
     yield (data := replace(data, details=details))
     while len(data.timelines) > 1:
@@ -171,7 +175,7 @@ def _script_json(data: PageData) -> Markup:
 def _template_values(rows: Sequence[Row], comparison: SweepComparison | None, data: PageData) -> dict[str, object]:
     """Return the values for the page's template, except the data for its script."""
     rows_by_kind = group_by_kind(rows)
-    best, trained = tables.best_table(best_per_workload(rows)), tables.training_table(rows)
+    best, training_table = tables.best_table(best_per_workload(rows)), tables.training_table(rows)
     trainings_only = bool(rows) and all(row.is_training for row in rows)
     return {
         "question": "how did it train?" if trainings_only else "which layout?",
@@ -180,15 +184,15 @@ def _template_values(rows: Sequence[Row], comparison: SweepComparison | None, da
         "rows": rows,
         "title": words.title(rows),
         "facts": words.facts(rows),
-        "summary": words.summary(rows),
+        "summary": words.describe_counts(rows),
         "simulated": words.SIMULATED_NOTE if any(row.speed_kind.simulated and row.has_speed for row in rows) else None,
-        "answers": [words.answer(group, members) for group, members in rows_by_kind.items()],
+        "answers": [words.summarise_kind(group, members) for group, members in rows_by_kind.items()],
         "prices": words.price_lines(rows),
         "best": best if len(best.rows) > 1 else None,
         "figures": [figure for figure in GROUP_FIGURES if any(data.figures[figure.id])],
-        "wide": max(map(len, labels(rows).values()), default=0) > LONG_LABEL,
+        "wide": max(map(len, label_rows(rows).values()), default=0) > LONG_LABEL_LENGTH,
         "overall_figures": [figure for figure in OVERALL_FIGURES if data.overall_figures[figure.id]],
-        "trained": trained if trained.rows else None,
+        "trained": training_table if training_table.rows else None,
         "training_figures": [figure for figure in TRAINING_FIGURES if data.overall_figures[figure.id]],
         "agreement": words.agreement_line(rows),
         "comparison": comparison and {"summary": comparison.summary, "table": tables.comparison_table(comparison)},
@@ -213,9 +217,9 @@ def template_environment() -> Environment:
 def _page_data(rows: Sequence[Row], search: SearchPage | None) -> PageData:
     """Return the data for the page's script. Only the best rows have timelines and drawings of the torus."""
     rows_by_kind = group_by_kind(rows)
-    ordered = [row for members in rows_by_kind.values() for row in members]
+    ordered_rows = [row for members in rows_by_kind.values() for row in members]
     best_rows = _best_first(list(rows_by_kind.values()))
-    row_numbers = {row.id: i for i, row in enumerate(ordered)}
+    row_numbers = {row.id: i for i, row in enumerate(ordered_rows)}
     with_timelines = (
         (row_numbers[row.id], timeline) for row in best_rows if (timeline := read_timeline(row)) is not None
     )
@@ -228,12 +232,14 @@ def _page_data(rows: Sequence[Row], search: SearchPage | None) -> PageData:
         figures={
             figure.id: [figure_spec(figure, members) for members in rows_by_kind.values()] for figure in GROUP_FIGURES
         },
-        overall_figures={figure.id: figure_spec(figure, ordered) for figure in [*OVERALL_FIGURES, *TRAINING_FIGURES]}
+        overall_figures={
+            figure.id: figure_spec(figure, ordered_rows) for figure in [*OVERALL_FIGURES, *TRAINING_FIGURES]
+        }
         | ({} if search is None else {figure.id: figure.spec for figure in search.figures}),
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
         rows=tables.cells(rows_by_kind),
-        details=[tables.details(row) for row in ordered],
-        pairs=words.compare_rows(ordered),
+        details=[tables.details(row) for row in ordered_rows],
+        pairs=words.compare_rows(ordered_rows),
         timelines=timelines,
         toruses=toruses,
         timeline=timeline_spec(),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STEP_WIDTH, TRACK_HEIGHT, LABEL_WIDTH = 1000, 26, 190
 """Sizes in the drawing, in pixels: width of a step, height of a track, and width of the track names."""
-TICKS = 5
+TICK_COUNT = 5
 """Number of labels on the time axis of the drawing."""
 _WRAPPED_COLUMNS = ("cause", "source", "operation", "code", "what")
 """Headings of the columns with texts that may wrap."""
@@ -66,15 +66,15 @@ class _Recorder(Console):
 
     def __init__(self) -> None:
         super().__init__(file=io.StringIO())
-        self.printed: list[str | TextTable] = []
+        self.blocks: list[str | TextTable] = []
 
     def print(self, *objects: Any, markup: bool | None = None, **_: Any) -> None:
         """Collect tables as `TextTable`, and other objects as text, without their markup unless `markup` is False."""
         for item in objects:
             if isinstance(item, Table):
-                self.printed.append(_text_table(item))
+                self.blocks.append(_text_table(item))
             else:
-                self.printed.append(str(item) if markup is False else Text.from_markup(item).plain)
+                self.blocks.append(str(item) if markup is False else Text.from_markup(item).plain)
 
 
 def program_page(record: Prediction | Measurement, title: str, spans: Sequence[TimelineSpan]) -> str:
@@ -92,10 +92,10 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
         .get_template("program.html")
         .render(
             title=title,
-            subject=console.printed[0],
+            subject=console.blocks[0],
             step_numbers=big_numbers(record),
             hints=[hint.text for hint in hints],
-            blocks=console.printed[1:],
+            blocks=console.blocks[1:],
             drawing=None if step_timeline is None else _draw_timeline(step_timeline),
             sizes={"width": STEP_WIDTH, "lane": TRACK_HEIGHT, "label": LABEL_WIDTH},
             version=version("valkyrie-jax"),
@@ -105,7 +105,7 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
 
 
 def comparison_page(
-    title: str, table: Table, lines: Sequence[str], records: Mapping[str, Prediction], best: str | None
+    title: str, table: Table, lines: Sequence[str], records: Mapping[str, Prediction], best_name: str | None
 ) -> str:
     """Return a self-contained HTML page with the table of several predictions and the report of the best one.
 
@@ -114,19 +114,19 @@ def comparison_page(
         table: Table of the predictions, one per row.
         lines: Lines below the table.
         records: Predictions by name.
-        best: Name of the best prediction, or None if none fits.
+        best_name: Name of the best prediction, or None if none fits.
     """
-    blocks, numbers, hints = [_text_table(table), *lines], [BigNumber("best", best or "none fits")], ()
-    if best is not None:
-        show(replace(records[best], hints=()), console := _Recorder())
-        blocks += [f"{best}: {console.printed[0]}", *console.printed[1:]]
-        numbers, hints = [*numbers, *big_numbers(records[best])], records[best].hints
+    blocks, numbers, hints = [_text_table(table), *lines], [BigNumber("best", best_name or "none fits")], ()
+    if best_name is not None:
+        show(replace(records[best_name], hints=()), console := _Recorder())
+        blocks += [f"{best_name}: {console.blocks[0]}", *console.blocks[1:]]
+        numbers, hints = [*numbers, *big_numbers(records[best_name])], records[best_name].hints
     return (
         template_environment()
         .get_template("program.html")
         .render(
             title=title,
-            subject=f"best: {best}" if best else "no layout fits",
+            subject=f"best: {best_name}" if best_name else "no layout fits",
             step_numbers=numbers,
             hints=[hint.text for hint in hints],
             blocks=blocks,
@@ -176,7 +176,7 @@ def _draw_timeline(step_timeline: Timeline) -> Drawing:
         tooltip = f"{names[part]}: {names[name]}{merged}, {duration_text(length * 1e-6)}"
         left, width = LABEL_WIDTH + STEP_WIDTH * start / step_us, max(STEP_WIDTH * length / step_us, 0.3)
         rectangles.append(Rectangle(round(left, 1), TRACK_HEIGHT * track + 3, round(width, 1), colour, tooltip))
-    shares = [tick / (TICKS - 1) for tick in range(TICKS)]
+    shares = [tick / (TICK_COUNT - 1) for tick in range(TICK_COUNT)]
     ticks = [(LABEL_WIDTH + STEP_WIDTH * share, duration_text(step_us * share * 1e-6)) for share in shares]
     return Drawing(tracks, rectangles, ticks, legend)
 

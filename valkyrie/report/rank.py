@@ -73,18 +73,18 @@ def simplest_partitions(rows: Sequence[Row]) -> dict[str, str]:
     if no row uses that partition. For example, `1d_tp` on a mesh with x=1 is equivalent to `dp`, so its speed says
     nothing about tensor parallelism.
     """
-    kinds: dict[str, set[str]] = defaultdict(set)
+    roles_by_partition: dict[str, set[str]] = defaultdict(set)
     partitions_by_layout: dict[tuple[object, ...], set[str]] = defaultdict(set)
     for row in rows:
-        kinds[row.about.partition] |= _roles(row)
+        roles_by_partition[row.about.partition] |= _roles(row)
         partitions_by_layout[_layout_key(row)].add(row.about.partition)
 
-    def simplest(row: Row) -> str:
+    def find_simplest(row: Row) -> str:
         if _roles(row) == {"DP"}:
             return DATA_PARALLEL
-        return min(partitions_by_layout[_layout_key(row)], key=lambda name: (len(kinds[name]), name))
+        return min(partitions_by_layout[_layout_key(row)], key=lambda name: (len(roles_by_partition[name]), name))
 
-    return {row.id: simplest(row) for row in rows}
+    return {row.id: find_simplest(row) for row in rows}
 
 
 def same_layout(first: Row, second: Row) -> bool:
@@ -208,15 +208,15 @@ def concordance(pairs: Sequence[RowPair]) -> float | None:
     agreeing_count = compared_count = 0
     for i, pair in enumerate(pairs):
         for earlier in pairs[:i]:
-            predicted = _rate(pair.a) - _rate(earlier.a)
-            measured = _rate(pair.b) - _rate(earlier.b)
+            predicted_difference = _rate(pair.a) - _rate(earlier.a)
+            measured_difference = _rate(pair.b) - _rate(earlier.b)
             if (
                 _comparison_key(pair) == _comparison_key(earlier)
-                and predicted
+                and predicted_difference
                 and not within_noise(pair.b.trial, earlier.b.trial)
             ):
                 compared_count += 1
-                agreeing_count += (predicted > 0) == (measured > 0)
+                agreeing_count += (predicted_difference > 0) == (measured_difference > 0)
     return agreeing_count / compared_count if compared_count else None
 
 

@@ -43,16 +43,16 @@ def read_rows(paths: Sequence[Path], say: Callable[[str], object] | None = None)
     trainings = {folder: [read_training(folder, say)] for folder in folders if folder not in sweeps}
     rows = make_rows(sweeps, trainings)
     for folder in sweeps:
-        torn_line = TrialLog(folder).describe_torn_line()
-        if torn_line and not rows and read_answer(folder) is not None:
-            raise ValueError(f"{_missing_results(folder)}. {_ADVICE}")
-        if torn_line and not rows:
+        torn_line_note = TrialLog(folder).describe_torn_line()
+        if torn_line_note and not rows and read_answer(folder) is not None:
+            raise ValueError(f"{_describe_missing_results(folder)}. {_ADVICE}")
+        if torn_line_note and not rows:
             raise ValueError(
                 f"{folder / TRIALS_FILE}: its only line is incomplete, as after a crash or on a full disk. Run the "
                 "sweep command again to repeat its trial."
             )
-        if torn_line and say is not None:
-            say(torn_line)
+        if torn_line_note and say is not None:
+            say(torn_line_note)
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: no trial has ended yet. Try again when the first one has.")
     return rows
@@ -68,18 +68,18 @@ def find_result_folders(paths: Sequence[Path]) -> list[Path]:
         if not path.exists():
             raise ValueError(f"{path} does not exist. {_ADVICE}")
         if path.is_file():
-            sweeps = [path.parent] if path.name == TRIALS_FILE else []
+            result_folders = [path.parent] if path.name == TRIALS_FILE else []
         else:
             patterns = ("/".join(["*"] * depth + [TRIALS_FILE]) for depth in range(SEARCH_DEPTH + 1))
-            sweeps = sorted(file.parent for pattern in patterns for file in path.glob(pattern))
-            sweeps += find_trainings(path, SEARCH_DEPTH, sweeps)
-        if not sweeps:
-            raise ValueError(f"{_missing_results(path)}. {_ADVICE}")
-        folders |= {folder.resolve(): folder for folder in sweeps}
+            result_folders = sorted(file.parent for pattern in patterns for file in path.glob(pattern))
+            result_folders += find_trainings(path, SEARCH_DEPTH, result_folders)
+        if not result_folders:
+            raise ValueError(f"{_describe_missing_results(path)}. {_ADVICE}")
+        folders |= {folder.resolve(): folder for folder in result_folders}
     return list(folders.values())
 
 
-def _missing_results(path: Path) -> str:
+def _describe_missing_results(path: Path) -> str:
     """Return the reason why there is nothing to report at a path."""
     if path.is_file():
         return f"{path} is a file"
@@ -140,17 +140,17 @@ def is_program_search(folder: Path) -> bool:
 
 def read_command(folder: Path) -> str | None:
     """Return the command that created the folder of a search, sweep or training run, or None if it is not recorded."""
-    answer, settings, sweep = read_answer(folder), folder / RUN_FILE, folder / MULTIRUN_FILE
+    answer, run_file, multirun_file = read_answer(folder), folder / RUN_FILE, folder / MULTIRUN_FILE
     if answer is not None:
         return f"valkyrie-train {shlex.join(answer.command)}"
-    if sweep.is_file():
+    if multirun_file.is_file():
         try:
-            overrides = yaml.safe_load(sweep.read_text())["hydra"]["overrides"]["task"]
+            overrides = yaml.safe_load(multirun_file.read_text())["hydra"]["overrides"]["task"]
             return f"valkyrie-train -m {shlex.join(overrides)}"
         except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
             return None
-    if settings.is_file():
-        comments = [line for line in settings.read_text().splitlines()[:3] if line.startswith(MADE_BY_PREFIX)]
+    if run_file.is_file():
+        comments = [line for line in run_file.read_text().splitlines()[:3] if line.startswith(MADE_BY_PREFIX)]
         return comments[0].removeprefix(MADE_BY_PREFIX) if comments else None
     return None
 
@@ -194,8 +194,8 @@ def _trial(
     values: dict[str, str],
     results: TrialResult,
 ) -> Trial:
-    resolved, settings = folder.resolve(), folder / RUN_FILE
-    started = datetime.fromtimestamp(settings.stat().st_mtime, UTC).isoformat() if settings.is_file() else ""
+    resolved, run_file = folder.resolve(), folder / RUN_FILE
+    started = datetime.fromtimestamp(run_file.stat().st_mtime, UTC).isoformat() if run_file.is_file() else ""
     return Trial(
         key=f"{TRAIN_STAGE}:{resolved}",
         name=resolved.name,

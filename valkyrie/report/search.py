@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from valkyrie.report import specs
 from valkyrie.report.specs import CHART_CONFIG, SCHEMA, Spec
 from valkyrie.report.tables import ColumnHead, TextTable
-from valkyrie.report.words import Summary, search_answer
+from valkyrie.report.words import Summary, summarise_search
 from valkyrie.sweep.trial import Status
 from valkyrie.units import number_text, share_text
 
@@ -53,7 +53,7 @@ class SearchPage:
         figures: Figures of the best layouts.
         counts: Numbers of layouts by outcome: excluded for each reason, compiled, and measured.
         refused: The number of illegal layouts by reason, the most frequent first.
-        stopped: Why no more layouts were compiled. Empty if unknown.
+        stop_reason: Why no more layouts were compiled. Empty if unknown.
     """
 
     title: str
@@ -64,7 +64,7 @@ class SearchPage:
     figures: list[AnswerFigure]
     counts: TextTable
     refused: dict[str, int]
-    stopped: str
+    stop_reason: str
 
 
 def search_page(answer: SearchAnswer) -> SearchPage:
@@ -74,12 +74,12 @@ def search_page(answer: SearchAnswer) -> SearchPage:
         title=f"{_superlative(answer).capitalize()} layout of {answer.model or 'a model'} on {_targets_text(answer)}",
         question=_question(answer),
         facts={name: text for name, text in facts.items() if text},
-        best=search_answer(answer),
+        best=summarise_search(answer),
         table=_best_table(answer),
         figures=[figure for figure in (_price_figure(answer), _memory_figure(answer)) if figure is not None],
         counts=_counts_table(answer),
         refused=answer.refused,
-        stopped=answer.why,
+        stop_reason=answer.why,
     )
 
 
@@ -130,9 +130,9 @@ def _best_table(answer: SearchAnswer) -> TextTable:
     from valkyrie.search.answer_record import answer_columns
 
     columns = [column for column in answer_columns(answer) if column.name != "stage"]
-    classes = {column.name: "number" if column.is_number else "" for column in columns} | {"layout": "work"}
+    css_classes = {column.name: "number" if column.is_number else "" for column in columns} | {"layout": "work"}
     heads = [
-        ColumnHead(_HEADS.get(column.name, " ".join(column.label.split("\n"))), classes[column.name])
+        ColumnHead(_HEADS.get(column.name, " ".join(column.label.split("\n"))), css_classes[column.name])
         for column in columns
     ]
     rows = [[*(column.text(row) for column in columns), row.stage.adjective] for row in answer.best]
@@ -177,10 +177,10 @@ def _price_figure(answer: SearchAnswer) -> AnswerFigure | None:
             }
         )
         labelled_targets.add(target)
-    time = "step time, ms" if answer.batch is not None else "seconds per million tokens"
+    time_title = "step time, ms" if answer.batch is not None else "seconds per million tokens"
     caption = "Further left is faster, lower is cheaper. Each point is one of the best layouts, at its on-demand price."
     title = "Price against step time" if answer.batch is not None else "Price against time"
-    return _figure("costs", title, caption, specs.costs(values, time), values)
+    return _figure("costs", title, caption, specs.costs(values, time_title), values)
 
 
 def _memory_figure(answer: SearchAnswer) -> AnswerFigure | None:

@@ -145,15 +145,15 @@ def heat(data: Values) -> Spec:
 
     Cells without a speed have no colour and show the status. Their tooltip shows the reason.
     """
-    missing = "datum.rate === null"
+    no_rate_expr = "datum.rate === null"
     tooltip = _tooltip(
         ("label", "best layout"), ("text", "tokens/s/chip"), ("tried", "layouts tried"), ("reason", "why no speed")
     )
     highest_rate = max(v["rate"] for v in data if v["rate"] is not None)
     fill = _quantitative("rate", scale={"scheme": "blues", "domain": [0, highest_rate]}, legend=None)
-    fill["condition"] = {"test": missing, "value": "transparent"}
+    fill["condition"] = {"test": no_rate_expr, "value": "transparent"}
     text_colours = [
-        {"test": missing, "value": "currentColor"},
+        {"test": no_rate_expr, "value": "currentColor"},
         {"test": f"datum.rate > {_WHITE_TEXT_SHARE * highest_rate}", "value": "white"},
     ]
     cell = {"type": "rect", "cornerRadius": 3, "stroke": "currentColor", "strokeOpacity": 0.35, "invalid": None}
@@ -259,7 +259,7 @@ def pairs(data: Values) -> Spec:
 
     Draws the line of equality unless all measurements are on simulated devices.
     """
-    real = [v for v in data if v["kind"] != "simulated"]
+    real_values = [v for v in data if v["kind"] != "simulated"]
     tooltip = _tooltip(
         ("label", "layout"),
         ("partition", "partition"),
@@ -271,11 +271,11 @@ def pairs(data: Values) -> Spec:
     shared = {"scale": {"type": "log", "nice": False, "padding": 16}, "axis": {"tickCount": 5, "format": "~r"}}
     x = _quantitative("x", title="predicted step, ms", **shared)
     y = _quantitative("y", title="measured step, ms", **shared)
-    mixed = {"shape": _KIND_SHAPES} if 0 < len(real) < len(data) else {}
+    mixed = {"shape": _KIND_SHAPES} if 0 < len(real_values) < len(data) else {}
     points = _point_layer({"x": x, "y": y, "color": _partition_colours(data), "tooltip": tooltip} | mixed)
-    if not real:
+    if not real_values:
         return _chart(300, points)
-    min_ms, max_ms = min(min(v["x"], v["y"]) for v in real), max(max(v["x"], v["y"]) for v in real)
+    min_ms, max_ms = min(min(v["x"], v["y"]) for v in real_values), max(max(v["x"], v["y"]) for v in real_values)
     equality_line: Spec = {
         "data": {"values": [{"x": min_ms, "y": min_ms}, {"x": max_ms, "y": max_ms}]},
         "mark": {"type": "line", "stroke": "currentColor", "strokeDash": [4, 3], "opacity": 0.6},
@@ -300,16 +300,16 @@ def price(_: Values) -> Spec:
     return _chart(260, _pareto_line(x, y), _point_layer({"x": x, "y": y, "tooltip": tooltip} | target))
 
 
-def costs(data: Values, time: str) -> Spec:
-    """Return a scatter plot of price against time. `time` is the title of the time axis, with the unit."""
+def costs(data: Values, time_title: str) -> Spec:
+    """Return a scatter plot of price against time. `time_title` is the title of the time axis, with the unit."""
     tooltip = _tooltip(
         ("layout", "layout"),
         ("target", "slice"),
-        ("time", time, ",.3~g"),
+        ("time", time_title, ",.3~g"),
         ("price", "dollars per million tokens", ".3g"),
     )
     scale: Spec = {"zero": False, "padding": 24}
-    x = _quantitative("time", title=time, scale=scale, axis={"tickCount": 6, "format": "~r"})
+    x = _quantitative("time", title=time_title, scale=scale, axis={"tickCount": 6, "format": "~r"})
     y = _quantitative("price", title="dollars per million tokens", scale=scale, axis={"tickCount": 6, "format": "~r"})
     color = _nominal("target", title=None, legend={"orient": "top"})
     middle = sum(extreme(v["time"] for v in data) for extreme in (min, max)) / 2
@@ -350,19 +350,19 @@ def memory_shares(data: Values) -> Spec:
     limit = _single_mark(
         {"type": "rule", "color": _RED, "strokeWidth": 1.5}, {"x": {"datum": 1, "type": "quantitative"}}
     )
-    fits_text = "datum.share > 0.2"
+    text_fits_expr = "datum.share > 0.2"
     bar = {"mark": {**_BAR, "color": "#3f7fc9"}, "encoding": {"y": _BAR_LABELS, "x": x, "tooltip": tooltip}}
     text = {
         "mark": {
             "type": "text",
-            "align": {"expr": f"{fits_text} ? 'right' : 'left'"},
-            "dx": {"expr": f"{fits_text} ? -6 : 6"},
+            "align": {"expr": f"{text_fits_expr} ? 'right' : 'left'"},
+            "dx": {"expr": f"{text_fits_expr} ? -6 : 6"},
         },
         "encoding": {
             "y": _BAR_LABELS,
             "x": x,
             "text": _quantitative("share", format=".0%"),
-            "color": {"condition": {"test": fits_text, "value": "white"}, "value": "currentColor"},
+            "color": {"condition": {"test": text_fits_expr, "value": "white"}, "value": "currentColor"},
         },
     }
     return _chart(_height(data), bar, text, limit)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from valkyrie.report.rank import SweepComparison, pareto_ids, peak_memory, simplest_partitions
-from valkyrie.report.values import labels, part_name, round_digits
+from valkyrie.report.values import label_rows, part_name, round_digits
 from valkyrie.runs.columns import Column
 from valkyrie.sweep.columns import BEST_COLUMNS, COLUMNS, MARKDOWN_COLUMNS, PAGE_COLUMNS
 from valkyrie.sweep.names import without_run_folder
@@ -58,8 +58,8 @@ def ranked_table(rows: Sequence[Row]) -> TextTable:
 
 
 def _table(caption: str, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> TextTable:
-    classes = {"seen": "work", "work": "work"}
-    heads = [ColumnHead(c.label, "number" if c.is_number else classes.get(c.name, "")) for c in columns]
+    css_classes = {"seen": "work", "work": "work"}
+    heads = [ColumnHead(c.label, "number" if c.is_number else css_classes.get(c.name, "")) for c in columns]
     return TextTable(caption, heads, [[_cell(column, row) for column in columns] for row in rows])
 
 
@@ -100,7 +100,7 @@ def has_results(row: Row) -> bool:
 
 def comparison_table(comparison: SweepComparison) -> TextTable:
     """Return a table of the layouts in both sweeps, with the speed in the second divided by that in the first."""
-    row_labels = labels([pair.a for pair in comparison.pairs])
+    row_labels = label_rows([pair.a for pair in comparison.pairs])
     heads = [ColumnHead("layout"), ColumnHead("speed is")]
     heads += [ColumnHead(f"{sweep}, tokens/s/chip", "number") for sweep in (comparison.a, comparison.b)]
     body = [
@@ -117,9 +117,15 @@ def rank_rows(rows: Sequence[Row]) -> list[Row]:
 
     `rows` must be of one kind of speed and sorted, fastest first.
     """
-    row_labels, pareto_front, simplest = labels(rows), pareto_ids(rows, peak_memory), simplest_partitions(rows)
+    row_labels, pareto_front, simplest_by_id = (
+        label_rows(rows),
+        pareto_ids(rows, peak_memory),
+        simplest_partitions(rows),
+    )
     equivalents = {
-        row.id: simplest[row.id] for row in rows if row.has_speed and simplest[row.id] != row.about.partition
+        row.id: simplest_by_id[row.id]
+        for row in rows
+        if row.has_speed and simplest_by_id[row.id] != row.about.partition
     }
     return [
         replace(

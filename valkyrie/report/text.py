@@ -18,12 +18,12 @@ def as_csv(rows: Sequence[Row]) -> str:
 
     The last columns are the number of devices of each kind of role.
     """
-    ordered = [row for members in group_by_kind(rows).values() for row in members]
-    kinds = list(dict.fromkeys(kind for row in ordered for kind in row.degrees))
+    ordered_rows = [row for members in group_by_kind(rows).values() for row in members]
+    kinds = list(dict.fromkeys(kind for row in ordered_rows for kind in row.degrees))
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow([*(column.name for column in CSV_COLUMNS), *kinds])
-    for row in ordered:
+    for row in ordered_rows:
         values = [column.value(row) for column in CSV_COLUMNS]
         cells = [str(value).lower() if isinstance(value, bool) else value for value in values]
         writer.writerow([*map(_cell, cells), *(row.degrees.get(kind) for kind in kinds)])
@@ -39,13 +39,13 @@ def _cell(value: object) -> object:
 
 def as_markdown(rows: Sequence[Row], comparison: SweepComparison | None = None) -> str:
     """Return the report as Markdown: explanations, a ranked table per kind of speed, and trials without a result."""
-    lines = [f"# {', '.join(dict.fromkeys(row.trial.sweep for row in rows))}", "", words.summary(rows), ""]
+    lines = [f"# {', '.join(dict.fromkeys(row.trial.sweep for row in rows))}", "", words.describe_counts(rows), ""]
     lines += [words.SIMULATED_NOTE, ""] if any(row.speed_kind.simulated and row.has_speed for row in rows) else []
     best = best_per_workload(rows)
     if len(best) > 1:
         lines += ["## Best layout for each target", "", *tables.best_table(best).markdown(), ""]
     for group, members in group_by_kind(rows).items():
-        answer = words.answer(group, members)
+        answer = words.summarise_kind(group, members)
         lines += [f"## {group.label[0].upper()}{group.label[1:]}", "", answer.sentence, ""]
         lines += [*(f"- {reason}" for reason in answer.reasons), ""] if answer.reasons else []
         lines += [*tables.ranked_table(members).markdown(), ""] if any(map(tables.has_results, members)) else []

@@ -100,15 +100,16 @@ def make_timeline(events: Sequence[Mapping[str, Any]], limit: int = MAX_SPANS) -
     for event in sorted(spans, key=lambda e: e["ts"]):
         by_track[tracks.index(_track_name(thread_names[event["tid"]]))].append(event)
     step_us = max(event["ts"] + event["dur"] for event in spans)
-    gap, merged = step_us / 2000, _merge_spans(by_track, 0.0)
-    while len(merged) > limit and 0 < gap < 2 * step_us:  # beyond, each track is one span
-        merged, gap = _merge_spans(by_track, gap), 2 * gap
-    names = list(dict.fromkeys(text for span in merged for text in (_category_name(span[3]), span[4])))
-    index = {name: i for i, name in enumerate(names)}
+    gap, merged_spans = step_us / 2000, _merge_spans(by_track, 0.0)
+    while len(merged_spans) > limit and 0 < gap < 2 * step_us:  # beyond, each track is one span
+        merged_spans, gap = _merge_spans(by_track, gap), 2 * gap
+    names = list(dict.fromkeys(text for span in merged_spans for text in (_category_name(span[3]), span[4])))
+    name_indices = {name: i for i, name in enumerate(names)}
     indexed_spans = [
-        (t, round(s, 2), round(d, 2), index[_category_name(c)], index[n], k) for t, s, d, c, n, k in merged
+        (t, round(s, 2), round(d, 2), name_indices[_category_name(c)], name_indices[n], k)
+        for t, s, d, c, n, k in merged_spans
     ]
-    parts = [part for span in merged if (part := parse_category(span[3])) is not None and part[0].has_mesh_axes]
+    parts = [part for span in merged_spans if (part := parse_category(span[3])) is not None and part[0].has_mesh_axes]
     axes = {part_name(*part): axes_text(part[1]) for part in parts}
     return Timeline(tracks, names, round(step_us, 2), indexed_spans, axes | _axes_of_tracks(events))
 
@@ -177,17 +178,17 @@ def _merge_spans(
     preceding span. If the categories differ, the event and the span must also be shorter than `gap`. The merged span
     has the name and category of the longer of the two. With `gap=0`, nothing is merged.
     """
-    merged: list[tuple[int, float, float, str, str, int]] = []
+    merged_spans: list[tuple[int, float, float, str, str, int]] = []
     for track, events in sorted(by_track.items()):
         for event in events:
             start, length = event["ts"], event["dur"]
-            if gap and merged and merged[-1][0] == track:
-                _, previous_start, previous_length, category, name, count = merged[-1]
+            if gap and merged_spans and merged_spans[-1][0] == track:
+                _, previous_start, previous_length, category, name, count = merged_spans[-1]
                 is_near = start - previous_start - previous_length < gap and length < 4 * gap
                 if is_near and (category == event["cat"] or (previous_length < gap and length < gap)):
                     category = category if previous_length >= length else event["cat"]
                     name = name if previous_length >= length else _operation_name(event)
-                    merged[-1] = (
+                    merged_spans[-1] = (
                         track,
                         previous_start,
                         max(previous_length, start + length - previous_start),
@@ -196,8 +197,8 @@ def _merge_spans(
                         count + 1,
                     )
                     continue
-            merged.append((track, start, length, event["cat"], _operation_name(event), 1))
-    return merged
+            merged_spans.append((track, start, length, event["cat"], _operation_name(event), 1))
+    return merged_spans
 
 
 def _category_name(category: str) -> str:

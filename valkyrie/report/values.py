@@ -26,26 +26,26 @@ MAX_BARS = 40
 _LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))
 LETTER_WIDTH, LINE_HEIGHT, MAX_NAMES = 0.008, 0.06, 12
 """Width of a letter and height of a line, as shares of a chart's width and height, and maximum number of its names."""
-FAR_FACTOR = 4
+MAX_LIMIT_RATIO = 4
 """The usable memory is not drawn if it is more than this many times the largest peak."""
 
 
-def labels(rows: Sequence[Row]) -> dict[str, str]:
+def label_rows(rows: Sequence[Row]) -> dict[str, str]:
     """Return a dict from row ids to labels: the layout, followed by the workload settings that differ between rows.
 
     If rows of one kind of speed still have equal labels, the sweep's name, its folder and the trial's name are added in
     parentheses, one after another until the labels differ.
     """
     workload_texts = {row.id: _workload_texts(row) for row in rows}
-    differs = [len(set(column)) > 1 for column in zip(*workload_texts.values(), strict=True)]
+    is_varying = [len(set(column)) > 1 for column in zip(*workload_texts.values(), strict=True)]
     shows_precision = len({(row.speed_kind, row.work.precision) for row in rows}) > len(
         {row.speed_kind for row in rows}
     )
     row_labels: dict[str, str] = {}
     for row in rows:
-        more = [text for text, is_shown in zip(workload_texts[row.id], differs, strict=True) if is_shown]
-        more += [row.work.precision] * shows_precision
-        row_labels[row.id] = " ".join([row.layout, *more, *row.work.varied_settings])
+        extra_texts = [text for text, is_shown in zip(workload_texts[row.id], is_varying, strict=True) if is_shown]
+        extra_texts += [row.work.precision] * shows_precision
+        row_labels[row.id] = " ".join([row.layout, *extra_texts, *row.work.varied_settings])
     for get_suffix in (lambda row: row.trial.sweep, lambda row: str(row.source), lambda row: row.trial.name):
         counts: Counter[tuple[str, object]] = Counter((row_labels[row.id], row.speed_kind) for row in rows)
         ambiguous_rows = [row for row in rows if counts[(row_labels[row.id], row.speed_kind)] > 1]
@@ -64,15 +64,15 @@ def bars(rows: Sequence[Row]) -> Values:
     The error bar runs from `low`, the rate at the 90th-percentile step time, to `high`, the rate of the fastest step.
     Both equal the rate if these times are unknown.
     """
-    row_labels = labels(rows)
+    row_labels = label_rows(rows)
     values: Values = []
     for row in [row for row in rows if row.has_speed][:MAX_BARS]:
         assert row.tokens_per_second is not None and row.step_s is not None
-        spread = row.step.p90_s is not None and row.step.min_s is not None
+        has_spread = row.step.p90_s is not None and row.step.min_s is not None
         tokens = row.tokens_per_second * row.step_s
         low, high = (
             (tokens / (row.step.p90_s or 1), tokens / (row.step.min_s or 1))
-            if spread
+            if has_spread
             else (row.tokens_per_second, row.tokens_per_second)
         )
         values.append(
@@ -86,7 +86,7 @@ def bars(rows: Sequence[Row]) -> Values:
                 "end": round_digits(max(high, row.tokens_per_second)),
                 "step": duration_text(row.step_s),
                 "spread": f"{duration_text(row.step.min_s or 0.0)} to {duration_text(row.step.p90_s or 0.0)}"
-                if spread
+                if has_spread
                 else "none: predicted",
             }
         )
@@ -99,7 +99,7 @@ def cells(rows: Sequence[Row]) -> Values:
     Here DP is the product of the degrees of DP, FSDP and SP. `rate` is None if no row of a cell has a speed. Returns an
     empty list if no cell has a speed, or if every cell has a different DP, so that there is nothing to compare.
     """
-    row_labels = labels(rows)
+    row_labels = label_rows(rows)
     by_cell: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
     for row in rows:
         if row.degrees:
@@ -133,10 +133,10 @@ def memory(rows: Sequence[Row]) -> Values:
     the records are the `MAX_BARS` rows with the least memory, sorted by memory. Returns an empty list if no row fits.
 
     All records have the same `usable`: the smallest usable memory per device, or None if unknown. If it is more than
-    `FAR_FACTOR` times the largest peak, `usable` is None too, and `far` is a sentence that explains why. `peak` and
-    `usable` are in `unit`, which is GiB or MiB for all rows.
+    `MAX_LIMIT_RATIO` times the largest peak, `usable` is None too, and `far` is a sentence that explains why. `peak`
+    and `usable` are in `unit`, which is GiB or MiB for all rows.
     """
-    row_labels, pareto_front = labels(rows), pareto_ids(rows, peak_memory)
+    row_labels, pareto_front = label_rows(rows), pareto_ids(rows, peak_memory)
     has_speeds = any(row.has_speed and row.peak_bytes for row in rows)
     fitting_rows = [
         row for row in rows if row.peak_bytes and (row.has_speed if has_speeds else row.trial.status is Status.ok)
@@ -150,12 +150,12 @@ def memory(rows: Sequence[Row]) -> Values:
         max(row.peak_bytes or 0 for row in shown_rows),
         min((row.trial.results.memory.usable for row in shown_rows if row.trial.results.memory.usable), default=None),
     )
-    far = ""
-    if usable is not None and usable > FAR_FACTOR * largest:
-        far = f"All layouts fit easily: the limit of {memory_text(usable)} per device is outside the chart."
+    limit_note = ""
+    if usable is not None and usable > MAX_LIMIT_RATIO * largest:
+        limit_note = f"All layouts fit easily: the limit of {memory_text(usable)} per device is outside the chart."
         usable = None
     unit, scale = ("GiB", 2**30) if largest > 2**30 / 10 else ("MiB", 2**20)
-    named_ids = _rows_with_room(fitting_rows, row_labels, max(largest, usable or 0, 1)) if has_speeds else set()
+    named_ids = _find_named_ids(fitting_rows, row_labels, max(largest, usable or 0, 1)) if has_speeds else set()
     return [
         {
             "label": row_labels[row.id],
@@ -167,22 +167,22 @@ def memory(rows: Sequence[Row]) -> Values:
             "front": row.id in pareto_front,
             "unit": unit,
             "usable": None if usable is None else round_digits(usable / scale),
-            "far": far,
+            "far": limit_note,
             "name": row_labels[row.id] if row.id in named_ids else "",
         }
         for row in shown_rows
     ]
 
 
-def _rows_with_room(rows: Sequence[Row], row_labels: dict[str, str], widest: float | int) -> set[str]:
+def _find_named_ids(rows: Sequence[Row], row_labels: dict[str, str], max_memory: float | int) -> set[str]:
     """Return the ids of rows whose name fits next to their point without overlap. Better rows take precedence.
 
-    Returns an empty set if more than `MAX_NAMES` names fit. `widest` is the largest memory in the chart, in bytes.
+    Returns an empty set if more than `MAX_NAMES` names fit. `max_memory` is the largest memory in the chart, in bytes.
     """
-    highest = max(row.tokens_per_second_per_chip or 0.0 for row in rows)
+    max_rate = max(row.tokens_per_second_per_chip or 0.0 for row in rows)
     name_positions: dict[str, tuple[float, float]] = {}
     for row in rows:
-        x, y = (row.peak_bytes or 0) / widest, (row.tokens_per_second_per_chip or 0.0) / highest
+        x, y = (row.peak_bytes or 0) / max_memory, (row.tokens_per_second_per_chip or 0.0) / max_rate
         length = LETTER_WIDTH * max(map(len, row_labels.values()))
         if all(
             abs(x - other_x) > length or abs(y - other_y) > LINE_HEIGHT for other_x, other_y in name_positions.values()
@@ -210,7 +210,10 @@ def parts(rows: Sequence[Row]) -> Values:
         (row, {part_name(p.kind, p.mesh_axes): p.seconds for p in row.parts}, row.step_s or 1.0) for row in shown_rows
     ]
     axes = {part_name(p.kind, p.mesh_axes): {"axes": axes_text(p.mesh_axes)} for p in by_axes.values()}
-    return [value | axes.get(value["part"], {}) for value in _stacked(labels(rows), entries, order, {}, unit, scale)]
+    return [
+        value | axes.get(value["part"], {})
+        for value in _stacked_bar_values(label_rows(rows), entries, order, {}, unit, scale)
+    ]
 
 
 def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
@@ -218,7 +221,7 @@ def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
     return describe_part(kind, axes_text(mesh_axes), short=True)
 
 
-def sent(rows: Sequence[Row]) -> Values:
+def sent_bytes(rows: Sequence[Row]) -> Values:
     """Return the bytes that each device sends per step over each set of mesh axes, for the best `MAX_BARS` rows.
 
     Amounts are in `unit`, which is GB, MB or kB for all rows.
@@ -228,7 +231,7 @@ def sent(rows: Sequence[Row]) -> Values:
     largest = max((sum(row.bytes_by_axes.values()) for row in shown_rows), default=0.0)
     unit, scale = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6) if largest >= 1e6 else ("kB", 1e-3)
     entries = [(row, row.bytes_by_axes, sum(row.bytes_by_axes.values()) or 1.0) for row in shown_rows]
-    return _stacked(labels(rows), entries, order, {}, unit, scale)
+    return _stacked_bar_values(label_rows(rows), entries, order, {}, unit, scale)
 
 
 def losses(rows: Sequence[Row]) -> Values:
@@ -274,12 +277,12 @@ def wall_times(rows: Sequence[Row]) -> Values:
     row_labels = _training_labels([row for row, *_ in entries])
     longest = max((wall_s for *_, wall_s in entries), default=0.0)
     unit, scale = next((unit, scale) for unit, scale in _LONG_UNITS if longest * scale >= 2 or unit == "s")
-    return _stacked(row_labels, entries, list(TIME_KINDS), TIME_KINDS, unit, scale)
+    return _stacked_bar_values(row_labels, entries, list(TIME_KINDS), TIME_KINDS, unit, scale)
 
 
 def pairs(rows: Sequence[Row]) -> Values:
     """Return the predicted (`x`) and measured (`y`) step time of each layout that has both, in milliseconds."""
-    row_labels = labels(rows)
+    row_labels = label_rows(rows)
     return [
         {
             "label": row_labels[pair.a.id],
@@ -301,7 +304,7 @@ def prices(rows: Sequence[Row]) -> Values:
 
     Returns an empty list if all prices are equal.
     """
-    row_labels = labels(rows)
+    row_labels = label_rows(rows)
     priced = [row for row in rows if row.has_speed and row.price]
     if len({round_digits(row.price) for row in priced}) < 2:
         return []
@@ -320,7 +323,7 @@ def prices(rows: Sequence[Row]) -> Values:
     ]
 
 
-def _stacked(
+def _stacked_bar_values(
     row_labels: dict[str, str],
     entries: Sequence[tuple[Row, dict[str, float], float]],
     order: Sequence[str],
@@ -358,8 +361,8 @@ def _stacked(
     return sorted(values, key=lambda v: ranks[v["label"]])
 
 
-def _time_unit(seconds: Sequence[float]) -> tuple[str, float]:
-    longest = max(seconds, default=0.0)
+def _time_unit(times_s: Sequence[float]) -> tuple[str, float]:
+    longest = max(times_s, default=0.0)
     return ("s", 1.0) if longest >= 10 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
 
 

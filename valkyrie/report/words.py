@@ -69,14 +69,15 @@ class Summary:
 
     Args:
         head: The number of layouts and the kind of speed, or the reason why there are no speeds.
-        winner: The best layout, followed by its main numbers, such as speed and memory. Empty if there are no speeds.
+        winner_numbers: The best layout, followed by its main numbers, such as speed and memory. Empty if there are no
+            speeds.
         remarks: Sentences about the best layout: a simpler equivalent one, and others that are equally fast. For a
             search, `SearchAnswer.remarks`.
         reasons: Sentences that explain why other partitions are slower or have no speed. Empty for a search.
     """
 
     head: str
-    winner: tuple[BigNumber, ...] = ()
+    winner_numbers: tuple[BigNumber, ...] = ()
     remarks: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
 
@@ -84,33 +85,35 @@ class Summary:
     def sentence(self) -> str:
         """The head, the numbers of the fastest layout and the remarks as a paragraph."""
         first = f"{self.head}."
-        if self.winner:
-            layout, *numbers = self.winner
+        if self.winner_numbers:
+            layout, *numbers = self.winner_numbers
             name = f"{layout.value} of {layout.note}" if layout.note else layout.value
             first = f"{self.head}: {', '.join([name, *(number.phrase for number in numbers)])}."
         return " ".join([first, *self.remarks])
 
 
-def answer(group: SpeedKind, rows: Sequence[Row]) -> Summary:
+def summarise_kind(group: SpeedKind, rows: Sequence[Row]) -> Summary:
     """Summarise the rows with one kind of speed: the fastest layout, and why other partitions are slower.
 
     `rows` are sorted with the fastest first. Explains the first `MAX_WORKLOADS` workloads separately. If no row has a
     speed, the summary only has a `head`.
     """
-    fast = next((row for row in rows if row.has_speed), None)
-    if fast is None:
+    fastest_row = next((row for row in rows if row.has_speed), None)
+    if fastest_row is None:
         return Summary(_describe_missing_speeds(group, rows).rstrip("."))
-    timed = sum(row.has_speed for row in rows)
-    head = f"Fastest of {timed} {group.label}" if timed > 1 else f"{group.label[0].upper()}{group.label[1:]}"
+    ranked_count = sum(row.has_speed for row in rows)
+    head = (
+        f"Fastest of {ranked_count} {group.label}" if ranked_count > 1 else f"{group.label[0].upper()}{group.label[1:]}"
+    )
     workloads = list(dict.fromkeys(row.work for row in rows if row.has_speed))
     reasons: list[str] = []
     for work in workloads[:MAX_WORKLOADS]:
         label = f"{work.label}: " if len(workloads) > 1 else ""
         reasons += [label + line for line in _explain_workload([row for row in rows if row.work == work])]
-    return Summary(head, _winner_numbers(fast, len(workloads) > 1), _remarks(fast, rows), tuple(reasons))
+    return Summary(head, _winner_numbers(fastest_row, len(workloads) > 1), _remarks(fastest_row, rows), tuple(reasons))
 
 
-def search_answer(search: SearchAnswer) -> Summary:
+def summarise_search(search: SearchAnswer) -> Summary:
     """Return the main numbers of the best layout of a search, including its cost if the search computed it."""
     best = search.best[0]
     low, high = (duration_text(seconds) for seconds in (best.low_s, best.high_s))
@@ -150,23 +153,27 @@ def _describe_missing_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
     if not ok_rows:
         return f"No layout {group.label} has a speed. The reasons are below."
     text = f"No layout {group.label} has a speed: {(ok_rows[0].reason or 'the step time is unknown').rstrip('.')}."
-    several_workloads = len({row.work for row in ok_rows}) > 1
-    least_memory = min((row for row in ok_rows if row.peak_bytes), key=lambda row: row.peak_bytes or 0, default=None)
-    if least_memory is not None:
-        layout = _layout_text(least_memory, several_workloads)
-        text += f" Least memory: {layout}, {memory_text(least_memory.peak_bytes)} per device."
-    fewest_sent = min(
+    has_several_workloads = len({row.work for row in ok_rows}) > 1
+    least_memory_row = min(
+        (row for row in ok_rows if row.peak_bytes), key=lambda row: row.peak_bytes or 0, default=None
+    )
+    if least_memory_row is not None:
+        layout = _layout_text(least_memory_row, has_several_workloads)
+        text += f" Least memory: {layout}, {memory_text(least_memory_row.peak_bytes)} per device."
+    fewest_sent_row = min(
         (row for row in ok_rows if row.bytes_by_axes), key=lambda row: sum(row.bytes_by_axes.values()), default=None
     )
-    if fewest_sent is not None:
-        size = decimal_bytes_text(sum(fewest_sent.bytes_by_axes.values()))
-        text += f" Fewest bytes sent: {_layout_text(fewest_sent, several_workloads)}, {size} per device and step."
+    if fewest_sent_row is not None:
+        size = decimal_bytes_text(sum(fewest_sent_row.bytes_by_axes.values()))
+        text += (
+            f" Fewest bytes sent: {_layout_text(fewest_sent_row, has_several_workloads)}, {size} per device and step."
+        )
     return text
 
 
-def _layout_text(row: Row, several_workloads: bool) -> str:
+def _layout_text(row: Row, has_several_workloads: bool) -> str:
     """Return a row's layout, and its workload if there are several."""
-    return f"{row.layout} of {row.work.label}" if several_workloads else row.layout
+    return f"{row.layout} of {row.work.label}" if has_several_workloads else row.layout
 
 
 def _explain_workload(rows: Sequence[Row]) -> list[str]:
@@ -176,46 +183,53 @@ def _explain_workload(rows: Sequence[Row]) -> list[str]:
     a row's partition is equivalent to a simpler one on its mesh, the row represents the simpler one, but only if that
     has no row with a speed itself. If one partition remains, compares its row with the slowest row of another layout.
     """
-    simplest, best = simplest_partitions(rows), {}
-    for row in sorted((row for row in rows if row.has_speed), key=lambda row: row.about.partition != simplest[row.id]):
-        best.setdefault(simplest[row.id], row)
+    simplest_by_id, best = simplest_partitions(rows), {}
+    for row in sorted(
+        (row for row in rows if row.has_speed), key=lambda row: row.about.partition != simplest_by_id[row.id]
+    ):
+        best.setdefault(simplest_by_id[row.id], row)
     best = {row.id: row for row in best.values()}
-    fast, *others = [row for row in rows if row.id in best]
+    fastest_row, *others = [row for row in rows if row.id in best]
     if not others:
-        others = [row for row in rows if row.has_speed and not same_layout(row, fast)][-1:]
-    lines = [explain_ratio(fast, row) for row in others]
+        others = [row for row in rows if row.has_speed and not same_layout(row, fastest_row)][-1:]
+    lines = [explain_ratio(fastest_row, row) for row in others]
     for partition in dict.fromkeys(row.about.partition for row in rows):
         members = [row for row in rows if row.about.partition == partition]
-        timed = [row for row in members if row.has_speed]
-        if not timed and partition != "?":
+        ranked_rows = [row for row in members if row.has_speed]
+        if not ranked_rows and partition != "?":
             lines.append(_describe_failed_partition(partition, members))
-        elif timed and all(simplest[row.id] != partition for row in timed):
-            lines.append(_describe_equivalents(partition, timed, simplest))
+        elif ranked_rows and all(simplest_by_id[row.id] != partition for row in ranked_rows):
+            lines.append(_describe_equivalents(partition, ranked_rows, simplest_by_id))
     return lines
 
 
-def _describe_equivalents(partition: str, rows: Sequence[Row], simplest: dict[str, str]) -> str:
+def _describe_equivalents(partition: str, rows: Sequence[Row], simplest_by_id: dict[str, str]) -> str:
     """Explain that all rows of a partition are equivalent to rows of simpler partitions."""
-    meshes = [f"{row.about.mesh} ({describe_simplest(simplest[row.id])})" for row in rows]
+    meshes = [f"{row.about.mesh} ({describe_simplest(simplest_by_id[row.id])})" for row in rows]
     return f"{partition} is equivalent to another partition on each mesh here: {'; '.join(meshes)}."
 
 
-def explain_ratio(fast: Row, slow: Row) -> str:
+def explain_ratio(faster_row: Row, slower_row: Row) -> str:
     """Return a sentence with the ratio of two speeds, followed by sentences that explain the difference.
 
     If the speeds differ only by noise, or their ratio is below `EQUAL_RATIO`, only says that they are equal.
     """
-    assert fast.tokens_per_second_per_chip and slow.tokens_per_second_per_chip
-    ratio, (a, b) = fast.tokens_per_second_per_chip / slow.tokens_per_second_per_chip, distinguishing_names(fast, slow)
-    if within_noise(fast.trial, slow.trial) and (noise := _describe_noise(fast, slow)):
+    assert faster_row.tokens_per_second_per_chip and slower_row.tokens_per_second_per_chip
+    ratio, (a, b) = (
+        faster_row.tokens_per_second_per_chip / slower_row.tokens_per_second_per_chip,
+        distinguishing_names(faster_row, slower_row),
+    )
+    if within_noise(faster_row.trial, slower_row.trial) and (noise := _describe_noise(faster_row, slower_row)):
         return f"No difference beyond noise between {a} and {b}: {noise}."
     if ratio < EQUAL_RATIO:
         return f"{a} is as fast as {b}, within {percent_text(EQUAL_RATIO - 1)}."
     head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x as fast as {b}."
-    return " ".join([head, *compare_layouts(_prediction(fast), _prediction(slow), labels=(a, b)).reasons])
+    return " ".join(
+        [head, *compare_layouts(_as_prediction(faster_row), _as_prediction(slower_row), labels=(a, b)).reasons]
+    )
 
 
-def _prediction(row: Row) -> Prediction:
+def _as_prediction(row: Row) -> Prediction:
     """Convert a row with a step time, even a measured one, to the record that `compare_layouts` takes."""
     results, about = row.trial.results, replace(row.about, layout=row.layout)
     shared = Prediction(about, CompileStatus.ok, memory=results.memory, communication=results.communication)
@@ -227,13 +241,14 @@ class PairedRows:
     """Comparisons of predicted rows for the HTML report: the quantities of each row, and sentences about pairs.
 
     Args:
-        sides: Maps row indices to the fields of `ComparedQuantities`, and to the model, varied settings and precision
-            as text under the key `work`.
-        why: Maps the indices of two rows (`0,2`) to sentences that explain the difference. They call the first row A.
+        quantities: Maps row indices to the fields of `ComparedQuantities`, and to the model, varied settings and
+            precision as text under the key `work`.
+        explanations: Maps the indices of two rows (`0,2`) to sentences that explain the difference. They call the first
+            row A.
     """
 
-    sides: dict[int, dict[str, object]] = field(default_factory=dict)
-    why: dict[str, list[str]] = field(default_factory=dict)
+    quantities: dict[int, dict[str, object]] = field(default_factory=dict)
+    explanations: dict[str, list[str]] = field(default_factory=dict)
 
 
 def compare_rows(rows: Sequence[Row]) -> PairedRows:
@@ -242,24 +257,26 @@ def compare_rows(rows: Sequence[Row]) -> PairedRows:
     Only explains pairs with the same model, varied settings and precision. Rows without step parts are skipped. The
     result is empty if fewer than two rows remain.
     """
-    predicted = {
-        i: _prediction(row)
+    predictions = {
+        i: _as_prediction(row)
         for i, row in enumerate(rows)
         if row.trial.status is Status.ok and row.speed_kind.stage == "compile" and row.parts and row.step_s is not None
     }
-    if len(predicted) < 2:
+    if len(predictions) < 2:
         return PairedRows()
     workloads = {
         i: ", ".join([" ".join([rows[i].work.model, *rows[i].work.varied_settings]), rows[i].work.precision])
-        for i in predicted
+        for i in predictions
     }
-    why: dict[str, list[str]] = {}
-    for i, j in itertools.permutations(list(predicted)[:MAX_EXPLAINED], 2):
+    explanations: dict[str, list[str]] = {}
+    for i, j in itertools.permutations(list(predictions)[:MAX_EXPLAINED], 2):
         if workloads[i] == workloads[j]:
             with contextlib.suppress(ValueError):  # both rows have the same layout
-                why[f"{i},{j}"] = list(compare_layouts(predicted[i], predicted[j]).sentences)
-    row_sides = {i: _labelled_quantities(prediction) | {"work": workloads[i]} for i, prediction in predicted.items()}
-    return PairedRows(row_sides, why)
+                explanations[f"{i},{j}"] = list(compare_layouts(predictions[i], predictions[j]).sentences)
+    row_quantities = {
+        i: _labelled_quantities(prediction) | {"work": workloads[i]} for i, prediction in predictions.items()
+    }
+    return PairedRows(row_quantities, explanations)
 
 
 def _labelled_quantities(prediction: Prediction) -> dict[str, object]:
@@ -271,11 +288,11 @@ def _labelled_quantities(prediction: Prediction) -> dict[str, object]:
     return quantities | {"seconds": {label_record_name(name): s for name, s in quantities["seconds"].items()}}
 
 
-def _describe_noise(fast: Row, slow: Row) -> str:
+def _describe_noise(faster_row: Row, slower_row: Row) -> str:
     """Return the step times of two rows with their ranges. Empty for predictions, which have no range."""
-    if fast.step.p90_s is None or slow.step.p90_s is None:
+    if faster_row.step.p90_s is None or slower_row.step.p90_s is None:
         return ""
-    step_times = [f"{duration_text(row.step_s or 0.0)} ({_step_range(row)})" for row in (fast, slow)]
+    step_times = [f"{duration_text(row.step_s or 0.0)} ({_step_range(row)})" for row in (faster_row, slower_row)]
     return f"their steps take {step_times[0]} and {step_times[1]}"
 
 
@@ -334,12 +351,12 @@ def agreement_line(rows: Sequence[Row]) -> str | None:
     return line
 
 
-def _winner_numbers(row: Row, several_workloads: bool) -> tuple[BigNumber, ...]:
+def _winner_numbers(row: Row, has_several_workloads: bool) -> tuple[BigNumber, ...]:
     """Return the main numbers of the fastest layout, and its workload if there are several."""
     assert row.tokens_per_second_per_chip is not None and row.tokens_per_second is not None and row.step_s is not None
     usable, dollars = row.trial.results.memory.usable, row.dollars_per_million_tokens
     numbers = [
-        BigNumber("layout", row.layout, row.work.label if several_workloads else ""),
+        BigNumber("layout", row.layout, row.work.label if has_several_workloads else ""),
         BigNumber(
             "tokens/s/chip",
             f"{row.tokens_per_second_per_chip:,.0f}",
@@ -425,7 +442,7 @@ def _date(started: str) -> date | None:
         return None
 
 
-def summary(rows: Sequence[Row]) -> str:
+def describe_counts(rows: Sequence[Row]) -> str:
     """Return the numbers of trials by status, and of step times by kind, as two sentences."""
     parts = [f"{count} {word}" for word, count in Counter(row.status for row in rows).items()]
     kinds = [f"{sum(r.has_speed for r in members)} {group.label}" for group, members in group_by_kind(rows).items()]

@@ -52,9 +52,9 @@ class Column(Generic[Row]):
         unit: A key of `FORMATS`.
         value: Returns the value for a row, or None or an empty text if it is unknown.
         help: Tooltip in the HTML report.
-        wandb: Key at W&B, or None to use `name`.
+        wandb_key: Key at W&B, or None to use `name`.
         scale: Factor that converts a value to the unit used at W&B.
-        unknown: Text on a terminal for an unknown value.
+        unknown_text: Text on a terminal for an unknown value.
         min_width: Minimum width on a terminal, where longer cells wrap. None if cells must not wrap.
     """
 
@@ -63,9 +63,9 @@ class Column(Generic[Row]):
     unit: str
     value: Callable[[Row], Any]
     help: str = ""
-    wandb: str | None = None
+    wandb_key: str | None = None
     scale: float = 1.0
-    unknown: str = ""
+    unknown_text: str = ""
     min_width: int | None = None
 
     @property
@@ -75,15 +75,15 @@ class Column(Generic[Row]):
 
     @property
     def key(self) -> str:
-        """Key of the values in W&B: `wandb` if it is set, else `name`."""
-        return self.wandb or self.name
+        """Key of the values in W&B: `wandb_key` if it is set, else `name`."""
+        return self.wandb_key or self.name
 
     def text(self, row: Row) -> str:
-        """Return the formatted value for a row, or `unknown` if there is none."""
+        """Return the formatted value for a row, or `unknown_text` if there is none."""
         value = self.value(row)
-        return self.unknown if value in (None, "") else FORMATS[self.unit](value)
+        return self.unknown_text if value in (None, "") else FORMATS[self.unit](value)
 
-    def scaled(self, row: Row) -> Any:
+    def wandb_value(self, row: Row) -> Any:
         """Return the value for a row in the unit used at W&B, or None if it is unknown."""
         value = self.value(row)
         return value if value is None or self.scale == 1.0 else self.scale * value

@@ -95,9 +95,9 @@ def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
                 f"{repeat}"
             )
     newest_names = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
-    names = {f.name.lower(): f.name for f in candidates}
-    nearest = suggest(resume.lower(), names, cutoff=0.75)
-    hint = f" Did you mean {key}{names[nearest]}?" if nearest else ""
+    name_by_lowercase = {f.name.lower(): f.name for f in candidates}
+    nearest = suggest(resume.lower(), name_by_lowercase, cutoff=0.75)
+    hint = f" Did you mean {key}{name_by_lowercase[nearest]}?" if nearest else ""
     raise ValueError(
         f"{key}{resume}: there is no such run with a checkpoint under runs={runs}.{hint} Newest runs: {newest_names}."
     )
@@ -285,16 +285,16 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
     return _find_changes(run.record(), saved_settings)
 
 
-def describe_continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
+def describe_continuation(run: Run, folder: Path, step: int, changes: dict[str, tuple[str, str]]) -> str:
     """Return a line about a run that continues: its first and last step, and the settings that have changed.
 
-    `changed` is the result of `changed_settings`.
+    `changes` is the result of `changed_settings`.
     """
     config = run.config
     saved_steps = saved_config(folder).steps if (folder / RUN_FILE).is_file() else config.steps
     changed_steps = {"steps": (str(config.steps), str(saved_steps))} if saved_steps != config.steps else {}
     changes_text = ", ".join(
-        f"{key}={new_value} (was {saved_value})" for key, (new_value, saved_value) in (changed_steps | changed).items()
+        f"{key}={new_value} (was {saved_value})" for key, (new_value, saved_value) in (changed_steps | changes).items()
     )
     return (
         f"continuing {folder.name} from step {step} to step {config.steps}{': ' if changes_text else ''}{changes_text}"
@@ -308,11 +308,16 @@ def describe_schedule_change(run: Run, folder: Path, step: int) -> str | None:
     """
     if not (folder / RUN_FILE).is_file():
         return None
-    config, saved = run.config, saved_config(folder)
-    saved_fields = {f.name: saved.optimizer[f.name] for f in fields(OptimizerConfig) if f.name in saved.optimizer}
+    config, saved_settings = run.config, saved_config(folder)
+    saved_fields = {
+        f.name: saved_settings.optimizer[f.name] for f in fields(OptimizerConfig) if f.name in saved_settings.optimizer
+    }
     saved_optimizer = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OptimizerConfig), saved_fields))
     assert isinstance(saved_optimizer, OptimizerConfig)
-    length, saved_length = config.optimizer.decay_steps or config.steps, saved_optimizer.decay_steps or saved.steps
+    length, saved_length = (
+        config.optimizer.decay_steps or config.steps,
+        saved_optimizer.decay_steps or saved_settings.steps,
+    )
     rates: list[Any] = [
         learning_rate_schedule(optimizer, schedule_steps)(step)
         for optimizer, schedule_steps in ((config.optimizer, length), (saved_optimizer, saved_length))

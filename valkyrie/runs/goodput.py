@@ -60,30 +60,30 @@ class Start:
     """One start of a run, with its progress until it ended.
 
     Args:
-        began: Unix time of the start.
+        start_time: Unix time of the start.
         points: Its progress, in order of time.
         end: How it ended, or None if it crashed, was killed or is still running.
     """
 
-    began: float
+    start_time: float
     points: list[Point] = field(default_factory=list)
     end: str | None = None
 
     @property
     def end_time(self) -> float:
         """Unix time of the last point, or of the start if there are no points."""
-        return self.points[-1].time if self.points else self.began
+        return self.points[-1].time if self.points else self.start_time
 
     @property
     def ended_as_planned(self) -> bool:
         """Whether the start finished the run or was stopped by the user."""
         return self.end in _PLANNED_ENDS
 
-    def spent(self, kind: str) -> float:
+    def seconds_spent(self, kind: str) -> float:
         """Return the seconds of this start that were spent on `kind`, a key of `TIME_KINDS`, up to its last point."""
         return self.points[-1].seconds.get(kind, 0.0) if self.points else 0.0
 
-    def steps_after(self, step: int) -> float:
+    def seconds_after_step(self, step: int) -> float:
         """Return the seconds that this start spent on steps after `step`, interpolated between points."""
         total_s = 0.0
         for point, next_point in itertools.pairwise(self.points):
@@ -141,17 +141,17 @@ def compute_goodput(starts: Sequence[Start]) -> Goodput | None:
         return None
     seconds = dict.fromkeys(TIME_KINDS, 0.0)
     for number, start in enumerate(starts):
-        spent_by_kind = {kind: start.spent(kind) for kind in TIME_KINDS}
+        spent_by_kind = {kind: start.seconds_spent(kind) for kind in TIME_KINDS}
         first_repeated_step = min(
             (later_start.points[0].step for later_start in starts[number + 1 :] if later_start.points), default=None
         )
-        redone_s = 0.0 if first_repeated_step is None else start.steps_after(first_repeated_step)
-        for kind, spent in (spent_by_kind | {"steps": spent_by_kind["steps"] - redone_s, "redone": redone_s}).items():
-            seconds[kind] += spent
-        seconds["other"] += max(start.end_time - start.began - sum(spent_by_kind.values()), 0.0)
+        redone_s = 0.0 if first_repeated_step is None else start.seconds_after_step(first_repeated_step)
+        for kind, spent_s in (spent_by_kind | {"steps": spent_by_kind["steps"] - redone_s, "redone": redone_s}).items():
+            seconds[kind] += spent_s
+        seconds["other"] += max(start.end_time - start.start_time - sum(spent_by_kind.values()), 0.0)
     for previous_start, next_start in itertools.pairwise(starts):
         if not previous_start.ended_as_planned:
-            seconds["down"] += max(next_start.began - previous_start.end_time, 0.0)
+            seconds["down"] += max(next_start.start_time - previous_start.end_time, 0.0)
     restarts = sum(not previous_start.ended_as_planned for previous_start in starts[:-1])
     return Goodput(sum(seconds.values()), seconds, restarts)
 
@@ -177,34 +177,37 @@ def read_starts(file: Path) -> list[Start]:
     return starts
 
 
-class Ledger:
+class GoodputRecorder:
     """Records how this start of a run spends its time, and computes the run's goodput so far.
 
     Args:
         folder: The run folder.
-        began: Unix time of this start.
-        spent: Seconds spent so far by kind, which the caller updates. `count_setup` adds to its `setup`.
-        write: Whether to read and write the file. False on processes other than the leader, which then know only this
-            start.
+        start_time: Unix time of this start.
+        seconds_by_kind: Seconds spent so far by kind, which the caller updates. `count_setup` adds to its `setup`.
+        is_writer: Whether to read and write the file. False on processes other than the leader, which then know only
+            this start.
     """
 
-    def __init__(self, folder: Path, began: float, spent: dict[str, float], *, write: bool = True) -> None:
-        self._file, self._began, self._spent, self._writes = folder / GOODPUT_FILE, began, spent, write
-        self._earlier = read_starts(self._file) if write else []
-        self._clock = time.perf_counter() - (time.time() - began)
+    def __init__(
+        self, folder: Path, start_time: float, seconds_by_kind: dict[str, float], *, is_writer: bool = True
+    ) -> None:
+        self._file, self._start_time, self._writes = folder / GOODPUT_FILE, start_time, is_writer
+        self._seconds_by_kind = seconds_by_kind
+        self._earlier_starts = read_starts(self._file) if is_writer else []
+        self._clock_offset = time.perf_counter() - (time.time() - start_time)
         self._earlier_sum: tuple[Point, Goodput] | None = None
-        self._written, self._step = began, 0
-        if write:
+        self._last_write_time, self._step = start_time, 0
+        if is_writer:
             cut_torn_line(self._file)
-        self._append({"start": round(began, 3)})
+        self._append({"start": round(start_time, 3)})
 
     def count_setup(self, step: int) -> None:
         """Count all time that has no kind yet as setup, and write a line.
 
         `step` is the step that the run continues from. May be called several times before the first step.
         """
-        unattributed_s = self._time() - self._began - sum(self._spent.values())
-        self._spent["setup"] = self._spent.get("setup", 0.0) + max(unattributed_s, 0.0)
+        unattributed_s = self._time() - self._start_time - sum(self._seconds_by_kind.values())
+        self._seconds_by_kind["setup"] = self._seconds_by_kind.get("setup", 0.0) + max(unattributed_s, 0.0)
         self.write(step)
         self._earlier_sum = None
         self.goodput()
@@ -218,13 +221,15 @@ class Ledger:
         try:
             yield
         except (ValueError, OSError):
-            self.write(self._earlier[-1].points[-1].step if self._earlier and self._earlier[-1].points else 0, STOPPED)
+            points = self._earlier_starts[-1].points if self._earlier_starts else []
+            self.write(points[-1].step if points else 0, STOPPED)
             raise
 
-    def step_done(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Record that a step is done. Writes a line if the last one is old enough (`_INTERVAL_SHARE`)."""
         self._step, now = step, self._time()
-        if now - self._written >= min(max(_INTERVAL_SHARE * (now - self._began), _MIN_INTERVAL_S), _MAX_INTERVAL_S):
+        interval_s = min(max(_INTERVAL_SHARE * (now - self._start_time), _MIN_INTERVAL_S), _MAX_INTERVAL_S)
+        if now - self._last_write_time >= interval_s:
             self.write(step)
 
     def write(self, step: int | None = None, end: str | None = None) -> None:
@@ -235,16 +240,16 @@ class Ledger:
             end: How this start ended (`FINISHED`, `STOPPED` or `PREEMPTED`), or None if it crashed or is still running.
         """
         self._step = self._step if step is None else step
-        now = self._point()
-        self._written = now.time
-        self._append({**now._asdict(), **({"end": end} if end else {})})
+        point = self._point()
+        self._last_write_time = point.time
+        self._append({**point._asdict(), **({"end": end} if end else {})})
 
     def goodput(self) -> Goodput:
         """Return the run's goodput up to now, over this start and all earlier ones that the file records."""
         point = self._point()
         # The sum over earlier starts is computed once: it only depends on the step from which this start continues.
         if self._earlier_sum is None:
-            goodput_so_far = compute_goodput([*self._earlier, Start(self._began, [point])])
+            goodput_so_far = compute_goodput([*self._earlier_starts, Start(self._start_time, [point])])
             assert goodput_so_far is not None
             self._earlier_sum = point, goodput_so_far
         earlier_point, earlier_sum = self._earlier_sum
@@ -254,12 +259,12 @@ class Ledger:
         return Goodput(sum(seconds.values()), seconds, earlier_sum.restarts)
 
     def _point(self) -> Point:
-        spent = {kind: round(seconds, 4) for kind, seconds in self._spent.items() if seconds}
-        return Point(round(self._time(), 3), self._step, spent)
+        seconds_by_kind = {kind: round(seconds, 4) for kind, seconds in self._seconds_by_kind.items() if seconds}
+        return Point(round(self._time(), 3), self._step, seconds_by_kind)
 
     def _time(self) -> float:
         """Return the Unix time, measured with a clock that never goes back."""
-        return self._began + time.perf_counter() - self._clock
+        return self._start_time + time.perf_counter() - self._clock_offset
 
     def _append(self, line: Mapping[str, object]) -> None:
         """Append a line. If the disk refuses it, the line is lost."""

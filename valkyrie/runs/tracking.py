@@ -46,9 +46,9 @@ class Tracker:
         run_name: Name of the W&B run.
         fields: Config of the W&B run, see `WandbWriter.start`.
         group: Group of the W&B run if `config` sets none.
-        start: The step that a run continues from. The records of later steps are removed, because those steps are
+        start_step: The step that a run continues from. The records of later steps are removed, because those steps are
             repeated. None removes no records.
-        write: Whether to write anything. False on processes other than the leader.
+        is_writer: Whether to write anything. False on processes other than the leader.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class Tracker:
         run_name: str,
         fields: Mapping[str, object],
         group: str,
-        start: int | None = None,
-        write: bool = True,
+        start_step: int | None = None,
+        is_writer: bool = True,
     ):
         self.folder, self.file, self.note = folder, folder / "metrics.jsonl", None
         self._file = self._wandb = None
-        self._unwritten = b""
-        self._open_step: int | None = None
-        if not write:
+        self._pending_bytes = b""
+        self._uncommitted_step: int | None = None
+        if not is_writer:
             return
         open_to_append(self.file).close()  # raises an error for a link before any line is removed
         cut_torn_line(self.file)
-        if start is not None:
-            drop_records_after(self.file, start)
+        if start_step is not None:
+            drop_records_after(self.file, start_step)
         self._file = open_to_append(self.file)
         writer = WandbWriter(config, folder)
         run_id = config.id or f"{run_name}-{folder.resolve().stat().st_ino}"
@@ -101,7 +101,7 @@ class Tracker:
         line = self._write({"step": step, **record})
         if self._wandb is not None:
             self._wandb.log({key: value for key, value in record.items() if value is not None}, step=step)
-            self._open_step = step
+            self._uncommitted_step = step
         return line
 
     def write_summary(self, values: Mapping[str, object]) -> None:
@@ -111,17 +111,17 @@ class Tracker:
         """
         self._write({"summary": values})
         if self._wandb is not None:
-            if self._open_step is not None:
-                self._wandb.log({}, step=self._open_step, commit=True)
-                self._open_step = None
+            if self._uncommitted_step is not None:
+                self._wandb.log({}, step=self._uncommitted_step, commit=True)
+                self._uncommitted_step = None
             self._wandb.summary.update(wandb_summary(values))
 
     @property
     def lost_records_note(self) -> str | None:
         """A line to print about records that were never written, or None if all were."""
-        lines = self._unwritten.count(b"\n")
-        records = "the last record" if lines == 1 else f"the last {lines} records"
-        return f"{self.file} lacks {records}, which could not be written to disk" if lines else None
+        line_count = self._pending_bytes.count(b"\n")
+        records = "the last record" if line_count == 1 else f"the last {line_count} records"
+        return f"{self.file} lacks {records}, which could not be written to disk" if line_count else None
 
     def close(self, exit_code: int = 0) -> None:
         """Close the file and the W&B run, with the exit code that W&B shows."""
@@ -133,15 +133,15 @@ class Tracker:
     def _write(self, values: Mapping[str, object]) -> str | None:
         """Append a record, after earlier records that could not be written. Returns a message to print, or None.
 
-        `_unwritten` can begin within a record, if a write stopped there.
+        `_pending_bytes` can begin within a record, if a write stopped there.
         """
         if self._file is None:
             return None
-        was_delayed = bool(self._unwritten)
-        self._unwritten += json.dumps(values).encode() + b"\n"
+        was_delayed = bool(self._pending_bytes)
+        self._pending_bytes += json.dumps(values).encode() + b"\n"
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            while self._pending_bytes:
+                self._pending_bytes = self._pending_bytes[self._file.write(self._pending_bytes) :]
         except OSError as error:
             if was_delayed:
                 return None

@@ -14,7 +14,7 @@ from typing import Any
 from valkyrie.paths import cache_problem
 from valkyrie.problems import Problem, ProblemCode
 
-TRAFFIC = "communication"
+COMMUNICATION_KEY = "communication"
 """Key in a training run's summary for the bytes that a device sends per step."""
 FLUSH_S = 1.0
 """Seconds between W&B's writes to its log file. A killed run loses all records since the last write, and always at
@@ -194,8 +194,8 @@ def wandb_summary(values: Mapping[str, Any]) -> dict[str, object]:
     Adds the step time in milliseconds (`step_ms`). Replaces `communication` by the bytes that a device sends per step:
     `comm_bytes/x,y` over the mesh axes x and y, and `comm_bytes/total`.
     """
-    summary = {key: value for key, value in values.items() if key != TRAFFIC}
-    traffic, step_s = values.get(TRAFFIC), values.get("step_s")
+    summary = {key: value for key, value in values.items() if key != COMMUNICATION_KEY}
+    traffic, step_s = values.get(COMMUNICATION_KEY), values.get("step_s")
     if step_s is not None:
         summary["step_ms"] = 1e3 * step_s
     if traffic is not None:

@@ -213,22 +213,24 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
     column, rows = Column[RankedLayout], answer.best
     slices = column("slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), min_width=8)
     cost = [
-        column("hours", "hours", "amount", lambda r: r.hours, unknown="?"),
-        column("dollars", "dollars", "amount", lambda r: r.dollars, unknown="?"),
+        column("hours", "hours", "amount", lambda r: r.hours, unknown_text="?"),
+        column("dollars", "dollars", "amount", lambda r: r.dollars, unknown_text="?"),
     ]
     if any(row.spot_dollars is not None for row in rows):
-        cost.append(column("spot_dollars", "dollars,\nspot", "amount", lambda r: r.spot_dollars, unknown="?"))
+        cost.append(column("spot_dollars", "dollars,\nspot", "amount", lambda r: r.spot_dollars, unknown_text="?"))
     head = f"billion\ntokens for\n${number_text(answer.budget_usd or 0.0)}"
-    budget = column("tokens", head, "amount", lambda r: r.tokens_for_budget and r.tokens_for_budget / 1e9, unknown="?")
+    budget = column(
+        "tokens", head, "amount", lambda r: r.tokens_for_budget and r.tokens_for_budget / 1e9, unknown_text="?"
+    )
     return [
         column("place", "#", "count", lambda r: rows.index(r) + 1, min_width=0),
         *([slices] if len(answer.targets) > 1 else []),
         column("layout", "layout", "text", lambda r: " ".join(r.overrides[1:]), min_width=16),
         column("step_s", "step", "seconds", lambda r: r.step_s),
         column("interval", "interval", "range", lambda r: r.interval),
-        column("memory", "peak", "bytes", lambda r: r.memory, unknown="?"),
+        column("memory", "peak", "bytes", lambda r: r.memory, unknown_text="?"),
         column("rate", "tokens/s\na chip", "speed", lambda r: r.tokens_per_second_per_chip),
-        column("mfu", "MFU", "percent", lambda r: r.mfu, unknown="?"),
+        column("mfu", "MFU", "percent", lambda r: r.mfu, unknown_text="?"),
         *(cost if answer.tokens is not None else []),
         *([budget] if answer.budget_usd is not None else []),
         column("bottleneck", "bound by", "text", lambda r: r.bottleneck, min_width=0),

@@ -94,8 +94,8 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
 
 def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> SearchResult:
     run = request.run
-    if (torn_line := TrialLog(folder).describe_torn_line()) is not None:
-        console.print(torn_line, style="yellow", markup=False, soft_wrap=True)
+    if (torn_line_note := TrialLog(folder).describe_torn_line()) is not None:
+        console.print(torn_line_note, style="yellow", markup=False, soft_wrap=True)
     request = add_measured_figures(request, folder, console)
     began = time.perf_counter()
     space = request.space()

@@ -19,7 +19,7 @@ from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, PREEMPTED, REFU
 from valkyrie.records import RecordError, decode, encode, load, read_record
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.tracking import read_metrics
-from valkyrie.runs.wandb_writer import TRAFFIC
+from valkyrie.runs.wandb_writer import COMMUNICATION_KEY
 from valkyrie.search.compile.prediction import CompileTimes, Measurement, MemoryReport, Prediction
 from valkyrie.sweep.trial import GoodputResult, Status, StepResult, TrialResult, upgrade_record
 from valkyrie.units import GIB
@@ -171,7 +171,7 @@ def training_results(metrics_file: Path, run: Run, say: Callable[[str], object] 
     try:
         traffic = training_traffic(summary)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(str(metrics_file), f"$.summary.{TRAFFIC}", f"cannot be read ({error})") from error
+        raise RecordError(str(metrics_file), f"$.summary.{COMMUNICATION_KEY}", f"cannot be read ({error})") from error
     goodput_record, peak = read_goodput(metrics_file.parent), numbers.hbm_gib
     goodput = None
     if goodput_record is not None and goodput_record.share is not None:
@@ -202,8 +202,8 @@ def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
     Returns None if they are unknown. Upgrades older formats.
     """
-    if TRAFFIC in summary:
-        return upgrade_communication(summary)[TRAFFIC]
+    if COMMUNICATION_KEY in summary:
+        return upgrade_communication(summary)[COMMUNICATION_KEY]
     if _OLD_TRAFFIC_TOTAL not in summary:
         return None
     by_axes = {
@@ -212,7 +212,7 @@ def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if key.startswith(_OLD_TRAFFIC_PREFIX)
     }
     traffic = {"bytes": by_axes.pop("total"), "bytes_by_mesh_axes": by_axes}
-    return upgrade_communication({TRAFFIC: traffic})[TRAFFIC]
+    return upgrade_communication({COMMUNICATION_KEY: traffic})[COMMUNICATION_KEY]
 
 
 def last_error(output_file: Path) -> str:

@@ -217,7 +217,7 @@ def trial_summary(row: Row) -> dict[str, object]:
 
     Bytes sent have one key for each set of mesh axes, such as `comm_bytes/x`. Unknown values are omitted.
     """
-    summary = {column.key: column.scaled(row) for column in WANDB_RUN_COLUMNS}
+    summary = {column.key: column.wandb_value(row) for column in WANDB_RUN_COLUMNS}
     summary |= {f"comm_bytes/{axes}": size for axes, size in row.bytes_by_axes.items()}
     return {key: value for key, value in summary.items() if value is not None}
 
@@ -226,7 +226,7 @@ def table_cells(row: Row) -> list[Any]:
     """Return the row of a trial in the sweep's W&B table: one cell for each column in `WANDB_TABLE_COLUMNS`."""
     prefix = "simulated " * bool(row.trial.results.simulated)
     labelled_row = replace(row, label=f"{row.layout} ({prefix}{row.trial.stage})")
-    return [column.scaled(labelled_row) for column in WANDB_TABLE_COLUMNS]
+    return [column.wandb_value(labelled_row) for column in WANDB_TABLE_COLUMNS]
 
 
 def _row(trial: Trial, folder: Path) -> Row:

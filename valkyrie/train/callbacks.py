@@ -14,7 +14,7 @@ from rich.markup import escape
 from valkyrie.checkpoint import Checkpoints
 from valkyrie.data.batches import Loader
 from valkyrie.runs.folder import resume_command
-from valkyrie.runs.goodput import Ledger
+from valkyrie.runs.goodput import GoodputRecorder
 from valkyrie.runs.tracking import Tracker
 from valkyrie.train.code import CodeEvaluation
 from valkyrie.train.evaluate import Evaluator
@@ -54,7 +54,7 @@ class Progress:
     tracker: Tracker
     screen: Screen
     meter: Meter
-    ledger: Ledger
+    goodput_recorder: GoodputRecorder
     start_step: int
     step: int
     state: TrainState
@@ -93,7 +93,11 @@ class Progress:
             "status": "ok" if self.is_finished else None,
         }
         return (
-            self.meter.summary() | self.evaluation | self.ledger.goodput().summary() | self.extra_summary | end_values
+            self.meter.summary()
+            | self.evaluation
+            | self.goodput_recorder.goodput().summary()
+            | self.extra_summary
+            | end_values
         )
 
 
@@ -241,7 +245,7 @@ class CheckpointCallback(Callback):
         # The fast checkpoint comes first: a preemption may leave no time for the durable one.
         step, state, position = progress.step, progress.state, self.loader.state()
         metrics = progress.evaluation if progress.evaluation_step == step else None
-        progress.ledger.write(step)  # makes the time of repeated steps exact if a restart continues from here
+        progress.goodput_recorder.write(step)  # makes the time of repeated steps exact if a restart continues from here
         with progress.meter.paused("save"):
             if self._is_fast_due(progress):
                 progress.warn(self.checkpoints.save_fast(step, state, position))
@@ -320,12 +324,12 @@ class CodeEvaluationCallback(Callback):
 
 
 class LoggingCallback(Callback):
-    """Writes step metrics to the tracker and the screen, and step times to the ledger."""
+    """Writes step metrics to the tracker and the screen, and step times to the goodput recorder."""
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
-        progress.ledger.step_done(metrics.step)
+        progress.goodput_recorder.record_step(metrics.step)
         progress.loss = metrics.record["loss"]
         if metrics.is_logged:
-            record = metrics.record | {"goodput": progress.ledger.goodput().share}
+            record = metrics.record | {"goodput": progress.goodput_recorder.goodput().share}
             progress.warn(progress.tracker.log(record, metrics.step))
         progress.screen.show_step(metrics.step, metrics.record, print_line=metrics.is_logged)

@@ -22,7 +22,7 @@ from valkyrie.processes.ending import INTERRUPTED, PREEMPTED
 from valkyrie.processes.interrupt import Interrupt, clean_up_on_signals
 from valkyrie.runs.folder import choose_run_folder, resume_command, stored_text_file
 from valkyrie.runs.goodput import read_goodput
-from valkyrie.runs.wandb_writer import TRAFFIC
+from valkyrie.runs.wandb_writer import COMMUNICATION_KEY
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.prepare import (
     load_run_tokenizer,
@@ -259,7 +259,7 @@ def _report(console: Console, result: FitResult, devices: Devices) -> None:
     if summary["mfu"] is not None:
         parts.append(f"MFU {100 * summary['mfu']:.1f}% of {devices.chip.name if devices.chip else ''} peak")
     console.print(", ".join(parts))
-    traffic = summary.get(TRAFFIC) or {}
+    traffic = summary.get(COMMUNICATION_KEY) or {}
     if total := traffic.get("bytes"):
         by_axes = ", ".join(
             f"{axes} {decimal_bytes_text(size)}" for axes, size in traffic["bytes_by_mesh_axes"].items()

@@ -34,9 +34,9 @@ from valkyrie.runs.folder import (
     describe_schedule_change,
     write_run_files,
 )
-from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
+from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, GoodputRecorder
 from valkyrie.runs.tracking import Tracker
-from valkyrie.runs.wandb_writer import TRAFFIC, wandb_config
+from valkyrie.runs.wandb_writer import COMMUNICATION_KEY, wandb_config
 from valkyrie.train.callbacks import (
     Callback,
     CheckpointCallback,
@@ -138,12 +138,12 @@ def fit(
         folder = Path(claimed_folder)
         checkpoints = stack.enter_context(_open_run_folder(program, folder, team))
         meter = stack.enter_context(contextlib.closing(_make_meter(run, devices)))
-        ledger = Ledger(folder, start_time, meter.seconds_by_kind, write=team.is_leader)
-        with meter.paused("setup" if checkpoints.last_step is None else "restore"), ledger.record_refusal():
+        recorder = GoodputRecorder(folder, start_time, meter.seconds_by_kind, is_writer=team.is_leader)
+        with meter.paused("setup" if checkpoints.last_step is None else "restore"), recorder.record_refusal():
             start_step, state = _restore_or_init(program, checkpoints, loader, folder, console)
         is_local = not in_bucket(checkpoints.durable.path)
         interrupt.set_checkpoints(start_step or None, checkpoints.newest_complete_step if is_local else None)
-        ledger.count_setup(start_step)  # records the restored step before the compile, which may crash
+        recorder.count_setup(start_step)  # records the restored step before the compile, which may crash
         # A run that has no step to do keeps its record, so that the next one does not report `steps` as changed.
         if team.is_leader and (start_step < config.steps or not (folder / RUN_FILE).is_file()):
             write_run_files(run, folder)
@@ -157,7 +157,7 @@ def fit(
         screen = stack.enter_context(Screen(console, config.steps, start_step, devices.simulated))
         watchdog = stack.enter_context(make_watchdog(run, team, folder, handles_signals))
         extra_summary = {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None}
-        progress = Progress(program, tracker, screen, meter, ledger, start_step, start_step, state, extra_summary)
+        progress = Progress(program, tracker, screen, meter, recorder, start_step, start_step, state, extra_summary)
         progress.warn(tracker.note)
         screen.say(_opening_line(start_step, config.steps, None if executable is None else executable.compile_s))
         progress.warn(profile_window.missed_warning(start_step))
@@ -174,8 +174,8 @@ def fit(
         if tokenizer is not None and config.code_eval_every is not None:
             callbacks.append(CodeEvaluationCallback(CodeEvaluation(program, tokenizer), lambda: interrupt.requested))
         callbacks.append(LoggingCallback())
-        stack.callback(lambda: ledger.write(progress.step, progress.end_status))
-        ledger.count_setup(start_step)  # counts what came after the compile as setup
+        stack.callback(lambda: recorder.write(progress.step, progress.end_status))
+        recorder.count_setup(start_step)  # counts what came after the compile as setup
         _train_steps(progress, executable, loader, callbacks, interrupt, watchdog)
         is_stopped = progress.is_stopping and not progress.is_finished  # a signal during the last step stops nothing
         tracker.write_summary(summary := progress.summary())
@@ -273,7 +273,10 @@ def _record_program(progress: Progress, executable: StepExecutable) -> None:
         progress.extra_summary |= {"compile_s": executable.compile_s, "hbm_gib": executable.hbm_gib}
         if progress.tracker.writes:
             if (traffic := executable.traffic(progress.program.mesh, progress.warn)) is not None:
-                progress.extra_summary[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.bytes_by_label}
+                progress.extra_summary[COMMUNICATION_KEY] = {
+                    "bytes": traffic.bytes,
+                    "bytes_by_mesh_axes": traffic.bytes_by_label,
+                }
             progress.tracker.write_summary(progress.extra_summary)
 
 
@@ -335,6 +338,6 @@ def _make_tracker(run: Run, devices: Devices, folder: Path, start_step: int, *, 
         run_name=folder.name,
         fields=wandb_config(fields, run.record()),
         group=f"{run.model.name}-{run.config.target.name}",
-        start=start_step,
-        write=is_writer,
+        start_step=start_step,
+        is_writer=is_writer,
     )

@@ -239,20 +239,20 @@
   });
   const comparePair = () => {
     const [i, j] = [byId("one"), byId("other")].map((select) => Number(select.value));
-    const [a, b] = [data.pairs.sides[i], data.pairs.sides[j]];
+    const [a, b] = [data.pairs.quantities[i], data.pairs.quantities[j]];
     const alike = a.work === b.work;
     const none = i === j ? "These are the same layout."
       : alike ? "Only pairs of the best layouts have an explanation. The numbers of these two layouts are below."
       : `A is ${a.work}, but B is ${b.work}. Only layouts with the same model, settings and precision can be compared.`;
-    byId("why").replaceChildren(...(data.pairs.why[`${i},${j}`] || [none]).map((line) => make("li", {}, line)));
+    byId("why").replaceChildren(...(data.pairs.explanations[`${i},${j}`] || [none]).map((line) => make("li", {}, line)));
     byId("sides").hidden = !alike;
     byId("sides").tBodies[0].replaceChildren(...(alike ? pairRows(a, b) : []));
   };
-  const paired = Object.keys(data.pairs.sides).map(Number);
+  const paired = Object.keys(data.pairs.quantities).map(Number);
   for (const [place, select] of [byId("one"), byId("other")].entries()) {
     select.append(...paired.map((i) => make("option", { value: i }, `${data.rows[i][at.label]} — ${data.rows[i][at.seen]}`)));
     select.addEventListener("change", comparePair);
-    const alike = paired.filter((i) => i !== paired[0] && data.pairs.sides[i].work === data.pairs.sides[paired[0]].work);
+    const alike = paired.filter((i) => i !== paired[0] && data.pairs.quantities[i].work === data.pairs.quantities[paired[0]].work);
     const other = alike.find((i) => data.rows[i][at.partition] !== data.rows[paired[0]][at.partition]) ?? alike[0];
     if (paired.length) select.selectedIndex = place === 0 ? 0 : Math.max(paired.indexOf(other), 1);
   }
