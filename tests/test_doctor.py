@@ -30,7 +30,7 @@ from valkyrie.doctor import disks, host
 from valkyrie.doctor.disks import state_bytes
 from valkyrie.doctor.examine import HOST_CHECKS, RESUME_CHECK, TEAM_CHECKS, check_clocks
 from valkyrie.doctor.findings import (
-    FAILS,
+    FAILURE,
     OK,
     WARNING,
     Check,
@@ -74,13 +74,13 @@ def single_finding(check: Callable[[CheckContext], CheckResults], run: Run, proc
 
 def test_a_target_that_is_not_this_machine_fails():
     (finding,) = run_checks(HOST_CHECKS[:2], CheckContext(compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8")))
-    assert (finding.check, finding.severity) == ("chips", FAILS) and "target=v4-8 " in finding.text
+    assert (finding.check, finding.severity) == ("chips", FAILURE) and "target=v4-8 " in finding.text
 
 
 def test_a_problem_of_the_environment_is_reported_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_DISABLE_JIT", "1")
     findings = run_checks(HOST_CHECKS[:2], CheckContext(compose_run(*SMALL, "target=cpu")))
-    assert [(finding.check, finding.severity) for finding in findings] == [("environment", FAILS), ("chips", OK)]
+    assert [(finding.check, finding.severity) for finding in findings] == [("environment", FAILURE), ("chips", OK)]
 
 
 def test_simulated_devices_are_a_warning_unless_they_are_asked_for():
@@ -93,10 +93,10 @@ def test_chips_and_processes_are_compared_with_the_hosts_of_the_target(monkeypat
     set_accelerator_count(monkeypatch)
     assert single_finding(host.check_chips, run, 8)[0] == OK and list(host.check_processes(CheckContext(run, 8))) == []
     verdict, text, _ = single_finding(host.check_processes, run, 2)
-    assert verdict == FAILS and text.startswith("2 processes") and text.endswith("8 hosts")
+    assert verdict == FAILURE and text.startswith("2 processes") and text.endswith("8 hosts")
     set_accelerator_count(monkeypatch, chips=8)
     verdict, text, _ = single_finding(host.check_chips, run, 8)
-    assert verdict == FAILS and text.startswith("8 chips on") and text.endswith("4 per host")
+    assert verdict == FAILURE and text.startswith("8 chips on") and text.endswith("4 per host")
 
 
 def add_process(proc: Path, pid: int, device: str) -> None:
@@ -123,7 +123,7 @@ def test_a_process_that_holds_the_tpu_is_named(proc: Path, monkeypatch: pytest.M
     assert single_finding(host.check_chips_free, run)[0] == OK
     add_process(proc, 4_000_002, "/dev/vfio/0")
     verdict, text, remedy = single_finding(host.check_chips_free, run)
-    assert verdict == FAILS and text.endswith("4000002 (python other.py)") and remedy.endswith("kill 4000002")
+    assert verdict == FAILURE and text.endswith("4000002 (python other.py)") and remedy.endswith("kill 4000002")
     set_accelerator_count(monkeypatch, chips=0)
     assert list(host.check_chips_free(CheckContext(run))) == []
 
@@ -141,7 +141,7 @@ def test_a_held_libtpu_lock_is_found(proc: Path):
     with lockfile.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         verdict, text, _ = single_finding(host.check_chips_free, compose_run(*SMALL))
-    assert verdict == FAILS and text.startswith(f"{lockfile} is locked")
+    assert verdict == FAILURE and text.startswith(f"{lockfile} is locked")
 
 
 def test_host_memory_must_hold_its_part_of_the_state(monkeypatch: pytest.MonkeyPatch):
@@ -149,11 +149,11 @@ def test_host_memory_must_hold_its_part_of_the_state(monkeypatch: pytest.MonkeyP
     run_on_chips = compose_run("model=gpt_1b", "mesh=4x4x2", "batch=32", "target=v4-64")
     state_size = 3 * state_bytes(run)
     for one, processes, free, verdict in (
-        (run, 1, state_size - 1, FAILS),
+        (run, 1, state_size - 1, FAILURE),
         (run, 1, state_size, OK),
         (run, 8, state_size // 8, OK),
         (run_on_chips, 8, state_size // 24, OK),
-        (run_on_chips, 8, state_size // 24 - 1, FAILS),
+        (run_on_chips, 8, state_size // 24 - 1, FAILURE),
     ):
         monkeypatch.setattr(host, "free_memory", lambda free=free: free)
         assert single_finding(host.check_host_memory, one, processes)[0] == verdict
@@ -162,7 +162,7 @@ def test_host_memory_must_hold_its_part_of_the_state(monkeypatch: pytest.MonkeyP
 def test_a_low_limit_of_open_files_fails(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host.resource, "getrlimit", lambda _: (1024, 1024))
     assert single_finding(host.check_open_files, compose_run(*SMALL), 8)[0] == OK
-    assert single_finding(host.check_open_files, compose_run(*SMALL), 2000)[0] == FAILS
+    assert single_finding(host.check_open_files, compose_run(*SMALL), 2000)[0] == FAILURE
 
 
 @pytest.mark.parametrize("overrides", [(), ("optimizer.ema_decay=0.9",), ("precision=bf16",), ("optimizer=muon",)])
@@ -180,7 +180,7 @@ def test_the_doctor_checks_the_checkpoint_folder_and_leaves_no_files(tmp_path: P
     )
     assert list(disks.check_checkpoint_folder(CheckContext(compose_run(*SMALL)))) == []
     verdict, text, remedy = single_finding(disks.check_checkpoint_folder, unusable_run)
-    assert verdict == FAILS and "cannot be used" in text and "checkpoint.folder=DIR" in remedy
+    assert verdict == FAILURE and "cannot be used" in text and "checkpoint.folder=DIR" in remedy
     assert single_finding(disks.check_checkpoint_folder, run_in_new_folder)[0] == OK
     assert not (tmp_path / "new").exists()
     assert f"checkpoint.folder={tmp_path}/new/one" in single_finding(disks.check_disk_space, run_in_new_folder)[1]
@@ -195,8 +195,8 @@ def test_the_checkpoint_to_resume_from_is_verified(tmp_path: Path):
     folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), tmp_path)
     assert [finding.severity for finding in checkpoint_findings(folder)] == [OK]
     (finding,) = checkpoint_findings(folder, "model.embed=32")
-    assert finding.severity == FAILS and "is of a different model: embedding" in finding.text
-    for damaged_step, severities in ((6, [WARNING, OK]), (4, [FAILS, FAILS])):
+    assert finding.severity == FAILURE and "is of a different model: embedding" in finding.text
+    for damaged_step, severities in ((6, [WARNING, OK]), (4, [FAILURE, FAILURE])):
         (folder / "checkpoints" / str(damaged_step) / "state" / "manifest.ocdbt").write_bytes(b"")
         assert [finding.severity for finding in checkpoint_findings(folder)] == severities
     assert run_checks([RESUME_CHECK], CheckContext(compose_run(*SMALL, f"runs={tmp_path}", "name=new"))) == []
@@ -211,7 +211,7 @@ def test_a_disk_without_room_for_the_checkpoints_fails(tmp_path: Path, monkeypat
     run = compose_run(*SMALL, f"runs={tmp_path}/not/there")
     assert single_finding(disks.check_disk_space, run)[0] == OK
     size = 3 * state_bytes(run)  # two are kept while the third is written
-    for free, verdict in ((size - 1, FAILS), (size + 1, WARNING), (2 * size, OK)):
+    for free, verdict in ((size - 1, FAILURE), (size + 1, WARNING), (2 * size, OK)):
         set_free_bytes(monkeypatch, free)
         assert single_finding(disks.check_disk_space, run)[0] == verdict
 
@@ -221,7 +221,7 @@ def test_a_host_without_room_for_fast_checkpoints_fails(tmp_path: Path, monkeypa
     run = compose_run(*SMALL, "checkpoint.fast.every=10", f"checkpoint.fast.folder={tmp_path}/not/there")
     assert single_finding(disks.check_fast_disk_space, run)[0] == OK
     size = 3 * state_bytes(run)
-    for free, processes, verdict in ((size - 1, 1, FAILS), (size, 1, OK), (size - 1, 2, WARNING)):
+    for free, processes, verdict in ((size - 1, 1, FAILURE), (size, 1, OK), (size - 1, 2, WARNING)):
         set_free_bytes(monkeypatch, free)
         assert single_finding(disks.check_fast_disk_space, run, processes)[0] == verdict
 
@@ -231,7 +231,7 @@ FOLDER_CHECKS = [check for check in HOST_CHECKS if check.name in ("run folder", 
 
 def test_a_folder_that_cannot_be_written_fails_once():
     (finding,) = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={UNWRITABLE}")))
-    assert finding.severity == FAILS and "cannot be written" in finding.text
+    assert finding.severity == FAILURE and "cannot be written" in finding.text
 
 
 def test_checks_leave_no_folder_behind(tmp_path: Path):
@@ -264,14 +264,14 @@ def test_data_must_fill_a_batch():
     prepare(run.config.data, run.tokenizer)
     assert data_finding(*SMALL, "steps=10").severity == OK
     finding = data_finding(*SMALL, "batch=1024")
-    assert finding.severity == FAILS and "batch=1024" in finding.text
+    assert finding.severity == FAILURE and "batch=1024" in finding.text
     assert data_finding(*SMALL, "steps=100000").severity == WARNING
 
 
 def test_missing_data_fails_but_unprepared_data_does_not(tmp_path: Path):
     for path in (f"{tmp_path}/*.txt", "memory://none/*.txt"):
         finding = data_finding("model=gpt_tiny", "mesh=1x1x1", "data=text", f"data.paths=[{path}]")
-        assert finding.severity == FAILS and path in finding.text
+        assert finding.severity == FAILURE and path in finding.text
     finding = data_finding(*SMALL, f"data.cache_dir={tmp_path}")
     assert finding.severity == OK and "not prepared yet" in finding.text
     assert list(tmp_path.iterdir()) == []
@@ -308,7 +308,7 @@ def test_incompatible_versions_are_named(monkeypatch: pytest.MonkeyPatch):
     other = {"jaxlib": "0.4.1", "libtpu": "0.0.1"}
     monkeypatch.setattr(host, "installed_version", lambda name: other.get(name) or installed_version(name))
     verdict, text, _ = single_finding(host.check_versions, run)
-    assert verdict == FAILS and "jaxlib 0.4.1" in text
+    assert verdict == FAILURE and "jaxlib 0.4.1" in text
     assert "libtpu 0.0.1" in text and required_version.partition(";")[0].strip() in text
 
 
@@ -318,10 +318,10 @@ def test_a_tpu_needs_libtpu(monkeypatch: pytest.MonkeyPatch):
     verdict, text, remedy = single_finding(
         host.check_versions, compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8")
     )
-    assert verdict == FAILS and "libtpu" in text and remedy.endswith("--extra tpu")
+    assert verdict == FAILURE and "libtpu" in text and remedy.endswith("--extra tpu")
 
 
-@pytest.mark.parametrize(("off", "verdict"), [(1.0, OK), (30.0, WARNING), (-900.0, FAILS)])
+@pytest.mark.parametrize(("off", "verdict"), [(1.0, OK), (30.0, WARNING), (-900.0, FAILURE)])
 def test_a_clock_that_differs_from_that_of_process_0_is_found(off: float, verdict: str):
     class Second(Team):
         def exchange(self, name: str, value: Any = None) -> list[Any]:
@@ -335,7 +335,7 @@ def test_differing_processes_are_found(tmp_path: Path):
     runs = [compose_run(*SMALL, f"runs={tmp_path}", f"steps={3 + index}") for index in range(2)]
     for findings in run_teams(2, lambda team: run_checks(TEAM_CHECKS, CheckContext(runs[team.index], 2, team))):
         verdicts = {finding.check: finding.severity for finding in findings if finding.check != "same data"}
-        assert verdicts == {"same code": OK, "same settings": FAILS, "clocks": OK, "shared folder": OK}
+        assert verdicts == {"same code": OK, "same settings": FAILURE, "clocks": OK, "shared folder": OK}
         assert "steps=4" in findings[1].text
 
 
@@ -344,7 +344,7 @@ def test_differing_data_is_found():
     for run in runs[1:]:
         prepare(run.config.data, run.tokenizer)
     findings = run_teams(3, lambda team: list(disks.check_same_data(CheckContext(runs[team.index], 3, team))))
-    assert [verdict for ((verdict, *_),) in findings] == [OK, OK, FAILS]
+    assert [verdict for ((verdict, *_),) in findings] == [OK, OK, FAILURE]
     unprepared_run = compose_run(*SMALL, "data.documents=62")
     alone = run_teams(
         2,
@@ -356,13 +356,13 @@ def test_differing_data_is_found():
 def test_a_folder_that_is_not_shared_is_found(tmp_path: Path):
     runs = [compose_run(*SMALL, f"runs={tmp_path}/{index // 2}") for index in range(3)]
     findings = run_teams(3, lambda team: list(disks.check_shared_folder(CheckContext(runs[team.index], 3, team))))
-    assert [verdict for ((verdict, *_),) in findings] == [OK, OK, FAILS]
+    assert [verdict for ((verdict, *_),) in findings] == [OK, OK, FAILURE]
 
 
 def test_the_table_lists_equal_findings_once_with_their_processes():
     console = Console(width=140, record=True, file=io.StringIO())
     findings = FindingsTable(console, ["a", "b", "c"])
-    ok_finding, failing_finding = Finding("disk", OK, "4 GiB free"), Finding("disk", FAILS, "none", "Free some.")
+    ok_finding, failing_finding = Finding("disk", OK, "4 GiB free"), Finding("disk", FAILURE, "none", "Free some.")
     findings.add([[ok_finding], [ok_finding], [ok_finding]])
     findings.add([[ok_finding], [failing_finding], [ok_finding]])
     assert findings.print_summary() == 1
@@ -381,7 +381,7 @@ def test_the_table_lists_equal_findings_once_with_their_processes():
 def test_long_lists_are_cut_but_failures_are_not():
     console = Console(width=140, record=True, file=io.StringIO())
     findings = FindingsTable(console)
-    findings.add([[Finding("memory", OK if i < 60 else FAILS, f"{i} GiB")] for i in range(64)])
+    findings.add([[Finding("memory", OK if i < 60 else FAILURE, f"{i} GiB")] for i in range(64)])
     lines = console.export_text().splitlines()
     assert len(lines) == 8 + 4 and re.search(r"\b7: 7 GiB .*\b52\b", lines[7])
     assert findings.failed

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from helpers import compose_run
 from runs import TINY_ARGUMENTS
 from valkyrie.doctor import dry_run
-from valkyrie.doctor.findings import FAILS, OK, WARNING, Finding
+from valkyrie.doctor.findings import FAILURE, OK, WARNING, Finding
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.team import ALONE
 from valkyrie.train.devices import Devices
@@ -45,7 +45,7 @@ def test_a_nan_is_found_with_its_step():
     steps = dry_run_findings(
         "mesh=2x2x2", "partition=fsdp", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null"
     )["steps"]
-    assert steps.severity == FAILS and steps.text.startswith(("step 2: loss", "step 3: loss")) and "nan" in steps.text
+    assert steps.severity == FAILURE and steps.text.startswith(("step 2: loss", "step 3: loss")) and "nan" in steps.text
 
 
 def make_replicas(of_devices: list[float]) -> jax.Array:
@@ -59,7 +59,7 @@ def test_a_differing_replica_is_found_with_its_device():
     equal_replicas = make_replicas([1.0, 1.0, 1.0, 1.0])
     assert dry_run.compare_replicas({"a": equal_replicas}, ALONE).severity == OK
     finding = dry_run.compare_replicas({"a": equal_replicas, "b": make_replicas([1.0, 1.0, 1.0000001, 1.0])}, ALONE)
-    assert finding.severity == FAILS and finding.text.startswith("b on device") and "device 2" in finding.text
+    assert finding.severity == FAILURE and finding.text.startswith("b on device") and "device 2" in finding.text
     assert dry_run.compare_replicas({"a": make_replicas([float("nan")] * 4)}, ALONE).severity == OK
 
 
@@ -75,7 +75,7 @@ def test_a_wrong_or_slow_sum_is_found(monkeypatch: pytest.MonkeyPatch):
     assert [f.severity for f in dry_run.time_axes(mesh, False)] == [WARNING]
     assert [f.severity for f in dry_run.time_axes(mesh, True)] == [OK]
     monkeypatch.setattr(dry_run, "_time_sum", lambda mesh, axis: (0.001, False))
-    assert dry_run.time_axes(mesh, True)[0].severity == FAILS
+    assert dry_run.time_axes(mesh, True)[0].severity == FAILURE
 
 
 def test_a_run_that_is_too_large_is_found_before_it_compiles(monkeypatch: pytest.MonkeyPatch):
@@ -85,4 +85,4 @@ def test_a_run_that_is_too_large_is_found_before_it_compiles(monkeypatch: pytest
     next(parts)
     (finding,) = next(parts)
     parts.close()
-    assert (finding.check, finding.severity) == ("memory", FAILS) and "parameters, optimizer state" in finding.text
+    assert (finding.check, finding.severity) == ("memory", FAILURE) and "parameters, optimizer state" in finding.text

@@ -15,23 +15,23 @@ from omegaconf.errors import OmegaConfBaseException
 from valkyrie.config.run import Debug, RunConfig
 from valkyrie.foreign_errors import (
     WrongValue,
-    abstract_class,
     allocated_bytes,
     ambiguous_argument,
     first_lines,
+    flag_refusal_reason,
     is_key_of_null,
     is_out_of_memory,
     missing_group,
     needs_quotes,
     no_device_reason,
+    parse_abstract_class,
     parse_scratch_memory,
-    scalar_for_group,
+    parse_wrong_value,
+    scalar_valued_group,
     topology_reason,
     unknown_option,
     unreadable_option,
     unsupported_type,
-    wrong_flag,
-    wrong_value,
 )
 
 
@@ -40,10 +40,10 @@ def test_python_errors_about_abstract_classes_are_parsed():
         abstract = ABCMeta("Own", (), {name: abstractmethod(lambda self: None) for name in members})
         with pytest.raises(TypeError) as error:
             abstract()
-        assert abstract_class(str(error.value)) == ("Own", members)
+        assert parse_abstract_class(str(error.value)) == ("Own", members)
     message = "Can't instantiate abstract class Own without an implementation for abstract methods 'sizes', 'weights'"
-    assert abstract_class(message) == ("Own", ["sizes", "weights"])
-    assert abstract_class("sizes") is None
+    assert parse_abstract_class(message) == ("Own", ["sizes", "weights"])
+    assert parse_abstract_class("sizes") is None
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_python_errors_about_abstract_classes_are_parsed():
 def test_omegaconf_errors_about_values_are_explained(key: str, value: Any, kind: WrongValue, words: list[str]):
     with pytest.raises(OmegaConfBaseException) as error:
         OmegaConf.update(OmegaConf.structured(RunConfig), key, value)
-    assert wrong_value(str(error.value).splitlines()[0].rstrip(".")) == (kind, words)
-    assert wrong_value("something else") is None
+    assert parse_wrong_value(str(error.value).splitlines()[0].rstrip(".")) == (kind, words)
+    assert parse_wrong_value("something else") is None
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,20 @@ def test_hydra_errors_are_explained():
     assert missing_group("In 'experiment/m': Could not override 'mesh@partiton'.\nx") == ("experiment/m", "partiton")
     assert missing_group("another") is None
     composing = "ValidationError raised while composing config:\nMerge error: str is not a subclass. value: gpt_tiny\n"
-    assert scalar_for_group(f"In 'experiment/m': {composing}") == ("experiment/m", "gpt_tiny")
-    assert scalar_for_group("another") is None
+    assert scalar_valued_group(f"In 'experiment/m': {composing}") == ("experiment/m", "gpt_tiny")
+    assert scalar_valued_group("another") is None
     with pytest.raises(OverrideParseException) as error:
         OverridesParser.create().parse_overrides(["modules=[é.txt]"])
     assert needs_quotes(str(error.value)) and not needs_quotes("no viable alternative at input '[3'")
 
 
 def test_wrong_flags_of_libtpu_are_explained():
-    assert wrong_flag("ERROR: Unknown command line flag 'xla_foo'") == "has no flag xla_foo"
+    assert flag_refusal_reason("ERROR: Unknown command line flag 'xla_foo'") == "has no flag xla_foo"
     assert (
-        wrong_flag("ERROR: Illegal value 'abc' specified for flag 'xla_b'") == "cannot read abc as the value of xla_b"
+        flag_refusal_reason("ERROR: Illegal value 'abc' specified for flag 'xla_b'")
+        == "cannot read abc as the value of xla_b"
     )
-    assert wrong_flag("ERROR: another") is None
+    assert flag_refusal_reason("ERROR: another") is None
 
 
 @pytest.mark.parametrize(

@@ -78,25 +78,27 @@ class Families:
                 f"{self.key}={name} is unknown. Use one of {', '.join(self.names())}, or the name of a Python module "
                 "in the folder of --config-dir."
             )
-        config = getattr(self._import(name), "Config", None)
-        base = f"{self.base.__module__}.{self.base.__name__}"
-        if not isinstance(config, type):
-            definition = f", derived from {base}" if self.base is not object else ""
+        config_class = getattr(self._import(name), "Config", None)
+        base_name = f"{self.base.__module__}.{self.base.__name__}"
+        if not isinstance(config_class, type):
+            definition = f", derived from {base_name}" if self.base is not object else ""
             raise ValueError(f"{self.key}={name}: the module {name} has no class Config. Define one{definition}.")
-        if not issubclass(config, self.base):
-            raise ValueError(f"{self.key}={name}: the class Config of the module {name} must derive from {base}.")
-        annotations = inspect.get_annotations(config)
-        if "__dataclass_fields__" not in vars(config) and not all("ClassVar" in str(a) for a in annotations.values()):
+        if not issubclass(config_class, self.base):
+            raise ValueError(f"{self.key}={name}: the class Config of the module {name} must derive from {base_name}.")
+        annotations = inspect.get_annotations(config_class)
+        if "__dataclass_fields__" not in vars(config_class) and not all(
+            "ClassVar" in str(a) for a in annotations.values()
+        ):
             raise ValueError(
                 f"{self.key}={name}: the class Config of the module {name} has annotated fields, but no @dataclass. "
                 "Write @dataclass before it."
             )
-        if missing := sorted(getattr(config, "__abstractmethods__", ())):
+        if missing := sorted(getattr(config_class, "__abstractmethods__", ())):
             raise ValueError(
                 f"{self.key}={name}: the class Config of the module {name} does not define {', '.join(missing)}, which "
-                f"{base} requires."
+                f"{base_name} requires."
             )
-        return config
+        return config_class
 
     def refuse_ignored_module(self, name: str) -> None:
         """Raise ValueError if a folder in `VALKYRIE_MODULES` has a module `name` that would be ignored.
@@ -127,7 +129,7 @@ class Families:
         """Name of the `Config` field that holds the name of the family, such as `family` for `optimizer.family`."""
         return self.key.rpartition(".")[2]
 
-    def wrong_result(
+    def wrong_result_error(
         self, config: object, method: str, result: object, expected: str, owner: object | None = None
     ) -> ValueError:
         """Return the ValueError to raise if a method of a `Config` returned `result` instead of `expected`.
@@ -140,14 +142,14 @@ class Families:
         return ValueError(f"{setting}: {method}() of {file} returned {describe_value(result)}, not {expected}.")
 
     def check_list(
-        self, config: object, method: str, result: object, kind: type[Item], owner: object | None = None
+        self, config: object, method: str, result: object, item_type: type[Item], owner: object | None = None
     ) -> list[Item]:
         """Return the result of a method of `config`, or of `owner` if it is given, as a list.
 
-        Raises ValueError if it is not a list or tuple of `kind`.
+        Raises ValueError if it is not a list or tuple of `item_type`.
         """
-        if not isinstance(result, list | tuple) or not all(isinstance(item, kind) for item in result):
-            raise self.wrong_result(config, method, result, f"a list of {kind.__name__}", owner)
+        if not isinstance(result, list | tuple) or not all(isinstance(item, item_type) for item in result):
+            raise self.wrong_result_error(config, method, result, f"a list of {item_type.__name__}", owner)
         return list(result)
 
     def names_with_key(self, key: str) -> list[str]:
@@ -200,12 +202,12 @@ def check_modules(folders: Sequence[str], file: Path) -> None:
     `folders` are the module folders that `file`, such as the `run.yaml` of a run, records.
     """
     trusted = {*_command_folders(), *_remembered_folders()}
-    if untrusted := [folder for folder in folders if os.path.realpath(folder) not in trusted]:
-        folders_text = "that folder" if len(untrusted) == 1 else "these folders"
+    if untrusted_folders := [folder for folder in folders if os.path.realpath(folder) not in trusted]:
+        folders_text = "that folder" if len(untrusted_folders) == 1 else "these folders"
         raise ValueError(
-            f"{file} imports Python modules from {', '.join(untrusted)}, but no command on this machine has named "
-            f"{folders_text} yet. If you trust the code, add 'modules=[{','.join(untrusted)}]', or set "
-            f"{_MODULES_VARIABLE}={os.pathsep.join(untrusted)}."
+            f"{file} imports Python modules from {', '.join(untrusted_folders)}, but no command on this machine has "
+            f"named {folders_text} yet. If you trust the code, add 'modules=[{','.join(untrusted_folders)}]', or set "
+            f"{_MODULES_VARIABLE}={os.pathsep.join(untrusted_folders)}."
         )
 
 

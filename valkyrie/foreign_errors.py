@@ -12,7 +12,7 @@ from enum import Enum
 # Python 3.11 to 3.13.
 
 
-def abstract_class(message: str) -> tuple[str, list[str]] | None:
+def parse_abstract_class(message: str) -> tuple[str, list[str]] | None:
     """Return the names of a class that Python cannot instantiate and of its missing abstract methods, or None."""
     pattern = r"Can't instantiate abstract class (\w+) with(?:out an implementation for)? abstract methods? (.+)"
     match = re.match(pattern, message)
@@ -52,7 +52,7 @@ _WRONG_VALUES = {
 }
 
 
-def wrong_value(message: str) -> tuple[WrongValue, list[str]] | None:
+def parse_wrong_value(message: str) -> tuple[WrongValue, list[str]] | None:
     """Return the reason why OmegaConf rejects a value, and texts from the message, or None for other messages.
 
     The texts are the value, then the required type of a number or the allowed choices. Messages may lack some of them.
@@ -124,7 +124,7 @@ def missing_group(message: str) -> tuple[str, str] | None:
     return (match[1], match[2].rpartition("@")[2]) if match else None
 
 
-def group_chosen_twice(message: str) -> str | None:
+def twice_chosen_group(message: str) -> str | None:
     """Return the group for which a defaults list makes a second choice without `override`, or None."""
     match = re.match(r"Multiple values for ([\w/]+)\. To override", message)
     return match[1] if match else None
@@ -142,14 +142,14 @@ def unexpected_key(message: str) -> str | None:
     return f"{match[2]}.{match[1]}" if match else None
 
 
-def scalar_for_group(message: str) -> tuple[str, str] | None:
+def scalar_valued_group(message: str) -> tuple[str, str] | None:
     """Return (file, value) if a config file sets a group to a plain value instead of a mapping, else None."""
     pattern = r"In '(.+)': ValidationError raised while composing config:\s+Merge error: str .* value: (\S+)"
     match = re.match(pattern, message)
     return (match[1], match[2]) if match else None
 
 
-def list_for_group(message: str) -> str | None:
+def list_valued_config(message: str) -> str | None:
     """Return the config, such as `partition/mine`, if its file contains a list instead of a mapping, else None."""
     match = re.match(r"In '(.+)': ValidationError raised while composing config:\s+Merge error: list ", message)
     return match[1] if match else None
@@ -162,7 +162,7 @@ def needs_quotes(message: str) -> bool:
 
 # XLA: jaxlib 0.10, libtpu 0.0.42 to 0.0.50.
 
-_BYTES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_UNIT_BYTES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
 
 
@@ -218,14 +218,14 @@ def parse_out_of_memory(text: str) -> OutOfMemory:
     """Parse the compiler's error for a program that exceeds the memory of a device."""
     sizes = re.search(rf"Used {_SIZE} of {_SIZE}", text)
     sizes = sizes or re.search(rf"{_SIZE}\)? exceeds available \w+ \({_SIZE}\)", text)
-    needed, usable = (_bytes(sizes[1], sizes[2]), _bytes(sizes[3], sizes[4])) if sizes else (None, None)
+    needed, usable = (_parse_bytes(sizes[1], sizes[2]), _parse_bytes(sizes[3], sizes[4])) if sizes else (None, None)
     largest = []
     for entry in re.finditer(rf"^\s*\d+\. Size: {_SIZE}(.*?)(?=^\s*\d+\. Size:|\Z)", text, re.MULTILINE | re.DOTALL):
         name = re.search(r"op_name=\"([^\"]*)\"", entry[3])
         shape = re.search(r"Shape: (\S+?)(?:\{|\s)", entry[3])
         line = re.search(r"source_file=\"([^\"]*)\" source_line=(\d+)", entry[3])
         source = f"{line[1]}:{line[2]}" if line else None
-        size = _bytes(entry[1], entry[2])
+        size = _parse_bytes(entry[1], entry[2])
         largest.append(Allocation(size, shape[1] if shape else None, name[1] if name else None, source))
     return OutOfMemory(needed, usable, tuple(largest))
 
@@ -247,7 +247,7 @@ def parse_scratch_memory(text: str) -> ScratchMemory | None:
         return None
     kernel = re.search(r"allocating on stack for %?([\w.-]+)", text)
     numbers, units = ([value for value in match.groups()[i::2] if value is not None] for i in (0, 1))
-    needed, limit = (_bytes(number, unit) / 2**20 for number, unit in zip(numbers, units, strict=True))
+    needed, limit = (_parse_bytes(number, unit) / 2**20 for number, unit in zip(numbers, units, strict=True))
     return ScratchMemory(kernel[1] if kernel else None, needed, limit)
 
 
@@ -263,7 +263,7 @@ def unreadable_option(message: str) -> tuple[str, str, str] | None:
     return (match[2], match[1], match[3].strip().rstrip(".")) if match else None
 
 
-def wrong_flag(line: str) -> str | None:
+def flag_refusal_reason(line: str) -> str | None:
     """Return why libtpu refuses a flag in `LIBTPU_INIT_ARGS`, such as `has no flag xla_foo`. None for other lines.
 
     libtpu prints this line and then ends the process.
@@ -301,5 +301,5 @@ def is_compile_only(message: str) -> bool:
     return "with compile-only client" in message or "'Executable' object has no attribute 'local_devices'" in message
 
 
-def _bytes(number: str, unit: str) -> int:
-    return int(float(number) * _BYTES[unit or "B"])
+def _parse_bytes(number: str, unit: str) -> int:
+    return int(float(number) * _UNIT_BYTES[unit or "B"])

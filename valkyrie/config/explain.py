@@ -25,15 +25,15 @@ from valkyrie.config.compose import GROUPS, SCHEMAS
 from valkyrie.config.refusals import LAYOUT_SWEEPER_KEYS, problem_from_error, unset_variable_text
 from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.foreign_errors import (
-    abstract_class,
     ambiguous_argument,
-    group_chosen_twice,
     hydra_sweep_argument,
-    list_for_group,
+    list_valued_config,
     missing_group,
     missing_variable,
     needs_quotes,
-    scalar_for_group,
+    parse_abstract_class,
+    scalar_valued_group,
+    twice_chosen_group,
     unexpected_key,
     unmergeable_config,
 )
@@ -213,12 +213,12 @@ def _user_file_error_text(message: str) -> str | None:
             return f"{file}.yaml: write 'override /{group}: NAME' in its defaults list, with the slash."
         groups = ", ".join(_GROUPS)
         return f"{file}.yaml: its defaults list overrides {group}, which is not a group.{hint} Groups: {groups}."
-    if group := group_chosen_twice(message):
+    if group := twice_chosen_group(message):
         return (
             f"{group} is chosen twice. In the defaults list of an experiment or sweep, write 'override /{group}: NAME' "
             f"instead of '/{group}: NAME'."
         )
-    if config := list_for_group(message):
+    if config := list_valued_config(message):
         schema = SCHEMAS.get(config.partition("/")[0])
         keys = f" Keys: {', '.join(field.name for field in fields(schema))}." if schema else ""
         return f"{config}.yaml holds a list, but a config has keys. Write one KEY: VALUE per line.{keys}"
@@ -232,7 +232,7 @@ def _user_file_error_text(message: str) -> str | None:
             )
         group = unexpected_name.rpartition(".")[0].replace(".", "/")
         return f"{unexpected_name}: the chosen {group} has no such key. Leave it out, or choose another {group}=."
-    if file_and_value := scalar_for_group(message):
+    if file_and_value := scalar_valued_group(message):
         file, value = file_and_value
         return (
             f"{file}.yaml sets a group to the name {value}. Choose it in the defaults list instead: "
@@ -245,7 +245,7 @@ def _missing_members_text(error: BaseException) -> str | None:
     """Return the message for a class in a user's module that lacks abstract methods of its base class, or None."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    if not (name_and_members := abstract_class(str(error))):
+    if not (name_and_members := parse_abstract_class(str(error))):
         return None
     name, members = name_and_members
     classes = [getattr(module, "__dict__", {}).get(name) for module in [*sys.modules.values()]]  # no lazy imports

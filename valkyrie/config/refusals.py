@@ -27,8 +27,8 @@ from valkyrie.foreign_errors import (
     is_recursive_interpolation,
     missing_key,
     missing_variable,
+    parse_wrong_value,
     unsupported_type,
-    wrong_value,
 )
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shorten
@@ -280,7 +280,7 @@ def _wrong_value_text(error: OmegaConfBaseException, file: str | None) -> str:
             f"{field or key} has type {field_type}, but the keys of a Config must be bool, int, float, str, an Enum, a "
             "dataclass, a list or dict of these, or one of these with `| None`."
         )
-    kind, parts = wrong_value(message) or (None, [])
+    kind, parts = parse_wrong_value(message) or (None, [])
     value, expected, *_ = [*parts, "", ""]
     match kind:
         case WrongValue.not_a_number if value == "":

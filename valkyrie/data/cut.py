@@ -140,7 +140,7 @@ def split_documents(
 def _check_document(config: DocumentConfig, document: object) -> None:
     """Raise ValueError for a document of a wrong type, because users' sources are not type-checked."""
     if not isinstance(document, Document | TokenDocument):
-        raise SOURCES.wrong_result(config, "read_documents", document, "a Document")
+        raise SOURCES.wrong_result_error(config, "read_documents", document, "a Document")
     if isinstance(document, Document) and not isinstance(document.text, str):
         kind = type(document.text).__name__
         raise ValueError(f"data.source={config.source}: document {document.id} has a text of type {kind}, not str.")

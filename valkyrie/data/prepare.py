@@ -87,7 +87,7 @@ def find_dataset(config: DocumentConfig, tokenizer: str) -> PreparedText | None:
 def _list_files(config: DocumentConfig) -> Listing:
     listing = config.list_files()
     if not isinstance(listing, Listing):
-        raise SOURCES.wrong_result(config, "list_files", listing, "a Listing")
+        raise SOURCES.wrong_result_error(config, "list_files", listing, "a Listing")
     return listing
 
 

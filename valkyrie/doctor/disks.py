@@ -19,7 +19,7 @@ from valkyrie.checkpoint.contents import newest_undamaged_step, read_info, refus
 from valkyrie.checkpoint.location import all_steps_in, checkpoint_root, in_bucket, parse_path
 from valkyrie.config.run import Run
 from valkyrie.data.config import DataCheck
-from valkyrie.doctor.findings import FAILS, OK, WARNING, CheckContext, CheckResults
+from valkyrie.doctor.findings import FAILURE, OK, WARNING, CheckContext, CheckResults
 from valkyrie.paths import cache_problem, cache_root, disk_errors, error_reason
 from valkyrie.runs.folder import choose_run_folder
 from valkyrie.runs.wandb_writer import WandbMode, resolve_mode
@@ -82,14 +82,14 @@ def check_checkpoint_folder(context: CheckContext) -> CheckResults:
         remedy = f"Check its name and {login}"
         if not in_bucket(folder):
             remedy = "Use another folder: checkpoint.folder=DIR."
-        yield FAILS, f"checkpoint.folder={folder} cannot be used ({error_reason(error)})", remedy
+        yield FAILURE, f"checkpoint.folder={folder} cannot be used ({error_reason(error)})", remedy
         return
     seconds = time.perf_counter() - start
     if content == _PROBE_TEXT:
         yield OK, f"checkpoint.folder={folder} is readable and writable ({seconds:.2f} s for one small file)"
     else:
         text = f"a file written to checkpoint.folder={folder} was read back with different content"
-        yield FAILS, text, "Use another folder: checkpoint.folder=DIR."
+        yield FAILURE, text, "Use another folder: checkpoint.folder=DIR."
 
 
 def check_shared_folder(context: CheckContext) -> CheckResults:
@@ -111,7 +111,7 @@ def check_shared_folder(context: CheckContext) -> CheckResults:
         yield OK, f"all processes can read files that process 0 writes to {key}={folder}"
     elif name is not None:
         remedy = "Use a folder that all hosts share: runs=DIR or checkpoint.folder=gs://BUCKET/DIR."
-        yield FAILS, f"files that process 0 writes to {key}={folder} are missing on this host", remedy
+        yield FAILURE, f"files that process 0 writes to {key}={folder} are missing on this host", remedy
 
 
 def _checkpoint_location(run: Run) -> tuple[str, str]:
@@ -138,18 +138,18 @@ def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
         if step is None
         else f"The run would resume from step {step}."
     )
-    severity = FAILS if step is None and config.checkpoint.fast.every is None else WARNING
+    severity = FAILURE if step is None and config.checkpoint.fast.every is None else WARNING
     for message in damage_messages:
         yield severity, message, remedy
     if step is not None:
         shapes = {name: spec.shape for name, spec in context.run.model.parameters().items()}
         refuse_other_model(root / str(step), read_info(root / str(step)).parameters, shapes)
-        unchecked = (
+        files_text = (
             "; the bucket verifies its files itself, so they were not checked"
             if in_bucket(root)
             else " and is undamaged"
         )
-        yield OK, f"the checkpoint at step {step} in {root} fits the model{unchecked}"
+        yield OK, f"the checkpoint at step {step} in {root} fits the model{files_text}"
 
 
 def check_disk_space(context: CheckContext) -> CheckResults:
@@ -158,15 +158,15 @@ def check_disk_space(context: CheckContext) -> CheckResults:
     Warns if they would take more than half of the free space. Does not check buckets.
     """
     config, (key, folder) = context.run.config.checkpoint, _checkpoint_location(context.run)
-    keep, size = config.keep + config.keep_best, state_bytes(context.run)
-    needs_text = f"{keep + 1} checkpoints of {memory_text(size)} are stored at once"
+    stored_count, size = config.keep + config.keep_best, state_bytes(context.run)
+    needs_text = f"{stored_count + 1} checkpoints of {memory_text(size)} are stored at once"
     if in_bucket(folder):
         yield OK, f"{key}={folder} is a bucket; {needs_text}"
         return
-    free_bytes, needed_bytes = _free_bytes(Path(folder)), (keep + 1) * size
+    free_bytes, needed_bytes = _free_bytes(Path(folder)), (stored_count + 1) * size
     text = f"{memory_text(free_bytes)} free in {key}={folder}; {needs_text}"
     if needed_bytes > free_bytes:
-        yield FAILS, text, f"Free another {memory_text(needed_bytes - free_bytes)}, or use another folder: {key}=DIR."
+        yield FAILURE, text, f"Free another {memory_text(needed_bytes - free_bytes)}, or use another folder: {key}=DIR."
     elif needed_bytes > free_bytes / 2:
         yield WARNING, text, "Checkpoints will take more than half of the free space."
     else:
@@ -180,20 +180,20 @@ def check_fast_disk_space(context: CheckContext) -> CheckResults:
     replicated. Fails if there is no space for `keep + 1` equal shares, and warns if there is none for `keep + 1` whole
     states.
     """
-    fast = context.run.config.checkpoint.fast
-    if fast.every is None:
+    fast_config = context.run.config.checkpoint.fast
+    if fast_config.every is None:
         return
-    folder = Path(fast.folder or tempfile.gettempdir())
-    free, most_needed = _free_bytes(folder), (fast.keep + 1) * state_bytes(context.run)
-    least_needed = most_needed // context.process_count
+    folder = Path(fast_config.folder or tempfile.gettempdir())
+    free_bytes, max_needed_bytes = _free_bytes(folder), (fast_config.keep + 1) * state_bytes(context.run)
+    min_needed_bytes = max_needed_bytes // context.process_count
     size = (
-        memory_text(most_needed)
+        memory_text(max_needed_bytes)
         if context.process_count == 1
-        else f"{memory_text(least_needed)} to {memory_text(most_needed)}"
+        else f"{memory_text(min_needed_bytes)} to {memory_text(max_needed_bytes)}"
     )
-    text = f"{memory_text(free)} free in {folder}; fast checkpoints need {size}"
-    failure = FAILS, text, "Set checkpoint.fast.folder=DIR, or disable fast checkpoints: checkpoint.fast.every=null"
-    yield failure if least_needed > free else (WARNING if most_needed > free else OK, text)
+    text = f"{memory_text(free_bytes)} free in {folder}; fast checkpoints need {size}"
+    failure = FAILURE, text, "Set checkpoint.fast.folder=DIR, or disable fast checkpoints: checkpoint.fast.every=null"
+    yield failure if min_needed_bytes > free_bytes else (WARNING if max_needed_bytes > free_bytes else OK, text)
 
 
 def _free_bytes(path: Path) -> int:
@@ -237,7 +237,7 @@ def check_same_data(context: CheckContext) -> CheckResults:
         f"the prepared data has hash {hashes[team.index]} here, but {hashes[first_process]} on process {first_process}"
     )
     remedy = "Copy the files of data.paths, or the prepared data in data.cache_dir, from one host to the others."
-    failure = FAILS, text, remedy
+    failure = FAILURE, text, remedy
     is_equal = hashes[team.index] == hashes[first_process]
     yield (OK, "equal on all processes that have prepared it") if is_equal else failure
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.config.run import Run
-from valkyrie.doctor.findings import FAILS, OK, WARNING, Finding
+from valkyrie.doctor.findings import FAILURE, OK, WARNING, Finding
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.team import Team
 from valkyrie.train.devices import Devices
@@ -32,7 +32,7 @@ _HANG_REMEDY = (
 )
 _TIMED_SUMS = 20
 """Number of timed `psum` calls per mesh axis."""
-_SLOW_S = 0.01
+_MAX_SUM_S = 0.01
 """Seconds above which a collective of a few bytes on real chips suggests a network problem."""
 
 
@@ -53,15 +53,15 @@ def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list
             start = time.perf_counter()
             try:
                 with explain_oom(run, devices):
-                    compiled = program.compile_step()
+                    compiled_step = program.compile_step()
             except ValueError as error:
-                yield [Finding("compile", FAILS, str(error))]
+                yield [Finding("compile", FAILURE, str(error))]
                 return
             yield [Finding("compile", OK, f"the step compiled in {time.perf_counter() - start:.1f} s")]
         with explain_oom(run, devices):
-            metrics, seconds, state = _run_steps(program, compiled, steps, watchdog)
+            metrics, step_times_s, state = _run_steps(program, compiled_step, steps, watchdog)
         with watchdog.paused():
-            yield [_steps_finding(program, metrics, seconds, devices)]
+            yield [_steps_finding(program, metrics, step_times_s, devices)]
             names, leaves = leaf_names(state.parameters), jax.tree.leaves(state.parameters)
             yield [compare_replicas(dict(zip(names, leaves, strict=True)), team)]
 
@@ -72,15 +72,15 @@ def _check_memory(program: StepProgram, devices: Devices) -> list[Finding]:
     try:
         check_memory_fit(program, devices, say=notes.append)
     except ValueError as error:
-        return [Finding("memory", FAILS, str(error))]
+        return [Finding("memory", FAILURE, str(error))]
     return [Finding("memory", WARNING, note) for note in notes]
 
 
 def _run_steps(
-    program: StepProgram, compiled: Any, steps: int, watchdog: Watchdog
+    program: StepProgram, compiled_step: Any, steps: int, watchdog: Watchdog
 ) -> tuple[list[dict[str, np.ndarray]], list[float], TrainState]:
     """Train for `steps` steps on random tokens. Returns the metrics and seconds of each step, and the last state."""
-    run, metrics, seconds = program.run, [], []
+    run, metrics, step_times_s = program.run, [], []
     config, state = run.config, program.init(run.config.seed)
     for step in range(steps):
         watchdog.begin_step(step + 1)
@@ -89,14 +89,14 @@ def _run_steps(
         )
         batch = program.place(rows)
         start = time.perf_counter()
-        state, step_metrics = compiled(state, batch)
+        state, step_metrics = compiled_step(state, batch)
         metrics.append(jax.device_get(step_metrics))
-        seconds.append(time.perf_counter() - start)
-    return metrics, seconds, state
+        step_times_s.append(time.perf_counter() - start)
+    return metrics, step_times_s, state
 
 
 def _steps_finding(
-    program: StepProgram, metrics: list[dict[str, np.ndarray]], seconds: list[float], devices: Devices
+    program: StepProgram, metrics: list[dict[str, np.ndarray]], step_times_s: list[float], devices: Devices
 ) -> Finding:
     """Return a failure if a step has a loss or gradient that is not finite, else the losses and step time."""
     for step, values in enumerate(metrics, 1):
@@ -109,9 +109,9 @@ def _steps_finding(
             )
             text = f"step {step}: loss {float(values['loss'])}, gradient norm {float(values['grad_norm'])}{source}"
             remedy = "Lower optimizer.learning_rate, or find the operation with debug=nans."
-            return Finding("steps", FAILS, text, remedy)
+            return Finding("steps", FAILURE, text, remedy)
     losses = " to ".join(f"{float(values['loss']):.3f}" for values in (metrics[0], metrics[-1]))
-    step_time = duration_text(statistics.median(seconds[1:] or seconds)) + " (simulated)" * devices.simulated
+    step_time = duration_text(statistics.median(step_times_s[1:] or step_times_s)) + " (simulated)" * devices.simulated
     text = (
         f"loss and gradients stay finite for {count_text(len(metrics), 'step')}, with loss {losses} on random tokens; "
     )
@@ -123,29 +123,33 @@ def compare_replicas(parameters: Mapping[str, jax.Array], team: Team) -> Finding
 
     All processes of the team call this together.
     """
-    replicated = {name: array for name, array in parameters.items() if _is_replicated(array)}
-    local_checksums = {name: _checksums(array) for name, array in replicated.items()}
-    merged: dict[str, dict[str, dict[str, int]]] = {}
+    replicated_parameters = {name: array for name, array in parameters.items() if _is_replicated(array)}
+    local_checksums = {name: _checksums(array) for name, array in replicated_parameters.items()}
+    checksums_by_parameter: dict[str, dict[str, dict[str, int]]] = {}
     for checksums in team.exchange("checksums of parameters", local_checksums):
         for name, checksums_by_index in checksums.items():
             for index, by_device in checksums_by_index.items():
-                merged.setdefault(name, {}).setdefault(index, {}).update(by_device)
-    differing = {
+                checksums_by_parameter.setdefault(name, {}).setdefault(index, {}).update(by_device)
+    differing_devices = {
         name: devices
-        for name, checksums_by_index in merged.items()
+        for name, checksums_by_index in checksums_by_parameter.items()
         if (devices := _differing_devices(checksums_by_index))
     }
-    if not replicated:
+    if not replicated_parameters:
         return Finding("replicas", OK, "no parameter has copies on several devices")
-    if differing:
-        name, devices = next(iter(differing.items()))
+    if differing_devices:
+        name, devices = next(iter(differing_devices.items()))
         text = f"{name} on device{'s' * (len(devices) > 1)} {', '.join(devices[:8])} differs from its other copies"
-        total = f" ({len(differing)} of {len(replicated)} parameters differ)" if len(differing) > 1 else ""
+        total = (
+            f" ({len(differing_devices)} of {len(replicated_parameters)} parameters differ)"
+            if len(differing_devices) > 1
+            else ""
+        )
         remedy = (
             "Run it again. If the same device differs, run without its host. Otherwise, report a bug with this table."
         )
-        return Finding("replicas", FAILS, text + total, remedy)
-    text = f"all copies are bitwise equal ({len(replicated)} of {len(parameters)} parameters have copies)"
+        return Finding("replicas", FAILURE, text + total, remedy)
+    text = f"all copies are bitwise equal ({len(replicated_parameters)} of {len(parameters)} parameters have copies)"
     return Finding("replicas", OK, text)
 
 
@@ -179,10 +183,10 @@ def _differing_devices(checksums_by_index: Mapping[str, Mapping[str, int]]) -> l
     return sorted(devices, key=int)
 
 
-def time_axes(mesh: Any, simulated: bool) -> list[Finding]:
+def time_axes(mesh: Any, is_simulated: bool) -> list[Finding]:
     """Time a `psum` of a few bytes over each mesh axis with more than one device, and check its result.
 
-    Returns one finding per axis: a failure if the sum is wrong, or a warning if it is slow and not `simulated`.
+    Returns one finding per axis: a failure if the sum is wrong, or a warning if it is slow and not `is_simulated`.
     """
     findings = []
     for axis, size in mesh.shape.items():
@@ -190,14 +194,14 @@ def time_axes(mesh: Any, simulated: bool) -> list[Finding]:
             continue
         seconds, is_correct = _time_sum(mesh, axis)
         finding = Finding(f"axis {axis}", OK, f"a sum over {axis}={size} takes {duration_text(seconds)}")
-        if simulated:
+        if is_simulated:
             finding = finding._replace(text=f"{finding.text} (simulated)")
-        elif seconds > _SLOW_S:
+        elif seconds > _MAX_SUM_S:
             remedy = "Within a slice, it should take well under a millisecond."
             finding = finding._replace(severity=WARNING, remedy=remedy)
         if not is_correct:
             text = f"a sum of ones over {axis}={size} is not {size}"
-            finding = Finding(f"axis {axis}", FAILS, text, "A link or chip is faulty: use another slice.")
+            finding = Finding(f"axis {axis}", FAILURE, text, "A link or chip is faulty: use another slice.")
         findings.append(finding)
     return findings
 
@@ -214,10 +218,10 @@ def _time_sum(mesh: Any, axis: str) -> tuple[float, bool]:
 
     compiled_sum = jax.jit(jax.shard_map(sum_over_axis, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
     result = jax.block_until_ready(compiled_sum(ones))
-    seconds = []
+    times_s = []
     for _ in range(_TIMED_SUMS):
         start = time.perf_counter()
         jax.block_until_ready(compiled_sum(ones))
-        seconds.append(time.perf_counter() - start)
+        times_s.append(time.perf_counter() - start)
     is_correct = all(np.all(np.asarray(shard.data) == mesh.shape[axis]) for shard in result.addressable_shards)
-    return statistics.median(seconds), is_correct
+    return statistics.median(times_s), is_correct

@@ -12,7 +12,7 @@ from valkyrie.config.compose import count_accelerators
 from valkyrie.config.run import Run
 from valkyrie.doctor import disks, host
 from valkyrie.doctor.findings import (
-    FAILS,
+    FAILURE,
     OK,
     WARNING,
     Check,
@@ -30,7 +30,7 @@ from valkyrie.train.processes import abort_all_on_error, agree_on_configuration,
 if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
 
-_CLOCK_FAILS_S = 300.0
+_MAX_CLOCK_ERROR_S = 300.0
 """Seconds of clock error above which servers reject a host's credentials."""
 
 
@@ -49,13 +49,13 @@ def check_same_settings(context: CheckContext) -> CheckResults:
 def check_clocks(context: CheckContext) -> CheckResults:
     """Compare this host's clock with that of process 0 at a barrier.
 
-    A difference above `MAX_CLOCK_DIFFERENCE_S` is a warning, and above `_CLOCK_FAILS_S` a failure.
+    A difference above `MAX_CLOCK_DIFFERENCE_S` is a warning, and above `_MAX_CLOCK_ERROR_S` a failure.
     """
     team = context.team
     team.wait("look at the clock")
     times = team.exchange("time", time.time())
     difference = times[team.index] - times[0]
-    severity = FAILS if abs(difference) > _CLOCK_FAILS_S else WARNING
+    severity = FAILURE if abs(difference) > _MAX_CLOCK_ERROR_S else WARNING
     remedy = "Synchronize the clocks of all hosts, for example with timedatectl or chrony."
     if abs(difference) > disks.MAX_CLOCK_DIFFERENCE_S:
         yield severity, f"this clock differs by {difference:+.0f} s from that of process 0", remedy
@@ -108,7 +108,7 @@ def examine(run: Run, console: Console, steps: int | None) -> int:
     except ValueError as error:
         table = FindingsTable(console)
         findings = findings or run_checks(HOST_CHECKS, CheckContext(run))
-        table.add([[*findings, Finding("processes", FAILS, str(error))]])
+        table.add([[*findings, Finding("processes", FAILURE, str(error))]])
         return table.print_summary()
     if not isinstance(team, ConnectedTeam):
         return _report_all(CheckContext(run), FindingsTable(console), findings, steps)
@@ -154,7 +154,7 @@ def _acquire_devices(run: Run, team: Team) -> tuple[Devices | None, list[Finding
         configure_jax(run)
         devices = acquire_devices(run, team)
     except ValueError as error:
-        return None, [Finding("devices", FAILS, str(error))]
+        return None, [Finding("devices", FAILURE, str(error))]
     import jax
 
     share = f", {jax.local_device_count()} per process" if team.count > 1 else ""
@@ -174,4 +174,4 @@ def _dry_run(run: Run, devices: Devices, steps: int, team: Team, table: Findings
     except ValueError as error:
         if team.count > 1:  # ends the other processes, which may wait for this one in a collective
             raise
-        table.add([[Finding("dry run", FAILS, str(error))]])
+        table.add([[Finding("dry run", FAILURE, str(error))]])

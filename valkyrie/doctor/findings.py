@@ -13,10 +13,10 @@ from rich.text import Text
 from valkyrie.config.run import Run
 from valkyrie.processes.team import ALONE, Team
 
-OK, WARNING, FAILS = "ok", "warning", "FAILS"
-"""Severities of a finding. `FAILS`: the run would fail."""
-_STYLES = {OK: "green", WARNING: "yellow", FAILS: "bold red"}
-_MAX_OK = 8
+OK, WARNING, FAILURE = "ok", "warning", "FAILS"
+"""Severities of a finding. `FAILURE`: the run would fail."""
+_STYLES = {OK: "green", WARNING: "yellow", FAILURE: "bold red"}
+_MAX_OK_FINDINGS = 8
 """Maximum number of distinct `ok` findings shown per check."""
 
 
@@ -58,7 +58,7 @@ def run_checks(checks: Iterable[Check], context: CheckContext) -> list[Finding]:
         try:
             findings += [Finding(check.name, *result) for result in check.function(context)]
         except (ValueError, OSError) as error:
-            findings.append(Finding(check.name, FAILS, str(error)))
+            findings.append(Finding(check.name, FAILURE, str(error)))
     return findings
 
 
@@ -75,24 +75,24 @@ class FindingsTable:
 
     @property
     def failed(self) -> bool:
-        """Whether a finding with severity `FAILS` has been added."""
-        return self._counts[FAILS] > 0
+        """Whether a finding with severity `FAILURE` has been added."""
+        return self._counts[FAILURE] > 0
 
-    def add(self, by_process: Sequence[Iterable[Sequence[str]]]) -> None:
+    def add(self, findings_by_process: Sequence[Iterable[Sequence[str]]]) -> None:
         """Print one table with the findings of all processes. Equal findings share a row.
 
-        `by_process` has the findings of each process, as `Finding` or as sequences of its fields.
+        `findings_by_process` has the findings of each process, as `Finding` or as sequences of its fields.
         """
         table = Table.grid(padding=(0, 2))
         table.add_column(width=7)
         table.add_column(width=16)
         table.add_column(overflow="fold")
-        for finding, processes, omitted in _merge_findings(
-            [[Finding(*f) for f in findings] for findings in by_process]
+        for finding, processes, omitted_count in _merge_findings(
+            [[Finding(*f) for f in findings] for findings in findings_by_process]
         ):
             self._counts[finding.severity] += 1
-            prefix = self._process_prefix(processes, len(by_process))
-            text = Text(f"{prefix}{finding.text}{f' (and {omitted} more that are ok)' if omitted else ''}")
+            prefix = self._process_prefix(processes, len(findings_by_process))
+            text = Text(f"{prefix}{finding.text}{f' (and {omitted_count} more that are ok)' if omitted_count else ''}")
             if finding.remedy:
                 text.append(f"\n{finding.remedy}", style="italic")
             table.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.check, text)
@@ -100,11 +100,12 @@ class FindingsTable:
 
     def print_summary(self) -> int:
         """Print a summary and return the exit status: 1 if the run would fail, else 0."""
-        fails, warnings = self._counts[FAILS], self._counts[WARNING]
-        summary = f"{fails} problem{'s' * (fails > 1)}" if fails else "no problems found"
-        summary += f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+        failure_count, warning_count = self._counts[FAILURE], self._counts[WARNING]
+        summary = f"{failure_count} problem{'s' * (failure_count > 1)}" if failure_count else "no problems found"
+        summary += f", {warning_count} warning{'s' * (warning_count > 1)}" if warning_count else ""
         self._console.print(
-            f"{summary}: the run would fail" if fails else summary, style=_STYLES[FAILS if fails else OK]
+            f"{summary}: the run would fail" if failure_count else summary,
+            style=_STYLES[FAILURE if failure_count else OK],
         )
         return int(self.failed)
 
@@ -117,20 +118,20 @@ class FindingsTable:
         return f"processes {', '.join(map(str, processes[:8]))}{', ...' if len(processes) > 8 else ''}: "
 
 
-def _merge_findings(by_process: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int], int]]:
+def _merge_findings(findings_by_process: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int], int]]:
     """Merge equal findings of all processes, check by check.
 
     Returns rows (finding, its processes, number of `ok` findings omitted after it).
     """
-    by_check: dict[str, dict[Finding, list[int]]] = {}
-    for index, findings in enumerate(by_process):
+    processes_by_check: dict[str, dict[Finding, list[int]]] = {}
+    for index, findings in enumerate(findings_by_process):
         for finding in findings:
-            by_check.setdefault(finding.check, {}).setdefault(finding, []).append(index)
+            processes_by_check.setdefault(finding.check, {}).setdefault(finding, []).append(index)
     rows = []
-    for merged in by_check.values():
-        ok_rows = [(f, processes, 0) for f, processes in merged.items() if f.severity == OK]
-        if len(ok_rows) > _MAX_OK:
-            last, processes, _ = ok_rows[_MAX_OK - 1]
-            ok_rows = [*ok_rows[: _MAX_OK - 1], (last, processes, len(ok_rows) - _MAX_OK)]
-        rows += [*ok_rows, *((f, processes, 0) for f, processes in merged.items() if f.severity != OK)]
+    for processes_by_finding in processes_by_check.values():
+        ok_rows = [(f, processes, 0) for f, processes in processes_by_finding.items() if f.severity == OK]
+        if len(ok_rows) > _MAX_OK_FINDINGS:
+            last, processes, _ = ok_rows[_MAX_OK_FINDINGS - 1]
+            ok_rows = [*ok_rows[: _MAX_OK_FINDINGS - 1], (last, processes, len(ok_rows) - _MAX_OK_FINDINGS)]
+        rows += [*ok_rows, *((f, processes, 0) for f, processes in processes_by_finding.items() if f.severity != OK)]
     return rows

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from valkyrie.config.compose import count_accelerators
 from valkyrie.doctor.disks import state_bytes
-from valkyrie.doctor.findings import FAILS, OK, WARNING, CheckContext, CheckResults
+from valkyrie.doctor.findings import FAILURE, OK, WARNING, CheckContext, CheckResults
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.host_memory import free_memory
 from valkyrie.processes.locks import LockState, lock
@@ -32,7 +32,7 @@ _CHECKED_PACKAGES = ("valkyrie-jax", "jax")
 
 def check_environment(_: CheckContext) -> CheckResults:
     """Check the environment variables of JAX and XLA. Yields only failures."""
-    yield from ((FAILS, str(problem)) for problem in environment_problems())
+    yield from ((FAILURE, str(problem)) for problem in environment_problems())
 
 
 def check_chips(context: CheckContext) -> CheckResults:
@@ -43,7 +43,7 @@ def check_chips(context: CheckContext) -> CheckResults:
     the CPU itself.
     """
     if problems := device_problems(context.run):
-        yield from ((FAILS, str(problem)) for problem in problems)
+        yield from ((FAILURE, str(problem)) for problem in problems)
         return
     target, mesh, count = context.run.config.target, context.run.config.mesh, count_accelerators()
     platform = get_platform(target.platform)
@@ -56,7 +56,7 @@ def check_chips(context: CheckContext) -> CheckResults:
         yield OK, f"{count_text(count, 'chip')} on this host"
     elif count != (expected := target.chips // target.hosts):
         text = f"{count_text(count, 'chip')} on this host, but target={target.describe()} has {expected} per host"
-        yield FAILS, text, "Start the run on the hosts of that slice, or correct target=."
+        yield FAILURE, text, "Start the run on the hosts of that slice, or correct target=."
     else:
         yield OK, f"{count_text(count, f'{target.chip.name} chip')} on this host"
 
@@ -69,11 +69,11 @@ def check_processes(context: CheckContext) -> CheckResults:
     target = context.run.config.target
     if not count_accelerators() or target.chip is None or not get_platform(target.platform).uses_every_device:
         return
-    hosts = target.hosts * target.slices
-    if target.chips is not None and context.process_count != hosts and not device_problems(context.run):
+    host_count = target.hosts * target.slices
+    if target.chips is not None and context.process_count != host_count and not device_problems(context.run):
         count = f"{context.process_count} process{'es' * (context.process_count > 1)}"
-        text = f"{count}, but target={target.describe()} has {count_text(hosts, 'host')}"
-        yield FAILS, text, "Start one process on every host of the slice. valkyrie-launch prints the commands."
+        text = f"{count}, but target={target.describe()} has {count_text(host_count, 'host')}"
+        yield FAILURE, text, "Start one process on every host of the slice. valkyrie-launch prints the commands."
 
 
 def check_chips_free(_: CheckContext) -> CheckResults:
@@ -88,7 +88,7 @@ def check_chips_free(_: CheckContext) -> CheckResults:
     if tpu_pids:
         stop = f"kill {' '.join(map(str, tpu_pids))}"
         remedy = f"Only one process can use a TPU. Wait until the TPU is free, or free it: {stop}"
-        yield FAILS, f"the TPU is in use by {processes}", remedy
+        yield FAILURE, f"the TPU is in use by {processes}", remedy
     elif gpu_pids:
         yield (
             WARNING,
@@ -127,9 +127,9 @@ def _check_lock_file() -> tuple[str, ...] | None:
         return None
     except OSError as error:
         text = f"{LOCK_FILE} belongs to another user ({(error.strerror or '').lower()}), so libtpu cannot start"
-        return FAILS, text, f"If nobody else uses the TPU: sudo rm {LOCK_FILE}"
+        return FAILURE, text, f"If nobody else uses the TPU: sudo rm {LOCK_FILE}"
     text = f"{LOCK_FILE} is locked by a process that this user cannot see"
-    return FAILS, text, "Find the process with: sudo lsof -w /dev/accel* /dev/vfio/*"
+    return FAILURE, text, "Find the process with: sudo lsof -w /dev/accel* /dev/vfio/*"
 
 
 def check_versions(context: CheckContext) -> CheckResults:
@@ -138,10 +138,14 @@ def check_versions(context: CheckContext) -> CheckResults:
     platform = get_platform(context.run.config.target.platform)
     if platform.plugins and not any(map(installed_version, platform.plugins)):
         problems.append(f"{platform.plugins[0]} is not installed, but JAX needs it to use a {platform.name.upper()}")
-    installed = ", ".join(f"{name} {version}" for name in _SHOWN_PACKAGES if (version := installed_version(name)))
+    versions_text = ", ".join(f"{name} {version}" for name in _SHOWN_PACKAGES if (version := installed_version(name)))
     extra = "" if platform.extra is None else f" --extra {platform.extra}"
-    failure = FAILS, f"{'; '.join(problems)} (installed: {installed})", f"Install matching versions: uv sync{extra}"
-    yield failure if problems else (OK, installed)
+    failure = (
+        FAILURE,
+        f"{'; '.join(problems)} (installed: {versions_text})",
+        f"Install matching versions: uv sync{extra}",
+    )
+    yield failure if problems else (OK, versions_text)
 
 
 def _unmet_requirements() -> Iterator[str]:
@@ -151,18 +155,18 @@ def _unmet_requirements() -> Iterator[str]:
             yield f"{package} is not installed"
             continue
         for requirement in map(Requirement, requires(package) or []):
-            optional = requirement.marker is not None and "extra" in str(requirement.marker)
-            if not optional and requirement.marker is not None and not requirement.marker.evaluate():
+            is_optional = requirement.marker is not None and "extra" in str(requirement.marker)
+            if not is_optional and requirement.marker is not None and not requirement.marker.evaluate():
                 continue
             is_plugin = requirement.name == "libtpu" or re.fullmatch("jax-.*-(plugin|pjrt)", requirement.name)
-            if optional and not is_plugin:
+            if is_optional and not is_plugin:
                 continue
-            installed = installed_version(requirement.name)
-            if installed is None and not optional:
+            version = installed_version(requirement.name)
+            if version is None and not is_optional:
                 yield f"{requirement.name} is not installed, but {package} requires it"
-            if installed is not None and not requirement.specifier.contains(installed, prereleases=True):
+            if version is not None and not requirement.specifier.contains(version, prereleases=True):
                 needs = f"{package} {installed_version(package)} requires {requirement.name}{requirement.specifier}"
-                yield f"{needs}, but {installed} is installed"
+                yield f"{needs}, but {version} is installed"
 
 
 def check_host_memory(context: CheckContext) -> CheckResults:
@@ -170,24 +174,28 @@ def check_host_memory(context: CheckContext) -> CheckResults:
 
     With simulated devices, it must also hold the state itself and the gradients.
     """
-    free = free_memory()
-    if free is None:
+    free_bytes = free_memory()
+    if free_bytes is None:
         yield WARNING, "this system does not report its free memory"
         return
-    simulated = not count_accelerators() and get_platform(context.run.config.target.platform).is_simulated(0)
-    needed = (3 if simulated else 1) * state_bytes(context.run) // context.process_count
-    if simulated:
-        text = f"{memory_text(free)} free; the state, gradients and a copy to save need {memory_text(needed)}"
+    is_simulated = not count_accelerators() and get_platform(context.run.config.target.platform).is_simulated(0)
+    needed_bytes = (3 if is_simulated else 1) * state_bytes(context.run) // context.process_count
+    if is_simulated:
+        text = (
+            f"{memory_text(free_bytes)} free; the state, gradients and a copy to save need {memory_text(needed_bytes)}"
+        )
     else:
-        text = f"{memory_text(free)} free; the copy of the state for checkpoints needs {memory_text(needed)}"
+        text = (
+            f"{memory_text(free_bytes)} free; the copy of the state for checkpoints needs {memory_text(needed_bytes)}"
+        )
     remedy = "Use more hosts, hosts with more memory, or a smaller model=."
-    yield (FAILS, text, remedy) if needed > free else (OK, text)
+    yield (FAILURE, text, remedy) if needed_bytes > free_bytes else (OK, text)
 
 
 def check_open_files(context: CheckContext) -> CheckResults:
     """Check that this process may open enough files and connections."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed = _OPEN_FILES + _FILES_PER_PROCESS * context.process_count
-    failure = FAILS, f"the limit is {limit}, but about {needed} are needed", "Raise the limit: ulimit -n 65536"
+    failure = FAILURE, f"the limit is {limit}, but about {needed} are needed", "Raise the limit: ulimit -n 65536"
     success = OK, "no limit" if limit < 0 or limit > 2**40 else f"up to {limit:,}"
     yield failure if 0 <= limit < needed else success

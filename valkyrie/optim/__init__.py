@@ -329,7 +329,7 @@ def check_bytes(config: OptimizerConfig, parameters: Iterable[Parameter]) -> Non
         for method in ("state_bytes", "update_bytes"):
             result = getattr(config, method)(parameter)
             if not isinstance(result, Real) or not 0 <= float(result) < math.inf:
-                raise FAMILIES.wrong_result(config, method, result, "a number of bytes")
+                raise FAMILIES.wrong_result_error(config, method, result, "a number of bytes")
 
 
 def is_parameter(node: Any) -> bool:

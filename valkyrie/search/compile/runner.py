@@ -16,7 +16,7 @@ from pathlib import Path
 
 from valkyrie.config.modes import MODULE_FILE, settings_for
 from valkyrie.config.run import Run
-from valkyrie.foreign_errors import wrong_flag
+from valkyrie.foreign_errors import flag_refusal_reason
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS
 from valkyrie.modes.compile import Config as CompileMode
@@ -166,7 +166,7 @@ def run_compiler(
     if is_finished():
         return None
     lines = [line.strip() for line in child.last_lines() if line.strip()]
-    if flag := next(filter(None, map(wrong_flag, lines)), None):
+    if flag := next(filter(None, map(flag_refusal_reason, lines)), None):
         value = os.environ.get(LIBTPU_FLAGS, "")
         reason = f"{LIBTPU_FLAGS}={value}: libtpu {flag}. Change the variable, or unset it."
         return CompileOutcome(CompileStatus.refused, reason, variable=LIBTPU_FLAGS)
