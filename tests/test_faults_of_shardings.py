@@ -105,7 +105,7 @@ def test_a_batch_that_is_not_split_is_found_at_its_line() -> None:
     fault = found_faults[FaultCode.whole_batch]
     file, _, line = fault.source.rpartition(":")
     assert file == __file__ and "jax.nn.relu(x @ up)" in linecache.getline(file, int(line))
-    assert fault.mesh_axes == ("data",) and "all 64 there" in fault.text
+    assert fault.mesh_axes == ("data",) and "the whole batch of 64" in fault.text
     assert "PartitionSpec('data')" in fault.remedy and "jax.set_mesh" in fault.remedy
 
 
