@@ -47,7 +47,7 @@ def test_numpy_scalars_become_numbers():
 
 
 @pytest.mark.parametrize(
-    ("plain", "place"),
+    ("plain", "field_path"),
     [
         ({"parts": [{"colour": "blue", "axes": []}]}, "$.parts[0].colour"),
         ({"parts": [{"colour": "red", "axes": [], "seconds": "1"}]}, "$.parts[0].seconds"),
@@ -57,10 +57,10 @@ def test_numpy_scalars_become_numbers():
         ([], ""),
     ],
 )
-def test_an_error_names_the_file_and_the_field(plain: Any, place: str):
+def test_an_error_names_the_file_and_the_field(plain: Any, field_path: str):
     with pytest.raises(RecordError) as caught:
         decode(Whole, plain, "a.json")
-    assert (caught.value.source, caught.value.field) == ("a.json", place)
+    assert (caught.value.source, caught.value.field) == ("a.json", field_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"parts": [], }'])

@@ -43,7 +43,7 @@ from valkyrie.train.program import StepProgram
 REMATS = config_names("remat")
 
 
-def traced(run: Run, backend: str = "cpu") -> Any:
+def trace_step(run: Run, backend: str = "cpu") -> Any:
     """Return the jaxpr of a run's step, traced for a backend. Nothing is compiled."""
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend=backend)
     return program.step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
@@ -64,7 +64,7 @@ def scans(jaxpr: Any) -> Iterator[Any]:
 def forward_output_bytes(run: Run, backend: str = "cpu") -> tuple[int, int]:
     """Return the bytes that blocks save for the backward pass, as a pair: in device memory and in host memory."""
     length, device, host = run.config.seq, 0, 0
-    for scan in scans(traced(run, backend)):
+    for scan in scans(trace_step(run, backend)):
         outputs = [out.aval for out in scan.outvars[scan.params["num_carry"] :]]
         for array in outputs:
             if array.ndim > 3 and length in array.shape[2:] and scan.params["reverse"] is False:
@@ -91,7 +91,7 @@ def test_reported_saved_bytes_equal_those_of_the_forward_pass(model: str, remat:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_activation_that_a_model_declares_is_named_in_its_step(model: str):
     run = small_run(model)
-    named = {*re.findall(r"name\[name=(\w+)\]", str(traced(run)))}
+    named = {*re.findall(r"name\[name=(\w+)\]", str(trace_step(run)))}
     assert named >= {*activation_names(run.model)}
 
 
@@ -146,7 +146,7 @@ def test_a_saved_run_keeps_its_remat_lists(tmp_path: Path):
     )
 
 
-def again(name: str, seconds: float) -> Cost:
+def recomputed_cost(name: str, seconds: float) -> Cost:
     return Cost(
         PartKind.matmul,
         (),
@@ -160,7 +160,13 @@ def again(name: str, seconds: float) -> Cost:
 def test_the_hint_suggests_the_most_expensive_activation_that_fits():
     run = small_run("valkyrie_tiny", "remat=full", "remat.save=[out]")
     forward = Cost(PartKind.matmul, (), "jit(step)/while/body/up/dot_general", "", 24.0, 0.5)
-    costs = [again("up", 0.02), again("up/x", 0.01), again("driven", 0.05), again("states", 0.01), again("out", 0.3)]
+    costs = [
+        recomputed_cost("up", 0.02),
+        recomputed_cost("up/x", 0.01),
+        recomputed_cost("driven", 0.05),
+        recomputed_cost("states", 0.01),
+        recomputed_cost("out", 0.3),
+    ]
     report = remat_report(run, [forward, *costs])
     assert [(e.name, round(e.seconds, 9)) for e in report.again[:2]] == [("states", 0.06), ("driven", 0.05)]
     assert (report.save, report.offload, {*report.device}) == (("out",), (), {"block_input", "out"})

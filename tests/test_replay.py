@@ -31,7 +31,7 @@ def program(body: str, head: str = HEAD) -> Module:
     return parse_module(head + "ENTRY e {\n  a = f32[1024,1024] parameter(0)\n" + body + "}\n")
 
 
-def work(name: str, operand: str, cycles: int) -> str:
+def timed_instruction(name: str, operand: str, cycles: int) -> str:
     root, name = ("ROOT ", name.removeprefix("ROOT ")) if name.startswith("ROOT ") else ("", name)
     return (
         f"  {root}{name} = f32[1024,1024] sort({operand}), dimensions={{0}}, to_apply=less{WORK.format(cycles, name)}\n"
@@ -41,7 +41,7 @@ def work(name: str, operand: str, cycles: int) -> str:
 LESS = "less {\n  p = f32[] parameter(0)\n  q = f32[] parameter(1)\n  ROOT b = pred[] compare(p, q), direction=LT\n}\n"
 
 
-def played(module: Module) -> Replay:
+def replay_on_v4(module: Module) -> Replay:
     result = replay(module, make_machine("v4", make_topology((4, 4, 4))))
     assert sum(part.seconds for part in result.parts) == pytest.approx(result.step_s)
     assert sum(cost.seconds for cost in result.costs) == pytest.approx(result.step_s)
@@ -62,13 +62,15 @@ def start_and_done(between: str, kind: str = "all-gather") -> Module:
 
 
 def test_work_takes_the_cycles_estimated_by_the_compiler():
-    result = played(program(work("first", "a", 1000) + work("ROOT second", "first", 500), HEAD + LESS))
+    result = replay_on_v4(
+        program(timed_instruction("first", "a", 1000) + timed_instruction("ROOT second", "first", 500), HEAD + LESS)
+    )
     assert result.step_s == pytest.approx(1500 / CLOCK)
     assert {cost.op_name for cost in result.costs} == {"first", "second"}
 
 
 def test_a_collective_without_overlapping_work_is_exposed():
-    result = played(start_and_done(""))
+    result = replay_on_v4(start_and_done(""))
     assert result.step_s == pytest.approx(gather_seconds())
     assert [(part.kind, part.mesh_axes) for part in result.parts] == [(PartKind.exposed, ("x",))]
     (use,) = result.collectives
@@ -79,10 +81,10 @@ def test_a_collective_without_overlapping_work_is_exposed():
 
 def test_overlapping_work_hides_a_collective():
     cycles = int(gather_seconds() * CLOCK * 0.6)
-    result = played(start_and_done(work("hidden", "a", cycles)))
+    result = replay_on_v4(start_and_done(timed_instruction("hidden", "a", cycles)))
     assert result.step_s == pytest.approx(gather_seconds(), rel=1e-3)
     assert sum_seconds(result.parts, PartKind.exposed) == pytest.approx(0.4 * gather_seconds(), rel=1e-2)
-    result = played(start_and_done(work("longer", "a", 3 * cycles)))
+    result = replay_on_v4(start_and_done(timed_instruction("longer", "a", 3 * cycles)))
     assert not sum_seconds(result.parts, PartKind.exposed) and result.sending_s == pytest.approx(gather_seconds())
     assert result.step_s == pytest.approx(3 * cycles / CLOCK)
     assert result.collectives[0].busy_s == pytest.approx(gather_seconds())
@@ -97,7 +99,7 @@ def test_collectives_on_the_same_links_share_them(groups, slower):
         "  ROOT r = (f32[4096,1024], f32[4096,1024]) tuple(d, f)\n"
     )
     latency = assumptions.COLLECTIVE_START_S + 2e-6
-    result = played(module)
+    result = replay_on_v4(module)
     assert result.step_s == pytest.approx(latency + slower * (gather_seconds() - latency))
     assert result.sending_s == pytest.approx(result.step_s), "two at once are not twice the time"
 
@@ -111,7 +113,7 @@ def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():
     )
     named = 'metadata={op_name="gradient" source_file="step.py" source_line=7}'
     module = program(f"  ROOT f = f32[256,1024] fusion(a), kind=kCustom, calls=scatter, {named}\n", head)
-    for (use,) in (played(module).collectives, collective_uses(module, {"x": 4, "y": 4, "z": 4})):
+    for (use,) in (replay_on_v4(module).collectives, collective_uses(module, {"x": 4, "y": 4, "z": 4})):
         assert use.kind == "reduce-scatter" and use.bytes_sent == 0.75 * BYTES
         assert (use.op_name, use.source) == ("gradient", "step.py:7"), "the all-reduce inside has no name of its own"
 
@@ -122,28 +124,28 @@ ALONE = f'"collective_algorithm_config":{{"emitter":"1DAllGatherNonMajorDim","de
 FUSED = '"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}'
 
 
-def gathered(name: str, operand: str, config: str, groups: str = PLANE) -> str:
+def all_gather_text(name: str, operand: str, config: str, groups: str = PLANE) -> str:
     configured = f"dimensions={{0}}, backend_config={{{config}}}"
     return f"  {name} = f32[16384,1024] all-gather({operand}), channel_id=7, {groups}, {configured}\n"
 
 
-def module_with_fused_gather(cycles: int, alone: str = "") -> Module:
+def module_with_fused_gather(cycles: int, preceding: str = "") -> Module:
     """Return a module with an all-gather in three fusions, as libtpu compiles it to overlap with a matrix product.
 
     The first fusion starts the all-gather, the second computes a matrix product of `cycles` cycles, and the third ends
-    the all-gather. The HLO instructions in `alone` precede the fusions.
+    the all-gather. The HLO instructions in `preceding` precede the fusions.
     """
     whole = "f32[16384,1024]"
     head = HEAD + (
-        f"begin {{\n  w = f32[1024,1024] parameter(0)\n{gathered('g', 'w', FUSED)}"
+        f"begin {{\n  w = f32[1024,1024] parameter(0)\n{all_gather_text('g', 'w', FUSED)}"
         f'  ROOT c = {whole} custom-call(g), custom_call_target="AsyncCollectiveStart"\n}}\n'
-        f"carry {{\n  v = f32[1024,1024] parameter(0)\n{gathered('h', 'v', FUSED)}"
+        f"carry {{\n  v = f32[1024,1024] parameter(0)\n{all_gather_text('h', 'v', FUSED)}"
         "  ROOT m = f32[1024,1024] dot(v, v), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}\n"
-        f"end {{\n  u = f32[1024,1024] parameter(0)\n{gathered('k', 'u', FUSED)}"
+        f"end {{\n  u = f32[1024,1024] parameter(0)\n{all_gather_text('k', 'u', FUSED)}"
         f'  ROOT e = {whole} custom-call(k), custom_call_target="AsyncCollectiveDone"\n}}\n'
     )
     return program(
-        f"{alone}  s = {whole} fusion(a), kind=kCustom, calls=begin\n"
+        f"{preceding}  s = {whole} fusion(a), kind=kCustom, calls=begin\n"
         f"  p = f32[1024,1024] fusion(a), kind=kOutput, calls=carry{WORK.format(cycles, 'product')}\n"
         f"  ROOT d = {whole} fusion(a), kind=kCustom, calls=end\n",
         head,
@@ -151,17 +153,19 @@ def module_with_fused_gather(cycles: int, alone: str = "") -> Module:
 
 
 def test_a_gather_fused_into_products_uses_the_ring_of_separate_gathers():
-    (alone,) = played(program(gathered("ROOT r", "a", ALONE))).collectives
-    uses = {u.op_name: u for u in played(module_with_fused_gather(1000, gathered("r", "a", ALONE))).collectives}
+    (alone,) = replay_on_v4(program(all_gather_text("ROOT r", "a", ALONE))).collectives
+    uses = {
+        u.op_name: u for u in replay_on_v4(module_with_fused_gather(1000, all_gather_text("r", "a", ALONE))).collectives
+    }
     assert sum(u.busy_s for u in uses.values()) == pytest.approx(2 * alone.busy_s), "the fused one as the one alone"
-    (other,) = played(module_with_fused_gather(1000)).collectives
+    (other,) = replay_on_v4(module_with_fused_gather(1000)).collectives
     assert other.busy_s < alone.busy_s / 1.5, "without a gather alone over these groups, rings along each axis"
 
 
 def test_a_product_with_a_fused_gather_hides_it():
-    (use,) = played(module_with_fused_gather(1000)).collectives
+    (use,) = replay_on_v4(module_with_fused_gather(1000)).collectives
     assert use.calls == 1 and use.exposed_s == pytest.approx(use.busy_s - 1000 / CLOCK)
-    result = played(module_with_fused_gather(int(2 * use.busy_s * CLOCK)))
+    result = replay_on_v4(module_with_fused_gather(int(2 * use.busy_s * CLOCK)))
     assert [part.kind for part in result.parts] == [PartKind.matmul] and result.sending_s == pytest.approx(use.busy_s)
 
 
@@ -180,13 +184,13 @@ def test_a_product_without_a_cycle_estimate_runs_at_the_bfloat16_peak():
 LOOP = (
     "body {\n  b = (s32[], f32[1024,1024]) parameter(0)\n  i = s32[] get-tuple-element(b), index=0\n"
     "  x = f32[1024,1024] get-tuple-element(b), index=1\n  one = s32[] constant(1)\n  n = s32[] add(i, one)\n"
-    + work("w", "x", 1000)
+    + timed_instruction("w", "x", 1000)
     + f"  g = f32[1024,1024] all-reduce(w), channel_id=1, {X_GROUPS}, to_apply=add\n"
     "  ROOT t = (s32[], f32[1024,1024]) tuple(n, g)\n}\n"
     "condition {\n  c = (s32[], f32[1024,1024]) parameter(0)\n  ci = s32[] get-tuple-element(c), index=0\n"
     "  limit = s32[] constant(10)\n  ROOT go = pred[] compare(ci, limit), direction=LT\n}\n"
 )
-RUN = (
+LOOP_CALL = (
     "  zero = s32[] constant(0)\n  start = (s32[], f32[1024,1024]) tuple(zero, a)\n"
     "  loop = (s32[], f32[1024,1024]) while(start), condition=condition, body=body\n"
     "  ROOT out = f32[1024,1024] get-tuple-element(loop), index=1\n"
@@ -194,7 +198,7 @@ RUN = (
 
 
 def test_a_loop_counts_all_its_iterations():
-    result = played(program(RUN, HEAD + LESS + LOOP))
+    result = replay_on_v4(program(LOOP_CALL, HEAD + LESS + LOOP))
     (use,) = result.collectives
     assert use.calls == 10 and use.bytes_sent == 10 * 2 * 0.75 * BYTES
     once = 1000 / CLOCK + use.busy_s / 10
@@ -208,18 +212,20 @@ def test_a_loop_counts_all_its_iterations():
 def test_a_transfer_started_before_a_loop_continues_inside_it():
     body = (
         f"  s = (f32[1024,1024], f32[4096,1024]) all-gather-start(a), channel_id=2, {Y_GROUPS}, dimensions={{0}}\n"
-        + RUN.replace("ROOT ", "")
+        + LOOP_CALL.replace("ROOT ", "")
         + "  d = f32[4096,1024] all-gather-done(s)\n"
         "  ROOT r = (f32[1024,1024], f32[4096,1024]) tuple(out, d)\n"
     )
-    result = played(program(body, HEAD + LESS + LOOP))
+    result = replay_on_v4(program(body, HEAD + LESS + LOOP))
     assert not any(part.mesh_axes == ("y",) for part in result.parts)
-    assert result.step_s == pytest.approx(played(program(RUN, HEAD + LESS + LOOP)).step_s)
+    assert result.step_s == pytest.approx(replay_on_v4(program(LOOP_CALL, HEAD + LESS + LOOP)).step_s)
 
 
 def test_the_longest_branch_is_used_and_noted():
     branches = "".join(
-        f"{name} {{\n  {name}p = f32[1024,1024] parameter(0)\n" + work(f"ROOT {name}w", f"{name}p", cycles) + "}\n"
+        f"{name} {{\n  {name}p = f32[1024,1024] parameter(0)\n"
+        + timed_instruction(f"ROOT {name}w", f"{name}p", cycles)
+        + "}\n"
         for name, cycles in (("short", 100), ("long", 5000))
     )
     module = program(
@@ -227,14 +233,14 @@ def test_the_longest_branch_is_used_and_noted():
         "  ROOT c = f32[1024,1024] conditional(which, a, a), true_computation=short, false_computation=long\n",
         HEAD + LESS + branches,
     )
-    result = played(module)
+    result = replay_on_v4(module)
     assert result.step_s == pytest.approx(5000 / CLOCK)
     (note,) = result.notes
     assert "longest branch" in note
 
 
 def test_bytes_are_counted_for_any_backend_without_a_machine():
-    (use,) = collective_uses(program(RUN, HEAD + LESS + LOOP), {"x": 4, "y": 4, "z": 4})
+    (use,) = collective_uses(program(LOOP_CALL, HEAD + LESS + LOOP), {"x": 4, "y": 4, "z": 4})
     assert (use.kind, use.mesh_axes, use.calls) == ("all-reduce", ("x",), 10)
     assert use.bytes_sent == 10 * 2 * 0.75 * BYTES and use.busy_s == 0 and not use.torus_axes
 
@@ -254,7 +260,7 @@ def test_bytes_are_counted_for_cpu_programs():
 
 def test_a_module_for_other_devices_is_refused():
     with pytest.raises(ValueError) as error:
-        replay(program(RUN, HEAD + LESS + LOOP), make_machine("v4", make_topology((2, 2, 4))))
+        replay(program(LOOP_CALL, HEAD + LESS + LOOP), make_machine("v4", make_topology((2, 2, 4))))
     assert "64 devices" in str(error.value) and "16" in str(error.value)
 
 

@@ -38,7 +38,7 @@ def map_over_mesh(function: Any, mesh: Any) -> Any:
 
 
 @lru_cache
-def collective(kind: str, axes: tuple[str, ...], slices: int = 1, slice_name: str = "v4:4x4x4") -> Replay:
+def replay_collective(kind: str, axes: tuple[str, ...], slices: int = 1, slice_name: str = "v4:4x4x4") -> Replay:
     mesh, machine = tpu_mesh(slice_name, slices)
     n = mesh.shape[axes[0]]
     functions = {
@@ -51,13 +51,13 @@ def collective(kind: str, axes: tuple[str, ...], slices: int = 1, slice_name: st
     return replay(compile_module(map_over_mesh(functions[kind], mesh), mesh, SHAPE), machine)
 
 
-def use_of(done: Replay, kind: str) -> Any:
-    assert sum(part.seconds for part in done.parts) == pytest.approx(done.step_s)
-    (use,) = (u for u in done.collectives if u.kind == kind)
+def find_use(result: Replay, kind: str) -> Any:
+    assert sum(part.seconds for part in result.parts) == pytest.approx(result.step_s)
+    (use,) = (u for u in result.collectives if u.kind == kind)
     return use
 
 
-def links(kind: str) -> float:
+def link_rate(kind: str) -> float:
     return LINK * assumptions.ICI_EFFICIENCY.get(kind, assumptions.DEFAULT_ICI_EFFICIENCY)
 
 
@@ -72,37 +72,37 @@ def links(kind: str) -> float:
     ],
 )
 def test_collectives_on_each_mesh_axis_take_their_closed_form_time(kind, axis, sent, seconds):
-    use = use_of(collective(kind, (axis,)), kind)
+    use = find_use(replay_collective(kind, (axis,)), kind)
     assert use.mesh_axes == (axis,) and use.torus_axes == ({"x": "a", "y": "b", "z": "c"}[axis],)
     assert use.bytes_sent == sent
-    assert use.busy_s == pytest.approx(seconds / links(kind), rel=0.1)
+    assert use.busy_s == pytest.approx(seconds / link_rate(kind), rel=0.1)
     assert use.source.endswith(tuple(f"test_replay_tpu.py:{n}" for n in range(1, 400)))
 
 
 @pytest.mark.parametrize("axis", ["x", "y", "z"])
 def test_a_reduce_scatter_inside_a_fusion_is_found(axis):
     """libtpu pads the array to whole tiles, so a device sends slightly more than 3/4 of it."""
-    use = use_of(collective("reduce-scatter", (axis,)), "reduce-scatter")
+    use = find_use(replay_collective("reduce-scatter", (axis,)), "reduce-scatter")
     assert use.mesh_axes == (axis,)
     assert use.bytes_sent == pytest.approx(0.75 * BYTES, rel=0.01)
-    assert use.busy_s == pytest.approx(0.75 * BYTES / 2 / links("reduce-scatter"), rel=0.1)
+    assert use.busy_s == pytest.approx(0.75 * BYTES / 2 / link_rate("reduce-scatter"), rel=0.1)
 
 
 def test_an_all_reduce_over_a_cube_uses_six_links():
-    use = use_of(collective("all-reduce", ("x", "y", "z")), "all-reduce")
+    use = find_use(replay_collective("all-reduce", ("x", "y", "z")), "all-reduce")
     assert use.mesh_axes == ("x", "y", "z") and use.bytes_sent == 2 * 63 / 64 * BYTES
-    assert use.busy_s == pytest.approx(2 * 63 / 64 * BYTES / 6 / links("all-reduce"), rel=0.1)
+    assert use.busy_s == pytest.approx(2 * 63 / 64 * BYTES / 6 / link_rate("all-reduce"), rel=0.1)
 
 
 def test_an_all_reduce_between_two_slices_uses_the_network():
-    use = use_of(collective("all-reduce", ("s",), 2, "v4:2x2x1"), "all-reduce")
+    use = find_use(replay_collective("all-reduce", ("s",), 2, "v4:2x2x1"), "all-reduce")
     assert use.mesh_axes == ("s",) and use.torus_axes == ("dcn",)
     assert use.bytes_sent == BYTES
     assert use.busy_s == pytest.approx(4 * BYTES / 25e9, rel=0.1)
 
 
 def test_an_all_reduce_within_and_between_slices_takes_its_closed_form_time():
-    result = collective("all-reduce", ("s", "x", "y"), 2, "v4:2x2x1")
+    result = replay_collective("all-reduce", ("s", "x", "y"), 2, "v4:2x2x1")
     between = [u for u in result.collectives if u.mesh_axes == ("s",)]
     assert sum(u.bytes_sent for u in between) == pytest.approx(BYTES / 4, rel=0.01)
     assert {u.mesh_axes for u in result.collectives} >= {("s",), ("x",)} or {("x", "y")} <= {
@@ -164,8 +164,8 @@ def test_a_permute_overlaps_with_a_matrix_product():
         matrix,
     )
     result = replay(module, machine)
-    use = use_of(result, "collective-permute")
-    assert use.busy_s == pytest.approx(8192 * 1024 * 2 / links(use.kind), rel=0.1)
+    use = find_use(result, "collective-permute")
+    assert use.busy_s == pytest.approx(8192 * 1024 * 2 / link_rate(use.kind), rel=0.1)
     assert use.exposed_s < 0.05 * use.busy_s
 
 
@@ -220,7 +220,7 @@ def test_a_pallas_kernel_declares_its_cost():
 
 
 @lru_cache
-def step(model: str, *overrides: str) -> tuple[Any, bytes]:
+def compile_step(model: str, *overrides: str) -> tuple[Any, bytes]:
     """Return the run of a small training step, and the serialised module of the step compiled for 4 v4 chips."""
     mesh, _ = tpu_mesh("v4:2x2x1")
     run = compose_run(f"model={model}", "mesh=2x2x1", "partition=dp", "precision=bf16_mixed", *overrides)
@@ -270,7 +270,7 @@ def expected_flops(run: Any, devices: int) -> float:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", FAMILIES)
 def test_flops_of_a_step_equal_those_of_the_model(model):
-    run, raw = step(model, *SMALL, *FAMILIES[model])
+    run, raw = compile_step(model, *SMALL, *FAMILIES[model])
     _, machine = tpu_mesh("v4:2x2x1")
     chip = replace(machine.chip, splash_bundles=known_chips()["v4"].splash_bundles)
     result = replay(parse_module(raw), replace(machine, chip=chip))
@@ -282,7 +282,7 @@ def test_flops_of_a_step_equal_those_of_the_model(model):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_module_is_parsed_and_replayed_in_two_seconds_per_megabyte():
-    _, raw = step("longformer_125m", *SMALL, *FAMILIES["longformer_125m"])
+    _, raw = compile_step("longformer_125m", *SMALL, *FAMILIES["longformer_125m"])
     _, machine = tpu_mesh("v4:2x2x1")
     begin = time.process_time()  # of this process alone: the machine may be busy
     replay(parse_module(raw), machine)

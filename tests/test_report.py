@@ -43,14 +43,14 @@ TP = make_trial("2x4x1-2d_tp", 500, peak_gib=2, price=1.2, part_shares={"matmul"
 DP = make_trial("4x2x1-dp", 900, peak_gib=12, price=1.2, part_shares={"matmul": 0.6, "exposed x,y": 0.2, "memory": 0.2})
 LARGE = make_trial("1x1x8-dp", None, peak_gib=20, status=Status.does_not_fit)
 INDIVISIBLE = (ProblemRecord("batch_not_divisible", "batch", mesh_axes=("x",)),)
-WRONG = replace(
+REFUSED = replace(
     make_trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"), problems=INDIVISIBLE
 )
-RAN = make_trial("8x1x1-fsdp", 40, stage="measure", target="auto")
-RAN_TP = make_trial("2x4x1-2d_tp", 50, stage="measure", target="auto")
+MEASURED = make_trial("8x1x1-fsdp", 40, stage="measure", target="auto")
+MEASURED_TP = make_trial("2x4x1-2d_tp", 50, stage="measure", target="auto")
 
 
-def rows_of(folder: Path, *trials: Trial, timeline_count: int = 0) -> list[Row]:
+def sweep_rows(folder: Path, *trials: Trial, timeline_count: int = 0) -> list[Row]:
     return read_rows([write_sweep(folder, trials, timeline_count=timeline_count)])
 
 
@@ -58,7 +58,7 @@ def layouts(rows: list[Row]) -> list[str]:
     return [row.layout for row in rows]
 
 
-def data_of(text: str) -> dict[str, Any]:
+def page_data(text: str) -> dict[str, Any]:
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert match is not None
     return json.loads(match[1])
@@ -66,7 +66,7 @@ def data_of(text: str) -> dict[str, Any]:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> list[Row]:
-    return rows_of(tmp_path, FSDP, TP, DP, LARGE, WRONG, RAN, RAN_TP)
+    return sweep_rows(tmp_path, FSDP, TP, DP, LARGE, REFUSED, MEASURED, MEASURED_TP)
 
 
 def test_the_memory_front_has_the_layouts_that_none_beats(rows):
@@ -79,7 +79,7 @@ def test_price_and_its_pareto_front(tmp_path: Path):
     cheap = make_trial("8x1x1-fsdp", 300, target="v5e-8", price=1.2)
     dear = make_trial("8x1x1-fsdp", 900, target="v5p-16", price=4.2)
     worse = make_trial("2x4x1-2d_tp", 200, target="v5p-16", price=4.2)
-    rows = rows_of(tmp_path, cheap, dear, worse)
+    rows = sweep_rows(tmp_path, cheap, dear, worse)
     assert [row.speed_kind.target for row in pareto_front(rows, chip_price)] == ["v5e-8", "v5p-16"]
     assert [round(row.price or 0, 6) for row in rows] == [1.2, 4.2, 4.2]
     assert rows[0].dollars_per_million_tokens == pytest.approx(1.2 / 3600 / 300 * 1e6)
@@ -88,7 +88,7 @@ def test_price_and_its_pareto_front(tmp_path: Path):
 
 
 def test_the_report_lists_the_best_layout_per_target_and_work(tmp_path: Path):
-    rows = rows_of(
+    rows = sweep_rows(
         tmp_path,
         FSDP,
         TP,
@@ -101,11 +101,11 @@ def test_the_report_lists_the_best_layout_per_target_and_work(tmp_path: Path):
 
 
 def test_heatmap_cells_have_the_best_layout_of_each_split(tmp_path: Path):
-    split = {"DP": 2, "MP1": 4}
-    rows = rows_of(
+    degrees = {"DP": 2, "MP1": 4}
+    rows = sweep_rows(
         tmp_path,
-        make_trial("4x2x1-a", 100, degrees=split),
-        make_trial("4x2x1-b", 300, degrees=split),
+        make_trial("4x2x1-a", 100, degrees=degrees),
+        make_trial("4x2x1-b", 300, degrees=degrees),
         make_trial("8x1x1-fsdp", 50, degrees={"FSDP": 8}),
         make_trial("2x4x1-d", 70, degrees={"DP": 2, "MP2": 4}),
         make_trial("1x8x1-c", None, degrees={"MP2": 8}, status=Status.refused, reason="heads (4) on y=8"),
@@ -121,7 +121,9 @@ def test_heatmap_cells_have_the_best_layout_of_each_split(tmp_path: Path):
 
 
 def test_error_bars_have_the_spread_of_the_steps(tmp_path: Path):
-    bars = values.bars(rows_of(tmp_path, make_trial("8x1x1-fsdp", 100, stage="measure", p90_ratio=1.25, min_ratio=0.8)))
+    bars = values.bars(
+        sweep_rows(tmp_path, make_trial("8x1x1-fsdp", 100, stage="measure", p90_ratio=1.25, min_ratio=0.8))
+    )
     assert [(bar["rate"], bar["low"], bar["high"]) for bar in bars] == [(800, 640, 1000)]
     assert bars[0]["spread"].count("s") == 2
 
@@ -132,7 +134,7 @@ def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
     slow = make_trial(
         "8x1x1-dp", 500, part_shares={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5
     )
-    text = words.explain_ratio(*rows_of(tmp_path, fast, slow))
+    text = words.explain_ratio(*sweep_rows(tmp_path, fast, slow))
     assert text.index("64.0 ms") < text.index("230.4 ms") < text.index("FLOPs") < text.index("In the other direction")
     _, _, opposing = text.partition("In the other direction")
     assert "dp waits 25.6 ms of a step, fsdp 64.0 ms" in opposing
@@ -140,7 +142,7 @@ def test_explanations_name_recomputation_and_opposing_effects(tmp_path: Path):
 
 def test_only_trials_of_the_same_work_are_compared(tmp_path: Path):
     other = make_trial("8x1x1-fsdp", 2000, batch=64)
-    rows = rows_of(tmp_path, other, FSDP, TP, LARGE)
+    rows = sweep_rows(tmp_path, other, FSDP, TP, LARGE)
     answer = words.summarise_kind(rows[0].speed_kind, rows)
     assert rows[0].work.label in answer.sentence and "2,000 tokens/s/chip" in answer.sentence
     assert [line.partition(": ")[0] for line in answer.reasons] == [rows[1].work.label] * 2
@@ -150,7 +152,7 @@ def test_only_trials_of_the_same_work_are_compared(tmp_path: Path):
 def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     fast = make_trial("8x1x1-fsdp", 1000, stage="measure", collective_shares={"x": 0.5})
     slow = make_trial("2x4x1-2d_tp", 500, stage="measure", collective_shares={"x": 0.25, "y": 0.5})
-    rows = rows_of(tmp_path, fast, slow)
+    rows = sweep_rows(tmp_path, fast, slow)
     whole, parts = 1e3 * (rows[0].step_s or 0), values.parts(rows)
     assert [(p["label"], p["part"]) for p in parts] == [
         ("8x1x1-fsdp", "compute"),
@@ -163,12 +165,12 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     text = words.explain_ratio(*rows)
     assert f"{1.5 * whole:.1f} ms" in text and f"{whole / 2:.1f} ms" in text and "outside collectives" not in text
     slower = make_trial("4x2x1-dp", 50, stage="measure", collective_shares={"x": 1.5})
-    (row,) = rows_of(tmp_path / "slow", slower)
+    (row,) = sweep_rows(tmp_path / "slow", slower)
     assert [p["part"] for p in values.parts([row])] == ["collectives over x"]
     assert sum(part.seconds for part in row.parts) == pytest.approx(row.step_s), "never above the step"
     trace = replace(slower.results.trace, step_s=None)
     slower = replace(slower, results=replace(slower.results, trace=trace))
-    (row,) = rows_of(tmp_path / "old", slower)
+    (row,) = sweep_rows(tmp_path / "old", slower)
     assert row.parts == (), "an older record counted what overlaps twice"
 
 
@@ -176,7 +178,7 @@ NOISY = {"stage": "measure", "target": "auto", "p90_ratio": 1.1, "min_ratio": 0.
 
 
 def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: Path):
-    trial_rows = rows_of(
+    trial_rows = sweep_rows(
         tmp_path,
         make_trial("8x1x1-fsdp", 1000, collective_shares={"x": 0.3}, **NOISY),
         make_trial("2x4x1-2d_tp", 900, collective_shares={"x": 0.5}, **NOISY),
@@ -193,11 +195,11 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
         "156.4 ms",
     ]
     assert "2.0x" in answer.reasons[1]
-    assert [row[0] for row in data_of(render_page(trial_rows))["rows"]] == [1, 1, 3]
+    assert [row[0] for row in page_data(render_page(trial_rows))["rows"]] == [1, 1, 3]
     assert re.findall(r"^\| ([0-9]) ", as_markdown(trial_rows), re.MULTILINE) == ["1", "1", "3"]
     outlier = make_trial("2x2x2-2d_tp", 100, **{**NOISY, "p90_ratio": 9.0})
     assert tied_ranks(
-        [row.trial for row in rows_of(tmp_path / "more", *(row.trial for row in trial_rows), outlier)]
+        [row.trial for row in sweep_rows(tmp_path / "more", *(row.trial for row in trial_rows), outlier)]
     ) == [
         1,
         1,
@@ -209,7 +211,7 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
 
 
 def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):
-    rows = rows_of(
+    rows = sweep_rows(
         tmp_path, FSDP, TP, *(make_trial(f"{t.about.layout}", r, **NOISY) for t, r in ((FSDP, 40), (TP, 41)))
     )
     assert len(pair_predictions(rows)) == 2 and concordance(pair_predictions(rows)) is None
@@ -217,7 +219,7 @@ def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):
 
 def test_partitions_with_equivalent_layouts_are_not_compared(tmp_path: Path):
     tensor = {"DP": 2, "MP1": 4}
-    trial_rows = rows_of(
+    trial_rows = sweep_rows(
         tmp_path,
         make_trial("1x8x1-1d_tp", 1000, degrees={"DP": 8}, sharding="a"),
         make_trial("8x1x1-dp", 900, degrees={"DP": 8}, sharding="a"),
@@ -229,8 +231,8 @@ def test_partitions_with_equivalent_layouts_are_not_compared(tmp_path: Path):
     reason, another = answer.reasons
     assert reason.startswith("dp on 8x1x1") and "2.4x" in reason and "1d_tp on 4x2x1" in reason
     assert another.startswith("2d_tp") and another.endswith("as 1d_tp).")
-    place = [column["id"] for column in data_of(render_page(trial_rows))["columns"]].index("alike")
-    assert [row[place] for row in data_of(render_page(trial_rows))["rows"]] == ["dp", "", "1d_tp", ""]
+    column_index = [column["id"] for column in page_data(render_page(trial_rows))["columns"]].index("alike")
+    assert [row[column_index] for row in page_data(render_page(trial_rows))["rows"]] == ["dp", "", "1d_tp", ""]
 
 
 def test_predictions_and_measurements_are_matched_by_layout_and_work(rows, tmp_path: Path):
@@ -242,17 +244,17 @@ def test_predictions_and_measurements_are_matched_by_layout_and_work(rows, tmp_p
     assert concordance(pairs) == 0
     turned = make_trial("2x4x1-2d_tp", 30, stage="measure", target="auto")
     other_work = make_trial("4x2x1-dp", 30, stage="measure", target="auto", batch=64)
-    other_pairs = pair_predictions(rows_of(tmp_path / "other", FSDP, TP, DP, RAN, turned, other_work))
+    other_pairs = pair_predictions(sweep_rows(tmp_path / "other", FSDP, TP, DP, MEASURED, turned, other_work))
     assert len(other_pairs) == 2 and concordance(other_pairs) == 1
 
 
 def test_refusals_with_the_same_code_and_axes_are_grouped(tmp_path: Path):
-    more = replace(WRONG, key="5x1x1", name="5x1x1-dp", reason="batch=16 is not divisible by 5")
+    more = replace(REFUSED, key="5x1x1", name="5x1x1-dp", reason="batch=16 is not divisible by 5")
     older = replace(more, key="older", name="older", problems=())
     killed = make_trial("2x2x2-dp", None, status=Status.killed, reason="signal 9 (SIGKILL) ended its process")
-    groups_of_reasons = group_unsuccessful(rows_of(tmp_path, WRONG, LARGE, more, older, killed))
+    groups_of_reasons = group_unsuccessful(sweep_rows(tmp_path, REFUSED, LARGE, more, older, killed))
     assert [(status, reason, len(members)) for status, reason, members in groups_of_reasons] == [
-        (Status.refused, WRONG.reason, 2),
+        (Status.refused, REFUSED.reason, 2),
         (Status.refused, more.reason, 1),
         (Status.does_not_fit, groups_of_reasons[2][2][0].reason, 1),
         (Status.killed, killed.reason, 1),
@@ -282,8 +284,8 @@ def test_row_labels_are_distinct(tmp_path: Path):
 def test_a_refused_trial_has_the_kind_of_its_target(tmp_path: Path):
     real = trial_from_summary(golden_summary("measure") | {"simulated": False}, "measure", "hand", "real")
     refused = make_trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
-    assert {row.speed_kind.simulated for row in rows_of(tmp_path / "real", real, refused)} == {False}
-    assert {row.speed_kind.simulated for row in rows_of(tmp_path / "sim", RAN, refused)} == {True}
+    assert {row.speed_kind.simulated for row in sweep_rows(tmp_path / "real", real, refused)} == {False}
+    assert {row.speed_kind.simulated for row in sweep_rows(tmp_path / "sim", MEASURED, refused)} == {True}
 
 
 def test_figures_of_real_trials_are_drawn(tmp_path: Path):
@@ -295,7 +297,7 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
         for name in "ab"
     ]
     real = [replace(t, about=replace(t.about, layout=t.name)) for t in real if t.about is not None]
-    rows = rows_of(tmp_path, *real)
+    rows = sweep_rows(tmp_path, *real)
     for members in group_by_kind(rows).values():
         specs = {figure.id: figures.figure_spec(figure, members) for figure in figures.GROUP_FIGURES}
         simulated = members[0].speed_kind.simulated
@@ -306,7 +308,7 @@ def test_figures_of_real_trials_are_drawn(tmp_path: Path):
 
 
 def test_a_reduced_timeline_has_the_same_total_time(tmp_path: Path):
-    row = rows_of(tmp_path, FSDP, timeline_count=1)[0]
+    row = sweep_rows(tmp_path, FSDP, timeline_count=1)[0]
     events = json.loads((GOLDEN_FOLDER / "timeline.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     reduced, whole = read_timeline(row, 100), read_timeline(row, len(spans))
@@ -320,9 +322,9 @@ def test_a_reduced_timeline_has_the_same_total_time(tmp_path: Path):
 
 
 def test_the_torus_picture_has_every_device_once(tmp_path: Path):
-    row = rows_of(tmp_path, trial_from_summary(golden_summary("compile"), "compile", "real", "run"), timeline_count=1)[
-        0
-    ]
+    row = sweep_rows(
+        tmp_path, trial_from_summary(golden_summary("compile"), "compile", "real", "run"), timeline_count=1
+    )[0]
     drawing = read_torus(row)
     assert drawing is not None
     assert (drawing.shape, drawing.wrap) == ((2, 4), (False, False))
@@ -343,8 +345,8 @@ def test_the_torus_picture_has_every_device_once(tmp_path: Path):
     ],
 )
 def test_the_torus_of_a_target_is_drawn(target, overrides, shape, slices, twisted):
-    of_target = target_torus(make_trial("8x1x1-fsdp", 9, target=target, overrides=overrides).about)
-    picture = (None, 1, False) if of_target is None else (of_target.shape, of_target.slices, of_target.twisted)
+    drawing = target_torus(make_trial("8x1x1-fsdp", 9, target=target, overrides=overrides).about)
+    picture = (None, 1, False) if drawing is None else (drawing.shape, drawing.slices, drawing.twisted)
     assert picture == (shape, slices, twisted)
 
 
@@ -360,7 +362,7 @@ def test_a_twisted_torus_has_a_picture(tmp_path: Path):
     assert drawing.shifts == ((0, 0, 4), (0, 0, 4), (0, 0, 0))
 
 
-def visible(text: str) -> str:
+def visible_text(text: str) -> str:
     """Return the text of a page that is visible without JavaScript, line by line."""
     body = re.sub(r"<(script|style).*?</\1>", "", text.partition("<main>")[2].partition("</main>")[0], flags=re.DOTALL)
     lines = (" ".join(html.unescape(line).split()) for line in re.sub(r"<[^>]+>", "\n", body).splitlines())
@@ -369,7 +371,7 @@ def visible(text: str) -> str:
 
 def test_the_visible_text_of_the_report_equals_the_golden_file(rows):
     """To rewrite the golden file: `UPDATE_GOLDENS=1 pytest tests/test_report.py`."""
-    text = f"{as_markdown(rows)}\n# The page\n\n{visible(render_page(rows))}\n"
+    text = f"{as_markdown(rows)}\n# The page\n\n{visible_text(render_page(rows))}\n"
     golden_file = GOLDEN_FOLDER / "report.md"
     if os.environ.get("UPDATE_GOLDENS"):
         golden_file.write_text(text)
@@ -383,7 +385,7 @@ def test_csv_has_a_row_for_each_trial(rows):
     assert (first["layout"], first["status"], first["simulated"]) == ("8x1x1-fsdp", "ok", "false")
     assert float(first["tokens_per_second_per_chip"]) == 1000 and float(first["step_s"]) == 0.128
     assert int(first["peak_bytes"]) == 4 * 2**30 and float(first["exposed_s"]) > 0
-    assert [r["reason"] for r in records if r["status"] == "refused"] == [WRONG.reason]
+    assert [r["reason"] for r in records if r["status"] == "refused"] == [REFUSED.reason]
     assert {r["simulated"] for r in records if r["stage"] == "measure"} == {"true"}
     assert set(first) >= {"DP", "FSDP", "MP1", "MP2", "SP"}
 
@@ -397,21 +399,21 @@ def test_sweeps_are_found_at_a_path_and_below_it(tmp_path: Path):
 
 def test_a_refused_layout_is_named_by_its_request(tmp_path: Path):
     record = LayoutRecord("m", "3x1x1", "fsdp", "auto", microbatches=2, remat="full")
-    trial_rows = rows_of(tmp_path, replace(WRONG, about=record), replace(WRONG, key="bare", about=None))
+    trial_rows = sweep_rows(tmp_path, replace(REFUSED, about=record), replace(REFUSED, key="bare", about=None))
     assert layouts(trial_rows) == ["3x1x1-fsdp-mb2-remat_full", "3x1x1-dp"]
-    assert data_of(render_page(trial_rows))["rows"][0][5] == "refused"
+    assert page_data(render_page(trial_rows))["rows"][0][5] == "refused"
 
 
 def test_a_training_has_a_rate_but_no_step_time(tmp_path: Path):
     trained = replace(FSDP, stage="train", results=TrialResult(simulated=True, loss=2.0))
     speed = StepResult(tokens_per_second=800.0, tokens_per_second_per_chip=100.0)
     rated = replace(trained, key="rated", results=replace(trained.results, step=speed))
-    trial_rows = rows_of(tmp_path, trained, rated)
+    trial_rows = sweep_rows(tmp_path, trained, rated)
     assert [row.has_speed for row in trial_rows] == [False, True]
     assert (
         trial_rows[1].step_s == pytest.approx(1.28) and trial_rows[1].speed_kind.devices == "simulated devices (v5e-8)"
     )
-    assert data_of(render_page(trial_rows))["rows"][0][3] == pytest.approx(1.28)
+    assert page_data(render_page(trial_rows))["rows"][0][3] == pytest.approx(1.28)
 
 
 def test_trainings_of_equal_names_have_a_loss_curve_each(tmp_path: Path):

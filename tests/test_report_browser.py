@@ -12,8 +12,8 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from reported import golden_summary, make_trial, trial_from_summary, write_sweep
-from test_report import WRONG
-from test_report_work import for_a_cpu
+from test_report import REFUSED
+from test_report_work import make_cpu_trial
 from valkyrie.report.page import write_report
 from valkyrie.sweep.trial import Status
 
@@ -63,7 +63,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass
-class Opened:
+class BrowserPage:
     page: Page
     messages: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -85,10 +85,10 @@ class Opened:
 
 
 @pytest.fixture
-def opened(browser: Browser, report: Path, request: pytest.FixtureRequest) -> Iterator[Opened]:
+def opened(browser: Browser, report: Path, request: pytest.FixtureRequest) -> Iterator[BrowserPage]:
     options = getattr(request, "param", {})
     page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
-    opened_page = Opened(page)
+    opened_page = BrowserPage(page)
     page.on("console", lambda message: opened_page.messages.append(message.text))
     page.on("pageerror", lambda error: opened_page.messages.append(str(error)))
     page.on("request", lambda one: opened_page.requests.append(one.url))
@@ -100,7 +100,7 @@ def opened(browser: Browser, report: Path, request: pytest.FixtureRequest) -> It
     page.close()
 
 
-def test_the_page_ranks_layouts_and_draws_figures(opened: Opened):
+def test_the_page_ranks_layouts_and_draws_figures(opened: BrowserPage):
     assert opened.column("layout")[0] == "2x4x1-fsdp"
     assert opened.column("#") == ["1", "2", "3", "", "", "1", "2", "3"]
     for name in ("speed", "memory", "parts", "sent", "pairs"):
@@ -112,7 +112,7 @@ def test_the_page_ranks_layouts_and_draws_figures(opened: Opened):
     assert "x as fast" in opened.page.locator("#answers").inner_text()
 
 
-def test_two_layouts_are_shown_side_by_side(opened: Opened):
+def test_two_layouts_are_shown_side_by_side(opened: BrowserPage):
     page = opened.page
     options = page.locator("#one option").all_inner_texts()
     assert len(options) == 3, "those that were predicted"
@@ -132,7 +132,7 @@ def test_units_stay_when_two_layouts_are_swapped(browser: Browser, tmp_path: Pat
         ),
         make_trial("1x8x1-dp", 300, part_shares=long, overrides=["model.layers=8"]),
     ]
-    opened = opened_at(browser, write_report(write_sweep(tmp_path, trials)))
+    opened = open_page(browser, write_report(write_sweep(tmp_path, trials)))
     page, reasons = opened.page, []
     for first, other in (("0", "1"), ("1", "0")):
         page.select_option("#one", first)
@@ -149,7 +149,7 @@ def test_units_stay_when_two_layouts_are_swapped(browser: Browser, tmp_path: Pat
     page.close()
 
 
-def test_one_banner_says_that_speeds_are_simulated(opened: Opened):
+def test_one_banner_says_that_speeds_are_simulated(opened: BrowserPage):
     assert opened.page.locator(".notice").inner_text().startswith("Simulated.")
     assert opened.column("speed is")[-3:] == ["measured on simulated devices"] * 3
     assert not any("simulated" in text for text in [*opened.column("tokens/s"), *opened.column("step")])
@@ -157,19 +157,19 @@ def test_one_banner_says_that_speeds_are_simulated(opened: Opened):
     assert opened.page.locator("#parts").is_hidden() and opened.page.locator("#speed").is_visible()
 
 
-def test_no_column_is_cut_off(opened: Opened):
+def test_no_column_is_cut_off(opened: BrowserPage):
     overflow = "[...document.querySelectorAll('.scroll')].map((box) => box.scrollWidth - box.clientWidth)"
     assert max(opened.page.evaluate(overflow)) <= 1
 
 
-def test_a_question_mark_opens_its_description(opened: Opened):
+def test_a_question_mark_opens_its_description(opened: BrowserPage):
     words = opened.page.locator("#speed .help p")
     assert not words.is_visible()
     opened.page.locator("#speed .help summary").click()
     assert words.is_visible()
 
 
-def test_a_click_on_a_column_sorts_the_table(opened: Opened):
+def test_a_click_on_a_column_sorts_the_table(opened: BrowserPage):
     assert opened.sort("peak memory") == "ascending"
     sizes = ["5.9 MiB", "13.9 MiB", "4.0 GiB", "4.0 GiB", "12.0 GiB", "12.0 GiB", "20.0 GiB"]
     assert opened.column("peak memory") == [*sizes, ""]
@@ -181,7 +181,7 @@ def test_a_click_on_a_column_sorts_the_table(opened: Opened):
     assert opened.page.locator('#table th[aria-sort="none"]').count() == heads - 1
 
 
-def test_a_reason_is_shown_instead_of_missing_values(opened: Opened):
+def test_a_reason_is_shown_instead_of_missing_values(opened: BrowserPage):
     row = opened.page.locator("#table tbody tr", has_text="1x1x8-dp")
     assert row.locator("td.reason").inner_text().startswith("needs 20.0 GiB")
     assert row.locator("td[data-id=peak_bytes]").inner_text() == "20.0 GiB"
@@ -190,11 +190,11 @@ def test_a_reason_is_shown_instead_of_missing_values(opened: Opened):
     assert sum(spans) == opened.page.locator("#table thead th").count() and spans.count(1) == len(spans) - 1
 
 
-def test_a_layout_heads_its_row(opened: Opened):
+def test_a_layout_heads_its_row(opened: BrowserPage):
     assert opened.page.get_by_role("rowheader", name="8x1x1-dp", exact=True).count() == 2
 
 
-def test_filters_reduce_the_table(opened: Opened):
+def test_filters_reduce_the_table(opened: BrowserPage):
     count = opened.page.locator("#count")
     opened.page.get_by_label("Find").fill("divisible")
     assert opened.column("layout") == ["3x1x1-dp"] and count.inner_text().startswith("1 of 8")
@@ -208,23 +208,23 @@ def test_filters_reduce_the_table(opened: Opened):
     opened.page.wait_for_function("document.getElementById('count').textContent === '8 of 8 trials'")
 
 
-def test_hovering_shows_the_numbers(opened: Opened):
+def test_hovering_shows_the_numbers(opened: BrowserPage):
     opened.page.locator("#speed svg .mark-rect path").nth(1).hover()
     tooltip = opened.page.locator("#vg-tooltip-element.visible")
     tooltip.wait_for()
     assert "tokens/s/chip" in tooltip.inner_text() and "5,000" in tooltip.inner_text()
 
 
-def test_a_layout_is_selected_in_the_table(opened: Opened):
+def test_a_layout_is_selected_in_the_table(opened: BrowserPage):
     opened.page.get_by_role("button", name="3x1x1-dp").click()
     details = opened.page.locator("#facts").inner_text()
-    assert str(WRONG.reason) in details
+    assert str(REFUSED.reason) in details
     assert "mesh=2x4x1 partition=fsdp hydra.mode=RUN" in details
     assert opened.page.locator("#torus .empty").is_visible()
     assert opened.page.evaluate("document.activeElement.id") == "layout"
 
 
-def test_the_page_works_with_only_a_keyboard(opened: Opened):
+def test_the_page_works_with_only_a_keyboard(opened: BrowserPage):
     page = opened.page
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
@@ -242,13 +242,13 @@ def test_the_page_works_with_only_a_keyboard(opened: Opened):
     assert page.locator("#table thead th[data-id=label]").get_attribute("aria-sort") == "descending"
 
 
-def brightness(opened: Opened, what: str) -> float:
+def brightness(opened: BrowserPage, what: str) -> float:
     colour = opened.page.evaluate(f"getComputedStyle(document.body).{what}")
     return sum(float(part) for part in colour[4:-1].split(",")[:3]) / 3
 
 
 @pytest.mark.parametrize("opened", [{"color_scheme": "dark"}, {"color_scheme": "light"}], indirect=True)
-def test_the_page_has_dark_and_light_colours(opened: Opened):
+def test_the_page_has_dark_and_light_colours(opened: BrowserPage):
     dark = opened.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     assert (brightness(opened, "backgroundColor") < brightness(opened, "color")) == dark
     label = "getComputedStyle(document.querySelector('#speed svg .role-axis-label text')).fill"
@@ -265,12 +265,12 @@ def test_the_page_has_dark_and_light_colours(opened: Opened):
 
 
 @pytest.mark.parametrize("opened", [{"viewport": {"width": 400, "height": 800}}], indirect=True)
-def test_narrow_screens_do_not_scroll_sideways(opened: Opened):
+def test_narrow_screens_do_not_scroll_sideways(opened: BrowserPage):
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
 @pytest.mark.parametrize("opened", [{"viewport": {"width": 400, "height": 800}}], indirect=True)
-def test_a_phone_shows_the_layout_and_its_speed_side_by_side(opened: Opened):
+def test_a_phone_shows_the_layout_and_its_speed_side_by_side(opened: BrowserPage):
     for name in ("label", "tokens_per_second_per_chip"):
         box = opened.page.locator(f"#table tbody tr:first-child [data-id={name}]").bounding_box()
         assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 400, name
@@ -278,22 +278,22 @@ def test_a_phone_shows_the_layout_and_its_speed_side_by_side(opened: Opened):
     assert failed.inner_text().strip() == "does not fit"
 
 
-def opened_at(browser: Browser, report: Path) -> Opened:
+def open_page(browser: Browser, report: Path) -> BrowserPage:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(report.as_uri())
     page.wait_for_selector("body[data-ready]", timeout=30_000)
-    return Opened(page)
+    return BrowserPage(page)
 
 
 def test_a_sweep_without_timelines_opens_on_the_best_layout(browser: Browser, tmp_path: Path):
-    opened = opened_at(browser, write_report(write_sweep(tmp_path, TRIALS)))
+    opened = open_page(browser, write_report(write_sweep(tmp_path, TRIALS)))
     assert opened.page.locator("#chosen").input_value() == "0"
     opened.page.close()
 
 
 def test_a_sweep_without_speeds_shows_memory_and_bytes(browser: Browser, tmp_path: Path):
-    trials = [for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6)]
-    opened = opened_at(browser, write_report(write_sweep(tmp_path, trials)))
+    trials = [make_cpu_trial("8x1x1-fsdp", 4, 4e6), make_cpu_trial("2x4x1-2d_tp", 2, 9e6)]
+    opened = open_page(browser, write_report(write_sweep(tmp_path, trials)))
     assert opened.column("peak memory") == ["2.0 GiB", "4.0 GiB"] and opened.column("sent") == ["9.00 MB", "4.00 MB"]
     for figure in ("memory", "sent"):
         assert opened.page.locator(f"#{figure} .mark-rect path").count() == 2

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 import valkyrie
 from reported import make_trial, write_sweep
 from runs import copy_run, trained_run
-from test_report import FSDP, RAN, RAN_TP, TP
+from test_report import FSDP, MEASURED, MEASURED_TP, TP
 from valkyrie.cli.report import main
 from valkyrie.records import write_record
 from valkyrie.report.callback import SweepPage
@@ -26,7 +26,7 @@ from valkyrie.search.comparison import ComparisonRecord
 from valkyrie.sweep.trial import PAGE_FILE, TrialLog
 
 
-def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def error_output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     with pytest.raises(SystemExit) as end:
         main([str(argument) for argument in arguments])
     assert end.value.code == 2
@@ -36,7 +36,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys):
-    folder = write_sweep(tmp_path / "mine", [FSDP, RAN], timeline_count=1)
+    folder = write_sweep(tmp_path / "mine", [FSDP, MEASURED], timeline_count=1)
     for _ in range(2):
         main([str(folder)])
         assert capsys.readouterr().out == f"2 trials: {folder}/report.html\n"
@@ -44,7 +44,7 @@ def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys
     assert capsys.readouterr().out.startswith("# hand\n")
     main([str(tmp_path), "--format", "csv", "--output", str(tmp_path / "all.csv")])
     assert (tmp_path / "all.csv").read_text().count("\n") == 3
-    other = write_sweep(tmp_path / "other", [TP, RAN_TP, FSDP])
+    other = write_sweep(tmp_path / "other", [TP, MEASURED_TP, FSDP])
     capsys.readouterr()
     main(["--compare", str(folder), str(other), "--format", "md"])
     assert "| 1.00x |" in capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys
     main(["--compare", str(folder), str(other)])
     assert (folder / f"compare-{folder.name}-{other.name}.html").is_file()
     assert (folder / "report.html").read_text() == page and capsys.readouterr().out
-    assert "twice" in fails(capsys, "--compare", str(folder), str(folder))
+    assert "twice" in error_output(capsys, "--compare", str(folder), str(folder))
     main([str(folder), "--output", str(tmp_path / "by_suffix.csv")])
     assert (tmp_path / "by_suffix.csv").read_text().startswith("sweep,")
 
@@ -62,12 +62,12 @@ def test_the_output_is_no_record_of_the_sweep(tmp_path: Path, capsys):
     records = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert records
     for path in records:
-        assert "must end in .html, .md or .csv" in fails(capsys, folder, "--output", path)
+        assert "must end in .html, .md or .csv" in error_output(capsys, folder, "--output", path)
     with pytest.raises(ValueError, match="must end in .html"):
         valkyrie.write_report(folder, output=folder / "trials.jsonl")
     assert {path: path.read_bytes() for path in records} == records
-    assert "but the format is md" in fails(capsys, folder, "--format", "md", "--output", "all.csv")
-    assert "Is a shell variable not set?" in fails(capsys, "")
+    assert "but the format is md" in error_output(capsys, folder, "--format", "md", "--output", "all.csv")
+    assert "Is a shell variable not set?" in error_output(capsys, "")
 
 
 def test_the_output_folder_is_created(tmp_path: Path, capsys):
@@ -76,7 +76,7 @@ def test_the_output_folder_is_created(tmp_path: Path, capsys):
     main([str(folder), "--format", "md", "--output", str(output)])
     assert capsys.readouterr().out == f"1 trial: {output}\n" and output.read_text().startswith("# hand\n")
     for under in (output / "y.md", output / "deeper" / "y.md"):
-        err = fails(capsys, folder, "--format", "md", "--output", under)
+        err = error_output(capsys, folder, "--format", "md", "--output", under)
         assert f" {under.parent} " in err
 
 
@@ -90,34 +90,34 @@ def test_the_trials_file_can_be_given_instead_of_its_folder(tmp_path: Path, caps
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
-    assert "PATH is missing" in fails(capsys)
-    assert f"{tmp_path / 'none'} does not exist." in fails(capsys, tmp_path / "none")
-    err = fails(capsys, tmp_path)
+    assert "PATH is missing" in error_output(capsys)
+    assert f"{tmp_path / 'none'} does not exist." in error_output(capsys, tmp_path / "none")
+    err = error_output(capsys, tmp_path)
     assert f"trials.jsonl in {tmp_path}" in err and "valkyrie-train -m" in err
     (tmp_path / "notes.txt").write_text("")
-    assert "is a file" in fails(capsys, tmp_path / "notes.txt")
+    assert "is a file" in error_output(capsys, tmp_path / "notes.txt")
     for file, message in (
         ("run.yaml", " is a run without metrics.jsonl: no training step has finished."),
         ("search.json", "/search.json is damaged, or was written by another version"),
     ):
         (tmp_path / file).write_text("")
-        assert f"{tmp_path}{message}" in fails(capsys, tmp_path)
+        assert f"{tmp_path}{message}" in error_output(capsys, tmp_path)
     answer = SearchAnswer([], "", 1, {}, 0, 0, "", MeasureReport([]), [], [])
     write_record(tmp_path / "search.json", answer)
-    assert f"{tmp_path} is a search that only estimated its layouts: " in fails(capsys, tmp_path)
+    assert f"{tmp_path} is a search that only estimated its layouts: " in error_output(capsys, tmp_path)
     write_record(tmp_path / "search.json", ComparisonRecord("v5e-8", None, (), None, "tokens"))
-    assert f"{tmp_path} was written by search_program: its layouts are in" in fails(capsys, tmp_path)
+    assert f"{tmp_path} was written by search_program: its layouts are in" in error_output(capsys, tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "trials.jsonl").write_text("")
-    assert "no trial has ended yet" in fails(capsys, tmp_path / "empty")
+    assert "no trial has ended yet" in error_output(capsys, tmp_path / "empty")
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "trials.jsonl").write_text('{"schema": 99}\n')
-    assert "schema 99" in fails(capsys, tmp_path / "newer")
+    assert "schema 99" in error_output(capsys, tmp_path / "newer")
     folder = write_sweep(tmp_path / "mine", [FSDP])
-    err = fails(capsys, folder, "--compare", "hand", "b")
+    err = error_output(capsys, folder, "--compare", "hand", "b")
     assert f": b is not one of these sweeps. Choose from: hand ({folder})." in err
-    assert "neither is a folder" in fails(capsys, "--compare", "hand", "b")
-    assert "--format: invalid choice: 'pdf'" in fails(capsys, folder, "--format", "pdf")
+    assert "neither is a folder" in error_output(capsys, "--compare", "hand", "b")
+    assert "--format: invalid choice: 'pdf'" in error_output(capsys, folder, "--format", "pdf")
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,13 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     ],
 )
 def test_wandb_rejects_arguments_that_it_ignores(capsys, arguments: list[str], remedy: str):
-    assert remedy in fails(capsys, "--wandb", "me/valkyrie", "--dry-run", *arguments)
+    assert remedy in error_output(capsys, "--wandb", "me/valkyrie", "--dry-run", *arguments)
 
 
 def test_csv_refuses_a_comparison(tmp_path: Path, capsys):
     folder = write_sweep(tmp_path / "mine", [FSDP])
     for options in (("--format", "csv"), ("--output", "x.csv")):
-        assert "--compare" in fails(capsys, folder, *options, "--compare", "hand", "other")
+        assert "--compare" in error_output(capsys, folder, *options, "--compare", "hand", "other")
 
 
 @pytest.mark.parametrize(
@@ -144,16 +144,16 @@ def test_csv_refuses_a_comparison(tmp_path: Path, capsys):
 def test_a_damaged_line_is_reported_once_with_its_file(tmp_path: Path, capsys, line: str):
     log = TrialLog(write_sweep(tmp_path, [FSDP]))
     log.path.write_text(f"{log.path.read_text()}{line}\n{TP.to_json()}\n")
-    err = fails(capsys, tmp_path)
+    err = error_output(capsys, tmp_path)
     assert err.startswith(f"valkyrie-report: {log.path}, line 2, ") and err.count(str(log.path)) == 1
     log.path.write_text(f"{TP.to_json()}\n{line}")  # without a newline
     main([str(tmp_path)])
     assert capsys.readouterr().err == f"{log.path}: skipped the last line, which is incomplete\n"
     log.path.write_text(line)
-    assert fails(capsys, tmp_path).startswith(f"valkyrie-report: {log.path}: its only line is incomplete")
+    assert error_output(capsys, tmp_path).startswith(f"valkyrie-report: {log.path}: its only line is incomplete")
     log.path.unlink()
     log.path.mkdir()
-    assert fails(capsys, tmp_path) == f"valkyrie-report: {log.path}: is a directory.\n"
+    assert error_output(capsys, tmp_path) == f"valkyrie-report: {log.path}: is a directory.\n"
 
 
 @pytest.mark.parametrize("count", [1, 400])
@@ -169,7 +169,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path, count: int):
 
 
 def test_a_report_does_not_load_jax(tmp_path: Path):
-    folder = write_sweep(tmp_path, [FSDP, RAN], timeline_count=1)
+    folder = write_sweep(tmp_path, [FSDP, MEASURED], timeline_count=1)
     script = (
         "import sys\nfrom valkyrie.cli.report import main\nmain(sys.argv[1:])\n"
         "print(*(name for name in ('jax', 'flax', 'numpy') if name in sys.modules))\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reported import make_trial, write_sweep
-from test_report import FSDP, LARGE, RAN, WRONG, data_of, rows_of
+from test_report import FSDP, LARGE, MEASURED, REFUSED, page_data, sweep_rows
 from valkyrie.config.modes import ANSWER_FILE
 from valkyrie.parallel.partition import PipelineSchedule
 from valkyrie.records import write_record
@@ -85,7 +85,7 @@ def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
     path = write_report(write_sweep(tmp_path, many(500), timeline_count=40))
     assert path == tmp_path / "report.html"
     assert path.stat().st_size < MAX_PAGE_BYTES == 2_000_000
-    data = data_of(path.read_text())
+    data = page_data(path.read_text())
     assert len(data["rows"]) == len(data["details"]) == 500
     assert len(data["timelines"]) >= 4
 
@@ -98,18 +98,20 @@ def row_details(data: dict[str, Any], row_index: int) -> dict[str, str | list[st
 
 
 def test_texts_shared_by_layouts_are_stored_once(tmp_path: Path):
-    rows = rows_of(tmp_path, *(make_trial(f"8x1x{i}-fsdp", 1000 - i, overrides=trial_overrides(0)) for i in range(3)))
+    rows = sweep_rows(
+        tmp_path, *(make_trial(f"8x1x{i}-fsdp", 1000 - i, overrides=trial_overrides(0)) for i in range(3))
+    )
     text = render_page(rows)
-    texts = data_of(text)["texts"]
+    texts = page_data(text)["texts"]
     assert [sum(part in text for text in texts) for part in ("block_pattern", "v5e chips 2x4")] == [1, 1]
     for row_index, row in enumerate(rows):
-        details = row_details(data_of(text), row_index)
+        details = row_details(page_data(text), row_index)
         assert " ".join(details["command"]) == tables.command(row) and details["folder"] == row.trial.folder
         assert details["hints"] == list(row.trial.results.hints[:3])
 
 
 def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    rows = rows_of(tmp_path, *(make_trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timeline_count=6)
+    rows = sweep_rows(tmp_path, *(make_trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timeline_count=6)
     monkeypatch.setattr("valkyrie.report.page.MAX_TORUSES", 2)
     size = len(render_page(rows).encode())
     drawn_figures: list[str] = []
@@ -127,7 +129,7 @@ def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: 
     ):
         drawn_figures.clear()
         monkeypatch.setattr("valkyrie.report.page.MAX_PAGE_BYTES", limit)
-        data = data_of(render_page(rows))
+        data = page_data(render_page(rows))
         assert (
             "".join(data["timelines"]) == timelines and sum("hints" in details for details in data["details"]) == hinted
         )
@@ -135,29 +137,29 @@ def test_hints_and_timelines_are_dropped_until_a_page_is_small_enough(tmp_path: 
 
 
 def test_a_page_loads_nothing_from_the_network(tmp_path: Path):
-    text = render_page(rows_of(tmp_path, FSDP, LARGE, WRONG, RAN))
+    text = render_page(sweep_rows(tmp_path, FSDP, LARGE, REFUSED, MEASURED))
     outside = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"(src|href|action)\s*=\s*[\"']?(https?:)?//", outside)
     assert "default-src 'none'" in text
-    assert data_of(text)["rows"][0][1] == "8x1x1-fsdp"
+    assert page_data(text)["rows"][0][1] == "8x1x1-fsdp"
 
 
 def test_hostile_names_are_escaped(tmp_path: Path):
     bad = "</script><script>alert(1)</script>"
     text = render_page(
-        rows_of(tmp_path, make_trial("1x1x1-" + bad, 10), make_trial(bad, None, status=Status.failed, reason=bad))
+        sweep_rows(tmp_path, make_trial("1x1x1-" + bad, 10), make_trial(bad, None, status=Status.failed, reason=bad))
     )
     assert bad not in text and "alert(1)" in text
-    assert bad in json.dumps(data_of(text))
+    assert bad in json.dumps(page_data(text))
 
 
 def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
-    rows = rows_of(
+    rows = sweep_rows(
         tmp_path,
         make_trial("8x1x1-fsdp", 1000, bytes_by_axes={"x": 512.0}),
         make_trial("2x4x1-2d_tp", 400, bytes_by_axes={"x": 9e6}, batch=32),
     )
-    pairs = data_of(render_page(rows))["pairs"]
+    pairs = page_data(render_page(rows))["pairs"]
     assert set(pairs["explanations"]) == {"0,1", "1,0"}
     first, other = pairs["explanations"]["0,1"], pairs["explanations"]["1,0"]
     assert first[0].startswith("A is 2.50") and other[0].startswith("B is 2.50")
@@ -171,8 +173,8 @@ def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):
         make_trial("8x1x1-fsdp", 1000, overrides=["model.layers=4"]),
         make_trial("8x1x1-fsdp", 500, overrides=["model.layers=8"]),
     ]
-    pairs = data_of(
-        render_page(rows_of(tmp_path, *sizes, make_trial("2x4x1-2d_tp", 400, overrides=["model.layers=4"])))
+    pairs = page_data(
+        render_page(sweep_rows(tmp_path, *sizes, make_trial("2x4x1-2d_tp", 400, overrides=["model.layers=4"])))
     )["pairs"]
     assert set(pairs["explanations"]) == {"0,2", "2,0"}
     works = [side["work"] for side in pairs["quantities"].values()]
@@ -201,22 +203,22 @@ def test_the_page_of_a_search_shows_its_answer(tmp_path: Path):
     folder = write_sweep(tmp_path, [FSDP])
     write_record(folder / ANSWER_FILE, answer)
     text = write_report(folder).read_text()
-    shown = text.partition("<main>")[2].partition("</main>")[0]
+    main_html = text.partition("<main>")[2].partition("</main>")[0]
     (heading,) = re.findall(r"<h1>(.*?)</h1>", text)
     assert all(name in heading for name in ("m_1b", "v5e-8", "v6e-8"))
     assert "1.3 billion parameters" in text and "a batch of 16 sequences of 64 tokens" in text and "4 May 2026" in text
-    counts = re.findall(r'<td class="number">([0-9]+)</td>\s*<td class="work">(.*?)</td>', shown)
+    counts = re.findall(r'<td class="number">([0-9]+)</td>\s*<td class="work">(.*?)</td>', main_html)
     assert [count for count, _ in counts] == ["110", "11", "40", "54", "2", "3"], "considered, then by outcome"
     assert (
-        "11: layers do not divide" in shown
-        and "fsdp is slower" in shown
-        and '<td data-label="step is">compiled</td>' in shown
+        "11: layers do not divide" in main_html
+        and "fsdp is slower" in main_html
+        and '<td data-label="step is">compiled</td>' in main_html
     )
     assert 'id="costs"' not in text and 'id="limits"' not in text, "no chart of one point or one bar"
     assert all(f"<code>{command}</code>" in text for command in ("valkyrie-train mode=search", *commands.values()))
-    assert re.findall(r"<b>(.*?)</b>", shown) == ["8x1x1 fsdp", "1,000", "500.0 ms", "1.0 GiB", "5 billion"]
+    assert re.findall(r"<b>(.*?)</b>", main_html) == ["8x1x1 fsdp", "1,000", "500.0 ms", "1.0 GiB", "5 billion"]
     settings = ("mesh=8x1x1", "partition=fsdp", "remat=full", "microbatches=2")
-    assert "$500" in shown and " ".join(settings) in shown
+    assert "$500" in main_html and " ".join(settings) in main_html
 
 
 def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):
@@ -234,7 +236,7 @@ def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):
     assert "<h1>Cheapest layout of m on v5e-8 or v6e-8</h1>" in text and "1 billion tokens" in text
     assert "estimated, none compiled" in text and text.count('<td data-label="step is">estimated</td>') == 2
     assert re.search(r'<section id="ranked"[^>]* hidden>', text), "there are no trials"
-    figures = data_of(text)["overall_figures"]
+    figures = page_data(text)["overall_figures"]
     points = [(value["time"], value["price"]) for value in figures["costs"]["data"]["values"]]
     assert points == [(500.0, 0.01), (250.0, 0.02)]
     shares = {value["label"]: value["share"] for value in figures["limits"]["data"]["values"]}

@@ -20,23 +20,27 @@ from valkyrie.sweep.trial import GoodputResult, TrialResult
 
 
 @pytest.fixture
-def dry(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def dry_run_output(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """Return the output of `--wandb me/valkyrie --group laptop_8 --dry-run`."""
     assert main_wandb("me/valkyrie", "laptop_8", dry_run=True) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def panels(dry: dict[str, Any]) -> list[dict[str, Any]]:
-    sections = dry["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
+def panels(dry_run_output: dict[str, Any]) -> list[dict[str, Any]]:
+    sections = dry_run_output["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
     return [panel for section in sections for panel in section["panels"]]
 
 
-def test_the_dashboard_shows_one_sweep(dry: dict[str, Any]) -> None:
-    (runs,) = dry["workspace"]["spec"]["section"]["runSets"]
+def test_the_dashboard_shows_one_sweep(dry_run_output: dict[str, Any]) -> None:
+    (runs,) = dry_run_output["workspace"]["spec"]["section"]["runSets"]
     (rule,) = runs["filters"]["filters"]
     assert (rule["key"], rule["op"], rule["value"]) == ({"section": "run", "name": "group"}, "=", "laptop_8")
-    assert dry["workspace"]["entity"] == "me" and dry["workspace"]["project"] == "valkyrie"
-    assert {panel["viewType"] for panel in panels(dry)} == {"Bar Chart", "Scatter Plot", "Parallel Coordinates Plot"}
+    assert dry_run_output["workspace"]["entity"] == "me" and dry_run_output["workspace"]["project"] == "valkyrie"
+    assert {panel["viewType"] for panel in panels(dry_run_output)} == {
+        "Bar Chart",
+        "Scatter Plot",
+        "Parallel Coordinates Plot",
+    }
 
 
 def test_all_sweeps_are_shown_without_a_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +48,7 @@ def test_all_sweeps_are_shown_without_a_group(capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["workspace"]["spec"]["section"]["runSets"][0]["filters"]["filters"] == []
 
 
-def test_every_panel_reads_keys_that_runs_have(dry: dict[str, Any]) -> None:
+def test_every_panel_reads_keys_that_runs_have(dry_run_output: dict[str, Any]) -> None:
     trained = replace(OK, results=TrialResult(goodput=GoodputResult(10.0, {"steps": 9.0}, 1, 0.9, 0.1)))
     summary = {
         *trial_summary(row(OK)),
@@ -53,12 +57,12 @@ def test_every_panel_reads_keys_that_runs_have(dry: dict[str, Any]) -> None:
         *(f"comm_bytes/{a}" for a in ("s", "w", "y", "z", "x,z", "y,z", "x,y,z")),
     }
     config = {*encode(OK.about), "stage"}
-    read: set[str] = set()
-    for panel in panels(dry):
+    read_keys: set[str] = set()
+    for panel in panels(dry_run_output):
         shown = panel["config"]
         if panel["viewType"] == "Bar Chart":
             assert shown["groupBy"] == "layout.value"
-            read |= {*shown["metrics"]}
+            read_keys |= {*shown["metrics"]}
             continue
         accessors = [column["accessor"] for column in shown.get("columns", [])] or [shown["xAxis"], shown["yAxis"]]
         for accessor in accessors:
@@ -66,8 +70,8 @@ def test_every_panel_reads_keys_that_runs_have(dry: dict[str, Any]) -> None:
             if section == "config":
                 assert re.split(r"\.value", key)[0] in config, accessor
             else:
-                read.add(key)
-    assert read <= summary
+                read_keys.add(key)
+    assert read_keys <= summary
     assert {
         "tokens_per_second_per_chip",
         "hbm_gib",
@@ -76,11 +80,11 @@ def test_every_panel_reads_keys_that_runs_have(dry: dict[str, Any]) -> None:
         "comm_bytes/total",
         "goodput",
         "data_wait",
-    } <= read
+    } <= read_keys
 
 
-def test_the_report_compares_predicted_and_measured_values(dry: dict[str, Any]) -> None:
-    grids = [block for block in dry["report"]["blocks"] if block["type"] == "panel-grid"]
+def test_the_report_compares_predicted_and_measured_values(dry_run_output: dict[str, Any]) -> None:
+    grids = [block for block in dry_run_output["report"]["blocks"] if block["type"] == "panel-grid"]
     assert len(grids) == 4
     for grid in grids:
         assert [runs["name"] for runs in grid["runSets"]] == ["measured", "predicted", "trained"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from reported import golden_summary, make_trial, trial_from_summary, write_sweep
-from test_report import FSDP, LARGE, TP, rows_of
+from test_report import FSDP, LARGE, TP, sweep_rows
 from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import render_page
 from valkyrie.report.rank import compare, concordance, pareto_ids, peak_memory
@@ -43,23 +43,23 @@ SPEEDS = {"8x1x1-fsdp": (900.0, 800.0, 300.0), "2x4x1-2d_tp": (500.0, 850.0, 250
 
 
 @pytest.fixture
-def varied(tmp_path: Path) -> list[Row]:
-    return rows_of(tmp_path, *shapes(SPEEDS, peak_gib=4, price=1.2))
+def varied_rows(tmp_path: Path) -> list[Row]:
+    return sweep_rows(tmp_path, *shapes(SPEEDS, peak_gib=4, price=1.2))
 
 
-def test_settings_that_a_sweep_varies_label_the_work_once(varied: list[Row]):
-    assert [row.work.varied_settings for row in varied[:3]] == [
+def test_settings_that_a_sweep_varies_label_the_work_once(varied_rows: list[Row]):
+    assert [row.work.varied_settings for row in varied_rows[:3]] == [
         ("embed=2048", "layers=12"),
         ("embed=1536", "layers=24"),
         ("embed=2048", "layers=24"),
     ]
-    named = values.label_rows(varied)
-    assert len(set(named.values())) == 6 and named[varied[0].id] == "8x1x1-fsdp embed=2048 layers=12"
-    assert varied[0].work.label.endswith(", embed=2048 layers=12")
+    named = values.label_rows(varied_rows)
+    assert len(set(named.values())) == 6 and named[varied_rows[0].id] == "8x1x1-fsdp embed=2048 layers=12"
+    assert varied_rows[0].work.label.endswith(", embed=2048 layers=12")
 
 
 def test_keys_of_the_layout_the_trial_and_the_work_are_not_varied(tmp_path: Path):
-    rows = rows_of(
+    rows = sweep_rows(
         tmp_path,
         make_trial("8x1x1-fsdp", 9, overrides=["remat=full", "mode.repeats=3", "+trial.retry=true", "hydra.mode=RUN"]),
         make_trial("2x4x1-fsdp", 9, overrides=["microbatches=2", "mesh.placement=[x,y]", "target.slices=2"]),
@@ -70,18 +70,20 @@ def test_keys_of_the_layout_the_trial_and_the_work_are_not_varied(tmp_path: Path
 
 
 def test_labels_have_the_precision_if_a_stage_has_two(tmp_path: Path):
-    half, whole = (make_trial("8x1x1-fsdp", 9, overrides=[f"precision={name}"]) for name in ("bf16_mixed", "float32"))
-    whole = replace(whole, about=replace(whole.about, precision="float32"))
+    bf16_trial, float32_trial = (
+        make_trial("8x1x1-fsdp", 9, overrides=[f"precision={name}"]) for name in ("bf16_mixed", "float32")
+    )
+    float32_trial = replace(float32_trial, about=replace(float32_trial.about, precision="float32"))
     ran = make_trial("8x1x1-fsdp", 9, stage="measure")
-    assert list(values.label_rows(rows_of(tmp_path / "one", half, ran)).values()) == ["8x1x1-fsdp"] * 2
-    both = list(values.label_rows(rows_of(tmp_path / "two", half, whole)).values())
+    assert list(values.label_rows(sweep_rows(tmp_path / "one", bf16_trial, ran)).values()) == ["8x1x1-fsdp"] * 2
+    both = list(values.label_rows(sweep_rows(tmp_path / "two", bf16_trial, float32_trial)).values())
     assert both == ["8x1x1-fsdp bf16_mixed", "8x1x1-fsdp float32"]
 
 
 def test_keys_with_equal_last_parts_are_written_in_full(tmp_path: Path):
     overrides = (["model.s5.blocks=1", "model.trm.blocks=1"], ["model.s5.blocks=2", "model.trm.blocks=1"])
     more = ["model.s5.blocks=1", "model.trm.blocks=2"]
-    rows = rows_of(
+    rows = sweep_rows(
         tmp_path,
         *(make_trial("8x1x1-fsdp", 9, overrides=overrides_of_trial) for overrides_of_trial in (*overrides, more)),
     )
@@ -148,21 +150,21 @@ def test_sweeps_without_common_work_are_not_compared(tmp_path: Path):
     text = as_markdown(rows, comparison)
     assert comparison.summary in text and "ratio" not in text
     assert render_page(rows, comparison).count("<th scope") == render_page(rows).count("<th scope")
-    other = compare(rows_of(tmp_path / "more", FSDP, replace(TP, sweep="elsewhere")), "hand", "elsewhere")
+    other = compare(sweep_rows(tmp_path / "more", FSDP, replace(TP, sweep="elsewhere")), "hand", "elsewhere")
     assert "no layout in common" in other.summary
 
 
-def test_partitions_are_compared_only_for_the_same_model_shape(varied: list[Row]):
-    ((group, members),) = group_by_kind(varied).items()
+def test_partitions_are_compared_only_for_the_same_model_shape(varied_rows: list[Row]):
+    ((group, members),) = group_by_kind(varied_rows).items()
     lines = words.summarise_kind(group, members).reasons
     compared = [re.findall(r"layers=(\d+): (\w+)\b", line) + re.findall(r" is ([\d.]+x)", line) for line in lines]
     assert compared == [[("12", "fsdp"), "1.8x"], [("24", "2d_tp"), "1.06x"], [("24", "fsdp"), "1.2x"]]
 
 
-def test_a_pareto_front_is_for_one_work(varied: list[Row]):
-    assert len(pareto_ids(varied, peak_memory)) == 3
-    assert sum(v["front"] for v in values.memory(varied)) == 3
-    spec = figures.figure_spec(figures.MEMORY, varied)
+def test_a_pareto_front_is_for_one_work(varied_rows: list[Row]):
+    assert len(pareto_ids(varied_rows, peak_memory)) == 3
+    assert sum(v["front"] for v in values.memory(varied_rows)) == 3
+    spec = figures.figure_spec(figures.MEMORY, varied_rows)
     assert spec is not None
     (line,) = [layer for layer in spec["layer"] if layer["mark"]["type"] == "line"]
     assert line["encoding"]["detail"]["field"] == "work"
@@ -174,7 +176,7 @@ def test_agreement_counts_only_pairs_with_the_same_work(tmp_path: Path):
         for ran, (stage, target) in enumerate([("compile", "v5e-8"), ("measure", "auto")])
         for batch, speed in ((16, 500), (64, 900))
     ]
-    pairs = pair_predictions(rows_of(tmp_path, *batches))
+    pairs = pair_predictions(sweep_rows(tmp_path, *batches))
     assert len(pairs) == 2 and concordance(pairs) is None
 
 
@@ -198,16 +200,16 @@ def test_a_comparison_describes_the_status_of_a_trial(tmp_path: Path):
 def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
     cheap, fast = make_trial("8x1x1-fsdp", 300, price=1.2), make_trial("2x4x1-2d_tp", 600, target="v5p-16", price=4.2)
     large = make_trial("4x2x1-dp", 900, price=1.2, batch=64)
-    (line,) = words.price_lines(rows_of(tmp_path / "one", cheap, fast))
+    (line,) = words.price_lines(sweep_rows(tmp_path / "one", cheap, fast))
     assert "8x1x1-fsdp on v5e-8" in line and "1.11 dollars" in line
-    rows = rows_of(tmp_path / "two", cheap, fast, large)
+    rows = sweep_rows(tmp_path / "two", cheap, fast, large)
     (two,) = words.price_lines(rows)
     assert f"8x1x1-fsdp of {rows[0].work.label}" in two
     assert words.price_lines([]) == []
 
 
 def test_none_is_called_cheapest_if_all_prices_are_equal(tmp_path: Path):
-    rows = rows_of(tmp_path, FSDP, make_trial("2x4x1-2d_tp", 100, price=1.2))
+    rows = sweep_rows(tmp_path, FSDP, make_trial("2x4x1-2d_tp", 100, price=1.2))
     assert words.price_lines(rows) == []
     assert "0.333 dollars" in words.summarise_kind(rows[0].speed_kind, rows).sentence
     assert "Cheapest" not in render_page(rows)
@@ -219,7 +221,7 @@ def test_figures_are_drawn_only_if_they_are_informative(tmp_path: Path):
 
     def drawn(name: str, *trials: Trial) -> set[str]:
         return set(
-            re.findall(r'<section class="figure" id="(pairs|price)"', render_page(rows_of(tmp_path / name, *trials)))
+            re.findall(r'<section class="figure" id="(pairs|price)"', render_page(sweep_rows(tmp_path / name, *trials)))
         )
 
     assert drawn("both", *both) == {"pairs"}
@@ -240,7 +242,7 @@ def test_figures_are_drawn_only_if_they_are_informative(tmp_path: Path):
     ],
 )
 def test_topologies_twists_and_slices_are_ranked_apart(tmp_path: Path, target: str, overrides: list[str], label: str):
-    (row,) = rows_of(tmp_path, make_trial("8x1x1-fsdp", 9, target=target, overrides=overrides))
+    (row,) = sweep_rows(tmp_path, make_trial("8x1x1-fsdp", 9, target=target, overrides=overrides))
     assert row.speed_kind.target == label
 
 
@@ -250,16 +252,16 @@ def test_real_devices_of_this_machine_are_named(tmp_path: Path):
     )
     refused = make_trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
     predicted = replace(FSDP, about=replace(FSDP.about, layout=real.about.layout))
-    rows = rows_of(tmp_path, real, refused, predicted)
+    rows = sweep_rows(tmp_path, real, refused, predicted)
     assert [row.speed_kind.target for row in rows[:2]] == [real.results.devices] * 2
     assert len(pair_predictions(rows)) == 1
     trained = replace(real, stage="train", results=TrialResult(simulated=False, step=real.results.step))
-    assert rows_of(tmp_path / "old", trained)[0].speed_kind.devices.endswith("this machine")
+    assert sweep_rows(tmp_path / "old", trained)[0].speed_kind.devices.endswith("this machine")
 
 
 def test_the_command_of_a_layout_starts_a_single_run(tmp_path: Path):
     overrides = ["name=mine", "runs=elsewhere", "sweep=laptop_8", "model.block_pattern=[s5,attention]"]
-    (row,) = rows_of(tmp_path, make_trial("2x4x1-fsdp", 9, overrides=overrides))
+    (row,) = sweep_rows(tmp_path, make_trial("2x4x1-fsdp", 9, overrides=overrides))
     expected = (
         "valkyrie-train mode=compile mesh=2x4x1 partition=fsdp sweep=laptop_8 'model.block_pattern=[s5,attention]'"
     )
@@ -268,14 +270,14 @@ def test_the_command_of_a_layout_starts_a_single_run(tmp_path: Path):
 
 def test_the_command_of_a_layout_finds_the_users_configuration(tmp_path: Path):
     flags = ["--config-dir", "/home/me/my own", "hydra.searchpath=[file:///elsewhere]"]
-    (row,) = rows_of(tmp_path, replace(make_trial("2x4x1-fsdp", 9), flags=flags))
+    (row,) = sweep_rows(tmp_path, replace(make_trial("2x4x1-fsdp", 9), flags=flags))
     expected = "valkyrie-train --config-dir '/home/me/my own' 'hydra.searchpath=[file:///elsewhere]' mode=compile mesh="
     assert command(row).startswith(expected)
     assert " ".join(details(row)["command"]) == command(row)
 
 
-def test_csv_has_the_varied_settings(varied: list[Row]):
-    head, first, *_ = as_csv(varied).splitlines()
+def test_csv_has_the_varied_settings(varied_rows: list[Row]):
+    head, first, *_ = as_csv(varied_rows).splitlines()
     column = head.split(",").index("varied")
     assert first.split(",")[column] == "embed=2048 layers=12"
 
@@ -289,7 +291,7 @@ def test_tables_show_the_batch_and_other_settings_in_which_trials_differ(tmp_pat
     shown = sweep_table(trials, tmp_path)
     column = next(column for column in shown.columns if column.header == "varied")
     assert sorted(map(str, column.cells)) == sorted(expected)
-    rows = csv.DictReader(as_csv(rows_of(tmp_path, *trials)).splitlines())
+    rows = csv.DictReader(as_csv(sweep_rows(tmp_path, *trials)).splitlines())
     listed = {f"batch={row['batch']} {row['varied']}" for row in rows}
     assert listed == set(expected), "the CSV has a column for the batch"
     assert "varied" not in [column.header for column in sweep_table(trials[:1], tmp_path).columns]
@@ -301,14 +303,14 @@ def test_a_trial_with_an_unknown_workload_differs_in_no_setting(tmp_path: Path):
     assert "trial" in headers and "varied" not in headers
 
 
-def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
+def make_cpu_trial(layout: str, gib: float, sent: float) -> Trial:
     cpu_trial = make_trial(layout, 1, target="cpu8", peak_gib=gib, bytes_by_axes={"x": sent})
     results = replace(cpu_trial.results, step=StepResult(), parts=())
     return replace(cpu_trial, results=results, about=replace(cpu_trial.about, chip=None))
 
 
 def test_a_compile_for_cpus_reports_memory_and_bytes(tmp_path: Path):
-    rows = rows_of(tmp_path, for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6))
+    rows = sweep_rows(tmp_path, make_cpu_trial("8x1x1-fsdp", 4, 4e6), make_cpu_trial("2x4x1-2d_tp", 2, 9e6))
     answer = words.summarise_kind(rows[0].speed_kind, rows)
     assert "2x4x1-2d_tp, 2.0 GiB" in answer.head and "8x1x1-fsdp, 4 MB" in answer.head and not answer.winner_numbers
     assert {v["label"] for v in values.sent_bytes(rows)} == {"8x1x1-fsdp", "2x4x1-2d_tp"}
@@ -325,7 +327,7 @@ def test_compared_pairs_are_marked_as_simulated_or_measured(tmp_path: Path):
     real = make_trial("2x4x1-2d_tp", 400, stage="measure", target="v5e-8")
     real = replace(real, results=replace(real.results, simulated=False))
     simulated = make_trial("8x1x1-fsdp", 40, stage="measure", target="auto")
-    points = values.pairs(rows_of(tmp_path, FSDP, TP, simulated, real))
+    points = values.pairs(sweep_rows(tmp_path, FSDP, TP, simulated, real))
     assert [v["kind"] for v in points] == ["simulated", "measured"]
     mixed, alone = specs.pairs(points), specs.pairs(points[:1])
     assert mixed["layer"][1]["encoding"]["shape"]["field"] == "kind"

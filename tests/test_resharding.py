@@ -39,13 +39,13 @@ def programs(model: str) -> dict[str, StepProgram]:
     return {name: make_program(small_run(model, *layout, *extra)) for name, layout in LAYOUTS.items()}
 
 
-def state_of(program: StepProgram, seed: int) -> Any:
+def random_state(program: StepProgram, seed: int) -> Any:
     """Return a state of random numbers that depend on the seed but not on the layout."""
     generator = np.random.default_rng(seed)
 
-    def values(like: Any) -> jax.Array:
-        numbers = generator.integers(0, 1000, like.shape).astype(like.dtype)
-        return jax.make_array_from_callback(like.shape, like.sharding, lambda index: numbers[index])
+    def values(leaf: Any) -> jax.Array:
+        numbers = generator.integers(0, 1000, leaf.shape).astype(leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: numbers[index])
 
     return jax.tree.map(values, program.abstract_state)
 
@@ -62,16 +62,16 @@ def state_of(program: StepProgram, seed: int) -> Any:
 def test_a_checkpoint_of_one_layout_is_restored_under_every_layout(model: str, source: str, tmp_path: Path):
     step_programs = programs(model)
     position = {"version": 1, "row": 48, "content": "abc"}
-    with closing(open_checkpoints(tmp_path)) as saver:
-        assert saver.save(7, state_of(step_programs[source], seed=3), position) is None
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        assert checkpoints.save(7, random_state(step_programs[source], seed=3), position) is None
     for name, program in step_programs.items():
-        with closing(open_checkpoints(tmp_path, read_only=True)) as saver:
-            restored = saver.restore(program.abstract_state)
+        with closing(open_checkpoints(tmp_path, read_only=True)) as checkpoints:
+            restored = checkpoints.restore(program.abstract_state)
         assert (restored.step, restored.data) == (7, position), name
-        expected = state_of(program, seed=3)
-        for (path, like), value in zip(
+        expected = random_state(program, seed=3)
+        for (path, leaf), value in zip(
             jax.tree_util.tree_flatten_with_path(expected)[0], jax.tree.leaves(restored.state), strict=True
         ):
-            assert value.sharding.is_equivalent_to(like.sharding, like.ndim), (name, path)
-            assert value.dtype == like.dtype, (name, path)
-            np.testing.assert_array_equal(np.asarray(value), np.asarray(like), err_msg=f"{name} {path}")
+            assert value.sharding.is_equivalent_to(leaf.sharding, leaf.ndim), (name, path)
+            assert value.dtype == leaf.dtype, (name, path)
+            np.testing.assert_array_equal(np.asarray(value), np.asarray(leaf), err_msg=f"{name} {path}")

@@ -37,9 +37,9 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sign
     """Send this process one signal when the metrics of `step`, or of a later step, are shown."""
     show, sent = screen.Screen.step, []
 
-    def shown(self: screen.Screen, of_step: int, record: dict[str, Any], *, line: bool) -> None:
-        show(self, of_step, record, line=line)
-        if of_step >= step and not sent:
+    def shown(self: screen.Screen, shown_step: int, record: dict[str, Any], *, line: bool) -> None:
+        show(self, shown_step, record, line=line)
+        if shown_step >= step and not sent:
             sent.append(os.kill(os.getpid(), number))
             time.sleep(0.2)
 
@@ -61,20 +61,20 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:
     number = signal.SIGTERM if form == "average" else signal.SIGINT
-    whole = trained_run(*FORMS[form], steps=12)
+    uninterrupted_run = trained_run(*FORMS[form], steps=12)
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3, number)
         assert run_train(*tiny_arguments(tmp_path, "steps=12", *FORMS[form])) == (
             75 if number == signal.SIGTERM else 130
         )
     out, err = capfd.readouterr()
-    stopped = saved_arrays(tmp_path / "run")["['step']"]
-    assert 3 <= stopped <= 6
-    assert f"stopped at step {stopped}, saved in {tmp_path / 'run'}" in out
+    stopped_step = saved_arrays(tmp_path / "run")["['step']"]
+    assert 3 <= stopped_step <= 6
+    assert f"stopped at step {stopped_step}, saved in {tmp_path / 'run'}" in out
     assert "stopping after" in err and "Traceback" not in err
     assert run_train("resume=run", f"runs={tmp_path}") == 0
-    assert f"training steps {stopped + 1} to 12" in capfd.readouterr().out
-    assert_same_run(tmp_path / "run", whole)
+    assert f"training steps {stopped_step + 1} to 12" in capfd.readouterr().out
+    assert_same_run(tmp_path / "run", uninterrupted_run)
 
 
 def remove_checkpoints_after(folder: Path, step: int) -> None:
@@ -85,19 +85,19 @@ def remove_checkpoints_after(folder: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", mark_slow_except(["latest", "run", "path", "name"], ["latest"]))
-def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
-    whole = trained_run("checkpoint.every=3")
-    folder = copy_run(whole, tmp_path)
+@pytest.mark.parametrize("selector", mark_slow_except(["latest", "run", "path", "name"], ["latest"]))
+def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, selector: str) -> None:
+    uninterrupted_run = trained_run("checkpoint.every=3")
+    folder = copy_run(uninterrupted_run, tmp_path)
     remove_checkpoints_after(folder, 3)
     overrides = {
         "latest": ["resume=latest", f"runs={tmp_path}"],
         "run": ["resume=run", f"runs={tmp_path}"],
         "path": [f"resume={folder}"],
         "name": [*tiny_arguments(tmp_path), "steps=6", "checkpoint.every=3"],
-    }[how]
+    }[selector]
     assert run_train(*overrides) == 0
-    assert_same_run(folder, whole)
+    assert_same_run(folder, uninterrupted_run)
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_other_data_is_refused_with_both_values(
     assert "another name=" in err
 
 
-def _continuing(capfd: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
+def _parse_continuation(capfd: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
     """Return the step numbers and the changed settings, both as text, in the line that a continued run prints."""
     (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("continuing run "))
     steps, _, changes = line.partition(": ")
@@ -187,10 +187,10 @@ def test_a_continued_run_prints_its_changed_settings(tmp_path: Path, capfd: pyte
     capfd.readouterr()
     unlisted = ("log_every=2", "sample_tokens=1")
     assert run_train(*tiny_arguments(tmp_path, "steps=7", *before, *unlisted)) == 0
-    assert _continuing(capfd) == (["6", "7"], "steps=7 (was 6)")
+    assert _parse_continuation(capfd) == (["6", "7"], "steps=7 (was 6)")
     assert run_train(*tiny_arguments(tmp_path, "steps=8", "optimizer.weight_decay=0")) == 0
     changes = "steps=8 (was 7), optimizer.learning_rate=0.024 (was 0.0001)"
-    assert _continuing(capfd) == (["7", "8"], changes)
+    assert _parse_continuation(capfd) == (["7", "8"], changes)
     assert max(training_records(tmp_path / "run")) == 8
 
 
@@ -209,9 +209,9 @@ def test_a_deleted_run_folder_ends_the_training(
 ) -> None:
     show = screen.Screen.step
 
-    def shown(self: screen.Screen, of_step: int, record: dict[str, Any], *, line: bool) -> None:
-        show(self, of_step, record, line=line)
-        if of_step == 3:
+    def shown(self: screen.Screen, shown_step: int, record: dict[str, Any], *, line: bool) -> None:
+        show(self, shown_step, record, line=line)
+        if shown_step == 3:
             shutil.rmtree(tmp_path / "run")
 
     monkeypatch.setattr(screen.Screen, "step", shown)

@@ -46,18 +46,18 @@ def program_of(*overrides: str) -> StepProgram:
     return StepProgram(run, mesh, backend="cpu")
 
 
-def simulated(count: int = 1) -> Devices:
+def simulated_devices(count: int = 1) -> Devices:
     return Devices(tuple(jax.devices()[:1] * count), "cpu", None, simulated=True)
 
 
-def with_memory(size: int | None) -> Devices:
+def devices_with_memory(size: int | None) -> Devices:
     stats = None if size is None else {"bytes_limit": size}
     device = SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", id=0, memory_stats=lambda: stats)
     return Devices((device,), "gpu", compose_run("target=h100-1", "mesh=1x1x1").config.target.chip, simulated=False)
 
 
 @pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+def set_free_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that sets the free memory of this machine, in bytes."""
     return lambda size: monkeypatch.setattr(room, "free_memory", lambda: size)
 
@@ -87,61 +87,61 @@ def test_all_memory_counts_as_free_if_the_system_does_not_report_it(tmp_path: Pa
     assert everything is not None and everything >= (free_memory() or 0)
 
 
-def test_a_run_that_cannot_fit_is_refused_with_both_sizes_and_a_remedy(free: Any):
-    free(20 * GIB)
+def test_a_run_that_cannot_fit_is_refused_with_both_sizes_and_a_remedy(set_free_memory: Any):
+    set_free_memory(20 * GIB)
     with pytest.raises(ValueError) as caught:
-        check_memory_fit(program_of(*LARGE), simulated())
+        check_memory_fit(program_of(*LARGE), simulated_devices())
     assert not isinstance(caught.value, DoesNotFitError)
     for part in ("llama_8b", "mesh=1x1x1 partition=dp", "119.7 GiB", "20.0 GiB", "Use model=gpt_1b", "force=true"):
         assert part in str(caught.value)
 
 
-def test_simulated_devices_share_the_memory_of_the_host(free: Any):
-    free(4 * GIB)
+def test_simulated_devices_share_the_memory_of_the_host(set_free_memory: Any):
+    set_free_memory(4 * GIB)
     arguments = ("model=gpt_125m", "mesh=1x1x8", "batch=8", "seq=16")
-    check_memory_fit(program_of(*arguments, "partition=fsdp"), simulated(8))
+    check_memory_fit(program_of(*arguments, "partition=fsdp"), simulated_devices(8))
     with pytest.raises(ValueError) as caught:
-        check_memory_fit(program_of(*arguments, "partition=dp"), simulated(8))
+        check_memory_fit(program_of(*arguments, "partition=dp"), simulated_devices(8))
     assert "8 simulated devices" in str(caught.value) and "Use partition=fsdp" in str(caught.value)
 
 
-def test_an_evaluation_needs_no_gradients(free: Any):
-    free(100 * GIB)
-    check_memory_fit(program_of(*LARGE), simulated(), is_training=False)
+def test_an_evaluation_needs_no_gradients(set_free_memory: Any):
+    set_free_memory(100 * GIB)
+    check_memory_fit(program_of(*LARGE), simulated_devices(), is_training=False)
     with pytest.raises(ValueError):
-        check_memory_fit(program_of(*LARGE), simulated())
+        check_memory_fit(program_of(*LARGE), simulated_devices())
 
 
 def test_device_memory_is_reported_by_the_device_or_else_by_the_chip():
     with pytest.raises(DoesNotFitError) as caught:
-        check_memory_fit(program_of(*LARGE), with_memory(64 * GIB))
+        check_memory_fit(program_of(*LARGE), devices_with_memory(64 * GIB))
     assert "has 64.0 GiB" in str(caught.value)
-    check_memory_fit(program_of(*LARGE), with_memory(140 * GIB))
+    check_memory_fit(program_of(*LARGE), devices_with_memory(140 * GIB))
     with pytest.raises(DoesNotFitError) as caught:
-        check_memory_fit(program_of(*LARGE), with_memory(None))
+        check_memory_fit(program_of(*LARGE), devices_with_memory(None))
     assert "has 80.0 GiB" in str(caught.value)
 
 
-def test_forced_runs_and_unknown_memory_are_not_refused(free: Any):
-    free(20 * GIB)
-    check_memory_fit(program_of(*LARGE, "force=true"), simulated())
-    free(None)
-    check_memory_fit(program_of(*LARGE), simulated())
+def test_forced_runs_and_unknown_memory_are_not_refused(set_free_memory: Any):
+    set_free_memory(20 * GIB)
+    check_memory_fit(program_of(*LARGE, "force=true"), simulated_devices())
+    set_free_memory(None)
+    check_memory_fit(program_of(*LARGE), simulated_devices())
 
 
-def test_a_likely_misfit_is_reported_once_with_a_remedy(free: Any):
+def test_a_likely_misfit_is_reported_once_with_a_remedy(set_free_memory: Any):
     lines: list[str] = []
-    free(5 * GIB)
-    run = ("model=gpt_125m", "mesh=1x1x1", "partition=dp", "batch=8", "seq=512")
-    check_memory_fit(program_of(*run), simulated(), say=lines.append)
+    set_free_memory(5 * GIB)
+    overrides = ("model=gpt_125m", "mesh=1x1x1", "partition=dp", "batch=8", "seq=512")
+    check_memory_fit(program_of(*overrides), simulated_devices(), say=lines.append)
     assert len(lines) == 1
     for part in ("likely", "7.7 GiB", "5.8 GiB", "5.0 GiB", "remat=full (about ", "microbatches=", "batch=4 (about "):
         assert part in lines[0]
-    free(12 * GIB)
-    check_memory_fit(program_of(*run), simulated(), say=lines.append)
+    set_free_memory(12 * GIB)
+    check_memory_fit(program_of(*overrides), simulated_devices(), say=lines.append)
     assert "may not fit" in lines[1] and "7.7 GiB" in lines[1] and "up to 15.3 GiB, but" in lines[1]
-    free(22 * GIB)
-    check_memory_fit(program_of(*run), simulated(), say=lines.append)
+    set_free_memory(22 * GIB)
+    check_memory_fit(program_of(*overrides), simulated_devices(), say=lines.append)
     assert len(lines) == 2
 
 
@@ -156,11 +156,11 @@ def test_a_likely_misfit_is_reported_once_with_a_remedy(free: Any):
     ],
 )
 def test_running_out_of_memory_is_reported_in_one_line_with_a_remedy(
-    free: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
+    set_free_memory: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
 ):
-    free(20 * GIB)
+    set_free_memory(20 * GIB)
     run = compose_run("mesh=1x1x1", "partition=dp", "batch=8", "seq=4096")
-    with pytest.raises(DoesNotFitError) as caught, explain_oom(run, simulated()):
+    with pytest.raises(DoesNotFitError) as caught, explain_oom(run, simulated_devices()):
         raise error
     assert "\n" not in str(caught.value)
     for part in ("valkyrie_tiny", "1x1x1-dp", "35.0 GiB", "20.0 GiB", "batch=4 (about "):
@@ -169,7 +169,7 @@ def test_running_out_of_memory_is_reported_in_one_line_with_a_remedy(
     monkeypatch.delattr("valkyrie.train.program.StepProgram")  # this message needs no program
     with (
         pytest.raises(DoesNotFitError, match=r"^sample_tokens=77: .*fewer sample_tokens"),
-        explain_oom(run, simulated()),
+        explain_oom(run, simulated_devices()),
     ):
         raise error
 
@@ -177,16 +177,16 @@ def test_running_out_of_memory_is_reported_in_one_line_with_a_remedy(
 def test_other_compiler_errors_are_not_changed():
     with (
         pytest.raises(jax.errors.JaxRuntimeError),
-        explain_oom(compose_run("mesh=1x1x1"), simulated()),
+        explain_oom(compose_run("mesh=1x1x1"), simulated_devices()),
     ):
         raise jax.errors.JaxRuntimeError("INTERNAL: a == b")
 
 
 @pytest.mark.parametrize("mode", ["train", "measure"])
 def test_the_command_refuses_before_it_makes_a_folder(
-    tmp_path: Path, free: Any, capsys: pytest.CaptureFixture[str], mode: str
+    tmp_path: Path, set_free_memory: Any, capsys: pytest.CaptureFixture[str], mode: str
 ):
-    free(2**10)
+    set_free_memory(2**10)
     assert run_train(*tiny_arguments(tmp_path / "runs"), f"mode={mode}") == 2
     *notes, refusal = capsys.readouterr().err.splitlines()
     assert "alone take" in refusal and all(note.startswith("note: ") for note in notes)

@@ -49,10 +49,10 @@ def test_odd_head_dim_is_refused():
 def test_the_tpu_form_as_a_matrix_product_equals_the_rotation(dtype):
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8)).astype(dtype)
 
-    def turned(x, backend):
+    def rotate_on(x, backend):
         return rotate(x, jnp.arange(5), THETA, backend)
 
-    for f in (turned, lambda x, backend: jax.grad(lambda y: (turned(y, backend) ** 2 * x).sum())(x)):
+    for f in (rotate_on, lambda x, backend: jax.grad(lambda y: (rotate_on(y, backend) ** 2 * x).sum())(x)):
         np.testing.assert_array_equal(f(x, "tpu").astype(jnp.float32), f(x, "cpu").astype(jnp.float32))
 
 

@@ -24,17 +24,17 @@ from valkyrie.parallel.mesh import build_mesh
 from valkyrie.parallel.sharding import MeshShard
 
 EMBED, BATCH, SEQ = 6, 2, 23
-SITE = BlockContext(EMBED, layers=1)
+CONTEXT = BlockContext(EMBED, layers=1)
 STARTS = ((0, 5), (9,))
 """Positions at which documents start, for each row of the batch."""
 
 
 def layer(**settings) -> Any:
-    return S5(state_size=16, blocks=2, **settings).build(SITE, numerics=FLOAT32, key=jax.random.key(3))
+    return S5(state_size=16, blocks=2, **settings).build(CONTEXT, numerics=FLOAT32, key=jax.random.key(3))
 
 
-def values(module: Any) -> dict[str, np.ndarray]:
-    names = module.config.parameters(SITE)
+def parameter_values(module: Any) -> dict[str, np.ndarray]:
+    names = module.config.parameters(CONTEXT)
     return {name: np.asarray(getattr(module, name)[...], np.float64) for name in names}
 
 
@@ -46,12 +46,12 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def paper(module: Any, u: np.ndarray, starts: tuple[tuple[int, ...], ...]) -> np.ndarray:
+def reference_output(module: Any, u: np.ndarray, starts: tuple[tuple[int, ...], ...]) -> np.ndarray:
     """Return the layer's output in float64, one position at a time.
 
     Computes equations 2, 3, 5 and 6 of arXiv 2208.04933, and the gate of the paper's code.
     """
-    c, p = module.config, values(module)
+    c, p = module.config, parameter_values(module)
     real = np.minimum(p["Lambda_re"], -1e-4) if c.clip_eigenvalues else p["Lambda_re"]
     Lambda, Delta = real + 1j * p["Lambda_im"], c.step_rescale * np.exp(p["log_step"])
     B, C = p["B"][..., 0] + 1j * p["B"][..., 1], p["C"][..., 0] + 1j * p["C"][..., 1]
@@ -83,7 +83,7 @@ def paper(module: Any, u: np.ndarray, starts: tuple[tuple[int, ...], ...]) -> np
     return (gelu(y) if c.activation is Activation.half_glu1 else y) * gate
 
 
-def drive(seed: int = 0) -> np.ndarray:
+def random_input(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(BATCH, SEQ, EMBED)).astype(np.float32)
 
 
@@ -99,7 +99,7 @@ CASES = [
 @pytest.mark.parametrize("settings", CASES, ids=str)
 @pytest.mark.parametrize("packed", mark_slow_except([False, True], [True]), ids=["whole", "packed"])
 def test_layer_equals_the_equations_of_the_paper(settings, packed):
-    module, u = layer(**settings), drive()
+    module, u = layer(**settings), random_input()
     starts = STARTS if packed else ((), ())
     keep = None
     if packed:
@@ -108,33 +108,35 @@ def test_layer_equals_the_equations_of_the_paper(settings, packed):
             keep[row, list(at)] = 0
         keep = jnp.asarray(keep)
     output = module(jnp.asarray(u), Boundaries(keep), UNSHARDED)
-    np.testing.assert_allclose(output, paper(module, u.astype(np.float64), starts), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(output, reference_output(module, u.astype(np.float64), starts), rtol=1e-4, atol=1e-5)
 
 
 def test_clipping_changes_the_output_if_a_state_would_grow():
     module, clipped = layer(clip_eigenvalues=False), layer(clip_eigenvalues=True)
     for m in (module, clipped):
         m.Lambda_re[...] = jnp.full_like(m.Lambda_re[...], 5.0)
-    u = drive()
+    u = random_input()
     grown, bounded = (m(jnp.asarray(u), Boundaries(), UNSHARDED) for m in (module, clipped))
-    np.testing.assert_allclose(bounded, paper(clipped, u.astype(np.float64), ((), ())), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(bounded, reference_output(clipped, u.astype(np.float64), ((), ())), rtol=1e-4, atol=1e-5)
     assert np.abs(grown - bounded).max() > 1e-3
 
 
 @pytest.mark.parametrize("settings", [{}, {"conjugate_symmetric": False, "discretization": Discretization.bilinear}])
 def test_streaming_equals_the_loop(settings):
-    module, u = layer(**settings), drive()
+    module, u = layer(**settings), random_input()
     state, rows = module.init_state(BATCH, SEQ), []
     for t in range(SEQ):
         y, state = module.step(jnp.asarray(u[:, t]), state)
         rows.append(y)
-    np.testing.assert_allclose(np.stack(rows, 1), paper(module, u.astype(np.float64), ((), ())), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        np.stack(rows, 1), reference_output(module, u.astype(np.float64), ((), ())), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_initial_parameters():
     block = S5(state_size=128, blocks=8, dt_min=1e-3, dt_max=1e-1)
     module = block.build(BlockContext(256, layers=1), numerics=FLOAT32, key=jax.random.key(0))
-    p = values(module)
+    p = parameter_values(module)
     eigenvalues, _ = hippo_n(16)
     np.testing.assert_array_equal(p["Lambda_re"], -0.5)
     np.testing.assert_allclose(p["Lambda_im"], np.tile(eigenvalues.imag[:8], 8), rtol=1e-6)
@@ -153,15 +155,15 @@ def test_initial_parameters():
 def test_state_space_stays_float32_under_every_policy():
     pure = Numerics("bfloat16", "bfloat16", "bfloat16")
     block = S5(state_size=16, blocks=2)
-    module, specs = block.build(SITE, numerics=pure, key=jax.random.key(0)), block.parameters(SITE)
+    module, specs = block.build(CONTEXT, numerics=pure, key=jax.random.key(0)), block.parameters(CONTEXT)
     assert {name for name in specs if getattr(module, name)[...].dtype == jnp.float32} == set(specs) - {"gate"}
     assert {name for name, spec in specs.items() if spec.group == "ssm"} == {"B", "Lambda_re", "Lambda_im", "log_step"}
     traced = str(jax.make_jaxpr(lambda u: module(u, Boundaries(), UNSHARDED))(jnp.zeros((2, 8, EMBED), jnp.bfloat16)))
     scans = [line for line in traced.splitlines() if "scan[" in line or "while[" in line]
     assert scans
     assert not any("bf16" in line for line in scans)
-    exact = block.build(SITE, numerics=FLOAT32, key=jax.random.key(0))
-    u = drive()
+    exact = block.build(CONTEXT, numerics=FLOAT32, key=jax.random.key(0))
+    u = random_input()
     narrow, wide = (m(jnp.asarray(u, jnp.bfloat16), Boundaries(), UNSHARDED) for m in (module, exact))
     assert (narrow.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=0.05, atol=0.05)

@@ -32,7 +32,7 @@ def _complex(pair: tuple[jax.Array, jax.Array]) -> np.ndarray:
     return np.asarray(pair[0], np.float64) + 1j * np.asarray(pair[1], np.float64)
 
 
-def _problem(seq: int = SEQ, seed: int = 0) -> dict[str, np.ndarray]:
+def _make_inputs(seq: int = SEQ, seed: int = 0) -> dict[str, np.ndarray]:
     """Return the inputs `lam`, `bu`, `h0` and `keep` of a recurrence, and the `weight` of each state in the loss.
 
     All values are exact in float32. `keep` is 0 at about a fifth of the positions, and 1 at the others.
@@ -78,20 +78,20 @@ def _value_and_grads(lam, bu, h0, keep, weight, *, impl, reverse, block=BLOCK):
     return h, grads
 
 
-def _differences(
-    problem: dict[str, np.ndarray], name: str, step: float, keep: np.ndarray | None, reverse: bool
+def _numerical_gradient(
+    inputs: dict[str, np.ndarray], name: str, step: float, keep: np.ndarray | None, reverse: bool
 ) -> np.ndarray:
     """Return the gradient of the loss for one input as d/dre + i d/dim, by central differences of the float64 loop."""
-    gradient = np.zeros_like(problem[name])
+    gradient = np.zeros_like(inputs[name])
     for index in np.ndindex(gradient.shape):
         for direction in (1.0, 1j):
             sides = []
             for sign in (1, -1):
-                inputs = {key: problem[key] for key in ("lam", "bu", "h0")}
-                inputs[name] = inputs[name].copy()
-                inputs[name][index] += sign * step * direction
-                h = _loop(inputs["lam"], inputs["bu"], inputs["h0"], keep, reverse)
-                sides.append(_loss(problem["weight"], h))
+                perturbed = {key: inputs[key] for key in ("lam", "bu", "h0")}
+                perturbed[name] = perturbed[name].copy()
+                perturbed[name][index] += sign * step * direction
+                h = _loop(perturbed["lam"], perturbed["bu"], perturbed["h0"], keep, reverse)
+                sides.append(_loss(inputs["weight"], h))
             gradient[index] += direction * (sides[0] - sides[1]) / (2 * step)
     return gradient
 
@@ -99,18 +99,18 @@ def _differences(
 @pytest.mark.parametrize("resets", mark_slow_except([True, False], [True]), ids=["resets", "unbroken"])
 @pytest.mark.parametrize("reverse", mark_slow_except([False, True], [True]), ids=["forward", "reverse"])
 def test_values_and_gradients_of_every_form_equal_a_float64_loop(reverse: bool, resets: bool) -> None:
-    problem = _problem()
-    keep = problem["keep"] if resets else None
-    expected = _loop(problem["lam"], problem["bu"], problem["h0"], keep, reverse)
+    inputs = _make_inputs()
+    keep = inputs["keep"] if resets else None
+    expected = _loop(inputs["lam"], inputs["bu"], inputs["h0"], keep, reverse)
     expected_gradients = [
-        _differences(problem, "lam", 1e-6, keep, reverse),
-        _differences(problem, "bu", 1.0, keep, reverse),
-        _differences(problem, "h0", 1.0, keep, reverse),
+        _numerical_gradient(inputs, "lam", 1e-6, keep, reverse),
+        _numerical_gradient(inputs, "bu", 1.0, keep, reverse),
+        _numerical_gradient(inputs, "h0", 1.0, keep, reverse),
     ]
-    args = [_pair(problem[name]) for name in ("lam", "bu", "h0")]
+    args = [_pair(inputs[name]) for name in ("lam", "bu", "h0")]
     keep_array = None if keep is None else jnp.asarray(keep, jnp.float32)
     for impl in FORMS:
-        h, grads = _value_and_grads(*args, keep_array, _pair(problem["weight"]), impl=impl, reverse=reverse)
+        h, grads = _value_and_grads(*args, keep_array, _pair(inputs["weight"]), impl=impl, reverse=reverse)
         np.testing.assert_allclose(_complex(h), expected, rtol=2e-6, atol=2e-6, err_msg=impl.value)
         for got, want in zip(grads, expected_gradients, strict=True):
             np.testing.assert_allclose(_complex(got), want, rtol=1e-5, atol=1e-5, err_msg=impl.value)
@@ -118,14 +118,14 @@ def test_values_and_gradients_of_every_form_equal_a_float64_loop(reverse: bool, 
 
 @pytest.mark.parametrize("seq", mark_slow_except([1, 4, 9], [9]))
 def test_blocked_form_supports_every_length(seq: int) -> None:
-    problem = _problem(seq)
+    inputs = _make_inputs(seq)
     for reverse in (False, True):
-        expected = _loop(problem["lam"], problem["bu"], problem["h0"], problem["keep"], reverse)
+        expected = _loop(inputs["lam"], inputs["bu"], inputs["h0"], inputs["keep"], reverse)
         got = linear_recurrence(
-            _pair(problem["lam"]),
-            _pair(problem["bu"]),
-            h0=_pair(problem["h0"]),
-            keep=jnp.asarray(problem["keep"] > 0),
+            _pair(inputs["lam"]),
+            _pair(inputs["bu"]),
+            h0=_pair(inputs["h0"]),
+            keep=jnp.asarray(inputs["keep"] > 0),
             reverse=reverse,
             impl=ScanImpl.blocked,
             block=BLOCK,
@@ -147,22 +147,22 @@ def test_equals_scipy_lfilter_over_a_long_sequence_of_slow_states(impl: ScanImpl
 
 
 def test_a_reset_hides_everything_before_it() -> None:
-    problem = _problem()
+    inputs = _make_inputs()
     keep = jnp.ones((BATCH, SEQ)).at[:, 5].set(0)
     for impl in FORMS:
-        run = jax.jit(partial(linear_recurrence, _pair(problem["lam"]), keep=keep, impl=impl, block=BLOCK))
-        re, im = run(_pair(problem["bu"]), h0=_pair(problem["h0"]))
-        other = problem["bu"].copy()
+        recurrence = jax.jit(partial(linear_recurrence, _pair(inputs["lam"]), keep=keep, impl=impl, block=BLOCK))
+        re, im = recurrence(_pair(inputs["bu"]), h0=_pair(inputs["h0"]))
+        other = inputs["bu"].copy()
         other[:, :5] += 1000.0
-        re_other, im_other = run(_pair(other), h0=_pair(problem["h0"] - 7.0))
+        re_other, im_other = recurrence(_pair(other), h0=_pair(inputs["h0"] - 7.0))
         np.testing.assert_array_equal(re[:, 5:], re_other[:, 5:])
         np.testing.assert_array_equal(im[:, 5:], im_other[:, 5:])
         assert np.abs(re[:, :5] - re_other[:, :5]).min() > 0.1
 
 
 def test_streaming_equals_the_parallel_form() -> None:
-    problem = _problem()
-    lam, bu, h = _pair(problem["lam"]), _pair(problem["bu"]), _pair(problem["h0"])
+    inputs = _make_inputs()
+    lam, bu, h = _pair(inputs["lam"]), _pair(inputs["bu"]), _pair(inputs["h0"])
     parallel = linear_recurrence(lam, bu, h0=h, impl=ScanImpl.associative)
     for t in range(SEQ):
         h = recurrence_step(lam, h, (bu[0][:, t], bu[1][:, t]))
@@ -171,21 +171,21 @@ def test_streaming_equals_the_parallel_form() -> None:
 
 
 def test_two_halves_joined_by_a_state_equal_the_whole_sequence() -> None:
-    problem = _problem()
-    lam, bu = _pair(problem["lam"]), _pair(problem["bu"])
+    inputs = _make_inputs()
+    lam, bu = _pair(inputs["lam"]), _pair(inputs["bu"])
     for impl in FORMS:
-        run = partial(linear_recurrence, lam, impl=impl, block=BLOCK)
-        whole = run(bu)
-        first_half = run((bu[0][:, :6], bu[1][:, :6]))
-        right = run((bu[0][:, 6:], bu[1][:, 6:]), h0=(first_half[0][:, -1], first_half[1][:, -1]))
+        recurrence = partial(linear_recurrence, lam, impl=impl, block=BLOCK)
+        whole = recurrence(bu)
+        first_half = recurrence((bu[0][:, :6], bu[1][:, :6]))
+        right = recurrence((bu[0][:, 6:], bu[1][:, 6:]), h0=(first_half[0][:, -1], first_half[1][:, -1]))
         np.testing.assert_allclose(right[0], whole[0][:, 6:], rtol=2e-6, atol=2e-6)
         np.testing.assert_allclose(right[1], whole[1][:, 6:], rtol=2e-6, atol=2e-6)
 
 
 def test_bfloat16_inputs_give_float32_states_and_bfloat16_gradients() -> None:
-    problem = _problem()
-    lam = _pair(problem["lam"])
-    narrow = tuple(part.astype(jnp.bfloat16) for part in _pair(problem["bu"]))
+    inputs = _make_inputs()
+    lam = _pair(inputs["lam"])
+    narrow = tuple(part.astype(jnp.bfloat16) for part in _pair(inputs["bu"]))
 
     def loss(bu: tuple[jax.Array, jax.Array]) -> jax.Array:
         h = linear_recurrence(lam, bu, impl=ScanImpl.sequential)
@@ -199,13 +199,13 @@ def test_bfloat16_inputs_give_float32_states_and_bfloat16_gradients() -> None:
 
 
 def test_keep_gets_no_gradient() -> None:
-    problem = _problem()
+    inputs = _make_inputs()
 
     def loss(keep: jax.Array) -> jax.Array:
-        h = linear_recurrence(_pair(problem["lam"]), _pair(problem["bu"]), keep=keep, impl=ScanImpl.blocked, block=4)
+        h = linear_recurrence(_pair(inputs["lam"]), _pair(inputs["bu"]), keep=keep, impl=ScanImpl.blocked, block=4)
         return h[0].sum()
 
-    keep = jnp.asarray(problem["keep"], jnp.float32)
+    keep = jnp.asarray(inputs["keep"], jnp.float32)
     gradient = jax.grad(loss)(keep)
     assert gradient.dtype == keep.dtype
     assert not gradient.any()
@@ -214,8 +214,8 @@ def test_keep_gets_no_gradient() -> None:
 @pytest.mark.parametrize("impl", FORMS, ids=lambda impl: impl.value)
 def test_the_backward_pass_saves_states_and_nothing_larger(impl: ScanImpl) -> None:
     lam, bu = _pair(np.ones(8)), _pair(np.ones((2, 64, 8)))
-    run = partial(linear_recurrence, impl=impl, block=8)
-    backward = jax.eval_shape(lambda lam, bu: jax.vjp(run, lam, bu)[1], lam, bu)
+    recurrence = partial(linear_recurrence, impl=impl, block=8)
+    backward = jax.eval_shape(lambda lam, bu: jax.vjp(recurrence, lam, bu)[1], lam, bu)
     saved = sum(leaf.size for leaf in jax.tree.leaves(backward))
     states = 2 * 2 * 64 * 8
     assert states <= saved <= states + 4 * 8, f"{saved} numbers saved for {states} in the states"
@@ -227,15 +227,17 @@ def _mesh(axis_type: AxisType = AxisType.Auto, **shape: int) -> jax.sharding.Mes
 
 @pytest.mark.parametrize("check_vma", mark_slow_except([True, False], [True]), ids=["vma", "no_vma"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("given", mark_slow_except(["nothing", "all"], ["all"]))
-def test_a_sequence_sharded_over_two_mesh_axes_equals_the_whole(given: str, reverse: bool, check_vma: bool) -> None:
+@pytest.mark.parametrize("optional_inputs", mark_slow_except(["nothing", "all"], ["all"]))
+def test_a_sequence_sharded_over_two_mesh_axes_equals_the_whole(
+    optional_inputs: str, reverse: bool, check_vma: bool
+) -> None:
     mesh = _mesh(y=2, x=4)
-    problem = _problem(seq=24, seed=3)
+    inputs = _make_inputs(seq=24, seed=3)
     keep = np.ones((BATCH, 24))
     keep[0, [4, 5, 6, 13]] = 0  # shards of 3 positions: resets at a shard's edge, inside one, and at two in a row
     keep[1, [0, 11, 23]] = 0
-    arguments = {"h0": _pair(problem["h0"]), "keep": jnp.asarray(keep, bool)} if given == "all" else {}
-    lam, bu, weight = _pair(problem["lam"]), _pair(problem["bu"]), _pair(problem["weight"])
+    arguments = {"h0": _pair(inputs["h0"]), "keep": jnp.asarray(keep, bool)} if optional_inputs == "all" else {}
+    lam, bu, weight = _pair(inputs["lam"]), _pair(inputs["bu"]), _pair(inputs["weight"])
     seq = P(None, ("y", "x"))
     specs = {"h0": P(), "keep": seq}
 
@@ -252,16 +254,16 @@ def test_a_sequence_sharded_over_two_mesh_axes_equals_the_whole(given: str, reve
         check_vma=check_vma,
     )
 
-    def loss(run, lam, bu, h0):
-        h = run(lam, bu, arguments | ({} if h0 is None else {"h0": h0}))
+    def loss(recurrence, lam, bu, h0):
+        h = recurrence(lam, bu, arguments | ({} if h0 is None else {"h0": h0}))
         return (weight[0] * h[0] + weight[1] * h[1]).sum(), h
 
     def whole(lam, bu, rest):
         return linear_recurrence(lam, bu, reverse=reverse, impl=ScanImpl.sequential, **rest)
 
     results = []
-    for run in (mapped, whole):
-        both = jax.jit(jax.value_and_grad(partial(loss, run), argnums=(0, 1, 2), has_aux=True))
+    for recurrence in (mapped, whole):
+        both = jax.jit(jax.value_and_grad(partial(loss, recurrence), argnums=(0, 1, 2), has_aux=True))
         results.append(both(lam, bu, arguments.get("h0")))
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -273,20 +275,20 @@ def test_every_form_runs_with_batch_sequence_and_state_sharded(impl: ScanImpl) -
     rng = np.random.default_rng(5)
     lam = np.exp(-0.1 + 1j * np.arange(4))
     bu = rng.normal(size=(2, 6, 4)) + 1j * rng.normal(size=(2, 6, 4))
-    run = jax.shard_map(
+    recurrence = jax.shard_map(
         partial(sharded_linear_recurrence, axis_names=("y",), impl=impl, block=2),
         mesh=mesh,
         in_specs=(P("x"), P("z", "y", "x")),
         out_specs=P("z", "y", "x"),
     )
     arguments = _pair(lam), _pair(bu)
-    np.testing.assert_allclose(_complex(jax.jit(run)(*arguments)), _loop(lam, bu, None, None, False), atol=3e-6)
+    np.testing.assert_allclose(_complex(jax.jit(recurrence)(*arguments)), _loop(lam, bu, None, None, False), atol=3e-6)
 
-    def loss(run, lam, bu):
-        h = run(lam, bu)
+    def loss(recurrence, lam, bu):
+        h = recurrence(lam, bu)
         return (h[0] ** 2 + jnp.sin(h[1])).sum()
 
-    got = jax.jit(jax.grad(partial(loss, run), argnums=(0, 1)))(*arguments)
+    got = jax.jit(jax.grad(partial(loss, recurrence), argnums=(0, 1)))(*arguments)
     want = jax.grad(partial(loss, partial(linear_recurrence, impl=ScanImpl.sequential)), argnums=(0, 1))(*arguments)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

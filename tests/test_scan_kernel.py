@@ -30,7 +30,7 @@ CHIPS = {
 }
 
 
-def problem(batch: int, seq: int, state: int, *, enters: bool, resets: bool) -> dict[str, Any]:
+def make_inputs(batch: int, seq: int, state: int, *, has_initial_state: bool, resets: bool) -> dict[str, Any]:
     rng = np.random.default_rng(seq)
 
     def normal(*shape: int) -> Pair:
@@ -42,7 +42,7 @@ def problem(batch: int, seq: int, state: int, *, enters: bool, resets: bool) -> 
     return {
         "lam": (jnp.asarray(radius * np.cos(angle), jnp.float32), jnp.asarray(radius * np.sin(angle), jnp.float32)),
         "bu": normal(batch, seq, state),
-        "h0": normal(batch, state) if enters else None,
+        "h0": normal(batch, state) if has_initial_state else None,
         "keep": jnp.asarray(keep, jnp.float32) if resets else None,
         "weight": normal(batch, seq, state),
     }
@@ -65,7 +65,7 @@ def values_and_gradients(lam: Pair, bu: Pair, h0: Pair | None, keep: Any, weight
 
 
 @pytest.mark.parametrize(
-    ("seq", "enters", "resets", "reverse"),
+    ("seq", "has_initial_state", "resets", "reverse"),
     [
         pytest.param(300, False, False, False, id="bare", marks=pytest.mark.slow),
         pytest.param(300, True, True, False, id="all"),
@@ -74,9 +74,9 @@ def values_and_gradients(lam: Pair, bu: Pair, h0: Pair | None, keep: Any, weight
     ],
 )
 def test_values_and_gradients_equal_the_sequential_form(
-    seq: int, enters: bool, resets: bool, reverse: bool, short_loops: None
+    seq: int, has_initial_state: bool, resets: bool, reverse: bool, short_loops: None
 ) -> None:
-    p = problem(2, seq, 3, enters=enters, resets=resets)
+    p = make_inputs(2, seq, 3, has_initial_state=has_initial_state, resets=resets)
     arguments = [p[name] for name in ("lam", "bu", "h0", "keep", "weight")]
     got, want = (
         values_and_gradients(*arguments, impl=impl, reverse=reverse) for impl in (ScanImpl.kernel, ScanImpl.sequential)
@@ -87,7 +87,7 @@ def test_values_and_gradients_equal_the_sequential_form(
 
 @pytest.mark.slow
 def test_states_in_several_registers_and_blocks_equal_the_sequential_form() -> None:
-    p = problem(1, 16, 300, enters=True, resets=True)
+    p = make_inputs(1, 16, 300, has_initial_state=True, resets=True)
     got, want = (
         jax.jit(form_for_backend(impl, "cpu"), static_argnums=(4, 5))(p["lam"], p["bu"], p["h0"], p["keep"], False, 1)
         for impl in (ScanImpl.kernel, ScanImpl.sequential)
@@ -97,7 +97,7 @@ def test_states_in_several_registers_and_blocks_equal_the_sequential_form() -> N
 
 
 def test_keep_can_be_any_factor(short_loops: None) -> None:
-    p = problem(1, 20, 2, enters=True, resets=False)
+    p = make_inputs(1, 20, 2, has_initial_state=True, resets=False)
     keep = jnp.linspace(0.3, 1.4, 20)[None]
     got, want = (
         linear_recurrence(p["lam"], p["bu"], h0=p["h0"], keep=keep, impl=impl)
@@ -109,7 +109,7 @@ def test_keep_can_be_any_factor(short_loops: None) -> None:
 
 def test_the_kernel_runs_with_batch_sequence_and_state_sharded(short_loops: None) -> None:
     mesh = jax.make_mesh((2, 2, 2), ("z", "y", "x"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    p = problem(2, 12, 4, enters=False, resets=True)
+    p = make_inputs(2, 12, 4, has_initial_state=False, resets=True)
     run = jax.shard_map(
         lambda lam, bu, keep: sharded_linear_recurrence(lam, bu, keep=keep, axis_names=("y",), impl=ScanImpl.kernel),
         mesh=mesh,

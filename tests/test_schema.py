@@ -26,10 +26,10 @@ from valkyrie.train.program import StepProgram
 
 HUGE = (2**31, 10**400)
 INTEGERS, FLOATS = (0, -1, *HUGE), (0.0, -1.0, math.nan, math.inf, -math.inf)
-SHAPES = ("model", "optimizer", "mesh", "precision", "partition")
+STEP_GROUPS = ("model", "optimizer", "mesh", "precision", "partition")
 """Config groups that determine the training step, together with the run's `SIZES`."""
 SIZES = ("batch", "seq", "microbatches")
-LONG = ("data.max_bytes", "data.shard_tokens", "data.generator_seed")
+INT64_KEYS = ("data.max_bytes", "data.shard_tokens", "data.generator_seed")
 """Keys whose values are 64-bit integers, so that 2**31 is legal."""
 
 
@@ -38,13 +38,13 @@ def base(model: str) -> Run:
     return small_run(model, "batch=2", "seq=8")
 
 
-def numbers(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def bad_numbers(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield a pair (key, bad value) for every number in a tree of dataclasses and every bad value to try."""
     hints = typing.get_type_hints(type(values))
     for field in dataclasses.fields(values):
         value, hint, key = getattr(values, field.name), hints[field.name], f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            yield from numbers(value, f"{key}.")
+            yield from bad_numbers(value, f"{key}.")
             continue
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         for kind in kinds:
@@ -56,15 +56,15 @@ def numbers(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
                     yield from ((key, [bad, *value[1:]]) for bad in INTEGERS)
 
 
-def changed(values: Any, key: str, value: Any) -> Any:
+def replace_key(values: Any, key: str, value: Any) -> Any:
     name, _, rest = key.partition(".")
-    return dataclasses.replace(values, **{name: changed(getattr(values, name), rest, value) if rest else value})
+    return dataclasses.replace(values, **{name: replace_key(getattr(values, name), rest, value) if rest else value})
 
 
 CASES = [
     (model, key, value)
     for i, model in enumerate(MODELS)
-    for key, value in numbers(base(model).config)
+    for key, value in bad_numbers(base(model).config)
     if i == 0 or key.startswith("model.")
 ]
 
@@ -74,9 +74,9 @@ def problems_of(model: str, key: str, value: Any) -> tuple[Run, list[Problem]]:
 
     If there are none and the key starts with `data.`, prepares the data, and returns an error of this as a problem.
     Asserts that each problem names the key, and that there is one if the value is not finite, or if it is in `HUGE` and
-    the key is not in `LONG`.
+    the key is not in `INT64_KEYS`.
     """
-    config = changed(base(model).config, key, value)
+    config = replace_key(base(model).config, key, value)
     run = Run(config, config.model)
     problems = run.problems()
     if not problems and key.startswith("data."):
@@ -85,7 +85,7 @@ def problems_of(model: str, key: str, value: Any) -> tuple[Run, list[Problem]]:
     assert all(problem.key == key or last in str(problem) for problem in problems), (key, value, problems)
     if isinstance(value, float) and not math.isfinite(value):
         assert problems, (key, value, "no key takes what is not a finite number")
-    if value in HUGE and key not in LONG:
+    if value in HUGE and key not in INT64_KEYS:
         assert problems, (key, "no key takes a number that JAX cannot count to")
     return run, problems
 
@@ -105,8 +105,8 @@ def test_every_refusal_of_a_number_names_its_key() -> None:
 def test_refusals_of_numbers_in_data_sources_name_their_key(source: str) -> None:
     run, config = base(MODELS[0]), SOURCES.config_class(source)
     data = config(**({"paths": ["x"]} if "paths" in {field.name for field in dataclasses.fields(config)} else {}))
-    for key, value in numbers(data, "data."):
-        problems = run.changed(data=changed(data, key.removeprefix("data."), value)).problems()
+    for key, value in bad_numbers(data, "data."):
+        problems = run.changed(data=replace_key(data, key.removeprefix("data."), value)).problems()
         assert not problems or key in {problem.key for problem in problems}, (key, value, problems)
         assert problems or value in (0, *HUGE), (key, value)
 
@@ -132,8 +132,8 @@ def test_refusals_of_chip_and_target_figures_name_their_key():
     config = compose_config("model=gpt_tiny", "target=v4-8", "mesh=2x2x1", "partition=dp")
     run = Run.from_config(config)
     peaks = [("target.chip.peak_tflops", {"bfloat16": bad}) for bad in FLOATS]
-    for key, value in [*numbers(run.config.target, "target."), *peaks]:
-        other = changed(run.config, key, value)
+    for key, value in [*bad_numbers(run.config.target, "target."), *peaks]:
+        other = replace_key(run.config, key, value)
         problems = Run(other, other.model).problems()
         assert all(key in str(problem) for problem in problems), (key, value, problems)
         is_free = value == 0 and key in (
@@ -150,7 +150,7 @@ def test_refusals_of_chip_and_target_figures_name_their_key():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace(" ", "")[:80])
 def test_a_number_that_is_accepted_works(case: tuple[str, str, Any]) -> None:
     run, problems = problems_of(*case)
-    if not problems and (case[1].partition(".")[0] in SHAPES or case[1] in SIZES):
+    if not problems and (case[1].partition(".")[0] in STEP_GROUPS or case[1] in SIZES):
         trace(run)
 
 
