@@ -197,7 +197,7 @@ def test_an_error_lists_each_problem_once():
     assert error.value.problems == (problem,)
 
 
-YAMLS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
+PARTITION_CONFIGS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
 ARRAYS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").arrays for model in MODELS}
 OF_A_MESH = {
     ProblemCode.not_divisible,
@@ -224,7 +224,7 @@ OF_A_MESH = {
 def test_vectorised_checks_find_the_problems_of_single_layouts(
     shape: list[int], name: str, model: str, order: tuple[str, int], microbatches: int, batch: int, seq: int
 ):
-    partition = replace(YAMLS[name], schedule=PipelineSchedule[order[0]], rounds=order[1])
+    partition = replace(PARTITION_CONFIGS[name], schedule=PipelineSchedule[order[0]], rounds=order[1])
     mesh, arrays, logical_axes = parse_mesh("x".join(map(str, shape))), ARRAYS[model], known_axes()
     remat = load_remat("full")
     _, problems = layout_with_problems(mesh, partition, arrays, microbatches, remat, batch, seq, logical_axes)

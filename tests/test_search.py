@@ -53,7 +53,7 @@ def make_request(*arguments: str) -> SearchRequest:
     return parse_request(parse_run([*TINY, *arguments]))
 
 
-class Finished(NamedTuple):
+class FinishedSearch(NamedTuple):
     """Result of a search: exit status, content of `search.json` (empty if not written), run, and output."""
 
     status: int
@@ -65,18 +65,18 @@ class Finished(NamedTuple):
 @pytest.fixture
 def search(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Finished]:
-    """A function that runs a search with extra arguments in an empty folder, and returns it as `Finished`."""
+) -> Callable[..., FinishedSearch]:
+    """A function that runs a search with extra arguments in an empty folder, and returns it as `FinishedSearch`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
 
-    def carry_out(*arguments: str) -> Finished:
+    def carry_out(*arguments: str) -> FinishedSearch:
         run = parse_run([*TINY, "name=found", *arguments])
         assert run.problems() == []
         capsys.readouterr()
         status, file = run.config.mode.run(run), tmp_path / "runs" / "found" / ANSWER_FILE
         answer = json.loads(file.read_text()) if file.exists() else {}
-        return Finished(status, answer, run, capsys.readouterr().out)
+        return FinishedSearch(status, answer, run, capsys.readouterr().out)
 
     return carry_out
 
@@ -116,21 +116,28 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> ScaledCompiler:
     return replacement
 
 
-def compiled_by(
-    compiler: ScaledCompiler, request: SearchRequest, listed: Shortlist, folder: Path, most: int = 50
+def compile_shortlist(
+    compiler: ScaledCompiler, request: SearchRequest, shortlist: Shortlist, folder: Path, max_compiles: int = 50
 ) -> CompiledLayouts:
-    """Compile at most `most` layouts with the fake compiler, and return them."""
-    every = [*listed.fitting, *listed.doubtful]
-    compiler.steps = {tuple(entry.candidate.overrides): entry.step_s for entry in every}
+    """Compile at most `max_compiles` layouts with the fake compiler, and return them."""
+    entries = [*shortlist.fitting, *shortlist.doubtful]
+    compiler.steps = {tuple(entry.candidate.overrides): entry.step_s for entry in entries}
     compiles = CompiledLayouts()
     compile_best(
-        request, listed, lambda target: [], folder, most, compiles, lambda entry, so_far: None, lambda *waited: None
+        request,
+        shortlist,
+        lambda target: [],
+        folder,
+        max_compiles,
+        compiles,
+        lambda entry, so_far: None,
+        lambda *waited: None,
     )
     return compiles
 
 
 def test_a_wrong_flag_of_libtpu_ends_the_search_and_keeps_its_results(
-    search: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    search: Callable[..., FinishedSearch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     reason = "LIBTPU_INIT_ARGS=--xla_foo=1: libtpu has no flag xla_foo. Change the variable, or unset it."
 
@@ -156,22 +163,22 @@ def test_a_wrong_flag_of_libtpu_ends_the_search_and_keeps_its_results(
 
 def test_search_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
-    listed = make_shortlist(request)
-    compiles = compiled_by(compiler, request, listed, tmp_path, most=500)
+    shortlist = make_shortlist(request)
+    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=500)
     best = compiles.best(request)
-    assert best is not None and best.step_s == pytest.approx(listed.fitting[0].step_s)
+    assert best is not None and best.step_s == pytest.approx(shortlist.fitting[0].step_s)
     assert "no other layout" in compiles.stop_reason
-    assert len(compiles.layouts) < len(listed.fitting)
+    assert len(compiles.layouts) < len(shortlist.fitting)
     first = {(p.about.mesh, p.about.partition) for p in compiler.plans[: compiling.DISTINCT_FIRST]}
     assert len(first) == compiling.DISTINCT_FIRST
 
 
 def test_a_layout_that_does_not_fit_is_not_the_answer(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
-    listed = make_shortlist(request)
-    fastest = listed.fitting[0].group.candidates.partition.name
+    shortlist = make_shortlist(request)
+    fastest = shortlist.fitting[0].group.candidates.partition.name
     compiler.does_not_fit = [fastest]
-    best = compiled_by(compiler, request, listed, tmp_path, most=500).best(request)
+    best = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=500).best(request)
     assert best is not None and best.estimate.group.candidates.partition.name != fastest
 
 
@@ -179,13 +186,13 @@ def test_layouts_that_save_the_same_activations_as_one_that_does_not_fit_are_not
     compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = make_request("mode.compiles=9")
-    listed = make_shortlist(request)
-    first = listed.fitting[0]
-    alike = {tuple(other.candidate.overrides) for other in listed.fitting if other.remat == first.remat}
-    assert 1 < len(alike) < len(listed.fitting)
+    shortlist = make_shortlist(request)
+    first = shortlist.fitting[0]
+    same_remat = {tuple(other.candidate.overrides) for other in shortlist.fitting if other.remat == first.remat}
+    assert 1 < len(same_remat) < len(shortlist.fitting)
 
     def too_large(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
-        if compiler.key(plan) not in alike:
+        if compiler.key(plan) not in same_remat:
             return compiler(plan, watch)
         compiler.plans.append(plan)
         usable = usable_hbm(first.group.target.chip) or 0
@@ -193,23 +200,25 @@ def test_layouts_that_save_the_same_activations_as_one_that_does_not_fit_are_not
         return plan.to_trial(Outcome(Status.does_not_fit, results=results), "2026-01-01", 1.0)
 
     monkeypatch.setattr(compiling, "compile_trial", too_large)
-    compiles = compiled_by(compiler, request, listed, tmp_path, most=9)
-    assert sum(compiler.key(plan) in alike for plan in compiler.plans) == 1 < len(compiler.plans)
-    remaining = listed.select(compiles.may_fit)
-    assert {tuple(row.candidate.overrides) for row in rank_layouts(request, remaining, compiles, 10)}.isdisjoint(alike)
+    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=9)
+    assert sum(compiler.key(plan) in same_remat for plan in compiler.plans) == 1 < len(compiler.plans)
+    remaining = shortlist.select(compiles.may_fit)
+    assert {tuple(row.candidate.overrides) for row in rank_layouts(request, remaining, compiles, 10)}.isdisjoint(
+        same_remat
+    )
 
 
 def test_options_without_which_the_best_layout_does_not_fit_are_in_its_command(
-    search: Callable[..., Finished], compiler: ScaledCompiler, monkeypatch: pytest.MonkeyPatch
+    search: Callable[..., FinishedSearch], compiler: ScaledCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler.steps = {
         tuple(entry.candidate.overrides): entry.step_s for entry in make_shortlist(make_request()).fitting
     }
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     monkeypatch.setattr(compiling, "_settings_to_fit", lambda folder: ("target.chip.xla_options.xla_saves=true",))
-    done = search("mode.compiles=2")
-    assert done.answer["options"] == ["target.chip.xla_options.xla_saves=true"]
-    assert done.answer["train"].endswith(" target.chip.xla_options.xla_saves=true")
+    finished = search("mode.compiles=2")
+    assert finished.answer["options"] == ["target.chip.xla_options.xla_saves=true"]
+    assert finished.answer["train"].endswith(" target.chip.xla_options.xla_saves=true")
 
 
 def test_options_to_fit_are_read_from_the_record_of_a_compile(tmp_path: Path) -> None:
@@ -224,18 +233,18 @@ def test_compiles_of_earlier_searches_are_found_in_their_records(
     compiler: ScaledCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = make_request("mode.compiles=0")
-    listed, recorded = make_shortlist(request), CompiledLayouts()
-    done = compiled_by(compiler, request, listed, tmp_path, most=2).layouts
-    TrialLog(tmp_path).append(entry.trial for entry in done)
-    trials = {entry.trial.key: entry.trial for entry in done}
+    shortlist, recorded = make_shortlist(request), CompiledLayouts()
+    compiled_layouts = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=2).layouts
+    TrialLog(tmp_path).append(entry.trial for entry in compiled_layouts)
+    trials = {entry.trial.key: entry.trial for entry in compiled_layouts}
     monkeypatch.setattr(compiling, "settle", lambda plans: (trials, []))
-    compiling.add_recorded(request, [*listed.fitting, *listed.doubtful], tmp_path, recorded)
+    compiling.add_recorded(request, [*shortlist.fitting, *shortlist.doubtful], tmp_path, recorded)
     assert {entry.trial.key for entry in recorded.layouts} == {*trials}
 
 
 def test_search_compiles_at_most_the_requested_number(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
-    compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=2)
+    compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=2)
     assert len(compiles.layouts) == 2
     assert "mode.compiles=2" in compiles.stop_reason
 
@@ -243,14 +252,21 @@ def test_search_compiles_at_most_the_requested_number(compiler: ScaledCompiler, 
 def test_baselines_are_compiled_even_if_none_can_be_faster(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
     ranked = rank(request.run, request.space())
-    listed, every = build_shortlist(ranked), list(ranked)
-    slow = [entry for entry in every if entry.fits and entry.step_s > 3 * every[0].step_s][:2]
-    compiler.steps, compiles = {tuple(entry.candidate.overrides): entry.step_s for entry in every}, CompiledLayouts()
+    shortlist, entries = build_shortlist(ranked), list(ranked)
+    slow = [entry for entry in entries if entry.fits and entry.step_s > 3 * entries[0].step_s][:2]
+    compiler.steps, compiles = {tuple(entry.candidate.overrides): entry.step_s for entry in entries}, CompiledLayouts()
     compile_best(
-        request, listed, lambda target: slow, tmp_path, 500, compiles, lambda entry, so_far: None, lambda *waited: None
+        request,
+        shortlist,
+        lambda target: slow,
+        tmp_path,
+        500,
+        compiles,
+        lambda entry, so_far: None,
+        lambda *waited: None,
     )
-    done = [entry.estimate.candidate.overrides for entry in compiles.layouts]
-    assert done[0] == listed.fitting[0].candidate.overrides and done[1:3] == [
+    compiled_overrides = [entry.estimate.candidate.overrides for entry in compiles.layouts]
+    assert compiled_overrides[0] == shortlist.fitting[0].candidate.overrides and compiled_overrides[1:3] == [
         entry.candidate.overrides for entry in slow
     ]
 
@@ -267,13 +283,13 @@ def test_no_compile_starts_that_would_exceed_the_budget(
 
     monkeypatch.setattr(compiling, "compile_trial", slow)
     request = make_request("mode.budget=100s")
-    compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path)
+    compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path)
     assert len(compiles.layouts) == 2
     assert "mode.budget=100s" in compiles.stop_reason
 
 
 def test_the_budget_stops_even_the_first_compile_and_the_answer_is_an_estimate(
-    monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished]
+    monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]
 ) -> None:
     clock = [0.0]
 
@@ -294,17 +310,17 @@ def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
     compiler: ScaledCompiler, tmp_path: Path
 ) -> None:
     request = make_request()
-    listed, compiler.factor = make_shortlist(request), 1.0
+    shortlist, compiler.factor = make_shortlist(request), 1.0
     slow = [
         entry
         for entry in rank(request.run, request.space())
-        if entry.fits and entry.step_s > 4 * listed.fitting[0].step_s
+        if entry.fits and entry.step_s > 4 * shortlist.fitting[0].step_s
     ][0]
-    compiles, fast = CompiledLayouts(), listed.fitting[0]
+    compiles, fast = CompiledLayouts(), shortlist.fitting[0]
     compiler.steps = {tuple(slow.candidate.overrides): slow.step_s, tuple(fast.candidate.overrides): fast.step_s}
     plan = compiling.plan_compile(request, slow, tmp_path)
     compiles.layouts.append(CompiledLayout(slow, compiler(plan, lambda: None)))
-    rows = rank_layouts(request, listed, compiles, 10)
+    rows = rank_layouts(request, shortlist, compiles, 10)
     assert (rows[0].stage.value, rows[0].overrides) == ("estimate", fast.candidate.overrides)
     comparison = format_comparison(Baseline(FASTEST_FSDP, slow), compiles, rows[0])
     assert "(by estimate)" in comparison and f"{slow.step_s / fast.step_s:.2f} times " in comparison
@@ -316,10 +332,10 @@ def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
 
 def test_the_cheapest_slice_is_compiled_first_if_prices_are_known(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request("mode.targets=[v5e-8,v6e-8]", "mode.tokens=1e9")
-    listed = make_shortlist(request)
-    compiles = compiled_by(compiler, request, listed, tmp_path, most=1)
+    shortlist = make_shortlist(request)
+    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=1)
     (entry,) = compiles.layouts
-    cheapest = min(listed.fitting, key=lambda e: request.cost(e, e.step_s))
+    cheapest = min(shortlist.fitting, key=lambda e: request.cost(e, e.step_s))
     assert entry.target.name == cheapest.group.target.name
 
 
@@ -327,12 +343,12 @@ def test_every_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
     request = parse_request(
         parse_run(["mode=search", "model=gpt_125m", "batch=512", "mode.targets=[v4-8,v4-512]", "mode.tokens=1e9"])
     )
-    listed = make_shortlist(request)
-    rows = rank_layouts(request, listed, CompiledLayouts(), 10)
+    shortlist = make_shortlist(request)
+    rows = rank_layouts(request, shortlist, CompiledLayouts(), 10)
     slices = [row.overrides[0] for row in rows]
     assert slices[0] == "target=v4-8" and slices.count("target=v4-512") == slices.count("target=v4-8") == 5
     assert [row.dollars for row in rows] == sorted(row.dollars or 0.0 for row in rows)
-    assert len({row.overrides[0] for row in rank_layouts(request, listed, CompiledLayouts(), 1)}) == 2, (
+    assert len({row.overrides[0] for row in rank_layouts(request, shortlist, CompiledLayouts(), 1)}) == 2, (
         "the best of each is listed"
     )
 
@@ -343,20 +359,20 @@ def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_la
     factor: float, first: str, tokens: tuple[str, ...], compiler: ScaledCompiler, tmp_path: Path
 ) -> None:
     request = make_request("mode.targets=[v5e-8,v6e-8]", *tokens)
-    listed = make_shortlist(request)
-    cheapest = min(listed.fitting, key=lambda entry: request.cost(entry, entry.step_s))
+    shortlist = make_shortlist(request)
+    cheapest = min(shortlist.fitting, key=lambda entry: request.cost(entry, entry.step_s))
     compiler.steps, compiler.factor = {tuple(cheapest.candidate.overrides): cheapest.step_s}, factor
     trial = compiler(compiling.plan_compile(request, cheapest, tmp_path), lambda: None)
-    rows = rank_layouts(request, listed, CompiledLayouts([CompiledLayout(cheapest, trial)]), 10)
+    rows = rank_layouts(request, shortlist, CompiledLayouts([CompiledLayout(cheapest, trial)]), 10)
     assert rows[0].stage.value == first
 
 
 @pytest.mark.parametrize("price", ["0", "null"])
 def test_layouts_are_ranked_by_step_time_if_prices_are_unknown(price: str) -> None:
     request = make_request("mode.tokens=1e9", "mode.budget_usd=5", f"target.chip.usd_per_hour={price}")
-    listed = make_shortlist(request)
-    assert not request.by_price and request.cost(listed.fitting[0], 2.0) == 2.0
-    rows = rank_layouts(request, listed, CompiledLayouts(), 10)
+    shortlist = make_shortlist(request)
+    assert not request.by_price and request.cost(shortlist.fitting[0], 2.0) == 2.0
+    rows = rank_layouts(request, shortlist, CompiledLayouts(), 10)
     assert [row.step_s for row in rows] == sorted(row.step_s for row in rows)
     assert json.loads(json.dumps(encode(rows), allow_nan=False)), "a number of tokens is finite or none"
 
@@ -366,17 +382,17 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
         parse_run(["mode=search", "target=v4-512", "mode.shapes=true", "model=gpt_125m", "batch=512"])
     )
     assert len({target.topology for target in request.targets}) > 1
-    listed = make_shortlist(request)
-    best = listed.best(describe_chips(request.targets[0]), 10)
+    shortlist = make_shortlist(request)
+    best = shortlist.best(describe_chips(request.targets[0]), 10)
     assert len({without_torus(entry) for entry in best}) == len(best) == 10
-    several = next(entry for entry in best if listed.equally_fast_slices(entry))
-    equivalents = [e for e in listed.fitting if without_torus(e) == without_torus(several) and e is not several]
-    assert set(listed.equally_fast_slices(several)) <= {e.group.target.name for e in equivalents}
-    compiles = compiled_by(compiler, request, listed, tmp_path, most=4)
+    several = next(entry for entry in best if shortlist.equally_fast_slices(entry))
+    equivalents = [e for e in shortlist.fitting if without_torus(e) == without_torus(several) and e is not several]
+    assert set(shortlist.equally_fast_slices(several)) <= {e.group.target.name for e in equivalents}
+    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=4)
     assert len({mesh_partition(entry.estimate) for entry in compiles.layouts}) == 4, "another torus is no other layout"
-    rows = rank_layouts(request, listed, compiles, 10)
+    rows = rank_layouts(request, shortlist, compiles, 10)
     as_fast_on = {
-        tuple(entry.estimate.candidate.overrides): listed.equally_fast_slices(entry.estimate)
+        tuple(entry.estimate.candidate.overrides): shortlist.equally_fast_slices(entry.estimate)
         for entry in compiles.layouts
     }
     of_compiled = [row for row in rows if row.stage.value == "compile"]
@@ -424,7 +440,7 @@ def test_an_excluded_baseline_is_omitted_and_others_have_a_reason(
 
 
 def test_slices_that_cannot_be_compiled_for_do_not_stop_the_others(
-    monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished], compiler: ScaledCompiler
+    monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch], compiler: ScaledCompiler
 ) -> None:
     arguments = ("mode.targets=[h100-8,v5e-8]", "partition=fsdp", "remat=full", "mode.compiles=1")
     compiler.steps = {
@@ -524,7 +540,7 @@ def test_a_list_of_device_batches_is_searched() -> None:
 
 def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_batch_request("mode.compiles=12")
-    compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=12)
+    compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=12)
     layouts = [replace(entry.estimate.candidate, batch=None) for entry in compiles.layouts]
     assert len(set(layouts)) == len(layouts)
     best = compiles.best(request)
@@ -536,11 +552,11 @@ def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: Scaled
 
 
 def test_a_mesh_in_the_command_is_the_only_one() -> None:
-    named, every = make_request("mesh=1x4x2"), make_request()
-    assert request_digest(named) != request_digest(every) and "mesh=1x4x2" not in named.command
+    named, full_request = make_request("mesh=1x4x2"), make_request()
+    assert request_digest(named) != request_digest(full_request) and "mesh=1x4x2" not in named.command
     layouts = list(rank(named.run, named.space()))
     assert {entry.candidate.mesh for entry in layouts} == {"1x4x2"}
-    step_s = {tuple(entry.candidate.overrides): entry.step_s for entry in rank(every.run, every.space())}
+    step_s = {tuple(entry.candidate.overrides): entry.step_s for entry in rank(full_request.run, full_request.space())}
     known = [entry for entry in layouts if tuple(entry.candidate.overrides) in step_s]
     assert known and all(entry.step_s == step_s[tuple(entry.candidate.overrides)] for entry in known)
     baselines = find_baselines(named, rank(named.run, named.space()), named.targets[0])
@@ -551,7 +567,7 @@ def test_a_mesh_in_the_command_is_the_only_one() -> None:
 
 def test_each_slice_is_compiled_before_any_has_a_second_layout(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request("mode.targets=[v5e-8,v5p-16,v6e-8]")
-    compiles = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=500)
+    compiles = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=500)
     assert {plan.about.target for plan in compiler.plans[:3]} == {"v5e-8", "v5p-16", "v6e-8"}
     assert "no other layout" in compiles.stop_reason
 
@@ -568,16 +584,16 @@ def test_a_partition_setting_applies_to_all_partitions() -> None:
 
 def test_zero1_is_tried_only_if_it_changes_the_layout() -> None:
     layouts = list(rank(make_request().run, make_request().space()))
-    spread = [entry for entry in layouts if entry.group.candidates.partition.zero1]
-    assert {entry.group.candidates.partition.name for entry in spread} >= {"dp", "1d_tp", "2d_tp", "pp"}
-    for entry in spread[:: len(spread) // 6]:
+    zero1_layouts = [entry for entry in layouts if entry.group.candidates.partition.zero1]
+    assert {entry.group.candidates.partition.name for entry in zero1_layouts} >= {"dp", "1d_tp", "2d_tp", "pp"}
+    for entry in zero1_layouts[:: len(zero1_layouts) // 6]:
         legal = entry.run(make_request().run).layout
         arrays = make_request().run.arrays.parameters
         moments = [legal.optimizer_axes(p.axes, p.shape) for p in arrays]
         assert moments != [legal.stored_axes(p.axes) for p in arrays], entry.candidate.overrides
     fsdp = {(p.name, p.zero1) for p in make_request("partition=fsdp").partitions}
     assert fsdp == {("fsdp", False), ("fsdp", True)}, "the second makes no layout"
-    assert not [entry for entry in spread if entry.group.candidates.partition.name == "fsdp"]
+    assert not [entry for entry in zero1_layouts if entry.group.candidates.partition.name == "fsdp"]
 
 
 def test_an_explicit_pipeline_schedule_is_not_varied() -> None:
@@ -676,7 +692,7 @@ def test_shorthand_of_a_chip_needs_a_number_of_chips() -> None:
         expand_shorthand(["target.chip=v4"])
 
 
-def test_a_search_can_use_only_estimates(search: Callable[..., Finished]) -> None:
+def test_a_search_can_use_only_estimates(search: Callable[..., FinishedSearch]) -> None:
     status, answer, run, printed = search("mode.compiles=0", "mode.tokens=1e9", "target.chip.spot_usd_per_hour=0.5")
     assert status == 0
     assert answer["compiled"] == 0 and len(answer["best"]) == mode.MAX_SHOWN_LAYOUTS
@@ -710,18 +726,18 @@ def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
     assert chip is not None and fastest.mfu == pytest.approx(flops_s / (chip.peak_tflops["bfloat16"] * 1e12))
 
 
-FEW = ("partition=fsdp", "remat=full", "microbatches=1", "mode.compiles=0")
+FAST_SEARCH = ("partition=fsdp", "remat=full", "microbatches=1", "mode.compiles=0")
 
 
 def test_a_folder_with_other_files_is_refused_before_estimating(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, search: Callable[..., Finished]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, search: Callable[..., FinishedSearch]
 ) -> None:
     runs = tmp_path / "runs"
     (runs / "other").mkdir(parents=True)
     (runs / "file").touch()
     (runs / "other" / "run.yaml").touch()
-    search(*FEW)
-    search(*FEW, "mode.tokens=1e9")
+    search(*FAST_SEARCH)
+    search(*FAST_SEARCH, "mode.tokens=1e9")
     monkeypatch.setattr(mode, "rank", lambda *_: pytest.fail("estimated"))
     for arguments, message in (
         (("name=file",), "^runs/file is a file"),
@@ -730,11 +746,11 @@ def test_a_folder_with_other_files_is_refused_before_estimating(
         (("runs=/proc/nope", "name=x"), "/proc/nope/x .*runs=DIR"),
     ):
         with pytest.raises((ValueError, DiskError), match=message):
-            search(*FEW, *arguments)
+            search(*FAST_SEARCH, *arguments)
 
 
 def test_two_searches_do_not_run_in_one_folder(
-    monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished]
+    monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]
 ) -> None:
     flock = fcntl.flock
 
@@ -748,15 +764,17 @@ def test_two_searches_do_not_run_in_one_folder(
         locked_folder(Path("runs", "found"), make_request()),
         pytest.raises(ValueError, match=f"^runs/found is in use by process {os.getpid()} on "),
     ):
-        search(*FEW)
-    assert search(*FEW).status == 0
+        search(*FAST_SEARCH)
+    assert search(*FAST_SEARCH).status == 0
 
 
-def test_an_incomplete_line_of_trials_does_not_stop_a_search(tmp_path: Path, search: Callable[..., Finished]) -> None:
+def test_an_incomplete_line_of_trials_does_not_stop_a_search(
+    tmp_path: Path, search: Callable[..., FinishedSearch]
+) -> None:
     folder = tmp_path / "runs" / "found"
     folder.mkdir(parents=True)
     (folder / TRIALS_FILE).write_text('{"schema"')
-    finished = search(*FEW)
+    finished = search(*FAST_SEARCH)
     assert finished.status == 0 and finished.answer["best"]
     assert f"runs/found/{TRIALS_FILE}: skipped the last line" in finished.printed
     with pytest.raises(ValueError, match="^runs/found is a search that only estimated its layouts"):
@@ -793,10 +811,10 @@ def test_the_answer_if_no_layout_fits(
 
 
 def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
-    monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished]
+    monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]
 ) -> None:
-    listed = make_shortlist(make_request())
-    doubtful = Shortlist([], listed.fitting[:3], listed.smallest)
+    shortlist = make_shortlist(make_request())
+    doubtful = Shortlist([], shortlist.fitting[:3], shortlist.smallest)
     monkeypatch.setattr(mode, "build_shortlist", lambda ranked: doubtful)
     status, answer, _, printed = search("mode.compiles=0")
     assert status == NO_STEP_TIME and not answer and "3 uncompiled" in printed
@@ -810,13 +828,13 @@ def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
     assert status == REFUSED and not answer and printed.splitlines()[-1] == "LIBTPU_INIT_ARGS has a wrong flag."
 
 
-def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., Finished]) -> None:
-    assert "in int8" not in search(*FEW).printed
-    printed = search(*FEW, "precision=int8", "name=narrow").printed
+def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., FinishedSearch]) -> None:
+    assert "in int8" not in search(*FAST_SEARCH).printed
+    printed = search(*FAST_SEARCH, "precision=int8", "name=narrow").printed
     assert "precision=int8: " in printed and "bfloat16" in printed
 
 
-def test_the_answer_if_no_layout_is_legal(search: Callable[..., Finished]) -> None:
+def test_the_answer_if_no_layout_is_legal(search: Callable[..., FinishedSearch]) -> None:
     circular = ("partition=pp", "partition.schedule=circular", "partition.rounds=2", "microbatches=1")
     for arguments, words in (
         (("batch=1", "partition=fsdp"), ("batch=1: no layout is legal, because no mesh divides both",)),
@@ -829,7 +847,7 @@ def test_the_answer_if_no_layout_is_legal(search: Callable[..., Finished]) -> No
     assert "no mesh divides" not in printed, "the microbatches are wrong, not the batch"
 
 
-def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished]) -> None:
+def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]) -> None:
     def interrupted(*_: Any) -> Trial:
         raise KeyboardInterrupt
 
@@ -839,7 +857,7 @@ def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch, search: 
 
 
 def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, search: Callable[..., Finished], compiler: ScaledCompiler
+    monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch], compiler: ScaledCompiler
 ) -> None:
     compiler.steps = {
         tuple(entry.candidate.overrides): entry.step_s for entry in make_shortlist(make_request()).fitting
@@ -856,11 +874,11 @@ def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
 
 def test_the_ratio_of_a_compiled_layout_to_its_estimate(compiler: ScaledCompiler, tmp_path: Path) -> None:
     request = make_request()
-    listed = make_shortlist(request)
+    shortlist = make_shortlist(request)
     compiler.factor = 2.0
-    compiles = compiled_by(compiler, request, listed, tmp_path, most=3)
-    done: CompiledLayout = compiles.layouts[0]
-    entry: EstimatedLayout = done.estimate
+    compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=3)
+    compiled_layout: CompiledLayout = compiles.layouts[0]
+    entry: EstimatedLayout = compiled_layout.estimate
     assert compiles.ratio(mesh_partition(entry)) == pytest.approx(2.0)
 
 
@@ -868,7 +886,7 @@ def test_the_command_of_the_best_layout_has_its_compiler_options(
     compiler: ScaledCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     request = make_request("mode.tune=5min")
-    best = compiled_by(compiler, request, make_shortlist(request), tmp_path, most=1).layouts[0]
+    best = compile_shortlist(compiler, request, make_shortlist(request), tmp_path, max_compiles=1).layouts[0]
     calls = list[Any]()
 
     def tuned(run: Run, candidates: Any, budget_s: float | None, on_result: Any) -> TunedRun:

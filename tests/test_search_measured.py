@@ -77,7 +77,7 @@ class FakeTrials:
         return {plan.key: plan.to_trial(outcome, "", 1.0)}
 
 
-def measured_by(
+def measure_shortlist(
     fake_trials: FakeTrials, request: SearchRequest, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> MeasuredTrials:
     """Measure the best layouts with fake trials, and return the measured trials."""
@@ -89,7 +89,7 @@ def measured_by(
 
 def test_other_meshes_and_partitions_are_measured_before_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request("mode.measure=6")
-    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
+    measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
     assert len(measures.trials) == 6 and len({mesh_partition(entry.estimate) for entry in measures.trials[:3]}) == 3
     assert measures.trials[0].expected_s == min(entry.expected_s for entry in measures.trials)
     assert measures.regret == 0 and measures.agreement == pytest.approx(1.0)
@@ -100,7 +100,7 @@ def test_a_slow_partition_is_dropped_in_favour_of_others(monkeypatch: pytest.Mon
     request = make_request("mode.measure=6")
     best = make_shortlist(request).fitting[0].group.candidates.partition.name
     fake_trials = FakeTrials(request, slow=[best])
-    measures = measured_by(fake_trials, request, monkeypatch, tmp_path)
+    measures = measure_shortlist(fake_trials, request, monkeypatch, tmp_path)
     partitions = [plan.about.partition for plan in fake_trials.plans]
     assert partitions[0] == best and best not in partitions[3:]
     assert measures.timed[0].estimate.group.candidates.partition.name != best and (measures.regret or 0) > 1
@@ -111,7 +111,7 @@ def test_searched_batches_are_measured_and_ranked_by_tokens_per_second(monkeypat
     limited = replace(CHIP, hbm_gib=0.1)
     request = replace(make_request("mode.measure=4", "partition=fsdp", "mesh=8x1x1"), search_batch=True)
     request = replace(request, targets=tuple(replace(target, chip=limited) for target in request.targets))
-    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
+    measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
     per_sequence = [(trial.step_s or 0) / (trial.estimate.batch or 0) for trial in measures.timed]
     assert per_sequence == sorted(per_sequence) and measures.regret == 0
     steps = [trial.step_s or 0 for trial in measures.timed]
@@ -125,21 +125,21 @@ def test_searched_batches_are_measured_and_ranked_by_tokens_per_second(monkeypat
 def test_measurements_run_on_the_devices_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request("mode.measure=1")
     fake_trials = FakeTrials(request)
-    measured_by(fake_trials, request, monkeypatch, tmp_path)
+    measure_shortlist(fake_trials, request, monkeypatch, tmp_path)
     run = fake_trials.plans[0].run
     assert run is not None and run.config.mode.name == "measure" and run.config.target == request.run.config.target
 
 
 def test_a_refused_measurement_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = make_request()
-    measures = measured_by(FakeTrials(request, status=Status.refused), request, monkeypatch, tmp_path)
+    measures = measure_shortlist(FakeTrials(request, status=Status.refused), request, monkeypatch, tmp_path)
     assert len(measures.trials) == 1 and measures.stop_reason == "no such devices"
     assert (measures.regret, measures.agreement) == (None, None)
 
 
 def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request = replace(make_request("mode.budget=90s"), budget_s=-1.0)
-    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
+    measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
     assert measures.trials == [] and "mode.budget=90s" in measures.stop_reason
     assert measures.stop_reason in measurement_summary(measures)
 
@@ -147,7 +147,7 @@ def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.mark.parametrize("stage", [Stage.estimate, Stage.compile])
 def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     request, listed = make_request("mode.measure=3"), make_shortlist(make_request())
-    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
+    measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
     plain = [replace(row, stage=stage) for row in rank_layouts(request, listed, CompiledLayouts(), 10)]
     rows = rank_measured(request, plain, measures, CompiledLayouts())
     assert [row.stage for row in rows[:4]] == [Stage.measure] * 3 + [stage]
@@ -161,7 +161,7 @@ def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypat
 
 def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=3")
-    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
+    measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
     rows = rank_measured(
         request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
     )
@@ -188,14 +188,14 @@ def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.
 def test_agreement_is_a_rank_correlation_with_shared_ranks_for_ties(
     expected: list[float], agreement: float | None
 ) -> None:
-    (request,) = make_shortlist(make_request()).fitting[:1]
+    (entry,) = make_shortlist(make_request()).fitting[:1]
     steps = [TrialResult(step=StepResult(step_s=seconds)) for seconds in (1.0, 2.0, 3.0)]
     trials = [Trial("", "", "", "measure", Status.ok, None, [], None, "", 1.0, results=result) for result in steps]
-    measures = MeasuredTrials([MeasuredTrial(request, s, trial) for s, trial in zip(expected, trials, strict=True)])
+    measures = MeasuredTrials([MeasuredTrial(entry, s, trial) for s, trial in zip(expected, trials, strict=True)])
     assert measures.agreement == (None if agreement is None else pytest.approx(agreement, abs=1e-3))
 
 
-def compiled(request: SearchRequest, entry: EstimatedLayout, factor: float, folder: Path) -> CompiledLayout:
+def make_compiled_layout(request: SearchRequest, entry: EstimatedLayout, factor: float, folder: Path) -> CompiledLayout:
     """Return a compiled layout with a step time of `factor` times its estimate."""
     results = TrialResult(step=StepResult(step_s=factor * entry.step_s), memory=MemoryReport(peak=2**30))
     plan = plan_compile(request, entry, folder)
@@ -204,16 +204,16 @@ def compiled(request: SearchRequest, entry: EstimatedLayout, factor: float, fold
 
 def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=1")
-    measures = measured_by(FakeTrials(request), request, monkeypatch, tmp_path)
+    measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
     best, baseline_layout = measures.timed[0].estimate, make_shortlist(request).fitting[-1]
-    compiles = CompiledLayouts([compiled(request, baseline_layout, 5.0, tmp_path)])
+    compiles = CompiledLayouts([make_compiled_layout(request, baseline_layout, 5.0, tmp_path)])
     (row, *_) = rank_measured(
         request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
     )
     line = format_comparison(Baseline(FASTEST_FSDP, baseline_layout), compiles, row)
     times = baseline_layout.step_s / sum(row.parts_s.values())
     assert f"(by estimate), {times:.2f} times" in line
-    compiles.layouts.append(compiled(request, best, 4.0, tmp_path))
+    compiles.layouts.append(make_compiled_layout(request, best, 4.0, tmp_path))
     line = format_comparison(Baseline(FASTEST_FSDP, baseline_layout), compiles, row)
     assert f"), {5 * baseline_layout.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
     (row,) = rank_measured(request, [], measures, compiles)
@@ -225,12 +225,14 @@ def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("here", "wanted", "at_hand_"), [(0, "h100-8", False), (8, "h100-8", True), (4, "h100-8", False)]
+    ("device_count", "target", "expected"), [(0, "h100-8", False), (8, "h100-8", True), (4, "h100-8", False)]
 )
-def test_accelerators_are_counted_without_jax(here: int, wanted: str, at_hand_: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local_devices, "count_accelerators", lambda: here)
-    request = parse_request(parse_run(["mode=search", f"target={wanted}", "model=gpt_tiny", "batch=16"]))
-    assert can_measure(request) is at_hand_
+def test_accelerators_are_counted_without_jax(
+    device_count: int, target: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(local_devices, "count_accelerators", lambda: device_count)
+    request = parse_request(parse_run(["mode=search", f"target={target}", "model=gpt_tiny", "batch=16"]))
+    assert can_measure(request) is expected
 
 
 def test_measured_figures_are_read_as_a_chip(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_measured_figures_are_read_as_a_chip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "machine", "times"),
+    ("arguments", "machine", "timing_count"),
     [
         ((), "here", 0),
         (("precision=bf16_mixed",), "here", 1),
@@ -254,13 +256,13 @@ def test_measured_figures_are_read_as_a_chip(tmp_path: Path) -> None:
     ],
 )
 def test_figures_are_only_used_for_this_machine_and_precision(
-    arguments: tuple[str, ...], machine: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], machine: str, timing_count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed = list[Run]()
+    timed_runs = list[Run]()
 
-    def time_them(plan: TrialPlan) -> Trial:
+    def fake_trial(plan: TrialPlan) -> Trial:
         assert plan.run is not None
-        timed.append(plan.run)
+        timed_runs.append(plan.run)
         values = {"name": "cpu", "platform": "cpu", "peak_tflops": {plan.run.config.precision.compute.value: 0.05}}
         values |= {"host_bounds": [plan.run.config.target.chips]}
         plan.trial_folder.mkdir(parents=True, exist_ok=True)
@@ -268,18 +270,18 @@ def test_figures_are_only_used_for_this_machine_and_precision(
         (plan.trial_folder / MACHINES_FILE).write_text(json.dumps([machine]))
         return plan.to_trial(Outcome(Status.ok), "", 1.0)
 
-    def with_them(*arguments: str) -> SearchRequest:
+    def add_figures(*arguments: str) -> SearchRequest:
         request = parse_request(
             shared_run("mode=search", "target=cpu8", "model=gpt_tiny", "batch=16", "precision=float32", *arguments)
         )
         return add_measured_figures(request, tmp_path, Console(quiet=True))
 
-    monkeypatch.setattr(local_devices, "_run_trial", time_them)
+    monkeypatch.setattr(local_devices, "_run_trial", fake_trial)
     monkeypatch.setattr(local_devices.socket, "gethostname", lambda: "here")
-    with_them()
-    timed.clear()
-    (target,) = with_them(*arguments).targets
-    assert len(timed) == times and target.chip is not None
+    add_figures()
+    timed_runs.clear()
+    (target,) = add_figures(*arguments).targets
+    assert len(timed_runs) == timing_count and target.chip is not None
     assert list(target.chip.peak_tflops) == ["bfloat16" if "precision=bf16_mixed" in arguments else "float32"]
 
 
@@ -346,7 +348,7 @@ def test_estimated_rows_are_chosen_by_their_corrected_estimates(tmp_path: Path) 
     request = make_request()
     shortlist = make_shortlist(request)
     best_layouts = shortlist.best(describe_chips(request.targets[0]), 18)
-    compiled_layouts = CompiledLayouts([compiled(request, best_layouts[0], 50.0, tmp_path)])
+    compiled_layouts = CompiledLayouts([make_compiled_layout(request, best_layouts[0], 50.0, tmp_path)])
     rows = [row for row in rank_layouts(request, shortlist, compiled_layouts, 9) if row.stage is Stage.estimate]
     uncompiled_layouts = [layout for layout in best_layouts if compiled_layouts.get(layout.candidate) is None]
     ranked_layouts = sorted(uncompiled_layouts, key=compiled_layouts.corrected_s)[: len(rows)]

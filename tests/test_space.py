@@ -40,7 +40,7 @@ def tiny(target: str) -> Run:
 # A space against brute force
 
 
-KINDS = {
+AXIS_USES = {
     "data": ([], ["batch"]),
     "sharded data": (["embed"], ["batch"]),
     "tensor": (["mlp", "heads", "kv_heads", "vocab", "state"], ["mlp", "heads", "kv_heads", "vocab", "state"]),
@@ -51,23 +51,23 @@ KINDS = {
 """Ways to use a mesh axis: the logical axes that it shards, of parameters and of activations."""
 
 
-DRAWN = st.tuples(
+PARTITION_ARGUMENTS = st.tuples(
     st.permutations(["x", "y", "z"]),
-    st.lists(st.sampled_from(sorted(KINDS)), min_size=3, max_size=3),
+    st.lists(st.sampled_from(sorted(AXIS_USES)), min_size=3, max_size=3),
     st.sampled_from([False, False, True]),
 )
-"""Strategy for the arguments of `partition_of`: order of the mesh axes, use of each axis, and whether ZeRO-1 is on."""
+"""Strategy for the arguments of `make_partition`: order of mesh axes, use of each axis, and whether ZeRO-1 is on."""
 
 
-def partition_of(order: Sequence[str], kinds: Sequence[str], zero1: bool) -> PartitionConfig:
-    """Return a partition that uses the mesh axis `order[i]` as `KINDS[kinds[i]]`.
+def make_partition(order: Sequence[str], uses: Sequence[str], zero1: bool) -> PartitionConfig:
+    """Return a partition that uses the mesh axis `order[i]` as `AXIS_USES[uses[i]]`.
 
     Logical axes with several mesh axes have them in `order`.
     """
     parameters: dict[str, list[str]] = {}
     activations: dict[str, list[str]] = {}
-    for axis, kind in zip(order, kinds, strict=True):
-        for rules, logical_axes in zip((parameters, activations), KINDS[kind], strict=True):
+    for axis, use in zip(order, uses, strict=True):
+        for rules, logical_axes in zip((parameters, activations), AXIS_USES[use], strict=True):
             for logical in logical_axes:
                 rules.setdefault(logical, []).append(axis)
     return PartitionConfig("drawn", parameters, activations, zero1=zero1)
@@ -120,13 +120,13 @@ def shapes_of_three(devices: int) -> list[str]:
 @settings(QUICK, max_examples=50)
 @example((["x", "z", "y"], ["data"] * 3, False), 4, 8, 16, None, MeshEquivalence.sharding, True)
 @given(
-    drawn=DRAWN,
+    drawn=PARTITION_ARGUMENTS,
     devices=st.sampled_from([1, 2, 4, 6]),
     batch=st.sampled_from([4, 8, 24]),
     seq=st.sampled_from([6, 16]),
     microbatches=st.sampled_from([None, [1], [1, 2], [4, 3]]),
     same=st.sampled_from([MeshEquivalence.none, MeshEquivalence.sharding]),
-    placed=st.booleans(),
+    all_placements=st.booleans(),
 )
 def test_every_legal_layout_is_enumerated_once(
     drawn: tuple[list[str], list[str], bool],
@@ -135,41 +135,43 @@ def test_every_legal_layout_is_enumerated_once(
     seq: int,
     microbatches: list[int] | None,
     same: MeshEquivalence,
-    placed: bool,
+    all_placements: bool,
 ):
-    partition = partition_of(*drawn)
+    partition = make_partition(*drawn)
     target = simulated_target(devices)
     base = tiny("cpu8")
     run = Run(replace(base.config, batch=batch, seq=seq, target=target), base.model)
-    space = SpaceConfig(microbatches=microbatches, same=same, placements=["all" if placed else "default"])
+    space = SpaceConfig(microbatches=microbatches, same=same, placements=["all" if all_placements else "default"])
     enumerated = enumerate_space(space, [RunVariant((), run)], {"drawn": partition})
-    brute = {}
+    brute_force = {}
     for name in shapes_of_three(devices):
         mesh = parse_mesh(name)
-        for placement in list_placements(mesh.axes, build_topology(target)) if placed else [None]:
+        for placement in list_placements(mesh.axes, build_topology(target)) if all_placements else [None]:
             for count in microbatches or [1]:
                 layout = legal_layout(run, replace(mesh, placement=placement), partition, count)
                 if layout is not None:
-                    brute[name, tuple(placement or ()), count] = shard_indices(layout)
+                    brute_force[name, tuple(placement or ()), count] = shard_indices(layout)
     cells = {
         (c.run.config.mesh.name, tuple(c.run.config.mesh.placement or ()), c.run.config.microbatches): c
         for c in enumerated.legal
     }
     assert len(cells) == len(enumerated.legal), "a cell is there twice"
-    assert set(cells) <= set(brute), "a cell is illegal"
+    assert set(cells) <= set(brute_force), "a cell is illegal"
     assert all(cell.run.problems() == [] for cell in enumerated.legal)
     if same is MeshEquivalence.none or partition.zero1:
-        assert set(cells) == set(brute) or (placed and {brute[key] for key in cells} == set(brute.values()))
+        assert set(cells) == set(brute_force) or (
+            all_placements and {brute_force[key] for key in cells} == set(brute_force.values())
+        )
         return
-    enumerated_layouts = [(brute[key], key[2]) for key in cells]
+    enumerated_layouts = [(brute_force[key], key[2]) for key in cells]
     assert len(enumerated_layouts) == len(set(enumerated_layouts)), "two cells put everything on the same devices"
-    assert set(enumerated_layouts) == {(value, key[2]) for key, value in brute.items()}, "a layout is missing"
+    assert set(enumerated_layouts) == {(value, key[2]) for key, value in brute_force.items()}, "a layout is missing"
 
 
 @QUICK
-@given(drawn=DRAWN, devices=st.sampled_from([4, 8, 12]))
+@given(drawn=PARTITION_ARGUMENTS, devices=st.sampled_from([4, 8, 12]))
 def test_layouts_with_the_same_roles_are_enumerated_once(drawn: tuple[list[str], list[str], bool], devices: int):
-    partition = partition_of(*drawn)
+    partition = make_partition(*drawn)
     base = tiny("cpu8")
     run = Run(replace(base.config, target=simulated_target(devices)), base.model)
     enumerated = enumerate_space(SpaceConfig(same=MeshEquivalence.roles), [RunVariant((), run)], {"drawn": partition})
@@ -181,12 +183,12 @@ def test_layouts_with_the_same_roles_are_enumerated_once(drawn: tuple[list[str],
         return tuple(sorted((role, size) for role, size in sizes.items() if size > 1))
 
     layouts = [legal_layout(run, parse_mesh(name), partition, 1) for name in shapes_of_three(devices)]
-    brute = [devices_of_roles(layout) for layout in layouts if layout is not None]
+    brute_force = [devices_of_roles(layout) for layout in layouts if layout is not None]
     enumerated_layouts = [devices_of_roles(cell.run.layout) for cell in enumerated.legal]
     assert len(enumerated_layouts) == len(set(enumerated_layouts))
     # One mesh represents all meshes with the same number of devices in every role. Arrays must be divisible by the
     # product of the axes with a role, so either all of these meshes are legal or none is.
-    assert set(enumerated_layouts) == set(brute)
+    assert set(enumerated_layouts) == set(brute_force)
 
 
 @QUICK
@@ -199,17 +201,17 @@ def test_a_mesh_pattern_matches_every_mesh_that_fits_it(devices: int, sizes: lis
     pattern = (f"{slices}s" if slices else "") + "x".join(sizes)
     inner = devices // (slices or 1)
     divisors = [n for n in range(1, inner + 1) if inner % n == 0] if inner * (slices or 1) == devices else []
-    brute = []
+    brute_force = []
     for shape in itertools.product(divisors, repeat=len(sizes)):
         letters: dict[str, set[int]] = {}
         for size, letter in zip(shape, sizes, strict=True):
             letters.setdefault(letter, set()).add(size)
         fits = all(found == {int(k)} if k.isdigit() else len(found) == 1 for k, found in letters.items())
         if fits and math.prod(shape) == inner:
-            brute.append((f"{slices}s" if slices else "") + "x".join(map(str, shape)))
-    if brute:
-        assert expand_pattern(pattern, devices) == brute
-        assert all(parse_mesh(name).size == devices for name in brute)
+            brute_force.append((f"{slices}s" if slices else "") + "x".join(map(str, shape)))
+    if brute_force:
+        assert expand_pattern(pattern, devices) == brute_force
+        assert all(parse_mesh(name).size == devices for name in brute_force)
     else:
         with pytest.raises(ValueError, match=f"meshes={pattern} "):
             expand_pattern(pattern, devices)
@@ -237,12 +239,12 @@ def test_equivalent_meshes_on_a_torus_are_distinct_unless_their_placement_is_exp
 ONLY_X = PartitionConfig("only_x", {"mlp": ["x"]}, {"mlp": ["x"]})
 
 
-def cells(space: SpaceConfig, run: Run, *partitions: PartitionConfig) -> Cells:
+def enumerate_layouts(space: SpaceConfig, run: Run, *partitions: PartitionConfig) -> Cells:
     return enumerate_space(space, [RunVariant((), run)], {p.name: p for p in partitions})
 
 
 def test_axes_that_a_partition_does_not_use_add_no_layouts():
-    enumerated = cells(SpaceConfig(meshes=["AxBxC", "AxBxCxD"]), tiny("cpu8"), ONLY_X)
+    enumerated = enumerate_layouts(SpaceConfig(meshes=["AxBxC", "AxBxCxD"]), tiny("cpu8"), ONLY_X)
     assert [cell.overrides for cell in enumerated.cells] == [("mesh=8x1x1", "partition=only_x")]
     # 9 of the 10 meshes with three axes leave an axis idle, and 19 of the 20 with four. 1x8x1x1 is the same as 8x1x1.
     codes = Counter(problem.code for problem in enumerated.skipped)
@@ -251,14 +253,14 @@ def test_axes_that_a_partition_does_not_use_add_no_layouts():
 
 
 def test_a_requested_illegal_mesh_is_refused_with_the_reason():
-    enumerated = cells(SpaceConfig(meshes=["4x2x1", "8x1x1"]), tiny("cpu8"), ONLY_X)
+    enumerated = enumerate_layouts(SpaceConfig(meshes=["4x2x1", "8x1x1"]), tiny("cpu8"), ONLY_X)
     assert [bool(cell.problems) for cell in enumerated.cells] == [True, False]
     assert enumerated.cells[0].problems[0].identity == (ProblemCode.idle_mesh_axis, None, (), ("y",))
     assert not enumerated.skipped
 
 
 def test_a_partition_without_a_legal_mesh_is_refused_once():
-    enumerated = cells(SpaceConfig(meshes=["1xBxC"]), tiny("cpu8"), ONLY_X)
+    enumerated = enumerate_layouts(SpaceConfig(meshes=["1xBxC"]), tiny("cpu8"), ONLY_X)
     assert len(enumerated.cells) == len(enumerated.refused) == 1
     assert enumerated.cells[0].problems[0].code is ProblemCode.idle_mesh_axis
 
@@ -310,7 +312,7 @@ def test_enumerating_a_layout_takes_less_than_20_ms():
     space = SpaceConfig(placements=["all"])
     run = compose_run("target=v4-64", "mesh=4x4x2", "partition=2d_tp", "model=valkyrie_1b", "batch=64")
     start = time.process_time()
-    enumerated = cells(space, run, run.config.partition)
+    enumerated = enumerate_layouts(space, run, run.config.partition)
     assert len(enumerated.cells) > 200
     assert (time.process_time() - start) / len(enumerated.cells) < 0.02
 

@@ -45,7 +45,7 @@ def _legs(n: int) -> np.ndarray:
     return off_diagonal - np.diag(np.arange(n) + 1.0)
 
 
-discretized = jax.jit(discretize, static_argnames=("method", "step_rescale", "clip_eigenvalues"))
+jitted_discretize = jax.jit(discretize, static_argnames=("method", "step_rescale", "clip_eigenvalues"))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 16])
@@ -185,7 +185,7 @@ def _cont2discrete(
 @pytest.mark.parametrize(("block", "step"), [(16, 1e-3), (16, 1e-1), (64, 1e-2)])
 def test_discretisation_equals_scipy(method: Discretization, block: int, step: float) -> None:
     re, im, log_step = _hippo_parameters(block, step)
-    lam_bar, scale = map(_complex, discretized(re, im, log_step, method=method, step_rescale=2.0))
+    lam_bar, scale = map(_complex, jitted_discretize(re, im, log_step, method=method, step_rescale=2.0))
     for state in range(block):
         system = np.array([[_complex((re, im))[state]]]), np.eye(1), np.eye(1), np.zeros((1, 1))
         dt = 2.0 * np.exp(np.float64(log_step[state]))
@@ -208,7 +208,7 @@ def test_large_phases_are_reduced_before_rounding() -> None:
 def test_large_phases_are_exact_up_to_rounding_of_the_step() -> None:
     re, im, log_step = _hippo_parameters(256, 0.1)
     exact = np.exp(_complex((re, im)) * np.exp(np.float64(log_step)))
-    lam_bar, scale = map(_complex, discretized(re, im, log_step))
+    lam_bar, scale = map(_complex, jitted_discretize(re, im, log_step))
     phase = np.abs(np.asarray(im, np.float64)) * np.exp(np.float64(log_step))
     assert (np.abs(lam_bar - exact) < 5e-7 + 1.2e-7 * phase).all()
     np.testing.assert_allclose(scale, (lam_bar - 1) / _complex((re, im)), rtol=5e-6)
@@ -218,7 +218,7 @@ def test_zero_order_hold_is_exact_for_tiny_Lambda_Delta() -> None:
     re = jnp.asarray([0.0, -1e-30, -1e-7, -1e-4, -1e-2, -0.2, -0.3, 0.0, 0.0, -2.0], jnp.float32)
     im = jnp.asarray([0.0, 1e-30, 1e-9, 0.0, 1e-2, 0.1, 0.2, 1e-5, 0.24, 0.0], jnp.float32)
     log_step = jnp.zeros(10, jnp.float32)
-    _, scale = discretized(re, im, log_step)
+    _, scale = jitted_discretize(re, im, log_step)
     z = _complex((re, im))
     tail = sum(z**k / np.prod(np.arange(1.0, k + 2)) for k in range(1, 25))
     np.testing.assert_allclose(_complex(scale), 1 + tail, rtol=5e-7)
@@ -273,10 +273,10 @@ def test_gradients_of_the_discretisation_equal_differences_in_float64(method: Di
 def test_clipping_bounds_only_the_real_part() -> None:
     re, im = jnp.asarray([0.5, -1e-5, -0.3], jnp.float32), jnp.asarray([1.0, 2.0, 3.0], jnp.float32)
     log_step = jnp.zeros(3, jnp.float32)
-    clipped, _ = discretized(re, im, log_step, clip_eigenvalues=True)
+    clipped, _ = jitted_discretize(re, im, log_step, clip_eigenvalues=True)
     magnitude = np.abs(_complex(clipped))
     np.testing.assert_allclose(magnitude, np.exp([-1e-4, -1e-4, -0.3]), rtol=1e-6)
-    free, _ = discretized(re, im, log_step)
+    free, _ = jitted_discretize(re, im, log_step)
     np.testing.assert_allclose(np.abs(_complex(free)), np.exp([0.5, -1e-5, -0.3]), rtol=1e-6)
 
 
@@ -298,7 +298,7 @@ def test_half_of_the_states_reproduce_the_real_system(method: Discretization) ->
     hippo = block_hippo(state_size, blocks)
     V = _dense_V(state_size, blocks)
     B_tilde, C_tilde = V.conj().T @ B, C @ V
-    lam_bar, scale = discretized(
+    lam_bar, scale = jitted_discretize(
         *init_Lambda(hippo), jnp.full(hippo.state_count, np.log(step), jnp.float32), method=method
     )
     bu = _complex(scale) * (u @ B_tilde.T)
@@ -317,7 +317,7 @@ def test_the_layer_equals_the_pytorch_layer(method: Discretization) -> None:
         np.imag(Lambda), np.imag(block_hippo(12, 2, conjugate_symmetric=False).Lambda), rtol=1e-5
     )
     parameters = np.real(Lambda), np.imag(Lambda), golden["log_step"]
-    lam_bar, scale = discretized(*map(jnp.asarray, parameters), method=method, step_rescale=2.0)
+    lam_bar, scale = jitted_discretize(*map(jnp.asarray, parameters), method=method, step_rescale=2.0)
     bu = _complex(scale) * (u @ _last_axis(B).T)
     bu = jnp.float32(np.real(bu)), jnp.float32(np.imag(bu))
     whole = _complex(linear_recurrence(lam_bar, bu, impl=ScanImpl.blocked, block=8))

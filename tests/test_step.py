@@ -93,7 +93,7 @@ def test_uneven_microbatches_average_over_tokens():
 
 
 @lru_cache
-def compiled(partition: str, *overrides: str) -> Any:
+def compile_partition(partition: str, *overrides: str) -> Any:
     return make_program(small_run(TINY, "mesh=2x2x2", f"partition={partition}", *overrides)).lower_step().compile()
 
 
@@ -127,7 +127,7 @@ def is_activation(shape: tuple[int, ...], rows: int) -> bool:
 
 @pytest.mark.slow
 def test_dp_only_sums_gradients():
-    shapes_by_kind = collectives(compiled("dp").as_text())
+    shapes_by_kind = collectives(compile_partition("dp").as_text())
     assert set(shapes_by_kind) == {"all-reduce"}
     assert not any(is_activation(shape, 1) for shape in shapes_by_kind["all-reduce"])
 
@@ -136,16 +136,17 @@ def test_dp_only_sums_gradients():
 def test_fsdp_gathers_every_parameter_forward_and_backward():
     """Activations are never gathered. Gradients are summed in the scan, by all-reduces on CPU."""
     run = small_run(TINY, "mesh=2x2x2", "partition=fsdp")
-    shapes_by_kind = collectives(compiled("fsdp").as_text())
+    shapes_by_kind = collectives(compile_partition("fsdp").as_text())
     assert set(shapes_by_kind) <= {"all-gather", "all-reduce", "reduce-scatter"}
     assert not any(is_activation(shape, 1) for shapes in shapes_by_kind.values() for shape in shapes)
-    times = Counter(tuple(sorted(n for n in shape if n > 1)) for shape in shapes_by_kind["all-gather"])
+    gather_counts = Counter(tuple(sorted(n for n in shape if n > 1)) for shape in shapes_by_kind["all-gather"])
     embed, mlp, states, heads = run.model.embed, run.model.mlp, run.model.s5.state_count, run.model.attention.heads
-    of_embedding = times[embed, mlp] - 2 * 6  # beside three matrices of two feed-forwards, twice, of the same size
-    assert 1 <= of_embedding <= 3, "for the lookup, the loss, and the loss backward; a compiler may join them"
-    assert times[states, embed] == 2 * 4
-    assert times[heads, run.model.attention.head_dim, embed] == 2 * 2, "query and output"
-    assert times[run.model.attention.kv_heads, run.model.attention.head_dim, embed] == 2 * 2, "key and value"
+    # beside three matrices of two feed-forwards, twice, of the same size
+    embedding_gathers = gather_counts[embed, mlp] - 2 * 6
+    assert 1 <= embedding_gathers <= 3, "for the lookup, the loss, and the loss backward; a compiler may join them"
+    assert gather_counts[states, embed] == 2 * 4
+    assert gather_counts[heads, run.model.attention.head_dim, embed] == 2 * 2, "query and output"
+    assert gather_counts[run.model.attention.kv_heads, run.model.attention.head_dim, embed] == 2 * 2, "key and value"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_fsdp_gathers_every_parameter_forward_and_backward():
 )
 def test_no_partition_reshards_activations_by_all_to_all(partition):
     """An all-to-all of an activation would mean that two consecutive operations shard it differently."""
-    moved = collectives(compiled(partition).as_text()).get("all-to-all", [])
+    moved = collectives(compile_partition(partition).as_text()).get("all-to-all", [])
     positions = {48, 24}  # whole sequences, and halves of them; a weight that changes places is no activation
     assert not any(positions & set(shape) for shape in moved)
 
@@ -165,7 +166,7 @@ def test_logits_are_never_summed_over_devices(partition):
 
     All-to-alls only change how hidden states and activations of attention are sharded: by width or by position.
     """
-    shapes_by_kind = collectives(compiled(partition, "model.vocab_multiple=160").as_text())
+    shapes_by_kind = collectives(compile_partition(partition, "model.vocab_multiple=160").as_text())
     assert not any(shape[-1:] == (80,) for shapes in shapes_by_kind.values() for shape in shapes)
     assert max(map(math.prod, shapes_by_kind["all-to-all"])) <= 4 * 48 * 16
 
@@ -197,14 +198,14 @@ def test_gradient_of_a_product_is_summed_in_float32():
     assert np.abs(narrow / exact - 1).max() > 1e-4, "this reference could not tell float32 sums from bfloat16 ones"
 
 
-def step_of(precision: str) -> StepResults:
+def run_precision(precision: str) -> StepResults:
     key = (*small_overrides(TINY), f"precision={precision}")
     return run_two_steps(small_run(TINY, key[-1]), initial_state(key))
 
 
 @pytest.mark.slow
 def test_dtypes_under_bf16_mixed():
-    mixed, exact = step_of("bf16_mixed"), reference_steps(TINY)
+    mixed, exact = run_precision("bf16_mixed"), reference_steps(TINY)
     for new, old in zip(mixed.metrics, exact.metrics, strict=True):
         np.testing.assert_allclose(new["loss"], old["loss"], rtol=5e-3)
         np.testing.assert_allclose(new["grad_norm"], old["grad_norm"], rtol=3e-2)
@@ -214,7 +215,7 @@ def test_dtypes_under_bf16_mixed():
 
 @pytest.mark.slow
 def test_bf16_keeps_only_the_state_space_in_float32():
-    narrow, exact = step_of("bf16"), reference_steps(TINY)
+    narrow, exact = run_precision("bf16"), reference_steps(TINY)
     np.testing.assert_allclose(narrow.metrics[0]["loss"], exact.metrics[0]["loss"], rtol=2e-2)
     np.testing.assert_allclose(narrow.metrics[0]["grad_norm"], exact.metrics[0]["grad_norm"], rtol=0.1)
     dtypes = {name: str(x.dtype) for name, x in leaves_by_name(narrow.state.parameters).items()}
@@ -223,15 +224,15 @@ def test_bf16_keeps_only_the_state_space_in_float32():
     assert dtypes["embedding"] == "bfloat16"
 
 
-def operand_dtypes(jaxpr: Any, found: Counter) -> Counter:
+def operand_dtypes(jaxpr: Any, counts: Counter) -> Counter:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             lhs, rhs = (v.aval for v in eqn.invars)
-            found[str(lhs.dtype), str(rhs.dtype), max(lhs.shape[-1], rhs.shape[-1])] += 1
+            counts[str(lhs.dtype), str(rhs.dtype), max(lhs.shape[-1], rhs.shape[-1])] += 1
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
             if hasattr(value, "jaxpr"):
-                operand_dtypes(value.jaxpr, found)
-    return found
+                operand_dtypes(value.jaxpr, counts)
+    return counts
 
 
 def test_matrix_products_use_bfloat16_under_bf16_mixed_but_the_state_space_does_not():
@@ -246,16 +247,16 @@ def test_matrix_products_use_bfloat16_under_bf16_mixed_but_the_state_space_does_
 
 
 @lru_cache
-def updated(*overrides: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Any, Any]:
+def run_one_step(*overrides: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Any, Any]:
     """Run one step with these overrides.
 
     Returns the parameters before the step and after the step, each by name, the metrics, and the state after the step.
     """
     key = (*small_overrides(TINY), *overrides)
-    program, host = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
-    state, metrics = program.step(place_state(program, host), program.place(make_batch(program.run)))
+    program, initial = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
+    state, metrics = program.step(place_state(program, initial), program.place(make_batch(program.run)))
     after = jax.device_get(state)
-    return leaves_by_name(host.parameters), leaves_by_name(after.parameters), jax.device_get(metrics), after
+    return leaves_by_name(initial.parameters), leaves_by_name(after.parameters), jax.device_get(metrics), after
 
 
 RECIPE = (
@@ -272,7 +273,7 @@ RECIPE = (
 
 @pytest.mark.slow
 def test_each_optimizer_group_updates_at_its_rate():
-    before, after, metrics, _ = updated(*RECIPE)
+    before, after, metrics, _ = run_one_step(*RECIPE)
     groups = {name: spec.group for name, spec in make_program(small_run(TINY)).assembly.specs.items()}
     assert metrics["learning_rate"] == np.float32(0.01)
     rate = {"matrix": 0.01, "embedding": 0.01, "vector": 0.01, "ssm": 0.0025}
@@ -291,7 +292,7 @@ def test_each_optimizer_group_updates_at_its_rate():
 @pytest.mark.slow
 def test_clipping_does_not_change_the_reported_gradient_norm():
     """After one step, the first moment is (1 - beta1) times the clipped gradient."""
-    *_, metrics, state = updated(*RECIPE)
+    *_, metrics, state = run_one_step(*RECIPE)
     leaves = jax.tree_util.tree_flatten_with_path(state.optimizer)[0]
     moments = [m for path, m in leaves if ".mu" in jax.tree_util.keystr(path)]
     norm = np.sqrt(sum(np.sum(np.square(m, dtype=np.float64)) for m in moments)) / (1 - 0.9)
@@ -302,7 +303,7 @@ def test_clipping_does_not_change_the_reported_gradient_norm():
 
 @pytest.mark.slow
 def test_moving_average_of_parameters():
-    before, after, _, state = updated(*RECIPE)
+    before, after, _, state = run_one_step(*RECIPE)
     for name, average in leaves_by_name(state.ema).items():
         np.testing.assert_allclose(average, 0.75 * before[name] + 0.25 * after[name], rtol=1e-5, atol=1e-7)
     assert reference_steps(TINY).state.ema is None
@@ -311,14 +312,14 @@ def test_moving_average_of_parameters():
 @pytest.mark.slow
 def test_dropout_differs_by_step_and_repeats_for_the_same_state():
     key = (*small_overrides(TINY), "model.dropout=0.5", "optimizer.learning_rate=1e-20")
-    program, host = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
+    program, initial = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
     batch = program.place(make_batch(program.run))
-    state, first = program.step(place_state(program, host), batch)
+    state, first = program.step(place_state(program, initial), batch)
     _, second = program.step(state, batch)
-    _, again = program.step(place_state(program, host), batch)
+    _, again = program.step(place_state(program, initial), batch)
     assert first["loss"] == again["loss"]
     assert first["loss"] != second["loss"]
-    sums = program.evaluate(place_state(program, host).parameters, batch, jnp.ones(61, jnp.int32))
+    sums = program.evaluate(place_state(program, initial).parameters, batch, jnp.ones(61, jnp.int32))
     plain = reference_steps(TINY).metrics[0]["loss"]
     np.testing.assert_allclose(sums["loss"] / sums["weight"], plain, rtol=1e-6)
 
@@ -327,10 +328,10 @@ def test_dropout_differs_by_step_and_repeats_for_the_same_state():
 def test_evaluation_counts_bytes_of_text_only():
     run = small_run(TINY, "mesh=2x2x2", "partition=2d_tp")
     program, batch = make_program(run), make_batch(run)
-    host = initial_state(small_overrides(TINY))
+    initial = initial_state(small_overrides(TINY))
     length = np.arange(61, dtype=np.int32) % 3
-    sums = jax.device_get(program.evaluate(place_state(program, host).parameters, program.place(batch), length))
-    parameters = jax.tree.map(jnp.asarray, host.parameters)
+    sums = jax.device_get(program.evaluate(place_state(program, initial).parameters, program.place(batch), length))
+    parameters = jax.tree.map(jnp.asarray, initial.parameters)
     module = program.assembly.module(parameters)
     losses = jax.jit(lambda b: token_losses(module, b, shard=UNSHARDED, checkpoint=lambda block: block, key=None))
     per_token = np.asarray(losses(jax.tree.map(jnp.asarray, batch)).per_token)

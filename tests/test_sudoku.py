@@ -95,7 +95,7 @@ def test_puzzles_are_generated_once_and_validation_puzzles_are_new(settings: tup
         config(*settings, "data.sudoku.seed=1").open("none")
 
 
-def batches(settings: tuple[str, ...], split: str, rows: list[int], count: int, skip: int = 0) -> list[Any]:
+def load_batches(settings: tuple[str, ...], split: str, rows: list[int], count: int, skip: int = 0) -> list[Any]:
     data, options = config(*settings).open("none"), {"seed": 3, "repeat": split == "train", "rows": rows}
     with make_loader(data, split, batch=8, seq=16, **options) as loader:
         state = loader.state() | {"step": skip}
@@ -104,20 +104,20 @@ def batches(settings: tuple[str, ...], split: str, rows: list[int], count: int, 
 
 
 def test_the_batch_of_a_step_depends_only_on_its_number(settings: tuple[str, ...]):
-    whole = batches(settings, "train", list(range(8)), 6)
+    whole = load_batches(settings, "train", list(range(8)), 6)
     for part in ([0, 1, 2], [3, 4, 5, 6, 7]):
-        part_batches = batches(settings, "train", part, 3, skip=3)
+        part_batches = load_batches(settings, "train", part, 3, skip=3)
         assert all(
             (part_batches[i][name] == whole[3 + i][name][part]).all() for i in range(3) for name in part_batches[i]
         )
-    again = {row.tobytes() for batch in whole for row in batch["inputs"]}
-    assert len(again) > 40, "30 puzzles and their forms"
-    plain = batches((*settings, "data.augment=false"), "train", list(range(8)), 6)
+    shown_inputs = {row.tobytes() for batch in whole for row in batch["inputs"]}
+    assert len(shown_inputs) > 40, "30 puzzles and their forms"
+    plain = load_batches((*settings, "data.augment=false"), "train", list(range(8)), 6)
     assert len({row.tobytes() for batch in plain for row in batch["inputs"]}) == 30
     for batch in whole:
         assert (count_solutions(batch["inputs"] - 1, 4) == 1).all()
         assert is_solution(batch["labels"] - 1, 4)
-    last = batches(settings, "validation", list(range(8)), 2)[1]
+    last = load_batches(settings, "validation", list(range(8)), 2)[1]
     assert (last["labels"] == NO_LABEL).all(1).tolist() == [False] * 2 + [True] * 6
 
 
@@ -137,7 +137,7 @@ def test_a_batch_has_one_puzzle_of_each_group(tmp_path: Path):
             assert (batch["puzzles"] == (batch["inputs"][:, 0] > 4)).all()
 
 
-def as_csv(folder: Path, rows: list[tuple[str, str]]) -> None:
+def write_csv(folder: Path, rows: list[tuple[str, str]]) -> None:
     text = "source,question,answer,rating\n" + "".join(f"mine,{q},{a},{i}\n" for i, (q, a) in enumerate(rows))
     for name in ("train", "test"):
         (folder / f"{name}.csv").write_text(text)
@@ -146,7 +146,7 @@ def as_csv(folder: Path, rows: list[tuple[str, str]]) -> None:
 def test_published_csv_is_read_once(tmp_path: Path):
     puzzles = generate(np.random.default_rng(0), 5, 4)
     texts = [("".join(map(str, q)).replace("0", "."), "".join(map(str, a))) for q, a in zip(*puzzles[:2], strict=True)]
-    as_csv(tmp_path, texts)
+    write_csv(tmp_path, texts)
     arguments = (
         "data=puzzles",
         f"data.paths=[{tmp_path}]",
@@ -158,7 +158,7 @@ def test_published_csv_is_read_once(tmp_path: Path):
     np.testing.assert_array_equal(data.train.inputs, puzzles.givens[2:] + 1)
     np.testing.assert_array_equal(data.train.labels, puzzles.solutions[2:] + 1)
     maze = "# S G o##"
-    as_csv(tmp_path, [(maze, maze)] * 3)
+    write_csv(tmp_path, [(maze, maze)] * 3)
     maze_config = config(*arguments, "data.sudoku.guesses=0")
     assert maze_config.shape() == (9, 6, 1)
     assert maze_config.open("none").side is None
@@ -191,7 +191,7 @@ def test_invalid_puzzles_are_refused(case: str, tmp_path: Path):
         for name in ("train", "test"):
             (tmp_path / f"{name}.csv").write_text(rows)
     elif rows:
-        as_csv(tmp_path, rows)
+        write_csv(tmp_path, rows)
     run = compose_run("model=trm_tiny", "data=puzzles", f"data.paths=[{tmp_path}]", f"data.cache_dir={tmp_path}/cache")
     with pytest.raises(ValueError, match=words):
         prepared(run)

@@ -54,7 +54,7 @@ def run() -> Run:
     return compose_run("model=gpt_1b", "mesh=4x4x2", "partition=2d_tp", "target=v4-64", "batch=64")
 
 
-def use(axes: tuple[str, ...], sent: float, exposed: float) -> CollectiveUse:
+def make_use(axes: tuple[str, ...], sent: float, exposed: float) -> CollectiveUse:
     return CollectiveUse(
         "all-reduce", axes, ("b",), "jit(step)/while/body/a/dot", "/x/valkyrie/models/s5.py:9", 24.0, sent, {"b": sent},
         2 * exposed, exposed,
@@ -80,7 +80,7 @@ def predict(run: Run, result: Replay | None, outcome: CompileOutcome = FITS) -> 
     return decode(Prediction, encode(prediction), "compile.json")
 
 
-def hint_of(code: HintCode, prediction: Prediction, *others: Prediction) -> Hint | None:
+def find_hint(code: HintCode, prediction: Prediction, *others: Prediction) -> Hint | None:
     return next((hint for hint in hints(prediction, others) if hint.code is code), None)
 
 
@@ -120,7 +120,7 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
 
 
 def test_bytes_sent_add_up_in_every_breakdown(run: Run):
-    sent = predict(run, replay([use(("x",), 7.0, 0.1), use(("x", "y"), 5.0, 0.0)])).communication
+    sent = predict(run, replay([make_use(("x",), 7.0, 0.1), make_use(("x", "y"), 5.0, 0.0)])).communication
     assert sent is not None and sent.bytes == 12
     assert sent.by_mesh_axes == {("x",): 7, ("x", "y"): 5}
     assert sent.bytes_by_torus_axis == {"b": 12}
@@ -128,23 +128,23 @@ def test_bytes_sent_add_up_in_every_breakdown(run: Run):
 
 
 def test_hints_follow_from_the_numbers(run: Run):
-    unnamed = replace(use(("y",), 3.0, 0.11), op_name="", source="")
-    prediction = predict(run, replay([use(("y",), 7.0, 0.3), unnamed]))
+    unnamed = replace(make_use(("y",), 3.0, 0.11), op_name="", source="")
+    prediction = predict(run, replay([make_use(("y",), 7.0, 0.3), unnamed]))
     first = hints(prediction)[0]
     assert (first.code, first.mesh_axes, first.share) == (HintCode.exposed, ("y",), pytest.approx(0.41))
     assert "30%" in first.text and "a/dot (models/s5.py:9)" in first.text and "y is MP2(embed)" in first.text
-    assert hint_of(HintCode.exposed, predict(run, replay([use(("y",), 7.0, 0.01)]))) is None
+    assert find_hint(HintCode.exposed, predict(run, replay([make_use(("y",), 7.0, 0.01)]))) is None
     other = predict(run, replay([], step=0.5))
     other = replace(other, about=replace(prediction.layout, layout="4x4x2-1d_tp"))
-    faster = hint_of(HintCode.faster_layout, prediction, other)
+    faster = find_hint(HintCode.faster_layout, prediction, other)
     assert faster is not None and faster.changes == ("4x4x2-1d_tp",) and faster.share == pytest.approx(0.5)
-    assert hint_of(HintCode.faster_layout, other, prediction) is None
+    assert find_hint(HintCode.faster_layout, other, prediction) is None
 
 
 def test_the_hint_on_waiting_names_a_partition_that_fits_and_sends_less(run: Run):
     candidates = other_partitions(run)
     assert {entry.partition for entry in candidates} >= {"dp", "fsdp", "1d_tp"}
-    waiting = replay([use(("y",), 6e10, 0.5), use(("x",), 2e10, 0.2)])
+    waiting = replay([make_use(("y",), 6e10, 0.5), make_use(("x",), 2e10, 0.2)])
     prediction = predict(run, waiting, fitting_outcome(alternatives=Alternatives(partitions=candidates)))
     over_y, over_x, *_ = hints(prediction)
     assert over_y.changes == ("partition=dp", "partition=fsdp")
@@ -170,8 +170,8 @@ def test_the_smallest_sufficient_change_is_listed(run: Run):
 
 def test_partitions_that_do_not_send_less_are_not_suggested():
     fsdp = compose_run("model=gpt_1b", "mesh=4x4x2", "partition=fsdp", "target=v4-64", "batch=64")
-    waiting, candidates = replay([use(("x", "y", "z"), 9e9, 0.5)]), Alternatives(partitions=other_partitions(fsdp))
-    hint = hint_of(HintCode.exposed, predict(fsdp, waiting, fitting_outcome(alternatives=candidates)))
+    waiting, candidates = replay([make_use(("x", "y", "z"), 9e9, 0.5)]), Alternatives(partitions=other_partitions(fsdp))
+    hint = find_hint(HintCode.exposed, predict(fsdp, waiting, fitting_outcome(alternatives=candidates)))
     assert hint is not None and hint.changes == ()
 
 
@@ -190,22 +190,22 @@ def test_hints_mention_copies_and_narrow_products(run: Run):
     assert (first.code, first.share, first.changes) == (HintCode.copies, 0.4, ()) and "host" not in first.text
     record, remat = replace(prediction.layout, remat="offload"), RematReport(host={"query": 1})
     offloads = with_step(replace(prediction, about=record, remat=remat), executed_flops=2e13, model_flops=1e13)
-    assert hint_of(HintCode.recomputation, offloads) is None, "an offload is not blamed for it"
+    assert find_hint(HintCode.recomputation, offloads) is None, "an offload is not blamed for it"
     fuller = (FullerRemat("remat=none", 99 * 2**30), FullerRemat("remat=dots", 2**30))
-    copies = hint_of(HintCode.copies, replace(offloads, alternatives=Alternatives(fuller)))
+    copies = find_hint(HintCode.copies, replace(offloads, alternatives=Alternatives(fuller)))
     assert copies is not None and copies.changes == ("remat=dots",) and "1.0 GiB" in copies.text
     full = replace(offloads, alternatives=Alternatives((FullerRemat("remat=full", 1),)))
-    copies = hint_of(HintCode.copies, full)
+    copies = find_hint(HintCode.copies, full)
     assert copies is not None and copies.changes == ()
     slow = with_step(replace(prediction, parts=parts(matmul=1.0)), product_rate=0.3)
-    narrow = hint_of(HintCode.narrow_products, slow)
+    narrow = find_hint(HintCode.narrow_products, slow)
     assert narrow is not None and "fewer devices" in narrow.text
-    whole = hint_of(HintCode.narrow_products, replace(slow, about=replace(slow.layout, degrees={"MP1": 1, "MP2": 1})))
+    whole = find_hint(HintCode.narrow_products, replace(slow, about=replace(slow.layout, degrees={"MP1": 1, "MP2": 1})))
     assert whole is not None and "no axis splits" in whole.text
 
 
 def test_a_step_without_other_hints_gets_the_share_of_its_largest_part(run: Run):
-    prediction = with_step(predict(run, replay([use(("y",), 7.0, 0.1)])), product_rate=0.77)
+    prediction = with_step(predict(run, replay([make_use(("y",), 7.0, 0.1)])), product_rate=0.77)
     (hint,) = hints(prediction)
     assert (hint.code, hint.share) == (HintCode.largest_part, pytest.approx(0.9))
     assert "77% of peak" in hint.text and hint.text.endswith("over y, 10%.")
@@ -215,21 +215,21 @@ def test_a_step_without_other_hints_gets_the_share_of_its_largest_part(run: Run)
 
 def test_the_hint_on_exposed_gradient_sums_names_the_dtype():
     overrides = ("model=gpt_1b", "mesh=4x4x2", "partition=fsdp", "target=v4-64", "batch=64", "precision=bf16_mixed")
-    waited = replay([use(("x", "y", "z"), 7.0, 0.29)])
-    hint = hint_of(HintCode.reduction, predict(compose_run(*overrides), waited))
+    waited = replay([make_use(("x", "y", "z"), 7.0, 0.29)])
+    hint = find_hint(HintCode.reduction, predict(compose_run(*overrides), waited))
     assert hint is not None and hint.share == pytest.approx(0.29)
     assert hint.changes == ("precision.reduction=bfloat16",)
     narrow = predict(compose_run(*overrides, "precision.reduction=bfloat16"), waited)
-    assert hint_of(HintCode.reduction, narrow) is None
-    gathers = replay([replace(use(("x", "y", "z"), 7.0, 0.29), kind="all-gather")])
-    assert hint_of(HintCode.reduction, predict(compose_run(*overrides), gathers)) is None
+    assert find_hint(HintCode.reduction, narrow) is None
+    gathers = replay([replace(make_use(("x", "y", "z"), 7.0, 0.29), kind="all-gather")])
+    assert find_hint(HintCode.reduction, predict(compose_run(*overrides), gathers)) is None
 
 
 def test_fully_exposed_communication_is_0_percent_hidden(run: Run):
-    prediction = predict(run, replay([use(("y",), 7e9, 0.41)]))
+    prediction = predict(run, replay([make_use(("y",), 7e9, 0.41)]))
     assert prediction.communication is not None
     sent = replace(prediction.communication, sending_s=0.41 * (1 - 1e-9))
-    assert "\n0% of the" in printed(replace(prediction, communication=sent))
+    assert "\n0% of the" in report_text(replace(prediction, communication=sent))
 
 
 def test_the_report_of_a_layout_that_does_not_fit(run: Run):
@@ -238,7 +238,7 @@ def test_the_report_of_a_layout_that_does_not_fit(run: Run):
     savings = (Saving("remat=full", 9 * gib),)
     shortage = MemoryReport(needed=int(37.9 * gib), usable=int(30.8 * gib), largest=largest, savings=savings)
     prediction = predict(run, None, CompileOutcome(CompileStatus.does_not_fit, "", shortage=shortage))
-    (verdict,) = (line for line in printed(prediction).splitlines() if "does not fit" in line)
+    (verdict,) = (line for line in report_text(prediction).splitlines() if "does not fit" in line)
     for words in ("37.9 GiB", "30.8 GiB", "bf16[24,64] 12.0 GiB", "(f/dot)", "remat=full", "-9.0 GiB"):
         assert words in verdict
 
@@ -246,11 +246,11 @@ def test_the_report_of_a_layout_that_does_not_fit(run: Run):
 def test_the_printed_report_equals_the_golden_file(run: Run):
     """To rewrite the golden file: `UPDATE_GOLDENS=1 pytest tests/test_summary.py`."""
     options = (Option("xla_a", "true", CHIP), Option("xla_b", "7", USER), Option("xla_c", None, USER))
-    prediction = predict(run, replay([use(("y",), 7e9, 0.41)]), fitting_outcome(options=options))
+    prediction = predict(run, replay([make_use(("y",), 7e9, 0.41)]), fitting_outcome(options=options))
     assert prediction.step is not None
     step = replace(prediction.step, interval=None)  # published runs are added now and then
     hint = Hint(HintCode.largest_part, "do [tpu] this")
-    text, golden = printed(replace(prediction, step=step, hints=(hint,))), GOLDENS / "compile.txt"
+    text, golden = report_text(replace(prediction, step=step, hints=(hint,))), GOLDENS / "compile.txt"
     if os.environ.get("UPDATE_GOLDENS"):
         golden.write_text(text)
     assert text == golden.read_text()
@@ -269,7 +269,7 @@ def test_a_file_of_version_1_is_read():
     assert prediction.communication.collectives[0].kind == "reduce-scatter"
     assert str(prediction.positions[4]) == "0:1,3,0:0" and prediction.costs[0].seconds > 0
     assert decode(Prediction, encode(prediction), "compile.json") == prediction
-    first_line = printed(prediction).splitlines()[0]
+    first_line = report_text(prediction).splitlines()[0]
     assert all(part in first_line for part in ("valkyrie_tiny", "2x4x1-fsdp", "v5e-8"))
 
 
@@ -285,7 +285,7 @@ def test_short_names_are_distinct():
     assert short_source("/home/x/valkyrie/models/s5.py:94") == "models/s5.py:94"
 
 
-def printed(found: Prediction) -> str:
+def report_text(found: Prediction) -> str:
     console = Console(file=io.StringIO(), width=200, soft_wrap=True)
     show(found, console)
     assert isinstance(console.file, io.StringIO)

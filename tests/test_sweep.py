@@ -29,26 +29,32 @@ def multirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMultirun:
     return multirun
 
 
-ALONE = [[], ["mesh=2x2x1"], ["sweep=null"], ["hydra.mode=RUN", "sweep=laptop_8"], ["--config-dir", "sweep=x"]]
+SINGLE_RUN_ARGUMENTS = [
+    [],
+    ["mesh=2x2x1"],
+    ["sweep=null"],
+    ["hydra.mode=RUN", "sweep=laptop_8"],
+    ["--config-dir", "sweep=x"],
+]
 
 
-@pytest.mark.parametrize("arguments", ALONE)
+@pytest.mark.parametrize("arguments", SINGLE_RUN_ARGUMENTS)
 def test_a_single_run_is_not_a_multirun(arguments: list[str]):
     assert multirun_arguments(arguments) is None
 
 
-@pytest.mark.parametrize("asked", ["-m", "--multirun", "hydra.mode=MULTIRUN", "sweep=other"])
-def test_a_multirun_is_known_by_its_arguments_and_gets_a_folder(asked: str):
-    completed = multirun_arguments([asked, "mesh=2x2x1", "--config-dir", "mine", "resume=true"])
+@pytest.mark.parametrize("flag", ["-m", "--multirun", "hydra.mode=MULTIRUN", "sweep=other"])
+def test_a_multirun_is_known_by_its_arguments_and_gets_a_folder(flag: str):
+    completed = multirun_arguments([flag, "mesh=2x2x1", "--config-dir", "mine", "resume=true"])
     assert completed is not None
     folder = next(a for a in completed if a.startswith("hydra.sweep.dir="))
     assert folder.startswith("hydra.sweep.dir=${runs}/")
-    mode = ["hydra.mode=MULTIRUN"] if asked == "sweep=other" else []
-    assert sorted(a for a in completed if a != folder) == sorted([asked, *mode, "mesh=2x2x1", "--config-dir", "mine"])
-    assert completed[:2] == [asked, "--config-dir"] or completed[:2] == ["--config-dir", "mine"], (
+    mode = ["hydra.mode=MULTIRUN"] if flag == "sweep=other" else []
+    assert sorted(a for a in completed if a != folder) == sorted([flag, *mode, "mesh=2x2x1", "--config-dir", "mine"])
+    assert completed[:2] == [flag, "--config-dir"] or completed[:2] == ["--config-dir", "mine"], (
         "overrides in one piece"
     )
-    assert multirun_arguments([asked, "hydra.sweep.dir=here"]) == [*mode, asked, "hydra.sweep.dir=here"]
+    assert multirun_arguments([flag, "hydra.sweep.dir=here"]) == [*mode, flag, "hydra.sweep.dir=here"]
 
 
 def test_a_sweep_is_named_by_its_setting_its_file_or_a_hash():
@@ -200,7 +206,7 @@ If the tests run in the background, child processes inherit that SIGINT is ignor
 def test_ctrl_c_in_a_terminal_keeps_finished_trials_and_ends_the_current_one(tmp_path: Path):
     multirun = FakeMultirun(tmp_path, dp="measure", fsdp="hang")
     master, slave = pty.openpty()
-    sweep = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", LISTENING, *multirun.arguments("partition=dp,fsdp,sp")],
         cwd=tmp_path,
         env={**os.environ, **multirun.environment, "TERM": "xterm", "COLUMNS": "120"},
@@ -219,8 +225,8 @@ def test_ctrl_c_in_a_terminal_keeps_finished_trials_and_ends_the_current_one(tmp
         if not interrupted and "fsdp" in output and re.search(r"running.*fsdp.* at most", output):
             interrupted = True
             time.sleep(0.2)
-            os.killpg(sweep.pid, signal.SIGINT)  # what a terminal does on Ctrl-C; the trial is not in this group
-    assert sweep.wait(30) == 130
+            os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C; the trial is not in this group
+    assert process.wait(30) == 130
     assert "best so far" in output and "simulated" in output
     assert "valkyrie-train: stopped" in output
     assert {p: t.status for p, t in multirun.trials().items()} == {"dp": Status.ok}

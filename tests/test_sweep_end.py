@@ -12,7 +12,7 @@ from sweeps import fake_outcomes
 from valkyrie.sweep import end
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
-ASKED = ["-m", "model=s5_tiny", "batch=8", "mesh=2x2x1", "mode=measure", "name=swept"]
+ARGUMENTS = ["-m", "model=s5_tiny", "batch=8", "mesh=2x2x1", "mode=measure", "name=swept"]
 LAUNCHERS = ["trials", "basic"]
 
 
@@ -38,12 +38,12 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
     assert tracker.closed == 1
 
 
-@pytest.mark.parametrize("runs", LAUNCHERS)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_ends_a_sweep_and_prints_its_table(
-    command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, runs: str
+    command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, launcher: str
 ):
     fake_outcomes(monkeypatch, dp=Status.ok, fsdp=KeyboardInterrupt(), sp=Status.ok)
-    arguments = [*ASKED, "partition=dp,fsdp,sp", f"hydra/launcher={runs}"]
+    arguments = [*ARGUMENTS, "partition=dp,fsdp,sp", f"hydra/launcher={launcher}"]
     result = command(*arguments)
     assert result.status == 130
     assert "s5_tiny 2x2x1-dp measure" in result.out and "1 ok" in result.out
@@ -56,20 +56,20 @@ def test_ctrl_c_before_a_trial_ends_prints_the_command_that_continues(
     command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
 ):
     fake_outcomes(monkeypatch, dp=KeyboardInterrupt())
-    result = command(*ASKED, "partition=dp")
-    note = f"sweep interrupted: 0 trials recorded. To run the remaining trials: valkyrie-train {' '.join(ASKED)}"
+    result = command(*ARGUMENTS, "partition=dp")
+    note = f"sweep interrupted: 0 trials recorded. To run the remaining trials: valkyrie-train {' '.join(ARGUMENTS)}"
     assert (result.status, result.out) == (130, f"{note} partition=dp\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runs", LAUNCHERS)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_record_that_cannot_be_written_ends_the_sweep_and_prints_its_table(
-    command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, runs: str
+    command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, launcher: str
 ):
     fake_outcomes(
         monkeypatch, dp=Status.ok, fsdp=OSError(28, "No space left on device: a trial was not recorded", "trials.jsonl")
     )
-    result = command(*ASKED, "partition=dp,fsdp", f"hydra/launcher={runs}")
+    result = command(*ARGUMENTS, "partition=dp,fsdp", f"hydra/launcher={launcher}")
     assert result.status == 2 and "not recorded" in result.err.splitlines()[-1]
     assert "1 ok" in result.out and "sweep failed: 1 trial recorded" in result.out
     assert tracker.logged == ["dp"]
@@ -85,7 +85,7 @@ def test_an_error_at_the_end_of_a_sweep_sets_the_exit_status(
 
     fake_outcomes(monkeypatch, dp=Status.failed)
     monkeypatch.setattr(end, "sweep_table", broken)
-    result = command(*ASKED, "partition=dp")
+    result = command(*ARGUMENTS, "partition=dp")
     assert result.status == 1
     (line,) = result.err.splitlines()
     assert line.startswith("valkyrie-train: ") and "(KeyError: 'mesh')" in line and "runs/swept" in line
@@ -95,7 +95,7 @@ def test_a_sweep_of_a_mode_without_results_names_one_with_results(
     command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
 ):
     fake_outcomes(monkeypatch, dp=Status.ok)
-    ended = command(*ASKED, "mode=show", "partition=dp")
+    ended = command(*ARGUMENTS, "mode=show", "partition=dp")
     assert "mode=show records no numbers. To compare memory and step time, use mode=compile" in ended.out.splitlines()
 
 
@@ -103,7 +103,7 @@ def test_a_sweep_of_a_mode_without_results_names_one_with_results(
 def test_every_sweeper_ends_the_same_way_if_no_trial_is_legal(
     command: Any, tracker: Tracker, tmp_path: Path, sweeper: list[str]
 ):
-    result = command(*ASKED, "mesh=2x2x2", "target=cpu8", "batch=3", "partition=dp,fsdp", *sweeper)
+    result = command(*ARGUMENTS, "mesh=2x2x2", "target=cpu8", "batch=3", "partition=dp,fsdp", *sweeper)
     assert result.status == end.ALL_REFUSED_EXIT and result.err == ""
     assert "measure: batch=3 is" in result.out and "folder: runs/swept" in result.out and "2 refused" in result.out
     assert [trial.status for trial in TrialLog(tmp_path / "runs" / "swept").read()] == [Status.refused] * 2
@@ -119,6 +119,6 @@ def test_every_sweeper_ends_the_same_way_if_no_trial_is_legal(
     ],
 )
 def test_a_mistake_before_any_trial_prints_only_the_error(command: Any, tracker: Tracker, argument: str, phrase: str):
-    result = command(*ASKED, *([] if argument.startswith("partition") else ["partition=dp"]), argument)
+    result = command(*ARGUMENTS, *([] if argument.startswith("partition") else ["partition=dp"]), argument)
     assert (result.status, result.out) == (2, "")
     assert phrase in result.err

@@ -34,7 +34,7 @@ CELLS = {"laptop_8": (62, 49), "v4_64_topology": (62, 58), "partition_by_length"
 
 
 @contextmanager
-def composer(*arguments: str) -> Iterator[tuple[Composer, list[str]]]:
+def make_composer(*arguments: str) -> Iterator[tuple[Composer, list[str]]]:
     """Yield the composer of a multirun with these arguments, and the arguments that are not settings of Hydra."""
     with initialize_config_dir(str(register()), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
@@ -42,14 +42,14 @@ def composer(*arguments: str) -> Iterator[tuple[Composer, list[str]]]:
         yield Composer(master, loader), [a for a in arguments if not a.startswith("hydra")]
 
 
-def enumerated_cells(*arguments: str) -> Cells:
-    with composer(*arguments) as (composing, task):
-        return enumerate_cells(read_space(composing.config.hydra.sweeper.space, task, composing), composing)
+def enumerate_command(*arguments: str) -> Cells:
+    with make_composer(*arguments) as (composer, task):
+        return enumerate_cells(read_space(composer.config.hydra.sweeper.space, task, composer), composer)
 
 
 def test_keys_of_the_space_equal_those_of_its_file():
-    with composer("hydra/sweeper=layouts") as (composing, _):
-        written = OmegaConf.to_container(composing.config.hydra.sweeper.space)
+    with make_composer("hydra/sweeper=layouts") as (composer, _):
+        written = OmegaConf.to_container(composer.config.hydra.sweeper.space)
     assert written == OmegaConf.to_container(OmegaConf.structured(SpaceConfig), enum_to_str=True)
 
 
@@ -62,7 +62,7 @@ def test_lists_on_the_command_line_replace_layouts_and_multiply_other_settings()
         "steps=7",
         "microbatches=1,2",
     ]
-    enumerated = enumerated_cells(*arguments)
+    enumerated = enumerate_command(*arguments)
     expected = {
         (f"seq={seq}", f"mesh={mesh}", f"partition={partition}", f"microbatches={count}")
         for seq in (64, 128)
@@ -75,29 +75,29 @@ def test_lists_on_the_command_line_replace_layouts_and_multiply_other_settings()
 
 
 def test_a_glob_on_the_command_line_selects_the_choices_that_match():
-    with composer("sweep=laptop_8", "partition=glob(*_tp)") as (composing, arguments):
-        space = read_space(composing.config.hydra.sweeper.space, arguments, composing)
+    with make_composer("sweep=laptop_8", "partition=glob(*_tp)") as (composer, arguments):
+        space = read_space(composer.config.hydra.sweeper.space, arguments, composer)
     assert space.config.partitions == [name for name in config_names("partition") if name.endswith("_tp")]
 
 
 def test_settings_varied_together_stay_together():
-    enumerated = enumerated_cells("sweep=partition_by_length", "partition=sp", "mesh=4x1x2")
+    enumerated = enumerate_command("sweep=partition_by_length", "partition=sp", "mesh=4x1x2")
     assert [(c.run.config.seq, c.run.config.batch) for c in enumerated.cells] == [(256, 32), (1024, 8), (4096, 2)]
 
 
 def test_placements_can_be_listed_on_the_command_line():
-    enumerated = enumerated_cells(
+    enumerated = enumerate_command(
         "hydra/sweeper=layouts", "target=cpu8", "mesh=2x2x2", "partition=2d_tp", "mesh.placement=[z,x,y],null"
     )
     assert [cell.run.config.mesh.placement for cell in enumerated.legal] == [["z", "x", "y"], None]
     assert enumerated.legal[0].overrides[-1] == "mesh.placement=[z,x,y]"
     split = ["target=v4-64", "mesh=4x4x2", "partition=dp", "batch=32", "mesh.placement=[x:2,y,x:2,z]"]
-    enumerated = enumerated_cells("hydra/sweeper=layouts", *split)
+    enumerated = enumerate_command("hydra/sweeper=layouts", *split)
     assert [cell.run.config.mesh.placement for cell in enumerated.legal] == [["x:2", "y", "x:2", "z"]]
 
 
 VARIED = ("microbatches=1,2", "remat=none,dots", "hydra.sweeper.space.placements=[default,'z,y,x']")
-SAMPLED = {
+SWEEP_ARGUMENTS = {
     "laptop_8": VARIED,
     "pa_nas_1b": ("model.layers=18,24", "hydra.sweeper.space.vary={model.s5.state_size:1024}"),
     "hydra/sweeper": (
@@ -114,14 +114,14 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize(
-    "sweep", [pytest.param(s, marks=[] if s == "hydra/sweeper" else [pytest.mark.slow]) for s in SAMPLED]
+    "sweep", [pytest.param(s, marks=[] if s == "hydra/sweeper" else [pytest.mark.slow]) for s in SWEEP_ARGUMENTS]
 )
 @pytest.mark.slow
 def test_an_enumerated_run_equals_the_one_its_overrides_compose(sweep: str):
     first = f"sweep={sweep}" if "/" not in sweep else f"{sweep}=layouts"
-    with composer(first, *SAMPLED[sweep]) as (composing, task):
-        space = read_space(composing.config.hydra.sweeper.space, task, composing)
-        enumerated = enumerate_cells(space, composing)
+    with make_composer(first, *SWEEP_ARGUMENTS[sweep]) as (composer, task):
+        space = read_space(composer.config.hydra.sweeper.space, task, composer)
+        enumerated = enumerate_cells(space, composer)
     assert len({cell.overrides for cell in enumerated.cells}) == len(enumerated.cells)
     for cell in sample_evenly(enumerated.cells, 4):
         composed = Run.from_config(compose_config(*space.fixed_overrides, *cell.overrides))
@@ -131,13 +131,13 @@ def test_an_enumerated_run_equals_the_one_its_overrides_compose(sweep: str):
 
 @pytest.mark.slow
 def test_shipped_partitions_equal_those_that_hydra_composes():
-    with composer("hydra/sweeper=layouts") as (composing, _):
+    with make_composer("hydra/sweeper=layouts") as (composer, _):
         for name in config_names("partition"):
-            shipped = composing.compose_choice("partition", name, [])
-            assert shipped == Run.from_config(composing.compose_config([f"partition={name}"])).config.partition
-        dp, sp = (composing.compose_choice("partition", name, []) for name in ("dp", "sp"))
-        assert composing.compose_choice("partition", "dp", ["partition.zero1=true"]) == replace(dp, zero1=True)
-        assert composing.compose_choice("partition", "sp", ["partition.zero1=false"]) == sp
+            shipped = composer.compose_choice("partition", name, [])
+            assert shipped == Run.from_config(composer.compose_config([f"partition={name}"])).config.partition
+        dp, sp = (composer.compose_choice("partition", name, []) for name in ("dp", "sp"))
+        assert composer.compose_choice("partition", "dp", ["partition.zero1=true"]) == replace(dp, zero1=True)
+        assert composer.compose_choice("partition", "sp", ["partition.zero1=false"]) == sp
 
 
 JOBS = [
@@ -166,14 +166,14 @@ def test_a_run_equals_the_one_that_hydra_composes(monkeypatch: pytest.MonkeyPatc
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     jobs = [[*fixed, "model=s5_tiny", *job] for job in JOBS[:: 1 if not fixed else 5]]
-    with composer(f"hydra.searchpath=[file://{tmp_path},valkyrie://groups]") as (composing, _):
-        runs = [composing.compose_run(job) for job in jobs]
-        assert runs == [Run.from_config(composing.compose_config(job)) for job in jobs]
+    with make_composer(f"hydra.searchpath=[file://{tmp_path},valkyrie://groups]") as (composer, _):
+        runs = [composer.compose_run(job) for job in jobs]
+        assert runs == [Run.from_config(composer.compose_config(job)) for job in jobs]
         composed: list[object] = []
         compose = Composer.compose_config
         monkeypatch.setattr(Composer, "compose_config", lambda *given: composed.append(given) or compose(*given))
         free = [job for job in JOBS if job[0] != "mesh=single"]
-        assert [run.config.batch for run in map(Composer(composing.config, composing.loader).compose_run, free)] == [
+        assert [run.config.batch for run in map(Composer(composer.config, composer.loader).compose_run, free)] == [
             8,
             16,
         ] * 6
@@ -188,7 +188,7 @@ def test_every_experiment_has_its_own_partition_settings(tmp_path: Path):
         text = f"# @package _global_\npartition: {{zero1: {zero1}}}\n"
         (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
     searched = f"hydra.searchpath=[valkyrie://groups,file://{tmp_path}]"
-    enumerated = enumerated_cells(
+    enumerated = enumerate_command(
         "hydra/sweeper=layouts", searched, "experiment=with,without", "partition=fsdp", "mesh=2x2x2"
     )
     by_experiment = {cell.overrides[0]: cell.run.config.partition.zero1 for cell in enumerated.legal}
@@ -204,7 +204,7 @@ ENUMERATED = [
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "pa_nas_1b" else []) for n in ENUMERATED]
 )
 def test_every_enumerated_sweep_has_legal_layouts(name: str):
-    enumerated = enumerated_cells(f"sweep={name}")
+    enumerated = enumerate_command(f"sweep={name}")
     assert (len(enumerated.cells), len(enumerated.legal)) == CELLS[name]
     assert f"{len(enumerated.legal)} " in (conf_dir() / "sweep" / f"{name}.yaml").read_text(), (
         "its comment says how many"
@@ -213,14 +213,14 @@ def test_every_enumerated_sweep_has_legal_layouts(name: str):
 
 @pytest.mark.slow
 def test_the_laptop_sweep_has_the_same_layouts_on_eight_chips():
-    def asked(*arguments: str) -> list[tuple[str, ...]]:
-        return [cell.overrides for cell in enumerated_cells("sweep=laptop_8", *arguments).cells]
+    def enumerate_overrides(*arguments: str) -> list[tuple[str, ...]]:
+        return [cell.overrides for cell in enumerate_command("sweep=laptop_8", *arguments).cells]
 
-    assert asked() == asked("mode=compile", "target=v5e-8")
+    assert enumerate_overrides() == enumerate_overrides("mode=compile", "target=v5e-8")
 
 
 def test_refusals_are_grouped_and_counted():
-    enumerated = enumerated_cells("hydra/sweeper=layouts", "target=cpu8", "batch=4")
+    enumerated = enumerate_command("hydra/sweeper=layouts", "target=cpu8", "batch=4")
     assert enumerated.refused[0].problems[0].code in DIVISIBILITY_CODES
     kinds = count_kinds(cell.problems[0] for cell in enumerated.refused)
     assert sum(count for _, count in kinds) == len(enumerated.refused)
@@ -233,7 +233,7 @@ def test_refusals_are_grouped_and_counted():
 # The sweeper
 
 
-class Recording(Launcher):
+class RecordingLauncher(Launcher):
     """Fake launcher that records jobs without starting them."""
 
     def __init__(self) -> None:
@@ -248,17 +248,17 @@ class Recording(Launcher):
         return []
 
 
-def sweep(folder: Path, *arguments: str) -> list[Sequence[str]]:
-    launcher = Recording()
-    with composer(*arguments, f"hydra.sweep.dir={folder}") as (composing, task):
-        sweeper, context = composing.config.hydra.sweeper, HydraContext(composing.loader, Callbacks())
-        sweep_layouts(context, composing.config, task, sweeper.space, sweeper.limit, launcher)
+def run_sweeper(folder: Path, *arguments: str) -> list[Sequence[str]]:
+    launcher = RecordingLauncher()
+    with make_composer(*arguments, f"hydra.sweep.dir={folder}") as (composer, task):
+        sweeper, context = composer.config.hydra.sweeper, HydraContext(composer.loader, Callbacks())
+        sweep_layouts(context, composer.config, task, sweeper.space, sweeper.limit, launcher)
     return launcher.jobs
 
 
 def test_legal_layouts_are_launched_and_refused_ones_recorded_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["sweep=laptop_8", "partition=1d_tp,2d_tp", "steps=3", "hydra.sweeper.limit=5"]
-    jobs = sweep(tmp_path, *arguments)
+    jobs = run_sweeper(tmp_path, *arguments)
     assert len(jobs) == 5
     assert all(job[:2] == ["sweep=laptop_8", "steps=3"] and job[2].startswith("mesh=") for job in jobs)
     counts = re.findall(r"\d+", capsys.readouterr().out.partition("\n")[0])
@@ -272,7 +272,7 @@ def test_legal_layouts_are_launched_and_refused_ones_recorded_once(tmp_path: Pat
     for t in trials:
         assert heads in [(p.code, p.axes, p.mesh_axes) for p in t.problems] and t.folder is None
     assert trials[0].overrides == ["sweep=laptop_8", "steps=3", "mesh=8x1x1", "partition=1d_tp"]
-    assert sweep(tmp_path, *arguments) == jobs
+    assert run_sweeper(tmp_path, *arguments) == jobs
     assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 2, "what is recorded is not recorded again"
     assert (tmp_path / "multirun.yaml").is_file()
 
@@ -394,16 +394,14 @@ def test_jobs_that_differ_in_numbers_equal_the_runs_that_hydra_composes(monkeypa
     composed = []
     from_config = Run.from_config
     monkeypatch.setattr(Run, "from_config", staticmethod(lambda config: composed.append(1) or from_config(config)))
-    with composer() as (composing, _):
+    with make_composer() as (composer, _):
         for number, overrides in enumerate(changes):
-            run = composing.compose_run(["model=gpt_tiny", *overrides])
+            run = composer.compose_run(["model=gpt_tiny", *overrides])
             assert len(composed) == (1, 1, 2, 2, 3)[number]
-            assert repr(run.config) == repr(
-                from_config(composing.compose_config(["model=gpt_tiny", *overrides])).config
-            )
-    with composer() as (composing, _):  # a key that others refer to
+            assert repr(run.config) == repr(from_config(composer.compose_config(["model=gpt_tiny", *overrides])).config)
+    with make_composer() as (composer, _):  # a key that others refer to
         for batch in (8, 16):
-            assert composing.compose_run([f"batch={batch}", "eval_batches=${batch}"]).config.eval_batches == batch
+            assert composer.compose_run([f"batch={batch}", "eval_batches=${batch}"]).config.eval_batches == batch
 
 
 @pytest.mark.parametrize(
@@ -417,11 +415,11 @@ def test_jobs_that_differ_in_numbers_equal_the_runs_that_hydra_composes(monkeypa
     ],
 )
 def test_a_reference_to_a_key_or_its_node_prevents_reusing_a_run(reference: str, is_reused: bool):
-    with composer() as (composing, _):
+    with make_composer() as (composer, _):
         overrides = ["model=gpt_tiny", "optimizer.learning_rate=0.001"]
-        config = composing.compose_config(overrides)
+        config = composer.compose_config(overrides)
         run = Run.from_config(config)
         with open_dict(config):
             config.x = reference
-        reused = _with_numbers(_JobKind(config, run), composing.parse(["optimizer.learning_rate=0.002"]))
+        reused = _with_numbers(_JobKind(config, run), composer.parse(["optimizer.learning_rate=0.002"]))
     assert (reused is not None) == is_reused

@@ -26,15 +26,15 @@ def trials(folder: Path) -> dict[str, Trial]:
 def test_every_trial_of_a_multirun_runs_on_all_processes(tmp_path: Path):
     first, second = wait_for_processes(start_processes(2, *SWEEP, "mesh=2x1x1,3x1x1,2x2x1", cwd=tmp_path))
     assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
-    done = trials(tmp_path)
-    assert {mesh: trial.status for mesh, trial in done.items()} == {
+    recorded_trials = trials(tmp_path)
+    assert {mesh: trial.status for mesh, trial in recorded_trials.items()} == {
         "2x1x1": Status.ok,
         "3x1x1": Status.refused,
         "2x2x1": Status.ok,
     }
-    assert "3 devices" in str(done["3x1x1"].reason) and "2 processes" in str(done["3x1x1"].reason)
-    assert done["2x2x1"].results.devices == "4 x cpu"
-    started = {mesh: done[mesh].started for mesh in ("2x1x1", "2x2x1")}
+    assert "3 devices" in str(recorded_trials["3x1x1"].reason) and "2 processes" in str(recorded_trials["3x1x1"].reason)
+    assert recorded_trials["2x2x1"].results.devices == "4 x cpu"
+    started = {mesh: recorded_trials[mesh].started for mesh in ("2x1x1", "2x2x1")}
     again = wait_for_processes(start_processes(2, *SWEEP, "mesh=2x1x1,2x2x1", cwd=tmp_path))
     assert [status for status, _, _ in again] == [0, 0]
     assert {mesh: trials(tmp_path)[mesh].started for mesh in started} == started

@@ -26,7 +26,7 @@ from wandb_files import wandb_log, wandb_logs
 GIB = 2**30
 
 
-def about(mesh: str, partition: str) -> LayoutRecord:
+def layout_record(mesh: str, partition: str) -> LayoutRecord:
     x, y, z = (int(n) for n in mesh.split("x"))
     record = LayoutRecord("m", mesh, partition, "cpu8", axes={"x": x, "y": y, "z": z}, chips=8)
     return replace(record, layout=f"{mesh}-{partition}", degrees={"MP1": x, "MP2": y, "DP": z})
@@ -40,7 +40,7 @@ def trial(mesh: str, partition: str, status: Status, reason: str | None = None, 
         "sweep": "laptop",
         "stage": "measure",
         "overrides": [f"mesh={mesh}", f"partition={partition}"],
-        "about": about(mesh, partition),
+        "about": layout_record(mesh, partition),
         "started": "2026-01-02T03:04:05+00:00",
         "wall_s": 6.0,
         "folder": name,
@@ -50,8 +50,8 @@ def trial(mesh: str, partition: str, status: Status, reason: str | None = None, 
     return Trial(status=status, reason=reason, **values)
 
 
-def row(one: Trial) -> Row:
-    return make_row(one, Path("laptop"), bool(one.results.simulated), None, ())
+def row(sweep_trial: Trial) -> Row:
+    return make_row(sweep_trial, Path("laptop"), bool(sweep_trial.results.simulated), None, ())
 
 
 def results(step_s: float) -> dict[str, Any]:
@@ -183,16 +183,16 @@ def test_a_sweep_stays_offline_with_one_note_if_the_server_does_not_answer(
     assert {log["run"].display_name for log in wandb_logs(tmp_path)} == {OK.name, FASTER.name, "laptop"}
 
 
-@pytest.mark.parametrize(("one", "code"), [(OK, 0), (REFUSED, 0), (LARGE, 0), (FAILED, 1)])
+@pytest.mark.parametrize(("sweep_trial", "code"), [(OK, 0), (REFUSED, 0), (LARGE, 0), (FAILED, 1)])
 def test_a_run_has_the_exit_code_and_reason_of_its_trial(
-    reported: tuple[Path, dict[str, Any]], one: Trial, code: int
+    reported: tuple[Path, dict[str, Any]], sweep_trial: Trial, code: int
 ) -> None:
-    log = reported[1][one.name]
+    log = reported[1][sweep_trial.name]
     assert log["exit"] == code
-    assert log["summary"]["status"] == one.status.value
-    assert log["summary"].get("reason") == one.reason
-    assert log["run"].notes == (one.reason or "")
-    assert ("tokens_per_second" in log["summary"]) is (one is OK)
+    assert log["summary"]["status"] == sweep_trial.status.value
+    assert log["summary"].get("reason") == sweep_trial.reason
+    assert log["run"].notes == (sweep_trial.reason or "")
+    assert ("tokens_per_second" in log["summary"]) is (sweep_trial is OK)
 
 
 def test_the_parent_has_the_table_and_the_plots(reported: tuple[Path, dict[str, Any]]) -> None:
@@ -238,12 +238,12 @@ def latest_wandb_file(folder: Path, reported_trial: Trial) -> Path:
 
 def test_an_interrupted_report_is_repeated_and_keeps_the_uploaded_run(tmp_path: Path) -> None:
     report(tmp_path, [OK])
-    run = latest_wandb_file(tmp_path, OK)
-    run.with_suffix(".wandb.synced").touch()
-    (run.parent / REPORTED_FILE).unlink()  # the sweep was killed before W&B had the run
+    wandb_file = latest_wandb_file(tmp_path, OK)
+    wandb_file.with_suffix(".wandb.synced").touch()
+    (wandb_file.parent / REPORTED_FILE).unlink()  # the sweep was killed before W&B had the run
     time.sleep(1)  # W&B names folders by the second
     report(tmp_path, [OK])
-    assert run.is_file() and latest_wandb_file(tmp_path, OK) != run
+    assert wandb_file.is_file() and latest_wandb_file(tmp_path, OK) != wandb_file
     assert len(list(tmp_path.rglob("*.wandb"))) == 3
 
 

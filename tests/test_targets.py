@@ -41,10 +41,12 @@ SLICES = {
 
 Sources: Cloud TPU's documentation, and AXLearn's aot_compilation.py.
 """
-NAMED = [(f"{chip}-{size}", *rest) for chip, text in SLICES.items() for size, *rest in map(str.split, text.split(","))]
+SLICE_CASES = [
+    (f"{chip}-{size}", *rest) for chip, text in SLICES.items() for size, *rest in map(str.split, text.split(","))
+]
 
 
-@pytest.mark.parametrize(("name", "topology", "hosts"), NAMED, ids=[name for name, *_ in NAMED])
+@pytest.mark.parametrize(("name", "topology", "hosts"), SLICE_CASES, ids=[name for name, *_ in SLICE_CASES])
 def test_a_name_means_the_same_slice_as_at_its_cloud(name: str, topology: str, hosts: str):
     target = parse_target(name)
     assert target.chip is not None and target.chips is not None
@@ -83,8 +85,8 @@ def test_other_spellings_and_other_hardware_are_parsed(name: str, described: str
 
 @settings(deadline=None)
 @given(st.sampled_from(list(known_chips())), st.integers(1, 10000))
-def test_no_slice_is_between_the_suggested_sizes(word: str, chips: int):
-    slices = known_chips()[word].slices
+def test_no_slice_is_between_the_suggested_sizes(chip_name: str, chips: int):
+    slices = known_chips()[chip_name].slices
     below, above = [], []
     for shape in slices.nearest(chips):
         (below if math.prod(shape) < chips else above).append(math.prod(shape))
@@ -93,13 +95,13 @@ def test_no_slice_is_between_the_suggested_sizes(word: str, chips: int):
     assert {n for n in between if slices.default_shape(n) is not None} <= {chips}
 
 
-@pytest.mark.parametrize("word", ["v3", "v4", "v5e", "tpu7x"])
-def test_every_topology_has_one_target_name(word: str):
-    chip = known_chips()[word]
+@pytest.mark.parametrize("chip_name", ["v3", "v4", "v5e", "tpu7x"])
+def test_every_topology_has_one_target_name(chip_name: str):
+    chip = known_chips()[chip_name]
     shapes = [s for s in itertools.product([1, 2, 4, 8, 12, 16], repeat=chip.ici_axes or 0) if chip.slices.exists(s)]
-    targets = [parse_target(f"{word}-{format_shape(shape)}") for shape in shapes]
+    targets = [parse_target(f"{chip_name}-{format_shape(shape)}") for shape in shapes]
     assert [build_topology(target).shape for target in targets] == shapes
-    assert [parse_target(f"{word}:{format_shape(shape)}") for shape in shapes] == targets
+    assert [parse_target(f"{chip_name}:{format_shape(shape)}") for shape in shapes] == targets
     assert [parse_target(target.name) for target in targets] == targets
     assert len({target.name for target in targets}) == len(shapes) > 8
 
@@ -133,18 +135,18 @@ def test_the_command_refuses_a_target_in_one_line(command: Any, name: str, argum
 
 
 def test_parsing_a_name_reads_only_its_chip_file_and_only_once(monkeypatch: pytest.MonkeyPatch):
-    read: list[str] = []
+    read_names: list[str] = []
     monkeypatch.setattr(
-        chips, "read_config", lambda group, name, schema: [read.append(name), read_config(group, name, schema)][1]
+        chips, "read_config", lambda group, name, schema: [read_names.append(name), read_config(group, name, schema)][1]
     )
     chips._load_chip.cache_clear()
     for name in ("v4-64", "v4-128", "v5p-8"):
         assert parse_target(name).name == name
-    assert read == ["v4", "v5p"]
+    assert read_names == ["v4", "v5p"]
     assert parse_target("v5litepod-8").name == parse_target("v5litepod-8").name == "v5e-8"
     with pytest.raises(ValueError, match=r"^target=v9-8 "):
         parse_target("v9-8")
-    assert sorted(read) == config_names("target/chip") == list(known_chips())
+    assert sorted(read_names) == config_names("target/chip") == list(known_chips())
 
 
 @pytest.mark.parametrize("name", ["v5litepod-8", "h100-16", "cpu6"])
@@ -177,7 +179,7 @@ def test_default_mesh_and_precision_depend_on_the_target(
     assert (default_mesh(name), default_precision(name)) == (mesh, precision)
 
 
-MINE = {
+USER_FILES = {
     "chip/mychip.yaml": "defaults: [v5e, _self_]\nname: mychip\nmax_chips: 64\nusd_per_hour: 0.5\n",
     "chip/plain.yaml": "defaults: [chip_schema, _self_]\nname: plain\nplatform: tpu\nici_axes: 2\n"
     "host_bounds: [2, 2]\n",
@@ -189,15 +191,15 @@ MINE = {
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> str:
-    for name, text in MINE.items():
+def user_folder(tmp_path: Path) -> str:
+    for name, text in USER_FILES.items():
         file = tmp_path / "own" / "target" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     return str(tmp_path / "own")
 
 
-OF_A_FOLDER = {
+USER_TARGETS = {
     "mychip-8": ("mychip-8 (8 mychip chips 2x4, 1 host)", "1x2x4"),
     "v4-64": ("v4-64 with topology 2x2x4 (16 v4 chips, 4 hosts)", "2x2x4"),
     "desk": ("desk", "1x2x2"),
@@ -208,10 +210,10 @@ OF_A_FOLDER = {
 }
 
 
-@pytest.mark.parametrize("name", mark_slow_except(OF_A_FOLDER, ["mychip-8", "v4-64", "desk"]))
-def test_chips_and_targets_of_a_users_folder_are_selected_by_name(command: Any, mine: str, name: str):
-    config = command("--config-dir", mine, f"target={name}", "partition=dp", "batch=192").run.config
-    assert (config.target.describe(), config.mesh.name) == OF_A_FOLDER[name]
+@pytest.mark.parametrize("name", mark_slow_except(USER_TARGETS, ["mychip-8", "v4-64", "desk"]))
+def test_chips_and_targets_of_a_users_folder_are_selected_by_name(command: Any, user_folder: str, name: str):
+    config = command("--config-dir", user_folder, f"target={name}", "partition=dp", "batch=192").run.config
+    assert (config.target.describe(), config.mesh.name) == USER_TARGETS[name]
     assert config.precision.name == ("float32" if name == "desk" else "bf16_mixed")
     chip = config.target.chip
     if name == "mychip-8":
@@ -228,8 +230,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", mark_slow_except(WRONG, ["mychip-128", "mchip-8"]))
-def test_an_invalid_user_chip_or_target_is_refused(command: Any, mine: str, name: str):
-    result = command("--config-dir", mine, f"target={name}")
+def test_an_invalid_user_chip_or_target_is_refused(command: Any, user_folder: str, name: str):
+    result = command("--config-dir", user_folder, f"target={name}")
     assert result.status == 2
     (line,) = result.err.splitlines()
     assert line.startswith(f"valkyrie-train: target={name}") and WRONG[name] in line
@@ -265,7 +267,7 @@ def test_a_huge_number_is_refused_like_any_other():
 
 
 @pytest.mark.parametrize(
-    ("target", "change", "named"),
+    ("target", "change", "phrase"),
     [
         ("v4-64", {"chips": 5}, "target.chips=5"),
         ("h100-8", {"chips": 16}, "target=h100-16"),
@@ -273,9 +275,9 @@ def test_a_huge_number_is_refused_like_any_other():
         ("v4-8", {"hosts": 3}, "target.hosts=3"),
     ],
 )
-def test_a_number_that_contradicts_the_name_is_refused(target: str, change: dict[str, int], named: str):
+def test_a_number_that_contradicts_the_name_is_refused(target: str, change: dict[str, int], phrase: str):
     (problem,) = replace(parse_target(target), **change).problems()
-    assert problem.code in (ProblemCode.conflict, ProblemCode.topology) and named in str(problem)
+    assert problem.code in (ProblemCode.conflict, ProblemCode.topology) and phrase in str(problem)
 
 
 def test_an_explicit_topology_determines_chips_and_hosts():

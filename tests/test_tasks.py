@@ -11,7 +11,7 @@ from helpers import compose_config
 from valkyrie.config.run import Run
 from valkyrie.problems import ProblemCode
 
-CARRYING = """
+CARRY_TASK = """
 from valkyrie.tasks import Array
 from valkyrie.tasks import next_token
 
@@ -34,16 +34,16 @@ def run_of(task: str, *overrides: str) -> Run:
 
 
 def test_a_task_declares_its_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "carrying_task.py").write_text(CARRYING)
+    (tmp_path / "carrying_task.py").write_text(CARRY_TASK)
     monkeypatch.syspath_prepend(tmp_path)
-    blind = "model.attention.causal=false"
-    assert run_of("carrying_task", blind).problems() == []
-    (problem,) = run_of("next_token", blind).problems()
+    bidirectional = "model.attention.causal=false"
+    assert run_of("carrying_task", bidirectional).problems() == []
+    (problem,) = run_of("next_token", bidirectional).problems()
     assert (problem.code, problem.key) == (ProblemCode.unsupported, "model")
     assert run_of("next_token", "microbatches=2").problems() == []
     (problem,) = run_of("carrying_task", "microbatches=2").problems()
     assert (problem.code, problem.key, problem.value) == (ProblemCode.unsupported, "microbatches", 2)
-    (tmp_path / "silent_task.py").write_text(CARRYING.replace("return []", "return None"))
+    (tmp_path / "silent_task.py").write_text(CARRY_TASK.replace("return []", "return None"))
     with pytest.raises(ValueError, match=r"problems\(\) of .*/silent_task.py returned None, not a list of Problem"):
         run_of("silent_task").problems()
     (unknown,) = run_of("no_such_task").problems()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from valkyrie.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, read_fingerprint, read_vocab_size
 
 GPT2 = load_tokenizer("gpt2")
-BOTH = pytest.mark.parametrize("tokenizer", [ByteTokenizer(), GPT2], ids=["bytes", "gpt2"])
+BOTH_TOKENIZERS = pytest.mark.parametrize("tokenizer", [ByteTokenizer(), GPT2], ids=["bytes", "gpt2"])
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 
@@ -26,7 +26,7 @@ def write_vocabulary(path: Path) -> Path:
     return path
 
 
-@BOTH
+@BOTH_TOKENIZERS
 @given(text=texts)
 @settings(deadline=None)
 def test_decode_undoes_encode(tokenizer: Tokenizer, text: str) -> None:
@@ -36,7 +36,7 @@ def test_decode_undoes_encode(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.token_bytes[ids].sum() == len(text.encode())
 
 
-@BOTH
+@BOTH_TOKENIZERS
 def test_bos_is_never_encoded_and_never_decoded(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_ordinary("a<|endoftext|>b")
     assert tokenizer.bos_id not in ids
@@ -46,7 +46,7 @@ def test_bos_is_never_encoded_and_never_decoded(tokenizer: Tokenizer) -> None:
     assert (np.delete(tokenizer.token_bytes, tokenizer.bos_id) > 0).all()
 
 
-@BOTH
+@BOTH_TOKENIZERS
 def test_a_lone_surrogate_becomes_a_question_mark(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode_ordinary("a\ud800b")) == "a?b"
 
@@ -63,7 +63,7 @@ def test_text_may_end_inside_a_character() -> None:
     assert ByteTokenizer().decode_bytes([first]) + ByteTokenizer().decode_bytes([second]) == "é".encode()
 
 
-@BOTH
+@BOTH_TOKENIZERS
 def test_an_id_beyond_the_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
     size = tokenizer.vocab_size
     with pytest.raises(

@@ -30,38 +30,38 @@ TEXTS = [Path(sysconfig.get_paths()["stdlib"], name).read_text() for name in ("a
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trained") / "tokenizer.json"
     assert train_tokenizer(TEXTS, 1000, "nanochat", path) == 1000
     return path
 
 
 @pytest.fixture(scope="module")
-def both(trained: Path) -> tuple[Any, Any]:
-    return tokenizers.Tokenizer.from_file(str(trained)), load_tokenizer(str(trained))
+def tokenizer_pair(trained_path: Path) -> tuple[Any, Any]:
+    return tokenizers.Tokenizer.from_file(str(trained_path)), load_tokenizer(str(trained_path))
 
 
-def changed(path: Path, tmp_path: Path, **changes: Any) -> str:
+def write_changed(path: Path, tmp_path: Path, **changes: Any) -> str:
     """Write a copy of a `tokenizer.json` with top-level keys replaced by `changes`, and return its path."""
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return str(other)
 
 
-def test_a_trained_tokenizer_compresses_and_restores_its_text(trained: Path) -> None:
-    tokenizer = load_tokenizer(str(trained))
+def test_a_trained_tokenizer_compresses_and_restores_its_text(trained_path: Path) -> None:
+    tokenizer = load_tokenizer(str(trained_path))
     ids = tokenizer.encode_ordinary(TEXTS[1])
     assert isinstance(tokenizer, TiktokenTokenizer) and tokenizer.decode(ids) == TEXTS[1]
     assert len(TEXTS[1]) / len(ids) > 2.5
-    assert (tokenizer.vocab_size, tokenizer.bos_id, read_vocab_size(str(trained))) == (1000, 999, 1000)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, read_vocab_size(str(trained_path))) == (1000, 999, 1000)
     assert tokenizer.token_bytes[ids].sum() == len(TEXTS[1].encode()) and tokenizer.token_bytes[999] == 0
     assert tokenizer.bos_id not in tokenizer.encode_ordinary("<|bos|>")
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 @settings(deadline=None)
-def test_token_ids_equal_those_of_hugging_face(both: tuple[Any, Any], text: str) -> None:
-    package, tokenizer = both
+def test_token_ids_equal_those_of_hugging_face(tokenizer_pair: tuple[Any, Any], text: str) -> None:
+    package, tokenizer = tokenizer_pair
     assert tokenizer.encode_ordinary(text + "<").tolist() == package.encode(text + "<").ids
 
 
@@ -97,15 +97,15 @@ def test_a_saved_tokenizer_is_found_by_name_and_not_overwritten(
         read_fingerprint("mime")
 
 
-def test_the_tokenizer_fingerprint_is_in_the_manifest(trained: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_fingerprint_is_in_the_manifest(trained_path: Path, tmp_path: Path) -> None:
     paths = []
     for number in range(4):
         paths.append(str(tmp_path / f"{number}.txt"))
         Path(paths[-1]).write_text(f"{number} " + TEXTS[2])
     config = text_source.Config(paths=paths, cache_dir=str(tmp_path / "cache"), validation_fraction=0.4)
-    prepared = prepare(config, str(trained))
-    assert prepared.tokenizer_fingerprint == read_fingerprint(str(trained)) and prepared.vocab_size == 1000
-    assert prepare(config, changed(trained, tmp_path, version="1.1")).key != prepared.key
+    prepared = prepare(config, str(trained_path))
+    assert prepared.tokenizer_fingerprint == read_fingerprint(str(trained_path)) and prepared.vocab_size == 1000
+    assert prepare(config, write_changed(trained_path, tmp_path, version="1.1")).key != prepared.key
 
 
 @pytest.mark.parametrize("blank", ["\u2581", "G"])
@@ -113,13 +113,13 @@ def test_other_tokenizer_types_are_read_by_the_tokenizers_package(tmp_path: Path
     """Tests SentencePiece, and a byte-level tokenizer that normalises text. Neither can be a tiktoken encoding."""
     original = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     original.add_special_tokens(["<s>"])
-    kinds = tokenizers.pre_tokenizers, tokenizers.decoders
+    modules = tokenizers.pre_tokenizers, tokenizers.decoders
     if blank == "G":
-        original.pre_tokenizer, original.decoder = (kind.ByteLevel() for kind in kinds)
+        original.pre_tokenizer, original.decoder = (kind.ByteLevel() for kind in modules)
         original.normalizer = tokenizers.normalizers.NFC()
-        alphabet = kinds[0].ByteLevel.alphabet()
+        alphabet = modules[0].ByteLevel.alphabet()
     else:
-        original.pre_tokenizer, original.decoder = kinds[0].Metaspace(), kinds[1].Metaspace()
+        original.pre_tokenizer, original.decoder = modules[0].Metaspace(), modules[1].Metaspace()
         alphabet = []
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=600,
@@ -137,11 +137,11 @@ def test_other_tokenizer_types_are_read_by_the_tokenizers_package(tmp_path: Path
     assert tokenizer.token_bytes[ids].sum() in (14, 15)
 
 
-def test_a_bad_file_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_file_is_refused(trained_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"no file .*none\.json"):
         read_fingerprint(str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match="beginning of a document"):
-        load_tokenizer(changed(trained, tmp_path, added_tokens=[]))
+        load_tokenizer(write_changed(trained_path, tmp_path, added_tokens=[]))
     (tmp_path / "empty.json").write_text("{}")
     with pytest.raises(ValueError, match=r"empty\.json "):
         load_tokenizer(str(tmp_path / "empty.json"))
@@ -149,18 +149,18 @@ def test_a_bad_file_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytes
         train_tokenizer([], 256, "cl100k", tmp_path / "x.json")
     with pytest.raises(ValueError, match="--pattern gpt5 .*nanochat"):
         train_tokenizer([], 300, "gpt5", tmp_path / "x.json")
-    other = changed(trained, tmp_path, normalizer={"type": "NFC"})
+    other = write_changed(trained_path, tmp_path, normalizer={"type": "NFC"})
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match="package tokenizers"):
         load_tokenizer(other)
     assert np.array_equal(
-        load_tokenizer(str(trained)).encode_ordinary("ab"), load_tokenizer(str(trained)).encode_ordinary("ab")
+        load_tokenizer(str(trained_path)).encode_ordinary("ab"), load_tokenizer(str(trained_path)).encode_ordinary("ab")
     )
 
 
-def test_a_checkpoint_with_another_tokenizer_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_another_tokenizer_is_refused(trained_path: Path, tmp_path: Path) -> None:
     step = tmp_path / "run" / "checkpoints" / "5"
-    json_identity, bytes_identity = tokenizer_identity(str(trained)), tokenizer_identity("bytes")
+    json_identity, bytes_identity = tokenizer_identity(str(trained_path)), tokenizer_identity("bytes")
     refuse_other_tokenizer(step, bytes_identity, bytes_identity)
     refuse_other_tokenizer(step, None, json_identity)
     with pytest.raises(ValueError, match=r"\b5\b.* tokenizer=bytes\b.* tokenizer=/.*json"):
@@ -170,10 +170,10 @@ def test_a_checkpoint_with_another_tokenizer_is_refused(trained: Path, tmp_path:
 
 
 @pytest.mark.parametrize("pattern", [r"\p{N}{1,3}", r"\p{L}+|\p{N}+", r"[^\n]+", r"\S+|\s+(?!\S)", r"\p{N}*"])
-def test_text_outside_the_pattern_is_not_lost(trained: Path, tmp_path: Path, pattern: str) -> None:
-    steps = json.loads(trained.read_text())["pre_tokenizer"]["pretokenizers"]
+def test_text_outside_the_pattern_is_not_lost(trained_path: Path, tmp_path: Path, pattern: str) -> None:
+    steps = json.loads(trained_path.read_text())["pre_tokenizer"]["pretokenizers"]
     steps[0]["pattern"] = {"Regex": pattern}
-    path = changed(trained, tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+    path = write_changed(trained_path, tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
     text = "Call me 12 times, at 5 pm!\n\n日本語 é\n x"
     tokenizer = load_tokenizer(path)
     assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
