@@ -35,26 +35,28 @@ def main() -> None:
     print(f"{args.processes} processes on {os.cpu_count()} cores; seconds of the slowest, medians of {args.repeats}")
     print("| | meet | compare versions | compare configuration | together | jax.distributed.initialize |")
     print("|---|---:|---:|---:|---:|---:|")
-    for agree in (True, False):
-        starts = [start_processes(args.processes, agree) for _ in range(args.repeats)]
+    for with_agreement in (True, False):
+        starts = [start_processes(args.processes, with_agreement) for _ in range(args.repeats)]
         row = {name: statistics.median(times[name] for times in starts) for name in (*ACTIVITIES, "before_jax_s")}
         cells = [row["meet"], row["versions"], row["configuration"], row["before_jax_s"], row["jax"]]
-        print(f"| {'as a run starts' if agree else 'JAX alone'} | {' | '.join(f'{s:.2f}' for s in cells)} |")
+        print(f"| {'as a run starts' if with_agreement else 'JAX alone'} | {' | '.join(f'{s:.2f}' for s in cells)} |")
 
 
-def start_processes(processes: int, agree: bool) -> dict[str, float]:
+def start_processes(process_count: int, with_agreement: bool) -> dict[str, float]:
     """Start the processes once, and return the seconds of each activity, as the maximum over processes.
 
-    Keys are the `ACTIVITIES`, and `before_jax_s` for the total before JAX starts. If `agree` is False, the processes
-    only start JAX, and the other activities take 0 seconds.
+    Keys are the `ACTIVITIES`, and `before_jax_s` for the total before JAX starts. If `with_agreement` is False, the
+    processes only start JAX, and the other activities take 0 seconds.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "settings").write_text(json.dumps({"agree": agree, "address": f"127.0.0.1:{free_port()}"}))
-        command = [sys.executable, __file__, "--processes", str(processes), "--member", name]
+        (folder / "settings").write_text(
+            json.dumps({"with_agreement": with_agreement, "address": f"127.0.0.1:{free_port()}"})
+        )
+        command = [sys.executable, __file__, "--processes", str(process_count), "--member", name]
         children = [
             subprocess.Popen(command, env=os.environ | {"MEMBER": str(i)}, stdout=subprocess.DEVNULL)
-            for i in range(processes)
+            for i in range(process_count)
         ]
         for child in children:
             assert child.wait() == 0
@@ -62,7 +64,7 @@ def start_processes(processes: int, agree: bool) -> dict[str, float]:
     return {name: max(member_times[name] for member_times in times) for name in times[0]}
 
 
-def run_process(folder: Path, processes: int) -> None:
+def run_process(folder: Path, process_count: int) -> None:
     """Run as one process: wait until all are ready, start, and write the time of each activity."""
     import jax
 
@@ -73,9 +75,9 @@ def run_process(folder: Path, processes: int) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     settings, index = json.loads((folder / "settings").read_text()), int(os.environ["MEMBER"])
-    run, process_info = compose("name=startup"), ProcessInfo(settings["address"], processes, index)
+    run, process_info = compose("name=startup"), ProcessInfo(settings["address"], process_count, index)
     (folder / f"ready-{index}").touch()
-    while len(list(folder.glob("ready-*"))) < processes:
+    while len(list(folder.glob("ready-*"))) < process_count:
         time.sleep(0.01)
     start, times, team = time.perf_counter(), dict.fromkeys(ACTIVITIES, 0.0), None
 
@@ -84,7 +86,7 @@ def run_process(folder: Path, processes: int) -> None:
         return time.perf_counter()
 
     activity_start = start
-    if settings["agree"]:
+    if settings["with_agreement"]:
         team = ConnectedTeam(process_info, timeout_s=60, heartbeat_s=60)
         activity_start = record("meet", activity_start)
         agree_on_versions(team)

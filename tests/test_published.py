@@ -82,9 +82,9 @@ def test_guesses_use_the_median_mfu_of_other_rows_and_the_peak(predict: ModuleTy
     guesses = sys.modules["guesses"]
     rows = [("a", "v4", 1.0, 2.0), ("b", "v4", 3.0, 4.0), ("c", "v4", 1.0, 4.0), ("d", "v5e", 1.0, 9.0)]
     rows = [make_row(predict, *values) for values in rows]
-    assert guesses.constant_mfu(rows[1], rows) == pytest.approx(3.0 / ((0.5 + 0.25) / 2))
-    assert guesses.constant_mfu(rows[3], rows) is None
-    assert guesses.roofline(rows[1]) == pytest.approx(4.0)
+    assert guesses.constant_mfu_s(rows[1], rows) == pytest.approx(3.0 / ((0.5 + 0.25) / 2))
+    assert guesses.constant_mfu_s(rows[3], rows) is None
+    assert guesses.roofline_s(rows[1]) == pytest.approx(4.0)
 
 
 def test_tables_have_errors_of_prediction_and_guesses_by_chip_and_family(predict: ModuleType):

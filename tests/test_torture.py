@@ -23,7 +23,7 @@ from valkyrie.runs.tracking import read_metrics
 KILLS = int(os.environ.get("VALKYRIE_KILLS", "4"))
 SEED = int(os.environ.get("VALKYRIE_SEED", "0"))
 PROCESSES = 2
-EVERY = 4
+FAST_INTERVAL = 4
 """Steps between fast checkpoints."""
 LAUNCHED_S = 12.0
 """Approximate seconds from a launch to its first step. Half of the kills happen in this time."""
@@ -73,36 +73,36 @@ def last_step(folder: Path) -> int:
 
 def lost_steps(output: str) -> list[int]:
     """Return how many finished steps each restart repeats, from the launcher's output."""
-    lost, done = [], 0
+    lost, logged_step = [], 0
     for line in output.splitlines():
         if logged := re.match(r"step (\d+)/", line):
-            done = int(logged[1])
+            logged_step = int(logged[1])
         elif line.startswith("continuing run") and (restart := re.search(r"from step (\d+)", line)):
-            lost.append(done - int(restart[1]))
+            lost.append(logged_step - int(restart[1]))
     return lost
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 60 * KILLS)
 def test_random_kills_do_not_change_the_result(tmp_path: Path):
-    steps, chance = 30 * KILLS + 30, random.Random(SEED)
+    steps, rng = 30 * KILLS + 30, random.Random(SEED)
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    whole = launch(tmp_path / "whole", steps, "checkpoint=final")
-    assert whole.wait(200 + 2 * KILLS) == 0, (tmp_path / "whole/output.txt").read_text()
-    saving = (f"checkpoint.every={5 * EVERY - 1}", f"checkpoint.fast.every={EVERY}")
+    undisturbed = launch(tmp_path / "whole", steps, "checkpoint=final")
+    assert undisturbed.wait(200 + 2 * KILLS) == 0, (tmp_path / "whole/output.txt").read_text()
+    saving = (f"checkpoint.every={5 * FAST_INTERVAL - 1}", f"checkpoint.fast.every={FAST_INTERVAL}")
     launcher = launch(tmp_path / "killed", steps, *saving, f"checkpoint.fast.folder={tmp_path / 'fast'}")
     kills = []
     try:
         for _ in range(KILLS):
-            if chance.random() < 0.5:
-                time.sleep(chance.uniform(0, LAUNCHED_S))
+            if rng.random() < 0.5:
+                time.sleep(rng.uniform(0, LAUNCHED_S))
             else:
-                goal, deadline = last_step(tmp_path / "killed") + chance.randint(1, 12), time.monotonic() + 120
+                goal, deadline = last_step(tmp_path / "killed") + rng.randint(1, 12), time.monotonic() + 120
                 while last_step(tmp_path / "killed") < goal and time.monotonic() < deadline and launcher.poll() is None:
                     time.sleep(0.02)
-            index = chance.randrange(PROCESSES)
-            sent = chance.choice([signal.SIGKILL, signal.SIGTERM])
+            index = rng.randrange(PROCESSES)
+            kill_signal = rng.choice([signal.SIGKILL, signal.SIGTERM])
             deadline = time.monotonic() + 60
             while index not in (pids := workers(launcher.pid)) and time.monotonic() < deadline:
                 if launcher.poll() is not None:
@@ -111,15 +111,15 @@ def test_random_kills_do_not_change_the_result(tmp_path: Path):
             if launcher.poll() is not None:  # a fast machine is done before the last kill
                 break
             with contextlib.suppress(ProcessLookupError):  # it ended in this moment
-                os.kill(pids[index], sent)
-                kills.append((index, sent.name, last_step(tmp_path / "killed")))
+                os.kill(pids[index], kill_signal)
+                kills.append((index, kill_signal.name, last_step(tmp_path / "killed")))
         assert launcher.wait(300) == 0, (kills, (tmp_path / "killed/output.txt").read_text()[-3000:])
     finally:
         launcher.kill()
         launcher.wait()
     assert kills, "nothing was killed"
     lost = lost_steps((tmp_path / "killed/output.txt").read_text())
-    assert lost and max(lost) <= 2 * EVERY + 1, (lost, kills)  # one may be killed in the middle of a save
+    assert lost and max(lost) <= 2 * FAST_INTERVAL + 1, (lost, kills)  # one may be killed in the middle of a save
     whole_run, killed_run = (tmp_path / name / "runs" / "run" for name in ("whole", "killed"))
     whole_records, killed_records = training_records(whole_run), training_records(killed_run)
     assert whole_records.keys() == killed_records.keys() == set(range(1, steps + 1)), kills

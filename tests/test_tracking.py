@@ -20,13 +20,13 @@ from wandb_files import read_wandb, wandb_log
 FIELDS = {"mesh": {"name": "4x4x2"}, "partition": {"name": "2d_tp"}}
 
 
-def tracker(folder: Path, mode: str = "off", start: int | None = None) -> Tracker:
+def make_tracker(folder: Path, mode: str = "off", start: int | None = None) -> Tracker:
     config = TrackingConfig(wandb=WandbMode(mode))
     return Tracker(config, folder, run_name="run", fields=FIELDS, group="g", start_step=start)
 
 
 def test_records_are_written_line_by_line(tmp_path: Path) -> None:
-    run_tracker = tracker(tmp_path)
+    run_tracker = make_tracker(tmp_path)
     run_tracker.log({"loss": 2.5}, 1)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]
     run_tracker.write_summary({"steps": 1})
@@ -38,7 +38,7 @@ def test_a_line_cut_off_by_a_crash_does_not_damage_later_records(tmp_path: Path)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     assert read_metrics(path) == [{"step": 1}]
-    resumed_tracker = tracker(tmp_path)
+    resumed_tracker = make_tracker(tmp_path)
     resumed_tracker.log({}, 2)
     resumed_tracker.close()
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
@@ -56,7 +56,7 @@ def test_records_of_repeated_steps_are_replaced(tmp_path: Path, capsys: pytest.C
     damaged = b'{"step": 5, "lo\xff\n'
     written = [json.dumps(line).encode() + b"\n" for line in before + later]
     path.write_bytes(damaged + b"".join(written))
-    tracker(tmp_path, start=6).close()
+    make_tracker(tmp_path, start=6).close()
     assert path.read_bytes() == damaged + b"".join(written[: len(before)]), "a damaged line takes no other with it"
     assert read_metrics(path) == before
     messages: list[str] = []
@@ -95,7 +95,7 @@ def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_summary_overrides_the_last_step_with_the_same_keys(tmp_path: Path) -> None:
-    run_tracker = tracker(tmp_path, "offline")
+    run_tracker = make_tracker(tmp_path, "offline")
     run_tracker.log({"tokens_per_second": 55.0, "loss": 2.0}, 1)
     run_tracker.log({"tokens_per_second": 66.0, "loss": 1.0}, 3)
     run_tracker.log({"eval_loss": 1.5}, 3)
@@ -114,7 +114,7 @@ def test_a_wandb_failure_is_reported_and_disables_wandb(tmp_path: Path, monkeypa
         raise OSError("no service")
 
     monkeypatch.setattr(wandb, "init", fail)
-    run_tracker = tracker(tmp_path, "offline")
+    run_tracker = make_tracker(tmp_path, "offline")
     assert (
         run_tracker.note is not None
         and "OSError: no service" in run_tracker.note
@@ -127,7 +127,7 @@ def test_a_wandb_failure_is_reported_and_disables_wandb(tmp_path: Path, monkeypa
 
 
 def test_records_reach_the_wandb_file_before_the_run_ends(tmp_path: Path) -> None:
-    run_tracker = tracker(tmp_path, "offline")
+    run_tracker = make_tracker(tmp_path, "offline")
     for step in range(3):
         run_tracker.log({"loss": 1.0}, step)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -139,7 +139,7 @@ def test_records_reach_the_wandb_file_before_the_run_ends(tmp_path: Path) -> Non
 
 
 def test_a_failed_run_is_marked_as_failed(tmp_path: Path) -> None:
-    run_tracker = tracker(tmp_path, "offline")
+    run_tracker = make_tracker(tmp_path, "offline")
     run_tracker.log({"loss": 1.0}, 1)
     run_tracker.close(exit_code=1)
     assert wandb_log(tmp_path)["exit"] == 1
@@ -159,7 +159,7 @@ print("wandb" in sys.modules, time.perf_counter() - began, one.note)
 """
 
 
-def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, str]:
+def run_in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, str]:
     """Run a `Tracker` in a subprocess with a W&B mode and extra environment variables.
 
     Returns whether the subprocess imported wandb, the seconds from creating to closing the tracker, and the tracker's
@@ -183,12 +183,12 @@ def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, 
 
 @pytest.mark.parametrize(("mode", "environment"), [("off", {}), ("auto", {"WANDB_MODE": "disabled"})])
 def test_wandb_is_not_imported_if_it_is_off(tmp_path: Path, mode: str, environment: dict[str, str]) -> None:
-    assert in_child(tmp_path, mode, **environment)[0] is False
+    assert run_in_child(tmp_path, mode, **environment)[0] is False
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_nothing_is_sent_without_a_key_and_unusual_names_are_accepted(tmp_path: Path) -> None:
-    imported, _, note = in_child(tmp_path, "auto", WANDB_BASE_URL="http://127.0.0.1:9")
+    imported, _, note = run_in_child(tmp_path, "auto", WANDB_BASE_URL="http://127.0.0.1:9")
     assert imported and note == "None"
     assert wandb_log(tmp_path)["run"].display_name == "a:b#c"
 
@@ -196,7 +196,7 @@ def test_nothing_is_sent_without_a_key_and_unusual_names_are_accepted(tmp_path: 
 def test_an_unreachable_network_costs_seconds_and_the_key_is_not_written(tmp_path: Path) -> None:
     key = "0123456789abcdef" * 2 + "01234567"
     start = time.perf_counter()
-    _, seconds, note = in_child(tmp_path, "auto", WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
+    _, seconds, note = run_in_child(tmp_path, "auto", WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
     assert seconds < 20 and time.perf_counter() - start < 30
     assert "not start online" in note and "wandb sync" in note
     assert len(wandb_log(tmp_path)["history"]) == 1
@@ -205,7 +205,7 @@ def test_an_unreachable_network_costs_seconds_and_the_key_is_not_written(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("asked", "environment", "expected"),
+    ("mode", "environment", "expected"),
     [
         ("auto", {}, "offline"),
         ("auto", {"WANDB_API_KEY": "k"}, "online"),
@@ -217,13 +217,13 @@ def test_an_unreachable_network_costs_seconds_and_the_key_is_not_written(tmp_pat
     ],
 )
 def test_the_command_line_overrides_the_environment(
-    monkeypatch: pytest.MonkeyPatch, asked: str, environment: dict[str, str], expected: str
+    monkeypatch: pytest.MonkeyPatch, mode: str, environment: dict[str, str], expected: str
 ) -> None:
     for key in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    assert resolve_mode(WandbMode(asked)) is WandbMode(expected)
+    assert resolve_mode(WandbMode(mode)) is WandbMode(expected)
 
 
 def test_tracking_off_leaves_no_wandb_folder() -> None:

@@ -100,9 +100,9 @@ def test_the_output_says_simulated_and_names_the_next_command(
     rates = [line for line in out.splitlines() if "tokens/s" in line]
     assert rates and all("simulated" in line for line in rates)
     assert f"run folder: {tmp_path / 'run'}" in out
-    following = re.findall(r"next: (.*)", out)[0]
-    assert shlex.split(following, comments=True) == ["valkyrie-train", f"resume={tmp_path / 'run'}", "steps=12"]
-    assert "# continues to step 12, " in following and ";" not in following
+    next_command = re.findall(r"next: (.*)", out)[0]
+    assert shlex.split(next_command, comments=True) == ["valkyrie-train", f"resume={tmp_path / 'run'}", "steps=12"]
+    assert "# continues to step 12, " in next_command and ";" not in next_command
     assert "step 6: validation" in out
 
 
@@ -200,14 +200,14 @@ def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> Non
     rows = -(-targets // seq)
     windows = np.zeros((rows, seq), np.int32)
     windows.flat[:targets] = tokens[:-1]
-    begins = windows == tokenizer.bos_id
-    segments = np.cumsum(begins, axis=1, dtype=np.int32) + ~begins[:, :1]
+    document_starts = windows == tokenizer.bos_id
+    segments = np.cumsum(document_starts, axis=1, dtype=np.int32) + ~document_starts[:, :1]
     logits = program.assembly.module(parameters).logits(jnp.asarray(windows), jnp.asarray(segments))
     logits = np.asarray(logits, np.float64).reshape(-1, logits.shape[-1])[:targets]
     nats = np.log(np.exp(logits).sum(-1)) - logits[np.arange(targets), tokens[1:]]
-    text = tokens[1:] != tokenizer.bos_id
+    is_text = tokens[1:] != tokenizer.bos_id
     assert metrics["eval_loss"] == pytest.approx(nats.mean(), rel=1e-5)
-    assert metrics["eval_bits_per_byte"] == pytest.approx(nats[text].sum() / text.sum() / math.log(2), rel=1e-5)
+    assert metrics["eval_bits_per_byte"] == pytest.approx(nats[is_text].sum() / is_text.sum() / math.log(2), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -256,12 +256,13 @@ def test_step_time_includes_loading_data_but_not_evaluation(tmp_path: Path, monk
     assert summary["time/evaluation"] > 3 * 0.5
 
 
-def read_terminal(fd: int, until: str, seconds: float) -> str:
+def read_terminal(fd: int, until: str, timeout_s: float) -> str:
     """Return the output of a terminal without colour codes.
 
-    Reads until the output matches the pattern `until`, `seconds` have passed, or the other side closes the terminal.
+    Reads until the output matches the pattern `until`, `timeout_s` seconds have passed, or the other side closes the
+    terminal.
     """
-    seen, end = "", time.monotonic() + seconds
+    seen, end = "", time.monotonic() + timeout_s
     while time.monotonic() < end and not re.search(until, seen):
         if select.select([fd], [], [], 0.2)[0]:
             try:
@@ -278,7 +279,7 @@ def test_a_terminal_shows_a_live_progress_bar_and_ctrl_c_saves(tmp_path: Path) -
         _check_terminal(tmp_path, controller, terminal, stack)
 
 
-def _check_terminal(tmp_path: Path, here: int, there: int, stack: contextlib.ExitStack) -> None:
+def _check_terminal(tmp_path: Path, controller: int, terminal: int, stack: contextlib.ExitStack) -> None:
     arguments = [*tiny_arguments(tmp_path, "steps=100000"), "log_every=1000"]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
     own_terminal = (
@@ -286,19 +287,19 @@ def _check_terminal(tmp_path: Path, here: int, there: int, stack: contextlib.Exi
     )
     job = subprocess.Popen(
         [sys.executable, "-c", own_terminal, *arguments],
-        stdin=there,
-        stdout=there,
-        stderr=there,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
         env=environment,
         cwd=tmp_path,
         start_new_session=True,
     )
-    os.close(there)
+    os.close(terminal)
     stack.callback(lambda: (job.kill(), job.wait()))
     bar = r"\d{2,}/100000 .*loss \d\.\d{4} .*tokens/s simulated.*left"
-    assert re.search(bar, seen := read_terminal(here, bar, 90)), seen[-2000:]
-    os.write(here, b"\x03")
-    seen = read_terminal(here, r"Resume with", 60)
+    assert re.search(bar, seen := read_terminal(controller, bar, 90)), seen[-2000:]
+    os.write(controller, b"\x03")
+    seen = read_terminal(controller, r"Resume with", 60)
     assert job.wait(60) == 130
     assert "stopping after" in seen and re.search(r"step \d+, saved", seen)
     assert f"Resumewith:valkyrie-trainresume={tmp_path / 'run'}" in re.sub(r"\s", "", seen), "the terminal wraps it"
@@ -306,8 +307,8 @@ def _check_terminal(tmp_path: Path, here: int, there: int, stack: contextlib.Exi
     assert saved_arrays(tmp_path / "run")["['step']"] >= 2
 
 
-def wait_for(path: Path, seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
+def wait_for(path: Path, timeout_s: float = 90) -> None:
+    end = time.monotonic() + timeout_s
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert path.exists()
@@ -337,14 +338,14 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [0.05, 0.2, 0.7, 1.3, 1.6, 2.0, 4.0, 6.0])
-def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> None:
+@pytest.mark.parametrize("delay_s", [0.05, 0.2, 0.7, 1.3, 1.6, 2.0, 4.0, 6.0])
+def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, delay_s: float) -> None:
     """The signal is sent after Python's own start-up, during which Python itself handles Ctrl-C."""
     begin = "import valkyrie.cli.train\nopen('began', 'w').close()\nvalkyrie.cli.train.main()"
     arguments = tiny_arguments(tmp_path, "steps=100000", "log_every=1000")
     job = start_python("-c", begin, *arguments, cwd=tmp_path)
     wait_for(tmp_path / "began")
-    time.sleep(after)
+    time.sleep(delay_s)
     job.send_signal(signal.SIGINT)
     out, err = job.communicate(timeout=60)
     assert job.returncode == 130

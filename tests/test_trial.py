@@ -18,7 +18,7 @@ from valkyrie.sweep.trial import SCHEMA, Status, Trial, TrialLog, TrialResult
 REMEDY = "Delete that line and run the sweep command again to repeat its trial."
 
 
-def trial(key: str, status: Status = Status.ok, reason: str | None = None) -> Trial:
+def make_trial(key: str, status: Status = Status.ok, reason: str | None = None) -> Trial:
     return Trial(
         key=key,
         name=f"trial-{key}",
@@ -36,21 +36,21 @@ def trial(key: str, status: Status = Status.ok, reason: str | None = None) -> Tr
 
 def test_a_trial_is_read_back_as_it_was_written(tmp_path: Path):
     log = TrialLog(tmp_path / "a" / "sweep")
-    log.append([trial("1"), trial("2", Status.refused, "batch=7 is odd")])
-    assert log.read() == [trial("1"), trial("2", Status.refused, "batch=7 is odd")]
+    log.append([make_trial("1"), make_trial("2", Status.refused, "batch=7 is odd")])
+    assert log.read() == [make_trial("1"), make_trial("2", Status.refused, "batch=7 is odd")]
 
 
 def test_a_later_line_replaces_an_earlier_one_with_the_same_key(tmp_path: Path):
     log = TrialLog(tmp_path)
-    log.append([trial("1", Status.failed), trial("2")])
-    log.append([trial("1")])
-    assert log.read() == [trial("1"), trial("2")]
+    log.append([make_trial("1", Status.failed), make_trial("2")])
+    log.append([make_trial("1")])
+    assert log.read() == [make_trial("1"), make_trial("2")]
     assert len(log.path.read_text().splitlines()) == 3
 
 
 def _write(folder: Path, writer: int, count: int) -> None:
     for number in range(count):
-        TrialLog(folder).append([trial(f"{writer}-{number}")])
+        TrialLog(folder).append([make_trial(f"{writer}-{number}")])
 
 
 def test_concurrent_writers_lose_no_lines(tmp_path: Path):
@@ -65,22 +65,24 @@ def test_concurrent_writers_lose_no_lines(tmp_path: Path):
     assert len(TrialLog(tmp_path).path.read_text().splitlines()) == 120
 
 
-@pytest.mark.parametrize("kept", [1, 100, -1])
-def test_an_incomplete_last_line_is_ignored_and_removed_by_the_next_write(tmp_path: Path, kept: int):
+@pytest.mark.parametrize("kept_bytes", [1, 100, -1])
+def test_an_incomplete_last_line_is_ignored_and_removed_by_the_next_write(tmp_path: Path, kept_bytes: int):
     log = TrialLog(tmp_path)
-    log.append([trial("1"), trial("2")])
+    log.append([make_trial("1"), make_trial("2")])
     whole, torn, _ = log.path.read_bytes().split(b"\n")
-    log.path.write_bytes(whole + b"\n" + torn[:kept])
-    assert log.read() == [trial("1")]
-    log.append([trial("3")])
-    assert log.read() == [trial("1"), trial("3")]
+    log.path.write_bytes(whole + b"\n" + torn[:kept_bytes])
+    assert log.read() == [make_trial("1")]
+    log.append([make_trial("3")])
+    assert log.read() == [make_trial("1"), make_trial("3")]
 
 
 def test_a_line_without_recently_added_keys_is_read(tmp_path: Path):
     log = TrialLog(tmp_path)
-    values = json.loads(replace(trial("1"), values={"model.layers": "4"}, flags=["--config-dir", "/mine"]).to_json())
+    values = json.loads(
+        replace(make_trial("1"), values={"model.layers": "4"}, flags=["--config-dir", "/mine"]).to_json()
+    )
     log.path.write_text(json.dumps({k: v for k, v in values.items() if k not in ("values", "flags")}) + "\n")
-    assert log.read() == [trial("1")] and (trial("1").values, trial("1").flags) == ({}, [])
+    assert log.read() == [make_trial("1")] and (make_trial("1").values, make_trial("1").flags) == ({}, [])
 
 
 OLD_LINE = """{"schema": 1, "key": "ab", "name": "n", "sweep": "s", "stage": "compile", "status": "ok", "reason": null,
@@ -117,9 +119,9 @@ def test_a_line_in_the_format_before_typed_records_is_read():
 
 def test_a_newer_schema_is_refused_but_unknown_keys_are_accepted(tmp_path: Path):
     log = TrialLog(tmp_path)
-    values = json.loads(trial("1").to_json())
+    values = json.loads(make_trial("1").to_json())
     log.path.write_text(json.dumps({**values, "weather": "fine"}) + "\n")
-    assert log.read() == [trial("1")]
+    assert log.read() == [make_trial("1")]
     log.path.write_text(json.dumps({**values, "schema": SCHEMA + 1}) + "\n")
     with pytest.raises(ValueError, match=f"schema {SCHEMA + 1} .*Update valkyrie.$"):
         log.read()
@@ -137,7 +139,7 @@ WRONG += [("results.communication.bytes_by_mesh_axes", 3), ("results.loss", "x")
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_the_error_for_a_wrong_value_names_the_line_and_the_remedy(tmp_path: Path, name: str, value: Any):
     log = TrialLog(tmp_path)
-    log.append([trial("1"), trial("2")])
+    log.append([make_trial("1"), make_trial("2")])
     first, second = log.path.read_text().splitlines()
     line = json.loads(second)
     *folders, last = name.split(".")

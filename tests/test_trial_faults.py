@@ -55,7 +55,7 @@ def test_every_fault_is_a_row_and_the_sweep_continues(
     assert reasons["fsdp_tp"] is None
     assert all(reason in output for reason in reasons.values() if reason)
     assert "trial.retry=true" in output
-    _no_process_of(multirun)
+    _assert_no_process(multirun)
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_trials_without_results_are_repeated_on_request(tmp_path: Path, monkeypa
     assert len(multirun.started_trials()) == multirun.count_lines() == 2 + 1 + 1
 
 
-def _no_process_of(multirun: FakeMultirun) -> None:
+def _assert_no_process(multirun: FakeMultirun) -> None:
     """Assert that no process of the multirun's trials is still running."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -84,41 +84,41 @@ def _no_process_of(multirun: FakeMultirun) -> None:
 def test_a_restarted_sweep_ends_with_the_same_table(tmp_path: Path):
     """The running trial survives the kill. The next sweep ends its process and repeats the trial."""
     swept = "partition=dp,fsdp,1d_tp,sp"
-    multirun, whole = FakeMultirun(tmp_path / "killed", fsdp="hang"), FakeMultirun(tmp_path / "whole")
+    multirun, uninterrupted = FakeMultirun(tmp_path / "killed", fsdp="hang"), FakeMultirun(tmp_path / "whole")
     sweep = multirun.start(swept)
     _wait(lambda: len(multirun.started_trials()) == 2)
     sweep.kill()
     sweep.communicate()
     assert list(multirun.trials()) == ["dp"]
     multirun.set_behaviours()
-    for fake in (multirun, whole):
-        again = fake.start(swept)
-        output, _ = again.communicate(timeout=60)
-        assert again.returncode == 0, output
-    rows = [{p: (t.key, t.name, t.status, t.results) for p, t in s.trials().items()} for s in (multirun, whole)]
+    for fake in (multirun, uninterrupted):
+        process = fake.start(swept)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+    rows = [{p: (t.key, t.name, t.status, t.results) for p, t in s.trials().items()} for s in (multirun, uninterrupted)]
     assert rows[0] == rows[1] and len(rows[0]) == multirun.count_lines() == 4
     assert len(multirun.started_trials()) == 5
-    _no_process_of(multirun)
+    _assert_no_process(multirun)
 
 
 @pytest.mark.slow
 def test_two_sweeps_into_one_folder_share_the_trials(tmp_path: Path):
     multirun = FakeMultirun(tmp_path, **dict.fromkeys(("dp", "fsdp", "_1d_tp", "sp", "fsdp_tp"), "measure 0.7"))
     sweeps = [multirun.start("partition=dp,fsdp,1d_tp,sp,fsdp_tp", "mesh=2x2x1,1x1x3") for _ in range(2)]
-    ended = [sweep.communicate(timeout=90)[0] for sweep in sweeps]
-    assert [sweep.returncode for sweep in sweeps] == [0, 0], ended
+    outputs = [sweep.communicate(timeout=90)[0] for sweep in sweeps]
+    assert [sweep.returncode for sweep in sweeps] == [0, 0], outputs
     started = multirun.started_trials()
     assert len(started) == len(set(started)) == 5
-    assert all("5 refused" in output for output in ended), ended
-    assert any("another sweep" in output for output in ended), ended
+    assert all("5 refused" in output for output in outputs), outputs
+    assert any("another sweep" in output for output in outputs), outputs
     names = [trial.name for trial in multirun.trials().values() if trial.status is Status.ok]
     assert sorted(names) == sorted(started)
 
 
-def _wait(happened: object, limit_s: float = 60.0) -> None:
-    assert callable(happened)
+def _wait(condition: object, limit_s: float = 60.0) -> None:
+    assert callable(condition)
     deadline = time.monotonic() + limit_s
-    while not happened():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -132,7 +132,7 @@ def test_sigterm_ends_a_sweep_and_its_trial(tmp_path: Path):
     output, _ = sweep.communicate(timeout=30)
     assert sweep.returncode == 130, output
     assert multirun.trials() == {}
-    _no_process_of(multirun)
+    _assert_no_process(multirun)
 
 
 @pytest.mark.slow
@@ -144,12 +144,12 @@ def test_a_full_disk_is_reported_and_a_rerun_completes_the_table(
     multirun.activate(monkeypatch)
     assert run_train(*multirun.arguments("partition=dp")) == 0
     settings_bytes = (multirun.sweep_folder / "multirun.yaml").stat().st_size
-    record = multirun.sweep_folder / "trials.jsonl"
-    padding = json_lines_up_to(record, max(settings_bytes, 20_000))
+    trials_file = multirun.sweep_folder / "trials.jsonl"
+    padding = json_lines_up_to(trials_file, max(settings_bytes, 20_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     capfd.readouterr()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (record.stat().st_size + 100, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (trials_file.stat().st_size + 100, hard))
     try:
         status = run_train(*multirun.arguments("partition=dp,fsdp"))
     finally:
@@ -157,17 +157,17 @@ def test_a_full_disk_is_reported_and_a_rerun_completes_the_table(
         signal.signal(signal.SIGXFSZ, handler)
     errors = capfd.readouterr().err.splitlines()
     assert status != 0
-    assert len(errors) == 1 and "not recorded" in errors[0] and str(record) in errors[0]
+    assert len(errors) == 1 and "not recorded" in errors[0] and str(trials_file) in errors[0]
     assert list(multirun.trials()) == ["dp"]
     assert run_train(*multirun.arguments("partition=dp,fsdp")) == 0
     assert list(multirun.trials()) == ["dp", "fsdp"]
     assert multirun.count_lines() == padding + 2
 
 
-def json_lines_up_to(record: Path, size: int) -> int:
-    """Append copies of the only line of a record until the file has at least `size` bytes. Return their number."""
-    line, added = record.read_text(), 0
-    with record.open("a") as file:
+def json_lines_up_to(trials_file: Path, size: int) -> int:
+    """Append copies of a file's only line until the file has at least `size` bytes. Return their number."""
+    line, added = trials_file.read_text(), 0
+    with trials_file.open("a") as file:
         while file.tell() < size:
             file.write(line)
             added += 1
@@ -246,9 +246,11 @@ def test_a_damaged_outcome_fails_only_its_trial(tmp_path: Path, text: str):
 
 def test_a_training_trial_has_the_results_of_its_last_summary(tmp_path: Path):
     ending = {"steps": 1, "finished": True}
-    parts = [{"step_s": 0.5, "hbm_gib": 0.25, "eval_loss": 3.0}, {"step_s": 0.4, "hbm_gib": None, "eval_loss": 2.0}]
-    parts = [part | ending for part in parts]
-    lines = [line for part in parts for line in ({"step": 1, "loss": part["eval_loss"]}, {"summary": part})]
+    summaries = [{"step_s": 0.5, "hbm_gib": 0.25, "eval_loss": 3.0}, {"step_s": 0.4, "hbm_gib": None, "eval_loss": 2.0}]
+    summaries = [summary | ending for summary in summaries]
+    lines = [
+        line for summary in summaries for line in ({"step": 1, "loss": summary["eval_loss"]}, {"summary": summary})
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = compose_run("model=gpt_tiny", "mode=train")
     result = outcome_from_results(tmp_path, run)

@@ -32,19 +32,19 @@ def test_the_process_id_of_an_earlier_attempt_is_deleted(tmp_path: Path):
     """
     stranger = subprocess.Popen(SLEEP, start_new_session=True)
     try:
-        earlier = TrialLock.acquire(tmp_path)
-        assert earlier is not None
-        earlier.hand_over(stranger.pid)
-        earlier.release()
-        outcome = TrialLock.acquire(tmp_path)
-        assert outcome is not None
-        outcome._sweep_file.close()  # its process is alive and holds the other lock, but its ID is unknown
+        earlier_lock = TrialLock.acquire(tmp_path)
+        assert earlier_lock is not None
+        earlier_lock.hand_over(stranger.pid)
+        earlier_lock.release()
+        next_lock = TrialLock.acquire(tmp_path)
+        assert next_lock is not None
+        next_lock._sweep_file.close()  # its process is alive and holds the other lock, but its ID is unknown
         assert TrialLock.acquire(tmp_path) is None
         assert stranger.poll() is None
-        outcome.process_file.close()
-        after = TrialLock.acquire(tmp_path)
-        assert after is not None
-        after.release()
+        next_lock.process_file.close()
+        last_lock = TrialLock.acquire(tmp_path)
+        assert last_lock is not None
+        last_lock.release()
     finally:
         stranger.kill()
         stranger.wait()
@@ -55,10 +55,10 @@ def test_a_process_is_ended_if_its_id_cannot_be_recorded(tmp_path: Path, monkeyp
     monkeypatch.setattr(TrialPlan, "command", SLEEP)
     lock = TrialLock.acquire(plan.trial_folder)
     assert lock is not None
-    noted: list[int] = []
+    pids: list[int] = []
 
     def full(pid: int) -> None:
-        noted.append(pid)
+        pids.append(pid)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(lock, "hand_over", full)
@@ -66,7 +66,7 @@ def test_a_process_is_ended_if_its_id_cannot_be_recorded(tmp_path: Path, monkeyp
         TrialProcess(plan, lock)
     lock.release()
     with pytest.raises(ProcessLookupError):
-        os.kill(noted[0], 0)
+        os.kill(pids[0], 0)
 
 
 def test_a_lock_is_held_until_its_file_is_closed(tmp_path: Path):
@@ -101,7 +101,7 @@ def test_a_run_folder_has_one_writer_at_a_time(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("writer", "refused"),
+    ("writer", "message"),
     [
         (None, None),
         ({"host": "elsewhere", "pid": 7}, r"process 7 on elsewhere.* If that process has ended, delete .*\.writer\."),
@@ -111,7 +111,7 @@ def test_a_run_folder_has_one_writer_at_a_time(tmp_path: Path):
     ],
 )
 def test_the_writer_is_looked_up_by_process_id_without_file_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: dict[str, Any] | None, refused: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: dict[str, Any] | None, message: str | None
 ):
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -119,5 +119,5 @@ def test_the_writer_is_looked_up_by_process_id_without_file_locks(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     if writer is not None:
         (tmp_path / ".writer").write_text(json.dumps(writer))
-    with nullcontext() if refused is None else pytest.raises(ValueError, match=refused), write_lock(tmp_path):
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message), write_lock(tmp_path):
         assert json.loads((tmp_path / ".writer").read_text())["pid"] == os.getpid()

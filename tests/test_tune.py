@@ -35,7 +35,7 @@ from valkyrie.units import parse_seconds
 LAYOUT = ("model=s5_tiny", "mesh=2x2x1", "target=v4-8", "batch=8", "seq=64")
 GATHERS = "xla_enable_async_all_gather"
 """An option that v4 sets by default."""
-FUSED = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+FUSE_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 """The first option tried on v4."""
 
 Outcome = float | CompileOutcome
@@ -46,12 +46,12 @@ class OptionCompiler:
     """A fake compiler.
 
     `steps` maps option values to the seconds of a step, or to an outcome without a step. Programs with equal step times
-    are equal. Each compile takes `takes` seconds of a simulated clock and is cached. `to_fit` are options that the
+    are equal. Each compile takes `compile_s` seconds of a simulated clock and is cached. `to_fit` are options that the
     compiler adds so that a program fits.
     """
 
     steps: Callable[[Mapping[str, str | None]], Outcome]
-    takes: float = 10.0
+    compile_s: float = 10.0
     clock: float = 0.0
     compiled: list[dict[str, str | None]] = field(default_factory=list)
     replays: int = 0
@@ -68,15 +68,15 @@ class OptionCompiler:
         if not cached:
             progress("compiling: 0 s")
             self.compiled.append(values)
-            self.clock += min(self.takes, limit_s)
-            if self.takes > limit_s:
+            self.clock += min(self.compile_s, limit_s)
+            if self.compile_s > limit_s:
                 outcome = CompileOutcome(CompileStatus.timeout, f"the compile took longer than {limit_s:g} seconds")
             self.cache.add(str(values))
         if not isinstance(outcome, CompileOutcome):
             options += [Option(name, value, TO_FIT) for name, value in self.to_fit.items() if name not in values]
             peak = int(outcome * 2**20)
             outcome = fitting_outcome(module_sha256=str(outcome), peak=peak, options=tuple(options))
-        return CompiledRun(outcome, Path("cache"), Path("cache"), cached, self.takes)
+        return CompiledRun(outcome, Path("cache"), Path("cache"), cached, self.compile_s)
 
     def replay_program(self, run: Run, compiled: CompiledRun) -> tuple[Any, list[Any]]:
         self.replays += 1
@@ -84,11 +84,13 @@ class OptionCompiler:
 
 
 @pytest.fixture
-def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OptionCompiler]:
+def install_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OptionCompiler]:
     """A function that replaces the compiler, replays and the clock with an `OptionCompiler`, and returns it."""
 
-    def replace_compiler(steps: Callable[[Mapping[str, str | None]], Outcome], takes: float = 10.0) -> OptionCompiler:
-        compiler = OptionCompiler(steps, takes)
+    def replace_compiler(
+        steps: Callable[[Mapping[str, str | None]], Outcome], compile_s: float = 10.0
+    ) -> OptionCompiler:
+        compiler = OptionCompiler(steps, compile_s)
         monkeypatch.setattr("valkyrie.search.tune.tune.compile_layout", compiler.compile_layout)
         monkeypatch.setattr("valkyrie.search.tune.tune.replay_program", compiler.replay_program)
         monkeypatch.setattr("valkyrie.search.tune.tune.time.monotonic", lambda: compiler.clock)
@@ -108,12 +110,12 @@ def verdicts(tuned: TunedRun) -> list[tuple[int, dict[str, Any], str]]:
     return [(attempt.round, attempt.options, attempt.verdict.value) for attempt in tuned.attempts]
 
 
-def test_each_option_is_tried_on_top_of_the_best_so_far(compiles: Callable[..., OptionCompiler]):
+def test_each_option_is_tried_on_top_of_the_best_so_far(install_compiler: Callable[..., OptionCompiler]):
     def steps(o: Mapping[str, str | None]) -> float:
         together = 2.0 if o.get("xla_a") == "true" and o.get("xla_n") == "2" else 0.0
         return 10.0 - (o.get("xla_a") == "true") - together + 0.5 * (o.get("xla_b") == "true")
 
-    compiler = compiles(steps)
+    compiler = install_compiler(steps)
     tuned = tune(compose_run(*LAYOUT), [A, B, N])
     assert tuned.options == {"xla_a": True, "xla_n": 2} and tuned.finished
     assert (tuned.start_s, tuned.step_s, tuned.gain) == (10.0, 7.0, pytest.approx(0.3))
@@ -132,11 +134,11 @@ def test_each_option_is_tried_on_top_of_the_best_so_far(compiles: Callable[..., 
     assert len({str(sorted(options.items())) for options in compiler.compiled}) == len(compiler.compiled)
 
 
-def test_an_option_made_redundant_by_another_is_removed(compiles: Callable[..., OptionCompiler]):
+def test_an_option_made_redundant_by_another_is_removed(install_compiler: Callable[..., OptionCompiler]):
     def steps(o: Mapping[str, str | None]) -> float:
         return 5.0 if o.get("xla_b") == "true" else 9.0 if o.get("xla_a") == "true" else 10.0
 
-    compiles(steps)
+    install_compiler(steps)
     tuned = tune(compose_run(*LAYOUT), [A, B])
     assert tuned.options == {"xla_b": True} and tuned.step_s == 5.0
     assert (2, {"xla_a": None}, "taken back") in verdicts(tuned)
@@ -144,15 +146,15 @@ def test_an_option_made_redundant_by_another_is_removed(compiles: Callable[..., 
     assert line.startswith("xla_b=true: ") and "-44.4%" in line
 
 
-def test_a_default_option_of_the_chip_can_be_removed(compiles: Callable[..., OptionCompiler]):
-    compiles(lambda o: 8.0 if o.get(GATHERS) == "false" else 10.0)
+def test_a_default_option_of_the_chip_can_be_removed(install_compiler: Callable[..., OptionCompiler]):
+    install_compiler(lambda o: 8.0 if o.get(GATHERS) == "false" else 10.0)
     tuned = tune(compose_run(*LAYOUT), [candidate(GATHERS, True, False)])
     assert tuned.options == {GATHERS: False}
     assert verdicts(tuned)[1:] == [(1, {GATHERS: False}, "kept")], "what it was is known, and not compiled again"
 
 
-def test_an_equal_program_is_not_replayed_again(compiles: Callable[..., OptionCompiler]):
-    compiler = compiles(lambda o: 10.0 - (o.get("xla_n") == "3"))
+def test_an_equal_program_is_not_replayed_again(install_compiler: Callable[..., OptionCompiler]):
+    compiler = install_compiler(lambda o: 10.0 - (o.get("xla_n") == "3"))
     tuned = tune(compose_run(*LAYOUT), [A, B, N])
     assert compiler.replays == 2
     assert verdicts(tuned) == [
@@ -166,9 +168,9 @@ def test_an_equal_program_is_not_replayed_again(compiles: Callable[..., OptionCo
     ], "the other positions of switches together, and nothing again that is known"
 
 
-def test_effective_options_in_a_batch_are_found_by_bisection(compiles: Callable[..., OptionCompiler]):
+def test_effective_options_in_a_batch_are_found_by_bisection(install_compiler: Callable[..., OptionCompiler]):
     switches = [candidate(f"xla_{n}", True, False) for n in range(8)]
-    compiles(lambda o: 10.0 - 2 * (o.get("xla_n") == "3") - (o.get("xla_5") == "false"))
+    install_compiler(lambda o: 10.0 - 2 * (o.get("xla_n") == "3") - (o.get("xla_5") == "false"))
     tuned = tune(compose_run(*LAYOUT), [*switches, N])
     assert tuned.options == {"xla_5": False, "xla_n": 3} and tuned.step_s == 7.0
     together = [(len(a.options), a.verdict.value) for a in tuned.attempts if len(a.options) > 1 and a.round == 1]
@@ -177,9 +179,9 @@ def test_effective_options_in_a_batch_are_found_by_bisection(compiles: Callable[
     assert len([a for a in tuned.attempts if a.round == 1]) == 1 + 8 + 3 + 5 + 2
 
 
-def test_options_that_are_mostly_idle_on_a_chip_are_tried_together(compiles: Callable[..., OptionCompiler]):
+def test_options_that_are_mostly_idle_on_a_chip_are_tried_together(install_compiler: Callable[..., OptionCompiler]):
     idle = [replace(candidate(f"xla_{n}", True, False), idle=True) for n in range(3)]
-    compiles(lambda o: 10.0 - (o.get("xla_2") == "false"))
+    install_compiler(lambda o: 10.0 - (o.get("xla_2") == "false"))
     tuned = tune(compose_run(*LAYOUT), [*idle, N])
     assert tuned.options == {"xla_2": False}
     first_round = [
@@ -190,22 +192,22 @@ def test_options_that_are_mostly_idle_on_a_chip_are_tried_together(compiles: Cal
     assert [c.name for c in options_for("v4") if c.idle] != [c.name for c in options_for("v6e") if c.idle]
 
 
-def test_options_without_effect_are_tried_again_with_the_kept_ones(compiles: Callable[..., OptionCompiler]):
+def test_options_without_effect_are_tried_again_with_the_kept_ones(install_compiler: Callable[..., OptionCompiler]):
     def steps(o: Mapping[str, str | None]) -> float:
         return 10.0 - 2 * (o.get("xla_n") == "3") * (1 + (o.get("xla_m") == "1"))
 
-    compiles(steps)
+    install_compiler(steps)
     tuned = tune(compose_run(*LAYOUT), [candidate("xla_m", 1), candidate("xla_o", 1), N])
     assert tuned.options == {"xla_m": 1, "xla_n": 3} and tuned.step_s == 6.0
     assert (2, {"xla_m": 1, "xla_o": 1}, "see below") in verdicts(tuned)
     assert (2, {"xla_m": 1}, "kept") in verdicts(tuned)
 
 
-def test_options_that_a_program_needs_to_fit_are_kept_with_it(compiles: Callable[..., OptionCompiler]):
+def test_options_that_a_program_needs_to_fit_are_kept_with_it(install_compiler: Callable[..., OptionCompiler]):
     def steps(o: Mapping[str, str | None]) -> float:
         return 10.0 - (o.get("xla_a") == "true")
 
-    compiler = compiles(steps)
+    compiler = install_compiler(steps)
     compiler.to_fit = {"xla_saves": "false"}
     tuned = tune(compose_run(*LAYOUT), [A])
     assert (tuned.options, tuned.to_fit) == ({"xla_a": True}, {"xla_saves": "false"})
@@ -216,20 +218,22 @@ def test_options_that_a_program_needs_to_fit_are_kept_with_it(compiles: Callable
     assert "fits only with xla_saves=false" in experiment_yaml(tuned)
 
 
-def test_gains_below_the_resolution_of_the_replay_are_ignored(compiles: Callable[..., OptionCompiler]):
-    compiles(lambda o: 10.0 - 0.01 * (o.get("xla_a") == "true"))
+def test_gains_below_the_resolution_of_the_replay_are_ignored(install_compiler: Callable[..., OptionCompiler]):
+    install_compiler(lambda o: 10.0 - 0.01 * (o.get("xla_a") == "true"))
     assert tune(compose_run(*LAYOUT), [A]).options == {}
 
 
-def test_options_that_only_work_together_are_set_together(compiles: Callable[..., OptionCompiler]):
-    compiles(lambda o: 7.0 if {"xla_a", "xla_shape"} <= o.keys() else 10.0)
+def test_options_that_only_work_together_are_set_together(install_compiler: Callable[..., OptionCompiler]):
+    install_compiler(lambda o: 7.0 if {"xla_a", "xla_shape"} <= o.keys() else 10.0)
     assert tune(compose_run(*LAYOUT), [candidate("xla_a", True, xla_shape=3)]).options == {
         "xla_a": True,
         "xla_shape": 3,
     }
 
 
-def test_attempts_without_a_step_are_listed_with_a_reason_and_not_repeated(compiles: Callable[..., OptionCompiler]):
+def test_attempts_without_a_step_are_listed_with_a_reason_and_not_repeated(
+    install_compiler: Callable[..., OptionCompiler],
+):
     failures = {
         "xla_a": CompileOutcome(CompileStatus.refused, "no option of this name."),
         "xla_b": CompileOutcome(
@@ -240,7 +244,7 @@ def test_attempts_without_a_step_are_listed_with_a_reason_and_not_repeated(compi
     def steps(o: Mapping[str, str | None]) -> Outcome:
         return next((failures[name] for name in failures if o.get(name) == "true"), 10.0 - (o.get("xla_n") == "1"))
 
-    compiles(steps)
+    install_compiler(steps)
     tuned = tune(compose_run(*LAYOUT), [candidate("xla_a", True), candidate("xla_b", True), N])
     failed = {name: a for a in tuned.attempts for name in a.options if a.step_s is None}
     assert failed["xla_a"].verdict is Verdict.refused and failed["xla_a"].reason == failures["xla_a"].reason
@@ -251,9 +255,9 @@ def test_attempts_without_a_step_are_listed_with_a_reason_and_not_repeated(compi
 
 
 def test_tuning_stops_at_its_budget_and_continues_from_the_cache(
-    compiles: Callable[..., OptionCompiler],
+    install_compiler: Callable[..., OptionCompiler],
 ):
-    compiler = compiles(lambda o: 10.0 - 3 * (o.get("xla_a") == "true") - (o.get("xla_n") == "3"))
+    compiler = install_compiler(lambda o: 10.0 - 3 * (o.get("xla_a") == "true") - (o.get("xla_n") == "3"))
     reported: list[TunedRun] = []
     tuned = tune(compose_run(*LAYOUT), [A, B, N], 25.0, reported.append)
     assert not tuned.finished and tuned.options == {"xla_a": True}
@@ -265,29 +269,29 @@ def test_tuning_stops_at_its_budget_and_continues_from_the_cache(
     assert [attempt.cached for attempt in whole.attempts][:3] == [True, True, False]
 
 
-def test_the_baseline_compile_may_take_longer_than_the_budget(compiles: Callable[..., OptionCompiler]):
-    compiles(lambda o: 10.0, takes=60.0)
+def test_the_baseline_compile_may_take_longer_than_the_budget(install_compiler: Callable[..., OptionCompiler]):
+    install_compiler(lambda o: 10.0, compile_s=60.0)
     tuned = tune(compose_run(*LAYOUT), [A], 5.0)
     assert (len(tuned.attempts), tuned.finished, tuned.options) == (1, False, {})
 
 
-def test_options_set_by_the_user_are_not_changed(compiles: Callable[..., OptionCompiler]):
-    compiles(lambda o: 10.0 - (o.get("xla_a") == "true") - (o.get("xla_b") == "true"))
+def test_options_set_by_the_user_are_not_changed(install_compiler: Callable[..., OptionCompiler]):
+    install_compiler(lambda o: 10.0 - (o.get("xla_a") == "true") - (o.get("xla_b") == "true"))
     tuned = tune(compose_run(*LAYOUT, f"{OPTIONS_KEY}.xla_a=false"), [A, B])
     assert tuned.set_by_user == {"xla_a": "false"} and tuned.options == {"xla_b": True}
 
 
-@pytest.mark.parametrize("given", [(), ("model.s5.scan=kernel",)])
+@pytest.mark.parametrize("overrides", [(), ("model.s5.scan=kernel",)])
 def test_other_implementations_are_tried_on_top_of_the_best_options(
-    compiles: Callable[..., OptionCompiler], given: tuple[str, ...]
+    install_compiler: Callable[..., OptionCompiler], overrides: tuple[str, ...]
 ):
     times = {"associative": 6.0, "blocked": 5.0}
-    compiler = compiles(lambda o: times.get(str(o.get("scan")), 10.0) - (o.get(FUSED) == "true"))
-    tuned = tune(shared_run("mode=tune", *LAYOUT, *given))
-    expected = {} if given else {"model.s5.scan": "blocked"}
-    assert (tuned.model, tuned.options, tuned.finished) == (expected, {FUSED: True}, True)
-    assert tuned.step_s == (9.0 if given else 4.0)
-    if given:
+    compiler = install_compiler(lambda o: times.get(str(o.get("scan")), 10.0) - (o.get(FUSE_GATHERS) == "true"))
+    tuned = tune(shared_run("mode=tune", *LAYOUT, *overrides))
+    expected = {} if overrides else {"model.s5.scan": "blocked"}
+    assert (tuned.model, tuned.options, tuned.finished) == (expected, {FUSE_GATHERS: True}, True)
+    assert tuned.step_s == (9.0 if overrides else 4.0)
+    if overrides:
         assert "blocked" not in [o.get("scan") for o in compiler.compiled]
         return
     assert verdicts(tuned)[-4:] == [
@@ -296,15 +300,15 @@ def test_other_implementations_are_tried_on_top_of_the_best_options(
         (1, {"model.s5.scan": "blocked"}, "kept"),
         (1, {"model.s5.scan": "kernel"}, "no gain"),
     ]
-    assert tuned.overrides == ["model.s5.scan=blocked", f"{OPTIONS_KEY}.{FUSED}=true"]
-    assert training_command(tuned).endswith(f"model.s5.scan=blocked {OPTIONS_KEY}.{FUSED}=true")
+    assert tuned.overrides == ["model.s5.scan=blocked", f"{OPTIONS_KEY}.{FUSE_GATHERS}=true"]
+    assert training_command(tuned).endswith(f"model.s5.scan=blocked {OPTIONS_KEY}.{FUSE_GATHERS}=true")
     experiment = yaml.safe_load(experiment_yaml(tuned))
     assert experiment["model"] == {"s5": {"scan": "blocked"}} and "target" in experiment
     assert [line for line in option_gains(tuned) if line.startswith("model.s5.scan=blocked: ") and "(-20.0%)" in line]
 
 
-def test_options_needed_to_fit_are_kept_with_another_implementation(compiles: Callable[..., OptionCompiler]):
-    compiler = compiles(lambda o: {"associative": 6.0, "blocked": 5.0}.get(str(o.get("scan")), 10.0))
+def test_options_needed_to_fit_are_kept_with_another_implementation(install_compiler: Callable[..., OptionCompiler]):
+    compiler = install_compiler(lambda o: {"associative": 6.0, "blocked": 5.0}.get(str(o.get("scan")), 10.0))
     compiler.to_fit = {"xla_saves": "false"}
     tuned = tune(shared_run("mode=tune", *LAYOUT))
     assert (tuned.model, tuned.to_fit) == ({"model.s5.scan": "blocked"}, {"xla_saves": "false"})
@@ -322,7 +326,7 @@ def test_a_target_without_a_tpu_compiler_is_refused(capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("outcome", "why"),
+    ("outcome", "reason"),
     [
         (
             CompileOutcome(CompileStatus.does_not_fit, shortage=MemoryReport(needed=2**35, usable=2**34)),
@@ -334,11 +338,13 @@ def test_a_target_without_a_tpu_compiler_is_refused(capfd: pytest.CaptureFixture
         ),
     ],
 )
-def test_a_layout_that_does_not_compile_is_refused(compiles: Callable[..., OptionCompiler], outcome: Any, why: str):
-    compiles(lambda o: outcome)
+def test_a_layout_that_does_not_compile_is_refused(
+    install_compiler: Callable[..., OptionCompiler], outcome: Any, reason: str
+):
+    install_compiler(lambda o: outcome)
     with pytest.raises(ValueError, match="mode=compile") as error:
         tune(compose_run(*LAYOUT), [A])
-    assert why in str(error.value) and "2x2x1-fsdp on target=v4-8" in str(error.value)
+    assert reason in str(error.value) and "2x2x1-fsdp on target=v4-8" in str(error.value)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5h", 5400), ("2h", 7200)])
@@ -353,43 +359,43 @@ def test_a_budget_that_is_not_a_time_is_refused(text: str):
 
 
 @pytest.fixture
-def tuned(
-    compiles: Callable[..., OptionCompiler], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def tune_output(
+    install_compiler: Callable[..., OptionCompiler], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> tuple[Path, str]:
     """The run folder of a finished `mode=tune`, and its output."""
-    compiles(lambda o: 8.0 if o.get(FUSED) == "true" else 10.0)
+    install_compiler(lambda o: 8.0 if o.get(FUSE_GATHERS) == "true" else 10.0)
     assert run_train("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine", "mode.budget=1h", "mode.cache=false") == 0
     return tmp_path / "mine", capsys.readouterr().out
 
 
-def test_the_command_prints_every_attempt_and_the_gain_of_each_option(tuned: tuple[Path, str]):
-    folder, out = tuned
+def test_the_command_prints_every_attempt_and_the_gain_of_each_option(tune_output: tuple[Path, str]):
+    folder, out = tune_output
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0].startswith("compiling") and "mode.budget=1h" in lines[0] and "mode.time_limit_s" in lines[0]
     assert lines[1].startswith("s5_tiny under 2x2x1-fsdp")
     header, baseline, attempt = (line.split() for line in lines[2:5])
     assert header == ["step", "change", "peak", "option"] and baseline[:4] == ["10.00", "s", "10.0", "MiB"]
-    assert attempt == ["8.000", "s", "-20.0%", "8.0", "MiB", "kept", f"{FUSED}=true"]
+    assert attempt == ["8.000", "s", "-20.0%", "8.0", "MiB", "kept", f"{FUSE_GATHERS}=true"]
     (summary,) = (line for line in lines if line.startswith("predicted step: "))
     assert all(words in summary for words in ("10.00 s", "8.000 s", "(-20.0%)"))
-    assert [line for line in lines if line.startswith(f"{FUSED}=true: ") and "(-20.0%)" in line]
+    assert [line for line in lines if line.startswith(f"{FUSE_GATHERS}=true: ") and "(-20.0%)" in line]
     assert f"options: {folder / 'tuned.yaml'}" in lines
     assert (folder / "tuned.yaml").read_text().rstrip() in out
     assert (folder / "run.yaml").is_file() and (folder / "versions.json").is_file()
 
 
-def test_all_attempts_are_recorded(tuned: tuple[Path, str]):
-    record = json.loads((tuned[0] / "tune.json").read_text())
+def test_all_attempts_are_recorded(tune_output: tuple[Path, str]):
+    record = json.loads((tune_output[0] / "tune.json").read_text())
     assert (record["start_s"], record["step_s"], record["finished"]) == (10.0, 8.0, True)
-    assert record["options"] == {FUSED: True} and record["about"]["layout"] == "2x2x1-fsdp"
+    assert record["options"] == {FUSE_GATHERS: True} and record["about"]["layout"] == "2x2x1-fsdp"
     first, second = record["attempts"][:2]
     assert (first["verdict"], first["step_s"], second["verdict"], second["step_s"]) == ("as it is", 10, "kept", 8)
     tried = {name for attempt in record["attempts"] for name in attempt["options"]}
     assert tried == {name for candidate in options_for("v4") for name in candidate.names} | {"model.s5.scan"}
 
 
-def test_tuned_yaml_is_an_experiment_with_the_training_command_on_line_one(tuned: tuple[Path, str], command: Any):
-    folder, out = tuned
+def test_tuned_yaml_is_an_experiment_with_the_training_command_on_line_one(tune_output: tuple[Path, str], command: Any):
+    folder, out = tune_output
     (folder / "experiment").mkdir()
     text = (folder / "tuned.yaml").rename(folder / "experiment" / "tuned.yaml").read_text()
     typed = text.splitlines()[1].removeprefix("# valkyrie-train ")
@@ -398,11 +404,11 @@ def test_tuned_yaml_is_an_experiment_with_the_training_command_on_line_one(tuned
     for arguments in (shlex.split(typed), ["--config-dir", str(folder), "+experiment=tuned", *LAYOUT]):
         composed = command(*arguments)
         assert (composed.status, composed.err, composed.run.config.mode.name) == (0, "", "train")
-        assert composed.run.config.target.chip.xla_options[FUSED] is True
+        assert composed.run.config.target.chip.xla_options[FUSE_GATHERS] is True
 
 
 def test_ctrl_c_keeps_the_best_options_so_far(
-    compiles: Callable[..., OptionCompiler], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    install_compiler: Callable[..., OptionCompiler], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     calls = []
 
@@ -410,23 +416,23 @@ def test_ctrl_c_keeps_the_best_options_so_far(
         calls.append(o)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return 8.0 if o.get(FUSED) == "true" else 10.0
+        return 8.0 if o.get(FUSE_GATHERS) == "true" else 10.0
 
-    compiles(steps)
+    install_compiler(steps)
     assert run_train("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine") == 130
     out, err = capfd.readouterr()
     assert "Interrupted." in out and err == ""
-    assert f"{FUSED}: true" in (tmp_path / "mine" / "tuned.yaml").read_text()
+    assert f"{FUSE_GATHERS}: true" in (tmp_path / "mine" / "tuned.yaml").read_text()
     assert not json.loads((tmp_path / "mine" / "tune.json").read_text())["finished"]
 
 
 def test_finding_nothing_better_is_reported(
-    compiles: Callable[..., OptionCompiler], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    install_compiler: Callable[..., OptionCompiler], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    compiles(lambda o: 10.0)
+    install_compiler(lambda o: 10.0)
     assert run_train("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine") == 0
     assert "; none of" in capfd.readouterr().out
-    compiles(lambda o: 10.0, takes=60.0)
+    install_compiler(lambda o: 10.0, compile_s=60.0)
     assert run_train("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=short", "mode.budget=5s") == 0
     assert "; nothing else" in capfd.readouterr().out
 

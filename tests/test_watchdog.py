@@ -27,29 +27,29 @@ class SimulatedWatchdog:
         self.watchdog = Watchdog(limit_s, clock=lambda: self.now, end=lambda status, reason: None)
         self.watchdog._poll_s = 1.0
 
-    def hangs_after(self, seconds: float) -> float | None:
+    def run_until_hang(self, seconds: float) -> float | None:
         """Advance the clock by up to `seconds`, until the watchdog reports a hang.
 
         Returns the simulated seconds until then, or None if it reports no hang.
         """
-        began = self.now
-        while self.now - began < seconds:
+        start = self.now
+        while self.now - start < seconds:
             self.now += 1.0
             if self.watchdog.check():
-                return self.now - began
+                return self.now - start
         return None
 
-    def steps(self, count: int, seconds: float) -> None:
+    def take_steps(self, count: int, seconds: float) -> None:
         """Take `count` steps of `seconds` each and begin the next."""
         for step in range(1, count + 2):
             self.watchdog.begin_step(step)
-            assert step > count or self.hangs_after(seconds) is None
+            assert step > count or self.run_until_hang(seconds) is None
 
 
 def test_a_step_that_takes_longer_than_the_limit_hangs():
     clock = SimulatedWatchdog(60.0)
-    clock.steps(10, seconds=2.0)
-    hung_after = clock.hangs_after(1000)
+    clock.take_steps(10, seconds=2.0)
+    hung_after = clock.run_until_hang(1000)
     assert hung_after is not None and 60 < hung_after < 65
     line = clock.watchdog.check()
     assert line is not None and line.startswith("step 11 hangs") and "2 s each" in line
@@ -57,35 +57,35 @@ def test_a_step_that_takes_longer_than_the_limit_hangs():
 
 def test_a_step_may_take_twenty_times_the_median():
     clock = SimulatedWatchdog(60.0)
-    clock.steps(10, seconds=50.0)
-    hung_after = clock.hangs_after(5000)
+    clock.take_steps(10, seconds=50.0)
+    hung_after = clock.run_until_hang(5000)
     assert hung_after is not None and HANG_FACTOR * 50 < hung_after < HANG_FACTOR * 50 + 5
 
 
 def test_the_first_step_may_take_half_an_hour():
     clock = SimulatedWatchdog(60.0)
     clock.watchdog.begin_step(7)
-    hung_after = clock.hangs_after(2 * FIRST_STEP_LIMIT_S)
+    hung_after = clock.run_until_hang(2 * FIRST_STEP_LIMIT_S)
     assert hung_after is not None and FIRST_STEP_LIMIT_S < hung_after < FIRST_STEP_LIMIT_S + 5
 
 
 def test_saving_and_evaluating_have_no_time_limit():
     clock = SimulatedWatchdog(60.0)
-    clock.steps(10, seconds=2.0)
+    clock.take_steps(10, seconds=2.0)
     with clock.watchdog.paused():
-        assert clock.hangs_after(10_000) is None
-    assert clock.hangs_after(10_000) is None  # the end comes, or the next step
+        assert clock.run_until_hang(10_000) is None
+    assert clock.run_until_hang(10_000) is None  # the end comes, or the next step
     clock.watchdog.begin_step(12)
-    assert clock.hangs_after(10_000) is not None
+    assert clock.run_until_hang(10_000) is not None
 
 
 def test_time_while_the_process_is_suspended_is_not_counted():
     clock = SimulatedWatchdog(60.0)
-    clock.steps(10, seconds=2.0)
-    assert clock.hangs_after(30) is None
+    clock.take_steps(10, seconds=2.0)
+    assert clock.run_until_hang(30) is None
     clock.now += 100_000
     assert clock.watchdog.check() is None
-    assert clock.hangs_after(100) is not None
+    assert clock.run_until_hang(100) is not None
 
 
 def test_notebooks_and_nan_searches_are_never_ended(tmp_path: Path):
@@ -105,7 +105,7 @@ def test_a_limit_of_zero_is_refused():
     assert [problem.key for problem in run.problems()] == ["distributed.step_timeout_s"]
 
 
-ALONE_IT_HANGS = """
+HANGING_PROGRAM = """
 import sys, time
 from pathlib import Path
 from valkyrie.train.watchdog import Watchdog
@@ -124,7 +124,7 @@ def test_a_hanging_process_prints_its_stacks_and_ends(tmp_path: Path):
     log = tmp_path / "logs" / "process-0.log"
     start = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-c", ALONE_IT_HANGS, str(log)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", HANGING_PROGRAM, str(log)], capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == LOST and time.monotonic() - start < 30
     for text in (result.stderr, log.read_text()):
@@ -133,23 +133,23 @@ def test_a_hanging_process_prints_its_stacks_and_ends(tmp_path: Path):
 
 
 def test_a_hang_is_announced_to_the_others_who_check_first():
-    looked: dict[int, str] = {}
+    reports: dict[int, str] = {}
 
     def hang(team: Team) -> None:
-        team.on_hang = lambda line: looked.update({team.index: line})
+        team.on_hang = lambda line: reports.update({team.index: line})
         team.wait("a step")
         if team.index == 1:
             team.fail(LOST, "step 3 hangs")
         deadline = time.monotonic() + 10
-        while len(looked) < 2 and time.monotonic() < deadline:
+        while len(reports) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
 
     run_teams(3, hang)
-    assert set(looked) == {0, 2}
-    assert looked[2].startswith("process 2: ") and "process 1" in looked[2] and looked[2].endswith("step 3 hangs")
+    assert set(reports) == {0, 2}
+    assert reports[2].startswith("process 2: ") and "process 1" in reports[2] and reports[2].endswith("step 3 hangs")
 
 
-HANGS = textwrap.dedent("""
+HANGING_TRAINING = textwrap.dedent("""
     import os, sys, time
     from valkyrie.train.program import StepProgram
 
@@ -173,7 +173,7 @@ TRAINING = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "name=run", "distri
 def test_all_processes_print_their_stacks_and_end_if_one_hangs(tmp_path: Path):
     variables = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     script = tmp_path / "hangs.py"
-    script.write_text(HANGS)
+    script.write_text(HANGING_TRAINING)
     processes = [
         start_python(str(script), *TRAINING, "steps=60", cwd=tmp_path, JAX_PROCESS_INDEX=str(index), **variables)
         for index in range(2)
@@ -190,7 +190,7 @@ def test_all_processes_print_their_stacks_and_end_if_one_hangs(tmp_path: Path):
 @pytest.mark.slow
 def test_the_launcher_restarts_a_hanging_training(tmp_path: Path):
     script = tmp_path / "hangs.py"
-    script.write_text(HANGS)
+    script.write_text(HANGING_TRAINING)
     words = ["target=local", "processes=2", "--restarts", "1", "--", *TRAINING, "checkpoint.every=10", "steps=60"]
     launch = f"from valkyrie.cli.launch import main; main({words!r}, command=({sys.executable!r}, {str(script)!r}))"
     ((status, out, err),) = wait_for_processes([start_python("-c", launch, cwd=tmp_path)])

@@ -63,7 +63,7 @@ def test_the_wheel_has_configuration_vocabulary_and_licences(wheels: dict[str, P
 
 
 @pytest.fixture(scope="module")
-def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bin_folder(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` folder of a new virtual environment with the wheel installed.
 
     Dependencies come from the environment that runs the tests.
@@ -79,19 +79,19 @@ def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return python.parent
 
 
-def test_the_installed_command_works_in_an_empty_folder(installed: Path, tmp_path: Path):
-    printed = run(str(installed / "valkyrie-train"), "--cfg", "job", "+experiment=valkyrie_1b_v4_64", cwd=tmp_path)
+def test_the_installed_command_works_in_an_empty_folder(bin_folder: Path, tmp_path: Path):
+    printed = run(str(bin_folder / "valkyrie-train"), "--cfg", "job", "+experiment=valkyrie_1b_v4_64", cwd=tmp_path)
     assert "name: valkyrie_1b" in printed
     large = ("mode=show", "model=valkyrie_1b", "mesh=4x4x2", "partition=2d_tp")
-    shown = run(str(installed / "valkyrie-train"), *large, cwd=tmp_path)
+    shown = run(str(bin_folder / "valkyrie-train"), *large, cwd=tmp_path)
     assert "x=4 MP1(" in shown
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_installed_vocabulary_is_read_without_a_network(installed: Path, tmp_path: Path):
+def test_the_installed_vocabulary_is_read_without_a_network(bin_folder: Path, tmp_path: Path):
     script = (
         "from valkyrie.data.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer('gpt2')\n"
         "print(tokenizer.decode(tokenizer.encode_ordinary('def f(): pass')))\n"
     )
-    assert run(str(installed / "python"), "-c", script, cwd=tmp_path).strip() == "def f(): pass"
+    assert run(str(bin_folder / "python"), "-c", script, cwd=tmp_path).strip() == "def f(): pass"

@@ -66,7 +66,7 @@ def make_row(line: dict[str, str], run: Run) -> Row:
     )
 
 
-def constant_mfu(row: Row, rows: Iterable[Row]) -> float | None:
+def constant_mfu_s(row: Row, rows: Iterable[Row]) -> float | None:
     """Return the seconds per step at the median MFU of other rows on the same chip, or None if there are no others."""
     others = [other for other in rows if other.chip == row.chip and other.row != row.row]
     if not others:
@@ -74,7 +74,7 @@ def constant_mfu(row: Row, rows: Iterable[Row]) -> float | None:
     return row.ideal_s / statistics.median(other.ideal_s / other.measured_s for other in others)
 
 
-def roofline(row: Row) -> float:
+def roofline_s(row: Row) -> float:
     """Return the seconds per step if all FLOPs run at the peak of the chip without waiting.
 
     Counts the model's FLOPs, times 4/3 if rematerialisation repeats the forward pass.

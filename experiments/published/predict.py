@@ -184,9 +184,9 @@ def reuse_or_predict(
     `replayed_s` and `seconds` (by category) are replayed seconds per step before any correction. They are missing if
     the program was not replayed. `made_by` is `key`, and `program` the digest of the lowered program.
     """
-    earlier = stored.get(name, {})
-    if earlier.get("made_by") == key and earlier["status"] in ("ok", "does_not_fit"):
-        return earlier
+    stored_result = stored.get(name, {})
+    if stored_result.get("made_by") == key and stored_result["status"] in ("ok", "does_not_fit"):
+        return stored_result
     try:
         compiled_run, prediction, _ = compile_and_summarise(run, console)
     except ValueError as error:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from guesses import Row, constant_mfu, ordered_pairs, roofline
+from guesses import Row, constant_mfu_s, ordered_pairs, roofline_s
 
 from valkyrie.search.compile.correction import PublishedRun, published_correction, published_interval
 
@@ -29,7 +29,7 @@ def add_guesses(result: Result, row: Row, rows: Sequence[Row], published: Sequen
     replayed = result.get("replayed_s")
     correction = published_correction(published, row.chip, row.slices, without=row.family).factor
     seconds = {"predicted": correction * replayed if replayed else None, "replayed": replayed}
-    seconds |= {"mfu": constant_mfu(row, rows), "roofline": roofline(row)}
+    seconds |= {"mfu": constant_mfu_s(row, rows), "roofline": roofline_s(row)}
     errors = {kind: None if s is None else s / row.measured_s - 1 for kind, s in seconds.items()}
     facts = {"family": row.family, "model": row.model, "chip": row.chip, "layout": row.layout, "slices": row.slices}
     return result | facts | {"measured_s": row.measured_s, "seconds_by": seconds, "errors": errors}
@@ -135,8 +135,11 @@ def format_pair_table(results: Iterable[Result], rows: Iterable[Row]) -> str:
     all_pairs, distinct_pairs = ordered_pairs(compared), ordered_pairs(compared, _MIN_RATE_DIFFERENCE)
     share = f"{100 * _MIN_RATE_DIFFERENCE:.0f}%"
     lines = [f"| order of pairs of one model | more than {share} apart: right | all: right |", "|---|---:|---:|"]
-    kinds = sorted({(fast.chip, fast.model) for fast, _ in all_pairs})
-    for name, group_kinds in [*((f"{model} on {chip}", {(chip, model)}) for chip, model in kinds), ("all", {*kinds})]:
+    chip_models = sorted({(fast.chip, fast.model) for fast, _ in all_pairs})
+    for name, group_kinds in [
+        *((f"{model} on {chip}", {(chip, model)}) for chip, model in chip_models),
+        ("all", {*chip_models}),
+    ]:
         cells = []
         for group in (distinct_pairs, all_pairs):
             group_pairs = [pair for pair in group if (pair[0].chip, pair[0].model) in group_kinds]

@@ -223,7 +223,7 @@ def make_run(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab
     attention without a causal mask, and tied embeddings. If empty, `kv_heads` is `heads`, `mlp` is four times `embed`,
     and `vocab` is 51,200.
     """
-    llama = name.startswith("llama")
+    is_llama = name.startswith("llama")
     head_dim = int(embed) // int(heads)
     shape = {
         "layers": layers,
@@ -233,9 +233,9 @@ def make_run(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab
         "attention.heads": heads,
         "attention.kv_heads": kv_heads or heads,
         "attention.head_dim": head_dim,
-        "attention.causal": "true" if llama else "false",
-        "feed_forward": "swiglu" if llama else "gelu",
-        "tie_embeddings": str(not llama).lower(),
+        "attention.causal": "true" if is_llama else "false",
+        "feed_forward": "swiglu" if is_llama else "gelu",
+        "tie_embeddings": str(not is_llama).lower(),
         "tokenizer": "bytes",
     }
     overrides = [f"model.{key}={value}" for key, value in shape.items()]

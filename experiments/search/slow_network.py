@@ -174,7 +174,7 @@ def measure_figures(networks: Sequence[Network], file: Path) -> ChipConfig:
 
 
 def measure_layouts(
-    networks: Sequence[Network], estimates: Sequence[EstimatedLayout], batch: int, most: int, console: Console
+    networks: Sequence[Network], estimates: Sequence[EstimatedLayout], batch: int, max_layouts: int, console: Console
 ) -> list[dict[str, str]]:
     """Measure layouts, and return the rows of the CSV file.
 
@@ -186,26 +186,24 @@ def measure_layouts(
         networks: Networks to run in, one process in each.
         estimates: Layouts to measure, the shortest estimate first.
         batch: Sequences per step.
-        most: Approximate number of layouts to measure, evenly spaced over `estimates`, or 0 for all.
+        max_layouts: Approximate number of layouts to measure, evenly spaced over `estimates`, or 0 for all.
         console: Where to print the result of each layout.
     """
-    chosen_layouts = estimates[:: max(len(estimates) // most, 1)] if most else estimates
-    seconds = {}
+    chosen_layouts = estimates[:: max(len(estimates) // max_layouts, 1)] if max_layouts else estimates
+    seconds_by_layout = {}
     for layout in chosen_layouts:
-        seconds[layout_name(layout)] = [measure_step_s(networks, layout, batch)]
-        console.print(
-            f"{layout_name(layout)}: estimated {layout.step_s:.3f} s, measured {seconds[layout_name(layout)][0]:.3f} s",
-            markup=False,
-        )
-    best = min(chosen_layouts, key=lambda layout: seconds[layout_name(layout)][0])
+        step_s = measure_step_s(networks, layout, batch)
+        seconds_by_layout[layout_name(layout)] = [step_s]
+        console.print(f"{layout_name(layout)}: estimated {layout.step_s:.3f} s, measured {step_s:.3f} s", markup=False)
+    best = min(chosen_layouts, key=lambda layout: seconds_by_layout[layout_name(layout)][0])
     for layout in [chosen_layouts[0], best] * 2 if best is not chosen_layouts[0] else []:
-        seconds[layout_name(layout)].append(measure_step_s(networks, layout, batch))
+        seconds_by_layout[layout_name(layout)].append(measure_step_s(networks, layout, batch))
     return [
         {
             "batch": str(batch),
             "layout": layout_name(layout),
-            "measured_s": f"{np.median(seconds[layout_name(layout)]):.4f}",
-            "times": str(len(seconds[layout_name(layout)])),
+            "measured_s": f"{np.median(seconds_by_layout[layout_name(layout)]):.4f}",
+            "times": str(len(seconds_by_layout[layout_name(layout)])),
         }
         for layout in chosen_layouts
     ]

@@ -50,9 +50,10 @@ def main() -> None:
     timed_groups = {
         key: stack_compiled(pairs) for key, pairs in groups.items() if any(row["step_s"] for row, _ in pairs)
     }
-    names = FITTED_CONSTANTS if args.fit else ()
+    fitted_constants = FITTED_CONSTANTS if args.fit else ()
     estimates = {
-        id(timed): seconds for timed, seconds in cross_validate(list(timed_groups.values()), Efficiency(), names)
+        id(timed): seconds
+        for timed, seconds in cross_validate(list(timed_groups.values()), Efficiency(), fitted_constants)
     }
     step_estimates: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
     memory_estimates: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
@@ -73,7 +74,7 @@ def main() -> None:
                     f"{row['space']} {row['layout']}: {1e3 * row['step_s']:.1f} ms, estimated {ratio:.2f} of it"
                 )
     if args.fit:
-        console.print(fit_constants(list(timed_groups.values()), Efficiency(), names))
+        console.print(fit_constants(list(timed_groups.values()), Efficiency(), fitted_constants))
     if args.ship:
         write_errors(step_estimates, memory_estimates)
 
