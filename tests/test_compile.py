@@ -227,7 +227,7 @@ def test_a_layout_is_compiled_once(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     assert step is not None and not first.cached, first.outcome
     assert step.axes == {"x": 2, "y": 2, "z": 1} and len(step.positions) == 4
     assert step.memory.split["activations and temporaries"] > 0
-    assert first.module.stat().st_size > 1000
+    assert first.module_file.stat().st_size > 1000
     assert lines[0].startswith("compiling for cpu")
     again = compile_layout(tiny, 300)
     assert (again.outcome, again.cached) == (first.outcome, True)
@@ -237,7 +237,7 @@ def test_a_layout_is_compiled_once(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiling, "request_key", lambda run: "after an edit that leaves the program as it is")
     edited = compile_layout(tiny, 300)
     assert edited.folder != first.folder and edited.cached and edited.outcome.step is not None
-    assert edited.program == first.program and len(list(cache.programs_folder().iterdir())) == 1
+    assert edited.program_folder == first.program_folder and len(list(cache.programs_folder().iterdir())) == 1
     assert edited.outcome.step.compile_s == step.compile_s, "of the one compile"
     assert edited.outcome.step.alternatives == step.alternatives and edited.outcome.step.memory == step.memory
 

@@ -32,7 +32,7 @@ from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import TimedLayouts, fit_constants
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
-from valkyrie.search.estimate.runs import estimate_runs, stack_runs, wider_heads
+from valkyrie.search.estimate.runs import estimate_runs, stack_runs, suggest_wider_heads
 from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
 from valkyrie.search.request import parse_request
@@ -81,7 +81,7 @@ def test_estimated_memory_equals_that_of_mode_show(model: str) -> None:
         program = StepProgram(layout, abstract_mesh(layout.config.mesh), backend="tpu")
         expected = expected_memory(layout, program.abstract_state)
         partitions.add(layout.config.partition.name)
-        assert entry.bytes == pytest.approx(expected.total, rel=0.01), entry.candidate.overrides
+        assert entry.peak_bytes == pytest.approx(expected.total, rel=0.01), entry.candidate.overrides
     assert len(partitions) > 3
 
 
@@ -278,13 +278,17 @@ def test_estimated_seconds_of_collectives() -> None:
     run = parse_run(["target=v4-64", "model=gpt_1b", "mesh=1x32x1", "partition=fsdp", "batch=32", "mode=show"])
     layouts = stack_runs([run])
     network = replace(
-        collective_model(known_chips()["v4"], Efficiency()), start_s=0.0, hop_s=0.0, gathers=1.0, sums=1.0
+        collective_model(known_chips()["v4"], Efficiency()),
+        start_s=0.0,
+        hop_s=0.0,
+        gather_efficiency=1.0,
+        all_reduce_efficiency=1.0,
     )
     links = float(layouts.links["y"].inner_rate[0])
     full = np.array([3.2e9])
-    assert network.gather(layouts, ("y",), full)[0] == pytest.approx(3.2e9 * 31 / 32 / links)
-    assert network.sum(layouts, ("y",), full)[0] == pytest.approx(2 * 3.2e9 * 31 / 32 / links)
-    assert network.gather(layouts, ("x", "z"), full)[0] == 0.0  # of one device each
+    assert network.all_gather(layouts, ("y",), full)[0] == pytest.approx(3.2e9 * 31 / 32 / links)
+    assert network.all_reduce(layouts, ("y",), full)[0] == pytest.approx(2 * 3.2e9 * 31 / 32 / links)
+    assert network.all_gather(layouts, ("x", "z"), full)[0] == 0.0  # of one device each
 
 
 def test_a_ring_through_hosts_is_limited_by_their_network_cards() -> None:
@@ -293,9 +297,9 @@ def test_a_ring_through_hosts_is_limited_by_their_network_cards() -> None:
     links = layouts.links["z"]
     assert (links.inner[0], links.outer[0]) == (8.0, 2.0)
     network = replace(
-        collective_model(known_chips()["h100"], Efficiency()), start_s=0.0, outer_start_s=0.0, outside=1.0
+        collective_model(known_chips()["h100"], Efficiency()), start_s=0.0, outer_start_s=0.0, outer_efficiency=1.0
     )
-    assert network.gather(layouts, ("z",), np.array([16e9]))[0] == pytest.approx(15e9 / 400e9)
+    assert network.all_gather(layouts, ("z",), np.array([16e9]))[0] == pytest.approx(15e9 / 400e9)
 
 
 def test_placements_with_fewer_links_for_every_axis_are_skipped() -> None:
@@ -449,7 +453,7 @@ def test_wider_heads_are_suggested_where_they_are_not_padded() -> None:
     base = ("mode=compile", "model=gpt_1b", "mesh=16x1x1", "partition=fsdp", "batch=64", "seq=2048")
     narrow = ("model.embed=1280", "model.attention.head_dim=64")
     heads = ("model.attention.heads=20", "model.attention.kv_heads=4")
-    wider = wider_heads(shared_run(*base, "target=v5e-16", *narrow, *heads))
+    wider = suggest_wider_heads(shared_run(*base, "target=v5e-16", *narrow, *heads))
     assert wider is not None and wider.speedup > 1.1
     assert [*wider.changes] == [f"model.attention.{key}" for key in ("heads=10", "kv_heads=2", "head_dim=128")]
     for settings in (
@@ -457,4 +461,4 @@ def test_wider_heads_are_suggested_where_they_are_not_padded() -> None:
         ("target=v5e-16", *narrow, "model.attention.heads=15", "model.attention.kv_heads=15"),
         ("target=v5e-16", "model.attention.head_dim=128", *heads),
     ):
-        assert wider_heads(shared_run(*base, *settings)) is None
+        assert suggest_wider_heads(shared_run(*base, *settings)) is None

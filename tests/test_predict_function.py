@@ -30,7 +30,7 @@ from valkyrie.search.compile.lowered import (
     split_locations,
 )
 from valkyrie.search.compile.predict import predict_function
-from valkyrie.search.compile.program_child import compile_requested
+from valkyrie.search.compile.program_child import compile_request
 from valkyrie.train.program import serialised_module
 
 pytestmark = needs_libtpu
@@ -202,7 +202,7 @@ def test_a_function_slightly_over_the_memory_is_compiled_again(monkeypatch: pyte
     more = train_options.Option(limit, "12000", train_options.TO_FIT)
     monkeypatch.setattr(train_options, "add_memory_saving_options", lambda options: [more])
     # Compiles in this process, where `add_memory_saving_options` is replaced.
-    monkeypatch.setattr(lowered_programs, "ChildProcess", lambda command, *_: compile_requested(Path(command[-2])))
+    monkeypatch.setattr(lowered_programs, "ChildProcess", lambda command, *_: compile_request(Path(command[-2])))
     monkeypatch.setattr(lowered_programs, "run_compiler", lambda *_: None)
     slice = valkyrie.slice("v5e-8")
     rows = NamedSharding(slice.mesh((8,), ("data",)), PartitionSpec("data"))

@@ -35,9 +35,9 @@ from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, Me
 from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
-from valkyrie.search.folder import locked_folder, request_digest, save_answer
+from valkyrie.search.folder import lock_folder, request_digest, save_answer
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
+from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, torus_free_candidate
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import Outcome
@@ -169,8 +169,8 @@ def test_search_stops_when_no_other_layout_can_be_faster(compiler: ScaledCompile
     assert best is not None and best.step_s == pytest.approx(shortlist.fitting[0].step_s)
     assert "no other layout" in compiles.stop_reason
     assert len(compiles.layouts) < len(shortlist.fitting)
-    first = {(p.about.mesh, p.about.partition) for p in compiler.plans[: compiling.DISTINCT_FIRST]}
-    assert len(first) == compiling.DISTINCT_FIRST
+    first = {(p.about.mesh, p.about.partition) for p in compiler.plans[: compiling.MIN_DISTINCT]}
+    assert len(first) == compiling.MIN_DISTINCT
 
 
 def test_a_layout_that_does_not_fit_is_not_the_answer(compiler: ScaledCompiler, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_compiles_of_earlier_searches_are_found_in_their_records(
     TrialLog(tmp_path).append(entry.trial for entry in compiled_layouts)
     trials = {entry.trial.key: entry.trial for entry in compiled_layouts}
     monkeypatch.setattr(compiling, "settle", lambda plans: (trials, []))
-    compiling.add_recorded(request, [*shortlist.fitting, *shortlist.doubtful], tmp_path, recorded)
+    compiling.add_recorded_layouts(request, [*shortlist.fitting, *shortlist.doubtful], tmp_path, recorded)
     assert {entry.trial.key for entry in recorded.layouts} == {*trials}
 
 
@@ -371,7 +371,7 @@ def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_la
 def test_layouts_are_ranked_by_step_time_if_prices_are_unknown(price: str) -> None:
     request = make_request("mode.tokens=1e9", "mode.budget_usd=5", f"target.chip.usd_per_hour={price}")
     shortlist = make_shortlist(request)
-    assert not request.by_price and request.cost(shortlist.fitting[0], 2.0) == 2.0
+    assert not request.ranks_by_price and request.cost(shortlist.fitting[0], 2.0) == 2.0
     rows = rank_layouts(request, shortlist, CompiledLayouts(), 10)
     assert [row.step_s for row in rows] == sorted(row.step_s for row in rows)
     assert json.loads(json.dumps(encode(rows), allow_nan=False)), "a number of tokens is finite or none"
@@ -384,9 +384,9 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
     assert len({target.topology for target in request.targets}) > 1
     shortlist = make_shortlist(request)
     best = shortlist.best(describe_chips(request.targets[0]), 10)
-    assert len({without_torus(entry) for entry in best}) == len(best) == 10
+    assert len({torus_free_candidate(entry) for entry in best}) == len(best) == 10
     several = next(entry for entry in best if shortlist.equally_fast_slices(entry))
-    equivalents = [e for e in shortlist.fitting if without_torus(e) == without_torus(several) and e is not several]
+    equivalents = [e for e in shortlist.fitting if torus_free_candidate(e) == torus_free_candidate(several) and e is not several]
     assert set(shortlist.equally_fast_slices(several)) <= {e.group.target.name for e in equivalents}
     compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=4)
     assert len({mesh_partition(entry.estimate) for entry in compiles.layouts}) == 4, "another torus is no other layout"
@@ -473,13 +473,13 @@ def test_a_searched_batch_gives_the_most_tokens_per_second_that_fit() -> None:
     request = make_batch_request()
     layouts = list(rank(request.run, request.space()))
     usable = usable_hbm(request.targets[0].chip) or 0
-    assert all(entry.bytes <= usable for entry in layouts)
+    assert all(entry.peak_bytes <= usable for entry in layouts)
     batches = {e.batch or 0 for e in layouts if (e.candidate.mesh, e.remat.name) == ("8x1x1", "full")}
     assert {8, 16, 24, 32} < batches and all(batch and batch % 8 == 0 for batch in batches)
     larger = parse_run(["mode=search", "target=v5e-8", "model=gpt_125m", "partition=fsdp", f"batch={2 * max(batches)}"])
     ranked = rank(larger, parse_request(larger).space())
     same = [e for e in ranked if (e.candidate.mesh, e.remat.name, e.candidate.microbatches) == ("8x1x1", "full", 1)]
-    assert same and all(entry.bytes > usable for entry in same), "twice the largest batch does not fit"
+    assert same and all(entry.peak_bytes > usable for entry in same), "twice the largest batch does not fit"
 
     rows = rank_layouts(request, build_shortlist(rank(request.run, request.space())), CompiledLayouts(), 10)
     rates = [row.tokens_per_second_per_chip for row in rows]
@@ -489,7 +489,7 @@ def test_a_searched_batch_gives_the_most_tokens_per_second_that_fit() -> None:
     assert len(set(without_batch)) == len(rows), "each layout is listed with its best batch"
     for row in rows:
         candidate = replace(row.candidate, batch=None)
-        best = min(entry.ranked_s for entry in layouts if replace(entry.candidate, batch=None) == candidate)
+        best = min(entry.ranking_s for entry in layouts if replace(entry.candidate, batch=None) == candidate)
         assert row.step_s / (row.candidate.batch or 0) == best
 
 
@@ -499,7 +499,7 @@ def test_the_estimate_of_a_searched_batch_is_that_of_the_batch() -> None:
     assert entry.batch is not None and entry.run(request.run).config.batch == entry.batch
     fixed = parse_run(["mode=search", "target=v5e-8", "model=gpt_125m", "partition=fsdp", f"batch={entry.batch}"])
     same = [e for e in rank(fixed, parse_request(fixed).space()) if e.candidate == replace(entry.candidate, batch=None)]
-    assert [(e.step_s, e.bytes) for e in same] == [(entry.step_s, entry.bytes)]
+    assert [(e.step_s, e.peak_bytes) for e in same] == [(entry.step_s, entry.peak_bytes)]
     row = rank_layout(request, entry)
     assert row.mfu == rank_layout(parse_request(fixed), same[0]).mfu
     assert row.tokens_per_second_per_chip == entry.batch * fixed.config.seq / entry.step_s / 8
@@ -544,11 +544,11 @@ def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: Scaled
     layouts = [replace(entry.estimate.candidate, batch=None) for entry in compiles.layouts]
     assert len(set(layouts)) == len(layouts)
     best = compiles.best(request)
-    assert best is not None and best.estimate.ranked_s == min(entry.estimate.ranked_s for entry in compiles.layouts)
+    assert best is not None and best.estimate.ranking_s == min(entry.estimate.ranking_s for entry in compiles.layouts)
     rows = rank_layouts(request, make_shortlist(request), compiles, 10)
     slower = next(entry for entry in compiles.layouts if entry is not best)
     compared = format_comparison(Baseline(FASTEST_FSDP, slower.estimate), compiles, rows[0])
-    assert f"{slower.estimate.ranked_s / best.estimate.ranked_s:.2f} times as long per token" in compared
+    assert f"{slower.estimate.ranking_s / best.estimate.ranking_s:.2f} times as long per token" in compared
 
 
 def test_a_mesh_in_the_command_is_the_only_one() -> None:
@@ -761,7 +761,7 @@ def test_two_searches_do_not_run_in_one_folder(
 
     monkeypatch.setattr(fcntl, "flock", lock_like_nfs)
     with (
-        locked_folder(Path("runs", "found"), make_request()),
+        lock_folder(Path("runs", "found"), make_request()),
         pytest.raises(ValueError, match=f"^runs/found is in use by process {os.getpid()} on "),
     ):
         search(*FAST_SEARCH)
@@ -866,7 +866,7 @@ def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     first = search("mode.tune=5min", "mode.compiles=2")
     assert first.answer["options"] == ["xla_flag=300"] and "tuned options" not in first.printed
-    monkeypatch.setattr(mode, "rank_measured", lambda question, rows, measures, compiles: rows[::-1])
+    monkeypatch.setattr(mode, "rank_measured_layouts", lambda question, rows, measures, compiles: rows[::-1])
     second = search("mode.tune=5min", "mode.compiles=2")
     assert second.answer["options"] == []
     assert "The tuned options (xla_flag=300) were dropped" in second.printed

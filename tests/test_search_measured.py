@@ -36,7 +36,7 @@ from valkyrie.search.measuring import (
     measure_best,
     measure_report,
     measurement_summary,
-    rank_measured,
+    rank_measured_layouts,
 )
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition
@@ -103,7 +103,7 @@ def test_a_slow_partition_is_dropped_in_favour_of_others(monkeypatch: pytest.Mon
     measures = measure_shortlist(fake_trials, request, monkeypatch, tmp_path)
     partitions = [plan.about.partition for plan in fake_trials.plans]
     assert partitions[0] == best and best not in partitions[3:]
-    assert measures.timed[0].estimate.group.candidates.partition.name != best and (measures.regret or 0) > 1
+    assert measures.timed_trials[0].estimate.group.candidates.partition.name != best and (measures.regret or 0) > 1
     assert "% slower than the fastest" in measurement_summary(measures) and "Spearman" in measurement_summary(measures)
 
 
@@ -112,12 +112,12 @@ def test_searched_batches_are_measured_and_ranked_by_tokens_per_second(monkeypat
     request = replace(make_request("mode.measure=4", "partition=fsdp", "mesh=8x1x1"), search_batch=True)
     request = replace(request, targets=tuple(replace(target, chip=limited) for target in request.targets))
     measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
-    per_sequence = [(trial.step_s or 0) / (trial.estimate.batch or 0) for trial in measures.timed]
+    per_sequence = [(trial.step_s or 0) / (trial.estimate.batch or 0) for trial in measures.timed_trials]
     assert per_sequence == sorted(per_sequence) and measures.regret == 0
-    steps = [trial.step_s or 0 for trial in measures.timed]
-    assert len({trial.estimate.batch for trial in measures.timed}) > 1 and steps != sorted(steps)
+    steps = [trial.step_s or 0 for trial in measures.timed_trials]
+    assert len({trial.estimate.batch for trial in measures.timed_trials}) > 1 and steps != sorted(steps)
     rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
-    ranked = rank_measured(request, rows, measures, CompiledLayouts())[:4]
+    ranked = rank_measured_layouts(request, rows, measures, CompiledLayouts())[:4]
     rates = [row.tokens_per_second_per_chip for row in ranked]
     assert rates == sorted(rates, reverse=True) and all("batch=" in " ".join(row.overrides) for row in ranked)
 
@@ -149,7 +149,7 @@ def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypat
     request, listed = make_request("mode.measure=3"), make_shortlist(make_request())
     measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
     plain = [replace(row, stage=stage) for row in rank_layouts(request, listed, CompiledLayouts(), 10)]
-    rows = rank_measured(request, plain, measures, CompiledLayouts())
+    rows = rank_measured_layouts(request, plain, measures, CompiledLayouts())
     assert [row.stage for row in rows[:4]] == [Stage.measure] * 3 + [stage]
     first = next(row for row in plain if row.overrides == rows[0].overrides)
     assert rows[0].step_s == pytest.approx(2 * first.step_s)
@@ -162,16 +162,16 @@ def test_measured_rows_come_first_and_rescale_the_others(stage: Stage, monkeypat
 def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=3")
     measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
-    rows = rank_measured(
+    rows = rank_measured_layouts(
         request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
     )
-    baseline_layout = measures.timed[1].estimate
+    baseline_layout = measures.timed_trials[1].estimate
     assert measures.step_s(baseline_layout) == pytest.approx(2 * baseline_layout.step_s)
     line = format_comparison(
         Baseline(FASTEST_FSDP, baseline_layout), CompiledLayouts(), rows[0], measures.step_s(baseline_layout)
     )
     assert (
-        f"(measured), {baseline_layout.step_s / measures.timed[0].estimate.step_s:.2f} times as long as the best;"
+        f"(measured), {baseline_layout.step_s / measures.timed_trials[0].estimate.step_s:.2f} times as long as the best;"
         in line
     )
     other = make_shortlist(request).fitting[-1]
@@ -205,9 +205,9 @@ def make_compiled_layout(request: SearchRequest, entry: EstimatedLayout, factor:
 def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     request = make_request("mode.measure=1")
     measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
-    best, baseline_layout = measures.timed[0].estimate, make_shortlist(request).fitting[-1]
+    best, baseline_layout = measures.timed_trials[0].estimate, make_shortlist(request).fitting[-1]
     compiles = CompiledLayouts([make_compiled_layout(request, baseline_layout, 5.0, tmp_path)])
-    (row, *_) = rank_measured(
+    (row, *_) = rank_measured_layouts(
         request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
     )
     line = format_comparison(Baseline(FASTEST_FSDP, baseline_layout), compiles, row)
@@ -216,12 +216,12 @@ def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pyte
     compiles.layouts.append(make_compiled_layout(request, best, 4.0, tmp_path))
     line = format_comparison(Baseline(FASTEST_FSDP, baseline_layout), compiles, row)
     assert f"), {5 * baseline_layout.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
-    (row,) = rank_measured(request, [], measures, compiles)
+    (row,) = rank_measured_layouts(request, [], measures, compiles)
     assert (row.stage, row.memory) == (Stage.measure, 2**30), "a measured layout without a row keeps its compiled peak"
     failed = MeasuredTrials(
         [replace(measures.trials[0], trial=replace(measures.trials[0].trial, status=Status.failed))]
     )
-    assert rank_measured(request, [row], failed, compiles) == [], "a layout that does not run is no answer"
+    assert rank_measured_layouts(request, [row], failed, compiles) == [], "a layout that does not run is no answer"
 
 
 @pytest.mark.parametrize(

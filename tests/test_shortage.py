@@ -42,7 +42,7 @@ def test_arguments_are_listed_with_the_axes_that_do_not_shard_them():
         ("params['v']", "bf16[64,128]", 2 * 64 * 16),
     ]
     assert [each.replicated_over for each in arguments] == [{"data": 2, "model": 4}, {"data": 2}, {}]
-    assert arguments[0].savable == 7 * arguments[0].bytes / 8
+    assert arguments[0].savable_bytes == 7 * arguments[0].bytes / 8
     unsharded = UnpartitionedProgram.from_lowered(jax.jit(lambda x: x).lower(jnp.zeros(8)))
     assert list_arguments(unsharded, mesh.shape) == []
 

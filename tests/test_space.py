@@ -247,7 +247,7 @@ def test_axes_that_a_partition_does_not_use_add_no_layouts():
     enumerated = enumerate_layouts(SpaceConfig(meshes=["AxBxC", "AxBxCxD"]), tiny("cpu8"), ONLY_X)
     assert [cell.overrides for cell in enumerated.cells] == [("mesh=8x1x1", "partition=only_x")]
     # 9 of the 10 meshes with three axes leave an axis idle, and 19 of the 20 with four. 1x8x1x1 is the same as 8x1x1.
-    codes = Counter(problem.code for problem in enumerated.skipped)
+    codes = Counter(problem.code for problem in enumerated.skip_problems)
     assert codes == {ProblemCode.idle_mesh_axis: 28, ProblemCode.same_sharding: 1}
     assert " 1 skipped" in describe_counts(enumerated, enumerated.legal)
 
@@ -256,7 +256,7 @@ def test_a_requested_illegal_mesh_is_refused_with_the_reason():
     enumerated = enumerate_layouts(SpaceConfig(meshes=["4x2x1", "8x1x1"]), tiny("cpu8"), ONLY_X)
     assert [bool(cell.problems) for cell in enumerated.cells] == [True, False]
     assert enumerated.cells[0].problems[0].identity == (ProblemCode.idle_mesh_axis, None, (), ("y",))
-    assert not enumerated.skipped
+    assert not enumerated.skip_problems
 
 
 def test_a_partition_without_a_legal_mesh_is_refused_once():
@@ -289,7 +289,7 @@ def test_a_range_keeps_only_the_meshes_in_it(key: str):
         space = replace(SpaceConfig(meshes=["1x1x8"]), **{key: [least, most]})
         enumerated = enumerate_space(space, shapes, dp)
         assert [cell.overrides[0] for cell in enumerated.cells] == [f"model.layers={n}" for n in expected]
-        assert [(p.code, p.key) for p in enumerated.skipped] == [(ProblemCode.out_of_range, key)] * (8 - len(expected))
+        assert [(p.code, p.key) for p in enumerated.skip_problems] == [(ProblemCode.out_of_range, key)] * (8 - len(expected))
 
 
 @pytest.mark.parametrize("model", [*MODELS, "variants"])

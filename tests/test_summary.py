@@ -41,7 +41,7 @@ from valkyrie.search.compile.prediction import (
     short_source,
 )
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.search.compile.show import describe_range, show
+from valkyrie.search.compile.show import describe_range, print_record
 from valkyrie.search.compile.summary import summarise
 from valkyrie.train.options import CHIP, USER, Option
 
@@ -287,7 +287,7 @@ def test_short_names_are_distinct():
 
 def report_text(found: Prediction) -> str:
     console = Console(file=io.StringIO(), width=200, soft_wrap=True)
-    show(found, console)
+    print_record(found, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

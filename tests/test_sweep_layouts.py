@@ -71,7 +71,7 @@ def test_lists_on_the_command_line_replace_layouts_and_multiply_other_settings()
     }
     assert {cell.overrides for cell in enumerated.legal} == expected
     assert len(enumerated.cells) == len(expected)
-    assert [p.code for p in enumerated.skipped] == [ProblemCode.same_sharding] * 2
+    assert [p.code for p in enumerated.skip_problems] == [ProblemCode.same_sharding] * 2
 
 
 def test_a_glob_on_the_command_line_selects_the_choices_that_match():

@@ -120,7 +120,7 @@ class Result:
         return f"<Result {self._title}: {self.status}, {step}{peak}>"
 
     def __str__(self) -> str:
-        from valkyrie.search.compile.show import show as print_record
+        from valkyrie.search.compile.show import print_record
 
         return _print_to_text(lambda console: print_record(self.record, console))
 

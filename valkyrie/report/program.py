@@ -21,7 +21,7 @@ from valkyrie.report.tables import ColumnHead, TextTable
 from valkyrie.report.trace import Timeline, make_timeline
 from valkyrie.report.words import BigNumber
 from valkyrie.search.compile.prediction import CompileStatus, Hint, Measurement, Prediction
-from valkyrie.search.compile.show import show
+from valkyrie.search.compile.show import print_record
 from valkyrie.units import duration_text, memory_text, percent_text
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def program_page(record: Prediction | Measurement, title: str, spans: Sequence[T
     hints: tuple[Hint, ...] = ()
     if isinstance(record, Prediction):
         hints, record = record.hints, replace(record, hints=())  # the page shows hints in a separate section
-    show(record, console := _Recorder())
+    print_record(record, console := _Recorder())
     step_timeline = make_timeline([dict(event) for event in trace_events(spans, title)])
     return (
         template_environment()
@@ -118,7 +118,7 @@ def comparison_page(
     """
     blocks, numbers, hints = [_text_table(table), *lines], [BigNumber("best", best_name or "none fits")], ()
     if best_name is not None:
-        show(replace(records[best_name], hints=()), console := _Recorder())
+        print_record(replace(records[best_name], hints=()), console := _Recorder())
         blocks += [f"{best_name}: {console.blocks[0]}", *console.blocks[1:]]
         numbers, hints = [*numbers, *big_numbers(records[best_name])], records[best_name].hints
     return (

@@ -91,8 +91,8 @@ def _best_on_chips(
     estimated = [
         layout for layout in shortlist.best(chips_text, 2 * count) if layout.candidate not in compiled_candidates
     ]
-    compiled_s = {without_torus(layout.estimate): layout.estimate.ranked_s for layout in compiled}
-    estimated = [layout for layout in estimated if layout.ranked_s < compiled_s.get(without_torus(layout), math.inf)]
+    compiled_s = {without_torus(layout.estimate): layout.estimate.ranking_s for layout in compiled}
+    estimated = [layout for layout in estimated if layout.ranking_s < compiled_s.get(without_torus(layout), math.inf)]
     estimated.sort(key=lambda layout: layout.per_sequence(compiled_layouts.corrected_s(layout)))
     rows = [(layout.estimate, rank_layout(request, layout.estimate, layout)) for layout in compiled[:count]]
     return rows + [
@@ -120,7 +120,7 @@ def rank_layout(
         step_s=step_s,
         low_s=low_s,
         high_s=high_s,
-        memory=layout.bytes if compiled is None else compiled.peak,
+        memory=layout.peak_bytes if compiled is None else compiled.peak,
         usable=usable_hbm(target.chip),
         tokens_per_second_per_chip=rate / ((target.chips or 1) * target.slices),
         mfu=_mfu(request, layout, step_s),
@@ -156,7 +156,7 @@ def _bottleneck(layout: EstimatedLayout, compiled: CompiledLayout | None) -> Bot
     for resource_name, seconds in resource_seconds:
         seconds_by_resource[resource_name] = seconds_by_resource.get(resource_name, 0.0) + seconds
     resource, seconds = max(seconds_by_resource.items(), key=lambda item: item[1])
-    peak = layout.bytes if compiled is None else compiled.peak or layout.bytes
+    peak = layout.peak_bytes if compiled is None else compiled.peak or layout.peak_bytes
     return Bottleneck(
         resource, seconds / sum(seconds_by_resource.values()), bool(usable and peak > NEAR_LIMIT * usable)
     )

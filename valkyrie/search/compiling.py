@@ -42,7 +42,7 @@ from valkyrie.sweep.run import run_in_this_process, settle
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.options import settings_to_fit
 
-DISTINCT_FIRST = 4
+MIN_DISTINCT = 4
 """Number of different meshes and partitions to compile before repeating one. Baselines do not follow this order."""
 MIN_VARIANT_RATIO = 0.97
 """Assumed lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`.
@@ -61,12 +61,12 @@ policy: 1.1 excludes 326 of 350 layouts that do not fit and 29 of 1,930 that do;
 class CompiledLayout:
     """A layout with its estimate and the record of its compile.
 
-    `to_fit` are overrides of compiler options without which it does not fit.
+    `memory_options` are overrides of compiler options without which it does not fit.
     """
 
     estimate: EstimatedLayout
     trial: Trial
-    to_fit: tuple[str, ...] = ()
+    memory_options: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float | None:
@@ -119,7 +119,7 @@ class CompiledLayouts:
         """Return the estimated step time of a layout in seconds, times `ratio` if it is known."""
         return layout.step_s * (self.ratio(mesh_partition(layout)) or 1.0)
 
-    def on_uncompiled_chips(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
+    def filter_uncompiled_chips(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
         """Return the layouts on kinds and numbers of chips for which no layout was compiled."""
         compiled = {describe_chips(layout.target) for layout in self.layouts}
         return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
@@ -137,7 +137,7 @@ class CompiledLayouts:
             return False
         candidate = replace(layout.candidate, batch=None)
         other_batches = (c for c in self.layouts if replace(c.estimate.candidate, batch=None) == candidate)
-        return any(c.step_s is not None and c.estimate.ranked_s <= layout.ranked_s for c in other_batches)
+        return any(c.step_s is not None and c.estimate.ranking_s <= layout.ranking_s for c in other_batches)
 
     def may_fit(self, layout: EstimatedLayout) -> bool:
         """Return whether a layout may fit, judging by compiled layouts with the same kind of chip and remat policy.
@@ -148,16 +148,16 @@ class CompiledLayouts:
         """
         usable = usable_hbm(layout.group.target.chip)
         ratios = [
-            c.peak / c.estimate.bytes for c in self.layouts if c.peak and _same_chip_and_remat(c.estimate, layout)
+            c.peak / c.estimate.peak_bytes for c in self.layouts if c.peak and _same_chip_and_remat(c.estimate, layout)
         ]
-        return usable is None or not ratios or layout.bytes * min(ratios) <= MEMORY_SLACK * usable
+        return usable is None or not ratios or layout.peak_bytes * min(ratios) <= MEMORY_SLACK * usable
 
 
 def _same_chip_and_remat(first: EstimatedLayout, second: EstimatedLayout) -> bool:
     return chip_name(first) == chip_name(second) and first.remat == second.remat
 
 
-class BudgetOver(BaseException):
+class BudgetExceeded(BaseException):
     """Raised when the budget ends during a compile. An `Exception` would be recorded as a failure of the trial."""
 
 
@@ -166,15 +166,15 @@ def compile_best(
     shortlist: Shortlist,
     find_baseline_layouts: Callable[[TargetConfig], Sequence[EstimatedLayout]],
     folder: Path,
-    limit: int,
+    max_compiles: int,
     compiled_layouts: CompiledLayouts,
     on_result: Callable[[CompiledLayout, CompiledLayouts], None],
     on_wait: Callable[[EstimatedLayout, float, float], None],
 ) -> None:
-    """Compile layouts until no other is likely to be better, the budget is spent, or `limit` are compiled.
+    """Compile layouts until no other is likely to be better, the budget is spent, or `max_compiles` are compiled.
 
     The next layout is the one with the lowest corrected estimate. Each kind and number of chips gets a compile before
-    any gets a second, and `DISTINCT_FIRST` different meshes and partitions are compiled before one is repeated.
+    any gets a second, and `MIN_DISTINCT` different meshes and partitions are compiled before one is repeated.
 
     Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
     running when the budget ends is stopped and not recorded. After Ctrl-C (KeyboardInterrupt), `compiled_layouts` holds
@@ -187,24 +187,24 @@ def compile_best(
             a layout fits and each kind and number of chips has been tried, the baselines on the best layout's slice are
             compiled next, even if their estimates are slow.
         folder: Folder of the search. Layouts in its records are not compiled again.
-        limit: Largest number of compiles.
-        compiled_layouts: Receives the results. Those that it already has count towards `limit`.
+        max_compiles: Largest number of compiles.
+        compiled_layouts: Receives the results. Those that it already has count towards `max_compiles`.
         on_result: Called after each compile.
         on_wait: Called several times a second with the layout that is being compiled, the seconds since its start, and
             the seconds that the longest compile so far took.
     """
     layouts = [*shortlist.fitting, *shortlist.doubtful]
-    waiting = [layout for layout in layouts if compiled_layouts.get(layout.candidate) is None]
-    began, longest_s = time.monotonic(), 0.0
+    pending_layouts = [layout for layout in layouts if compiled_layouts.get(layout.candidate) is None]
+    stage_start, longest_s = time.monotonic(), 0.0
 
     def watch(layout: EstimatedLayout, start: float) -> None:
-        if request.budget_s is not None and time.monotonic() - began > request.budget_s:
-            raise BudgetOver
+        if request.budget_s is not None and time.monotonic() - stage_start > request.budget_s:
+            raise BudgetExceeded
         on_wait(layout, time.monotonic() - start, longest_s)
 
     while True:
-        possible = compiled_layouts.exclude_ruled_out(waiting)
-        best = None if compiled_layouts.on_uncompiled_chips(possible) else compiled_layouts.best(request)
+        possible = compiled_layouts.exclude_ruled_out(pending_layouts)
+        best = None if compiled_layouts.filter_uncompiled_chips(possible) else compiled_layouts.best(request)
         # Baselines wait until each kind of chip has a layout and one fits: with a short budget, these matter more.
         untried_baselines = (
             []
@@ -221,17 +221,17 @@ def compile_best(
             not untried_baselines and best is not None and lower_bound > request.cost(best.estimate, best.step_s or 0.0)
         ):
             compiled_layouts.stop_reason = "no other layout is likely to be faster, judging by the errors of estimates"
-        elif request.budget_s is not None and time.monotonic() - began + longest_s > request.budget_s:
+        elif request.budget_s is not None and time.monotonic() - stage_start + longest_s > request.budget_s:
             compiled_layouts.stop_reason = f"another compile would exceed mode.budget={request.mode.budget}"
-        elif len(compiled_layouts.layouts) >= limit:
-            compiled_layouts.stop_reason = f"mode.compiles={limit} is reached"
+        elif len(compiled_layouts.layouts) >= max_compiles:
+            compiled_layouts.stop_reason = f"mode.compiles={max_compiles} is reached"
         if layout is None or compiled_layouts.stop_reason:
             return
-        waiting = [other for other in waiting if other.candidate != layout.candidate]
+        pending_layouts = [other for other in pending_layouts if other.candidate != layout.candidate]
         start, plan = time.monotonic(), plan_compile(request, layout, folder)
         try:
             trial = compile_trial(plan, partial(watch, layout, start))
-        except BudgetOver:
+        except BudgetExceeded:
             overrides = " ".join(layout.candidate.overrides)
             compiled_layouts.stop_reason = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
             return
@@ -243,7 +243,7 @@ def compile_best(
         on_result(compiled_layouts.layouts[-1], compiled_layouts)
 
 
-def add_recorded(
+def add_recorded_layouts(
     request: SearchRequest, layouts: Iterable[EstimatedLayout], folder: Path, compiled_layouts: CompiledLayouts
 ) -> None:
     """Extend `compiled_layouts` by the `layouts` that earlier searches in `folder` compiled. Compiles nothing."""
@@ -279,14 +279,14 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
     return run_in_this_process(plan, run_trial, watch)
 
 
-def compile_run(request: SearchRequest, layout: EstimatedLayout) -> Run:
+def make_compile_run(request: SearchRequest, layout: EstimatedLayout) -> Run:
     """Return the run that compiles a layout, with the compile settings of `mode=search`."""
     return layout.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
 
 
 def plan_compile(request: SearchRequest, layout: EstimatedLayout, folder: Path) -> TrialPlan:
     """Return the plan of the trial that compiles a layout in the folder of a search."""
-    return plan_layout(folder, request, compile_run(request, layout), layout)
+    return plan_layout(folder, request, make_compile_run(request, layout), layout)
 
 
 def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: EstimatedLayout) -> TrialPlan:
@@ -307,22 +307,22 @@ def _settings_to_fit(trial_folder: Path) -> tuple[str, ...]:
 
 
 def _pick_next(
-    request: SearchRequest, waiting: Iterable[EstimatedLayout], compiled_layouts: CompiledLayouts
+    request: SearchRequest, pending_layouts: Iterable[EstimatedLayout], compiled_layouts: CompiledLayouts
 ) -> EstimatedLayout | None:
     """Return the layout with the lowest expected cost, or None if none is left.
 
-    Kinds and numbers of chips without a compile come first. Until `DISTINCT_FIRST` meshes and partitions are compiled,
+    Kinds and numbers of chips without a compile come first. Until `MIN_DISTINCT` meshes and partitions are compiled,
     none is repeated.
     """
     compiled = {mesh_partition(layout.estimate) for layout in compiled_layouts.layouts}
-    untried = compiled_layouts.on_uncompiled_chips(waiting)
-    if not untried and len(compiled) < DISTINCT_FIRST:
-        untried = [layout for layout in waiting if mesh_partition(layout) not in compiled]
+    untried = compiled_layouts.filter_uncompiled_chips(pending_layouts)
+    if not untried and len(compiled) < MIN_DISTINCT:
+        untried = [layout for layout in pending_layouts if mesh_partition(layout) not in compiled]
 
     def expected_cost(layout: EstimatedLayout) -> float:
         return request.cost(layout, compiled_layouts.corrected_s(layout))
 
-    return min(untried or waiting, key=expected_cost, default=None)
+    return min(untried or pending_layouts, key=expected_cost, default=None)
 
 
 def _lower_bound_s(layout: EstimatedLayout, compiled_layouts: CompiledLayouts) -> float:

@@ -37,12 +37,12 @@ class MeasuredTrial:
         return self.trial.results.step.step_s if self.trial.status is Status.ok else None
 
     @property
-    def ranked_s(self) -> float:
+    def ranking_s(self) -> float:
         """Measured seconds per step, or per sequence if the search varies the batch. 0 if the measurement failed."""
         return self.estimate.per_sequence(self.step_s or 0.0)
 
     @property
-    def expected_ranked_s(self) -> float:
+    def expected_ranking_s(self) -> float:
         """Predicted seconds per step, or per sequence if the search varies the batch."""
         return self.estimate.per_sequence(self.expected_s)
 
@@ -58,7 +58,7 @@ class MeasuredTrials:
     @property
     def timed(self) -> list[MeasuredTrial]:
         """Trials with a step time, the fastest first."""
-        return sorted((trial for trial in self.trials if trial.step_s is not None), key=lambda trial: trial.ranked_s)
+        return sorted((trial for trial in self.trials if trial.step_s is not None), key=lambda trial: trial.ranking_s)
 
     @property
     def agreement(self) -> float | None:
@@ -66,7 +66,7 @@ class MeasuredTrials:
 
         None for fewer than three layouts, or if all predictions or all measurements are equal.
         """
-        expected_s, step_s = [m.expected_ranked_s for m in self.timed], [m.ranked_s for m in self.timed]
+        expected_s, step_s = [m.expected_ranking_s for m in self.timed], [m.ranking_s for m in self.timed]
         if len(step_s) < 3 or 1 in (len(set(expected_s)), len(set(step_s))):
             return None
         from scipy.stats import spearmanr  # takes a second
@@ -83,7 +83,7 @@ class MeasuredTrials:
         timed = self.timed
         if not timed:
             return None
-        return min(timed, key=lambda m: m.expected_ranked_s).ranked_s / (timed[0].ranked_s or 1.0) - 1
+        return min(timed, key=lambda m: m.expected_ranking_s).ranking_s / (timed[0].ranking_s or 1.0) - 1
 
     @property
     def median_ratio(self) -> float:

@@ -23,9 +23,15 @@ from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.baselines import baseline_layouts, find_baselines, format_comparison
-from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, add_recorded, compile_best, compile_run
+from valkyrie.search.compiling import (
+    CompiledLayout,
+    CompiledLayouts,
+    add_recorded_layouts,
+    compile_best,
+    make_compile_run,
+)
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
-from valkyrie.search.estimate.runs import WiderHeads, wider_heads
+from valkyrie.search.estimate.runs import WiderHeads, suggest_wider_heads
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutSpace
 from valkyrie.search.folder import locked_folder, remove_if_empty, request_digest, save_answer, search_folder
 from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
@@ -188,7 +194,7 @@ def _winner_options(
         )
         console.print(message, style="yellow", markup=False, soft_wrap=True)
     compiled = compiled_layouts.get(winner)
-    return [] if compiled is None else list(compiled.to_fit)
+    return [] if compiled is None else list(compiled.memory_options)
 
 
 def _report_no_fit(status: int, folder: Path, reason: str, console: Console) -> SearchResult:
@@ -214,23 +220,23 @@ def _collect_remarks(
             continue
         measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
-    if (wider := _wider_heads(request, best, shortlist)) is not None:
+    if (wider := _suggest_wider_heads(request, best, shortlist)) is not None:
         lines.append(str(wider))
     return lines
 
 
 def _count_too_large(ranking: Ranking, compiled_layouts: CompiledLayouts) -> int:
     """Return the number of layouts that do not fit by estimate and were not compiled."""
-    too_large = sum(len(estimates.fits) - int(estimates.fits.sum()) for estimates in ranking.estimates)
+    too_large = sum(len(estimates.fit_mask) - int(estimates.fit_mask.sum()) for estimates in ranking.estimates)
     return too_large - sum(not layout.estimate.fits for layout in compiled_layouts.layouts)
 
 
-def _wider_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> WiderHeads | None:
+def _suggest_wider_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> WiderHeads | None:
     layouts = [*shortlist.fitting, *shortlist.doubtful]
     layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
     if layout is None:
         return None
-    return wider_heads(compile_run(request, layout))
+    return suggest_wider_heads(make_compile_run(request, layout))
 
 
 def _target_slice(row: RankedLayout, request: SearchRequest) -> TargetConfig:
@@ -249,7 +255,7 @@ def _compile(
         return baseline_layouts(find_baselines(request, ranking, target))
 
     limit = request.mode.compiles
-    add_recorded(request, [*shortlist.fitting, *shortlist.doubtful], folder, compiled_layouts)
+    add_recorded_layouts(request, [*shortlist.fitting, *shortlist.doubtful], folder, compiled_layouts)
     if compiled_layouts.layouts:
         console.print(
             f"{len(compiled_layouts.layouts)} compiled by earlier searches in {folder}", markup=False, soft_wrap=True
@@ -389,7 +395,7 @@ def _describe_no_fit(
         no_fit = "no compiled layout fits, although the smallest is estimated to need only"
         prefix = no_fit if layout.fits else "nothing fits: the smallest layout needs"
         usable, chip = memory_text(usable_hbm(layout.group.target.chip)), chip_name(layout)
-        needs, overrides = memory_text(layout.bytes), " ".join(layout.candidate.overrides)
+        needs, overrides = memory_text(layout.peak_bytes), " ".join(layout.candidate.overrides)
         text = f"{prefix} {needs} per device, and {usable} are usable ({overrides})"
         text += _describe_untried(
             shortlist.for_targets([t.name for t in request.targets if t.chip and t.chip.name == chip]), compiled_layouts

@@ -58,7 +58,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
     Raises ValueError if the compiler refuses the run. `watch` is called several times a second while the compiler runs,
     and can stop it by raising an exception.
     """
-    from valkyrie.search.compile.show import show
+    from valkyrie.search.compile.show import print_record
 
     if note := get_platform(run.config.target.platform).compile_note:
         console.print(note, style="bold yellow")
@@ -72,7 +72,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
             write_run_files(run, folder)
             write_record(folder / COMPILE_FILE, prediction)
         finally:  # print the result even if the disk is full
-            show(prediction, console)
+            print_record(prediction, console)
     if replay is not None:
         write_timeline(
             folder / TIMELINE_FILE, replay.spans, f"{run.model.name} {run.layout.name}, one step of one chip"
@@ -80,8 +80,8 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
         console.print(f"timeline: {folder / TIMELINE_FILE} (open it at https://ui.perfetto.dev)")
     fits = prediction.status is CompileStatus.ok
     if settings_for(CompileMode, run.config.mode).hlo and fits:
-        shutil.copy(compiled.module, folder / MODULE_FILE)
-        shutil.copy(compiled.program / HLO_TEXT_FILE, folder / HLO_TEXT_FILE)
+        shutil.copy(compiled.module_file, folder / MODULE_FILE)
+        shutil.copy(compiled.program_folder / HLO_TEXT_FILE, folder / HLO_TEXT_FILE)
         console.print(f"optimised HLO: {folder / HLO_TEXT_FILE}")
     console.print(f"report: {folder / COMPILE_FILE}")
     return 0 if fits else NO_STEP_TIME
@@ -97,7 +97,7 @@ def _measure(run: Run, team: Team) -> int:
     console = make_console()
     devices = prepare_devices(run, console.print, team)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
-    from valkyrie.search.compile.show import show
+    from valkyrie.search.compile.show import print_record
     from valkyrie.search.measure.measure import measure
 
     with contextlib.ExitStack() as stack:
@@ -118,7 +118,7 @@ def _measure(run: Run, team: Team) -> int:
         write_run_files(run, folder)
         write_record(folder / MEASURE_FILE, measurement)
     finally:  # print the result even if the disk is full
-        show(measurement, console)
+        print_record(measurement, console)
     if trace is not None:
         console.print(f"trace: {trace}")
     console.print(f"report: {folder / MEASURE_FILE}")
@@ -174,9 +174,9 @@ def compile_and_summarise(
     prediction = replace(summarise(run, compiled, replay, uses), work=work_key(run))
     wider = None
     if prediction.step is not None:
-        from valkyrie.search.estimate.runs import wider_heads  # imports NumPy
+        from valkyrie.search.estimate.runs import suggest_wider_heads  # imports NumPy
 
-        wider = wider_heads(run)
+        wider = suggest_wider_heads(run)
     prediction = replace(prediction, hints=hints(prediction, _earlier_predictions(run, compiled), wider))
     if compiled.status in (CompileStatus.ok, CompileStatus.does_not_fit):
         with contextlib.suppress(DiskError):  # only hints of later compiles need the file

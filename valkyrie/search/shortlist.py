@@ -160,9 +160,9 @@ def build_shortlist(ranking: Ranking) -> Shortlist:
     result, memory_low = Shortlist(), estimate_errors().memory_low
     smallest: dict[str, EstimatedLayout] = {}
     for target in dict.fromkeys(e.group.target.name for e in ranking.estimates):
-        if (layout := ranking.for_target(target).smallest()) is not None:
+        if (layout := ranking.for_target(target).smallest_layout()) is not None:
             smallest_so_far = smallest.setdefault(chip_name(layout), layout)
-            smallest[chip_name(layout)] = min(smallest_so_far, layout, key=lambda e: e.bytes)
+            smallest[chip_name(layout)] = min(smallest_so_far, layout, key=lambda e: e.peak_bytes)
         fitting, doubtful, batch_counts = [], [], Counter[Candidate]()
         for layout in itertools.islice(ranking.for_target(target), MAX_EXAMINED):
             usable = usable_hbm(layout.group.target.chip)
@@ -172,12 +172,12 @@ def build_shortlist(ranking: Ranking) -> Shortlist:
                     continue
             if layout.fits:
                 fitting.append(layout)
-            elif usable is not None and layout.bytes * memory_low <= usable and len(doubtful) < MAX_CANDIDATES:
+            elif usable is not None and layout.peak_bytes * memory_low <= usable and len(doubtful) < MAX_CANDIDATES:
                 doubtful.append(layout)
             if len(fitting) == MAX_CANDIDATES:
                 break
         result.fitting += fitting
         result.doubtful += doubtful
-    result.fitting.sort(key=lambda layout: layout.ranked_s)
+    result.fitting.sort(key=lambda layout: layout.ranking_s)
     result.smallest = list(smallest.values())
     return result

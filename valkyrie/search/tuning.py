@@ -9,7 +9,7 @@ from rich.console import Console
 
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
-from valkyrie.search.compiling import CompiledLayout, compile_run
+from valkyrie.search.compiling import CompiledLayout, make_compile_run
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.tune.mode import attempt_lines
 from valkyrie.search.tune.tune import tune
@@ -23,7 +23,7 @@ def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, con
     The status is 0, or `INTERRUPTED` after Ctrl-C. The overrides are those with the shortest step so far, and empty if
     Ctrl-C came before the first result.
     """
-    run = compile_run(request, best.estimate)
+    run = make_compile_run(request, best.estimate)
     results: list[TunedRun] = []
 
     def print_attempt(tuned: TunedRun) -> None:

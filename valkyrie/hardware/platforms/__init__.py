@@ -47,8 +47,8 @@ class Platform(ABC):
             programs that are too large.
         peak_has_code: The result of `peak_bytes` includes the program's code.
         has_estimate_errors: Errors of the memory estimate were measured (`valkyrie.train.memory`).
-        replay: Key in `valkyrie.search.compile.replayed.REPLAYS` of the function that replays its compiled programs, or
-            None.
+        replay: Key in `valkyrie.search.compile.replayed.REPLAY_FUNCTIONS` of the function that replays its compiled
+            programs, or None.
         attention: Its attention kernel in `valkyrie.ops.attention`, or None.
         scan: Default of `valkyrie.ops.scan.ScanImpl`, or None.
         runs_pallas_tpu: Runs Pallas kernels for TPUs; other platforms interpret them.

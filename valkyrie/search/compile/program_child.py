@@ -46,10 +46,10 @@ def main() -> None:
     """Compile the program in the folder given by the first argument. The second is the id of the parent process."""
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=exit_with_parent, args=(parent, folder), daemon=True).start()
-    compile_requested(folder)
+    compile_request(folder)
 
 
-def compile_requested(folder: Path) -> None:
+def compile_request(folder: Path) -> None:
     """Compile the program that the files in a folder describe, and write the result to the folder."""
     request = read_record(ProgramRequest, folder / REQUEST_FILE)
     try:
@@ -89,25 +89,26 @@ def _compile(request: ProgramRequest, folder: Path) -> ProgramRecord:
             client = devices[0].client
             return _Compiled(client.compile(module, executable_devices=device_list, compile_options=compile_options))
 
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         with explain_option_errors(in_python=True):
             compiled, used_options = compile_within_memory(list(request.options), compile, platform)
     except Exception as error:
         if not is_out_of_memory(str(error)):
             raise
-        shortage, reason, seconds = parse_shortage(str(error)), first_lines(str(error)), time.perf_counter() - began
-        record = ProgramRecord(seconds, request.options, shortage=shortage, reason=reason)
+        compile_s = time.perf_counter() - start_time
+        shortage, reason = parse_shortage(str(error)), first_lines(str(error))
+        record = ProgramRecord(compile_s, request.options, shortage=shortage, reason=reason)
         if (module := _read_dump(folder / DUMP_FOLDER)) is None:
             return record
         write_atomic(folder / request.key / MODULE_FILE, module)
         return replace(record, module_sha256=digest(module))
-    seconds = time.perf_counter() - began
+    compile_s = time.perf_counter() - start_time
     peak = peak_without_host(compiled, compile, used_options, platform)
     module = serialised_module(compiled)
     write_atomic(folder / request.key / MODULE_FILE, module)
     memory = program_memory(compiled, request.target.platform, peak)
-    return ProgramRecord(seconds, tuple(used_options), memory, digest(module))
+    return ProgramRecord(compile_s, tuple(used_options), memory, digest(module))
 
 
 def _read_dump(folder: Path) -> bytes | None:

@@ -30,14 +30,14 @@ def replay_program(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list
     """
     target, step = run.config.target, compiled.outcome.step
     assert step is not None, "only a layout that fits is replayed"
-    replay_module = REPLAYS.get(get_platform(target.platform).replay)
+    replay_module = REPLAY_FUNCTIONS.get(get_platform(target.platform).replay)
     if replay_module is None:
-        return None, collective_uses(parse_module(compiled.module.read_bytes()), step.axes)
-    file = compiled.program / f"replay-{_replay_key(target)}.json"
+        return None, collective_uses(parse_module(compiled.module_file.read_bytes()), step.axes)
+    file = compiled.program_folder / f"replay-{_replay_key(target)}.json"
     try:
         result = read_record(Replay, file)
     except (OSError, RecordError):  # missing or damaged
-        result = replay_module(target, parse_module(compiled.module.read_bytes()), step.axes, step.positions)
+        result = replay_module(target, parse_module(compiled.module_file.read_bytes()), step.axes, step.positions)
         write_atomic(file, json.dumps(encode(result)))  # compact: a timeline has thousands of spans
     result = correct_replay(result, target)
     return result, list(result.collectives)
@@ -89,7 +89,7 @@ def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positi
     return replay(module, Machine(target.chip, build_topology(target), tuple(positions), axes))
 
 
-REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequence[Position]], Replay]] = {
+REPLAY_FUNCTIONS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequence[Position]], Replay]] = {
     "libtpu": replay_on,
 }
 """Functions that replay a compiled module, by `Platform.replay`."""

@@ -44,18 +44,18 @@ class CompiledRun:
     Args:
         outcome: Result of the child process.
         folder: Folder of the request in the cache, or a temporary folder if the cache cannot be written.
-        programs: Folder that contains the folder of the compiled program.
+        programs_root: Folder that contains the folder of the compiled program.
         cached: Whether the program came from the cache.
-        seconds: Duration of the compile or of reading the cache, in seconds.
+        elapsed_s: Duration of the compile or of reading the cache, in seconds.
         note: Why the cache cannot be written, or None if it can. Without the cache, the program is deleted when this
             process ends.
     """
 
     outcome: CompileOutcome
     folder: Path
-    programs: Path
+    programs_root: Path
     cached: bool
-    seconds: float
+    elapsed_s: float
     note: str | None = None
 
     @property
@@ -64,61 +64,61 @@ class CompiledRun:
         return self.outcome.status
 
     @property
-    def program(self) -> Path:
+    def program_folder(self) -> Path:
         """Folder of the compiled program. Only available if the layout fits."""
         assert self.outcome.step is not None
-        return self.programs / self.outcome.step.program
+        return self.programs_root / self.outcome.step.program
 
     @property
-    def module(self) -> Path:
+    def module_file(self) -> Path:
         """File of the optimised module, serialised."""
-        return self.program / MODULE_FILE
+        return self.program_folder / MODULE_FILE
 
 
 def compile_layout(
-    run: Run, limit_s: float | int, use_cache: bool = True, progress: Progress | None = None
+    run: Run, time_limit_s: float | int, use_cache: bool = True, progress: Progress | None = None
 ) -> CompiledRun:
     """Compile a run's step for its target. If the compiler fails, the result has the status and reason.
 
     Args:
         run: The run.
-        limit_s: Time limit of the child process, in seconds.
+        time_limit_s: Time limit of the child process, in seconds.
         use_cache: Whether to return a cached result. New results (fits, does not fit) are stored in either case, if the
             cache (`VALKYRIE_CACHE`) can be written.
         progress: Called about five times a second with a status line.
     """
-    began = time.perf_counter()
-    folder, programs = requests_folder() / request_key(run), programs_folder()
+    start_time = time.perf_counter()
+    folder, programs_root = requests_folder() / request_key(run), programs_folder()
     progress = progress or (lambda line: None)
     target = run.config.target
     if refusal := get_platform(target.platform).compile_refusal(target, run.config.precision.compute.value):
-        return CompiledRun(CompileOutcome(CompileStatus.refused, refusal), folder, programs, False, 0.0)
+        return CompiledRun(CompileOutcome(CompileStatus.refused, refusal), folder, programs_root, False, 0.0)
     outcome = read_outcome(folder, settings_for(CompileMode, run.config.mode).hlo) if use_cache else None
     if outcome is not None:
-        return CompiledRun(outcome, folder, programs, True, time.perf_counter() - began)
-    if problem := cache_problem(programs):
+        return CompiledRun(outcome, folder, programs_root, True, time.perf_counter() - start_time)
+    if problem := cache_problem(programs_root):
         scratch = Path(tempfile.mkdtemp(prefix="valkyrie-compile-"))
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-        outcome = _compile_in_child(run, scratch, limit_s, use_cache, progress)
+        outcome = _compile_in_child(run, scratch, time_limit_s, use_cache, progress)
         note = f"{problem} The result of this compile is not cached."
-        return CompiledRun(outcome, scratch, scratch, False, time.perf_counter() - began, note)
-    scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs))
+        return CompiledRun(outcome, scratch, scratch, False, time.perf_counter() - start_time, note)
+    scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs_root))
     try:
-        outcome = _compile_in_child(run, scratch, limit_s, use_cache, progress)
+        outcome = _compile_in_child(run, scratch, time_limit_s, use_cache, progress)
         cacheable = outcome.status in (CompileStatus.ok, CompileStatus.does_not_fit)
         new_programs = [path for path in scratch.iterdir() if path.is_dir()]
         if cacheable:
             for program in new_programs:
-                store_program(program, programs / program.name, replace=not use_cache)
+                store_program(program, programs_root / program.name, replace=not use_cache)
             folder.mkdir(parents=True, exist_ok=True)
             write_record(folder / OUTCOME_FILE, outcome)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return CompiledRun(outcome, folder, programs, cacheable and not new_programs, time.perf_counter() - began)
+    return CompiledRun(outcome, folder, programs_root, cacheable and not new_programs, time.perf_counter() - start_time)
 
 
 def _compile_in_child(
-    run: Run, folder: Path, limit_s: float | int, use_cache: bool, progress: Progress
+    run: Run, folder: Path, time_limit_s: float | int, use_cache: bool, progress: Progress
 ) -> CompileOutcome:
     run.save(folder / "run.yaml")
     command = [*module_command("valkyrie.search.compile.child", str(folder), str(os.getpid()))]
@@ -126,7 +126,7 @@ def _compile_in_child(
     described = run.config.target.describe()
     failure = run_compiler(
         ChildProcess(command, get_platform(run.config.target.platform).compile_environment(), folder / "compiler.log"),
-        limit_s,
+        time_limit_s,
         "mode.time_limit_s",
         lambda elapsed: progress(f"compiling for {described}: {elapsed:.0f} s"),
         lambda: (folder / OUTCOME_FILE).is_file(),
@@ -136,7 +136,7 @@ def _compile_in_child(
 
 def run_compiler(
     child: ChildProcess,
-    limit_s: float | int | None,
+    time_limit_s: float | int | None,
     limit_key: str,
     progress: Callable[[float], None],
     is_finished: Callable[[], bool],
@@ -147,17 +147,17 @@ def run_compiler(
 
     Args:
         child: The process.
-        limit_s: Time limit in seconds, or None for no limit.
+        time_limit_s: Time limit in seconds, or None for no limit.
         limit_key: Name of the setting with the time limit.
         progress: Called about five times a second with the seconds since the start.
         is_finished: Returns whether the results are complete, after the process has ended.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         while (status := child.status) is None:
-            elapsed = time.perf_counter() - began
-            if limit_s is not None and elapsed > limit_s:
-                reason = f"the compile exceeded {limit_key}={limit_s:g} seconds and was stopped"
+            elapsed = time.perf_counter() - start_time
+            if time_limit_s is not None and elapsed > time_limit_s:
+                reason = f"the compile exceeded {limit_key}={time_limit_s:g} seconds and was stopped"
                 return CompileOutcome(CompileStatus.timeout, reason)
             progress(elapsed)
             time.sleep(0.2)

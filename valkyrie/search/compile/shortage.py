@@ -38,7 +38,7 @@ class ListedArgument:
     replicated_over: dict[str, int]
 
     @property
-    def savable(self) -> int:
+    def savable_bytes(self) -> int:
         """Bytes on one device that sharding over `replicated_over` saves."""
         return self.bytes - self.bytes // math.prod(self.replicated_over.values())
 
@@ -104,19 +104,21 @@ def explain_shortage(
         memory = replace(memory, largest=tuple(largest[:_MAX_LISTED]))
     if memory.needed is None or not memory.usable:
         return memory, []
-    texts, missing = [], memory.needed - memory.usable
-    savable_arguments = sorted(arguments, key=lambda each: -each.savable)
-    savable_arguments = [each for each in savable_arguments if each.savable > min_bytes][:_MAX_ARGUMENTS]
+    texts, missing_bytes = [], memory.needed - memory.usable
+    savable_arguments = sorted(arguments, key=lambda each: -each.savable_bytes)
+    savable_arguments = [each for each in savable_arguments if each.savable_bytes > min_bytes][:_MAX_ARGUMENTS]
     if savable_arguments and hint_replicated:
         named_arguments = ", ".join(
             f"{each.name} ({gib_text(each.bytes)}, replicated over {' and '.join(each.replicated_over)})"
             for each in savable_arguments
         )
-        saved = sum(each.savable for each in savable_arguments)
-        verdict = "enough to fit" if saved >= missing else f"{percent_text(saved / missing)} of what is missing"
+        saved = sum(each.savable_bytes for each in savable_arguments)
+        verdict = (
+            "enough to fit" if saved >= missing_bytes else f"{percent_text(saved / missing_bytes)} of what is missing"
+        )
         texts.append(f"shard {named_arguments}: saves up to {gib_text(saved)} on a device, {verdict}.")
     temporary = memory.needed - sum(each.bytes for each in arguments)
-    if arguments and temporary > missing / 2:
+    if arguments and temporary > missing_bytes / 2:
         texts.append(
             f"about {gib_text(temporary)} are results and temporaries, such as activations: use jax.checkpoint around "
             "layers, a smaller batch, or a mesh that shards the batch over more devices."

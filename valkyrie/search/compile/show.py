@@ -40,34 +40,34 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 """Formats of number columns, by title."""
 
 
-def show(result: Prediction | Measurement, console: Console) -> None:
+def print_record(record: Prediction | Measurement, console: Console) -> None:
     """Print a prediction or measurement as a report."""
-    _show_subject(result, console)
-    if result.status is not CompileStatus.ok:
-        text = f"{result.status.value}: {result.reason}"
-        if result.status is CompileStatus.does_not_fit and result.memory is not None:
-            is_listed = isinstance(result, Prediction) and result.program is not None
-            text = describe_shortage(replace(result.memory, largest=()) if is_listed else result.memory, result.reason)
+    _show_subject(record, console)
+    if record.status is not CompileStatus.ok:
+        text = f"{record.status.value}: {record.reason}"
+        if record.status is CompileStatus.does_not_fit and record.memory is not None:
+            is_listed = isinstance(record, Prediction) and record.program is not None
+            text = describe_shortage(replace(record.memory, largest=()) if is_listed else record.memory, record.reason)
         console.print(text, style="bold red", markup=False)
-        if isinstance(result, Prediction) and result.program is not None:
-            _show_allocations(result, console)
-        _show_faults(result, console)
+        if isinstance(record, Prediction) and record.program is not None:
+            _show_allocations(record, console)
+        _show_faults(record, console)
         return
-    if result.options:
-        console.print(f"compiler options: {_describe_options(result.options)}", markup=False)
-    if result.memory is not None:
-        _show_memory(result.memory, result.options, console)
-    if result.step is not None:
-        _show_step(result, console)
-    _show_faults(result, console)
-    if result.communication is not None:
-        _show_communication(result, result.communication, console)
-    if isinstance(result, Prediction) and result.step is not None:
-        _show_costs(result, result.step.step_s, console)
+    if record.options:
+        console.print(f"compiler options: {_describe_options(record.options)}", markup=False)
+    if record.memory is not None:
+        _show_memory(record.memory, record.options, console)
+    if record.step is not None:
+        _show_step(record, console)
+    _show_faults(record, console)
+    if record.communication is not None:
+        _show_communication(record, record.communication, console)
+    if isinstance(record, Prediction) and record.step is not None:
+        _show_costs(record, record.step.step_s, console)
 
 
-def _show_faults(result: Prediction | Measurement, console: Console) -> None:
-    for fault in result.faults if isinstance(result, Prediction) else ():
+def _show_faults(record: Prediction | Measurement, console: Console) -> None:
+    for fault in record.faults if isinstance(record, Prediction) else ():
         console.print(f"fault {fault}", style="bold yellow", markup=False)
 
 
@@ -90,19 +90,19 @@ def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any
     console.print(table, soft_wrap=False)
 
 
-def _show_subject(result: Prediction | Measurement, console: Console) -> None:
+def _show_subject(record: Prediction | Measurement, console: Console) -> None:
     """Print a run's layout and batch, or the name and mesh of another program."""
-    if isinstance(result, Prediction) and (program := result.program) is not None:
+    if isinstance(record, Prediction) and (program := record.program) is not None:
         mesh = " · ".join(f"{axis}={size}" for axis, size in program.axes.items() if size > 1) or "one device"
         console.print(f"{program.name} on {program.described}", style="bold", markup=False)
         console.print(f"mesh: {mesh}", markup=False)
         return
-    layout = result.layout
+    layout = record.layout
     console.print(f"[bold]{layout.model} under {layout.name} on {layout.described}[/]")
     console.print(f"roles: {layout.roles}")
     if layout.pipeline:
         console.print(f"pipeline: {layout.pipeline.described}", markup=False, highlight=False)
-    for line in result.placement if isinstance(result, Prediction) else ():
+    for line in record.placement if isinstance(record, Prediction) else ():
         console.print(f"placement: {line}", markup=False)
     console.print(f"batch: {layout.batch} x {layout.seq} tokens, {layout.precision}, remat={layout.remat}")
 
@@ -177,13 +177,13 @@ def _show_memory(memory: MemoryReport, options: Sequence[Option], console: Conso
         console.print(f"fits only with compiler options that save memory. Add to the training command: {settings}")
 
 
-def _show_step(result: Prediction | Measurement, console: Console) -> None:
-    step, simulated = result.step, " simulated" if isinstance(result, Measurement) and result.simulated else ""
+def _show_step(record: Prediction | Measurement, console: Console) -> None:
+    step, simulated_suffix = record.step, " simulated" if isinstance(record, Measurement) and record.simulated else ""
     assert step is not None
     facts = []
     if step.tokens_per_second is not None:
-        facts.append(f"{step.tokens_per_second:,.0f} {result.unit}/s{simulated}")
-        facts.append(f"{step.tokens_per_second_per_chip:,.0f} {result.unit}/s/chip{simulated}")
+        facts.append(f"{step.tokens_per_second:,.0f} {record.unit}/s{simulated_suffix}")
+        facts.append(f"{step.tokens_per_second_per_chip:,.0f} {record.unit}/s/chip{simulated_suffix}")
     if step.mfu is not None:
         impossible = " (more than 100%: check the FLOPs per step)" if step.mfu > 1 else ""
         facts.append(f"MFU {100 * step.mfu:{'.3g' if impossible else '.1f'}}% of {step.mfu_denominator}{impossible}")
@@ -195,16 +195,16 @@ def _show_step(result: Prediction | Measurement, console: Console) -> None:
         kind = "measured"
         if step.p90_s is not None and step.min_s is not None:
             spread = f" (p90 {duration_text(step.p90_s)}, min {duration_text(step.min_s)})"
-    text = f"[bold]{kind} step{simulated}: {duration_text(step.step_s)}[/]{spread}"
+    text = f"[bold]{kind} step{simulated_suffix}: {duration_text(step.step_s)}[/]{spread}"
     console.print(f"{text}, {', '.join(facts)}")
     if isinstance(step, PredictedStep):
         console.print(f"error range: {describe_range(step.interval)}", markup=False)
         for price, tokens in step.tokens_per_dollar.items():
-            console.print(f"{tokens / 1e6:,.2f} million {result.unit} per dollar ({price.replace('_', ' ')})")
-    if isinstance(result, Prediction) and result.parts:
+            console.print(f"{tokens / 1e6:,.2f} million {record.unit} per dollar ({price.replace('_', ' ')})")
+    if isinstance(record, Prediction) and record.parts:
         rows = [
             (describe_part(part.kind, axes_text(part.mesh_axes)), part.seconds, part.seconds / step.step_s)
-            for part in sorted(result.parts, key=lambda part: -part.seconds)
+            for part in sorted(record.parts, key=lambda part: -part.seconds)
             if part.seconds >= 5e-4 * step.step_s
         ]
         _print_table("where the step time goes", ("what", "ms", "%"), rows, console)
@@ -214,18 +214,18 @@ def describe_range(interval: StepInterval | None) -> str:
     """Describe the range of a predicted step, and the measured runs behind it."""
     if interval is None:
         return "unknown for this model. Ranges come from published runs of dense transformers, or mode=calibrate"
-    runs = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "
-    runs += f"on {interval.chip}" if interval.chip else "on all chips (this one has too few)"
+    runs_text = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "
+    runs_text += f"on {interval.chip}" if interval.chip else "on all chips (this one has too few)"
     if interval.is_new:
-        runs = f"no run on this chip is published, and {runs.removesuffix(' (this one has too few)')}"
+        runs_text = f"no run on this chip is published, and {runs_text.removesuffix(' (this one has too few)')}"
     if interval.yours:
-        runs = f"your {interval.rows} measured steps on {interval.chip}"
+        runs_text = f"your {interval.rows} measured steps on {interval.chip}"
     errors = f"{100 * (interval.low - 1):+.0f}% to {100 * (interval.high - 1):+.0f}%"
     seconds = f"{duration_text(interval.low_s)} to {duration_text(interval.high_s)}"
-    return f"{seconds}, because {runs} differ from their predictions by {errors}"
+    return f"{seconds}, because {runs_text} differ from their predictions by {errors}"
 
 
-def _show_communication(result: Prediction | Measurement, traffic: Communication, console: Console) -> None:
+def _show_communication(record: Prediction | Measurement, traffic: Communication, console: Console) -> None:
     if not traffic.collectives:
         console.print("no communication between devices")
         return
@@ -243,14 +243,14 @@ def _show_communication(result: Prediction | Measurement, traffic: Communication
     if traffic.sending_s:
         hidden = max(0.0, 1 - (traffic.exposed_s or 0.0) / traffic.sending_s)
         console.print(f"{100 * hidden:.0f}% of the communication time overlaps with compute")
-    if isinstance(result, Measurement) and result.trace is not None:
-        _show_trace(result.trace, result.simulated, console)
-    timed = isinstance(result, Prediction) and bool(result.parts)
-    columns = ("kind", "over", "sent", "calls", *(("waiting ms",) if timed else ()), "cause", "source")
+    if isinstance(record, Measurement) and record.trace is not None:
+        _show_trace(record.trace, record.simulated, console)
+    has_times = isinstance(record, Prediction) and bool(record.parts)
+    columns = ("kind", "over", "sent", "calls", *(("waiting ms",) if has_times else ()), "cause", "source")
     rows = [
         (
             *(use.kind, axes_text(use.mesh_axes), use.bytes, use.calls),
-            *((use.exposed_s,) if timed else ()),
+            *((use.exposed_s,) if has_times else ()),
             *(short_cause(use.cause), short_source(use.source)),
         )
         for use in traffic.collectives[:10]

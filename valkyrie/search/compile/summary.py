@@ -106,13 +106,13 @@ def with_parts(prediction: Prediction, replay: Replay | None, uses: Iterable[Col
 
 def source_lines(costs: Iterable[Cost]) -> tuple[SourceLine, ...]:
     """Return the `_MAX_LISTED` source lines with the longest total time of operations, the slowest first."""
-    seconds: dict[str, float] = defaultdict(float)
-    waiting: dict[str, float] = defaultdict(float)
+    seconds_by_line: dict[str, float] = defaultdict(float)
+    waiting_s_by_line: dict[str, float] = defaultdict(float)
     for cost in costs:
-        seconds[cost.source] += cost.seconds
-        waiting[cost.source] += cost.seconds if cost.kind is PartKind.exposed else 0.0
-    slowest = sorted((line for line in seconds if line), key=lambda line: -seconds[line])[:_MAX_LISTED]
-    return tuple(SourceLine(line, seconds[line], waiting[line], _read_line(line)) for line in slowest)
+        seconds_by_line[cost.source] += cost.seconds
+        waiting_s_by_line[cost.source] += cost.seconds if cost.kind is PartKind.exposed else 0.0
+    slowest = sorted((line for line in seconds_by_line if line), key=lambda line: -seconds_by_line[line])[:_MAX_LISTED]
+    return tuple(SourceLine(line, seconds_by_line[line], waiting_s_by_line[line], _read_line(line)) for line in slowest)
 
 
 def _read_line(location: str) -> str | None:
@@ -164,15 +164,17 @@ def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
     return RematReport(tuple(remat.save), tuple(remat.offload), saved.device, saved.host, tuple(recomputed))
 
 
-def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: ExpectedMemory | None = None) -> MemoryReport:
+def memory_report(
+    chip: ChipConfig | None, memory: ProgramMemory, expected_memory: ExpectedMemory | None = None
+) -> MemoryReport:
     """Return the memory of one device at the peak of a step, as counted by XLA.
 
-    For a training step, `state` is its expected memory by part. The peak is then split into parameters (with their
-    average), optimizer state, gradients, activations with temporaries, and batch with results. If `state` is None, the
-    peak is split into arguments, outputs, temporaries and program.
+    For a training step, `expected_memory` is its expected memory by part. The peak is then split into parameters (with
+    their average), optimizer state, gradients, activations with temporaries, and batch with results. If
+    `expected_memory` is None, the peak is split into arguments, outputs, temporaries and program.
     """
     usable, peak = usable_hbm(chip), memory.peak
-    if state is None:
+    if expected_memory is None:
         split = {
             "arguments": memory.arguments,
             "outputs not aliased to arguments": memory.outputs - memory.aliased,
@@ -180,13 +182,14 @@ def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: Expecte
             "program": peak - memory.arguments_and_outputs - memory.temporary,
         }
     else:
-        parameters, gradients = state.parameters + state.ema, min(state.gradients, memory.temporary)
+        parameters = expected_memory.parameters + expected_memory.ema
+        gradients = min(expected_memory.gradients, memory.temporary)
         split = {
             "parameters": parameters,
-            "optimizer": state.optimizer,
+            "optimizer": expected_memory.optimizer,
             "gradients": gradients,
             "activations and temporaries": memory.temporary - gradients,
-            "batch and results": peak - parameters - state.optimizer - memory.temporary,
+            "batch and results": peak - parameters - expected_memory.optimizer - memory.temporary,
         }
     reserved = None
     if chip is not None and chip.hbm_gib is not None and usable is not None:
@@ -224,20 +227,20 @@ def program_step(
     replay: Replay,
     tokens: float | int | None = None,
     model_flops: float | int | None = None,
-    compute: str = "bfloat16",
+    compute_dtype: str = "bfloat16",
     *,
     dense_transformer: bool = False,
 ) -> PredictedStep:
     """Return the predicted time of a step of any program.
 
     `tokens` and `model_flops` are for one step on all devices. If one is None, the rates that need it are None. Without
-    `tokens`, `tokens_per_dollar` is empty. `compute` is the dtype of matmuls. Only the step of a dense transformer has
-    an interval, unless `mode=calibrate` has fitted the chip to the user's own runs.
+    `tokens`, `tokens_per_dollar` is empty. `compute_dtype` is the dtype of matmuls. Only the step of a dense
+    transformer has an interval, unless `mode=calibrate` has fitted the chip to the user's own runs.
     """
     chips = devices / chip.devices
     tokens_per_second = tokens / replay.step_s if tokens else None
     # Use the bfloat16 peak for every precision: on a TPU, a float32 product consists of several bfloat16 products.
-    peak = max(chip.peak_tflops.get(dtype, 0.0) for dtype in ("bfloat16", compute))
+    peak = max(chip.peak_tflops.get(dtype, 0.0) for dtype in ("bfloat16", compute_dtype))
     product_s = sum_seconds(replay.parts, PartKind.matmul, PartKind.kernel)
     hourly_usd = {"on_demand": chip.usd_per_hour, "spot": chip.spot_usd_per_hour}
     return PredictedStep(

@@ -11,13 +11,13 @@ from valkyrie.parts import upgrade_part
 from valkyrie.records import encode
 
 
-def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_results(json_value: Mapping[str, Any]) -> dict[str, Any]:
     """Upgrade the parsed JSON of a prediction or measurement, or a subset of its keys, from version 1.
 
     Values of a later version are returned unchanged. Raises KeyError, TypeError, AttributeError or ValueError for
     malformed values.
     """
-    upgraded = dict(plain)
+    upgraded = dict(json_value)
     if upgraded.get("schema") == 1:
         upgraded["schema"] = 2
     if (seconds := upgraded.pop("seconds", None)) is not None:

@@ -96,52 +96,61 @@ def timed_layouts(runs: Sequence[Run], step_s: Sequence[float], family: str) -> 
     )
 
 
-def fit_constants(timed: Sequence[TimedLayouts], start: Efficiency, names: Sequence[str]) -> Efficiency:
-    """Fit the named constants to known step times, starting from `start`. Raises ValueError if `timed` is empty."""
+def fit_constants(timed_groups: Sequence[TimedLayouts], start: Efficiency, names: Sequence[str]) -> Efficiency:
+    """Fit the named constants to known step times, starting from `start`.
+
+    Raises ValueError if `timed_groups` is empty.
+    """
     from scipy.optimize import least_squares
 
-    if not timed:
+    if not timed_groups:
         raise ValueError("No step times to fit the constants to.")
     if not names:
         return start
-    ranges = {name: tuple(_scaled(name, bound) for bound in BOUNDS[name]) for name in names}
-    default = np.array([_scaled(name, max(getattr(start, name), BOUNDS[name][0])) for name in names])
-    low, high = (np.array([ranges[name][i] for name in names]) for i in (0, 1))
+    ranges = {name: tuple(_to_log_scale(name, bound) for bound in BOUNDS[name]) for name in names}
+    default = np.array([_to_log_scale(name, max(getattr(start, name), BOUNDS[name][0])) for name in names])
+    lower_bounds, upper_bounds = (np.array([ranges[name][i] for name in names]) for i in (0, 1))
 
     def efficiency_at(x: np.ndarray) -> Efficiency:
-        return replace(start, **{name: float(_unscaled(name, value)) for name, value in zip(names, x, strict=True)})
+        return replace(
+            start, **{name: float(_from_log_scale(name, value)) for name, value in zip(names, x, strict=True)}
+        )
 
-    counts = Counter(family for rows in timed for family in [rows.family] * len(rows.step_s))
+    counts = Counter(family for rows in timed_groups for family in [rows.family] * len(rows.step_s))
 
     def errors(x: np.ndarray) -> np.ndarray:
         efficiency = efficiency_at(x)
-        rows = [
-            np.log(layouts.estimate(efficiency) / layouts.step_s) / counts[layouts.family] ** 0.25 for layouts in timed
+        residuals = [
+            np.log(layouts.estimate(efficiency) / layouts.step_s) / counts[layouts.family] ** 0.25
+            for layouts in timed_groups
         ]
-        return np.concatenate([*rows, PENALTY_WEIGHT * (x - default) / (high - low)])
+        return np.concatenate([*residuals, PENALTY_WEIGHT * (x - default) / (upper_bounds - lower_bounds)])
 
-    initial = np.clip(default, low + 1e-6 * (high - low), high - 1e-6 * (high - low))
-    solution = least_squares(errors, initial, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-3)
+    margin = 1e-6 * (upper_bounds - lower_bounds)
+    initial = np.clip(default, lower_bounds + margin, upper_bounds - margin)
+    solution = least_squares(
+        errors, initial, bounds=(lower_bounds, upper_bounds), loss="soft_l1", f_scale=0.1, diff_step=1e-3
+    )
     return efficiency_at(solution.x)
 
 
 def cross_validate(
-    timed: Sequence[TimedLayouts], start: Efficiency, names: Sequence[str]
+    timed_groups: Sequence[TimedLayouts], start: Efficiency, names: Sequence[str]
 ) -> list[tuple[TimedLayouts, np.ndarray]]:
-    """Return each entry of `timed` with its estimated seconds, using constants fitted to the other families.
+    """Return each entry of `timed_groups` with its estimated seconds, using constants fitted to the other families.
 
     With only one family, uses the constants `start`.
     """
     efficiencies = {}
-    for family in {rows.family for rows in timed}:
-        other_families = [rows for rows in timed if rows.family != family]
+    for family in {group.family for group in timed_groups}:
+        other_families = [group for group in timed_groups if group.family != family]
         efficiencies[family] = fit_constants(other_families, start, names) if other_families else start
-    return [(rows, rows.estimate(efficiencies[rows.family])) for rows in timed]
+    return [(group, group.estimate(efficiencies[group.family])) for group in timed_groups]
 
 
-def _scaled(name: str, value: float) -> float:
+def _to_log_scale(name: str, value: float) -> float:
     return float(np.log(value)) if name in _LOGARITHMIC else value
 
 
-def _unscaled(name: str, value: float) -> float:
+def _from_log_scale(name: str, value: float) -> float:
     return float(np.exp(value)) if name in _LOGARITHMIC else value

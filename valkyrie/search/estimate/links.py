@@ -22,7 +22,7 @@ placements with more groups per link get slower estimates.
 
 
 def axis_links(
-    placements: Sequence[Sequence[AxisPlacement]], names: Sequence[str], chip: ChipConfig, *, least_links: float = 0.0
+    placements: Sequence[Sequence[AxisPlacement]], names: Sequence[str], chip: ChipConfig, *, min_links: float = 0.0
 ) -> Mapping[str, AxisLinks]:
     """Return the links of each mesh axis, by name of the axis. Their values are arrays with an entry per layout.
 
@@ -30,7 +30,7 @@ def axis_links(
         placements: For each layout, the placements of its axes in the order of `names`.
         names: Names of the mesh axes.
         chip: Chip of the target.
-        least_links: Lower bound on the number of links of an axis on the torus.
+        min_links: Lower bound on the number of links of an axis on the torus.
     """
     chips_per_host = max(math.prod(chip.host_bounds or [1]), 1)
     host_rate = (chip.dcn_gbs_per_host or 1.0) * 1e9 / chips_per_host / chip.devices
@@ -38,7 +38,7 @@ def axis_links(
     link_rate = (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices if has_torus else (chip.switch_gbs or 1.0) * 1e9
     for index, name in enumerate(names):
         column = [axes[index] for axes in placements]
-        link_counts = [max(axis.links, least_links) if axis.torus_factors else 0.0 for axis in column]
+        link_counts = [max(axis.links, min_links) if axis.torus_factors else 0.0 for axis in column]
         rates, ring_rates = (
             np.array([link_rate * (n or assumptions.CORE_LINKS) if has_torus else link_rate for n in counts])
             for counts in (link_counts, [axis.ring_links for axis in column])

@@ -28,58 +28,60 @@ class CollectiveModel:
 
     Args:
         adds_up: Whether the rates of several axes add up (a torus), or the axes share one port (a switch).
-        gathers, sums: Share of the rate of fast links that all-gathers and all-reduces achieve.
-        outside: Share of the rate of slow links.
+        gather_efficiency, all_reduce_efficiency: Share of the rate of fast links that all-gathers and all-reduces
+            achieve.
+        outer_efficiency: Share of the rate of slow links.
         start_s: Latency of starting a collective, in seconds.
         hop_s: Latency of each hop, in seconds.
         outer_start_s: Latency of starting a message over slow links, in seconds.
-        scatters: Time of a reduce-scatter relative to an all-gather.
+        scatter_ratio: Time of a reduce-scatter relative to an all-gather.
     """
 
     adds_up: bool
-    gathers: float
-    sums: float
-    outside: float
+    gather_efficiency: float
+    all_reduce_efficiency: float
+    outer_efficiency: float
     start_s: float
     hop_s: float
     outer_start_s: float
-    scatters: float
+    scatter_ratio: float
 
-    def gather(
-        self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, *, one_ring: bool = False
+    def all_gather(
+        self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray, *, one_ring: bool = False
     ) -> np.ndarray:
-        """Return the seconds of an all-gather to `full` bytes on each device.
+        """Return the seconds of an all-gather to `full_bytes` on each device.
 
         With `one_ring`, a single ring goes through all devices. XLA uses one ring for activations that it gathers along
         a dimension other than the first.
         """
-        return self._seconds(layouts, axes, full, self.gathers, one_ring)
+        return self._seconds(layouts, axes, full_bytes, self.gather_efficiency, one_ring)
 
-    def scatter(
-        self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, *, one_ring: bool = False
+    def reduce_scatter(
+        self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray, *, one_ring: bool = False
     ) -> np.ndarray:
-        """Return the seconds of a reduce-scatter of `full` bytes on each device.
+        """Return the seconds of a reduce-scatter of `full_bytes` on each device.
 
-        With `one_ring`, a single ring goes through all devices (see `gather`).
+        With `one_ring`, a single ring goes through all devices (see `all_gather`).
         """
-        return self.scatters * self._seconds(layouts, axes, full, self.gathers, one_ring)
+        return self.scatter_ratio * self._seconds(layouts, axes, full_bytes, self.gather_efficiency, one_ring)
 
-    def sum(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:
-        """Return the seconds of an all-reduce of `full` bytes on each device."""
-        return 2 * self._seconds(layouts, axes, full, self.sums)
+    def all_reduce(self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray) -> np.ndarray:
+        """Return the seconds of an all-reduce of `full_bytes` on each device."""
+        return 2 * self._seconds(layouts, axes, full_bytes, self.all_reduce_efficiency)
 
-    def exchange(self, layouts: Candidates, axes: Sequence[str], sent: np.ndarray) -> np.ndarray:
-        """Return the seconds to send `sent` bytes per device to its neighbour along each axis, one axis at a time."""
+    def exchange(self, layouts: Candidates, axes: Sequence[str], sent_bytes: np.ndarray) -> np.ndarray:
+        """Return the seconds to send `sent_bytes` per device to its neighbour along each axis, one axis at a time."""
         seconds = np.zeros(len(layouts))
         for axis in axes:
             links, size = layouts.links[axis], layouts.sizes[axis]
-            inner_s, outer_s = sent / (links.inner_rate * self.gathers), sent / (links.outer_rate * self.outside)
+            inner_s = sent_bytes / (links.inner_rate * self.gather_efficiency)
+            outer_s = sent_bytes / (links.outer_rate * self.outer_efficiency)
             start = self.start_s + np.where(links.outer > 1, self.outer_start_s, 0.0)
             seconds += np.where(size > 1, start + np.where(links.outer > 1, outer_s, inner_s), 0.0)
         return seconds
 
     def _seconds(
-        self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, share: float, one_ring: bool = False
+        self, layouts: Candidates, axes: Sequence[str], full_bytes: np.ndarray, share: float, one_ring: bool = False
     ) -> np.ndarray:
         inner, outer = np.ones(len(layouts)), np.ones(len(layouts))
         rate, outer_rate, hops = np.zeros(len(layouts)), np.full(len(layouts), np.inf), np.zeros(len(layouts))
@@ -92,11 +94,11 @@ class CollectiveModel:
             hops = hops + links.hops
         members = inner * outer
         latency = self.start_s * (members > 1) + hops * self.hop_s + self.outer_start_s * np.log2(outer)
-        inner_s = np.where(inner > 1, full * (inner - 1) / inner / np.maximum(rate * share, 1.0), 0.0)
+        inner_s = np.where(inner > 1, full_bytes * (inner - 1) / inner / np.maximum(rate * share, 1.0), 0.0)
         if self.adds_up:
-            return inner_s + full / inner * (outer - 1) / outer / (outer_rate * self.outside) + latency
-        ring = np.minimum(np.where(inner > 1, rate * share, np.inf), outer_rate * self.outside * inner)
-        return np.where(outer > 1, full * (members - 1) / members / ring, inner_s) + latency
+            return inner_s + full_bytes / inner * (outer - 1) / outer / (outer_rate * self.outer_efficiency) + latency
+        ring = np.minimum(np.where(inner > 1, rate * share, np.inf), outer_rate * self.outer_efficiency * inner)
+        return np.where(outer > 1, full_bytes * (members - 1) / members / ring, inner_s) + latency
 
 
 def collective_model(chip: ChipConfig, efficiency: Efficiency) -> CollectiveModel:

@@ -18,7 +18,7 @@ from valkyrie.search.estimate.times import EstimatedTimes, StepEstimator
 from valkyrie.search.estimate.work import step_work
 from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
 
-SEARCHED_BATCH_MEMORY = 0.95
+SEARCHED_BATCH_MEMORY_SHARE = 0.95
 """Maximum estimated memory of a layout, as a share of the usable memory, if the search varies the batch.
 
 Less than 1, because the next smaller batch is almost as fast, and a compile takes a minute to find that a layout does
@@ -54,7 +54,7 @@ class EstimatedLayout:
         return step_s / (self.batch or 1)
 
     @property
-    def ranked_s(self) -> float:
+    def ranking_s(self) -> float:
         """Estimated seconds that rank the layouts: per sequence if the search varies the batch, else per step."""
         return self.per_sequence(self.step_s)
 
@@ -64,18 +64,18 @@ class EstimatedLayout:
         return {name: float(seconds[self.index]) for name, seconds in self.times.parts.items()}
 
     @property
-    def bytes(self) -> int:
+    def peak_bytes(self) -> int:
         """Estimated peak memory per device, in bytes."""
         return int(self.memory.total[self.index])
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits the usable memory, or `SEARCHED_BATCH_MEMORY` of it for a searched batch.
+        """Whether the peak fits the usable memory, or `SEARCHED_BATCH_MEMORY_SHARE` of it for a searched batch.
 
         True if the usable memory is unknown.
         """
-        usable, share = usable_hbm(self.group.target.chip), 1.0 if self.batch is None else SEARCHED_BATCH_MEMORY
-        return usable is None or self.bytes <= share * usable
+        usable, share = usable_hbm(self.group.target.chip), 1.0 if self.batch is None else SEARCHED_BATCH_MEMORY_SHARE
+        return usable is None or self.peak_bytes <= share * usable
 
     @cached_property
     def candidate(self) -> Candidate:
@@ -97,7 +97,7 @@ class GroupEstimates:
     memory: ExpectedMemory[np.ndarray]
 
     @property
-    def ranked_s(self) -> np.ndarray:
+    def ranking_s(self) -> np.ndarray:
         """Times that rank the layouts, in seconds.
 
         The time of a step or, if the search varies the batch, of `MAX_DEVICE_TOKENS` sequences.
@@ -107,12 +107,12 @@ class GroupEstimates:
         return self.times.step_s if batches is None else self.times.step_s * (MAX_DEVICE_TOKENS / batches)
 
     @property
-    def fits(self) -> np.ndarray:
+    def fit_mask(self) -> np.ndarray:
         """Mask of the layouts that fit, by the rule of `EstimatedLayout.fits`."""
         usable = usable_hbm(self.group.target.chip)
         if usable is None:
             return np.ones(len(self.times.step_s), bool)
-        share = 1.0 if self.group.candidates.batches is None else SEARCHED_BATCH_MEMORY
+        share = 1.0 if self.group.candidates.batches is None else SEARCHED_BATCH_MEMORY_SHARE
         return self.memory.total.astype(np.int64) <= share * usable
 
 
@@ -128,20 +128,21 @@ class Ranking:
         """All layouts, fastest first, as pairs of an index into `estimates` and the index of a layout in that estimate.
 
         If the search varies the batch, the order is that of the step time per sequence, and layouts that do not fit
-        are left out. Layouts with the same step time (to 0.1 microseconds) are ordered by `LayoutGroup.classes`, then
-        by the number of activations that the remat policy offloads, the smallest first.
+        are left out. Layouts with the same step time (to 0.1 microseconds) are ordered by
+        `LayoutGroup.axis_class_count`, then by the number of activations that the remat policy offloads, the smallest
+        first.
         """
         sizes = [len(e.times.step_s) for e in self.estimates]
-        step_s = np.concatenate([e.ranked_s for e in self.estimates] or [np.zeros(0)])
+        step_s = np.concatenate([e.ranking_s for e in self.estimates] or [np.zeros(0)])
         group_index, layout_index = (
             np.repeat(np.arange(len(sizes)), sizes),
             np.concatenate([np.arange(n) for n in sizes] or [[]]),
         )
-        classes = np.repeat([e.group.classes for e in self.estimates], sizes)
+        axis_class_counts = np.repeat([e.group.axis_class_count for e in self.estimates], sizes)
         offloads = np.repeat([len(e.remat.offload) for e in self.estimates], sizes)
-        order = np.lexsort((layout_index, offloads, classes, np.round(step_s, 7)))
+        order = np.lexsort((layout_index, offloads, axis_class_counts, np.round(step_s, 7)))
         if any(e.group.candidates.batches is not None for e in self.estimates):
-            order = order[np.concatenate([e.fits for e in self.estimates])[order]]
+            order = order[np.concatenate([e.fit_mask for e in self.estimates])[order]]
         return list(zip(group_index[order].tolist(), layout_index[order].astype(int).tolist(), strict=True))
 
     def for_partition(self, partition: str) -> Ranking:
@@ -152,7 +153,7 @@ class Ranking:
         """Return the ranking of only the layouts on the slice of this name."""
         return Ranking(self.space, [e for e in self.estimates if e.group.target.name == target])
 
-    def smallest(self) -> EstimatedLayout | None:
+    def smallest_layout(self) -> EstimatedLayout | None:
         """Return the layout that needs the least memory, or None if there are no layouts."""
         smallest_peaks = [(float(e.memory.total.min()), i) for i, e in enumerate(self.estimates) if len(e.memory.total)]
         if not smallest_peaks:
@@ -170,7 +171,7 @@ class Ranking:
             e = self.estimates[group_index]
             layout = EstimatedLayout(e.group, layout_index, e.remat, e.times, e.memory)
             microbatches = int(e.group.candidates.microbatches[layout_index])
-            key = (e.group.target.name, round(layout.step_s, 7), layout.bytes, microbatches, layout.batch)
+            key = (e.group.target.name, round(layout.step_s, 7), layout.peak_bytes, microbatches, layout.batch)
             if key not in seen:
                 seen.add(key)
                 yield layout

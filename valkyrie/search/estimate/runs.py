@@ -71,7 +71,7 @@ class WiderHeads(NamedTuple):
         )
 
 
-def wider_heads(run: Run) -> WiderHeads | None:
+def suggest_wider_heads(run: Run) -> WiderHeads | None:
     """Suggest fewer attention heads of `Platform.lanes` dimensions instead of narrower ones padded to that width.
 
     The projections keep their sizes. Returns None if the heads are already that wide, if the projections do not
@@ -110,7 +110,7 @@ def stack_runs(runs: Sequence[Run]) -> Candidates:
         placements = [axis_placements(run.config.target, run.layout) for run in runs]
         axes = list(layouts.sizes)
         links = axis_links(
-            [[axes_by_name[axis] for axis in axes] for axes_by_name in placements], axes, chip, least_links=MIN_LINKS
+            [[axes_by_name[axis] for axis in axes] for axes_by_name in placements], axes, chip, min_links=MIN_LINKS
         )
     else:
         links = host_axis_links(layouts.sizes, chip)

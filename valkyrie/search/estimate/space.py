@@ -85,15 +85,15 @@ class LayoutGroup:
         target: The slice.
         candidates: Mesh sizes, links and microbatches of the layouts, as arrays with one entry per layout.
         remats: Remat policies to combine with each layout.
-        classes: Number of groups of interchangeable mesh axes (axes that appear in the same rules of the partition).
-            Breaks ties in the ranking; fewer is simpler.
+        axis_class_count: Number of groups of interchangeable mesh axes (axes that appear in the same rules of the
+            partition). Breaks ties in the ranking; fewer is simpler.
         meshes: Mesh of each layout, with its placement.
     """
 
     target: TargetConfig
     candidates: Candidates
     remats: Sequence[RematConfig]
-    classes: int
+    axis_class_count: int
     meshes: list[MeshConfig]
 
     def batch(self, index: int) -> int | None:
@@ -181,11 +181,11 @@ def enumerate_layouts(
     policies = _distinct_policies(run, remats)
     spaces: list[LayoutSpace] = []
     partition_problems: list[list[Problem]] = []
-    counts = _MicrobatchCounts(microbatches, tuple(device_batches), search_batch)
+    microbatch_options = _MicrobatchCounts(microbatches, tuple(device_batches), search_batch)
     for target, partition in itertools.product(targets, partitions):
         problems_by_policy = [(remat, _mesh_independent_problems(run, target, partition, remat)) for remat in policies]
         if legal_policies := [remat for remat, problems in problems_by_policy if not problems]:
-            spaces.append(_partition_space(run, target, partition, legal_policies, counts, mesh))
+            spaces.append(_partition_space(run, target, partition, legal_policies, microbatch_options, mesh))
         else:
             partition_problems.append([problem for _, problems in problems_by_policy for problem in problems])
             spaces.append(LayoutSpace([], Counter(partition_problems[-1][:1]), 0))
@@ -231,8 +231,9 @@ def _indivisible_problem(batch: int, microbatches: int, targets: Sequence[Target
     """Return the problem for microbatches that do not divide the batch. Suggests the nearest values that do."""
     divisors = [n for n in range(1, batch + 1) if batch % n == 0]
     nearest = [max(n for n in divisors if n < microbatches), *[n for n in divisors if n > microbatches][:1]]
-    parts = microbatches * max(target.devices or 1 for target in targets)
-    batches = [n for n in (batch // parts * parts, (batch // parts + 1) * parts) if n]
+    required_divisor = microbatches * max(target.devices or 1 for target in targets)
+    lower_batch = batch // required_divisor * required_divisor
+    batches = [n for n in (lower_batch, lower_batch + required_divisor) if n]
     suggestions = [*(f"microbatches={n}" for n in nearest), *(f"batch={n}" for n in batches)]
     text = f"batch={batch} is not divisible by microbatches={microbatches}. Use {alternatives(None, suggestions)}."
     return Problem(ProblemCode.batch_not_divisible, "batch", batch, text, size=batch, parts=microbatches)
@@ -263,24 +264,24 @@ def _partition_space(
     target: TargetConfig,
     partition: PartitionConfig,
     remats: Sequence[RematConfig],
-    counts: _MicrobatchCounts,
+    microbatch_options: _MicrobatchCounts,
     mesh: MeshConfig | None,
 ) -> LayoutSpace:
     """Enumerate the layouts of one partition on one target."""
     slices, batch = target.slices, run.config.batch
-    largest = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
-    parameters, activations, _ = resolve_rules(partition, largest, run.arrays.axes, known_axes())
+    full_mesh = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
+    parameters, activations, _ = resolve_rules(partition, full_mesh, run.arrays.axes, known_axes())
     batch_axes, layer_axes = activations[BATCH], parameters.get(LAYERS, ())
-    classes = _axis_classes(largest, parameters, activations)
+    axis_classes = _axis_classes(full_mesh, parameters, activations)
     refused, duplicates = Counter[Problem](), 0
     if mesh is None:
-        meshes, duplicates = _distinct_meshes(target, largest, classes)
-    elif idle := [axis for axis in mesh.axes if mesh.axes[axis] > 1 and axis not in {SLICE_AXIS}.union(*classes)]:
+        meshes, duplicates = _distinct_meshes(target, full_mesh, axis_classes)
+    elif idle := [axis for axis in mesh.axes if mesh.axes[axis] > 1 and axis not in {SLICE_AXIS}.union(*axis_classes)]:
         sizes = tuple(mesh.axes[axis] for axis in idle)
         problem = Problem(ProblemCode.idle_mesh_axis, partition=partition.name, mesh_axes=tuple(idle), mesh_sizes=sizes)
         return LayoutSpace([], Counter({problem: len(remats)}), 0)
     else:
-        meshes = [{axis: mesh.axes.get(axis, 1) for axis in largest.axes}]
+        meshes = [{axis: mesh.axes.get(axis, 1) for axis in full_mesh.axes}]
     # Without a pipeline, every schedule equals gpipe. ZeRO-1 changes nothing if parameters are split over all data
     # axes.
     if partition.schedule is not PipelineSchedule.gpipe:
@@ -288,11 +289,11 @@ def _partition_space(
     if partition.zero1:
         free = [a for a in batch_axes if not any(a in axes for axes in parameters.values())]
         meshes = [m for m in meshes if any(m[axis] > 1 for axis in free)]
-    for device_batch in counts.device_batches if not counts.search_batch else ():
-        parts = [device_batch * math.prod(m[axis] for axis in {*batch_axes, *layer_axes}) for m in meshes]
+    for device_batch in microbatch_options.device_batches if not microbatch_options.search_batch else ():
+        batch_divisors = [device_batch * math.prod(m[axis] for axis in {*batch_axes, *layer_axes}) for m in meshes]
         code = ProblemCode.device_batch_not_divisible
         problem = Problem(code, "device_batch", device_batch, partition=partition.name, size=batch)
-        refused += Counter({problem: sum(batch % n > 0 for n in parts) * len(remats)})
+        refused += Counter({problem: sum(batch % n > 0 for n in batch_divisors) * len(remats)})
     topology, has_torus = replace(build_topology(target), slices=1), get_platform(target.platform).has_torus
     placed_meshes: list[_PlacedMesh] = []
     indices: list[int] = []
@@ -301,8 +302,8 @@ def _partition_space(
         shards, stages = (math.prod(sizes[axis] for axis in rule) for rule in (batch_axes, layer_axes))
         pairs = [
             (size, count)
-            for size in (searched_batches(target, run.config.seq) if counts.search_batch else [batch])
-            for count in counts.on_mesh(size, shards, stages, partition.schedule)
+            for size in (searched_batches(target, run.config.seq) if microbatch_options.search_batch else [batch])
+            for count in microbatch_options.on_mesh(size, shards, stages, partition.schedule)
         ]
         if not pairs:
             continue
@@ -318,38 +319,44 @@ def _partition_space(
         np.array(indices)
     )
     batches, microbatches = np.array(batches_and_counts).T
-    candidates = replace(candidates, microbatches=microbatches, batches=batches if counts.search_batch else None)
-    legal = np.ones(len(candidates), bool)
+    candidates = replace(
+        candidates, microbatches=microbatches, batches=batches if microbatch_options.search_batch else None
+    )
+    legal_mask = np.ones(len(candidates), bool)
     # Searched batches are divisible by construction. A batch of 0 passes that check.
-    for problem, mask in candidates.problems(0 if counts.search_batch else batch, run.config.seq).items():
-        refused += Counter({problem: int((mask & legal).sum()) * len(remats)})
-        legal &= ~mask
-    if not legal.any():
+    for problem, mask in candidates.problems(0 if microbatch_options.search_batch else batch, run.config.seq).items():
+        refused += Counter({problem: int((mask & legal_mask).sum()) * len(remats)})
+        legal_mask &= ~mask
+    if not legal_mask.any():
         return LayoutSpace([], refused, duplicates)
-    legal_indices = np.array(indices)[legal].tolist()
+    legal_indices = np.array(indices)[legal_mask].tolist()
     mesh_configs = {i: _mesh_config(placed_meshes[i], partition, target) for i in dict.fromkeys(legal_indices)}
     meshes_of_legal = [mesh_configs[i] for i in legal_indices]
     return LayoutSpace(
-        [LayoutGroup(target, candidates.take(legal), remats, len(classes), meshes_of_legal)], refused, duplicates
+        [LayoutGroup(target, candidates.take(legal_mask), remats, len(axis_classes), meshes_of_legal)],
+        refused,
+        duplicates,
     )
 
 
 def _distinct_meshes(
-    target: TargetConfig, largest: MeshConfig, classes: Sequence[Sequence[str]]
+    target: TargetConfig, full_mesh: MeshConfig, axis_classes: Sequence[Sequence[str]]
 ) -> tuple[list[dict[str, int]], int]:
     """Return the axis sizes of all meshes that shard differently, and the number of equivalent meshes left out.
 
-    Each mesh has the same axes as `largest`. `classes` has the axes that a partition uses, grouped by the rules in
-    which they appear. The first axis of a class gets all of its devices. `s` gets the slices, and all other axes have
-    size 1.
+    Each mesh has the same axes as `full_mesh`. `axis_classes` has the axes that a partition uses, grouped by the rules
+    in which they appear. The first axis of a class gets all of its devices. `s` gets the slices, and all other axes
+    have size 1.
     """
     assert target.devices is not None
-    meshes, all_divisions = [], 0
-    for products in divisions(target.devices // target.slices, len(classes)):
-        all_divisions += math.prod(len(list(divisions(n, len(c)))) for n, c in zip(products, classes, strict=True))
-        sizes = {c[0]: n for c, n in zip(classes, products, strict=True)}
-        meshes.append({axis: target.slices if axis == SLICE_AXIS else sizes.get(axis, 1) for axis in largest.axes})
-    return meshes, all_divisions - len(meshes)
+    meshes, division_count = [], 0
+    for products in divisions(target.devices // target.slices, len(axis_classes)):
+        division_count += math.prod(
+            len(list(divisions(n, len(c)))) for n, c in zip(products, axis_classes, strict=True)
+        )
+        sizes = {c[0]: n for c, n in zip(axis_classes, products, strict=True)}
+        meshes.append({axis: target.slices if axis == SLICE_AXIS else sizes.get(axis, 1) for axis in full_mesh.axes})
+    return meshes, division_count - len(meshes)
 
 
 def _stack_candidates(
@@ -380,14 +387,14 @@ def _stack_candidates(
 def _axis_classes(mesh: MeshConfig, parameters: Rules, activations: Rules) -> list[list[str]]:
     """Return the mesh axes that appear in at least one rule, grouped by the rules they appear in. `w` comes last."""
     axis_roles = assign_roles(mesh, parameters, activations)
-    classes: dict[tuple[object, ...], list[str]] = {}
+    axis_classes: dict[tuple[object, ...], list[str]] = {}
     for axis in sorted(mesh.axes, key=lambda axis: (axis == "w", axis)):
         if axis != SLICE_AXIS and axis_roles[axis].kind is not RoleKind.idle:
             rule_key = tuple(
                 (i, a) for i, rules in enumerate((parameters, activations)) for a in rules if axis in rules[a]
             )
-            classes.setdefault(rule_key, []).append(axis)
-    return list(classes.values())
+            axis_classes.setdefault(rule_key, []).append(axis)
+    return list(axis_classes.values())
 
 
 def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -436,8 +443,8 @@ class _MicrobatchCounts:
         `MAX_ACCUMULATION_STEPS` are tried, or only 1 if the search varies the batch. `microbatches` and
         `device_batches` restrict the numbers. Those that do not divide a searched batch evenly are left out.
         """
-        parts = [n * shards * stages for n in dict.fromkeys(self.device_batches)]
-        by_device_batch = [batch // n for n in parts if batch % n == 0]
+        batch_divisors = [n * shards * stages for n in dict.fromkeys(self.device_batches)]
+        by_device_batch = [batch // n for n in batch_divisors if batch % n == 0]
         if self.device_batches and not self.search_batch:
             return by_device_batch
         if self.microbatches is not None:

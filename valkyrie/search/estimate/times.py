@@ -25,9 +25,9 @@ from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import CollectiveModel
 from valkyrie.search.estimate.work import Mixing, Product, StepWork
 
-BACKWARD = 2.0
+BACKWARD_FLOPS_RATIO = 2.0
 """FLOPs of a matmul's backward pass relative to its forward pass: two matmuls of the same size."""
-MIXING_BACKWARD = 2.5
+MIXING_BACKWARD_FLOPS_RATIO = 2.5
 """FLOPs of attention's backward pass relative to its forward pass: five matmuls to two (FlashAttention-2).
 
 Source: arXiv 2307.08691.
@@ -72,12 +72,14 @@ class StepEstimator:
         self.work, self.layouts = work, layouts
         self.efficiency, self.network = efficiency, network
         peak = max(chip.peak_tflops.get(name, 0.0) for name in ("bfloat16", work.run.config.precision.compute.value))
-        self.peak = peak * 1e12 / chip.devices
-        self.hbm = (chip.hbm_gbs or 1.0) * 1e9 / chip.devices * efficiency.hbm
-        self.host = chip.host_gbs * 1e9
+        self.peak_flops = peak * 1e12 / chip.devices
+        self.hbm_bandwidth = (chip.hbm_gbs or 1.0) * 1e9 / chip.devices * efficiency.hbm
+        self.host_bandwidth = chip.host_gbs * 1e9
         tokens = work.tokens if layouts.batches is None else layouts.batches * work.run.config.seq
-        self.rows = tokens / (layouts.parts(layouts.activations[BATCH]) * layouts.parts(layouts.activations[SEQ]))
-        self.rows = self.rows / layouts.microbatches
+        self.local_tokens = tokens / (
+            layouts.parts(layouts.activations[BATCH]) * layouts.parts(layouts.activations[SEQ])
+        )
+        self.local_tokens = self.local_tokens / layouts.microbatches
         """Tokens per device and microbatch."""
         self.layer_share = work.passes / layouts.stages
         """Share of the model's layers that a device runs, times the passes through the stack of layers per step."""
@@ -86,32 +88,34 @@ class StepEstimator:
         """Return the estimated times of all layouts with a remat policy."""
         layouts, e = self.layouts, self.efficiency
         m, stages = layouts.microbatches, layouts.stages
-        is_recomputed = [product.is_recomputed(remat) for product in self.work.products]
+        recompute_flags = [product.is_recomputed(remat) for product in self.work.products]
         products = self.layer_share * _sum_arrays(
-            (1 + BACKWARD + a) * s for a, s in zip(is_recomputed, self._product_seconds, strict=True)
+            (1 + BACKWARD_FLOPS_RATIO + a) * s for a, s in zip(recompute_flags, self._product_seconds, strict=True)
         )
-        mixing, (moved, to_host) = self._mixing_seconds(remat), self._moved_bytes(remat)
-        moving = moved / self.hbm * self.layer_share
-        computing = products + mixing + moving
-        launches = [(1 + BACKWARD + a) * p.count for a, p in zip(is_recomputed, self.work.products, strict=True)]
-        launching = e.launch_s * sum(launches) * self.layer_share
-        activations = self._activation_collectives(remat, is_recomputed)
-        gathered, summed = self._weight_gathers, self._gradient_sums
-        waiting = {
-            "activations": _exposed_seconds(activations, computing, e.hidden_activations),
-            "weights": _exposed_seconds(gathered, computing, e.hidden_weights),
-            "gradients": _exposed_seconds(summed / m, computing, e.hidden_gradients),
-            "host": _exposed_seconds(2 * to_host * self.layer_share / self.host, computing, e.hidden_host),
+        mixing, (hbm_bytes, host_bytes) = self._mixing_seconds(remat), self._moved_bytes(remat)
+        moving = hbm_bytes / self.hbm_bandwidth * self.layer_share
+        compute_s = products + mixing + moving
+        launches = [
+            (1 + BACKWARD_FLOPS_RATIO + a) * p.count for a, p in zip(recompute_flags, self.work.products, strict=True)
+        ]
+        launch_s = e.launch_s * sum(launches) * self.layer_share
+        activations = self._activation_collectives(remat, recompute_flags)
+        gather_s, sum_s = self._weight_gather_seconds, self._gradient_sum_seconds
+        exposed_s = {
+            "activations": _exposed_seconds(activations, compute_s, e.hidden_activations),
+            "weights": _exposed_seconds(gather_s, compute_s, e.hidden_weights),
+            "gradients": _exposed_seconds(sum_s / m, compute_s, e.hidden_gradients),
+            "host": _exposed_seconds(2 * host_bytes * self.layer_share / self.host_bandwidth, compute_s, e.hidden_host),
         }
-        stage_s = computing + waiting["activations"] + waiting["weights"]
+        stage_s = compute_s + exposed_s["activations"] + exposed_s["weights"]
         parts = {name: m * seconds for name, seconds in {"products": products, "mixing": mixing}.items()}
         parts |= {"moving": m * moving, "head": m * self._head_seconds}
-        parts |= {name: m * seconds for name, seconds in waiting.items()}
-        parts["gradients"] = parts["gradients"] + self._zero1_gathers * (1 - e.hidden_updates)
-        parts["launching"] = m * np.maximum(launching - stage_s, 0.0)
+        parts |= {name: m * seconds for name, seconds in exposed_s.items()}
+        parts["gradients"] = parts["gradients"] + self._zero1_gather_seconds * (1 - e.hidden_updates)
+        parts["launching"] = m * np.maximum(launch_s - stage_s, 0.0)
         idle = (stages - 1) / layouts.rounds
-        parts["bubble"] = idle * np.maximum(stage_s, launching)
-        parts["stages"] = np.where(stages > 1, (m + stages - 1) * self._stage_sends * (1 - e.hidden_stages), 0.0)
+        parts["bubble"] = idle * np.maximum(stage_s, launch_s)
+        parts["stages"] = np.where(stages > 1, (m + stages - 1) * self._stage_send_seconds * (1 - e.hidden_stages), 0.0)
         if layouts.shares_loss:
             parts["stages"] = parts["stages"] + np.where(stages > 1, self._pipeline_ends, 0.0)
         parts["optimizer"] = self._optimizer_seconds
@@ -129,15 +133,15 @@ class StepEstimator:
         for axis, length in product.output_axes:
             n = n / self.layouts.count_parts(axis, "used", length)
         passes = self.efficiency.float32_passes if product.float32 else 1.0
-        return product.components * passes * self._matmul_seconds(self.rows, np.asarray(k), np.asarray(n))
+        return product.components * passes * self._matmul_seconds(self.local_tokens, np.asarray(k), np.asarray(n))
 
     def _matmul_seconds(self, rows: np.ndarray, k: np.ndarray, n: np.ndarray) -> np.ndarray:
         """Return the seconds of a [rows, k] x [k, n] matmul, bound by the matrix unit (in whole tiles) or by HBM."""
         e, flops = self.efficiency, 2.0 * rows * k * n
         padded = _tile_utilisation(k, e.tile) * _tile_utilisation(n, e.tile)
-        rate = self.peak * e.products * padded * flops / (flops + e.half_rate_flops)
+        rate = self.peak_flops * e.products * padded * flops / (flops + e.half_rate_flops)
         bytes_ = self.work.itemsize * (rows * k + k * n + rows * n)
-        return np.maximum(flops / rate, bytes_ / self.hbm)
+        return np.maximum(flops / rate, bytes_ / self.hbm_bandwidth)
 
     @cached_property
     def _head_seconds(self) -> np.ndarray:
@@ -147,32 +151,39 @@ class StepEstimator:
         """
         model = self.work.run.model
         rows = (
-            self.rows
+            self.local_tokens
             / self.layouts.parts(self.layouts.loss_axes)
             / (self.layouts.stages if self.layouts.shares_loss else 1)
         )
         n = model.vocab_rows / self.layouts.count_parts("vocab", "used", model.vocab_rows)
         k = np.full(len(self.layouts), float(self.work.embed))
-        logits = 4.0 * 2 * rows * n / self.hbm
-        return (1 + BACKWARD) * self._matmul_seconds(rows, k, np.asarray(n)) + self.efficiency.logits_passes * logits
+        logits = 4.0 * 2 * rows * n / self.hbm_bandwidth
+        matmul_s = self._matmul_seconds(rows, k, np.asarray(n))
+        return (1 + BACKWARD_FLOPS_RATIO) * matmul_s + self.efficiency.logits_passes * logits
 
     def _mixing_seconds(self, remat: RematConfig) -> np.ndarray:
         """Return the seconds of attention scores and scans in a microbatch: forward, recomputation and backward."""
-        is_recomputed = [remat.location(mixing.name) is ActivationLocation.nowhere for mixing in self.work.mixing]
+        recompute_flags = [remat.location(mixing.name) is ActivationLocation.nowhere for mixing in self.work.mixing]
         flops = _sum_arrays(
-            (1 + MIXING_BACKWARD + a) * n for a, n in zip(is_recomputed, self._mixing_flops, strict=True)
+            (1 + MIXING_BACKWARD_FLOPS_RATIO + a) * n for a, n in zip(recompute_flags, self._mixing_flops, strict=True)
         )
-        scores = _sum_arrays((1 + BACKWARD + a) * n for a, n in zip(is_recomputed, self._score_counts, strict=True))
-        moved = self.work.itemsize * self.efficiency.scores_passes * scores
-        return self.layer_share * (flops / (self.peak * self.efficiency.mixing) + moved / self.hbm)
+        scores = _sum_arrays(
+            (1 + BACKWARD_FLOPS_RATIO + a) * n for a, n in zip(recompute_flags, self._score_counts, strict=True)
+        )
+        hbm_bytes = self.work.itemsize * self.efficiency.scores_passes * scores
+        return self.layer_share * (flops / (self.peak_flops * self.efficiency.mixing) + hbm_bytes / self.hbm_bandwidth)
 
     @cached_property
     def _mixing_flops(self) -> list[np.ndarray]:
-        return [mixing.count * mixing.flops * self.rows / self._mixing_parts(mixing) for mixing in self.work.mixing]
+        return [
+            mixing.count * mixing.flops * self.local_tokens / self._mixing_parts(mixing) for mixing in self.work.mixing
+        ]
 
     @cached_property
     def _score_counts(self) -> list[np.ndarray]:
-        return [mixing.count * mixing.scores * self.rows / self._mixing_parts(mixing) for mixing in self.work.mixing]
+        return [
+            mixing.count * mixing.scores * self.local_tokens / self._mixing_parts(mixing) for mixing in self.work.mixing
+        ]
 
     def _mixing_parts(self, mixing: Mixing) -> np.ndarray:
         activations = self.layouts.activations
@@ -182,14 +193,14 @@ class StepEstimator:
 
     def _moved_bytes(self, remat: RematConfig) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of activations that a microbatch moves through HBM, and the bytes offloaded to the host."""
-        e, moved, host_bytes = self.efficiency, np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
+        e, hbm_bytes, host_bytes = self.efficiency, np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for (activation, _), bytes_ in zip(self.work.activations, self._activation_bytes, strict=True):
             location = remat.location(activation.name, product=activation.product)
-            moved = moved + bytes_ * (
+            hbm_bytes = hbm_bytes + bytes_ * (
                 e.passes + (e.passes_again if location is ActivationLocation.nowhere else e.passes_kept)
             )
             host_bytes = host_bytes + (bytes_ if location is ActivationLocation.host else 0.0)
-        return moved, host_bytes
+        return hbm_bytes, host_bytes
 
     @cached_property
     def _activation_bytes(self) -> list[np.ndarray]:
@@ -199,18 +210,18 @@ class StepEstimator:
         """
         bytes_by_activation = []
         for activation, count in self.work.activations:
-            elements = activation.count * count * self.rows
+            elements = activation.count * count * self.local_tokens
             for axis, length in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
                 elements = elements * length / self.layouts.count_parts(axis, "active", length)
             elements = elements * padding(activation.tensor.shape, self.work.lanes)
             bytes_by_activation.append(elements * (4 if activation.float32 else self.work.itemsize))
         return bytes_by_activation
 
-    def _activation_collectives(self, remat: RematConfig, is_recomputed: Sequence[bool]) -> np.ndarray:
+    def _activation_collectives(self, remat: RematConfig, recompute_flags: Sequence[bool]) -> np.ndarray:
         """Return the seconds of collectives on activations in a microbatch, including those hidden by compute."""
         seconds = _sum_arrays(
             (1 + again) * forward + backward + (0 if again else regather)
-            for again, (forward, backward, regather) in zip(is_recomputed, self._product_collectives, strict=True)
+            for again, (forward, backward, regather) in zip(recompute_flags, self._product_collectives, strict=True)
         )
         for mixing, exchange_s in zip(self.work.mixing, self._mixing_collectives, strict=True):
             passes = 2 + (remat.location(mixing.name) is ActivationLocation.nowhere)
@@ -245,32 +256,32 @@ class StepEstimator:
         layouts, network = self.layouts, self.network
         inputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.input_axes]
         outputs = [(a, n, layouts.activations[a], layouts.used_axes(a)) for a, n in product.output_axes]
-        width = 4 if product.float32 else self.work.itemsize
-        operand_bytes = self.rows * width * product.components
+        itemsize = 4 if product.float32 else self.work.itemsize
+        operand_bytes = self.local_tokens * itemsize * product.components
         for axis, n, _, _ in inputs:
             operand_bytes = operand_bytes * n / layouts.count_parts(axis, "used", n)
-        result_bytes = self.rows * width * product.components
+        result_bytes = self.local_tokens * itemsize * product.components
         for axis, n, _, _ in outputs:
             result_bytes = result_bytes * n / layouts.count_parts(axis, "used", n)
-        gathered = [m for _, _, active, used in inputs for m in active if m not in used]
-        summed = [m for _, _, _, used in inputs for m in used]
-        scattered = [m for _, _, active, used in outputs for m in active if m in summed]
-        summed = [m for m in summed if m not in scattered]
-        back_summed = [m for _, _, _, used in outputs for m in used]
-        back_scattered = [m for m in gathered if m in back_summed]
-        back_summed = [m for m in back_summed if m not in back_scattered]
-        forward = network.sum(layouts, summed, result_bytes) + network.scatter(
-            layouts, scattered, result_bytes, one_ring=True
+        gather_axes = [m for _, _, active, used in inputs for m in active if m not in used]
+        sum_axes = [m for _, _, _, used in inputs for m in used]
+        scatter_axes = [m for _, _, active, used in outputs for m in active if m in sum_axes]
+        sum_axes = [m for m in sum_axes if m not in scatter_axes]
+        backward_sum_axes = [m for _, _, _, used in outputs for m in used]
+        backward_scatter_axes = [m for m in gather_axes if m in backward_sum_axes]
+        backward_sum_axes = [m for m in backward_sum_axes if m not in backward_scatter_axes]
+        forward = network.all_reduce(layouts, sum_axes, result_bytes) + network.reduce_scatter(
+            layouts, scatter_axes, result_bytes, one_ring=True
         )
         windowed = self.efficiency.windowed
-        backward = (1 + windowed) * network.gather(layouts, scattered, result_bytes, one_ring=True)
+        backward = (1 + windowed) * network.all_gather(layouts, scatter_axes, result_bytes, one_ring=True)
         regather = np.zeros(len(layouts))
         if gathers_operand:
-            gather = network.gather(layouts, gathered, operand_bytes, one_ring=True)
-            forward, regather = forward + gather, windowed * gather
+            gather_s = network.all_gather(layouts, gather_axes, operand_bytes, one_ring=True)
+            forward, regather = forward + gather_s, windowed * gather_s
         if gathers_operand or self.efficiency.apart > 0:
-            backward = backward + network.sum(layouts, back_summed, operand_bytes)
-            backward = backward + network.scatter(layouts, back_scattered, operand_bytes, one_ring=True)
+            backward = backward + network.all_reduce(layouts, backward_sum_axes, operand_bytes)
+            backward = backward + network.reduce_scatter(layouts, backward_scatter_axes, operand_bytes, one_ring=True)
         for axes, factor_bytes in ((product.input_axes, result_bytes), (product.output_axes, operand_bytes)):
             backward = backward + sum(self._batch_gathers(axis, factor_bytes) for axis, _ in axes)
         return forward, backward, regather
@@ -288,10 +299,10 @@ class StepEstimator:
             factor_bytes: Bytes per device of the factor that does not have this axis.
         """
         layouts, stored = self.layouts, self.layouts.stored_axes(logical)
-        data = tuple(axis for axis in stored if axis in layouts.data_axes)
-        parts = layouts.parts(data)
+        data_axes = tuple(axis for axis in stored if axis in layouts.data_axes)
+        parts = layouts.parts(data_axes)
         is_split_twice = (parts > 1) & (layouts.parts(layouts.used_axes(logical)) > 1)
-        seconds = self.network.gather(layouts, data, factor_bytes * parts)
+        seconds = self.network.all_gather(layouts, data_axes, factor_bytes * parts)
         return np.where(is_split_twice, self.efficiency.whole_batches * seconds, 0.0)
 
     def _sequence_exchange(self, mixing: Mixing) -> np.ndarray:
@@ -299,12 +310,12 @@ class StepEstimator:
         layouts, axes = self.layouts, self.layouts.activations[SEQ]
         seconds, seq = np.zeros(len(layouts)), self.work.run.config.seq
         for activation, positions in mixing.neighbours:
-            width = activation.count * (4 if activation.float32 else self.work.itemsize)
+            bytes_per_token = activation.count * (4 if activation.float32 else self.work.itemsize)
             for axis, n in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
-                width = width * n / layouts.count_parts(axis, "active", n)
-            per_position = width * self.rows / (seq / layouts.parts(axes))
+                bytes_per_token = bytes_per_token * n / layouts.count_parts(axis, "active", n)
+            per_position = bytes_per_token * self.local_tokens / (seq / layouts.parts(axes))
             if positions is None:
-                seconds += self.network.gather(layouts, axes, per_position * seq)
+                seconds += self.network.all_gather(layouts, axes, per_position * seq)
             else:
                 seconds += self.network.exchange(layouts, axes, per_position * min(positions, seq))
         return seconds
@@ -316,24 +327,24 @@ class StepEstimator:
         One sums the embeddings, the other the gradients of the last hidden states.
         """
         layouts, vocab = self.layouts, self.layouts.used_axes("vocab")
-        stream = self.rows * self.work.embed * self.work.itemsize
+        stream = self.local_tokens * self.work.embed * self.work.itemsize
         rows = stream / layouts.parts(layouts.loss_axes)
-        return 2 * self.network.sum(layouts, vocab, rows)
+        return 2 * self.network.all_reduce(layouts, vocab, rows)
 
     @cached_property
-    def _weight_gathers(self) -> np.ndarray:
+    def _weight_gather_seconds(self) -> np.ndarray:
         """Seconds per microbatch of gathering parameters that data axes shard, once forward and once backward."""
         seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
         for spec in self.work.parameters.values():
             axes = self._gathered_axes(spec)
             if axes:
-                seconds += 2 * self.network.gather(
+                seconds += 2 * self.network.all_gather(
                     self.layouts, axes, self.layouts.shard_elements(spec, "used") * itemsize
                 )
         return seconds
 
     @cached_property
-    def _gradient_sums(self) -> np.ndarray:
+    def _gradient_sum_seconds(self) -> np.ndarray:
         """Seconds per step spent summing gradients over data axes.
 
         Gradients are summed after each microbatch, or once per step in a pipeline or with `sums_once`. With
@@ -348,9 +359,9 @@ class StepEstimator:
             # has received the tokens of all devices.
             summed_axes = tuple(axis for axis in layouts.data_axes if axis not in stored)
             bytes_ = self.layouts.shard_elements(spec, "used") * itemsize
-            seconds += self.network.scatter(layouts, split, bytes_)
+            seconds += self.network.reduce_scatter(layouts, split, bytes_)
             scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
-            reduce = self.network.scatter if scattered else self.network.sum
+            reduce = self.network.reduce_scatter if scattered else self.network.all_reduce
             seconds += reduce(layouts, summed_axes, bytes_ / layouts.parts(split))
         has_pipeline = layouts.stages > 1
         ticks = np.where(self.efficiency.loop_sums > 0, layouts.microbatches + layouts.stages - 1, 1)
@@ -366,41 +377,43 @@ class StepEstimator:
         """
         layouts, axes = self.layouts, self.layouts.parameters.get(LAYERS, ())
         width = self.work.embed / layouts.count_parts("embed", "active", self.work.embed)
-        stream = self.rows * layouts.microbatches * width * self.work.itemsize
+        stream = self.local_tokens * layouts.microbatches * width * self.work.itemsize
         seconds = 4 * (layouts.stages - 1) * self.network.exchange(layouts, axes, stream / layouts.stages)
         itemsize = self.work.run.config.precision.reduction.itemsize
         outside_layers = [spec for spec in self.work.parameters.values() if LAYERS not in spec.axes]
-        return seconds + self.network.sum(
+        return seconds + self.network.all_reduce(
             layouts, axes, itemsize * _sum_arrays(self.layouts.shard_elements(spec, "used") for spec in outside_layers)
         )
 
     @cached_property
-    def _zero1_gathers(self) -> np.ndarray:
+    def _zero1_gather_seconds(self) -> np.ndarray:
         """Seconds of gathering the updated parameters under ZeRO-1, once per step."""
         seconds = np.zeros(len(self.layouts))
         if self.layouts.partition.zero1:
             for spec in self.work.parameters.values():
                 bytes_ = 4 * self.layouts.shard_elements(spec, "used") / self.layouts.parts(self._gathered_axes(spec))
-                seconds += self.network.gather(self.layouts, self.layouts.zero1_axes(spec.axes), bytes_, one_ring=True)
+                seconds += self.network.all_gather(
+                    self.layouts, self.layouts.zero1_axes(spec.axes), bytes_, one_ring=True
+                )
         return seconds
 
     def _gathered_axes(self, spec: Parameter) -> tuple[str, ...]:
         return tuple(m for axis in spec.axes for m in self.layouts.gathered_axes(axis))
 
     @cached_property
-    def _stage_sends(self) -> np.ndarray:
+    def _stage_send_seconds(self) -> np.ndarray:
         """Seconds to send a microbatch from one stage to the next, forward and backward.
 
         Summed over the rounds of a circular schedule.
         """
         layouts = self.layouts
         width = self.work.embed / layouts.count_parts("embed", "active", self.work.embed)
-        bytes_, axes = self.rows * width * self.work.itemsize, layouts.parameters.get(LAYERS, ())
+        bytes_, axes = self.local_tokens * width * self.work.itemsize, layouts.parameters.get(LAYERS, ())
         if layouts.sends_parts:
             split = (*axes, *layouts.data_axes, *layouts.activations["embed"])
             replicated = [axis for axis in layouts.sizes if axis not in split]
             send_s = self.network.exchange(layouts, axes, bytes_ / layouts.parts(replicated))
-            return 2 * layouts.rounds * (send_s + self.network.gather(layouts, replicated, bytes_))
+            return 2 * layouts.rounds * (send_s + self.network.all_gather(layouts, replicated, bytes_))
         return 2 * layouts.rounds * self.network.exchange(layouts, axes, bytes_)
 
     @cached_property
@@ -413,7 +426,7 @@ class StepEstimator:
         for spec in self.work.parameters.values():
             bytes_ += config.update_bytes(spec) * self.layouts.state_shard_elements(spec)
         flops = config.update_flops(self.work.parameters.values(), self.layouts.devices)
-        return bytes_ / self.hbm + flops / (self.peak * self.efficiency.products)
+        return bytes_ / self.hbm_bandwidth + flops / (self.peak_flops * self.efficiency.products)
 
 
 def _sum_arrays(arrays: Iterable[np.ndarray]) -> np.ndarray:

@@ -26,7 +26,7 @@ class Product:
         float32: Whether it is computed in float32.
         operand_key: Key of the operand. Matmuls with the same key read the same activations.
         name: Name of the result in remat policies, or None if it has none.
-        needed_backward: Whether the backward pass needs the result if no activation of the block was saved.
+        is_needed_backward: Whether the backward pass needs the result if no activation of the block was saved.
     """
 
     input_axes: tuple[tuple[str, int], ...]
@@ -36,7 +36,7 @@ class Product:
     float32: bool
     operand_key: tuple[object, ...]
     name: str | None
-    needed_backward: bool
+    is_needed_backward: bool
 
     @property
     def k(self) -> int:
@@ -50,7 +50,7 @@ class Product:
 
     def is_recomputed(self, remat: RematConfig) -> bool:
         """Check whether the backward pass recomputes the product under a remat policy."""
-        return self.needed_backward and remat.location(self.name, product=True) is ActivationLocation.nowhere
+        return self.is_needed_backward and remat.location(self.name, product=True) is ActivationLocation.nowhere
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
             flops_per_pass += repeats * layer.flops(run.config.seq)
             blocks = list(layer.blocks.values())
             for j, (block, context) in enumerate(blocks):
-                result_unused = i == len(group) - 1 and j == len(blocks) - 1 and not recompute_last_matmul
-                block_products = _products(block, context, repeats, (i, context.number, j), result_unused)
+                is_result_unused = i == len(group) - 1 and j == len(blocks) - 1 and not recompute_last_matmul
+                block_products = _products(block, context, repeats, (i, context.number, j), is_result_unused)
                 products += block_products
                 product_flops = sum(2.0 * p.k * p.n * p.components for p in block_products)
                 mixing.append(_mixing(block, context, repeats, run.config.seq, product_flops, lanes))
@@ -147,11 +147,11 @@ def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
 
 
 def _products(
-    block: Block, context: BlockContext, count: int, block_key: tuple[object, ...], result_unused: bool
+    block: Block, context: BlockContext, count: int, block_key: tuple[object, ...], is_result_unused: bool
 ) -> list[Product]:
     """Return the matmuls of a block. Each is matched by size to a saved activation and takes its name.
 
-    With `result_unused`, the backward pass does not read the result of the block.
+    With `is_result_unused`, the backward pass does not read the result of the block.
     """
     unmatched = [
         pair for pair in zip(block.saves(context), block.saved_activations(context), strict=True) if pair[0].product
@@ -169,11 +169,13 @@ def _products(
             unmatched.remove(match)
         components = parameter.size // math.prod(n for _, n in pairs)
         operand_key = (*block_key, tuple(axis for axis, _ in input_axes), parameter.group)
-        name, needed_backward = (
-            (None, True) if match is None else (match[0].name, not (result_unused and match[0].result))
+        name, is_needed_backward = (
+            (None, True) if match is None else (match[0].name, not (is_result_unused and match[0].result))
         )
         products.append(
-            Product(input_axes, output_axes, count, components, parameter.float32, operand_key, name, needed_backward)
+            Product(
+                input_axes, output_axes, count, components, parameter.float32, operand_key, name, is_needed_backward
+            )
         )
     return products
 
@@ -189,7 +191,7 @@ def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_f
         product_flops: FLOPs per token of the block's matrix products, which are subtracted from its total.
         lanes: The head dimension of attention is padded to a multiple of this (`Platform.lanes`).
     """
-    named = [
+    named_activations = [
         activation
         for activation in block.saved_activations(context)
         if activation.name is not None and not activation.product
@@ -197,7 +199,7 @@ def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_f
     axes = tuple(a for a in (block.activations[0] if block.activations else ()) if a not in (BATCH, SEQ))
     neighbours = tuple(block.neighbours(context))
     flops = max(block.flops(context, seq) - product_flops, 0.0)
-    name = named[0].name if named else None
-    if named:
-        flops *= padding(named[0].tensor.shape, lanes)
+    name = named_activations[0].name if named_activations else None
+    if named_activations:
+        flops *= padding(named_activations[0].tensor.shape, lanes)
     return Mixing(flops, block.scores(context, seq), axes, count, name, block.shards_rows_over_embed, neighbours)
