@@ -16,12 +16,12 @@ from valkyrie.compiled.communication import CollectiveTime
 from valkyrie.compiled.hlo import Module, parse_module
 from valkyrie.search.measure import profile
 from valkyrie.search.measure.profile import (
-    STEPS,
+    TRACED_STEPS,
     Event,
-    collective_times,
     collectives_by_operation,
     read_events,
-    seconds_by_axes,
+    sum_collective_times,
+    trace_collectives,
 )
 from valkyrie.train.program import serialised_module
 
@@ -87,7 +87,7 @@ def test_a_real_trace_has_every_run_of_every_collective():
         return metrics
 
     with tempfile.TemporaryDirectory() as folder:
-        times = collective_times(step, module, AXES, Path(folder))
+        times = trace_collectives(step, module, AXES, Path(folder))
         (file,) = Path(folder).rglob("*.xplane.pb")
         events = list(read_events(file, module))
     collectives = collectives_by_operation(module, AXES)
@@ -97,10 +97,10 @@ def test_a_real_trace_has_every_run_of_every_collective():
             seen[collectives[event.op].label, collectives[event.op].kind] += 1
     expected: Counter[tuple[str, str]] = Counter()
     for use in collective_uses(module, AXES):
-        expected[",".join(use.mesh_axes), use.kind] += round(use.calls * 8 * STEPS)
+        expected[",".join(use.mesh_axes), use.kind] += round(use.calls * 8 * TRACED_STEPS)
     assert seen == expected and len(expected) > 3
     assert {event.device for event in events} == {f"/host:CPU/{i}" for i in range(8)}
-    assert len({event.run_id for event in events}) == STEPS
+    assert len({event.run_id for event in events}) == TRACED_STEPS
     assert times.times is not None and times.step_s is not None
     assert sum(time.seconds for time in times.times) <= times.step_s
     assert {(",".join(time.mesh_axes), time.kind) for time in times.times} == set(expected)
@@ -119,7 +119,7 @@ def test_collective_times_are_medians_over_runs_and_means_over_devices():
     events = [Event(reduce, device, run, 0.0, s) for device, runs in times.items() for run, s in enumerate(runs)]
     events += [Event("p", "0", 0, 0.0, 100.0), *(Event("all-reduce-done.1", "1", run, 60.0, 1.0) for run in range(3))]
     events += [Event(gather, "1", run, 70.0, 0.5) for run in range(3)]
-    assert seconds_by_axes(events, collectives) == times_of(x=3.5, z=0.25)
+    assert sum_collective_times(events, collectives) == times_of(x=3.5, z=0.25)
 
 
 def test_collectives_that_overlap_count_once():
@@ -127,16 +127,16 @@ def test_collectives_that_overlap_count_once():
     reduce, gather = "all-reduce-start.1", "all-gather.2"
     times = [(reduce, 0.0, 4.0), (reduce, 1.0, 2.0), (gather, 2.0, 4.0)]
     events = [Event(op, "0", 0, start, seconds) for op, start, seconds in times]
-    assert seconds_by_axes(events, collectives) == times_of(x=3.0, z=3.0)
+    assert sum_collective_times(events, collectives) == times_of(x=3.0, z=3.0)
     untold = [event._replace(run_id=None) for event in events]
-    assert seconds_by_axes(untold, collectives) == times_of(x=1.0, z=1.0)
+    assert sum_collective_times(untold, collectives) == times_of(x=1.0, z=1.0)
 
 
 def test_gpu_kernels_are_matched_to_operations_without_run_numbers(tmp_path: Path):
     module = parse_module(TWO_GROUPS)
     kernels = [("ncclDevKernel_AllReduce", "all-reduce-start.1", 30), ("gemm", "p", 99), ("memset", None, 7)]
-    stream = {"Stream #14(Compute)": kernels * STEPS}
-    times = seconds_by_axes(
+    stream = {"Stream #14(Compute)": kernels * TRACED_STEPS}
+    times = sum_collective_times(
         list(read_events(write_trace(tmp_path, stream, stream), module)), collectives_by_operation(module, AXES)
     )
     (time,) = times
@@ -145,9 +145,9 @@ def test_gpu_kernels_are_matched_to_operations_without_run_numbers(tmp_path: Pat
 
 def test_only_the_line_of_operations_is_read(tmp_path: Path):
     module = parse_module(TWO_GROUPS)
-    operations = [("%all-gather.2 = f32[128] all-gather(f32[64] %x)", None, 12)] * STEPS
+    operations = [("%all-gather.2 = f32[128] all-gather(f32[64] %x)", None, 12)] * TRACED_STEPS
     lines = {"XLA Ops": operations, "Async XLA Ops": operations}
-    times = seconds_by_axes(
+    times = sum_collective_times(
         list(read_events(write_trace(tmp_path, lines), module)), collectives_by_operation(module, AXES)
     )
     (time,) = times
@@ -170,7 +170,7 @@ def test_the_reason_is_reported_if_there_is_no_trace(monkeypatch: pytest.MonkeyP
     if wrong == "profiler":
         jax.profiler.start_trace(tempfile.mkdtemp())
     try:
-        result = collective_times(lambda: None, parse_module(TWO_GROUPS), AXES, None)
+        result = trace_collectives(lambda: None, parse_module(TWO_GROUPS), AXES, None)
     finally:
         if wrong == "profiler":
             jax.profiler.stop_trace()

@@ -366,7 +366,7 @@ class Explanation:
         return f"<Explanation A: {a}, B: {b}. {self.sentences[0]}>"
 
     def __str__(self) -> str:
-        from valkyrie.search.explain.mode import show as print_difference
+        from valkyrie.search.explain.mode import print_difference
 
         return _print_to_text(lambda console: print_difference(self.record, console))
 

@@ -15,7 +15,8 @@ The function `mode.search` runs `mode=search` in these steps:
 5. With `mode.tune`, `tuning.tune_best` tries compiler options and implementations on the best layout.
 6. `measuring` times the best few layouts if there is one target and this machine has its devices. This step is skipped
    after Ctrl-C, or if layouts were compiled but none has a step time.
-7. `answer.rank_layouts` ranks the layouts and corrects estimates by compiled times. `measuring.rank_measured` corrects
+7. `answer.rank_layouts` ranks the layouts and corrects estimates by compiled times. `measuring.rank_measured_layouts`
+corrects
    estimated and compiled times by measured ones. A table in README.md lists the corrections. `answer_record` defines
    the answer that is stored in `search.json`.
 

@@ -53,7 +53,7 @@ def request_digest(request: SearchRequest) -> str:
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path, request: SearchRequest) -> Iterator[None]:
+def lock_folder(folder: Path, request: SearchRequest) -> Iterator[None]:
     """Create the folder of a search, and keep other searches out of it.
 
     Raises ValueError if it is a file, if another search is running in it, if it belongs to another command or search,
@@ -74,11 +74,11 @@ def _refuse_other_owner(folder: Path, request: SearchRequest) -> None:
     if (folder / RUN_FILE).exists():
         key = "" if name is None else f"name={name}: "
         raise ValueError(f"{key}{folder} is the run folder of another command, with a {RUN_FILE}. Use another name=.")
-    earlier = _read_earlier(folder)
-    if earlier is not None and earlier.question is None:
+    earlier_answer = _read_earlier_answer(folder)
+    if earlier_answer is not None and earlier_answer.question is None:
         raise ValueError(f"{folder / ANSWER_FILE} was not written by mode=search. Delete it, or use another name=.")
-    if name is not None and earlier is not None and earlier.question != request_digest(request):
-        command = " ".join(earlier.command)
+    if name is not None and earlier_answer is not None and earlier_answer.question != request_digest(request):
+        command = " ".join(earlier_answer.command)
         raise ValueError(
             f"name={name}: {folder / ANSWER_FILE} belongs to another search: {command}. Use another name=."
         )
@@ -98,11 +98,11 @@ def save_answer(folder: Path, answer: SearchAnswer) -> str:
     Does not replace an earlier answer that has measured layouts if the new one has none, or that has compiled layouts
     if the new one has none. The line then gives this reason.
     """
-    file, earlier = folder / ANSWER_FILE, _read_earlier(folder)
-    if earlier is not None:
+    file, earlier_answer = folder / ANSWER_FILE, _read_earlier_answer(folder)
+    if earlier_answer is not None:
         for stage, before, now in (
-            ("measured", _measured_count(earlier), _measured_count(answer)),
-            ("compiled", earlier.compiled, answer.compiled),
+            ("measured", _measured_count(earlier_answer), _measured_count(answer)),
+            ("compiled", earlier_answer.compiled, answer.compiled),
         ):
             if before and not now:
                 layouts = f"{before} {stage} layout{'s' * (before > 1)}"
@@ -128,7 +128,7 @@ def _measured_count(answer: SearchAnswer | _EarlierAnswer) -> int:
     return len([layout for layout in answer.measured.layouts if layout.step_s is not None])
 
 
-def _read_earlier(folder: Path) -> _EarlierAnswer | None:
+def _read_earlier_answer(folder: Path) -> _EarlierAnswer | None:
     file = folder / ANSWER_FILE
     try:
         return read_record(_EarlierAnswer, file)

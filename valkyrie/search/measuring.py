@@ -56,7 +56,7 @@ class MeasuredTrials:
     """Reason if measuring ended early, because the budget was used up or a layout was refused. Empty otherwise."""
 
     @property
-    def timed(self) -> list[MeasuredTrial]:
+    def timed_trials(self) -> list[MeasuredTrial]:
         """Trials with a step time, the fastest first."""
         return sorted((trial for trial in self.trials if trial.step_s is not None), key=lambda trial: trial.ranking_s)
 
@@ -66,7 +66,7 @@ class MeasuredTrials:
 
         None for fewer than three layouts, or if all predictions or all measurements are equal.
         """
-        expected_s, step_s = [m.expected_ranking_s for m in self.timed], [m.ranking_s for m in self.timed]
+        expected_s, step_s = [m.expected_ranking_s for m in self.timed_trials], [m.ranking_s for m in self.timed_trials]
         if len(step_s) < 3 or 1 in (len(set(expected_s)), len(set(step_s))):
             return None
         from scipy.stats import spearmanr  # takes a second
@@ -80,15 +80,15 @@ class MeasuredTrials:
 
         0.1 means 10% slower. None if no layout was measured.
         """
-        timed = self.timed
-        if not timed:
+        timed_trials = self.timed_trials
+        if not timed_trials:
             return None
-        return min(timed, key=lambda m: m.expected_ranking_s).ranking_s / (timed[0].ranking_s or 1.0) - 1
+        return min(timed_trials, key=lambda m: m.expected_ranking_s).ranking_s / (timed_trials[0].ranking_s or 1.0) - 1
 
     @property
     def median_ratio(self) -> float:
         """Median of measured over predicted step time, or 1 if no layout was measured."""
-        return median([(trial.step_s or 0.0) / trial.expected_s for trial in self.timed] or [1.0])
+        return median([(trial.step_s or 0.0) / trial.expected_s for trial in self.timed_trials] or [1.0])
 
     def step_s(self, layout: EstimatedLayout) -> float | None:
         """Return the measured seconds per step of a layout, or None if there is no successful measurement."""
@@ -96,7 +96,7 @@ class MeasuredTrials:
 
     def ratio(self, key: MeshPartition) -> float | None:
         """Return the median of measured over predicted step time for a mesh and partition, or None if unknown."""
-        matching = [trial for trial in self.timed if mesh_partition(trial.estimate) == key]
+        matching = [trial for trial in self.timed_trials if mesh_partition(trial.estimate) == key]
         return median((trial.step_s or 0.0) / trial.expected_s for trial in matching) if matching else None
 
 
@@ -117,13 +117,14 @@ def measure_best(
     Adds each result to `measured_trials` and then calls `on_result` with it. On Ctrl-C (KeyboardInterrupt),
     `measured_trials` holds the results so far.
     """
-    limit, began, waiting = request.mode.measure, time.monotonic(), predict_step_times(shortlist, compiled_layouts)
-    while len(measured_trials.trials) < limit and waiting:
-        if request.budget_s is not None and time.monotonic() - began > request.budget_s:
+    max_measurements, start_time = request.mode.measure, time.monotonic()
+    pending_layouts = predict_step_times(shortlist, compiled_layouts)
+    while len(measured_trials.trials) < max_measurements and pending_layouts:
+        if request.budget_s is not None and time.monotonic() - start_time > request.budget_s:
             measured_trials.stop_reason = f"mode.budget={request.mode.budget} is used up"
             return
-        layout, expected_s = _pick_next(waiting, measured_trials, limit)
-        waiting = [pair for pair in waiting if pair[0] is not layout]
+        layout, expected_s = _pick_next(pending_layouts, measured_trials, max_measurements)
+        pending_layouts = [pair for pair in pending_layouts if pair[0] is not layout]
         trial = run_measurement(request, layout, folder)
         measured_trials.trials.append(MeasuredTrial(layout, expected_s, trial))
         on_result(measured_trials.trials[-1])
@@ -153,7 +154,7 @@ def run_measurement(request: SearchRequest, layout: EstimatedLayout, folder: Pat
     return run_trials([plan], 1)[plan.key]
 
 
-def rank_measured(
+def rank_measured_layouts(
     request: SearchRequest,
     rows: Sequence[RankedLayout],
     measured_trials: MeasuredTrials,
@@ -166,10 +167,10 @@ def rank_measured(
     failed are removed.
     """
     failed = {trial.estimate.candidate for trial in measured_trials.trials if trial.step_s is None}
-    unmeasured = {row.candidate: row for row in rows if row.candidate not in failed}
+    row_by_candidate = {row.candidate: row for row in rows if row.candidate not in failed}
     measured_rows = []
-    for trial in measured_trials.timed:
-        row = unmeasured.pop(trial.estimate.candidate, None)
+    for trial in measured_trials.timed_trials:
+        row = row_by_candidate.pop(trial.estimate.candidate, None)
         if row is None:
             compiled = compiled_layouts.get(trial.estimate.candidate)
             row = rank_layout(request, trial.estimate, compiled if compiled and compiled.step_s else None)
@@ -177,15 +178,17 @@ def rank_measured(
         measured_row = row.with_step_time(trial.step_s or row.step_s)
         bounds = {"low_s": step.min_s, "high_s": step.p90_s}
         measured_rows.append(replace(measured_row, stage=Stage.measure, expected_s=trial.expected_s, **bounds))
-    unmeasured_rows = [row.with_step_time(row.step_s * measured_trials.median_ratio) for row in unmeasured.values()]
+    unmeasured_rows = [
+        row.with_step_time(row.step_s * measured_trials.median_ratio) for row in row_by_candidate.values()
+    ]
     return [*measured_rows, *unmeasured_rows][: max(len(rows), len(measured_rows))]
 
 
 def measurement_summary(measured_trials: MeasuredTrials) -> str:
     """Describe how many layouts were measured, and how well they were predicted."""
-    timed = measured_trials.timed
-    text = f"{len(timed)} measured{f' ({measured_trials.stop_reason})' if measured_trials.stop_reason else ''}"
-    if measured_trials.regret is None or len(timed) < 2:
+    timed_trials = measured_trials.timed_trials
+    text = f"{len(timed_trials)} measured{f' ({measured_trials.stop_reason})' if measured_trials.stop_reason else ''}"
+    if measured_trials.regret is None or len(timed_trials) < 2:
         return text
     if measured_trials.agreement is not None:
         text += f": rank correlation with predictions {measured_trials.agreement:.2f} (Spearman)"
@@ -213,14 +216,16 @@ def format_result(trial: MeasuredTrial) -> str:
 
 
 def _pick_next(
-    waiting: Sequence[tuple[EstimatedLayout, float]], measured_trials: MeasuredTrials, limit: int
+    pending_layouts: Sequence[tuple[EstimatedLayout, float]], measured_trials: MeasuredTrials, max_measurements: int
 ) -> tuple[EstimatedLayout, float]:
     tried = {mesh_partition(trial.estimate) for trial in measured_trials.trials}
     untried = (
-        [pair for pair in waiting if mesh_partition(pair[0]) not in tried] if len(tried) < (limit + 1) // 2 else []
+        [pair for pair in pending_layouts if mesh_partition(pair[0]) not in tried]
+        if len(tried) < (max_measurements + 1) // 2
+        else []
     )
     return min(
-        untried or waiting,
+        untried or pending_layouts,
         key=lambda pair: (
             pair[0].per_sequence(pair[1])
             * (measured_trials.ratio(mesh_partition(pair[0])) or measured_trials.median_ratio)

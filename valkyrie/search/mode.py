@@ -33,7 +33,7 @@ from valkyrie.search.compiling import (
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.runs import WiderHeads, suggest_wider_heads
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutSpace
-from valkyrie.search.folder import locked_folder, remove_if_empty, request_digest, save_answer, search_folder
+from valkyrie.search.folder import lock_folder, remove_if_empty, request_digest, save_answer, search_folder
 from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
 from valkyrie.search.measuring import (
     MeasuredTrial,
@@ -42,7 +42,7 @@ from valkyrie.search.measuring import (
     measure_best,
     measure_report,
     measurement_summary,
-    rank_measured,
+    rank_measured_layouts,
 )
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, chip_name
@@ -94,7 +94,7 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
     """
     request = parse_request(run)
     folder = search_folder(request)
-    with locked_folder(folder, request):
+    with lock_folder(folder, request):
         return _find_layouts(request, folder, console)
 
 
@@ -128,7 +128,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     if status == 0 and will_measure:
         status = _measure(request, shortlist, compiled_layouts, folder, measured_trials, console)
     ranked_layouts = rank_layouts(request, shortlist, compiled_layouts, MAX_SHOWN_LAYOUTS)
-    rows = rank_measured(request, ranked_layouts, measured_trials, compiled_layouts)
+    rows = rank_measured_layouts(request, ranked_layouts, measured_trials, compiled_layouts)
     if not rows:
         no_fit = _describe_no_fit(shortlist, request, compiled_layouts, space)
         reason = compiled_layouts.stop_reason if compiled_layouts.is_refused else no_fit

@@ -139,7 +139,7 @@ class _Side:
     def step_s(self) -> float:
         return self.scale * self.step.step_s
 
-    def seconds(self, *kinds: PartKind) -> float:
+    def sum_seconds(self, *kinds: PartKind) -> float:
         return self.scale * sum_seconds(self.prediction.parts, *kinds)
 
 
@@ -312,62 +312,62 @@ def _longest_waits(side: _Side) -> tuple[WaitedCollective, ...]:
 
 def _explain_difference(a: _Side, b: _Side) -> list[str]:
     """Return sentences about which of two layouts is faster, and why. The first is the headline."""
-    fast, slow = (a, b) if a.step_s <= b.step_s else (b, a)
-    text = f"{fast.label} is {slow.step_s / fast.step_s:.2f} times as fast as {slow.label}: "
-    text += f"{duration_text(fast.step_s)} a step, not {duration_text(slow.step_s)}."
+    faster, slower = (a, b) if a.step_s <= b.step_s else (b, a)
+    text = f"{faster.label} is {slower.step_s / faster.step_s:.2f} times as fast as {slower.label}: "
+    text += f"{duration_text(faster.step_s)} a step, not {duration_text(slower.step_s)}."
     if a.quantities.tokens != b.quantities.tokens:
         text += (
             f" {b.label} has another number of tokens per step, so its times and bytes are scaled to the "
             f"{a.quantities.tokens:,} tokens of {a.label}."
         )
     lines = [text]
-    slow_range, fast_range = slow.step.interval, fast.step.interval
-    if slow_range and fast_range and slow_range.low * slow.step_s < fast_range.high * fast.step_s:
+    slow_range, fast_range = slower.step.interval, faster.step.interval
+    if slow_range and fast_range and slow_range.low * slower.step_s < fast_range.high * faster.step_s:
         lines.append(
             "The difference is within the error ranges of the predictions, so the order may be the other way round."
         )
-    if slow.step_s <= fast.step_s:
+    if slower.step_s <= faster.step_s:
         return lines
-    topics = [_explain_communication, _explain_products, _explain_other_parts, _explain_memory]
+    explain_functions = [_explain_communication, _explain_products, _explain_other_parts, _explain_memory]
     parts = _pair_quantities(a.quantities.seconds, b.quantities.seconds, b.scale)
     if parts and parts[0].name in [kind.value for kind in _PRODUCTS]:  # products differ most
-        topics[:2] = _explain_products, _explain_communication
-    return lines + [line for topic in topics for line in topic(fast, slow)]
+        explain_functions[:2] = _explain_products, _explain_communication
+    return lines + [line for explain in explain_functions for line in explain(faster, slower)]
 
 
-def _share_of_difference(fast: _Side, slow: _Side, *kinds: PartKind) -> float:
-    """Return the share of the difference in step time due to these parts. Negative if they favour the slow layout."""
-    return (slow.seconds(*kinds) - fast.seconds(*kinds)) / (slow.step_s - fast.step_s)
+def _share_of_difference(faster: _Side, slower: _Side, *kinds: PartKind) -> float:
+    """Return the share of the difference in step time due to these parts. Negative if they favour the slower layout."""
+    return (slower.sum_seconds(*kinds) - faster.sum_seconds(*kinds)) / (slower.step_s - faster.step_s)
 
 
-def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
+def _explain_communication(faster: _Side, slower: _Side) -> list[str]:
     """Return a list with a sentence that compares the seconds and bytes of communication.
 
     The list is empty if communication is less than `_MIN_SHARE` of the difference in step time. If neither step is
     split into parts, the sentence compares only the bytes, and the list is empty if no bytes are known.
     """
     fast_bytes, slow_bytes = (
-        decimal_bytes_text(side.scale * sum(side.quantities.sent.values())) for side in (fast, slow)
+        decimal_bytes_text(side.scale * sum(side.quantities.sent.values())) for side in (faster, slower)
     )
-    if not (fast.quantities.seconds or slow.quantities.seconds):
-        sends_anything = fast.quantities.sent or slow.quantities.sent
+    if not (faster.quantities.seconds or slower.quantities.seconds):
+        sends_anything = faster.quantities.sent or slower.quantities.sent
         return (
-            [f"A device sends {fast_bytes} under {fast.label} and {slow_bytes} under {slow.label}."]
+            [f"A device sends {fast_bytes} under {faster.label} and {slow_bytes} under {slower.label}."]
             if sends_anything
             else []
         )
     for kind, (subject, verb) in _COMMUNICATION.items():
-        share = _share_of_difference(fast, slow, kind)
+        share = _share_of_difference(faster, slower, kind)
         if abs(share) < _MIN_SHARE:
             continue
         amount = "More than the whole difference" if share > 1 else f"{percent_text(share)} of the difference"
-        fast_s, slow_s = (duration_text(side.seconds(kind)) for side in (fast, slow))
+        fast_s, slow_s = (duration_text(side.sum_seconds(kind)) for side in (faster, slower))
         start = f"{amount} is {subject}" if share > 0 else f"In the other direction, {subject}"
         text = (
-            f"{start}: {slow.label} {verb} {slow_s} of a step, {fast.label} {fast_s}. A device sends {slow_bytes} "
-            f"under {slow.label} and {fast_bytes} under {fast.label}."
+            f"{start}: {slower.label} {verb} {slow_s} of a step, {faster.label} {fast_s}. A device sends {slow_bytes} "
+            f"under {slower.label} and {fast_bytes} under {faster.label}."
         )
-        longer = slow if share > 0 else fast
+        longer = slower if share > 0 else faster
         for use in _longest_waits(longer)[:1]:
             text += f" The longest wait of {longer.label} is for the {use.kind} over {use.over} of {use.cause} "
             text += f"({use.source}): {duration_text(use.waited_s)} in {count_text(round(use.calls), 'call')}."
@@ -375,52 +375,57 @@ def _explain_communication(fast: _Side, slow: _Side) -> list[str]:
     return []
 
 
-def _explain_products(fast: _Side, slow: _Side) -> list[str]:
-    lines, pair = [], (fast, slow)
-    if abs(_share_of_difference(fast, slow, *_PRODUCTS)) >= _MIN_SHARE:
-        times = [f"{duration_text(side.seconds(*_PRODUCTS))} under {side.label}" for side in pair]
+def _explain_products(faster: _Side, slower: _Side) -> list[str]:
+    lines, pair = [], (faster, slower)
+    if abs(_share_of_difference(faster, slower, *_PRODUCTS)) >= _MIN_SHARE:
+        times = [f"{duration_text(side.sum_seconds(*_PRODUCTS))} under {side.label}" for side in pair]
         rates = [percent_text(side.step.product_rate) for side in pair if side.step.product_rate]
         rate_text = f", at {rates[0]} and {rates[1]} of peak FLOP/s" if len(rates) == 2 else ""
         lines.append(f"Matrix products and kernels take {times[0]} and {times[1]}{rate_text}.")
     steps = [side.step for side in pair]
-    flops = [s.executed_flops / s.model_flops for s in steps if s.executed_flops is not None and s.model_flops]
-    if len(flops) == 2 and abs(flops[1] / flops[0] - 1) >= _MIN_FLOPS_DIFFERENCE:
+    flops_ratios = [s.executed_flops / s.model_flops for s in steps if s.executed_flops is not None and s.model_flops]
+    if len(flops_ratios) == 2 and abs(flops_ratios[1] / flops_ratios[0] - 1) >= _MIN_FLOPS_DIFFERENCE:
         lines.append(
-            f"Each device executes {flops[0]:.2f} times the FLOPs of the model under {fast.label} and {flops[1]:.2f} "
-            f"under {slow.label}. The excess is recomputation, or work that several devices repeat."
+            f"Each device executes {flops_ratios[0]:.2f} times the FLOPs of the model under {faster.label} and "
+            f"{flops_ratios[1]:.2f} under {slower.label}. The excess is recomputation, or work that several devices "
+            "repeat."
         )
     remats = [side.prediction.remat for side in pair]
     recomputed_s = [{} if remat is None else {entry.name: entry.seconds for entry in remat.again} for remat in remats]
     if slow_only := [name for name in recomputed_s[1] if name not in recomputed_s[0]]:
         listed = ", ".join(sorted(slow_only, key=lambda name: -recomputed_s[1][name])[:_MAX_LISTED])
-        lines.append(f"For the backward pass, {slow.label} recomputes activations that {fast.label} saves: {listed}.")
+        lines.append(
+            f"For the backward pass, {slower.label} recomputes activations that {faster.label} saves: {listed}."
+        )
     return lines
 
 
-def _explain_other_parts(fast: _Side, slow: _Side) -> list[str]:
-    shares = {kind: _share_of_difference(fast, slow, kind) for kind in _SUBJECTS}
+def _explain_other_parts(faster: _Side, slower: _Side) -> list[str]:
+    shares = {kind: _share_of_difference(faster, slower, kind) for kind in _SUBJECTS}
     lines = []
     for kind, share in sorted(shares.items(), key=lambda item: -abs(item[1])):
         if abs(share) < _MIN_SHARE:
             continue
         subject = _SUBJECTS[kind] if share > 0 else f"In the other direction, {_SUBJECTS[kind].lower()}"
         verb = "take" if kind is PartKind.memory else "takes"
-        fast_s, slow_s = (f"{duration_text(side.seconds(kind))} under {side.label}" for side in (fast, slow))
+        fast_s, slow_s = (f"{duration_text(side.sum_seconds(kind))} under {side.label}" for side in (faster, slower))
         lines.append(f"{subject} {verb} {fast_s} and {slow_s}.")
     return lines
 
 
-def _explain_memory(fast: _Side, slow: _Side) -> list[str]:
-    reports = [side.prediction.memory for side in (fast, slow)]
+def _explain_memory(faster: _Side, slower: _Side) -> list[str]:
+    reports = [side.prediction.memory for side in (faster, slower)]
     peaks = [report.peak for report in reports if report is not None and report.peak is not None]
     if len(peaks) < 2:
         return []
     text = (
-        f"Each device needs {memory_text(peaks[0])} at its peak under {fast.label} and {memory_text(peaks[1])} under "
+        f"Each device needs {memory_text(peaks[0])} at its peak under {faster.label} and {memory_text(peaks[1])} under "
     )
-    text += slow.label
+    text += slower.label
     peak_difference = peaks[1] - peaks[0]
-    largest = next(iter(_pair_quantities(fast.quantities.memory, slow.quantities.memory, 1.0)), Quantity("", 0.0, 0.0))
+    largest = next(
+        iter(_pair_quantities(faster.quantities.memory, slower.quantities.memory, 1.0)), Quantity("", 0.0, 0.0)
+    )
     if peak_difference and largest.excess / peak_difference >= _MAIN_SHARE:
         sizes = f"{memory_text(int(largest.first))} and {memory_text(int(largest.second))}"
         text += f". Most of the difference is {largest.name}: {sizes}"

@@ -60,7 +60,7 @@ def explain_mode(run: Run) -> int:
     folder = choose_run_folder(run, f"explain-{a.model}-{a.name}-{b.name}")
     write_run_files(run, folder)
     write_record(folder / EXPLAIN_FILE, comparison)
-    show(comparison, console)
+    print_difference(comparison, console)
     console.print(f"answer: {folder / EXPLAIN_FILE}", soft_wrap=True)
     return 0
 
@@ -191,7 +191,7 @@ def _read_folder(folder: Path) -> Prediction:
         raise ValueError(f"{file} cannot be read: {error}.") from error
 
 
-def show(comparison: Difference, console: Console) -> None:
+def print_difference(comparison: Difference, console: Console) -> None:
     """Print tables of both layouts, and the sentences that explain the difference."""
     for letter, name in zip(LETTERS, comparison.names, strict=True):
         console.print(f"{letter}: {name}", style="bold", markup=False)

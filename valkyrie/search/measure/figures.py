@@ -80,12 +80,12 @@ def figures_mode(run: Run) -> int:
     return 0
 
 
-def measure_chip(devices: Sequence[Any], compute: DType, team: Team) -> ChipConfig:
+def measure_chip(devices: Sequence[Any], compute_dtype: DType, team: Team) -> ChipConfig:
     """Measure the FLOP/s, memory bandwidth and collective speeds of the devices, and return them as a chip.
 
     Each process counts as a host. All processes of the team must call this.
     """
-    dtype, mesh = jnp.dtype(compute.value), Mesh(np.array(devices), ("all",))
+    dtype, mesh = jnp.dtype(compute_dtype.value), Mesh(np.array(devices), ("all",))
     timer = _Timer(team, mesh)
     devices_per_process = len(devices) // team.count
     peak, half_rate_flops = _product_speed(timer, dtype)
@@ -101,23 +101,26 @@ def measure_chip(devices: Sequence[Any], compute: DType, team: Team) -> ChipConf
     chip = ChipConfig(
         name="cpu",
         platform="cpu",
-        peak_tflops={compute.value: peak / 1e12},
+        peak_tflops={compute_dtype.value: peak / 1e12},
         hbm_gbs=_memory_bandwidth(timer, devices_per_process) / 1e9,
         host_bounds=[devices_per_process],
         device_kinds=[devices[0].device_kind],
         estimate=estimate,
     )
-    within_process = _measure_collectives(timer, dtype, devices_per_process) if devices_per_process > 1 else None
-    if within_process is not None:
-        chip.switch_gbs = within_process.gather_gbs
-        estimate["sums"] = within_process.sum_gbs / within_process.gather_gbs
-    estimate["start_s"] = 0.0 if within_process is None else within_process.latency_s
+    intra_process_speed = _measure_collectives(timer, dtype, devices_per_process) if devices_per_process > 1 else None
+    if intra_process_speed is not None:
+        chip.switch_gbs = intra_process_speed.gather_gbs
+        estimate["sums"] = intra_process_speed.sum_gbs / intra_process_speed.gather_gbs
+    estimate["start_s"] = 0.0 if intra_process_speed is None else intra_process_speed.latency_s
     if team.count > 1:
-        between_processes = _measure_collectives(timer, dtype, len(devices))
-        chip.dcn_gbs_per_host = statistics.geometric_mean([between_processes.gather_gbs, between_processes.sum_gbs])
-        estimate["outer_start_s"] = max(between_processes.latency_s - estimate["start_s"], 0.0) / math.log2(team.count)
+        inter_process_speed = _measure_collectives(timer, dtype, len(devices))
+        chip.dcn_gbs_per_host = statistics.geometric_mean([inter_process_speed.gather_gbs, inter_process_speed.sum_gbs])
+        outer_start_s = inter_process_speed.latency_s - estimate["start_s"]
+        estimate["outer_start_s"] = max(outer_start_s, 0.0) / math.log2(team.count)
     # XLA's CPU compiler implements a reduce-scatter as an all-reduce and a slice.
-    estimate["scatters"] = 2.0 if within_process is None else 2 * within_process.gather_gbs / within_process.sum_gbs
+    estimate["scatters"] = (
+        2.0 if intra_process_speed is None else 2 * intra_process_speed.gather_gbs / intra_process_speed.sum_gbs
+    )
     return chip
 
 
@@ -151,9 +154,9 @@ class _Timer:
         for _ in range(REPEATS):
             self._calls += 1
             self.team.wait(f"call {self._calls}")
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             jax.block_until_ready(mapped(array))
-            slowest_seconds.append(max(self.team.exchange(f"seconds {self._calls}", time.perf_counter() - began)))
+            slowest_seconds.append(max(self.team.exchange(f"seconds {self._calls}", time.perf_counter() - start_time)))
         return min(slowest_seconds)
 
 

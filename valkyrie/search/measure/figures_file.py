@@ -23,13 +23,13 @@ def read_figures(file: Path) -> ChipConfig:
         values = OmegaConf.create(file.read_text())
         chip = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ChipConfig), values))
     except (OmegaConfBaseException, YAMLError, AssertionError, TypeError, ValueError) as error:
-        raise _damaged(file, first_line(error)) from error
+        raise _damage_error(file, first_line(error)) from error
     if not isinstance(chip, ChipConfig) or len(chip.peak_tflops) != 1:
-        raise _damaged(file, "it describes no chip")
+        raise _damage_error(file, "it describes no chip")
     return chip
 
 
-def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> bool:
+def has_figures(folder: Path, machine: str, compute_dtype: DType, devices: int) -> bool:
     """Return whether a folder has the speeds of this machine for a compute dtype and number of devices per process.
 
     Raises ValueError if `figures.json` or `machines.json` is damaged.
@@ -40,11 +40,11 @@ def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> boo
     try:
         machines = read_record(list[str], folder / MACHINES_FILE)
     except RecordError as error:
-        raise _damaged(folder / MACHINES_FILE, error.reason) from error
-    return machine in machines and (list(chip.peak_tflops), chip.host_bounds) == ([compute.value], [devices])
+        raise _damage_error(folder / MACHINES_FILE, error.reason) from error
+    return machine in machines and (list(chip.peak_tflops), chip.host_bounds) == ([compute_dtype.value], [devices])
 
 
-def _damaged(file: Path, reason: str) -> ValueError:
+def _damage_error(file: Path, reason: str) -> ValueError:
     return ValueError(f"{file} is damaged ({reason}). Delete {file.parent} to time the devices again.")
 
 
@@ -54,11 +54,11 @@ def describe_figures(chip: ChipConfig) -> str:
     ((dtype, tflops),) = chip.peak_tflops.items()
     parts = [f"{1e3 * tflops:.3g} GFLOP/s in {dtype} and {chip.hbm_gbs or 0.0:.3g} GB/s memory bandwidth per device"]
     if chip.switch_gbs:
-        start = duration_text(estimate.get("start_s", 0.0))
-        parts.append(f"{chip.switch_gbs:.3g} GB/s and {start} latency between devices of a process")
+        latency = duration_text(estimate.get("start_s", 0.0))
+        parts.append(f"{chip.switch_gbs:.3g} GB/s and {latency} latency between devices of a process")
     if chip.dcn_gbs_per_host:
         devices = math.prod(chip.host_bounds)
-        start = duration_text(estimate.get("outer_start_s", 0.0))
+        latency = duration_text(estimate.get("outer_start_s", 0.0))
         processes = f"processes of {devices} device{'s' * (devices > 1)}"
-        parts.append(f"{chip.dcn_gbs_per_host:.3g} GB/s and {start} latency between {processes}")
+        parts.append(f"{chip.dcn_gbs_per_host:.3g} GB/s and {latency} latency between {processes}")
     return "; ".join(parts)

@@ -27,7 +27,7 @@ from valkyrie.problems import first_line
 from valkyrie.runs.folder import package_versions
 from valkyrie.search.compile.executable import program_memory, step_memory
 from valkyrie.search.compile.prediction import CompileStatus, CompileTimes, MeasuredStep, Measurement
-from valkyrie.search.measure.profile import collective_times
+from valkyrie.search.measure.profile import trace_collectives
 from valkyrie.train.devices import Devices
 from valkyrie.train.prepare import refuse_unsuitable_data
 from valkyrie.train.program import StepProgram, serialised_module
@@ -35,7 +35,7 @@ from valkyrie.train.room import DoesNotFitError, check_memory_fit
 
 
 def measure(
-    run: Run, devices: Devices, trace: Path | None = None, warn: Callable[[str], Any] | None = None
+    run: Run, devices: Devices, trace_folder: Path | None = None, warn: Callable[[str], Any] | None = None
 ) -> Measurement:
     """Measure a layout: step times, rates, memory, and communication.
 
@@ -49,10 +49,10 @@ def measure(
     Args:
         run: The run.
         devices: The devices.
-        trace: Folder for the profiler trace, or None to delete it.
+        trace_folder: Folder for the profiler trace, or None to delete it.
         warn: Called with a warning if the memory may be too small.
     """
-    result = Measurement(
+    measurement = Measurement(
         about=run.layout_record(),
         status=CompileStatus.does_not_fit,
         versions=package_versions(),
@@ -61,25 +61,25 @@ def measure(
         data=run.config.data.name if settings_for(MeasureMode, run.config.mode).data is MeasuredData.real else "random",
     )
     try:
-        return _time_steps(result, run, devices, trace, warn)
+        return _time_steps(measurement, run, devices, trace_folder, warn)
     except DoesNotFitError as error:
-        return replace(result, reason=str(error))
+        return replace(measurement, reason=str(error))
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(str(error)):
             raise
-        return replace(result, reason=first_line(error))
+        return replace(measurement, reason=first_line(error))
 
 
 def _time_steps(
-    result: Measurement, run: Run, devices: Devices, trace: Path | None, warn: Callable[[str], Any] | None
+    measurement: Measurement, run: Run, devices: Devices, trace_folder: Path | None, warn: Callable[[str], Any] | None
 ) -> Measurement:
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     check_memory_fit(program, devices, say=warn)
     mode = settings_for(MeasureMode, run.config.mode)
     with _batches(run, program) as batches:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         compiled = program.compile_step()
-        compile_s = time.perf_counter() - began
+        compile_s = time.perf_counter() - start_time
         state = program.init(run.config.seed)
         metrics: dict[str, jax.Array] = {}
 
@@ -88,23 +88,23 @@ def _time_steps(
             state, metrics = compiled(state, next(batches))
             return jax.block_until_ready((state, metrics))
 
-        seconds = []
+        step_times_s = []
         for _ in range(mode.warmup + mode.repeats):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             step()
-            seconds.append(time.perf_counter() - began)
+            step_times_s.append(time.perf_counter() - start_time)
         loss = float(metrics["loss"])
         module = parse_module(serialised_module(compiled))
         axes = {str(name): int(size) for name, size in program.mesh.shape.items()}
-        collective_trace = collective_times(step, module, axes, trace)
+        collective_trace = trace_collectives(step, module, axes, trace_folder)
     memory = step_memory(program, program_memory(compiled, program.backend))
     return replace(
-        result,
+        measurement,
         status=CompileStatus.ok,
         compile=CompileTimes(compile_s=compile_s),
         options=tuple(program.options),
         memory=replace(memory, reported_peak=_reported_peak(devices)),
-        step=_summarise_steps(run, devices, seconds, mode.warmup),
+        step=_summarise_steps(run, devices, step_times_s, mode.warmup),
         communication=sum_communication(collective_uses(module, axes)),
         trace=collective_trace,
         loss=loss,
@@ -126,21 +126,21 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
         yield map(program.place, loader)
 
 
-def _summarise_steps(run: Run, devices: Devices, seconds: list[float], warmup: int) -> MeasuredStep:
+def _summarise_steps(run: Run, devices: Devices, step_times_s: list[float], warmup: int) -> MeasuredStep:
     """Return the median, 90th percentile and minimum of the timed steps, and the rates of the median step."""
-    config, chip, timed = run.config, devices.chip, seconds[warmup:]
-    tokens, median = config.batch * config.seq, statistics.median(timed)
+    config, chip, timed_s = run.config, devices.chip, step_times_s[warmup:]
+    tokens, median = config.batch * config.seq, statistics.median(timed_s)
     peak = None if chip is None else chip.peak_flops(config.precision.compute)
     return MeasuredStep(
         step_s=median,
-        p90_s=float(np.quantile(timed, 0.9)),
-        min_s=min(timed),
-        seconds=tuple(timed),
+        p90_s=float(np.quantile(timed_s, 0.9)),
+        min_s=min(timed_s),
+        seconds=tuple(timed_s),
         tokens_per_second=tokens / median,
         tokens_per_second_per_chip=tokens / median / devices.chips,
         mfu=None if peak is None else run.step_flops / median / (devices.chips * peak),
         mfu_denominator=None if peak is None or chip is None else f"{peak / 1e12:g} TFLOP/s of a {chip.name} chip",
-        first_step_s=seconds[0],
+        first_step_s=step_times_s[0],
     )
 
 

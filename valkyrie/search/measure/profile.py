@@ -19,7 +19,7 @@ from valkyrie.compiled.hlo import Instruction, Module
 from valkyrie.problems import first_line
 from valkyrie.train.profile import tracing
 
-STEPS = 3
+TRACED_STEPS = 3
 """Number of traced steps. The result is their median."""
 
 TRACE_NOTE = (
@@ -36,20 +36,20 @@ class Event(NamedTuple):
         device: Name of the device.
         run_id: Id of the execution of the program, or None if unknown.
         start: Start in seconds, on the clock of the trace.
-        seconds: Duration in seconds.
+        duration_s: Duration in seconds.
     """
 
     op: str
     device: str
     run_id: int | None
     start: float
-    seconds: float
+    duration_s: float
 
 
-def collective_times(
+def trace_collectives(
     step: Callable[[], object], module: Module, mesh_axes: dict[str, int], trace_folder: Path | None
 ) -> CollectiveTrace:
-    """Trace `STEPS` calls of `step`, which must be warmed up, and return the time spent in collectives.
+    """Trace `TRACED_STEPS` calls of `step`, which must be warmed up, and return the time spent in collectives.
 
     If the profiler fails or does not record the names of collectives, the result has no times and its note gives the
     reason.
@@ -71,7 +71,7 @@ def collective_times(
         return _no_trace("the profiler recorded no operation of the step")
     if collectives and not any(event.op in collectives for event in events):
         return _no_trace("the profiler recorded the step without the names of its collectives")
-    times = seconds_by_axes(events, collectives)
+    times = sum_collective_times(events, collectives)
     return CollectiveTrace(tuple(times), TRACE_NOTE, step_s)
 
 
@@ -115,26 +115,26 @@ def collectives_by_operation(module: Module, mesh_axes: dict[str, int]) -> dict[
     return {name: collective for name, collective in collectives.items() if collective.mesh_axes}
 
 
-def seconds_by_axes(events: list[Event], collectives: dict[str, Collective]) -> list[CollectiveTime]:
+def sum_collective_times(events: list[Event], collectives: dict[str, Collective]) -> list[CollectiveTime]:
     """Return the seconds per step in collectives, by mesh axes and kind.
 
     Takes the median step of each device and averages over devices. The time of events without a `run_id` is divided by
     the number of traced steps. The results add up to the time during which any collective is running. They are sorted
     by the total of the mesh axes and then by the time of the kind, the longest first.
     """
-    runs: dict[str, dict[int | None, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    events_by_device: dict[str, dict[int | None, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         if event.op in collectives:
-            runs[event.device][event.run_id].append(event)
+            events_by_device[event.device][event.run_id].append(event)
     seconds_by_kind: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for device_runs in runs.values():
+    for device_runs in events_by_device.values():
         unassigned = _device_seconds(device_runs.pop(None, []), collectives)
         run_seconds = sorted(
             (_device_seconds(run, collectives) for run in device_runs.values()), key=lambda s: sum(s.values())
         )
         median_run = run_seconds[(len(run_seconds) - 1) // 2] if run_seconds else {}
-        for (axes, kind), seconds in [*((key, s / STEPS) for key, s in unassigned.items()), *median_run.items()]:
-            seconds_by_kind[axes][kind] += seconds / len(runs)
+        for (axes, kind), seconds in [*((key, s / TRACED_STEPS) for key, s in unassigned.items()), *median_run.items()]:
+            seconds_by_kind[axes][kind] += seconds / len(events_by_device)
     return [
         CollectiveTime(kind, axes, seconds)
         for axes, kinds in sorted(seconds_by_kind.items(), key=lambda item: -sum(item[1].values()))
@@ -153,7 +153,7 @@ def _device_seconds(events: list[Event], collectives: dict[str, Collective]) -> 
     edges: list[tuple[float, int, _AxesAndKind]] = []
     for event in events:
         axes_and_kind = collectives[event.op].mesh_axes, collectives[event.op].kind
-        edges += [(event.start, 1, axes_and_kind), (event.start + event.seconds, -1, axes_and_kind)]
+        edges += [(event.start, 1, axes_and_kind), (event.start + event.duration_s, -1, axes_and_kind)]
     seconds: dict[_AxesAndKind, float] = defaultdict(float)
     in_progress: Counter[_AxesAndKind] = Counter()
     previous_s = 0.0
@@ -168,13 +168,13 @@ def _device_seconds(events: list[Event], collectives: dict[str, Collective]) -> 
 
 
 def _trace_steps(step: Callable[[], object], folder: Path) -> tuple[list[Path], float]:
-    """Run and trace `STEPS` steps. Return the files that the profiler wrote, and the median step time in seconds."""
+    """Run and trace `TRACED_STEPS` steps. Return the files that the profiler wrote, and the median seconds per step."""
     seconds = []
     with tracing(folder) as files:
-        for _ in range(STEPS):
-            began = time.perf_counter()
+        for _ in range(TRACED_STEPS):
+            start_time = time.perf_counter()
             jax.block_until_ready(step())
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start_time)
     return files, statistics.median(seconds)
 
 
