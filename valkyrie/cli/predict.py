@@ -142,7 +142,7 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
 
     for variable, value in get_platform(target.platform).compile_environment().items():
         os.environ.setdefault(variable, value)  # the file may use JAX when it is imported
-    from valkyrie.search.programs import describe_error, explain_exit, parse_built
+    from valkyrie.search.programs import describe_error, explain_exit, parse_builder_result
 
     source = f"{file}:{function}"
     _require_file(file)
@@ -172,7 +172,7 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
             built = build(target) if required_parameters else build()
         except Exception as error:  # of the user's code
             raise ValueError(f"{source}: {describe_error(error)}") from error
-        call = parse_built(built, source)
+        call = parse_builder_result(built, source)
         name = getattr(call.function, "__name__", function)
         try:
             return api.predict(call.function, *call.arguments, **settings, name=name, **call.keywords)

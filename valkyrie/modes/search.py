@@ -67,6 +67,6 @@ class Config(CompilingMode, MeasuringMode):
 
     def run(self, run: Run) -> int:
         """Search for the fastest layout. Returns the exit status."""
-        from valkyrie.search.mode import search
+        from valkyrie.search.mode import search_mode
 
-        return search(run)
+        return search_mode(run)

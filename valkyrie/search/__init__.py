@@ -1,6 +1,6 @@
 """Finds fast layouts before training: estimates, compiles or measures the step of each.
 
-The function `mode.search` runs `mode=search` in these steps:
+The function `mode.search_mode` runs `mode=search` in these steps:
 
 1. `request.parse_request` parses the slices, the settings that may vary, and the budget.
    `local_devices.add_measured_figures` times CPU devices with unknown speed.

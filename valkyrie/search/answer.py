@@ -18,8 +18,8 @@ from valkyrie.search.answer_record import Bottleneck, RankedLayout, SearchAnswer
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
-from valkyrie.search.request import SearchRequest, affordable_seconds, dollars
-from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, without_torus
+from valkyrie.search.request import SearchRequest, affordable_seconds, compute_price
+from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, torus_free_candidate
 
 NEAR_LIMIT = 0.95
 """The bottleneck of a layout also names memory if the peak exceeds this share of the usable memory."""
@@ -91,8 +91,10 @@ def _best_on_chips(
     estimated = [
         layout for layout in shortlist.best(chips_text, 2 * count) if layout.candidate not in compiled_candidates
     ]
-    compiled_s = {without_torus(layout.estimate): layout.estimate.ranking_s for layout in compiled}
-    estimated = [layout for layout in estimated if layout.ranking_s < compiled_s.get(without_torus(layout), math.inf)]
+    compiled_s = {torus_free_candidate(layout.estimate): layout.estimate.ranking_s for layout in compiled}
+    estimated = [
+        layout for layout in estimated if layout.ranking_s < compiled_s.get(torus_free_candidate(layout), math.inf)
+    ]
     estimated.sort(key=lambda layout: layout.per_sequence(compiled_layouts.corrected_s(layout)))
     rows = [(layout.estimate, rank_layout(request, layout.estimate, layout)) for layout in compiled[:count]]
     return rows + [
@@ -124,12 +126,12 @@ def rank_layout(
         usable=usable_hbm(target.chip),
         tokens_per_second_per_chip=rate / ((target.chips or 1) * target.slices),
         mfu=_mfu(request, layout, step_s),
-        usd_per_million_tokens=dollars(target, 1e6 / rate),
+        usd_per_million_tokens=compute_price(target, 1e6 / rate),
         bottleneck=_bottleneck(layout, compiled),
         parts_s=layout.parts,
         hours=None if request.tokens is None else request.tokens / rate / 3600,
-        dollars=None if request.tokens is None else dollars(target, request.tokens / rate),
-        spot_dollars=None if request.tokens is None else dollars(target, request.tokens / rate, spot=True),
+        dollars=None if request.tokens is None else compute_price(target, request.tokens / rate),
+        spot_dollars=None if request.tokens is None else compute_price(target, request.tokens / rate, spot=True),
         tokens_for_budget=None if affordable_s is None else rate * affordable_s,
     )
 

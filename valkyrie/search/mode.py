@@ -78,7 +78,7 @@ class SearchResult:
     reason: str | None = None
 
 
-def search(run: Run) -> int:
+def search_mode(run: Run) -> int:
     """Find the fastest layouts of a run's model on its targets, print and store them, and return the exit status.
 
     With several processes, the leader searches and the others take part in measurements.
@@ -103,10 +103,10 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     if (torn_line_note := TrialLog(folder).describe_torn_line()) is not None:
         console.print(torn_line_note, style="yellow", markup=False, soft_wrap=True)
     request = add_measured_figures(request, folder, console)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     space = request.space()
     ranking = rank(run, space)
-    _print_space(space, time.perf_counter() - began, request, console)
+    _print_space(space, time.perf_counter() - start_time, request, console)
     shortlist = build_shortlist(ranking)
     compiled_layouts, measured_trials, status = CompiledLayouts(), MeasuredTrials(), 0
     if not shortlist.fitting and not shortlist.doubtful:
@@ -155,7 +155,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         seq=run.config.seq,
         precision=run.config.precision.name,
         hardware=[target.describe() for target in request.targets],
-        ranked_by="dollars" if request.by_price else "tokens/s/chip" if request.search_batch else "step time",
+        ranked_by="dollars" if request.ranks_by_price else "tokens/s/chip" if request.search_batch else "step time",
         date=date.today().isoformat(),
         too_large=_count_too_large(ranking, compiled_layouts),
         compile_outcomes=dict(Counter(layout.trial.status.value for layout in compiled_layouts.layouts)),
@@ -176,7 +176,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
 
 def _winner_options(
     winner: Candidate,
-    tuned: list[str],
+    tuned_options: list[str],
     best: CompiledLayout | None,
     compiled_layouts: CompiledLayouts,
     console: Console,
@@ -185,12 +185,12 @@ def _winner_options(
 
     `best` is the layout for which options were tuned.
     """
-    if tuned and best is not None and winner == best.estimate.candidate:
-        return tuned
-    if tuned:
+    if tuned_options and best is not None and winner == best.estimate.candidate:
+        return tuned_options
+    if tuned_options:
         message = (
-            f"The tuned options ({' '.join(tuned)}) were dropped, because another layout is faster. To tune that "
-            "layout, use mode=tune."
+            f"The tuned options ({' '.join(tuned_options)}) were dropped, because another layout is faster. To tune "
+            "that layout, use mode=tune."
         )
         console.print(message, style="yellow", markup=False, soft_wrap=True)
     compiled = compiled_layouts.get(winner)
@@ -275,33 +275,34 @@ def _compile(
         chips = (layout.group.target.chips or 1) * layout.group.target.slices
         return f"{duration_text(step_s)} ({request.step_tokens(layout.batch) / step_s / chips:,.0f} tokens/s/chip)"
 
-    def print_result(compiled: CompiledLayout, so_far: CompiledLayouts) -> None:
-        step, best = compiled.step_s, so_far.best(request)
+    def print_result(compiled_layout: CompiledLayout, results: CompiledLayouts) -> None:
+        step, best = compiled_layout.step_s, results.best(request)
         result = (
-            speed_text(compiled.estimate, step)
+            speed_text(compiled_layout.estimate, step)
             if step is not None
-            else f"{compiled.trial.status.value.replace('_', ' ')}"
+            else f"{compiled_layout.trial.status.value.replace('_', ' ')}"
         )
-        usable = usable_hbm(compiled.target.chip)
-        if step is None and compiled.peak and usable:
-            result += f": needs {memory_text(compiled.peak)} of {memory_text(usable)} usable"
-        estimate = f"estimated {duration_text(compiled.estimate.step_s)}"
+        usable = usable_hbm(compiled_layout.target.chip)
+        if step is None and compiled_layout.peak and usable:
+            result += f": needs {memory_text(compiled_layout.peak)} of {memory_text(usable)} usable"
+        estimate = f"estimated {duration_text(compiled_layout.estimate.step_s)}"
         best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
-        layout = " ".join(compiled.estimate.candidate.overrides)
-        line = f"[{len(so_far.layouts)}] {layout}: {result} ({estimate}; compiled in {compiled.trial.wall_s:.0f} s)"
+        layout = " ".join(compiled_layout.estimate.candidate.overrides)
+        wall_s = compiled_layout.trial.wall_s
+        line = f"[{len(results.layouts)}] {layout}: {result} ({estimate}; compiled in {wall_s:.0f} s)"
         console.print(line + best_so_far, markup=False, soft_wrap=True)
 
-    status = console.status("compiling")
+    status_line = console.status("compiling")
 
     def show_progress(layout: EstimatedLayout, seconds: float, longest_s: float) -> None:
         longest_text = f", the longest so far took {duration_text(longest_s)}" if longest_s else ""
         text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{longest_text}"
         best = compiled_layouts.best(request)
         best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
-        status.update(escape(text + best_so_far))
+        status_line.update(escape(text + best_so_far))
 
     try:
-        with signals_as_exceptions(), status:
+        with signals_as_exceptions(), status_line:
             compile_best(
                 request, shortlist, find_baseline_layouts, folder, limit, compiled_layouts, print_result, show_progress
             )

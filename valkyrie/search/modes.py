@@ -62,10 +62,10 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
 
     if note := get_platform(run.config.target.platform).compile_note:
         console.print(note, style="bold yellow")
-    with _created_folder(run) as folder:
-        compiled, prediction, replay = compile_and_summarise(run, console, watch)
+    with _create_folder(run) as folder:
+        compiled_run, prediction, replay = compile_and_summarise(run, console, watch)
         if prediction.status is CompileStatus.refused:
-            variable, reason = compiled.outcome.variable, prediction.reason or ""
+            variable, reason = compiled_run.outcome.variable, prediction.reason or ""
             refuse([Problem(ProblemCode.unsupported, variable, text=reason)] if variable else [])
             raise ValueError(reason)
         try:
@@ -80,8 +80,8 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
         console.print(f"timeline: {folder / TIMELINE_FILE} (open it at https://ui.perfetto.dev)")
     fits = prediction.status is CompileStatus.ok
     if settings_for(CompileMode, run.config.mode).hlo and fits:
-        shutil.copy(compiled.module_file, folder / MODULE_FILE)
-        shutil.copy(compiled.program_folder / HLO_TEXT_FILE, folder / HLO_TEXT_FILE)
+        shutil.copy(compiled_run.module_file, folder / MODULE_FILE)
+        shutil.copy(compiled_run.program_folder / HLO_TEXT_FILE, folder / HLO_TEXT_FILE)
         console.print(f"optimised HLO: {folder / HLO_TEXT_FILE}")
     console.print(f"report: {folder / COMPILE_FILE}")
     return 0 if fits else NO_STEP_TIME
@@ -103,7 +103,7 @@ def _measure(run: Run, team: Team) -> int:
     with contextlib.ExitStack() as stack:
 
         def create_folder() -> str:
-            return str(stack.enter_context(_created_folder(run)))
+            return str(stack.enter_context(_create_folder(run)))
 
         folder = Path(team.broadcast_from_leader("run folder", create_folder))
         trace = folder / TRACE_FOLDER if settings_for(MeasureMode, run.config.mode).trace else None
@@ -126,7 +126,7 @@ def _measure(run: Run, team: Team) -> int:
 
 
 @contextlib.contextmanager
-def _created_folder(run: Run) -> Iterator[Path]:
+def _create_folder(run: Run) -> Iterator[Path]:
     """Create the run folder before the body of the `with` statement runs, so that an unwritable path fails early.
 
     If the body raises, removes a new folder that is still empty. Raises DiskError if the folder cannot be created.
@@ -162,26 +162,26 @@ def compile_and_summarise(
             if watch is not None:
                 watch()
 
-        compiled = compile_layout(run, mode.time_limit_s, mode.cache, progress)
+        compiled_run = compile_layout(run, mode.time_limit_s, mode.cache, progress)
         replay, uses = None, []
-        if compiled.status is CompileStatus.ok:
+        if compiled_run.status is CompileStatus.ok:
             status.update("replaying the schedule")
             from valkyrie.search.compile.replayed import replay_program  # imports NumPy, which reports do not need
 
-            replay, uses = replay_program(run, compiled)
-    if compiled.note is not None:
-        console.print(compiled.note, soft_wrap=True)
-    prediction = replace(summarise(run, compiled, replay, uses), work=work_key(run))
+            replay, uses = replay_program(run, compiled_run)
+    if compiled_run.note is not None:
+        console.print(compiled_run.note, soft_wrap=True)
+    prediction = replace(summarise(run, compiled_run, replay, uses), work=work_key(run))
     wider = None
     if prediction.step is not None:
         from valkyrie.search.estimate.runs import suggest_wider_heads  # imports NumPy
 
         wider = suggest_wider_heads(run)
-    prediction = replace(prediction, hints=hints(prediction, _earlier_predictions(run, compiled), wider))
-    if compiled.status in (CompileStatus.ok, CompileStatus.does_not_fit):
+    prediction = replace(prediction, hints=hints(prediction, _earlier_predictions(run, compiled_run), wider))
+    if compiled_run.status in (CompileStatus.ok, CompileStatus.does_not_fit):
         with contextlib.suppress(DiskError):  # only hints of later compiles need the file
-            write_record(compiled.folder / PREDICTION_FILE, prediction)
-    return compiled, prediction, replay
+            write_record(compiled_run.folder / PREDICTION_FILE, prediction)
+    return compiled_run, prediction, replay
 
 
 def work_key(run: Run) -> str:
@@ -191,11 +191,11 @@ def work_key(run: Run) -> str:
     return digest(work)[:16]
 
 
-def _earlier_predictions(run: Run, compiled: CompiledRun) -> list[Prediction]:
+def _earlier_predictions(run: Run, compiled_run: CompiledRun) -> list[Prediction]:
     """Return the cached predictions of other layouts with the same `work_key`."""
     predictions, work = [], work_key(run)
     for file in requests_folder().glob(f"*/{PREDICTION_FILE}"):
         with contextlib.suppress(OSError, RecordError):  # a cache entry may be damaged, or gone by now
-            if file.parent != compiled.folder and work in file.read_text():
+            if file.parent != compiled_run.folder and work in file.read_text():
                 predictions.append(read_record(Prediction, file))
     return [prediction for prediction in predictions if prediction.work == work]

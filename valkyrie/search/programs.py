@@ -102,7 +102,7 @@ def parse_layouts(function: Any, layouts: Mapping[str, Any], defaults: ProgramCa
     return calls
 
 
-def parse_built(value: Any, source: str) -> ProgramCall:
+def parse_builder_result(value: Any, source: str) -> ProgramCall:
     """Parse the value returned by a function that builds a step: `(jitted, arguments)`, with keywords optional.
 
     Raises ValueError for other values. `source` is the name of the function in the message.
@@ -203,12 +203,12 @@ def describe_error(error: Exception) -> str:
     to compile for, returns advice to pass shapes instead.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
-    line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    text, place = first_lines(str(error)), f" ({line})" if line else ""
+    location = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    text, place = first_lines(str(error)), f" ({location})" if location else ""
     if is_compile_only(text):
         return (
-            f"{line or 'the function'} computes on devices of the slice, which exist only for compiling. Pass shapes "
-            "instead of arrays: jax.ShapeDtypeStruct(shape, dtype, sharding=...), or a result of jax.eval_shape."
+            f"{location or 'the function'} computes on devices of the slice, which exist only for compiling. Pass "
+            "shapes instead of arrays: jax.ShapeDtypeStruct(shape, dtype, sharding=...), or a result of jax.eval_shape."
         )
     return (
         f"{text or type(error).__name__}{place}"
@@ -309,10 +309,10 @@ class ProgramSearch:
     def predictions(self, progress: Progress) -> Iterator[tuple[str, PredictedProgram]]:
         """Compile the programs one by one, and yield their names and predictions. Sets `note` if the budget ends."""
         pairs = self._pairs()
-        began, longest_s = time.monotonic(), 0.0
+        search_start, longest_s = time.monotonic(), 0.0
         for index, (axes, rule) in enumerate(pairs):
             name = layout_name(axes, rule)
-            remaining_s = math.inf if self.budget_s is None else self.budget_s - (time.monotonic() - began)
+            remaining_s = math.inf if self.budget_s is None else self.budget_s - (time.monotonic() - search_start)
             if remaining_s < longest_s:
                 self.note = f"another compile would likely exceed the budget; {self._describe_remaining(pairs, index)}"
                 return
@@ -339,7 +339,7 @@ class ProgramSearch:
     def _build(self, axes: Mapping[str, int], rule: str | None) -> ProgramCall:
         mesh = self.target.mesh(list(axes.values()), list(axes))
         built = self.build(mesh) if self.rules is None else self.build(mesh, self.rules[rule or ""])
-        return replace(parse_built(built, "build"), mesh=mesh, options=self.options)
+        return replace(parse_builder_result(built, "build"), mesh=mesh, options=self.options)
 
     def _describe_remaining(self, pairs: Sequence[object], index: int) -> str:
         return f"{len(pairs) - index} of {len(pairs)} layouts are not compiled. To continue, repeat the same call"

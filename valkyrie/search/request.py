@@ -75,22 +75,22 @@ class SearchRequest:
         )
 
     @property
-    def by_price(self) -> bool:
+    def ranks_by_price(self) -> bool:
         """Whether layouts are ranked by price.
 
         True if `tokens` or `budget_usd` is set, and the price of every slice is known and not 0.
         """
         planned = self.tokens is not None or self.budget_usd is not None
-        return planned and all(dollars(target, 1.0) for target in self.targets)
+        return planned and all(compute_price(target, 1.0) for target in self.targets)
 
     def cost(self, layout: EstimatedLayout, step_s: float) -> float:
         """Return the cost to rank a layout by, if its step takes `step_s` seconds.
 
-        The cost is dollars per step if `by_price`, else seconds per step. With `search_batch`, it is dollars per
-        sequence if `by_price`, else chip-seconds per sequence.
+        The cost is dollars per step if `ranks_by_price`, else seconds per step. With `search_batch`, it is dollars per
+        sequence if `ranks_by_price`, else chip-seconds per sequence.
         """
         target = layout.group.target
-        usd = dollars(target, step_s) if self.by_price else None
+        usd = compute_price(target, step_s) if self.ranks_by_price else None
         chips = (target.chips or 1) * target.slices if self.search_batch else 1
         return layout.per_sequence(step_s * chips if usd is None else usd)
 
@@ -139,9 +139,10 @@ def parse_request(run: Run) -> SearchRequest:
             "resume: mode=search does not resume runs. To continue a search, repeat its command. To search for layouts "
             "for the model of a run, set the model, such as model=gpt_1b."
         )
-    if mode.search_batch and (wrong := sorted(keys & {"batch", "batch_tokens"})):
+    if mode.search_batch and (refused_keys := sorted(keys & {"batch", "batch_tokens"})):
         raise ValueError(
-            f"{wrong[0]}= cannot be combined with batch=auto, which searches the batch. Remove one of the two settings."
+            f"{refused_keys[0]}= cannot be combined with batch=auto, which searches the batch. Remove one of the two "
+            "settings."
         )
     if mode.tokens is not None and "steps" in keys:
         raise ValueError(
@@ -150,21 +151,21 @@ def parse_request(run: Run) -> SearchRequest:
         )
     if "mode.device_batches" in keys and not mode.device_batches:
         raise ValueError("device_batch=[] has no value to try. Use device_batch=[2,4], or leave it out.")
-    if mode.device_batches and (wrong := sorted(keys & {"device_batch", "microbatches"})):
+    if mode.device_batches and (refused_keys := sorted(keys & {"device_batch", "microbatches"})):
         values = ",".join(map(str, mode.device_batches))
         raise ValueError(
-            f"{wrong[0]}= cannot be combined with device_batch=[{values}], which sets the microbatches of each layout. "
-            "Remove one of the two settings."
+            f"{refused_keys[0]}= cannot be combined with device_batch=[{values}], which sets the microbatches of each "
+            "layout. Remove one of the two settings."
         )
-    if wrong := sorted(key for key in keys if key.startswith("mesh.")):
+    if refused_keys := sorted(key for key in keys if key.startswith("mesh.")):
         raise ValueError(
-            f"{wrong[0]}: mode=search chooses the placement of a mesh. Name a mesh by its sizes (mesh=4x2x1), or "
-            "predict one layout with mode=compile."
+            f"{refused_keys[0]}: mode=search chooses the placement of a mesh. Name a mesh by its sizes (mesh=4x2x1), "
+            "or predict one layout with mode=compile."
         )
     # `target.slices` applies to every target; the other settings are those of one slice.
-    if mode.targets and (wrong := sorted(k for k in keys - {"target.slices"} if k.startswith("target."))):
+    if mode.targets and (refused_keys := sorted(k for k in keys - {"target.slices"} if k.startswith("target."))):
         raise ValueError(
-            f"{wrong[0]} cannot be set for several slices at once. Search one slice at a time: target=SLICE."
+            f"{refused_keys[0]} cannot be set for several slices at once. Search one slice at a time: target=SLICE."
         )
     targets = tuple(_requested_slices(run, mode))
     if mesh := config.mesh if "mesh" in keys else None:
@@ -254,7 +255,7 @@ def _available_shapes(target: TargetConfig) -> list[TargetConfig]:
     return [replace(available, slices=target.slices) for available in targets] or [target]
 
 
-def dollars(target: TargetConfig, seconds: float, *, spot: bool = False) -> float | None:
+def compute_price(target: TargetConfig, seconds: float, *, spot: bool = False) -> float | None:
     """Return the price in dollars of using all slices of a target for `seconds`, or None if unknown.
 
     The price is that of chips on demand or, with `spot`, of interruptible chips.
@@ -265,5 +266,5 @@ def dollars(target: TargetConfig, seconds: float, *, spot: bool = False) -> floa
 
 def affordable_seconds(target: TargetConfig, usd: float) -> float | None:
     """Return the seconds on all slices of a target that `usd` dollars buy, or None if the price is unknown or 0."""
-    per_second = dollars(target, 1.0)
+    per_second = compute_price(target, 1.0)
     return usd / per_second if per_second else None

@@ -28,7 +28,7 @@ More than one, because a compile may show that a batch does not fit.
 """
 MAX_VARIANTS = 3
 """Maximum number of estimated layouts in an answer with the same chips, mesh and partition."""
-EQUALLY_FAST = 1.01
+EQUALLY_FAST_RATIO = 1.01
 """A layout counts as equally fast on another torus if a step there is estimated to take at most 1% longer."""
 
 
@@ -62,7 +62,7 @@ def chip_name(layout: EstimatedLayout) -> str:
     return layout.group.target.chip.name if layout.group.target.chip else layout.group.target.name
 
 
-def without_torus(layout: EstimatedLayout) -> Candidate:
+def torus_free_candidate(layout: EstimatedLayout) -> Candidate:
     """Return a layout without its torus, its placement and, if the search varies it, its batch.
 
     The same layout on two tori with the same number and kind of chips then compares equal. `target` becomes the text of
@@ -131,11 +131,11 @@ class Shortlist:
         best: dict[Candidate, EstimatedLayout] = {}
         for layout in (e for e in self.fitting if describe_chips(e.group.target) == chips_text):
             key = mesh_partition(layout)
-            if without_torus(layout) in best:
+            if torus_free_candidate(layout) in best:
                 continue
             variant_counts[key] = variant_counts.get(key, 0) + 1
             if variant_counts[key] <= MAX_VARIANTS:
-                best[without_torus(layout)] = layout
+                best[torus_free_candidate(layout)] = layout
             if len(best) == count:
                 break
         return list(best.values())
@@ -143,11 +143,11 @@ class Shortlist:
     def equally_fast_slices(self, layout: EstimatedLayout) -> list[str]:
         """Return the names of other slices where a layout with the same batch is as fast by estimate.
 
-        These slices have the same number and kind of chips, but another torus. See `EQUALLY_FAST`.
+        These slices have the same number and kind of chips, but another torus. See `EQUALLY_FAST_RATIO`.
         """
-        candidate, longest = without_torus(layout), EQUALLY_FAST * layout.step_s
+        candidate, longest = torus_free_candidate(layout), EQUALLY_FAST_RATIO * layout.step_s
         same_batch = (e for e in self.fitting if e.batch == layout.batch and e.step_s <= longest)
-        same_candidates = (e for e in same_batch if without_torus(e) == candidate)
+        same_candidates = (e for e in same_batch if torus_free_candidate(e) == candidate)
         return [
             target
             for target in dict.fromkeys(e.group.target.name for e in same_candidates)

@@ -26,9 +26,9 @@ def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, con
     run = make_compile_run(request, best.estimate)
     results: list[TunedRun] = []
 
-    def print_attempt(tuned: TunedRun) -> None:
-        results.append(tuned)
-        console.print("  ".join(attempt_lines(tuned.attempts[-1])), markup=False, soft_wrap=True)
+    def print_attempt(tuned_run: TunedRun) -> None:
+        results.append(tuned_run)
+        console.print("  ".join(attempt_lines(tuned_run.attempts[-1])), markup=False, soft_wrap=True)
 
     console.print(
         f"trying compiler options and implementations on {' '.join(best.estimate.candidate.overrides[1:])}",
@@ -43,8 +43,8 @@ def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, con
         status = INTERRUPTED
     if not results:
         return status, []
-    tuned = results[-1]
+    tuned_run = results[-1]
     console.print(
-        f"tuned: {duration_text(tuned.step_s)} with the best settings, {duration_text(tuned.start_s)} without"
+        f"tuned: {duration_text(tuned_run.step_s)} with the best settings, {duration_text(tuned_run.start_s)} without"
     )
-    return status, tuned.overrides
+    return status, tuned_run.overrides

@@ -45,12 +45,13 @@ class Cell:
 class Cells:
     """The cells (combinations of settings) of a sweep's space, in order of enumeration.
 
-    `skipped` has the reasons for skipped combinations: one problem for each skipped model, and one for each mesh that
+    `skip_problems` has the reasons for skipped combinations: one problem for each skipped model, and one for each mesh
+        that
     was skipped under a partition.
     """
 
     cells: list[Cell]
-    skipped: list[Problem]
+    skip_problems: list[Problem]
 
     @property
     def legal(self) -> list[Cell]:
@@ -87,24 +88,24 @@ def enumerate_space(
     """
     refuse(space.problems())
     cells: list[Cell] = []
-    skipped: list[Problem] = []
+    skip_problems: list[Problem] = []
     for variant in variants:
         if model_problems := variant.run.model.problems():
             cells.append(Cell(variant.overrides, variant.run, tuple(model_problems)))
         elif range_problem := _range_problem(space, variant.run):
-            skipped.append(range_problem)
+            skip_problems.append(range_problem)
         else:
             meshes = _meshes(space, variant.run, resolve_mesh)
             for name, partition in partitions.items():
                 for mesh_name, mesh in _distinct_meshes(
-                    space, variant.run, partition, meshes, has_accelerators, skipped
+                    space, variant.run, partition, meshes, has_accelerators, skip_problems
                 ):
                     overrides = [f"mesh={mesh_name}", f"partition={name}"]
                     run = variant.run.changed(mesh=mesh, partition=partition)
                     cells += _vary_microbatches_and_remat(
                         space, RunVariant((*variant.overrides, *overrides), run), remats or {}
                     )
-    return Cells(cells, skipped)
+    return Cells(cells, skip_problems)
 
 
 def _vary_microbatches_and_remat(
@@ -127,13 +128,13 @@ def _distinct_meshes(
     partition: PartitionConfig,
     meshes: Mapping[str, tuple[MeshConfig, bool]],
     has_accelerators: bool,
-    skipped: list[Problem],
+    skip_problems: list[Problem],
 ) -> Iterator[tuple[str, MeshConfig]]:
     """Yield the meshes to try with a partition, as (name, mesh with its placement).
 
     Omits duplicates (see `MeshEquivalence`), and enumerated meshes that the partition cannot use. Appends a problem to
-    `skipped` for each omitted mesh. If the partition can use none of the meshes, yields only the first one, so that its
-    refusal is recorded, and appends nothing.
+    `skip_problems` for each omitted mesh. If the partition can use none of the meshes, yields only the first one, so
+    that its refusal is recorded, and appends nothing.
 
     `meshes` maps names to (mesh, whether a pattern enumerated it).
     """
@@ -143,7 +144,9 @@ def _distinct_meshes(
     def layout_on(mesh: MeshConfig) -> tuple[Layout, list[Problem]]:
         return derive_layout(mesh, partition, run.arrays, known_axes=known_axes())
 
-    mesh_problems = {name: _mesh_problem(*layout_on(mesh)) for name, (mesh, enumerated) in meshes.items() if enumerated}
+    mesh_problems = {
+        name: _mesh_problem(*layout_on(mesh)) for name, (mesh, is_from_pattern) in meshes.items() if is_from_pattern
+    }
     usable = [name for name in meshes if mesh_problems.get(name) is None]
     if not usable:
         name = next(iter(meshes))
@@ -151,11 +154,11 @@ def _distinct_meshes(
         return
     seen: set[object] = set()
     for name in usable:
-        mesh, enumerated = meshes[name]
-        degrees = _role_degrees(layout_on(mesh)[0]) if space.same is MeshEquivalence.roles and enumerated else None
-        same_roles = degrees in seen
+        mesh, is_from_pattern = meshes[name]
+        degrees = _role_degrees(layout_on(mesh)[0]) if space.same is MeshEquivalence.roles and is_from_pattern else None
+        has_same_roles = degrees in seen
         distinct: list[MeshConfig] = []
-        for placed in [] if same_roles else _with_placements(space, run, mesh):
+        for placed in [] if has_same_roles else _with_placements(space, run, mesh):
             key = _sharding_key(layout_on(placed)[0], has_torus)
             if key not in seen or space.same is MeshEquivalence.none:
                 distinct.append(placed)
@@ -163,11 +166,11 @@ def _distinct_meshes(
         if degrees is not None:
             seen.add(degrees)
         if not distinct:
-            repeats = "gives every role as many devices as" if same_roles else "shards every array exactly like"
+            repeats = "gives every role as many devices as" if has_same_roles else "shards every array exactly like"
             text = f"mesh={name} {repeats} another mesh."
-            skipped.append(Problem(ProblemCode.same_sharding, "mesh", name, text))
+            skip_problems.append(Problem(ProblemCode.same_sharding, "mesh", name, text))
         yield from ((name, placed) for placed in distinct)
-    skipped += filter(None, mesh_problems.values())
+    skip_problems += filter(None, mesh_problems.values())
 
 
 def _mesh_problem(layout: Layout, problems: Sequence[Problem]) -> Problem | None:
@@ -216,10 +219,10 @@ def _meshes(
     """Return a dict from the name of each mesh in a space to (mesh, whether a pattern enumerated it)."""
     meshes: dict[str, tuple[MeshConfig, bool]] = {}
     for entry in space.meshes:
-        enumerated = is_pattern(entry)
-        for name in expand_pattern(entry, _device_count(space, run)) if enumerated else [entry]:
+        is_from_pattern = is_pattern(entry)
+        for name in expand_pattern(entry, _device_count(space, run)) if is_from_pattern else [entry]:
             if name not in meshes:
-                meshes[name] = resolve_mesh(name), enumerated
+                meshes[name] = resolve_mesh(name), is_from_pattern
     return meshes
 
 

@@ -42,12 +42,12 @@ class _JobKind:
 
     Args:
         config: Configuration of the first job, composed by Hydra.
-        first: Run of the first job.
+        first_run: Run of the first job.
         runs: Runs built so far, keyed by the job's value overrides, such as `("lr=1e-3",)`.
     """
 
     config: DictConfig
-    first: Run
+    first_run: Run
     runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
 
     @cached_property
@@ -68,9 +68,9 @@ class Composer:
     config: DictConfig
     loader: ConfigLoader
     _job_kinds: dict[tuple[str, ...], _JobKind | None] = field(default_factory=dict)
-    _parsed: dict[str, Override] = field(default_factory=dict)
+    _parsed_overrides: dict[str, Override] = field(default_factory=dict)
     _options: dict[str, list[str]] = field(default_factory=dict)
-    _shipped: dict[str, PartitionConfig | None] = field(default_factory=dict)
+    _shipped_partitions: dict[str, PartitionConfig | None] = field(default_factory=dict)
 
     def compose_run(self, overrides: Sequence[str]) -> Run:
         """Return the run of one job of a sweep, given the job's overrides.
@@ -79,16 +79,18 @@ class Composer:
         first job. Raises ValueError for an invalid value. Hydra's exceptions propagate.
         """
         parsed = self.parse(overrides)
-        layout = self._layout(parsed)
-        other_overrides = [override for override in parsed if override.key_or_group not in layout]
+        layout_choices = self._layout(parsed)
+        other_overrides = [override for override in parsed if override.key_or_group not in layout_choices]
         value_overrides = [o for o in other_overrides if not o.is_delete() and not self.group_options(o.key_or_group)]
         group_choices = [str(o.input_line) for o in other_overrides if o not in value_overrides]
-        key = (*group_choices, "", *(o.key_or_group for o in value_overrides), "", *layout)
+        key = (*group_choices, "", *(o.key_or_group for o in value_overrides), "", *layout_choices)
         if key not in self._job_kinds:
             config = self.compose_config(overrides)
             run = Run.from_config(config)
-            is_replaceable = all(getattr(run.config, name) == value for name, value in layout.items())
-            is_replaceable = is_replaceable and not (layout and _LAYOUT_REFERENCE.search(OmegaConf.to_yaml(config)))
+            is_replaceable = all(getattr(run.config, name) == value for name, value in layout_choices.items())
+            is_replaceable = is_replaceable and not (
+                layout_choices and _LAYOUT_REFERENCE.search(OmegaConf.to_yaml(config))
+            )
             self._job_kinds[key] = _JobKind(config, run) if is_replaceable else None
             return run
         job_kind = self._job_kinds[key]
@@ -103,7 +105,7 @@ class Composer:
             except OmegaConfBaseException:  # let Hydra report the value: its message is better
                 return Run.from_config(self.compose_config(overrides))
         run = job_kind.runs[value_lines]
-        return run.changed(**layout) if layout else run
+        return run.changed(**layout_choices) if layout_choices else run
 
     def compose_choice(self, group: str, name: str, fixed_overrides: Sequence[str]) -> Any:
         """Return the config of the choice `name` of `group` (mesh, partition or remat).
@@ -115,10 +117,10 @@ class Composer:
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """Parse overrides with Hydra's grammar. Caches the results, because most jobs share most overrides."""
-        if new_lines := [line for line in dict.fromkeys(overrides) if line not in self._parsed]:
+        if new_lines := [line for line in dict.fromkeys(overrides) if line not in self._parsed_overrides]:
             parser = OverridesParser.create(config_loader=self.loader)  # the loader lists the choices of a glob
-            self._parsed |= zip(new_lines, parser.parse_overrides(new_lines), strict=True)
-        return [self._parsed[line] for line in overrides]
+            self._parsed_overrides |= zip(new_lines, parser.parse_overrides(new_lines), strict=True)
+        return [self._parsed_overrides[line] for line in overrides]
 
     def group_options(self, group: str) -> list[str]:
         """Return the choices of a config group, including the user's. Empty if there is no such group."""
@@ -154,13 +156,13 @@ class Composer:
 
     def _partition(self, name: str) -> PartitionConfig | None:
         """Return the shipped partition `name`, or None if there is none or a user's file overrides it."""
-        if name not in self._shipped:
+        if name not in self._shipped_partitions:
             path = f"partition/{name}.yaml"
             sources = (source for source in self.loader.get_sources() if source.is_config(path))
             source_in_use = next(sources, None)
             is_shipped = source_in_use is not None and source_in_use.path == str(conf_dir())
-            self._shipped[name] = read_config("partition", name, PartitionConfig) if is_shipped else None
-        return self._shipped[name]
+            self._shipped_partitions[name] = read_config("partition", name, PartitionConfig) if is_shipped else None
+        return self._shipped_partitions[name]
 
 
 def search_path(hydra: Any) -> list[str]:
@@ -177,7 +179,7 @@ def _with_numbers(job_kind: _JobKind, overrides: Sequence[Override]) -> Run | No
     rates. Returns None if the run must be built from its config, for example because another key depends on an
     overridden one.
     """
-    config = job_kind.first.config
+    config = job_kind.first_run.config
     if (config.batch_tokens, config.device_batch) != (None, None):  # other keys depend on them
         return None
     for override in overrides:

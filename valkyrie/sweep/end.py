@@ -30,7 +30,7 @@ NO_RESULT_EXIT = 1
 ALL_REFUSED_EXIT = 2
 """Exit status of a sweep if all its trials were refused."""
 
-_started_sweeps: ContextVar[list[SweepEnd]] = ContextVar("_started_sweeps")
+_sweep_ends: ContextVar[list[SweepEnd]] = ContextVar("_sweep_ends")
 """The `SweepEnd` callbacks of the multirun inside `print_results_at_end`.
 
 They are stored here because Hydra drops its own list of callbacks if the multirun is interrupted.
@@ -55,7 +55,7 @@ def print_results_at_end(command: str) -> Iterator[None]:
     Raises SystemExit if the multirun completed but its exit status is not 0, and SweepEndError if printing fails.
     Exceptions raised inside the context propagate.
     """
-    _started_sweeps.set([])
+    _sweep_ends.set([])
     try:
         yield
     except BaseException as error:
@@ -67,7 +67,7 @@ def print_results_at_end(command: str) -> Iterator[None]:
 
 def _finish_sweeps(early_end: str | None, command: str) -> int:
     status = 0
-    for sweep_end in _started_sweeps.get():
+    for sweep_end in _sweep_ends.get():
         try:
             status = max(status, sweep_end.finish(early_end, command))
         except BrokenPipeError:
@@ -98,8 +98,8 @@ class SweepEnd(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Store the sweep's folder, start its W&B tracker, and register this callback with `print_results_at_end`."""
-        if (started_sweeps := _started_sweeps.get(None)) is not None:
-            started_sweeps.append(self)
+        if (sweep_ends := _sweep_ends.get(None)) is not None:
+            sweep_ends.append(self)
         self.folder = Path(config.hydra.sweep.dir)
         tracking = OmegaConf.to_object(config.tracking)
         assert isinstance(tracking, TrackingConfig)

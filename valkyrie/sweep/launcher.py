@@ -62,7 +62,7 @@ def launch(
     config: DictConfig,
     job_overrides: Sequence[Sequence[str]],
     first_number: int,
-    jobs: int,
+    parallel_jobs: int,
     runs: Sequence[Run] | None = None,
 ) -> list[JobReturn]:
     """Run jobs and return a `JobReturn` for each. Its `return_value` is the trial's tokens/s/chip, or 0.0 if unknown.
@@ -72,12 +72,12 @@ def launch(
         config: The configuration of the multirun.
         job_overrides: The overrides of each job.
         first_number: Hydra's number of the first job.
-        jobs: Number of trials to run at the same time.
+        parallel_jobs: Number of trials to run at the same time.
         runs: The composed run of each job, or None to compose them here.
 
     Raises:
-        ValueError: There is no job, `jobs` is below 1, `jobs` is above 1 in a multirun on several hosts, or a job sets
-            `resume` in a mode that would continue that run.
+        ValueError: There is no job, `parallel_jobs` is below 1, or above 1 in a multirun on several
+            hosts, or a job sets `resume` in a mode that would continue that run.
         OSError: A record cannot be written.
         KeyboardInterrupt: The user pressed Ctrl-C. Finished trials are recorded.
     """
@@ -86,11 +86,12 @@ def launch(
         sweep_end.expect_all_trials()
     if not job_overrides:
         raise ValueError(_no_trials_message(config, context))
-    if jobs < 1:
-        raise ValueError(f"hydra.launcher.jobs={jobs}: must be at least 1.")
-    if jobs > 1 and current_members() is not None:
+    if parallel_jobs < 1:
+        raise ValueError(f"hydra.launcher.jobs={parallel_jobs}: must be at least 1.")
+    if parallel_jobs > 1 and current_members() is not None:
         raise ValueError(
-            f"hydra.launcher.jobs={jobs}: a sweep on several hosts runs one trial at a time. Omit hydra.launcher.jobs."
+            f"hydra.launcher.jobs={parallel_jobs}: a sweep on several hosts runs one trial at a time. Omit "
+            "hydra.launcher.jobs."
         )
     setup_globals()
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
@@ -108,11 +109,11 @@ def launch(
                 console.print(progress, highlight=False)
                 last_report = time.monotonic()
     name = plans[0].folder.resolve().name if plans else ""
-    if min(jobs, total) > 1 and any(plan.mode.timed for plan in plans):
-        console.print(CONCURRENCY_WARNING.format(jobs=jobs), style="bold yellow", highlight=False)
-    screen = LiveScreen(console, total, jobs, name) if console.is_terminal else LineScreen(console, total)
+    if min(parallel_jobs, total) > 1 and any(plan.mode.timed for plan in plans):
+        console.print(CONCURRENCY_WARNING.format(jobs=parallel_jobs), style="bold yellow", highlight=False)
+    screen = LiveScreen(console, total, parallel_jobs, name) if console.is_terminal else LineScreen(console, total)
     with signals_as_exceptions(), screen:
-        trials = run_trials(plans, jobs, _ScreenAndSweepEnd(screen, sweep_end))
+        trials = run_trials(plans, parallel_jobs, _ScreenAndSweepEnd(screen, sweep_end))
     values = [trials[plan.key].results.objective for plan in plans]
     return [_job_return(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]
 

@@ -64,8 +64,8 @@ def sweep_layouts(
     composer = Composer(config, context.config_loader)
     sweep_space = read_space(space, arguments, composer)
     cells = enumerate_cells(sweep_space, composer)
-    selected = sample_evenly(cells.legal, limit)
-    make_console().print(describe_counts(cells, selected))
+    selected_cells = sample_evenly(cells.legal, limit)
+    make_console().print(describe_counts(cells, selected_cells))
     sweep = SweepContext.from_hydra(config.hydra)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_atomic(sweep.folder / "multirun.yaml", OmegaConf.to_yaml(config))
@@ -76,15 +76,15 @@ def sweep_layouts(
     if (sweep_end := find_sweep_end(context)) is not None:
         for trial in trials.values():
             sweep_end.add(trial)
-        if cells.cells and not selected:
+        if cells.cells and not selected_cells:
             sweep_end.expect_all_trials()
     if not cells.cells:
         raise ValueError("nothing to run: all combinations in the space were skipped, for the reasons above.")
-    if not selected:
+    if not selected_cells:
         return []
-    jobs = [[*sweep_space.fixed_overrides, *cell.overrides] for cell in selected]
+    jobs = [[*sweep_space.fixed_overrides, *cell.overrides] for cell in selected_cells]
     if isinstance(launcher, TrialLauncher):
-        return [launch(context, config, jobs, 0, launcher.jobs, [cell.run for cell in selected])]
+        return [launch(context, config, jobs, 0, launcher.jobs, [cell.run for cell in selected_cells])]
     job_returns = launcher.launch(jobs, initial_job_idx=0)
     for job in job_returns:
         _ = job.return_value  # raises the exception of a failed job
@@ -104,10 +104,10 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
     names = (composer.group_options("partition") if n == ALL_CHOICES else [n] for n in space.config.partitions)
     partitions = list(dict.fromkeys(itertools.chain.from_iterable(names)))
     cells: list[Cell] = []
-    skipped: list[Problem] = []
+    skip_problems: list[Problem] = []
     for layout_changes, variants in variants_by_changes.items():
         fixed_overrides = [*space.fixed_overrides, *layout_changes]
-        enumerated = enumerate_space(
+        variant_cells = enumerate_space(
             space.config,
             variants,
             {name: composer.compose_choice("partition", name, fixed_overrides) for name in partitions},
@@ -115,9 +115,9 @@ def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
             resolve_mesh=partial(composer.compose_choice, "mesh", fixed_overrides=fixed_overrides),
             has_accelerators=count_accelerators() > 0,
         )
-        cells += enumerated.cells
-        skipped += enumerated.skipped
-    return Cells(cells, skipped)
+        cells += variant_cells.cells
+        skip_problems += variant_cells.skip_problems
+    return Cells(cells, skip_problems)
 
 
 def _changes_layouts(key: str) -> bool:
@@ -132,19 +132,19 @@ def sample_evenly(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
     return [cells[i * len(cells) // limit] for i in range(limit)]
 
 
-def describe_counts(cells: Cells, selected: Sequence[Cell]) -> str:
+def describe_counts(cells: Cells, selected_cells: Sequence[Cell]) -> str:
     """Return the text printed before a sweep starts: the numbers of trials, and the reasons for refusals and skips."""
-    legal, refused, total = len(cells.legal), len(cells.refused), len(cells.cells)
-    lines = [f"{count_text(total, 'trial')}: {legal} legal, {refused} refused"]
-    if len(selected) < legal:
-        lines[0] += f"; running {len(selected)} of the legal ones (hydra.sweeper.limit={len(selected)})"
+    legal_count, refused, total = len(cells.legal), len(cells.refused), len(cells.cells)
+    lines = [f"{count_text(total, 'trial')}: {legal_count} legal, {refused} refused"]
+    if len(selected_cells) < legal_count:
+        lines[0] += f"; running {len(selected_cells)} of the legal ones (hydra.sweeper.limit={len(selected_cells)})"
     reasons = count_kinds(cell.problems[0] for cell in cells.refused)
     lines += [f"  {count:>4} refused: {why}" for why, count in reasons[:MAX_SHOWN_REASONS]]
     if len(reasons) > MAX_SHOWN_REASONS:
         remaining, other = sum(count for _, count in reasons[MAX_SHOWN_REASONS:]), len(reasons) - MAX_SHOWN_REASONS
         why = "another reason" if other == 1 else f"{other} other reasons"
         lines.append(f"  {remaining:>4} refused for {why}, listed in trials.jsonl")
-    lines += [f"  {count:>4} skipped: {why}" for why, count in count_kinds(cells.skipped)]
+    lines += [f"  {count:>4} skipped: {why}" for why, count in count_kinds(cells.skip_problems)]
     return "\n".join(lines)
 
 

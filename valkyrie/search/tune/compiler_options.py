@@ -9,7 +9,7 @@ from pathlib import Path
 from valkyrie.records import decode
 
 OptionValue = bool | int | float | str | None
-Options = dict[str, OptionValue]
+OptionValues = dict[str, OptionValue]
 """Values of compiler options by name, as in `target.chip.xla_options`. None removes a default of the chip."""
 OPTIONS_FILE = Path(__file__).with_name("compiler_options.yaml")
 
@@ -34,7 +34,7 @@ class CompilerOption:
     does: str
     source: str
     chips: tuple[str, ...] | None = None
-    companion_options: Options = field(default_factory=dict)
+    companion_options: OptionValues = field(default_factory=dict)
     idle_on: tuple[str, ...] = ()
     idle: bool = False
 
@@ -48,7 +48,7 @@ class CompilerOption:
         """Whether all values to try are booleans."""
         return all(isinstance(value, bool) for value in self.values)
 
-    def settings(self) -> list[Options]:
+    def settings(self) -> list[OptionValues]:
         """Return a dict for each value to try, with this option and its companions by name."""
         return [{self.name: value, **self.companion_options} for value in self.values]
 

@@ -24,9 +24,9 @@ from valkyrie.runs.folder import (
     split_override,
     write_run_files,
 )
-from valkyrie.search.tune.compiler_options import Options
+from valkyrie.search.tune.compiler_options import OptionValues
 from valkyrie.search.tune.tune import refuse_untunable, tune
-from valkyrie.search.tune.tuned import Attempt, TunedRun, TuneRecord, Verdict, assignments
+from valkyrie.search.tune.tuned import Attempt, TunedRun, TuneRecord, Verdict, format_options
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
 from valkyrie.units import count_text, duration_text, parse_seconds
@@ -50,14 +50,14 @@ def tune_mode(run: Run) -> int:
     console, folder = make_console(), choose_run_folder(run)
     budget = settings_for(TuneMode, run.config.mode).budget
     results: list[TunedRun] = []
-    interrupted = False
+    is_interrupted = False
     console.print(_describe_baseline(run), soft_wrap=True, markup=False)
     with console.status("compiling") as status:
         screen = _Screen(console, status)
 
-        def show_progress(tuned: TunedRun) -> None:
-            results.append(tuned)
-            screen.show(tuned)
+        def show_progress(tuned_run: TunedRun) -> None:
+            results.append(tuned_run)
+            screen.show(tuned_run)
 
         try:
             with signals_as_exceptions():
@@ -67,13 +67,13 @@ def tune_mode(run: Run) -> int:
         except KeyboardInterrupt:
             if not results:
                 raise
-            interrupted = True
-    tuned = results[-1]
+            is_interrupted = True
+    tuned_run = results[-1]
     write_run_files(run, folder)
-    write_record(folder / ATTEMPTS_FILE, TuneRecord.from_results(tuned, package_versions()))
-    write_atomic(folder / TUNED_FILE, experiment_yaml(tuned))
-    _print_results(tuned, folder, interrupted, console)
-    return INTERRUPTED if interrupted else 0
+    write_record(folder / ATTEMPTS_FILE, TuneRecord.from_results(tuned_run, package_versions()))
+    write_atomic(folder / TUNED_FILE, experiment_yaml(tuned_run))
+    _print_results(tuned_run, folder, is_interrupted, console)
+    return INTERRUPTED if is_interrupted else 0
 
 
 def _describe_baseline(run: Run) -> str:
@@ -91,20 +91,19 @@ class _Screen:
     def __init__(self, console: Console, status: Status) -> None:
         self._console, self._status, self._best = console, status, ""
 
-    def show(self, tuned: TunedRun) -> None:
-        attempt = tuned.attempts[-1]
+    def show(self, tuned_run: TunedRun) -> None:
+        attempt = tuned_run.attempts[-1]
         if attempt.verdict is Verdict.start:
-            record = tuned.run.layout_record()
+            record = tuned_run.run.layout_record()
             self._print(f"{record.model} under {record.layout} on {record.described}", "bold")
-            if tuned.set_by_user:
-                self._print(f"not varied, because you set them: {', '.join(assignments(tuned.set_by_user))}")
+            if tuned_run.set_by_user:
+                self._print(f"not varied, because you set them: {', '.join(format_options(tuned_run.set_by_user))}")
             self._print(terminal_line(_COLUMNS))
         for line in attempt_lines(attempt):
             self._print(line, "green" if attempt.verdict is Verdict.kept else None)
-        gain_text = f" ({-100 * tuned.gain:+.1f}%)" if tuned.options else ""
-        self._best = (
-            f"best {duration_text(tuned.step_s)}{gain_text} after {count_text(len(tuned.attempts), 'attempt')} · "
-        )
+        gain_text = f" ({-100 * tuned_run.gain:+.1f}%)" if tuned_run.options else ""
+        attempts_text = count_text(len(tuned_run.attempts), "attempt")
+        self._best = f"best {duration_text(tuned_run.step_s)}{gain_text} after {attempts_text} · "
 
     def progress(self, line: str) -> None:
         self._status.update(self._best + line)
@@ -118,13 +117,13 @@ def attempt_lines(attempt: Attempt) -> list[str]:
     return [terminal_line(_COLUMNS, attempt), *([f"  {attempt.reason}"] if attempt.reason else [])]
 
 
-def _describe_options(options: Options) -> str:
+def _describe_options(options: OptionValues) -> str:
     if len(options) > 3:  # more than a single candidate sets
         return f"{len(options)} options together: {', '.join(options)}"
-    return ", ".join(assignments(options)) or "baseline"
+    return ", ".join(format_options(options)) or "baseline"
 
 
-def _print_results(tuned: TunedRun, folder: Path, interrupted: bool, console: Console) -> None:
+def _print_results(tuned_run: TunedRun, folder: Path, is_interrupted: bool, console: Console) -> None:
     """Print the gain of the best settings, the YAML that sets them, and the command that trains with them.
 
     If no attempt is faster than the baseline, prints that instead. If the search is incomplete, also prints how to
@@ -134,36 +133,38 @@ def _print_results(tuned: TunedRun, folder: Path, interrupted: bool, console: Co
     def print_line(line: str, style: str | None = None) -> None:
         console.print(line, style=style, markup=False, soft_wrap=True)
 
-    if interrupted:
+    if is_interrupted:
         print_line("Interrupted. Rerun the same command to resume.", "yellow")
-    elif not tuned.finished:
-        budget = settings_for(TuneMode, tuned.run.config.mode).budget
+    elif not tuned_run.finished:
+        budget = settings_for(TuneMode, tuned_run.run.config.mode).budget
         print_line(
             f"mode.budget={budget} ended before everything was tried. To continue, rerun with a longer mode.budget.",
             "yellow",
         )
-    if not (tuned.options or tuned.model):
-        tried = len(tuned.attempts) - 1
+    if not (tuned_run.options or tuned_run.model):
+        tried = len(tuned_run.attempts) - 1
         comparisons = {0: "nothing else was tried", 1: "the only other attempt is not faster"}
         comparison = comparisons.get(tried, f"none of {tried} attempts is faster")
-        print_line(f"The baseline is the best: {duration_text(tuned.start_s)} a step; {comparison}.")
+        print_line(f"The baseline is the best: {duration_text(tuned_run.start_s)} a step; {comparison}.")
     else:
-        before, after = duration_text(tuned.start_s), duration_text(tuned.step_s)
-        print_line(f"predicted step: {before} without, {after} with these options ({-100 * tuned.gain:+.1f}%)", "bold")
-        for line in option_gains(tuned):
+        before, after = duration_text(tuned_run.start_s), duration_text(tuned_run.step_s)
+        print_line(
+            f"predicted step: {before} without, {after} with these options ({-100 * tuned_run.gain:+.1f}%)", "bold"
+        )
+        for line in option_gains(tuned_run):
             print_line(f"  {line}")
-        print_line(experiment_yaml(tuned).rstrip())
+        print_line(experiment_yaml(tuned_run).rstrip())
         print_line(f"options: {folder / TUNED_FILE}")
-        print_line(f"to train with them: {training_command(tuned)}")
+        print_line(f"to train with them: {training_command(tuned_run)}")
     print_line(f"all attempts: {folder / ATTEMPTS_FILE}")
 
 
-def option_gains(tuned: TunedRun) -> list[str]:
+def option_gains(tuned_run: TunedRun) -> list[str]:
     """Return a line for each kept option: the step time before and after it was added."""
     lines = []
-    for attempt in tuned.attempts:
+    for attempt in tuned_run.attempts:
         kept_settings = {
-            name: v for name, v in attempt.options.items() if (tuned.options | tuned.model).get(name, ...) == v
+            name: v for name, v in attempt.options.items() if (tuned_run.options | tuned_run.model).get(name, ...) == v
         }
         if (
             attempt.verdict is Verdict.kept
@@ -173,36 +174,37 @@ def option_gains(tuned: TunedRun) -> list[str]:
         ):
             before = attempt.step_s / (1 + attempt.change)
             steps = f"{duration_text(before)} to {duration_text(attempt.step_s)} ({100 * attempt.change:+.1f}%)"
-            lines.append(f"{', '.join(assignments(kept_settings))}: {steps}")
+            lines.append(f"{', '.join(format_options(kept_settings))}: {steps}")
     return lines
 
 
-def experiment_yaml(tuned: TunedRun) -> str:
+def experiment_yaml(tuned_run: TunedRun) -> str:
     """Return the YAML of an experiment config that sets the best compiler options and implementations.
 
     Its comments describe how to use it, and the gain of each setting.
     """
-    record, steps = tuned.run.layout_record(), [duration_text(seconds) for seconds in (tuned.start_s, tuned.step_s)]
+    record = tuned_run.run.layout_record()
+    steps = [duration_text(seconds) for seconds in (tuned_run.start_s, tuned_run.step_s)]
     lines = [
         "# @package _global_",
-        f"# {training_command(tuned)}",
+        f"# {training_command(tuned_run)}",
         "# Or copy this file to FOLDER/experiment/tuned.yaml and train with --config-dir FOLDER +experiment=tuned.",
         f"# {record.model} under {record.layout} on {record.described}, batch {record.batch} x {record.seq}:",
         f"# predicted step {steps[0]} without, {steps[1]} with these options (libtpu {installed_version('libtpu')}).",
     ]
-    lines += [f"# {line}" for line in option_gains(tuned)]
-    if tuned.to_fit:
-        lines.append(f"# The program fits only with {', '.join(assignments(tuned.to_fit))}.")
-    for key, value in tuned.model.items():
+    lines += [f"# {line}" for line in option_gains(tuned_run)]
+    if tuned_run.to_fit:
+        lines.append(f"# The program fits only with {', '.join(format_options(tuned_run.to_fit))}.")
+    for key, value in tuned_run.model.items():
         *path, name = key.split(".")
         lines += [f"{'  ' * depth}{part}:" for depth, part in enumerate(path)] + [f"{'  ' * len(path)}{name}: {value}"]
-    if not tuned.settings:
+    if not tuned_run.settings:
         return "\n".join([*lines, "target: {chip: {xla_options: {}}}", ""])
-    values = [f"{name}: {'null' if v is None else option_text(v)}" for name, v in sorted(tuned.settings.items())]
+    values = [f"{name}: {'null' if v is None else option_text(v)}" for name, v in sorted(tuned_run.settings.items())]
     return "\n".join([*lines, "target:", "  chip:", "    xla_options:", *(f"      {value}" for value in values), ""])
 
 
-def training_command(tuned: TunedRun) -> str:
+def training_command(tuned_run: TunedRun) -> str:
     """Return the command that trains with the best settings in a new run folder.
 
     It has the arguments of the tuning command, without `mode`, `mode.*` and `name`.
@@ -210,7 +212,7 @@ def training_command(tuned: TunedRun) -> str:
     mode_keys = ("mode", "name")
     arguments = [
         a
-        for a in tuned.run.arguments
+        for a in tuned_run.run.arguments
         if split_override(a)[0] not in mode_keys and not split_override(a)[0].startswith("mode.")
     ]
-    return " ".join([command_name(), *map(shlex.quote, arguments), *tuned.overrides])
+    return " ".join([command_name(), *map(shlex.quote, arguments), *tuned_run.overrides])

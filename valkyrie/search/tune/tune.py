@@ -21,8 +21,8 @@ from valkyrie.search.compile.prediction import CompiledStep, CompileStatus
 from valkyrie.search.compile.replayed import replay_program
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import implementation_settings
-from valkyrie.search.tune.compiler_options import CompilerOption, Options, options_for
-from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict, assignments
+from valkyrie.search.tune.compiler_options import CompilerOption, OptionValues, options_for
+from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict, format_options
 from valkyrie.train.options import CHIP, TO_FIT, USER, option_text
 from valkyrie.trees import with_value
 from valkyrie.units import gib_text
@@ -35,7 +35,7 @@ _VERDICTS_WITHOUT_STEP = {CompileStatus[v.name]: v for v in (Verdict.refused, Ve
 _OptionsKey = frozenset[tuple[str, str | None]]
 
 
-class _BudgetSpent(Exception):
+class _BudgetExceeded(Exception):
     pass
 
 
@@ -46,17 +46,17 @@ class _Program:
     Both are in seconds. The step time is None if the program does not compile or fit.
     """
 
-    compiled: CompiledRun
+    compiled_run: CompiledRun
     step_s: float | None
-    seconds: float
+    elapsed_s: float
 
     @property
     def step(self) -> CompiledStep:
-        step = self.compiled.outcome.step
+        step = self.compiled_run.outcome.step
         assert step is not None, "only a program that fits has a module"
         return step
 
-    def options(self, *set_by: str) -> Options:
+    def options(self, *set_by: str) -> OptionValues:
         """Return the compiler options set by these sources, or all options if none is given."""
         return {option.name: option.value for option in self.step.options if not set_by or option.set_by in set_by}
 
@@ -87,15 +87,17 @@ def tune(
     """
     refuse_untunable(run.config.target)
     assert run.config.target.chip is not None
-    tuner = _Tuner(run, budget_s, on_result or (lambda tuned: None), progress or (lambda line: None))
+    tuner = _Tuner(run, budget_s, on_result or (lambda tuned_run: None), progress or (lambda line: None))
     tuner.start()
     try:
         tuner.try_options(options_for(run.config.target.chip.name) if candidates is None else candidates)
         if candidates is None:
-            tuner.try_implementations(implementations(run, [split_override(argument)[0] for argument in run.arguments]))
-    except _BudgetSpent:
-        return tuner.tuned
-    return replace(tuner.tuned, finished=True)
+            tuner.try_implementations(
+                list_implementations(run, [split_override(argument)[0] for argument in run.arguments])
+            )
+    except _BudgetExceeded:
+        return tuner.tuned_run
+    return replace(tuner.tuned_run, finished=True)
 
 
 def refuse_untunable(target: TargetConfig) -> None:
@@ -107,7 +109,7 @@ def refuse_untunable(target: TargetConfig) -> None:
         )
 
 
-def implementations(run: Run, fixed_keys: Collection[str] = ()) -> list[tuple[str, Enum]]:
+def list_implementations(run: Run, fixed_keys: Collection[str] = ()) -> list[tuple[str, Enum]]:
     """Return (key, value) pairs that choose another implementation of a block, such as `("model.s5.scan", blocked)`.
 
     Leaves out the keys in `fixed_keys`.
@@ -141,19 +143,19 @@ class _Move:
     find out whether any of the candidates changes the program.
     """
 
-    options: Options
+    options: OptionValues
     model: dict[str, Enum] = field(default_factory=dict)
-    combined_options: tuple[Options, ...] = ()
+    combined_options: tuple[OptionValues, ...] = ()
 
     @property
-    def settings(self) -> Options:
+    def settings(self) -> OptionValues:
         return self.options | {key: value.value for key, value in self.model.items()}
 
 
 class _Tuner:
     """State of the coordinate search: the best settings so far, the programs seen, and the deadline."""
 
-    tuned: TunedRun
+    tuned_run: TunedRun
 
     def __init__(
         self, run: Run, budget_s: float | None, report: Callable[[TunedRun], None], progress: Callable[[str], None]
@@ -161,9 +163,9 @@ class _Tuner:
         self._run, self._report, self._progress = run, report, progress
         self._mode = settings_for(CompileMode, run.config.mode)
         self._deadline = None if budget_s is None else time.monotonic() + budget_s
-        self._baseline_options: Options = {}
+        self._baseline_options: OptionValues = {}
         """All compiler options of the baseline, whatever their origin. Values are text, as in `Option`."""
-        self._defaults: Options = {}
+        self._chip_options: OptionValues = {}
         """Baseline options that the chip's YAML sets."""
         self._tried: set[_OptionsKey] = {frozenset()}
         self._verdicts: dict[_OptionsKey, Verdict] = {}
@@ -177,9 +179,9 @@ class _Tuner:
 
     def start(self) -> None:
         """Compile the baseline, which is the unchanged run. Raises ValueError if it does not compile or fit."""
-        program = self._compile(self._run, "baseline", budgeted=False)
+        program = self._compile(self._run, "baseline", has_budget=False)
         if program.step_s is None:
-            does_not_fit = program.compiled.outcome.shortage is not None
+            does_not_fit = program.compiled_run.outcome.shortage is not None
             advice = (
                 "Choose a layout that fits. To check one, use mode=compile."
                 if does_not_fit
@@ -187,28 +189,28 @@ class _Tuner:
             )
             raise ValueError(
                 f"{self._run.layout.name} on target={self._run.config.target.describe()} has no step time to improve: "
-                f"{_reason(program.compiled)} {advice}"
+                f"{_reason(program.compiled_run)} {advice}"
             )
-        self._baseline_options, self._defaults = program.options(), program.options(CHIP)
+        self._baseline_options, self._chip_options = program.options(), program.options(CHIP)
         first = self._judge(_Move({}), program, 1)
         step_s, user_options = program.step_s, program.options(USER)
-        self.tuned = TunedRun(step_s, step_s, {}, (first,), set_by_user=user_options, run=self._run)
+        self.tuned_run = TunedRun(step_s, step_s, {}, (first,), set_by_user=user_options, run=self._run)
         self._set_best({}, {}, program)
-        self._report(self.tuned)
+        self._report(self.tuned_run)
 
     def try_options(self, candidates: Sequence[CompilerOption]) -> None:
         """Try all candidates that the user has not set. If any is kept, continue with a second round.
 
         Options that the chip's YAML sets are tried last, because these defaults were chosen with care.
         """
-        user_options = self.tuned.set_by_user.keys()
+        user_options = self.tuned_run.set_by_user.keys()
         candidates = [candidate for candidate in candidates if user_options.isdisjoint(candidate.names)]
-        candidates.sort(key=lambda candidate: candidate.name in self._defaults)
+        candidates.sort(key=lambda candidate: candidate.name in self._chip_options)
         for round_number in range(1, ROUNDS + 1):
-            before = self.tuned.options
+            before = self.tuned_run.options
             for move in self._first_round(candidates) if round_number == 1 else self._second_round(candidates):
                 self._attempt(move, round_number)
-            if self.tuned.options == before:
+            if self.tuned_run.options == before:
                 break
 
     def try_implementations(self, alternatives: Sequence[tuple[str, Enum]]) -> None:
@@ -245,28 +247,28 @@ class _Tuner:
         For each option that changed the program, yields its removal if it was kept and, unless it is a switch, each of
         its values that compiled and fit. Options of which no value compiled and fit are not tried again.
         """
-        idle: dict[str, Options] = {}
-        active: list[tuple[CompilerOption, list[Options]]] = []
+        idle: dict[str, OptionValues] = {}
+        active: list[tuple[CompilerOption, list[OptionValues]]] = []
         for candidate in candidates:
             verdicts = [(options, self._verdicts.get(_options_key(options))) for options in candidate.settings()]
-            changed = [options for options, verdict in verdicts if verdict in (Verdict.kept, Verdict.no_gain)]
-            same = [options for options, verdict in verdicts if verdict is Verdict.same]
-            if changed:
-                active.append((candidate, [] if candidate.is_switch else [*changed, *same]))
-            elif same:
-                idle[candidate.name] = same[-1]
+            effective_options = [options for options, verdict in verdicts if verdict in (Verdict.kept, Verdict.no_gain)]
+            neutral_options = [options for options, verdict in verdicts if verdict is Verdict.same]
+            if effective_options:
+                active.append((candidate, [] if candidate.is_switch else [*effective_options, *neutral_options]))
+            elif neutral_options:
+                idle[candidate.name] = neutral_options[-1]
         yield from self._combinations(list(idle.values()))
         for candidate, settings in active:
-            if kept_names := [name for name in candidate.names if name in self.tuned.options]:
+            if kept_names := [name for name in candidate.names if name in self.tuned_run.options]:
                 yield _Move({name: self._baseline_options.get(name) for name in kept_names})
             yield from map(_Move, settings)
 
-    def _combinations(self, settings: Sequence[Options]) -> Iterator[_Move]:
+    def _combinations(self, settings: Sequence[OptionValues]) -> Iterator[_Move]:
         """Yield all settings combined. Unless the program stays the same, bisect them to find those with an effect."""
         if len(settings) < 2:
             yield from map(_Move, settings)
             return
-        combined: Options = {}
+        combined: OptionValues = {}
         for options in settings:
             combined |= options
         yield _Move(combined, combined_options=tuple(settings))
@@ -282,7 +284,7 @@ class _Tuner:
         is not longer is enough. Never adopts several candidates at once (`combined_options`): they are tried separately
         next. Skips settings that were already tried, and model settings that are illegal for the run.
         """
-        best, model = self.tuned, self._best_model | move.model
+        best, model = self.tuned_run, self._best_model | move.model
         options = best.options | move.options
         options = {
             name: value for name, value in options.items() if option_text(value) != self._baseline_options.get(name)
@@ -293,23 +295,23 @@ class _Tuner:
             return
         combination_title = f"{len(move.combined_options)} options together"
         program = self._compile(
-            run, combination_title if move.combined_options else ", ".join(assignments(move.settings))
+            run, combination_title if move.combined_options else ", ".join(format_options(move.settings))
         )
         self._tried.add(key)
         attempt = self._judge(move, program, round_number, removes_option=len(options) < len(best.options))
-        self.tuned = replace(best, attempts=(*best.attempts, attempt))
+        self.tuned_run = replace(best, attempts=(*best.attempts, attempt))
         for setting in (move.settings, *(move.combined_options if attempt.verdict is Verdict.same else ())):
             self._verdicts[_options_key(setting)] = attempt.verdict
         if attempt.verdict in (Verdict.kept, Verdict.not_needed):
             self._set_best(options, model, program)
-        self._report(self.tuned)
+        self._report(self.tuned_run)
 
-    def _set_best(self, options: Options, model: dict[str, Enum], program: _Program) -> None:
+    def _set_best(self, options: OptionValues, model: dict[str, Enum], program: _Program) -> None:
         """Make these settings the best so far, including the options that the program needs to fit."""
         assert program.step_s is not None
         self._best_model, self._best_digest, to_fit = model, program.step.module_sha256, program.options(TO_FIT)
-        self.tuned = replace(
-            self.tuned,
+        self.tuned_run = replace(
+            self.tuned_run,
             run=with_settings(self._run, options | to_fit, model),
             step_s=program.step_s,
             options=options,
@@ -319,15 +321,17 @@ class _Tuner:
 
     def _judge(self, move: _Move, program: _Program, round_number: int, removes_option: bool = False) -> Attempt:
         """Return the attempt with its verdict. `removes_option` is True if the move removes a kept option."""
-        compiled, change = program.compiled, None
-        attempt = Attempt(move.settings, Verdict.start, round_number, seconds=program.seconds, cached=compiled.cached)
+        compiled_run, change = program.compiled_run, None
+        attempt = Attempt(
+            move.settings, Verdict.start, round_number, seconds=program.elapsed_s, cached=compiled_run.cached
+        )
         if program.step_s is None:
-            verdict = _VERDICTS_WITHOUT_STEP.get(compiled.status, Verdict.failed)
-            return replace(attempt, verdict=verdict, reason=_reason(compiled))
+            verdict = _VERDICTS_WITHOUT_STEP.get(compiled_run.status, Verdict.failed)
+            return replace(attempt, verdict=verdict, reason=_reason(compiled_run))
         attempt = replace(attempt, step_s=program.step_s, peak=program.step.memory.peak)
         if not self._best_digest:
             return attempt
-        change = program.step_s / self.tuned.step_s - 1
+        change = program.step_s / self.tuned_run.step_s - 1
         if removes_option and change <= 0:
             verdict = Verdict.not_needed
         elif program.step.module_sha256 == self._best_digest:
@@ -338,34 +342,34 @@ class _Tuner:
             verdict = Verdict.kept if change <= -MIN_GAIN else Verdict.no_gain
         return replace(attempt, verdict=verdict, change=change)
 
-    def _compile(self, run: Run, title: str, budgeted: bool = True) -> _Program:
-        """Compile a run, and replay its module if it is new. Raises _BudgetSpent at the deadline."""
-        began, mode = time.perf_counter(), self._mode
+    def _compile(self, run: Run, title: str, has_budget: bool = True) -> _Program:
+        """Compile a run, and replay its module if it is new. Raises _BudgetExceeded at the deadline."""
+        start_time, mode = time.perf_counter(), self._mode
         limit_s: float = mode.time_limit_s
-        if budgeted and self._deadline is not None:
+        if has_budget and self._deadline is not None:
             limit_s = min(limit_s, self._deadline - time.monotonic())
         if limit_s <= 0:
-            raise _BudgetSpent
-        compiled = compile_layout(run, limit_s, mode.cache, lambda line: self._progress(f"{title}: {line}"))
-        if compiled.status is CompileStatus.timeout and limit_s < mode.time_limit_s:
-            raise _BudgetSpent
-        step, step_s = compiled.outcome.step, None
+            raise _BudgetExceeded
+        compiled_run = compile_layout(run, limit_s, mode.cache, lambda line: self._progress(f"{title}: {line}"))
+        if compiled_run.status is CompileStatus.timeout and limit_s < mode.time_limit_s:
+            raise _BudgetExceeded
+        step, step_s = compiled_run.outcome.step, None
         if step is not None:
             if step.module_sha256 not in self._step_seconds:
-                replay, _ = replay_program(run, compiled)
+                replay, _ = replay_program(run, compiled_run)
                 assert replay is not None, "modules for TPUs are scheduled, so they can be replayed"
                 self._step_seconds[step.module_sha256] = replay.step_s
             step_s = self._step_seconds[step.module_sha256]
-        return _Program(compiled, step_s, time.perf_counter() - began)
+        return _Program(compiled_run, step_s, time.perf_counter() - start_time)
 
 
 def _options_key(options: Mapping[str, Any]) -> _OptionsKey:
     return frozenset((name, option_text(value)) for name, value in options.items())
 
 
-def _reason(compiled: CompiledRun) -> str:
+def _reason(compiled_run: CompiledRun) -> str:
     """Describe why a program has no step time, as a sentence."""
-    shortage = compiled.outcome.shortage
+    shortage = compiled_run.outcome.shortage
     if shortage is not None and shortage.needed:
         return f"it needs {gib_text(shortage.needed)}, and {gib_text(shortage.usable)} are usable."
-    return f"{str(compiled.outcome.reason).rstrip('.')}."
+    return f"{str(compiled_run.outcome.reason).rstrip('.')}."

@@ -8,7 +8,7 @@ from enum import Enum
 
 from valkyrie.config.run import Run
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.search.tune.compiler_options import Options
+from valkyrie.search.tune.compiler_options import OptionValues
 from valkyrie.train.options import OPTIONS_KEY, option_text
 
 
@@ -44,7 +44,7 @@ class Attempt:
         cached: Whether the program came from the compile cache.
     """
 
-    options: Options
+    options: OptionValues
     verdict: Verdict
     round: int
     step_s: float | None = None
@@ -72,15 +72,15 @@ class TuneResult:
 
     start_s: float
     step_s: float
-    options: Options
+    options: OptionValues
     attempts: tuple[Attempt, ...]
-    to_fit: Options = field(default_factory=dict)
-    set_by_user: Options = field(default_factory=dict)
+    to_fit: OptionValues = field(default_factory=dict)
+    set_by_user: OptionValues = field(default_factory=dict)
     model: dict[str, str] = field(default_factory=dict)
     finished: bool = False
 
     @property
-    def settings(self) -> Options:
+    def settings(self) -> OptionValues:
         """Compiler options to set for training, including those that the program needs to fit."""
         return self.options | self.to_fit
 
@@ -88,7 +88,7 @@ class TuneResult:
     def overrides(self) -> list[str]:
         """Command-line overrides that set the best settings for training."""
         model_overrides = [f"{key}={value}" for key, value in self.model.items()]
-        return model_overrides + [f"{OPTIONS_KEY}.{assignment}" for assignment in assignments(self.settings)]
+        return model_overrides + [f"{OPTIONS_KEY}.{assignment}" for assignment in format_options(self.settings)]
 
     @property
     def gain(self) -> float:
@@ -112,12 +112,12 @@ class TuneRecord(TuneResult):
     schema: int = 1
 
     @staticmethod
-    def from_results(tuned: TunedRun, versions: dict[str, str]) -> TuneRecord:
-        """Build the record of `tuned`, with the versions of installed packages."""
-        results = {field.name: getattr(tuned, field.name) for field in fields(TuneResult)}
-        return TuneRecord(about=tuned.run.layout_record(), versions=versions, **results)
+    def from_results(tuned_run: TunedRun, versions: dict[str, str]) -> TuneRecord:
+        """Build the record of `tuned_run`, with the versions of installed packages."""
+        results = {field.name: getattr(tuned_run, field.name) for field in fields(TuneResult)}
+        return TuneRecord(about=tuned_run.run.layout_record(), versions=versions, **results)
 
 
-def assignments(options: Mapping[str, object]) -> list[str]:
+def format_options(options: Mapping[str, object]) -> list[str]:
     """Format options for the command line, as `xla_flag=true`, or `xla_flag=null` to remove a default."""
     return [f"{name}={'null' if value is None else option_text(value)}" for name, value in options.items()]
