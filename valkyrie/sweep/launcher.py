@@ -76,8 +76,8 @@ def launch(
         runs: The composed run of each job, or None to compose them here.
 
     Raises:
-        ValueError: There is no job, `parallel_jobs` is below 1, or above 1 in a multirun on several
-            hosts, or a job sets `resume` in a mode that would continue that run.
+        ValueError: There is no job, `parallel_jobs` is below 1, or above 1 in a multirun on several hosts, or a job
+            sets `resume` in a mode that would continue that run.
         OSError: A record cannot be written.
         KeyboardInterrupt: The user pressed Ctrl-C. Finished trials are recorded.
     """
