@@ -386,7 +386,9 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
     best = shortlist.best(describe_chips(request.targets[0]), 10)
     assert len({torus_free_candidate(entry) for entry in best}) == len(best) == 10
     several = next(entry for entry in best if shortlist.equally_fast_slices(entry))
-    equivalents = [e for e in shortlist.fitting if torus_free_candidate(e) == torus_free_candidate(several) and e is not several]
+    equivalents = [
+        e for e in shortlist.fitting if torus_free_candidate(e) == torus_free_candidate(several) and e is not several
+    ]
     assert set(shortlist.equally_fast_slices(several)) <= {e.group.target.name for e in equivalents}
     compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=4)
     assert len({mesh_partition(entry.estimate) for entry in compiles.layouts}) == 4, "another torus is no other layout"

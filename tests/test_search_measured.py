@@ -170,10 +170,8 @@ def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.
     line = format_comparison(
         Baseline(FASTEST_FSDP, baseline_layout), CompiledLayouts(), rows[0], measures.step_s(baseline_layout)
     )
-    assert (
-        f"(measured), {baseline_layout.step_s / measures.timed_trials[0].estimate.step_s:.2f} times as long as the best;"
-        in line
-    )
+    ratio = baseline_layout.step_s / measures.timed_trials[0].estimate.step_s
+    assert f"(measured), {ratio:.2f} times as long as the best;" in line
     other = make_shortlist(request).fitting[-1]
     assert measures.step_s(other) is None
     assert "(by estimate)" in format_comparison(

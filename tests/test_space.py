@@ -289,7 +289,9 @@ def test_a_range_keeps_only_the_meshes_in_it(key: str):
         space = replace(SpaceConfig(meshes=["1x1x8"]), **{key: [least, most]})
         enumerated = enumerate_space(space, shapes, dp)
         assert [cell.overrides[0] for cell in enumerated.cells] == [f"model.layers={n}" for n in expected]
-        assert [(p.code, p.key) for p in enumerated.skip_problems] == [(ProblemCode.out_of_range, key)] * (8 - len(expected))
+        assert [(p.code, p.key) for p in enumerated.skip_problems] == [(ProblemCode.out_of_range, key)] * (
+            8 - len(expected)
+        )
 
 
 @pytest.mark.parametrize("model", [*MODELS, "variants"])
