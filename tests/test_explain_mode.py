@@ -76,7 +76,7 @@ def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
     )
 
 
-def changed(original: Prediction, about: dict[str, Any] | None = None, **step: Any) -> Prediction:
+def replace_fields(original: Prediction, about: dict[str, Any] | None = None, **step: Any) -> Prediction:
     """Return a prediction with fields of its layout's record and of its step replaced."""
     assert original.step is not None
     return replace(original, about=replace(original.layout, **(about or {})), step=replace(original.step, **step))
@@ -109,11 +109,11 @@ def test_sentences_agree_with_the_numbers() -> None:
 
 def test_recomputed_and_saved_activations_are_explained() -> None:
     full = prediction()
-    keeping = changed(prediction(matmul=0.2), {"layout": "8x1-fsdp-remat_dots"}, executed_flops=3e12)
+    remat_dots = replace_fields(prediction(matmul=0.2), {"layout": "8x1-fsdp-remat_dots"}, executed_flops=3e12)
     temporaries = "activations and temporaries"
     split = {"parameters": 2**30, temporaries: 6 * 2**30}
-    keeping = replace(keeping, remat=RematReport(), memory=MemoryReport(peak=7 * 2**30, split=split))
-    text = " ".join(compare_layouts(full, keeping).sentences)
+    remat_dots = replace(remat_dots, remat=RematReport(), memory=MemoryReport(peak=7 * 2**30, split=split))
+    text = " ".join(compare_layouts(full, remat_dots).sentences)
     assert "executes 1.00 times" in text and "1.33 under A" in text
     assert "B saves: up." in text
     assert f"{temporaries}: 6.0 GiB" in text and "2.0 GiB." in text
@@ -121,13 +121,13 @@ def test_recomputed_and_saved_activations_are_explained() -> None:
 
 def test_a_difference_within_the_prediction_error_is_pointed_out() -> None:
     interval = StepInterval(0.0, 0.0, low=0.9, high=1.1)
-    first = changed(prediction(), interval=interval)
-    other = changed(prediction(kernel=0.01), {"layout": "another"}, interval=interval)
-    assert "other way round" in compare_layouts(first, other).sentences[1]
+    first = replace_fields(prediction(), interval=interval)
+    second = replace_fields(prediction(kernel=0.01), {"layout": "another"}, interval=interval)
+    assert "other way round" in compare_layouts(first, second).sentences[1]
 
 
 def test_different_batches_are_scaled_to_equal_tokens() -> None:
-    comparison = compare_layouts(prediction(), changed(prediction(kernel=0.4), {"batch": 16}))
+    comparison = compare_layouts(prediction(), replace_fields(prediction(kernel=0.4), {"batch": 16}))
     assert comparison.step_s[1] == pytest.approx(0.4) and comparison.names == ("8x1-fsdp batch=8", "8x1-fsdp batch=16")
     assert "512 tokens" in comparison.sentences[0]
 
@@ -203,15 +203,15 @@ def test_small_memory_sizes_have_a_fitting_unit() -> None:
     assert sentence.count("3.0 MiB") == sentence.count("5.0 MiB") == 2
 
 
-def folder_of(one: Prediction, folder: Path) -> str:
+def write_folder(compiled: Prediction, folder: Path) -> str:
     folder.mkdir()
-    write_record(folder / "compile.json", one)
+    write_record(folder / "compile.json", compiled)
     return str(folder)
 
 
 def test_two_run_folders_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    first = folder_of(replace(prediction(), memory=MemoryReport(peak=3 * 2**30)), tmp_path / "one")
-    second = folder_of(prediction("2d_tp", exposed_y=1.2), tmp_path / "other")
+    first = write_folder(replace(prediction(), memory=MemoryReport(peak=3 * 2**30)), tmp_path / "one")
+    second = write_folder(prediction("2d_tp", exposed_y=1.2), tmp_path / "other")
     assert run_train("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}", "name=why") == 0
     output = capfd.readouterr().out
     assert "A is 4.00" in output and "+1.200 s" in output
@@ -259,7 +259,7 @@ def test_a_folder_without_a_step_is_refused_before_a_compile(
 ) -> None:
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
-    foreign = folder_of(Prediction(None, CompileStatus.ok, program=FOREIGN), tmp_path / "foreign")
+    foreign = write_folder(Prediction(None, CompileStatus.ok, program=FOREIGN), tmp_path / "foreign")
     arguments = ("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", "second=partition=fsdp")
     assert run_train(*arguments, f"first={foreign}") == 2
     assert re.search(r": first= .* mine\b", capfd.readouterr().err)

@@ -113,7 +113,7 @@ def test_control_characters_in_files_are_not_printed():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "phrase"),
     [
         (["--json", "step.hlo"], "--json step.hlo would overwrite the input module"),
         (["--json", "a.json", "--timeline", "./a.json"], "--timeline a.json would overwrite the file of --json"),
@@ -125,14 +125,14 @@ def test_control_characters_in_files_are_not_printed():
     ],
 )
 def test_predict_refuses_to_overwrite_inputs_and_negative_numbers(
-    tmp_path: Path, monkeypatch, arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch, arguments: list[str], phrase: str, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step.hlo").write_text("HloModule a")
     with pytest.raises(SystemExit) as error:
         predict.main(["step.hlo", "--target", "v5e-1", "--mesh", "data=1", *arguments])
     assert error.value.code == 2
-    assert words in capfd.readouterr().err
+    assert phrase in capfd.readouterr().err
     assert (tmp_path / "step.hlo").read_text() == "HloModule a"
 
 
@@ -154,16 +154,16 @@ def test_a_search_json_without_a_request_is_refused(tmp_path: Path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "start",
+    "statement",
     [
         "threading.Thread(target=time.sleep, args=(60,)).start()",
         "pool = ThreadPoolExecutor(); pool.submit(time.sleep, 60)",
     ],
 )
-def test_threads_of_libraries_do_not_keep_a_failed_process_alive(start: str):
+def test_threads_of_libraries_do_not_keep_a_failed_process_alive(statement: str):
     line = (
         "import threading, time, sys; from concurrent.futures import ThreadPoolExecutor\n"
-        f"from valkyrie.processes.ending import limit_exit\n{start}; limit_exit(3, 0.2); sys.exit(2)"
+        f"from valkyrie.processes.ending import limit_exit\n{statement}; limit_exit(3, 0.2); sys.exit(2)"
     )
     start_time = time.monotonic()
     assert subprocess.run([sys.executable, "-c", line], timeout=50).returncode == 3
@@ -173,7 +173,7 @@ def test_threads_of_libraries_do_not_keep_a_failed_process_alive(start: str):
 def test_a_failed_command_limits_its_exit_once(monkeypatch: pytest.MonkeyPatch):
     limits: list[int] = []
     monkeypatch.setattr(ending, "limit_exit", limits.append)
-    for end, status in {
+    for error, status in {
         SystemExit(2): [2],
         SystemExit("no"): [1],
         SystemExit(0): [],
@@ -181,8 +181,8 @@ def test_a_failed_command_limits_its_exit_once(monkeypatch: pytest.MonkeyPatch):
         OSError(): [1],
     }.items():
         limits.clear()
-        with pytest.raises(type(end)), ending.limit_failed_exit():
-            raise end
+        with pytest.raises(type(error)), ending.limit_failed_exit():
+            raise error
         assert limits == status
 
 
@@ -244,26 +244,26 @@ def test_only_a_pair_of_quotes_around_a_value_is_removed(argument: str, value: s
 
 
 def test_a_resumed_run_keeps_its_tokenizer_and_its_finished_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    train = (*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"runs={tmp_path}")
-    assert run_train(*train, "steps=3", "name=base") == 0
-    resume = (f"runs={tmp_path}", "resume=base")
+    train_arguments = (*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"runs={tmp_path}")
+    assert run_train(*train_arguments, "steps=3", "name=base") == 0
+    resume_arguments = (f"runs={tmp_path}", "resume=base")
     capfd.readouterr()
-    assert run_train(*resume, "data.tokenizer=gpt2", "steps=6") == 2
+    assert run_train(*resume_arguments, "data.tokenizer=gpt2", "steps=6") == 2
     error = capfd.readouterr().err
     assert "data.tokenizer=gpt2 has 50,257 ids, but " in error and "trained with tokenizer=bytes" in error
     assert "Leave out data.tokenizer=, or start a new run without resume=." in error and "vocab_size=" not in error
-    assert run_train(*resume, "steps=2") == 0
+    assert run_train(*resume_arguments, "steps=2") == 0
     assert OmegaConf.load(tmp_path / "base" / "run.yaml").steps == 3
     (tmp_path / "base" / "checkpoints" / "6").mkdir()
     capfd.readouterr()
-    assert run_train(*resume, "mode=checkpoints") == 1
+    assert run_train(*resume_arguments, "mode=checkpoints") == 1
     output = capfd.readouterr().out
     assert "base step 3: durable" in output and "base step 6: durable, 0 B, damaged: the folder is empty" in output
-    assert run_train(*resume, "steps=4") == 0
+    assert run_train(*resume_arguments, "steps=4") == 0
     assert " step 6 in " in (error := capfd.readouterr().err) and "empty. Continuing from step 3." in error
 
 
-def orbax_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def make_orbax_fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Make Orbax raise an error when it opens a folder, and make the packages for buckets appear installed."""
 
     def fail(*_: object, **__: object) -> None:
@@ -274,7 +274,7 @@ def orbax_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 def test_an_unreachable_bucket_is_named(tmp_path: Path, monkeypatch, capfd: pytest.CaptureFixture[str]):
-    orbax_fails(monkeypatch, OSError(-2, "Name or service not known"))
+    make_orbax_fail(monkeypatch, OSError(-2, "Name or service not known"))
     assert (
         run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "steps=1", f"runs={tmp_path}", "checkpoint.folder=gs://x")
         == 2
@@ -288,7 +288,7 @@ def test_an_unreachable_bucket_is_named(tmp_path: Path, monkeypatch, capfd: pyte
 
 
 def test_a_programming_error_is_not_blamed_on_the_bucket(tmp_path: Path, monkeypatch):
-    orbax_fails(monkeypatch, TypeError("unexpected argument"))
+    make_orbax_fail(monkeypatch, TypeError("unexpected argument"))
     with pytest.raises(TypeError, match="unexpected"):
         Checkpoints(tmp_path, CheckpointConfig(folder="gs://x"))
 

@@ -94,13 +94,13 @@ def compile_program(mesh: Mesh, jitted: Any, arguments: tuple[Any, ...], usable:
     return CheckedProgram(whole, module, dict(mesh.shape), None, MemoryReport(peak=1, usable=int(usable)))
 
 
-def faults(program: CheckedProgram) -> dict[FaultCode, Fault]:
+def faults_by_code(program: CheckedProgram) -> dict[FaultCode, Fault]:
     return {fault.code: fault for fault in find_faults(program)}
 
 
 def test_a_batch_that_is_not_split_is_found_at_its_line() -> None:
     mesh = cpu_mesh(data=8)
-    found_faults = faults(compile_program(mesh, *language_model(mesh, PartitionSpec("data"))))
+    found_faults = faults_by_code(compile_program(mesh, *language_model(mesh, PartitionSpec("data"))))
     assert list(found_faults) == [FaultCode.whole_batch]
     fault = found_faults[FaultCode.whole_batch]
     file, _, line = fault.source.rpartition(":")
@@ -131,7 +131,7 @@ def test_sound_shardings_have_no_faults(axes: dict[str, int], weights: Partition
 
 def test_an_axis_that_splits_nothing_is_found() -> None:
     mesh = cpu_mesh(data=4, spare=2)
-    found_faults = faults(compile_program(mesh, *language_model(mesh, PartitionSpec("data"), DATA)))
+    found_faults = faults_by_code(compile_program(mesh, *language_model(mesh, PartitionSpec("data"), DATA)))
     assert found_faults.keys() == {FaultCode.unused_axis}
     assert found_faults[FaultCode.unused_axis].mesh_axes == ("spare",)
     assert "4 of the 8 devices" in found_faults[FaultCode.unused_axis].text
@@ -146,7 +146,7 @@ def test_products_that_devices_repeat_are_found() -> None:
 
     shapes = (EMBED, EMBED), (EMBED, MLP), (BATCH, EMBED)
     specs = PartitionSpec(), PartitionSpec(None, "model"), DATA
-    found_faults = faults(
+    found_faults = faults_by_code(
         compile_program(mesh, jax.jit(step), tuple(map(lambda s, p: struct(mesh, s, p), shapes, specs)))
     )
     assert found_faults.keys() == {FaultCode.repeated_compute}
@@ -156,10 +156,10 @@ def test_products_that_devices_repeat_are_found() -> None:
 def test_replicated_state_is_found_if_memory_is_short() -> None:
     mesh = cpu_mesh(data=8)
     jitted_step, arguments = language_model(mesh, PartitionSpec())
-    state = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(arguments[0]))
-    found_faults = faults(compile_program(mesh, jitted_step, arguments, usable=2 * state))
+    state_bytes = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(arguments[0]))
+    found_faults = faults_by_code(compile_program(mesh, jitted_step, arguments, usable=2 * state_bytes))
     assert found_faults.keys() == {FaultCode.replicated_state}
-    assert found_faults[FaultCode.replicated_state].bytes == pytest.approx(state * 7 / 8)
+    assert found_faults[FaultCode.replicated_state].bytes == pytest.approx(state_bytes * 7 / 8)
     assert "parameters" in found_faults[FaultCode.replicated_state].text
 
 
@@ -169,12 +169,12 @@ def test_narrow_products_are_found_by_their_time() -> None:
     def scores(q: jax.Array, k: jax.Array) -> jax.Array:
         return jnp.einsum("bqd,bkd->bqk", q, k)
 
-    shape = struct(mesh, (8, 512, 64), DATA)
-    program = compile_program(mesh, jax.jit(scores), (shape, shape))
+    array = struct(mesh, (8, 512, 64), DATA)
+    program = compile_program(mesh, jax.jit(scores), (array, array))
     (product,) = program.local_products
     cost = Cost(PartKind.matmul, (), *find_cause(product.operation), 1.0, 0.8)
     program = replace(program, replay=Replay(1.0, [], 0.0, 0.0, [], [cost], [], []))
-    found_faults = faults(program)
+    found_faults = faults_by_code(program)
     assert found_faults.keys() == {FaultCode.padding}
     assert found_faults[FaultCode.padding].seconds == pytest.approx(0.4)  # 64 of 128 lanes
 
@@ -203,14 +203,14 @@ def test_flops_of_loops_recomputation_and_shard_map_are_counted() -> None:
 
 @given(st.data())
 def test_shards_are_matched_with_merged_and_reordered_dimensions(data: st.DataObject) -> None:
-    whole = tuple(data.draw(st.permutations([6, 10, 14, 22]))[: data.draw(st.integers(1, 4))])
-    split = data.draw(st.sets(st.sampled_from(range(len(whole)))))
-    local = [size // 2 if dimension in split else size for dimension, size in enumerate(whole)]
-    if len(local) > 1 and not split & {0, 1} and data.draw(st.booleans()):
-        local[:2] = [local[0] * local[1]]
-    unsplit = match_shard(tuple(data.draw(st.permutations([*local, 1]))), whole)
-    assert unsplit == frozenset(range(len(whole))) - split
-    assert match_shard((7 * 5, *local), whole) is None
+    whole_shape = tuple(data.draw(st.permutations([6, 10, 14, 22]))[: data.draw(st.integers(1, 4))])
+    split_dimensions = data.draw(st.sets(st.sampled_from(range(len(whole_shape)))))
+    shard_shape = [size // 2 if dimension in split_dimensions else size for dimension, size in enumerate(whole_shape)]
+    if len(shard_shape) > 1 and not split_dimensions & {0, 1} and data.draw(st.booleans()):
+        shard_shape[:2] = [shard_shape[0] * shard_shape[1]]
+    unsplit = match_shard(tuple(data.draw(st.permutations([*shard_shape, 1]))), whole_shape)
+    assert unsplit == frozenset(range(len(whole_shape))) - split_dimensions
+    assert match_shard((7 * 5, *shard_shape), whole_shape) is None
 
 
 @pytest.mark.parametrize(
@@ -230,11 +230,11 @@ def test_shardings_are_parsed(text: str, axes: tuple[tuple[AxisPart, ...], ...])
 @needs_libtpu
 @pytest.mark.slow
 def test_check_compiles_for_a_slice_and_prices_a_fault() -> None:
-    slice = valkyrie.slice("v5e-8")
-    mesh = slice.mesh((8,), ("data",))
-    (fault, *_) = valkyrie.check(*flatten(language_model(mesh, PartitionSpec("data"))), slice=slice)
+    slice_ = valkyrie.slice("v5e-8")
+    mesh = slice_.mesh((8,), ("data",))
+    (fault, *_) = valkyrie.check(*flatten(language_model(mesh, PartitionSpec("data"))), slice=slice_)
     assert fault.code is FaultCode.whole_batch and fault.seconds
-    assert not valkyrie.check(*flatten(language_model(mesh, PartitionSpec("data"), DATA)), slice=slice)
+    assert not valkyrie.check(*flatten(language_model(mesh, PartitionSpec("data"), DATA)), slice=slice_)
 
 
 def flatten(program: tuple[Any, tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -276,7 +276,7 @@ def test_collectives_that_send_too_much_are_found(
     mesh = cpu_mesh(data=8)
     arguments = struct(mesh, (EMBED, MLP), weights), struct(mesh, (BATCH * SEQ, EMBED), DATA, dtype)
     program = with_waits(compile_program(mesh, jax.jit(partial(step, mesh)), arguments))
-    fault = faults(program)[code]
+    fault = faults_by_code(program)[code]
     assert fault.seconds and fault.bytes
     file, _, line = fault.source.rpartition(":")
     lines, first = inspect.getsourcelines(step)

@@ -12,9 +12,9 @@ import pytest
 from valkyrie.search.measure import figures
 
 
-def cost(function: Callable[..., Any], arrays: int, shape: Sequence[int], dtype: Any, quantity: str) -> float:
-    """Return the `flops` or `bytes accessed` that XLA counts for a function of `arrays` arrays."""
-    inputs = [jax.ShapeDtypeStruct(tuple(shape), dtype)] * arrays
+def cost(function: Callable[..., Any], array_count: int, shape: Sequence[int], dtype: Any, quantity: str) -> float:
+    """Return the `flops` or `bytes accessed` that XLA counts for a function of `array_count` arrays."""
+    inputs = [jax.ShapeDtypeStruct(tuple(shape), dtype)] * array_count
     counted = jax.jit(function).lower(*inputs).compile().cost_analysis()
     assert counted is not None
     return float(counted[quantity])

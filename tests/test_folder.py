@@ -34,23 +34,23 @@ from valkyrie.search.compile import child as compile_child
 from valkyrie.sweep import child as trial_child
 
 
-def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:
+def make_run(runs: Path, name: str, *arguments: str, mtime: int = 0) -> Path:
     """Make a run folder with a finished checkpoint and the settings composed from these arguments.
 
-    `when` is the modification time of the folder of checkpoints, in seconds since the epoch.
+    `mtime` is the modification time of the folder of checkpoints, in seconds since the epoch.
     """
     checkpoint = runs / name / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
     compose_run(*(arguments or ("model=s5_tiny",)), f"name={name}").save(runs / name / RUN_FILE)
-    os.utime(checkpoint.parent, (when, when))
+    os.utime(checkpoint.parent, (mtime, mtime))
     return runs / name
 
 
 def test_latest_is_the_run_with_the_newest_checkpoint(tmp_path: Path) -> None:
-    make_run(tmp_path, "old", when=10)
-    newest = make_run(tmp_path, "new", when=30)
-    make_run(tmp_path, "middle", when=20)
+    make_run(tmp_path, "old", mtime=10)
+    newest = make_run(tmp_path, "new", mtime=30)
+    make_run(tmp_path, "middle", mtime=20)
     assert find_run(tmp_path, "latest") == newest
 
 
@@ -62,16 +62,19 @@ def test_a_run_is_found_by_name_and_by_path(tmp_path: Path) -> None:
 
 def test_another_model_than_that_of_the_run_is_noted(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "one")
-    same, other = compose_run("model=s5_tiny", "mode=show"), compose_run("model=gpt_tiny", "mode=show", "seed=3")
-    resumed = [run.changed(resume=str(folder)) for run in (same, other)]
+    same_model, other_model = (
+        compose_run("model=s5_tiny", "mode=show"),
+        compose_run("model=gpt_tiny", "mode=show", "seed=3"),
+    )
+    resumed = [run.changed(resume=str(folder)) for run in (same_model, other_model)]
     first, *_ = replacement_notes(resumed[1])
-    assert replacement_notes(same) == replacement_notes(resumed[0]) == []
+    assert replacement_notes(same_model) == replacement_notes(resumed[0]) == []
     assert "model=gpt_tiny replaces model=s5_tiny" in first and first.endswith(" of one") and "seed" not in first
 
 
 def test_latest_skips_a_folder_without_settings_only_if_it_has_no_checkpoints(tmp_path: Path) -> None:
-    make_run(tmp_path, "good", when=10)
-    damaged = make_run(tmp_path, "damaged", when=30)
+    make_run(tmp_path, "good", mtime=10)
+    damaged = make_run(tmp_path, "damaged", mtime=30)
     (damaged / RUN_FILE).unlink()
     (tmp_path / "failed_start").mkdir()
     (tmp_path / "failed_start" / IDENTITY_FILE).touch()
@@ -121,7 +124,7 @@ def test_no_setting_counts_as_changed_without_a_record(tmp_path: Path) -> None:
     assert changed_settings(compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp"), tmp_path) == {}
 
 
-def again(folder: Path) -> str:
+def retrain_remedy(folder: Path) -> str:
     command = f"valkyrie-train name={folder.name}"
     return f"continue with `{command}` plus the original training settings."
 
@@ -132,14 +135,14 @@ def test_the_error_for_a_missing_run_yaml_names_it_and_the_remedy(tmp_path: Path
     with pytest.raises(ValueError) as caught:
         saved_config(folder)
     lost = f"{folder} has checkpoints, but run.yaml with the settings of the run is missing. "
-    assert str(caught.value) == f"{lost}Restore it from a backup, or {again(folder)}"
+    assert str(caught.value) == f"{lost}Restore it from a backup, or {retrain_remedy(folder)}"
 
 
 def test_the_error_for_a_damaged_run_yaml_names_it_and_the_remedy(tmp_path: Path) -> None:
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
     run.save(tmp_path / RUN_FILE)
     text = (tmp_path / RUN_FILE).read_text()
-    remedy = f"Restore it from a backup, or delete it and {again(tmp_path)}"
+    remedy = f"Restore it from a backup, or delete it and {retrain_remedy(tmp_path)}"
     ends = [text.index("hydra:") + n for n in (0, len("hydra:"), len("hydra:\n  run"))]
     for length in (0, 30, 200, 211, 300, *ends, len(text) - len("    root: null\n"), len(text) - 2):
         (tmp_path / RUN_FILE).write_text(text[:length])
@@ -201,10 +204,10 @@ def test_a_resumed_run_warns_if_its_learning_rate_jumps(tmp_path: Path) -> None:
 
 
 def test_a_run_name_is_a_single_folder_name(tmp_path: Path) -> None:
-    run = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}"]
-    assert choose_run_folder(compose_run(*run, "name=a")) == tmp_path / "a"
+    arguments = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}"]
+    assert choose_run_folder(compose_run(*arguments, "name=a")) == tmp_path / "a"
     with pytest.raises(ValueError, match=f"name=a/b .*runs={tmp_path / 'a'} name=b.* name=a-b"):
-        choose_run_folder(compose_run(*run, "name=a/b"))
+        choose_run_folder(compose_run(*arguments, "name=a/b"))
 
 
 def test_a_resume_command_has_the_name_or_else_the_folder(monkeypatch: pytest.MonkeyPatch):
@@ -224,17 +227,17 @@ def test_printed_commands_start_like_the_users_command(monkeypatch: pytest.Monke
 )
 def test_a_run_that_cannot_be_resumed_is_refused_with_a_remedy(tmp_path: Path, name: str) -> None:
     make_run(tmp_path, "one")
-    for other, mode in (("unsaved", "train"), ("compiled", "compile")):
-        write_run_files(compose_run("model=s5_tiny", f"mode={mode}"), tmp_path / other)
+    for run_name, mode in (("unsaved", "train"), ("compiled", "compile")):
+        write_run_files(compose_run("model=s5_tiny", f"mode={mode}"), tmp_path / run_name)
     with pytest.raises(ValueError) as caught:
         find_run(tmp_path, name.format(runs=tmp_path))
     assert_golden_message("folder", [f"resume={name}"], str(caught.value).replace(str(tmp_path), "{runs}"))
 
 
-@pytest.mark.parametrize("how", ["resume=one", "name=one"])
-def test_a_compile_of_a_trained_run_does_not_change_its_settings(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("override", ["resume=one", "name=one"])
+def test_a_compile_of_a_trained_run_does_not_change_its_settings(tmp_path: Path, override: str) -> None:
     make_run(tmp_path, "one")
-    run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}", how)
+    run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}", override)
     assert choose_run_folder(run) == tmp_path / "one"
     compiled = run.changed(mode=MODES.config_class("compile")())
     assert choose_run_folder(compiled) == tmp_path / "one-compile"

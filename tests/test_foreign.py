@@ -23,7 +23,7 @@ PAGE = (ROOT / "README.md").read_text()
 README_EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.split("## Predict any JAX program")[1], re.DOTALL)[0]
 
 
-def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def import_example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
     sys.modules.pop(name, None)
     return importlib.import_module(name)
@@ -32,16 +32,16 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_both_programs_of_a_case_do_the_same_work(case: dict[str, Any]):
     run = valkyrie.compose(*case["ours"], f"target={case['slice']}")
-    theirs = dict(argument.split("=", 1) for argument in case["maxtext"])
+    maxtext_settings = dict(argument.split("=", 1) for argument in case["maxtext"])
     devices = valkyrie.slice(case["slice"]).devices
     assert devices == run.config.mesh.size
-    assert devices == math.prod(int(n) for key, n in theirs.items() if key.startswith("ici_"))
-    assert run.config.batch == devices * int(theirs["per_device_batch_size"])
-    assert run.config.seq == int(theirs["max_target_length"])
+    assert devices == math.prod(int(n) for key, n in maxtext_settings.items() if key.startswith("ici_"))
+    assert run.config.batch == devices * int(maxtext_settings["per_device_batch_size"])
+    assert run.config.seq == int(maxtext_settings["max_target_length"])
     model: Any = run.config.model
     widths = {"base_emb_dim": model.embed, "base_num_decoder_layers": model.layers, "base_mlp_dim": model.mlp}
-    assert {key: theirs[key] for key in widths if key in theirs} == {
-        k: str(n) for k, n in widths.items() if k in theirs
+    assert {key: maxtext_settings[key] for key in widths if key in maxtext_settings} == {
+        k: str(n) for k, n in widths.items() if k in maxtext_settings
     }
     assert all(re.fullmatch(r"xla_\w+=\w+", option) for option in case["options"])
 
@@ -53,7 +53,7 @@ def table_row(table: str) -> list[str]:
 
 
 def test_the_table_has_our_speedup(monkeypatch: pytest.MonkeyPatch):
-    format_table = example("compare", monkeypatch).format_table
+    format_table = import_example("compare", monkeypatch).format_table
     program = {"status": "ok", "step_s": 0.5, "hidden": 0.25}
     result = {"work": "dense 1B", "slice": "v4-64", "ours": program, "maxtext": program | {"step_s": 0.6}}
     assert table_row(format_table([result])) == ["dense 1B", "v4-64", "0.500 s", "25%", "0.600 s", "25%", "1.20x"]
@@ -65,10 +65,12 @@ def test_the_table_has_our_speedup(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow  # compiles for a TPU
 @pytest.mark.timeout(300)
 def test_a_plain_flax_step_is_predicted(monkeypatch: pytest.MonkeyPatch):
-    slice = valkyrie.slice("v5e-8")
+    slice_ = valkyrie.slice("v5e-8")
     sizes = {"batch": 8, "seq": 128, "vocab": 1024, "embed": 256, "heads": 4, "layers": 1}
-    step, arguments = example("flax_step", monkeypatch).training_step(slice.mesh((2, 4), ("data", "model")), **sizes)
-    report = valkyrie.predict(step, *arguments, slice=slice, tokens=8 * 128)
+    step, arguments = import_example("flax_step", monkeypatch).training_step(
+        slice_.mesh((2, 4), ("data", "model")), **sizes
+    )
+    report = valkyrie.predict(step, *arguments, slice=slice_, tokens=8 * 128)
     assert report.fits and report.step_s and report.tokens_per_second
     lines = report.record.lines
     assert len(lines) >= 5 and all("flax_step.py" in line.source for line in lines)

@@ -36,7 +36,7 @@ REMOVED = object()
 
 
 @st.composite
-def damaged(draw: st.DrawFn, valid: Any) -> bytes:
+def damaged_json(draw: st.DrawFn, valid: Any) -> bytes:
     """JSON text of `valid`, cut off or with one field replaced or removed."""
     damage = draw(st.sampled_from([*VALUES, REMOVED, "cut"]))
     if damage == "cut":
@@ -54,12 +54,12 @@ def damaged(draw: st.DrawFn, valid: Any) -> bytes:
     return json.dumps(changed.get("")).encode()
 
 
-def check(data: st.DataObject, path: Path, valid: Any, read: Callable[[], object]) -> None:
+def check_damaged_file(data: st.DataObject, path: Path, valid: Any, read: Callable[[], object]) -> None:
     """Write a damaged copy of the JSON value `valid` to `path` and call `read`.
 
     Asserts that it returns, or raises ValueError or OSError with the name or the folder of the file.
     """
-    path.write_bytes(data.draw(damaged(valid)))
+    path.write_bytes(data.draw(damaged_json(valid)))
     message = path.name
     try:
         read()
@@ -78,7 +78,7 @@ def fuzz(examples: int = 100) -> Callable[[Callable[..., None]], Callable[..., N
     return decorate
 
 
-def folder_of_weights(folder: Path, config: Any) -> None:
+def write_weights(folder: Path, config: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     if not (folder / "a.safetensors").exists():
         save_file({"a": np.ones(1, np.float32)}, folder / "a.safetensors")
@@ -89,15 +89,15 @@ def folder_of_weights(folder: Path, config: Any) -> None:
 @fuzz()
 def test_a_damaged_config_json_is_reported(tmp_path: Path, case: str, data: st.DataObject) -> None:
     valid_content = json.loads(str(GOLDEN[f"{case}_config"]))
-    folder_of_weights(tmp_path, valid_content)
-    check(data, tmp_path / "config.json", valid_content, lambda: model_settings(Weights(tmp_path).config))
+    write_weights(tmp_path, valid_content)
+    check_damaged_file(data, tmp_path / "config.json", valid_content, lambda: model_settings(Weights(tmp_path).config))
 
 
 @fuzz()
 def test_a_damaged_safetensors_index_is_reported(tmp_path: Path, data: st.DataObject) -> None:
-    folder_of_weights(tmp_path, {})
+    write_weights(tmp_path, {})
     valid_content = {"metadata": {"total_size": 4}, "weight_map": {"a": "a.safetensors"}}
-    check(data, tmp_path / "model.safetensors.index.json", valid_content, lambda: Weights(tmp_path))
+    check_damaged_file(data, tmp_path / "model.safetensors.index.json", valid_content, lambda: Weights(tmp_path))
 
 
 @cache
@@ -115,7 +115,7 @@ def test_a_damaged_tokenizer_json_is_reported(tmp_path_factory: pytest.TempPathF
         tokenizer = load_tokenizer(str(path))
         tokenizer.decode(tokenizer.encode_ordinary("the text"))
 
-    check(data, path, trained_tokenizer(path.parent), read)
+    check_damaged_file(data, path, trained_tokenizer(path.parent), read)
 
 
 @fuzz()
@@ -128,14 +128,16 @@ def test_a_damaged_manifest_is_reported(tmp_path: Path, data: st.DataObject) -> 
         prepared.symlink_to(prepare(config, "bytes").path)
         (tmp_path / "valid.json").write_text((prepared / "manifest.json").read_text())
     valid_content = json.loads((tmp_path / "valid.json").read_text())
-    check(data, prepared / "manifest.json", valid_content, lambda: open_dataset(prepared))
+    check_damaged_file(data, prepared / "manifest.json", valid_content, lambda: open_dataset(prepared))
 
 
 @fuzz()
 def test_a_damaged_line_of_jsonl_is_reported(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "a.jsonl"
     valid_content = {"text": "a line", "more": {"n": 1}}
-    check(data, path, valid_content, lambda: [*read_files(list_paths([str(path)], ReadOptions()), ReadOptions())])
+    check_damaged_file(
+        data, path, valid_content, lambda: [*read_files(list_paths([str(path)], ReadOptions()), ReadOptions())]
+    )
 
 
 @fuzz()
@@ -160,4 +162,6 @@ def test_a_damaged_puzzle_dataset_json_is_reported(tmp_path: Path, data: st.Data
         (tmp_path / name / "dataset.json").write_text(json.dumps(valid_content))
         for key, array in arrays.items():
             np.save(tmp_path / name / f"all__{key}.npy", array)
-    check(data, tmp_path / "train" / "dataset.json", valid_content, lambda: open_puzzles(tmp_path, "puzzles"))
+    check_damaged_file(
+        data, tmp_path / "train" / "dataset.json", valid_content, lambda: open_puzzles(tmp_path, "puzzles")
+    )

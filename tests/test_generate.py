@@ -23,29 +23,29 @@ BYTES = load_tokenizer("bytes")
 LOGITS = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))
 
 
-def draws(count: int = 400, **how: Any) -> np.ndarray:
+def draw_samples(count: int = 400, **options: Any) -> np.ndarray:
     keys = jax.random.split(jax.random.key(0), count)
-    return np.asarray(jax.vmap(lambda key: sample(LOGITS, key, **how))(keys))[:, 0]
+    return np.asarray(jax.vmap(lambda key: sample(LOGITS, key, **options))(keys))[:, 0]
 
 
 def test_temperature_zero_takes_the_most_likely_token() -> None:
-    assert set(draws(8, temperature=0.0, top_k=None)) == {1}
+    assert set(draw_samples(8, temperature=0.0, top_k=None)) == {1}
 
 
 def test_samples_follow_the_models_distribution() -> None:
-    shares = np.bincount(draws(4000, temperature=1.0, top_k=None), minlength=4) / 4000
+    shares = np.bincount(draw_samples(4000, temperature=1.0, top_k=None), minlength=4) / 4000
     np.testing.assert_allclose(shares, [0.1, 0.5, 0.15, 0.25], atol=0.03)
 
 
 def test_a_low_temperature_sharpens_the_distribution() -> None:
-    shares = np.bincount(draws(4000, temperature=0.5, top_k=None), minlength=4) / 4000
+    shares = np.bincount(draw_samples(4000, temperature=0.5, top_k=None), minlength=4) / 4000
     squares = np.array([0.1, 0.5, 0.15, 0.25]) ** 2
     np.testing.assert_allclose(shares, squares / squares.sum(), atol=0.03)
 
 
 @pytest.mark.parametrize(("top_k", "possible"), [(1, {1}), (2, {1, 3}), (4, {0, 1, 2, 3}), (9, {0, 1, 2, 3})])
 def test_top_k_samples_only_the_k_most_likely_tokens(top_k: int, possible: set[int]) -> None:
-    assert set(draws(temperature=1.0, top_k=top_k)) == possible
+    assert set(draw_samples(temperature=1.0, top_k=top_k)) == possible
 
 
 class Recital:
@@ -66,11 +66,11 @@ class Recital:
 
 @pytest.fixture
 def recite(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(Assembly, "__init__", lambda self, said: setattr(self, "said", said))
-    monkeypatch.setattr(Assembly, "module", lambda self, parameters: Recital(self.said))
+    monkeypatch.setattr(Assembly, "__init__", lambda self, output: setattr(self, "output", output))
+    monkeypatch.setattr(Assembly, "module", lambda self, parameters: Recital(self.output))
 
-    def call(said: bytes, tokens: int, text: Text | str = "x") -> list[str]:
-        assembly = Assembly(list(said))  # pyright: ignore[reportCallIssue]
+    def call(output: bytes, tokens: int, text: Text | str = "x") -> list[str]:
+        assembly = Assembly(list(output))  # pyright: ignore[reportCallIssue]
         return list(generate(assembly, {}, BYTES, text, tokens=tokens, temperature=0.0, top_k=None, seed=0))
 
     return call
@@ -97,9 +97,9 @@ def tiny_model(name: str = "valkyrie_tiny") -> tuple[Assembly, Any]:
     return assembly, sharper
 
 
-def text(prompt: str, **how: Any) -> str:
+def generate_text(prompt: str, **options: Any) -> str:
     assembly, parameters = tiny_model()
-    settings = {"tokens": 24, "temperature": 0.0, "top_k": None, "seed": 0} | how
+    settings = {"tokens": 24, "temperature": 0.0, "top_k": None, "seed": 0} | options
     return "".join(generate(assembly, parameters, BYTES, prompt, **settings))
 
 
@@ -113,23 +113,23 @@ def test_greedy_text_is_the_argmax_of_the_parallel_model() -> None:
         padded[0, :length] = ids
         ids.append(int(parallel(parameters, padded)[0, length - 1].argmax()))
     assert BYTES.bos_id not in ids[1:], "choose parameters that do not end the document"
-    assert text(prompt, tokens=tokens) == BYTES.decode_bytes(ids[3:]).decode(errors="replace")
+    assert generate_text(prompt, tokens=tokens) == BYTES.decode_bytes(ids[3:]).decode(errors="replace")
 
 
 @pytest.mark.slow
 def test_the_text_depends_on_the_seed() -> None:
-    first = text("a", temperature=1.0, seed=1)
-    assert first == text("a", temperature=1.0, seed=1)
-    assert first != text("a", temperature=1.0, seed=2)
+    first = generate_text("a", temperature=1.0, seed=1)
+    assert first == generate_text("a", temperature=1.0, seed=1)
+    assert first != generate_text("a", temperature=1.0, seed=2)
 
 
 @pytest.mark.parametrize("prompt", ["", 'x = "é"\n', "<|endoftext|>", "😀"])
 def test_any_text_is_a_prompt(prompt: str) -> None:
-    assert isinstance(text(prompt, tokens=2), str)
+    assert isinstance(generate_text(prompt, tokens=2), str)
 
 
 def test_zero_tokens_give_no_text() -> None:
-    assert text("a", tokens=0) == ""
+    assert generate_text("a", tokens=0) == ""
 
 
 @pytest.mark.slow
@@ -140,44 +140,47 @@ def test_a_late_token_takes_no_longer_than_an_early_one() -> None:
     stamps = []
     for _ in generate(assembly, parameters, BYTES, "a", tokens=600, temperature=1.0, top_k=40, seed=2):
         stamps.append(time.perf_counter())
-    seconds = np.diff(stamps)
-    assert len(seconds) > 500, "the document ended early"
+    token_times = np.diff(stamps)
+    assert len(token_times) > 500, "the document ended early"
     # The minimum of fifty, because other processes on the machine can only delay a token.
-    assert min(seconds[450:500]) < 2 * min(seconds[50:100])
+    assert min(token_times[450:500]) < 2 * min(token_times[50:100])
 
 
-def words(model: str, text: Text | str, tokens: int, **options: Any) -> str:
+def continue_text(model: str, text: Text | str, tokens: int, **options: Any) -> str:
     assembly, parameters = tiny_model(model)
-    how = {"temperature": 0.9, "top_k": 40, "seed": 3, **options}
-    return "".join(generate(assembly, parameters, BYTES, text, tokens=tokens, **how))
+    settings = {"temperature": 0.9, "top_k": 40, "seed": 3, **options}
+    return "".join(generate(assembly, parameters, BYTES, text, tokens=tokens, **settings))
 
 
 @pytest.mark.parametrize("model", ["valkyrie_tiny", "gpt_tiny", "nanochat_tiny"])
 def test_a_saved_text_continues_as_if_not_interrupted(model: str, tmp_path: Path) -> None:
     assembly, parameters = tiny_model(model)
-    whole, part = begin_text(BYTES, "def f"), begin_text(BYTES, "def f")
-    words(model, whole, 40)
-    assert len(whole.ids) > 27, "the document ended early"
+    whole_text, resumed_text = begin_text(BYTES, "def f"), begin_text(BYTES, "def f")
+    continue_text(model, whole_text, 40)
+    assert len(whole_text.ids) > 27, "the document ended early"
     for tokens in (7, 1, 12, 20):
-        words(model, part, tokens)
-        save_text(part, tmp_path / "texts" / "a.npz")
-        part = load_text(
+        continue_text(model, resumed_text, tokens)
+        save_text(resumed_text, tmp_path / "texts" / "a.npz")
+        resumed_text = load_text(
             tmp_path / "texts" / "a.npz", jax.eval_shape(lambda p: assembly.module(p).init_state(1, 1), parameters)
         )
-    assert part.ids == whole.ids and part.read == whole.read and part.ended == whole.ended
-    for expected, continued in zip(jax.tree.leaves(whole.state), jax.tree.leaves(part.state), strict=True):
+    assert (resumed_text.ids, resumed_text.read) == (whole_text.ids, whole_text.read)
+    assert resumed_text.ended == whole_text.ended
+    for expected, continued in zip(jax.tree.leaves(whole_text.state), jax.tree.leaves(resumed_text.state), strict=True):
         tolerance = 0 if model == "valkyrie_tiny" else 1e-3  # a longer cache is summed in another order
         np.testing.assert_allclose(np.asarray(expected), np.asarray(continued), rtol=tolerance, atol=tolerance)
 
 
 def test_a_prompt_can_be_added_in_the_middle_of_a_text() -> None:
-    split, whole = begin_text(BYTES, "ab"), begin_text(BYTES, "ab")
-    words("valkyrie_tiny", split, 5, temperature=0.0)
-    whole.ids += split.ids[3:]
-    for text in (split, whole):
+    interrupted_text, whole_text = begin_text(BYTES, "ab"), begin_text(BYTES, "ab")
+    continue_text("valkyrie_tiny", interrupted_text, 5, temperature=0.0)
+    whole_text.ids += interrupted_text.ids[3:]
+    texts = (interrupted_text, whole_text)
+    for text in texts:
         text.append(BYTES, "xyz")
-    assert words("valkyrie_tiny", split, 8, temperature=0.0) == words("valkyrie_tiny", whole, 8, temperature=0.0)
-    assert split.ids == whole.ids
+    first, second = (continue_text("valkyrie_tiny", text, 8, temperature=0.0) for text in texts)
+    assert first == second
+    assert interrupted_text.ids == whole_text.ids
 
 
 def test_an_ended_text_only_continues_with_a_prompt(recite: Any) -> None:
@@ -218,13 +221,13 @@ def test_a_text_saved_before_the_model_reads_it_is_loaded(tmp_path: Path) -> Non
 PROMPTS = ["de", "", "class A:\n    x = 1\n", "é😀", "0"]
 
 
-def completed(name: str, batch: int, tokens: int = 24, **how: Any) -> list[str] | None:
+def complete_prompts(name: str, batch: int, tokens: int = 24, **options: Any) -> list[str] | None:
     assembly, parameters = tiny_model(name)
     settings = {"temperature": 0.0, "top_k": None} | {
-        key: how.pop(key) for key in ("temperature", "top_k") if key in how
+        key: options.pop(key) for key in ("temperature", "top_k") if key in options
     }
     complete = Completer(assembly, BYTES, **settings)
-    return complete(parameters, PROMPTS, tokens=tokens, batch=batch, **{"seed": 0, **how})
+    return complete(parameters, PROMPTS, tokens=tokens, batch=batch, **{"seed": 0, **options})
 
 
 @pytest.mark.parametrize("name", mark_slow_except(["valkyrie_tiny", "nanochat_tiny"], ["s5_tiny", "longformer_tiny"]))
@@ -232,28 +235,28 @@ def test_a_batch_of_prompts_continues_like_each_prompt_alone(name: str) -> None:
     assembly, parameters = tiny_model(name)
     how: Any = {"tokens": 24, "temperature": 0.0, "top_k": None, "seed": 0}
     alone = ["".join(generate(assembly, parameters, BYTES, prompt, **how)) for prompt in PROMPTS]
-    assert completed(name, batch=3) == alone and len(set(alone)) > 2
+    assert complete_prompts(name, batch=3) == alone and len(set(alone)) > 2
 
 
 def test_a_sampled_text_depends_only_on_its_index_and_the_seed() -> None:
-    texts = completed("s5_tiny", 5, temperature=1.0, top_k=40, seed=1)
-    assert texts == completed("s5_tiny", 2, temperature=1.0, top_k=40, seed=1)
-    assert texts != completed("s5_tiny", 5, temperature=1.0, top_k=40, seed=2)
+    texts = complete_prompts("s5_tiny", 5, temperature=1.0, top_k=40, seed=1)
+    assert texts == complete_prompts("s5_tiny", 2, temperature=1.0, top_k=40, seed=1)
+    assert texts != complete_prompts("s5_tiny", 5, temperature=1.0, top_k=40, seed=2)
 
 
 def test_sampling_stops_when_all_texts_ended_or_on_request() -> None:
-    whole = completed("s5_tiny", 5, tokens=100) or []
-    assert any(len(text) > 40 for text in whole)
+    whole_texts = complete_prompts("s5_tiny", 5, tokens=100) or []
+    assert any(len(text) > 40 for text in whole_texts)
     seen: list[int] = []
 
     def ended(number: int, text: str) -> bool:
         seen.append(number)
         return len(text) >= 8
 
-    cut = completed("s5_tiny", 5, tokens=100, is_complete=ended) or []
-    assert [text[:8] for text in cut] == [text[:8] for text in whole] and set(seen) == set(range(5))
-    assert sum(map(len, cut)) < sum(map(len, whole))
-    assert completed("s5_tiny", 5, should_stop=lambda: True) is None
+    stopped_texts = complete_prompts("s5_tiny", 5, tokens=100, is_complete=ended) or []
+    assert [text[:8] for text in stopped_texts] == [text[:8] for text in whole_texts] and set(seen) == set(range(5))
+    assert sum(map(len, stopped_texts)) < sum(map(len, whole_texts))
+    assert complete_prompts("s5_tiny", 5, should_stop=lambda: True) is None
 
 
 @pytest.mark.slow
@@ -274,4 +277,4 @@ def test_sharded_parameters_generate_the_same_text() -> None:
         replicate=lambda tokens: jax.lax.with_sharding_constraint(tokens, replicated),
     )
     texts = complete(jax.tree.map(split, parameters), PROMPTS, tokens=16, batch=5, seed=0)
-    assert texts == completed("s5_tiny", 5, tokens=16)
+    assert texts == complete_prompts("s5_tiny", 5, tokens=16)

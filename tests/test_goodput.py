@@ -20,22 +20,22 @@ from valkyrie.units import long_duration_text
 from wandb_files import wandb_log
 
 
-def line(time: float, step: int, end: str | None = None, **seconds: float) -> str:
+def ledger_line(time: float, step: int, end: str | None = None, **seconds: float) -> str:
     return json.dumps({"time": time, "step": step, "seconds": seconds} | ({"end": end} if end else {})) + "\n"
 
 
 TWO_RESTARTS = (
     '{"start": 1000.0}\n'
-    + line(1010, 0, setup=4, compile=6)
-    + line(1030, 100, setup=4, compile=6, steps=19, data=1)
-    + line(1050, 200, setup=4, compile=6, steps=37, data=2, save=1)  # killed: it had saved step 150
+    + ledger_line(1010, 0, setup=4, compile=6)
+    + ledger_line(1030, 100, setup=4, compile=6, steps=19, data=1)
+    + ledger_line(1050, 200, setup=4, compile=6, steps=37, data=2, save=1)  # killed: it had saved step 150
     + '{"start": 1060.0}\n'
-    + line(1070, 150, setup=3, restore=2, compile=5)
-    + line(1090, 250, setup=3, restore=2, compile=5, steps=20)  # preempted
-    + line(1092, 260, "preempted", setup=3, restore=2, compile=5, steps=21, save=1)
+    + ledger_line(1070, 150, setup=3, restore=2, compile=5)
+    + ledger_line(1090, 250, setup=3, restore=2, compile=5, steps=20)  # preempted
+    + ledger_line(1092, 260, "preempted", setup=3, restore=2, compile=5, steps=21, save=1)
     + '{"start": 1100.0}\n'
-    + line(1104, 260, setup=3, restore=1)
-    + line(1124, 360, setup=3, restore=1, steps=18, evaluation=2)
+    + ledger_line(1104, 260, setup=3, restore=1)
+    + ledger_line(1124, 360, setup=3, restore=1, steps=18, evaluation=2)
     + '{"time": 1130, "step": 400, "seco'
 )
 
@@ -58,8 +58,8 @@ def test_goodput_of_two_restarts_equals_a_calculation_by_hand(tmp_path: Path) ->
 
 def test_a_restart_from_an_earlier_step_discards_the_later_steps_of_all_starts(tmp_path: Path) -> None:
     text = "".join(
-        f'{{"start": {began}}}\n' + line(began, first, steps=0) + line(began + 10, last, steps=10)
-        for began, first, last in ((0, 0, 100), (10, 80, 100), (20, 50, 150))
+        f'{{"start": {start}}}\n' + ledger_line(start, first, steps=0) + ledger_line(start + 10, last, steps=10)
+        for start, first, last in ((0, 0, 100), (10, 80, 100), (20, 50, 150))
     )
     (tmp_path / GOODPUT_FILE).write_text(text)
     goodput = read_goodput(tmp_path)
@@ -70,7 +70,7 @@ def test_a_restart_from_an_earlier_step_discards_the_later_steps_of_all_starts(t
 
 @pytest.mark.parametrize(("end", "down", "restarts"), [(None, 3600, 1), ("preempted", 3600, 1), ("stopped", 0, 0)])
 def test_time_after_a_requested_end_is_not_lost(tmp_path: Path, end: str | None, down: float, restarts: int) -> None:
-    text = '{"start": 0}\n' + line(10, 5, end, steps=10) + '{"start": 3610}\n' + line(3620, 5, steps=0)
+    text = '{"start": 0}\n' + ledger_line(10, 5, end, steps=10) + '{"start": 3610}\n' + ledger_line(3620, 5, steps=0)
     (tmp_path / GOODPUT_FILE).write_text(text)
     goodput = read_goodput(tmp_path)
     assert goodput is not None
@@ -78,7 +78,7 @@ def test_time_after_a_requested_end_is_not_lost(tmp_path: Path, end: str | None,
 
 
 def test_a_start_killed_before_its_first_record_counts_as_down_time(tmp_path: Path) -> None:
-    (tmp_path / GOODPUT_FILE).write_text('{"start": 0}\n{"start": 30}\n' + line(40, 0, setup=10))
+    (tmp_path / GOODPUT_FILE).write_text('{"start": 0}\n{"start": 30}\n' + ledger_line(40, 0, setup=10))
     goodput = read_goodput(tmp_path)
     assert goodput is not None
     assert (goodput.seconds["down"], goodput.seconds["setup"], goodput.restarts) == (30, 10, 1)
@@ -166,10 +166,12 @@ def test_collective_bytes_of_a_training_equal_those_of_the_search(
     assert run_train(*TINY_ARGUMENTS, *layout, "mode=measure", "mode.repeats=1", "mode.warmup=0") == 0
     early, *_, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
     measured = json.loads((tmp_path / "run-measure" / "measure.json").read_text())["communication"]
-    sent = last["summary"]["communication"]
+    communication = last["summary"]["communication"]
     by_axes = {",".join(over["mesh_axes"]): over["bytes"] for over in measured["bytes_by_mesh_axes"]}
-    assert sent == {"bytes": measured["bytes"], "bytes_by_mesh_axes": by_axes}
-    assert sent["bytes"] > 0 and sent == early["summary"]["communication"], "a killed run has them too"
+    assert communication == {"bytes": measured["bytes"], "bytes_by_mesh_axes": by_axes}
+    assert communication["bytes"] > 0 and communication == early["summary"]["communication"], (
+        "a killed run has them too"
+    )
 
 
 def test_unreadable_programs_and_profiler_failures_do_not_end_a_training(
@@ -237,15 +239,15 @@ def test_only_idle_devices_count_as_waiting_for_data() -> None:
 
     from valkyrie.train.meter import Meter
 
-    meter, done = Meter(1, 1, 1.0, None), threading.Event()
+    meter, step_complete = Meter(1, 1, 1.0, None), threading.Event()
     meter.start()
-    meter.record_dispatch(done.wait)
+    meter.record_dispatch(step_complete.wait)
     with meter.waiting_for_data():
         time.sleep(0.02)
     meter.record_step()
     assert meter.seconds_by_kind["data"] == 0
     with meter.waiting_for_data():
-        done.set()
+        step_complete.set()
         time.sleep(0.3)
     meter.record_step()
     meter.close()

@@ -15,7 +15,7 @@ from machines import compile_devices, needs_libtpu
 from valkyrie.hardware.chips import add_shipped_figures, known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.platforms import tpu as compiling
+from valkyrie.hardware.platforms import tpu as tpu_platform
 from valkyrie.hardware.slices import format_shape, parse_shape
 from valkyrie.hardware.target import (
     ChipConfig,
@@ -46,12 +46,12 @@ def test_every_chip_has_all_figures_with_their_sources(chip: ChipConfig):
 
 
 def test_the_figures_of_a_users_chip_that_a_step_time_needs_are_named(monkeypatch: pytest.MonkeyPatch):
-    missing = get_platform("any").missing_figures(ChipConfig("nod", hbm_gib=16.0))
-    assert missing is not None and missing.startswith("target.chip=nod sets no hbm_gbs, peak_tflops.bfloat16, so")
-    assert "begin nod.yaml with `defaults: [v5e, _self_]`" in missing
+    message = get_platform("any").missing_figures(ChipConfig("nod", hbm_gib=16.0))
+    assert message is not None and message.startswith("target.chip=nod sets no hbm_gbs, peak_tflops.bfloat16, so")
+    assert "begin nod.yaml with `defaults: [v5e, _self_]`" in message
     assert "defaults: [h100, _self_]" in (get_platform("gpu").missing_figures(ChipConfig("nod")) or "")
     v5e = target("v5e-8", chip=dataclasses.replace(known_chips()["v5e"], clock_ghz=None))
-    monkeypatch.setattr(compiling.Tpu, "missing_compiler", lambda self, target: None)
+    monkeypatch.setattr(tpu_platform.Tpu, "missing_compiler", lambda self, target: None)
     assert "sets no clock_ghz, so" in (get_platform("tpu").compile_refusal(v5e, "float32") or "")
     assert not any(get_platform(chip.platform).missing_figures(chip) for chip in known_chips().values())
 
@@ -99,9 +99,9 @@ def test_a_topology_determines_chips_and_hosts():
 
 
 def test_several_slices_multiply_chips_and_hosts():
-    two = target("v4-64", slices=2)
-    assert (two.devices, build_topology(two).devices, build_topology(two).chips) == (64, 64, 32)
-    assert two.hosts == 8 and "of 2 slices" in two.describe()
+    two_slices = target("v4-64", slices=2)
+    assert (two_slices.devices, build_topology(two_slices).devices, build_topology(two_slices).chips) == (64, 64, 32)
+    assert two_slices.hosts == 8 and "of 2 slices" in two_slices.describe()
     assert [problem.key for problem in target("v4-64", slices=0).problems()] == ["target.slices"]
 
 
@@ -154,9 +154,9 @@ def test_a_chip_whose_figures_contradict_each_other_is_refused(figures: dict[str
 def test_the_nearest_slices_exist_and_enclose_the_requested_size(chip: ChipConfig, data: st.DataObject):
     assert chip.ici_axes is not None
     shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=chip.ici_axes, max_size=chip.ici_axes)))
-    near = chip.slices.nearest_to(shape)
-    assert near and shape not in near
-    for other in near:
+    nearest_shapes = chip.slices.nearest_to(shape)
+    assert nearest_shapes and shape not in nearest_shapes
+    for other in nearest_shapes:
         assert TargetConfig(chip=chip, topology=format_shape(other)).problems() == []
     requested = TargetConfig(name="mine", chip=chip, topology=format_shape(shape))
     if requested.problems() == []:
@@ -185,9 +185,11 @@ def test_libtpu_supports_the_slice_with_these_hosts(name: str, capfd: pytest.Cap
     assert len(devices) == torus.devices
     assert {device.device_kind for device in devices} <= set(slice_.chip.device_kinds)
     assert len({device.process_index for device in devices}) == slice_.hosts
-    places = {(*device.coords[: len(torus.shape)], device.core_on_chip) for device in devices}
-    assert len(places) == torus.devices
-    assert all(a < b for place in places for a, b in zip(place, (*torus.shape, torus.devices_per_chip), strict=True))
+    positions = {(*device.coords[: len(torus.shape)], device.core_on_chip) for device in devices}
+    assert len(positions) == torus.devices
+    assert all(
+        a < b for position in positions for a, b in zip(position, (*torus.shape, torus.devices_per_chip), strict=True)
+    )
     assert capfd.readouterr() == ("", "")
 
 
@@ -199,7 +201,7 @@ def test_devices_have_the_index_of_their_slice():
 
 @needs_libtpu
 def test_a_refusal_by_libtpu_is_one_line_with_the_nearest_slices(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiling, "_topology_options", lambda _: {"chips_per_host_bounds": (3, 2, 1)})
+    monkeypatch.setattr(tpu_platform, "_topology_options", lambda _: {"chips_per_host_bounds": (3, 2, 1)})
     with pytest.raises(ValueError) as error:
         compile_devices(parse_target("v4-64"))
     for part in ("refused by libtpu", '"v4:2x4x4"', '"3x2x1"', "topology=2x2x4 (16", "topology=4x4x4 (64"):
@@ -214,7 +216,7 @@ def test_a_missing_libtpu_is_reported_in_one_line_with_what_to_install(monkeypat
         raise RuntimeError("no plugin")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
-    monkeypatch.setattr(compiling, "_described_devices", {})  # other tests may have described this slice
+    monkeypatch.setattr(tpu_platform, "_described_devices", {})  # other tests may have described this slice
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as error:
         compile_devices(parse_target("v4-64"))

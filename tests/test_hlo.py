@@ -17,14 +17,14 @@ from valkyrie.train.program import serialised_module
 HEAD = "HloModule m, is_scheduled=true, entry_computation_layout={(f32[8,128])->f32[8,128]}, num_partitions=8\n"
 
 
-def module_of(function, *shapes: tuple[int, ...]) -> Module:
+def compile_module(function, *shapes: tuple[int, ...]) -> Module:
     """Return the module of a function compiled for one CPU device."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     compiled = jax.jit(function).lower(*arguments).compile()
     return parse_module(serialised_module(compiled))
 
 
-def loops(module: Module) -> list[int | None]:
+def trip_counts(module: Module) -> list[int | None]:
     return [trip_count(i) for i in module.instructions.values() if i.opcode == "while"]
 
 
@@ -63,21 +63,21 @@ def test_shapes_have_bytes_padding_and_memory_space():
 
 
 def test_an_instruction_has_a_source_line():
-    module = module_of(lambda x: jnp.sin(x) @ x, (8, 8))
+    module = compile_module(lambda x: jnp.sin(x) @ x, (8, 8))
     sources = {i.source for i in module.instructions.values() if i.opcode == "dot"}
     assert sources and all("test_hlo.py:" in source for source in sources)
 
 
 def test_a_constant_loop_is_counted():
-    module = module_of(lambda x: jax.lax.fori_loop(0, 7, lambda i, x: jnp.sin(x @ x), x), (8, 8))
-    assert loops(module) == [7]
+    module = compile_module(lambda x: jax.lax.fori_loop(0, 7, lambda i, x: jnp.sin(x @ x), x), (8, 8))
+    assert trip_counts(module) == [7]
 
 
 def test_nested_loops_are_counted():
     def inner(x, _):
         return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=5)[0], None
 
-    assert sorted(loops(module_of(lambda x: jax.lax.scan(inner, x, length=3)[0], (8, 8)))) == [3, 5]
+    assert sorted(trip_counts(compile_module(lambda x: jax.lax.scan(inner, x, length=3)[0], (8, 8)))) == [3, 5]
 
 
 LOOP = """HloModule m, is_scheduled=true
@@ -124,29 +124,31 @@ ENTRY e {
 def test_a_loop_bound_hoisted_into_the_tuple_is_found(start, limit, step, direction, count):
     text = LOOP.replace("LEFT", "ci").replace("RIGHT", "cn").replace("DIRECTION", direction)
     text = text.replace("START", str(start)).replace("LIMIT", str(limit)).replace("STEP", str(step))
-    assert loops(parse_module(text)) == [count]
+    assert trip_counts(parse_module(text)) == [count]
 
 
 def test_a_loop_bound_on_the_left_is_equivalent():
     text = LOOP.replace("LEFT", "cn").replace("RIGHT", "ci").replace("DIRECTION", "GT")
-    assert loops(parse_module(text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1"))) == [6]
+    assert trip_counts(parse_module(text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1"))) == [6]
 
 
 def test_a_loop_bound_copied_asynchronously_in_each_iteration_is_found():
     text = LOOP.replace("LEFT", "ci").replace("RIGHT", "cn").replace("DIRECTION", "LT")
     text = text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1")
-    begun = "{indent}begun{n} = (s32[], s32[], u32[]) copy-start({source})\n  {name} = s32[] copy-done(begun{n})"
-    outside = begun.format(indent="", n=1, source="limit", name="copied")
+    template = "{indent}begun{n} = (s32[], s32[], u32[]) copy-start({source})\n  {name} = s32[] copy-done(begun{n})"
+    outside = template.format(indent="", n=1, source="limit", name="copied")
     text = text.replace("copied = s32[] copy(limit)", outside)
-    inside = begun.format(indent="", n=2, source="n", name="kept")
+    inside = template.format(indent="", n=2, source="n", name="kept")
     text = text.replace("  ROOT t =", f"  {inside}\n  ROOT t =").replace("tuple(next, n,", "tuple(next, kept,")
     assert text.count("copy-done") == 2 and "(next, kept" in text
-    assert loops(parse_module(text)) == [6]
+    assert trip_counts(parse_module(text)) == [6]
 
 
 def test_a_loop_with_a_data_dependent_bound_has_no_count():
-    module = module_of(lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x @ x) + 1, x), (8, 8))
-    assert loops(module) == [None]
+    module = compile_module(
+        lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x @ x) + 1, x), (8, 8)
+    )
+    assert trip_counts(module) == [None]
 
 
 def test_a_constant_is_found_through_tuples_and_copies():
@@ -171,7 +173,7 @@ GROUPS = {
 }
 
 
-def reduced(groups: str) -> Module:
+def all_reduce_module(groups: str) -> Module:
     return parse_module(
         HEAD + "add {\n  l = f32[] parameter(0)\n  r = f32[] parameter(1)\n  ROOT s = f32[] add(l, r)\n}\n"
         "ENTRY e {\n  a = f32[8,128] parameter(0)\n  ROOT g = f32[8,128] all-reduce(a), channel_id=1, "
@@ -181,7 +183,7 @@ def reduced(groups: str) -> Module:
 
 @pytest.mark.parametrize("spelling", GROUPS)
 def test_replica_groups_are_parsed_in_every_spelling(spelling: str):
-    (groups,) = replica_groups(reduced(spelling).instructions["g"], 8)
+    (groups,) = replica_groups(all_reduce_module(spelling).instructions["g"], 8)
     assert groups.tolist() == GROUPS[spelling]
 
 
@@ -197,7 +199,7 @@ def test_replica_groups_are_parsed_in_every_spelling(spelling: str):
 )
 def test_replica_groups_are_parsed_from_mesh_axes_and_parts_of_them(axes, expected):
     """Tests the form `mesh['x'=2,'y'=4] {'y'}`. It is set in the proto, because older text parsers reject it."""
-    instruction = reduced("{}").instructions["g"]
+    instruction = all_reduce_module("{}").instructions["g"]
     spelt = instruction.message.mesh_groups
     for name, size in (("x", 2), ("y", 4)):
         spelt.mesh.axes.add(name=name, size=size)
@@ -210,7 +212,7 @@ def test_replica_groups_are_parsed_from_mesh_axes_and_parts_of_them(axes, expect
 
 
 def test_groups_of_different_sizes_are_separate():
-    groups = replica_groups(reduced("{{0,1,2},{3,4,5},{6,7}}").instructions["g"], 8)
+    groups = replica_groups(all_reduce_module("{{0,1,2},{3,4,5},{6,7}}").instructions["g"], 8)
     assert [g.tolist() for g in groups] == [[[6, 7]], [[0, 1, 2], [3, 4, 5]]]
 
 
@@ -223,30 +225,31 @@ def test_a_permute_keeps_the_pairs_that_leave_their_device():
 
 
 def test_matrix_products_count_two_flops_per_multiply_add():
-    assert flops(module_of(lambda a, b: a @ b, (16, 32), (32, 8))) == 2 * 16 * 32 * 8
-    batched = module_of(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (3, 16, 32), (3, 32, 8))
+    assert flops(compile_module(lambda a, b: a @ b, (16, 32), (32, 8))) == 2 * 16 * 32 * 8
+    batched = compile_module(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (3, 16, 32), (3, 32, 8))
     assert flops(batched) == 2 * 3 * 16 * 32 * 8
 
 
 @pytest.mark.parametrize(
-    ("stride", "padding", "window", "base"),
+    ("stride", "padding", "window_dilation", "base_dilation"),
     [(1, (0, 0), 1, 1), (1, (2, 2), 1, 1), (2, (1, 1), 1, 1), (1, (3, 1), 2, 1), (1, (2, 2), 1, 2), (2, (2, 1), 1, 3)],
 )
-def test_a_convolution_counts_only_positions_inside_the_input(stride, padding, window, base):
+def test_a_convolution_counts_only_positions_inside_the_input(stride, padding, window_dilation, base_dilation):
     rows, taps, channels, features, batch = 11, 3, 4, 5, 2
-    dilated = np.zeros((rows - 1) * base + 1)
-    dilated[::base] = 1
+    dilated = np.zeros((rows - 1) * base_dilation + 1)
+    dilated[::base_dilation] = 1
     padded = np.pad(dilated, padding)
-    out = (len(padded) - (taps - 1) * window - 1) // stride + 1
-    meet = sum(padded[o * stride + t * window] for o in range(out) for t in range(taps))
+    out = (len(padded) - (taps - 1) * window_dilation - 1) // stride + 1
+    valid_products = sum(padded[o * stride + t * window_dilation] for o in range(out) for t in range(taps))
     text = (
         f"HloModule m\nENTRY e {{\n  a = f32[{batch},{rows},{channels}] parameter(0)\n"
         f"  k = f32[{taps},{channels},{features}] parameter(1)\n"
         f"  ROOT c = f32[{batch},{out},{features}] convolution(a, k), window={{size={taps} stride={stride} "
-        f"pad={padding[0]}_{padding[1]} rhs_dilate={window} lhs_dilate={base}}}, dim_labels=b0f_0io->b0f\n}}\n"
+        f"pad={padding[0]}_{padding[1]} rhs_dilate={window_dilation} lhs_dilate={base_dilation}}}, "
+        "dim_labels=b0f_0io->b0f\n}\n"
     )
     counted = flops(parse_module(text))
-    assert counted == 2 * batch * channels * features * meet
+    assert counted == 2 * batch * channels * features * valid_products
 
 
 FUSED = """HloModule m, is_scheduled=true
@@ -278,15 +281,15 @@ ENTRY e {
 
 
 def test_a_fusion_moves_the_bytes_it_accesses_not_all_of_its_operands():
-    at = parse_module(FUSED).instructions
+    instructions = parse_module(FUSED).instructions
     row = 128 * 4
     index = 4
-    assert hbm_bytes(at["in_place"]) == 2 * row + index
-    assert hbm_bytes(at["sliced"]) == 2 * row + 2 * row + index
-    assert hbm_bytes(at["plain"]) == 3 * 64 * row
+    assert hbm_bytes(instructions["in_place"]) == 2 * row + index
+    assert hbm_bytes(instructions["sliced"]) == 2 * row + 2 * row + index
+    assert hbm_bytes(instructions["plain"]) == 3 * 64 * row
 
 
 def test_operations_that_move_data_between_lanes_are_not_elementwise():
-    at = parse_module(FUSED).instructions
-    assert is_bandwidth_bound(at["plain"]) and is_bandwidth_bound(at["in_place"])
-    assert not is_bandwidth_bound(at["turned"])
+    instructions = parse_module(FUSED).instructions
+    assert is_bandwidth_bound(instructions["plain"]) and is_bandwidth_bound(instructions["in_place"])
+    assert not is_bandwidth_bound(instructions["turned"])

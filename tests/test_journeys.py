@@ -25,18 +25,18 @@ from valkyrie.runs.tracking import read_metrics
 pytestmark = pytest.mark.slow
 
 TRAINING = (*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "sample_tokens=0", "tracking=off", "checkpoint.every=3")
-REFUSED_S, TRAINED_S = 15.0, 90.0
+REFUSAL_LIMIT_S, TRAINING_LIMIT_S = 15.0, 90.0
 """Time limits for a refused command and a tiny training run. On an idle machine they take 1 s and 8 s."""
 
 
-class Ended(NamedTuple):
+class CommandResult(NamedTuple):
     """Exit status of a command, and everything it printed."""
 
     status: int
     text: str
 
 
-def run_command(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **environment: str) -> Ended:
+def run_command(*arguments: str, cwd: Path, limit_s: float = TRAINING_LIMIT_S, **environment: str) -> CommandResult:
     """Run `valkyrie-train` and return its status and output. It must end in time, without a traceback."""
     start = time.monotonic()
     process = start_training(*arguments, cwd=cwd, **environment)
@@ -48,7 +48,7 @@ def run_command(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **enviro
     text = out + err
     assert "Traceback" not in text, text
     assert time.monotonic() - start < limit_s
-    return Ended(process.returncode, text)
+    return CommandResult(process.returncode, text)
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
@@ -119,7 +119,7 @@ def test_a_mistake_is_refused_at_once_with_what_to_write(tmp_path: Path, line: s
     (experiments / "no_header.yaml").write_text("steps: 5\n")
     (experiments / "short.yml").write_text("# @package _global_\nsteps: 5\n")
     (tmp_path / "own" / "partial.yaml").write_text("steps: 5\n")
-    result = run_command(*line.split(), cwd=tmp_path, limit_s=REFUSED_S)
+    result = run_command(*line.split(), cwd=tmp_path, limit_s=REFUSAL_LIMIT_S)
     assert result.status == 2
     for words in MISTAKES[line]:
         assert words in result.text
@@ -166,20 +166,20 @@ def test_a_run_is_repeated_resumed_evaluated_and_moved_from_any_directory(live: 
     elsewhere = tmp_path / "else where"
     elsewhere.mkdir()
     line = (live / "run.yaml").read_text().splitlines()[0]
-    command, *again = shlex.split(line.removeprefix("# "))
+    command, *repeat_arguments = shlex.split(line.removeprefix("# "))
     assert command == "valkyrie-train"
-    repeated = run_command(*again, cwd=elsewhere)
+    repeated = run_command(*repeat_arguments, cwd=elsewhere)
     assert repeated.status == 0 and (elsewhere / "runs" / "live").is_dir(), "the name is free there"
     losses = {step: record["loss"] for step, record in training_records(live).items()}
     assert {step: record["loss"] for step, record in training_records(elsewhere / "runs" / "live").items()} == losses
-    beside = run_command(*again, cwd=tmp_path)
+    beside = run_command(*repeat_arguments, cwd=tmp_path)
     assert beside.status == 0 and (tmp_path / "runs" / "live-2").is_dir() and len(saved_steps(live)) == 2
     for arguments, words in {
         ("resume=live-2", "steps=7"): " 7 to 7",
         ("resume=live-2", "steps=8", "mesh=2x1x1", "partition=fsdp"): "mesh.name=2x1x1 (was 1x1x1)",
         ("mode=eval", "resume=live-2"): "validation loss",
         ("mode=generate", "resume=live-2", "sample_tokens=3"): "live-2 at step 8",
-        (*again, "mode=eval"): "live at step 6",
+        (*repeat_arguments, "mode=eval"): "live at step 6",
     }.items():
         result = run_command(*arguments, cwd=tmp_path)
         assert result.status == 0 and words in result.text, result.text
@@ -192,10 +192,10 @@ def test_lost_settings_are_named_and_not_replaced_by_defaults(live: Path, tmp_pa
     text = (live / "run.yaml").read_text()
     for damaged in (text[:300], text[: len(text) // 2], ""):
         (live / "run.yaml").write_text(damaged)
-        result = run_command("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
+        result = run_command("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSAL_LIMIT_S)
         assert result.status == 2 and "run.yaml is damaged" in result.text and "name=live" in result.text
     (live / "run.yaml").unlink()
-    result = run_command("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
+    result = run_command("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSAL_LIMIT_S)
     assert result.status == 2 and "but run.yaml with the settings" in result.text
     result = run_command(*TRAINING, "name=live", "steps=8", cwd=tmp_path)
     assert result.status == 0 and " 7 to 8" in result.text
@@ -207,8 +207,8 @@ def test_a_flipped_bit_is_found_and_the_previous_checkpoint_is_used(live: Path, 
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 4
     largest.write_bytes(content)
-    looked = run_command("mode=checkpoints", "resume=live", cwd=tmp_path)
-    assert looked.status == 1 and "step 6" in looked.text and "damaged" in looked.text and "as saved" in looked.text
+    listing = run_command("mode=checkpoints", "resume=live", cwd=tmp_path)
+    assert listing.status == 1 and "step 6" in listing.text and "damaged" in listing.text and "as saved" in listing.text
     result = run_command("resume=live", "steps=6", cwd=tmp_path)
     assert result.status == 0 and "damaged" in result.text and " 4 to 6" in result.text
     steps = [record["step"] for record in read_metrics(live / "metrics.jsonl") if "loss" in record]
@@ -216,7 +216,7 @@ def test_a_flipped_bit_is_found_and_the_previous_checkpoint_is_used(live: Path, 
 
 
 @pytest.fixture
-def running(tmp_path: Path):
+def training_process(tmp_path: Path):
     """The process of an endless training run, `runs/live` in `tmp_path`. It has already saved a checkpoint."""
     process = start_training(
         *TRAINING, "steps=1000000", "name=live", "log_every=1", "checkpoint.every=20", cwd=tmp_path
@@ -233,19 +233,19 @@ def running(tmp_path: Path):
         process.communicate()
 
 
-def test_only_one_process_at_a_time_writes_a_run(running: subprocess.Popen[str], tmp_path: Path):
+def test_only_one_process_at_a_time_writes_a_run(training_process: subprocess.Popen[str], tmp_path: Path):
     for how in (["resume=latest"], [*TRAINING, "name=live", "steps=9"]):
         result = run_command(*how, cwd=tmp_path)
-        assert result.status != 0 and str(running.pid) in result.text, result.text
-    running.send_signal(signal.SIGTERM)
-    out, _ = running.communicate(timeout=60)
-    assert running.returncode == 75 and "valkyrie-train resume=live" in out
+        assert result.status != 0 and str(training_process.pid) in result.text, result.text
+    training_process.send_signal(signal.SIGTERM)
+    out, _ = training_process.communicate(timeout=60)
+    assert training_process.returncode == 75 and "valkyrie-train resume=live" in out
     assert run_command("resume=latest", "steps=2", cwd=tmp_path).status == 0, "it is free again"
 
 
-def test_a_killed_run_resumes_from_its_last_checkpoint(running: subprocess.Popen[str], tmp_path: Path):
-    running.kill()
-    running.communicate()
+def test_a_killed_run_resumes_from_its_last_checkpoint(training_process: subprocess.Popen[str], tmp_path: Path):
+    training_process.kill()
+    training_process.communicate()
     last = saved_steps(tmp_path / "runs" / "live")[-1]
     result = run_command("resume=latest", f"steps={last + 2}", cwd=tmp_path)
     assert result.status == 0 and f" {last + 1} to {last + 2}" in result.text
@@ -255,10 +255,10 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(running: subprocess.Popen
     assert steps == list(range(1, last + 3))
 
 
-def test_a_deleted_run_folder_ends_the_training_with_a_message(running: subprocess.Popen[str], tmp_path: Path):
+def test_a_deleted_run_folder_ends_the_training_with_a_message(training_process: subprocess.Popen[str], tmp_path: Path):
     (tmp_path / "runs" / "live").rename(tmp_path / "gone")  # at once: files keep coming while a tree is deleted
-    out, err = running.communicate(timeout=60)
-    assert running.returncode == 1 and "no longer exists" in err and "Traceback" not in out + err
+    out, err = training_process.communicate(timeout=60)
+    assert training_process.returncode == 1 and "no longer exists" in err and "Traceback" not in out + err
     assert "resume=" not in err, "there is nothing to resume"
 
 
@@ -266,7 +266,9 @@ def test_a_closed_pipe_saves_the_training(tmp_path: Path):
     arguments = shlex.join([*TRAINING, "steps=1000000", "log_every=1"])
     command = f"{shlex.quote(sys.executable)} -m valkyrie.cli.train {arguments}"
     piped = f"set -o pipefail; {command} name=piped | head -n 12"
-    result = subprocess.run(["bash", "-c", piped], cwd=tmp_path, capture_output=True, text=True, timeout=TRAINED_S)
+    result = subprocess.run(
+        ["bash", "-c", piped], cwd=tmp_path, capture_output=True, text=True, timeout=TRAINING_LIMIT_S
+    )
     assert result.returncode == 130 and "Traceback" not in result.stderr
     assert saved_steps(tmp_path / "runs" / "piped")
 

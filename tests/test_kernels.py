@@ -14,7 +14,7 @@ from valkyrie.machine.kernels import kernel_cost
 from valkyrie.machine.operations import OpCosts
 
 
-def bundles_of(chip, kind):
+def splash_bundles(chip, kind):
     """Return a splash kernel's VLIW bundle counts on a chip (see `SplashBundles`).
 
     The result is (per grid step, per block, per row of blocks). Each is a list of counts for three block and head
@@ -24,7 +24,7 @@ def bundles_of(chip, kind):
     return bundles.step, bundles.block, bundles.ends
 
 
-def splash(kernel, blocks, body):
+def splash_instruction(kernel, blocks, body):
     """Return the HLO instruction of a splash kernel.
 
     Args:
@@ -43,7 +43,7 @@ def splash(kernel, blocks, body):
     return module.instructions[name]
 
 
-def causal(rows, columns, wider=1):
+def causal_table(rows, columns, wider=1):
     """Return HLO text of the block table of a causal mask. A block has `wider` times as many keys as queries."""
     table = [[int(wider * j <= i) for j in range(columns)] for i in range(rows)]
     return f"  m = s8[1,{rows},{columns}] constant({{{{{str(table)[1:-1].replace('[', '{').replace(']', '}')}}}}})\n"
@@ -62,8 +62,10 @@ def test_a_kernel_with_different_masks_per_device_costs_as_much_as_the_busiest()
         "  m = s8[1,2,2] fusion(t, d), kind=kLoop, calls=own\n"
     )
     forward = ("splash_mha_fwd", "bf16[3,1024,128]", "q, k, k")
-    work = kernel_cost(splash(forward, {"block_q": 512, "block_kv": 512}, (own, entry)), known_chips()["v5e"])
-    step, block, ends = (sizes[0] for sizes in bundles_of("v5e", "forward"))
+    work = kernel_cost(
+        splash_instruction(forward, {"block_q": 512, "block_kv": 512}, (own, entry)), known_chips()["v5e"]
+    )
+    step, block, ends = (sizes[0] for sizes in splash_bundles("v5e", "forward"))
     assert work.cycles == 3 * (4 * step + 2 * block + 2 * ends)
     assert work.note == ""
 
@@ -72,12 +74,15 @@ def test_a_kernel_with_different_masks_per_device_costs_as_much_as_the_busiest()
 def test_a_forward_kernel_pays_for_the_ends_of_every_row_of_blocks(head_dim):
     """2 sequences with 4 heads, each head with 4 rows of 4 blocks. 10 blocks of a head are visible, 16 are iterated."""
     entry = (
-        causal(4, 4) + f"  q = bf16[2,4,2048,{head_dim}] parameter(0)\n  k = bf16[2,2,2048,{head_dim}] parameter(1)\n"
+        causal_table(4, 4)
+        + f"  q = bf16[2,4,2048,{head_dim}] parameter(0)\n  k = bf16[2,2,2048,{head_dim}] parameter(1)\n"
     )
     forward = ("splash_mha_fwd", f"bf16[2,4,2048,{head_dim}]", "q, k, k")
-    work = kernel_cost(splash(forward, {"block_q": 512, "block_kv": 512}, ("", entry)), known_chips()["v6e"])
+    work = kernel_cost(
+        splash_instruction(forward, {"block_q": 512, "block_kv": 512}, ("", entry)), known_chips()["v6e"]
+    )
     size = 0 if head_dim == 128 else 2
-    step, block, ends = (sizes[size] for sizes in bundles_of("v6e", "forward"))
+    step, block, ends = (sizes[size] for sizes in splash_bundles("v6e", "forward"))
     assert work.cycles == 8 * (16 * step + 10 * block + 4 * ends)
     assert work.flops == 8 * 10 * 2 * 2 * 512 * 512 * head_dim
 
@@ -88,12 +93,14 @@ def test_a_backward_kernel_pays_for_the_ends_of_columns_once_per_group_of_heads(
 
     Float32 sums of dk and of dv; if the kernel is fused, dq of each column of blocks; dk and dv.
     """
-    entry = causal(4, 4) + "  q = bf16[2,8,4096,128] parameter(0)\n  k = bf16[2,2,4096,128] parameter(1)\n"
+    entry = causal_table(4, 4) + "  q = bf16[2,8,4096,128] parameter(0)\n  k = bf16[2,2,4096,128] parameter(1)\n"
     dq = "bf16[2,4,8,4096,128], " if kind == "dkv_dq" else ""
     result = f"(f32[2,1024,128], f32[2,1024,128], {dq}bf16[2,2,4096,128], bf16[2,2,4096,128])"
     blocks = {"block_q_dkv": 1024, "block_kv_dkv": 1024}
-    work = kernel_cost(splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry)), known_chips()["v5p"])
-    step, block, ends = (sizes[1] for sizes in bundles_of("v5p", kind))
+    work = kernel_cost(
+        splash_instruction(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry)), known_chips()["v5p"]
+    )
+    step, block, ends = (sizes[1] for sizes in splash_bundles("v5p", kind))
     assert work.cycles == 16 * (16 * step + 10 * block) + 4 * 4 * ends
     assert work.flops == 16 * 10 * 2 * (5 if kind == "dkv_dq" else 4) * 1024 * 1024 * 128
 
@@ -103,11 +110,13 @@ def test_interpolated_block_sizes_are_close_to_the_compiled_kernel():
 
     It takes 11,345 more per block that the mask does not skip, and 724 per column of blocks.
     """
-    entry = causal(8, 4, 2) + "  q = bf16[1,8192,128] parameter(0)\n  k = bf16[1,8192,128] parameter(1)\n"
+    entry = causal_table(8, 4, 2) + "  q = bf16[1,8192,128] parameter(0)\n  k = bf16[1,8192,128] parameter(1)\n"
     sums = "f32[1024,128], f32[2048,128], f32[2048,128]"  # dq's too, as dq is summed over halves of a block
     result = f"({sums}, bf16[4,1,8192,128], bf16[1,8192,128], bf16[1,8192,128])"
     blocks = {"block_q_dkv": 1024, "block_kv_dkv": 2048}
-    work = kernel_cost(splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry)), known_chips()["v6e"])
+    work = kernel_cost(
+        splash_instruction(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry)), known_chips()["v6e"]
+    )
     assert work.cycles == pytest.approx(32 * 538 + 20 * 11345 + 4 * 724, rel=0.02)
 
 
@@ -116,10 +125,10 @@ def test_a_kernel_is_never_faster_than_the_peak():
 
     Its cost is therefore the time of the products.
     """
-    entry = causal(8, 8) + "  q = bf16[1,8192,128] parameter(0)\n  k = bf16[1,8192,128] parameter(1)\n"
+    entry = causal_table(8, 8) + "  q = bf16[1,8192,128] parameter(0)\n  k = bf16[1,8192,128] parameter(1)\n"
     result = "(f32[1024,128], f32[1024,128], bf16[8,1,8192,128], bf16[1,8192,128], bf16[1,8192,128])"
     blocks = {"block_q_dkv": 1024, "block_kv_dkv": 1024}
-    kernel = splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry))
+    kernel = splash_instruction(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry))
     chip = replace(CHIPS["v5e"], splash_bundles=known_chips()["v5e"].splash_bundles)
     work = kernel_cost(kernel, chip)
     assert work.cycles is not None and chip.clock_ghz is not None

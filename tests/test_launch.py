@@ -30,26 +30,28 @@ from valkyrie.launch.gcloud import accelerator_type, resource_name
 from valkyrie.launch.plan import CommandStep, FileStep, Plan, command_text
 
 GOLDENS = Path(__file__).parent / "goldens" / "launch"
-GIB = "name=mine runs=/mnt/shared/runs"
+NAME_AND_RUNS = "name=mine runs=/mnt/shared/runs"
 CASES = {
-    "v4-64": f"target=v4-64 zone=us-central2-b hours=24 -- +experiment=valkyrie_1b_v4_64 {GIB}",
-    "v5e-8_spot": f"target=v5e-8 zone=us-west4-a spot=true -- model=gpt_125m mesh=2x4x1 batch=32 {GIB}",
-    "v6e-4_spot": f"target=v6e-4 zone=us-east5-a spot=true queued=false -- model=gpt_125m mesh=2x2x1 batch=32 {GIB}",
-    "v5p_two_slices": f"target=v5p-128 slices=2 zone=us-east5-a -- model=llama_8b mesh=2s4x4x4 batch=256 {GIB}",
+    "v4-64": f"target=v4-64 zone=us-central2-b hours=24 -- +experiment=valkyrie_1b_v4_64 {NAME_AND_RUNS}",
+    "v5e-8_spot": f"target=v5e-8 zone=us-west4-a spot=true -- model=gpt_125m mesh=2x4x1 batch=32 {NAME_AND_RUNS}",
+    "v6e-4_spot": f"target=v6e-4 zone=us-east5-a spot=true queued=false -- "
+    f"model=gpt_125m mesh=2x2x1 batch=32 {NAME_AND_RUNS}",
+    "v5p_two_slices": f"target=v5p-128 slices=2 zone=us-east5-a -- model=llama_8b mesh=2s4x4x4 "
+    f"batch=256 {NAME_AND_RUNS}",
     "v4_shape": f"target=v4-4x4x16 zone=us-central2-b project=p network=n spot_usd_per_hour=1 hours=2 -- "
-    f"model=gpt_1b batch=256 {GIB}",
+    f"model=gpt_1b batch=256 {NAME_AND_RUNS}",
     "host": "target=host -- model=gpt_tiny 'prompt=two words' name=mine",
     "ssh": "target=ssh hosts=[ann@a,b] extra=cuda -- model=gpt_125m mesh=2x4x1 name=mine",
     "slurm": "--restarts 5 target=slurm slice=h100-16 partition=gpu hours=36.5 -- model=gpt_1b mesh=16x1x1 name=mine",
     "slurm_cpu": "target=slurm nodes=2 -- model=gpt_tiny mesh=2x1x1 name=mine",
     "gke": f"target=gke slice=v5p-128 slices=2 spot=true cluster=c image=r/i zone=us-east5-a -- "
-    f"model=llama_8b mesh=2s4x4x4 batch=256 {GIB}",
-    "skypilot": f"target=skypilot slice=v5e-8 spot=true zone=us-west4-a -- model=gpt_125m mesh=2x4x1 {GIB}",
-    "skypilot_gpu": f"target=skypilot slice=h100-16 -- model=gpt_1b mesh=16x1x1 {GIB}",
+    f"model=llama_8b mesh=2s4x4x4 batch=256 {NAME_AND_RUNS}",
+    "skypilot": f"target=skypilot slice=v5e-8 spot=true zone=us-west4-a -- model=gpt_125m mesh=2x4x1 {NAME_AND_RUNS}",
+    "skypilot_gpu": f"target=skypilot slice=h100-16 -- model=gpt_1b mesh=16x1x1 {NAME_AND_RUNS}",
 }
 
 
-def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+def run_launch(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     """Return the exit status, stdout and stderr of `valkyrie-launch`."""
     with pytest.raises(SystemExit) as error:
         launch.main(arguments)
@@ -57,14 +59,14 @@ def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     return int(error.value.code or 0), output.out, output.err
 
 
-def config_of(line: str, restarts: int = 3) -> Any:
+def parse_config(line: str, restarts: int = 3) -> Any:
     return read_config(line.split(), restarts)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_printed_plans_equal_the_golden_files(capsys: pytest.CaptureFixture[str], case: str):
     """`UPDATE_GOLDENS=1 pytest tests/test_launch.py` rewrites the goldens."""
-    status, out, err = call(capsys, *shlex.split(CASES[case]))
+    status, out, err = run_launch(capsys, *shlex.split(CASES[case]))
     assert (status, err) == (0, "")
     golden = GOLDENS / f"{case}.sh"
     if os.environ.get("UPDATE_GOLDENS"):
@@ -82,7 +84,7 @@ def test_the_page_shows_the_printed_plans(capsys: pytest.CaptureFixture[str]):
     commands = [shlex.split(line)[1:] for line in typed.splitlines()]
     targets = ["target=local", "target=v4-64", "target=v5e-8", "target=v6e-4", "target=v5p-128"]
     assert [command[0] for command in commands] == targets
-    printed = [call(capsys, *command)[1] for command in commands[1:]]
+    printed = [run_launch(capsys, *command)[1] for command in commands[1:]]
     assert plan == printed[0]
     steps = [text.split("# 1. request the slice\n")[1].split("# 2. ")[0] for text in printed[1:]]
     assert requests == "".join(steps)
@@ -90,7 +92,7 @@ def test_the_page_shows_the_printed_plans(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("line", re.findall(r"`valkyrie-launch (.*?)`", SECTION.replace("\n", " ")))
 def test_commands_listed_on_the_page_print_valid_scripts(capsys: pytest.CaptureFixture[str], line: str):
-    status, out, _ = call(capsys, *shlex.split(line))
+    status, out, _ = run_launch(capsys, *shlex.split(line))
     assert status == 0 and out
     subprocess.run(["bash", "-n"], input="" if line == "dockerfile" else out, text=True, check=True)
 
@@ -103,24 +105,24 @@ ARGUMENT = st.text(st.characters(exclude_characters="\0", exclude_categories=["C
 ARGUMENTS = st.lists(st.one_of(ARGUMENT, st.sampled_from(["it's", "$(x)", "`x`", "a\nb", "\\", '"', "END", "--a=b c"])))
 
 
-def words_of(call: CommandStep) -> list[str]:
+def words_of(step: CommandStep) -> list[str]:
     """Return the words that a shell splits a printed command into."""
-    (command,) = call.commands
-    return shlex.split(re.sub(r" \\\n  (?=(?:--|'--))", " ", call.text().removesuffix(" &"))) or list(command)
+    (command,) = step.commands
+    return shlex.split(re.sub(r" \\\n  (?=(?:--|'--))", " ", step.text().removesuffix(" &"))) or list(command)
 
 
 @settings(max_examples=40, deadline=None)
 @given(ARGUMENTS)
 def test_quoted_arguments_survive_a_shell(arguments: list[str]):
     overrides = ("name=mine", *arguments)
-    (command,) = config_of("target=v4-64 zone=z").train_step(overrides).commands
+    (command,) = parse_config("target=v4-64 zone=z").train_step(overrides).commands
     assert shlex.split(" ".join(map(shlex.quote, command))) == [*command]
     (text,) = [word for word in command if word.startswith("--command=")]
     inner = text.removeprefix("--command=").split("; ", 1)[1].rpartition(" 2>&1 | tee")[0]
     assert shlex.split(inner) == ["cd", "valkyrie", "&&", ".venv/bin/valkyrie-train", *overrides]
-    for step in config_of("target=ssh hosts=[a,b]").train_steps(overrides):
+    for step in parse_config("target=ssh hosts=[a,b]").train_steps(overrides):
         assert shlex.split(step.commands[0][-1])[-len(overrides) :] == [*overrides]
-    lines = slurm.script(config_of("target=slurm nodes=2"), overrides)
+    lines = slurm.script(parse_config("target=slurm nodes=2"), overrides)
     srun = lines.split("valkyrie-train ")[1].split("\nstatus=$?")[0]
     assert shlex.split(srun) == [*overrides]
 
@@ -129,13 +131,13 @@ def test_quoted_arguments_survive_a_shell(arguments: list[str]):
 @given(ARGUMENTS)
 def test_arguments_survive_in_yaml(arguments: list[str]):
     overrides = ("name=mine", *arguments)
-    config = config_of("target=gke slice=v5e-8 cluster=c image=i")
+    config = parse_config("target=gke slice=v5e-8 cluster=c image=i")
     job = yaml.safe_load(gke.manifest(config, overrides))["spec"]["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     assert [word.replace("$$", "$") for word in container["command"]] == ["valkyrie-train", *overrides]
     text = gke.xpk_command(config, overrides)[-1].removeprefix("--command=")
     assert shlex.split(text) == ["valkyrie-train", *overrides]
-    described = yaml.safe_load(skypilot.task(config_of("target=skypilot slice=v5e-8"), overrides))
+    described = yaml.safe_load(skypilot.task(parse_config("target=skypilot slice=v5e-8"), overrides))
     assert shlex.split(described["run"]) == [".venv/bin/valkyrie-train", *overrides]
 
 
@@ -151,12 +153,12 @@ def run_and_record_commands(text: str, folder: Path) -> list[list[str]]:
 
     Shell functions replace both programs and record the words.
     """
-    shown = folder / "shown"
-    shown.unlink(missing_ok=True)
-    shown.touch()
-    subprocess.run(["bash", "-c", SHOWS + text], cwd=folder, env=os.environ | {"SHOWN": str(shown)}, check=True)
+    calls_file = folder / "shown"
+    calls_file.unlink(missing_ok=True)
+    calls_file.touch()
+    subprocess.run(["bash", "-c", SHOWS + text], cwd=folder, env=os.environ | {"SHOWN": str(calls_file)}, check=True)
     calls: list[list[str]] = [[]]
-    for word in shown.read_bytes().decode(errors="surrogateescape").split("\0")[:-1]:
+    for word in calls_file.read_bytes().decode(errors="surrogateescape").split("\0")[:-1]:
         if word == "\1":
             calls.append([])
         else:
@@ -168,7 +170,7 @@ def run_and_record_commands(text: str, folder: Path) -> list[list[str]]:
 @given(ARGUMENTS)
 def test_bash_runs_the_planned_commands(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]):
     folder = tmp_path_factory.mktemp("script")
-    plan = config_of("target=v4-64 zone=us-central2-b name=mine").plan(("name=mine", *arguments))
+    plan = parse_config("target=v4-64 zone=us-central2-b name=mine").plan(("name=mine", *arguments))
     planned = [list(step.commands[0]) for step in plan.steps if isinstance(step, CommandStep)]
     assert run_and_record_commands(plan.text(), folder) == planned
     (folder / "valkyrie/.venv/bin").mkdir(parents=True)
@@ -176,8 +178,9 @@ def test_bash_runs_the_planned_commands(tmp_path_factory: pytest.TempPathFactory
     training.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     training.chmod(0o755)
     result = subprocess.run(["bash", "-c", planned[-1][-1].removeprefix("--command=")], cwd=folder, capture_output=True)
-    read = "".join(f"{word}\0" for word in ("name=mine", *arguments)).encode()
-    assert (result.returncode, result.stdout) == (0, read) and (folder / "valkyrie/launch.log").read_bytes() == read
+    expected = "".join(f"{word}\0" for word in ("name=mine", *arguments)).encode()
+    assert (result.returncode, result.stdout) == (0, expected)
+    assert (folder / "valkyrie/launch.log").read_bytes() == expected
     content = "\n".join(arguments)
     file_plan = Plan((), (FileStep("write", "it's here", content),))
     run_and_record_commands(file_plan.text(), folder)
@@ -196,10 +199,10 @@ def test_a_long_command_is_wrapped_before_its_flags():
     command = ("gcloud", "ssh", "mine", *(f"--flag-{'x' * 30}={n}" for n in range(9)), "--command=a\n--b c")
     text = command_text(command)
     assert max(map(len, text.splitlines())) <= 120
-    read = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", f"gcloud() {{ printf '%s\\0' \"$@\"; }}\n{text}"], capture_output=True, check=True
     )
-    assert read.stdout.decode().split("\0")[:-1] == [*command[1:]]
+    assert result.stdout.decode().split("\0")[:-1] == [*command[1:]]
 
 
 @pytest.mark.parametrize(
@@ -266,25 +269,25 @@ def test_a_long_command_is_wrapped_before_its_flags():
 )
 def test_mistakes_are_reported_in_one_line_with_a_remedy(capsys: pytest.CaptureFixture[str], line: str):
     """`goldens/messages/launch.txt` has the messages."""
-    status, out, err = call(capsys, *line.split())
+    status, out, err = run_launch(capsys, *line.split())
     assert (status, out) == (2, "") and err.startswith("valkyrie-launch: ") and err.count("\n") == 1
     assert_golden_message("launch", line.split(), err)
 
 
 def test_a_plan_for_a_valid_target_or_a_stored_run_is_printed(capsys: pytest.CaptureFixture[str]):
-    for words in (
+    for line in (
         "target=v5e-8 slices=2 name=aa -- mesh=2s2x4x1 target=v5litepod-8 target.slices=2 name=aa",
         "target=v5e-8 -- resume=mine",
         "target=v5e-8 -- --config-path /mnt/runs/mine --config-name run",
         "target=v5e-8 -- --config-dir /mnt/configs partition=mine",
         "target=ssh hosts=[a,b] -- --config-dir=/mnt/configs partition=mine",
     ):
-        status, out, _ = call(capsys, *words.split())
-        assert status == 0 and out, words
+        status, out, _ = run_launch(capsys, *line.split())
+        assert status == 0 and out, line
 
 
 def test_more_processes_than_the_cores_support_are_refused(capsys: pytest.CaptureFixture[str]):
-    status, out, err = call(capsys, "target=local", "processes=100000", "--", "a")
+    status, out, err = run_launch(capsys, "target=local", "processes=100000", "--", "a")
     assert (status, out) == (2, "") and err.startswith("valkyrie-launch: processes=100000 ")
     assert f"processes={PROCESSES_PER_CORE * (os.cpu_count() or 1)}," in err and "force=true" in err
 
@@ -297,11 +300,11 @@ def test_a_users_launch_engine_prints_its_plan(
     (command,) = re.findall(r"--config-dir FOLDER (.*)$", PAGE, re.MULTILINE)
     (tmp_path / name).write_text(engine)
     folder = ("--config-dir", str(tmp_path))
-    status, out, err = call(capsys, *folder, *shlex.split(command))
+    status, out, err = run_launch(capsys, *folder, *shlex.split(command))
     assert (status, out, err) == (0, (GOLDENS / "pbs.sh").read_text(), "")
-    assert call(capsys, *folder, "list", "target=pbs", "queue=large")[1] == "qstat\n"
+    assert run_launch(capsys, *folder, "list", "target=pbs", "queue=large")[1] == "qstat\n"
     for words, start in {"": "target=pbs needs", "zone=z": "zone= is not"}.items():
-        status, _, err = call(capsys, *folder, "target=pbs", *words.split(), "--", "name=mine")
+        status, _, err = run_launch(capsys, *folder, "target=pbs", *words.split(), "--", "name=mine")
         assert status == 2 and err.startswith(f"valkyrie-launch: {start}")
 
 
@@ -317,7 +320,7 @@ class Config(EngineConfig):
 
 
 @pytest.mark.parametrize(
-    ("name", "body", "says"),
+    ("name", "body", "message"),
     [
         ("nothing_engine", "def plan(self, overrides): return None", "plan() of FILE returned None, not a Plan."),
         (
@@ -376,27 +379,27 @@ def test_mistakes_in_a_users_launch_engine_are_named(
     capsys: pytest.CaptureFixture[str],
     name: str,
     body: str,
-    says: str,
+    message: str,
 ):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("VALKYRIE_MODULES", raising=False)
     file = tmp_path / f"{name}.py"
     file.write_text(f"{ENGINE}    {body}\n")
-    status, out, err = call(capsys, "--config-dir", str(tmp_path), f"target={name}", "--", "steps=3", "name=a")
+    status, out, err = run_launch(capsys, "--config-dir", str(tmp_path), f"target={name}", "--", "steps=3", "name=a")
     assert (status, out) == (2, "")
-    assert err.startswith(f"valkyrie-launch: target={name}: {says.replace('FILE', str(file))}"), err
+    assert err.startswith(f"valkyrie-launch: target={name}: {message.replace('FILE', str(file))}"), err
 
 
 @pytest.mark.parametrize("target", ["target=v5e-8", "target=ssh hosts=[a,b]"])
 def test_a_config_folder_outside_the_clone_is_noted(target: str):
     outside = (["--config-dir", "/a/mine"], ["--config-dir=../mine"], ["-cd=/a/mine"])
-    for words, noted in (*((words, 1) for words in outside), (["-cd", "mine"], 0)):
-        plan = config_of(target).plan(("name=a", *words))
-        assert sum("is not a relative path inside the clone" in note for note in plan.notes) == noted
+    for words, note_count in (*((words, 1) for words in outside), (["-cd", "mine"], 0)):
+        plan = parse_config(target).plan(("name=a", *words))
+        assert sum("is not a relative path inside the clone" in note for note in plan.notes) == note_count
 
 
 @pytest.mark.parametrize(
-    ("override", "noted"),
+    ("override", "expected_note"),
     [
         ("data.paths=[docs/*.txt,gs://b/c]", "data.paths=docs/*.txt is read from the disk of each machine"),
         ("data.paths=['docs/a b.txt', \"more\"]", "data.paths=docs/a b.txt,more is read from the disk of each machine"),
@@ -407,18 +410,18 @@ def test_a_config_folder_outside_the_clone_is_noted(target: str):
         (f"runs={Path.home()}/runs", f"runs={Path.home()}/runs is on the local disk of each machine"),
     ],
 )
-def test_local_folders_that_a_slice_does_not_have_are_noted(override: str, noted: str | None):
+def test_local_folders_that_a_slice_does_not_have_are_noted(override: str, expected_note: str | None):
     notes = disk_notes(["model=gpt_tiny", "runs=/mnt/shared/runs", override])
-    assert [note[: len(noted or "")] for note in notes] == ([noted] if noted else [])
+    assert [note[: len(expected_note or "")] for note in notes] == ([expected_note] if expected_note else [])
     key = override.partition("=")[0]
     assert all(f"Set {key}=DIR to a folder" in note for note in notes if key != "data.paths")
 
 
 def test_a_run_name_is_added_if_a_restart_would_start_over(capsys: pytest.CaptureFixture[str]):
     assert add_name(["steps=5"], "x") == (("steps=5", "name=x"), True)
-    for already in (["name=y"], ["resume=latest"], ["mode=compile"], ["-m", "steps=5,6"]):
-        assert add_name(already, "x") == (tuple(already), False)
-    _, out, err = call(capsys, "target=host", "--", "steps=5")
+    for arguments in (["name=y"], ["resume=latest"], ["mode=compile"], ["-m", "steps=5,6"]):
+        assert add_name(arguments, "x") == (tuple(arguments), False)
+    _, out, err = run_launch(capsys, "target=host", "--", "steps=5")
     (name,) = re.findall(r"name=(run-\d{8}-\d{6})", err)
     assert f"valkyrie-train steps=5 name={name}\n" in out
 
@@ -435,11 +438,11 @@ def test_names_and_types_equal_those_of_the_cloud():
 
 
 def test_the_price_is_listed_or_called_unknown():
-    listed = config_of("target=v4-64 hours=24").price_notes()[1]
+    listed = parse_config("target=v4-64 hours=24").price_notes()[1]
     assert re.findall(r"\$[\d.,]+\d", listed) == ["$2,472.96", "$103.04", "$3.22"] and "usd_per_hour=" in listed
-    spot = config_of("target=v5e-8 spot=true spot_usd_per_hour=0.5 usd_per_hour=1").price_notes()[1]
+    spot = parse_config("target=v5e-8 spot=true spot_usd_per_hour=0.5 usd_per_hour=1").price_notes()[1]
     assert re.findall(r"\$[\d.,]+\d", spot) == ["$4.00", "$0.50", "$8.00", "$1.00"]
-    assert config_of("target=slurm nodes=2").price_notes() == ()
+    assert parse_config("target=slurm nodes=2").price_notes() == ()
 
 
 def test_the_dockerfile_copies_only_code_and_all_files_of_the_wheel():
@@ -456,12 +459,15 @@ def test_the_dockerfile_copies_only_code_and_all_files_of_the_wheel():
 
 
 def test_actions_print_one_command(capsys: pytest.CaptureFixture[str]):
-    status, out, err = call(capsys, "delete", "target=v6e-4", "zone=z", "name=mine")
+    status, out, err = run_launch(capsys, "delete", "target=v6e-4", "zone=z", "name=mine")
     assert (status, err) == (0, "")
     assert out.split()[3:] == ["queued-resources", "delete", "mine", "--force", "--quiet", "--zone=z"]
-    assert call(capsys, "list", "target=v6e-4", "queued=false")[1].split()[3:] == ["tpu-vm", "list"]
-    assert call(capsys, "dockerfile", "extra=none") == (0, dockerfile(""), "")
-    assert call(capsys, "logs", "delete", "target=v6e-4")[2] == "valkyrie-launch: logs delete: write only one action.\n"
+    assert run_launch(capsys, "list", "target=v6e-4", "queued=false")[1].split()[3:] == ["tpu-vm", "list"]
+    assert run_launch(capsys, "dockerfile", "extra=none") == (0, dockerfile(""), "")
+    assert (
+        run_launch(capsys, "logs", "delete", "target=v6e-4")[2]
+        == "valkyrie-launch: logs delete: write only one action.\n"
+    )
 
 
 def write_program(folder: Path, name: str, code: str, flags: str = " -S") -> None:
@@ -529,7 +535,7 @@ def train_on_fake_slice(folder: Path, monkeypatch: pytest.MonkeyPatch, attempts:
     monkeypatch.setenv("STATE", str(folder / "state"))
     (folder / "state.train").write_text(attempts)
     monkeypatch.setattr(tpu_vm, "_POLL_S", 0.0)
-    return config_of("target=v5e-8 spot=true name=mine", restarts).supervisor(("name=mine",)).run()
+    return parse_config("target=v5e-8 spot=true name=mine", restarts).supervisor(("name=mine",)).run()
 
 
 def test_a_slice_is_requested_again_after_preemption(programs: Path, monkeypatch: Any, capfd: Any):
@@ -571,13 +577,13 @@ def test_a_permanent_failure_of_gcloud_ends_the_start_with_its_text(
 
 
 def test_a_slice_preempted_during_the_copy_is_requested_again(programs: Path, monkeypatch: Any):
-    once = """
+    outage = """
 if verb == "scp" and not pathlib.Path(os.environ["STATE"] + ".scp").exists():
     pathlib.Path(os.environ["STATE"] + ".scp").touch()
     state.write_text("SUSPENDED")
     sys.exit(1)
 """
-    monkeypatch.setattr("test_launch.GCLOUD", GCLOUD + once)
+    monkeypatch.setattr("test_launch.GCLOUD", GCLOUD + outage)
     assert train_on_fake_slice(programs, monkeypatch, "0") == 0
     assert gcloud_actions(programs) == ["create", "scp", "delete", "create", "scp", "ssh tar", "ssh train"]
 
@@ -598,7 +604,7 @@ def test_the_command_creates_a_slice_and_prints_how_to_delete_it(programs: Path,
     command = ["target=v5e-8", "--run", "--", "model=gpt_tiny", "mesh=2x4x1", "name=mine"]
     (programs / "state.train").write_text("0 0")
     for actions in (["create"], ["create", "ssh pkill -TERM", "ssh pkill -KILL"]):
-        status, _, err = call(capfd, *command)
+        status, _, err = run_launch(capfd, *command)
         assert status == 0
         assert err.split()[-4:] == ["delete", "mine", "--force", "--quiet"] and "gcloud" in err.splitlines()[-1]
         assert [verb for verb in gcloud_actions(programs) if verb == "create" or "pkill" in verb] == actions
@@ -642,35 +648,35 @@ def test_ssh_hosts_start_together_and_all_end_if_one_fails(programs: Path, monke
         (homes / host / "valkyrie" / ".venv" / "bin").mkdir(parents=True)
         write_program(homes / host / "valkyrie" / ".venv" / "bin", "valkyrie-train", TRAINING, flags="")
     monkeypatch.setattr(ssh.Config, "copy_steps", lambda self: [])
-    supervisor = config_of("target=ssh hosts=[a,b]").supervisor(("name=only-this-test", "prompt=it's"))
+    supervisor = parse_config("target=ssh hosts=[a,b]").supervisor(("name=only-this-test", "prompt=it's"))
     assert replace(supervisor, grace_s=0.2).run() == 0
     assert "status 134," in capfd.readouterr().err
-    ran = [int(file.read_text()) for file in homes.glob("pid-*")]
-    assert len(ran) == 4
-    wait_until(lambda: all(is_gone(pid) for pid in ran))
+    pids = [int(file.read_text()) for file in homes.glob("pid-*")]
+    assert len(pids) == 4
+    wait_until(lambda: all(is_gone(pid) for pid in pids))
     (arguments,) = set((homes / "b/valkyrie/.venv/bin/calls").read_text().splitlines())
     assert arguments == "valkyrie-train name=only-this-test prompt=it's"
 
 
 def test_run_writes_the_file_and_submits_it(programs: Path, capsys: pytest.CaptureFixture[str]):
     write_program(programs, "sbatch", "")
-    status, out, _ = call(capsys, "target=slurm", "nodes=2", "--run", "--", "name=mine", "mesh=2x1x1")
+    status, out, _ = run_launch(capsys, "target=slurm", "nodes=2", "--run", "--", "name=mine", "mesh=2x1x1")
     assert (status, out) == (0, "")
     assert (programs / "calls").read_text() == "sbatch mine.sbatch\n"
     assert Path("mine.sbatch").read_text() == slurm.script(
-        config_of("target=slurm nodes=2 name=mine"), ("name=mine", "mesh=2x1x1")
+        parse_config("target=slurm nodes=2 name=mine"), ("name=mine", "mesh=2x1x1")
     )
 
 
 def test_run_reports_the_step_that_fails_and_success(programs: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ("target=slurm", "nodes=2", "--run", "--", "name=mine", "mesh=2x1x1")
     write_program(programs, "sbatch", "")
-    assert "2 steps done" in call(capsys, *arguments)[2]
+    assert "2 steps done" in run_launch(capsys, *arguments)[2]
     write_program(programs, "sbatch", "raise SystemExit(127)")
-    status, _, err = call(capsys, *arguments)
+    status, _, err = run_launch(capsys, *arguments)
     assert status == 127 and "step 2 (submit the job) failed with status 127" in err and "all" not in err
 
 
 def test_code_is_only_copied_from_a_git_clone(programs: Path, capsys: pytest.CaptureFixture[str]):
-    status, _, err = call(capsys, "target=v4-64", "--run", "--", "name=mine", "mesh=4x4x2")
+    status, _, err = run_launch(capsys, "target=v4-64", "--run", "--", "name=mine", "mesh=4x4x2")
     assert status == 2 and "pyproject.toml" in err.splitlines()[-1]

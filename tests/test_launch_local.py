@@ -173,7 +173,7 @@ def test_a_preemption_does_not_count_as_a_crash(capfd: Any):
 
 
 @pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Any]:
+def start_launcher(tmp_path: Path) -> Iterator[Any]:
     """A function that starts `valkyrie-launch target=local` with children that run the given code.
 
     It returns the launcher's process once every child has called `alive`.
@@ -195,8 +195,8 @@ def launched(tmp_path: Path) -> Iterator[Any]:
         yield start
 
 
-SAVES = "on(signal.SIGINT, 130); on(signal.SIGTERM, 75); alive(); time.sleep(60)"
-DEAF = """
+SAVE_ON_SIGNAL = "on(signal.SIGINT, 130); on(signal.SIGTERM, 75); alive(); time.sleep(60)"
+IGNORE_SIGNALS = """
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
 alive()
 time.sleep(60)
@@ -204,8 +204,8 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_is_forwarded_and_all_processes_save(launched: Any, number: int, status: int):
-    process = launched(SAVES)
+def test_a_signal_is_forwarded_and_all_processes_save(start_launcher: Any, number: int, status: int):
+    process = start_launcher(SAVE_ON_SIGNAL)
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=10)
     assert process.returncode == status
@@ -213,8 +213,8 @@ def test_a_signal_is_forwarded_and_all_processes_save(launched: Any, number: int
     assert Path("runs/mine.launch/process-1.log").read_text() == "1 saved\n"
 
 
-def test_a_second_ctrl_c_kills_processes_that_ignored_the_first(launched: Any):
-    process = launched(DEAF)
+def test_a_second_ctrl_c_kills_processes_that_ignored_the_first(start_launcher: Any):
+    process = start_launcher(IGNORE_SIGNALS)
     os.kill(process.pid, signal.SIGINT)
     for line in process.stderr:
         if "processes 0, 1, 2 " in line:
@@ -227,8 +227,8 @@ def test_a_second_ctrl_c_kills_processes_that_ignored_the_first(launched: Any):
 
 # Only Linux can end a process together with its parent (PR_SET_PDEATHSIG), and the launcher promises it only there.
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a killed process")
-def test_children_end_if_the_launcher_is_killed(launched: Any):
-    process = launched(DEAF)
+def test_children_end_if_the_launcher_is_killed(start_launcher: Any):
+    process = start_launcher(IGNORE_SIGNALS)
     process.kill()
     wait_until(lambda: all(is_gone(pid) for pid in pids()))
 

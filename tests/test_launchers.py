@@ -23,16 +23,16 @@ SWEPT = ["mesh=2x2x1,1x1x3", "partition=dp,fsdp,1d_tp", "trial.limit_s=20"]
 
 
 @cache
-def rows(launcher: str, folder: Path) -> dict[str, Any]:
+def run_sweep(launcher: str, folder: Path) -> dict[str, Any]:
     """Run a sweep with a launcher, and return the records of its trials without times, by trial key.
 
     One trial is killed. Runs the sweep twice, and asserts that the second run adds no records.
     """
     multirun = FakeMultirun(folder / launcher, fsdp="kill")
     for _ in range(2):
-        sweep = multirun.start(*SWEPT, f"hydra/launcher={launcher}", *LAUNCHERS[launcher])
-        output, _ = sweep.communicate()
-        assert sweep.returncode == 1, output
+        process = multirun.start(*SWEPT, f"hydra/launcher={launcher}", *LAUNCHERS[launcher])
+        output, _ = process.communicate()
+        assert process.returncode == 1, output
         assert all(part in output for part in ("6 trials", "2 ok", "3 refused", "1 killed")), output
     assert len(multirun.started_trials()) == 3 and multirun.count_lines() == 6
     trials = TrialLog(multirun.sweep_folder).read()
@@ -48,7 +48,7 @@ def rows(launcher: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "trials"])
 def test_every_launcher_records_the_same_trials(launcher: str, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.getbasetemp()
-    assert rows(launcher, folder) == rows("trials", folder)
+    assert run_sweep(launcher, folder) == run_sweep("trials", folder)
 
 
 @pytest.mark.slow
@@ -61,9 +61,9 @@ def test_the_task_function_records_a_trial_without_our_launcher(
     """
     multirun = FakeMultirun(tmp_path)
     multirun.activate(monkeypatch)
-    for times in (1, 2):
+    for attempt in (1, 2):
         assert run_train(*multirun.arguments("partition=dp", "hydra/launcher=basic")) == 0
         output = capfd.readouterr().out
-        assert output.count("tokens/s simulated") == 1 and ("(recorded earlier)" in output) is (times == 2)
+        assert output.count("tokens/s simulated") == 1 and ("(recorded earlier)" in output) is (attempt == 2)
         assert "1 ok" in output
     assert len(multirun.started_trials()) == multirun.count_lines() == 1

@@ -20,7 +20,7 @@ def test_layers_import_only_lower_layers(capsys: pytest.CaptureFixture[str], mon
     assert status == 0, capsys.readouterr().out
 
 
-def lines_of(node: ast.FunctionDef | ast.ClassDef) -> int:
+def line_count(node: ast.FunctionDef | ast.ClassDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
@@ -32,5 +32,5 @@ def test_files_and_functions_are_short_enough_to_read():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 inner = [child for child in node.body if isinstance(child, ast.ClassDef)]  # a module built on demand
-                length = lines_of(node) - sum(map(lines_of, inner))
+                length = line_count(node) - sum(map(line_count, inner))
                 assert length <= LONG.get(node.name, 80), f"{path}:{node.lineno} {node.name} has {length} lines"

@@ -32,7 +32,7 @@ def layer(window: int | None, dilation: int = 1, numerics: Numerics = FLOAT32, *
     return block.build(BlockContext(EMBED, layers=2), numerics=numerics, key=jax.random.key(5))
 
 
-def rotated(x: np.ndarray, theta: float) -> np.ndarray:
+def rotate(x: np.ndarray, theta: float) -> np.ndarray:
     """Rotate each pair (i, i + half) of a head by position / theta ** (i / half) (RoFormer, arXiv 2104.09864)."""
     half = x.shape[-1] // 2
     angle = np.arange(x.shape[1])[:, None] / theta ** (np.arange(half) / half)
@@ -40,12 +40,12 @@ def rotated(x: np.ndarray, theta: float) -> np.ndarray:
     return np.concatenate([z.real, z.imag], -1)
 
 
-def projected(p: dict[str, np.ndarray], name: str, x: np.ndarray, theta: float) -> list[np.ndarray]:
+def project(p: dict[str, np.ndarray], name: str, x: np.ndarray, theta: float) -> list[np.ndarray]:
     q, k, v = (np.einsum("bse,ehd->bshd", x, p[f"{name}.{part}"]) for part in ("query", "key", "value"))
-    return [rotated(q, theta), rotated(k, theta), v]
+    return [rotate(q, theta), rotate(k, theta), v]
 
 
-def definition(module: Any, x: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
+def reference_output(module: Any, x: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
     """Return the layer's output from dense float64 attention.
 
     A position attends to its window and to the global tokens, which are the first positions. Global tokens attend to
@@ -59,22 +59,22 @@ def definition(module: Any, x: np.ndarray, segment_ids: np.ndarray | None) -> np
     near = (i - j) % module.dilation == 0
     if module.window is not None:
         near = near & (abs(i - j) < module.window * module.dilation)
-    seen = near | (j < c.global_tokens) | (i < c.global_tokens)
+    mask = near | (j < c.global_tokens) | (i < c.global_tokens)
     if c.causal:
-        seen = seen & (j <= i)
-    seen = np.broadcast_to(seen, (len(x), SEQ, SEQ))
+        mask = mask & (j <= i)
+    mask = np.broadcast_to(mask, (len(x), SEQ, SEQ))
     if segment_ids is not None:
-        seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
 
     def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         k, v = (np.repeat(y, c.heads // c.kv_heads, axis=2) for y in (k, v))
-        logits = np.where(seen[:, None], np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(c.head_dim), -np.inf)
+        logits = np.where(mask[:, None], np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(c.head_dim), -np.inf)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         return np.einsum("bhij,bjhd->bihd", weights / weights.sum(-1, keepdims=True), v)
 
-    out = attend(*projected(p, "local", x, c.rope_theta))
+    out = attend(*project(p, "local", x, c.rope_theta))
     if c.global_tokens:
-        out[:, : c.global_tokens] = attend(*projected(p, "globals", x, c.rope_theta))[:, : c.global_tokens]
+        out[:, : c.global_tokens] = attend(*project(p, "globals", x, c.rope_theta))[:, : c.global_tokens]
     return np.einsum("bshd,ehd->bse", out, p["out"])
 
 
@@ -101,13 +101,13 @@ CASES = {
 )
 @pytest.mark.parametrize("case", CASES)
 def test_layer_equals_its_definition(case, packed, impl):
-    places, settings = CASES[case]
-    module = layer(*places, **settings, impl=impl)
+    arguments, settings = CASES[case]
+    module = layer(*arguments, **settings, impl=impl)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, SEQ, EMBED)).astype(np.float32)
     ids = np.cumsum(rng.random((2, SEQ)) < 0.15, axis=1).astype(np.int32) if packed else None
     out = module(jnp.asarray(x), Boundaries(None, None if ids is None else jnp.asarray(ids)), UNSHARDED)
-    np.testing.assert_allclose(out, definition(module, x.astype(np.float64), ids), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(out, reference_output(module, x.astype(np.float64), ids), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -25,12 +25,12 @@ def test_the_step_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.Monk
     assert step["min_s"] <= step["step_s"] <= step["p90_s"]
     assert step["tokens_per_second"] == pytest.approx(8 * 16 / step["step_s"])
     assert step["mfu"] is None
-    sent = measured["communication"]
-    assert [over["mesh_axes"] for over in sent["bytes_by_mesh_axes"]] == [["x", "y"]]
+    communication = measured["communication"]
+    assert [over["mesh_axes"] for over in communication["bytes_by_mesh_axes"]] == [["x", "y"]]
     assert np.isfinite(measured["loss"])
     times = measured["trace"]["times"]
     assert all(time["mesh_axes"] == ["x", "y"] and time["seconds"] > 0 for time in times)
-    assert {time["kind"] for time in times} == set(sent["bytes_by_kind"])
+    assert {time["kind"] for time in times} == set(communication["bytes_by_kind"])
     assert "including waiting" in measured["trace"]["note"] and "including waiting" in out
     assert not (tmp_path / "runs" / "m" / "trace").exists()
     assert "SIMULATED" in out and "measured step simulated:" in out

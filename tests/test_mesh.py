@@ -95,7 +95,7 @@ def test_an_invalid_launch_environment_is_refused(environment: dict[str, str]):
     assert_golden_message("mesh", [f"{name}={value}" for name, value in environment.items()], str(error.value))
 
 
-def ids(mesh: jax.sharding.Mesh) -> np.ndarray:
+def device_ids(mesh: jax.sharding.Mesh) -> np.ndarray:
     return np.vectorize(lambda device: device.id)(mesh.devices)
 
 
@@ -104,11 +104,11 @@ def test_every_device_is_placed_once_and_axes_keep_their_names():
         config = parse_mesh(name)
         mesh = build_mesh(config, jax.devices())
         assert dict(mesh.shape) == config.axes == dict(abstract_mesh(config).shape)
-        assert sorted(ids(mesh).flat) == list(range(8))
+        assert sorted(device_ids(mesh).flat) == list(range(8))
 
 
 def test_a_mesh_takes_the_first_devices_and_refuses_too_few():
-    assert sorted(ids(build_mesh(parse_mesh("2x2x1"), jax.devices())).flat) == [0, 1, 2, 3]
+    assert sorted(device_ids(build_mesh(parse_mesh("2x2x1"), jax.devices())).flat) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"mesh=4x4x2 needs 32"):
         build_mesh(parse_mesh("4x4x2"), jax.devices())
 
@@ -116,7 +116,7 @@ def test_a_mesh_takes_the_first_devices_and_refuses_too_few():
 @given(st.permutations(["x", "y", "z"]))
 def test_placement_lists_axes_from_the_slowest_to_the_fastest(placement: list[str]):
     config = MeshConfig(name="4x2x1", shape=[4, 2, 1], placement=placement)
-    order = ids(build_mesh(config, list(reversed(jax.devices()))))
+    order = device_ids(build_mesh(config, list(reversed(jax.devices()))))
     stride, strides = 1, {}
     for axis in reversed(placement):
         strides[axis], stride = stride, stride * config.axes[axis]

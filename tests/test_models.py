@@ -28,7 +28,7 @@ from valkyrie.tasks.next_token import token_losses
 
 
 @lru_cache
-def built(model: str, *overrides: str) -> tuple[Run, Any]:
+def build_model(model: str, *overrides: str) -> tuple[Run, Any]:
     """Return the run of a shrunken model, and its module with initial parameters plus noise."""
     run = small_run(model, *overrides)
     parameters = initial_state((*small_overrides(model), *overrides)).parameters
@@ -47,7 +47,7 @@ def tokens_of(run: Run, rows: int = 2, seq: int = 32, seed: int = 0) -> jax.Arra
 
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_logits_do_not_depend_on_later_tokens(model):
-    run, module = built(model)
+    run, module = build_model(model)
     logits = jax.jit(module.logits)
     tokens = tokens_of(run)
     before, changed = logits(tokens), logits(tokens.at[:, 20].set((tokens[:, 20] + 1) % run.model.vocab_size))
@@ -59,7 +59,7 @@ def test_logits_do_not_depend_on_later_tokens(model):
 
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_every_parameter_gets_a_finite_gradient(model):
-    run, module = built(model)
+    run, module = build_model(model)
     batch = jax.tree.map(jnp.asarray, make_batch(run))
     gradients = jax.jit(jax.grad(lambda m: losses_of(m, batch).objective_sum))(module)
     leaves = jax.tree_util.tree_flatten_with_path(gradients)[0]
@@ -113,14 +113,14 @@ def stream(run: Run, module: Any, tokens: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_streaming_equals_the_parallel_form(model):
-    run, module = built(model)
+    run, module = build_model(model)
     tokens = tokens_of(run)
     np.testing.assert_allclose(stream(run, module, tokens), jax.jit(module.logits)(tokens), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("variant", mark_slow_except(VARIANTS, ["dilated_global"]))
 def test_streaming_equals_the_parallel_form_in_every_variant(variant):
-    run, module = built("valkyrie_tiny", *VARIANTS[variant])
+    run, module = build_model("valkyrie_tiny", *VARIANTS[variant])
     tokens = tokens_of(run, seq=21)
     parallel = jax.jit(module.logits)(tokens)
     np.testing.assert_allclose(stream(run, module, tokens), parallel, rtol=1e-4, atol=2e-5)
@@ -128,7 +128,7 @@ def test_streaming_equals_the_parallel_form_in_every_variant(variant):
     np.testing.assert_allclose(changed[:, :11], parallel[:, :11], rtol=0, atol=1e-6, err_msg="not causal")
 
 
-def packed(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
+def packed_batch(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
     """Return a batch of one row with documents of these lengths. Tokens and targets are random."""
     rng, seq = np.random.default_rng(1), sum(lengths)
     ids = np.repeat(np.arange(len(lengths)), lengths)[None].astype(np.int32)
@@ -145,40 +145,40 @@ def packed(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_packed_documents_have_the_same_losses_as_alone(model):
     lengths = (13, 11, 8)
-    run, module = built(model)
-    _, crossing = built(model, "model.document_boundary=cross")
+    run, module = build_model(model)
+    _, crossing = build_model(model, "model.document_boundary=cross")
     per_token = jax.jit(lambda m, batch: losses_of(m, batch).per_token)
-    batch = packed(run, lengths)
-    together, crossed = per_token(module, batch), per_token(crossing, batch)
+    batch = packed_batch(run, lengths)
+    packed_losses, crossing_losses = per_token(module, batch), per_token(crossing, batch)
     start = 0
     for length in lengths:
         alone = {k: jnp.pad(v[:, start : start + length], ((0, 0), (0, 32 - length))) for k, v in batch.items()}
         alone["segment_ids"] = jnp.zeros((1, 32), jnp.int32)
         part = slice(start, start + length)
-        np.testing.assert_allclose(together[:, part], per_token(module, alone)[:, :length], rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(packed_losses[:, part], per_token(module, alone)[:, :length], rtol=2e-5, atol=2e-6)
         if start:
-            assert np.abs(crossed[:, part] - together[:, part]).max() > 1e-3
+            assert np.abs(crossing_losses[:, part] - packed_losses[:, part]).max() > 1e-3
         start += length
-    np.testing.assert_allclose(crossed[:, : lengths[0]], together[:, : lengths[0]], rtol=1e-5)
+    np.testing.assert_allclose(crossing_losses[:, : lengths[0]], packed_losses[:, : lengths[0]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("model", mark_slow_except(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_padding_does_not_change_the_loss(model):
-    run, module = built(model)
+    run, module = build_model(model)
     losses = jax.jit(lambda m, batch: losses_of(m, batch))
     batch = jax.tree.map(jnp.asarray, make_batch(run))
     weights = batch["weights"].at[:, 24:].set(0)
-    kept = losses(module, batch | {"weights": weights})
+    masked_losses = losses(module, batch | {"weights": weights})
     garbage = {k: batch[k].at[:, 24:].set(run.model.vocab_size - 1) for k in ("tokens", "targets")}
     padded = losses(module, batch | garbage | {"weights": weights})
     for name in ("objective_sum", "loss_sum", "weight_sum"):
-        np.testing.assert_array_equal(getattr(padded, name), getattr(kept, name))
-    assert kept.weight_sum == weights.sum()
-    assert not np.any(kept.per_token[np.asarray(weights) == 0])
+        np.testing.assert_array_equal(getattr(padded, name), getattr(masked_losses, name))
+    assert masked_losses.weight_sum == weights.sum()
+    assert not np.any(masked_losses.per_token[np.asarray(weights) == 0])
 
 
 def test_loss_is_the_log_likelihood_of_the_logits():
-    run, module = built("valkyrie_tiny")
+    run, module = build_model("valkyrie_tiny")
     batch = jax.tree.map(jnp.asarray, make_batch(run))
     losses = jax.jit(lambda m: losses_of(m, batch))(module)
     logits = np.asarray(jax.jit(module.logits)(batch["tokens"], batch["segment_ids"]), np.float64)
@@ -188,7 +188,7 @@ def test_loss_is_the_log_likelihood_of_the_logits():
     np.testing.assert_allclose(losses.loss_sum, (weights * nll).sum(), rtol=1e-5)
     np.testing.assert_allclose(losses.per_token, np.where(weights > 0, nll, 0), rtol=1e-4, atol=1e-5)
     assert losses.objective_sum == losses.loss_sum
-    _, penalised = built("valkyrie_tiny", "model.z_loss=0.1")
+    _, penalised = build_model("valkyrie_tiny", "model.z_loss=0.1")
     with_z = jax.jit(lambda m: losses_of(m, batch))(penalised)
     np.testing.assert_allclose(with_z.loss_sum, losses.loss_sum, rtol=1e-6)
     np.testing.assert_allclose(with_z.objective_sum - with_z.loss_sum, 0.1 * (weights * log_sum**2).sum(), rtol=1e-4)
@@ -196,11 +196,11 @@ def test_loss_is_the_log_likelihood_of_the_logits():
 
 @pytest.mark.slow
 def test_dropout_changes_training_but_not_evaluation():
-    run, module = built("valkyrie_tiny", "model.dropout=0.3")
-    _, without = built("valkyrie_tiny")
+    run, module = build_model("valkyrie_tiny", "model.dropout=0.3")
+    _, module_without_dropout = build_model("valkyrie_tiny")
     batch = jax.tree.map(jnp.asarray, make_batch(run))
     hidden = jax.jit(lambda m, key: m.blocks(m.embed(batch["tokens"]), m.boundaries(batch["segment_ids"]), key=key))
-    evaluated, same = hidden(module, None), hidden(without, None)
+    evaluated, same = hidden(module, None), hidden(module_without_dropout, None)
     np.testing.assert_array_equal(evaluated, same, err_msg="without a key nothing is dropped")
     keys = jax.random.split(jax.random.key(0), 64)
     first, again, other = hidden(module, keys[0]), hidden(module, keys[0]), hidden(module, keys[1])
@@ -228,7 +228,7 @@ def test_every_layer_has_a_different_dropout_key(monkeypatch):
         return x
 
     monkeypatch.setattr(valkyrie.models.language_model, "dropout", spy)
-    run, module = built("longformer_tiny", "model.dropout=0.5")
+    run, module = build_model("longformer_tiny", "model.dropout=0.5")
     module.blocks(module.embed(tokens_of(run)), module.boundaries(None), key=jax.random.key(0))
     jax.effects_barrier()
     assert len(seen) == 2 * run.model.layers
@@ -290,13 +290,15 @@ def test_flops_of_the_config_equal_those_of_the_program(case):
     ("window", "dilation", "seq"), [(8, 1, 32), (8, 3, 32), (None, 1, 32), (64, 1, 32), (5, 2, 37)]
 )
 def test_flops_count_the_keys_that_a_query_sees(window, dilation, seq):
-    def of(w):
+    def windows_override(w):
         return f"model.attention.windows=[{'null' if w is None else w}]"
 
-    run = small_run("longformer_tiny", of(window), f"model.attention.dilations=[{dilation}]", "model.layers=1")
+    run = small_run(
+        "longformer_tiny", windows_override(window), f"model.attention.dilations=[{dilation}]", "model.layers=1"
+    )
     reach = seq if window is None else window
     seen = np.mean([sum(1 for n in range(reach) if i - n * dilation >= 0) for i in range(seq)])
-    nothing = small_run("longformer_tiny", of(1), "model.layers=1")
+    one_key_run = small_run("longformer_tiny", windows_override(1), "model.layers=1")
     per_key = 4 * run.model.attention.heads * run.model.attention.head_dim
-    counted = (run.model.flops_per_token(seq) - nothing.model.flops_per_token(seq)) / per_key + 1
+    counted = (run.model.flops_per_token(seq) - one_key_run.model.flops_per_token(seq)) / per_key + 1
     np.testing.assert_allclose(counted, seen, rtol=0.01)

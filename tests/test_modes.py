@@ -15,7 +15,7 @@ from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import prepare
 
 
-def reading(folder: Path, *arguments: str) -> tuple[str, ...]:
+def resume_arguments(folder: Path, *arguments: str) -> tuple[str, ...]:
     return (f"resume={folder}", *arguments)
 
 
@@ -23,7 +23,7 @@ def reading(folder: Path, *arguments: str) -> tuple[str, ...]:
 def test_evaluation_of_a_run_covers_its_validation_split(capfd: pytest.CaptureFixture[str]) -> None:
     folder = trained_run("eval_batches=1000")
     capfd.readouterr()
-    assert run_train(*reading(folder, "mode=eval")) == 0
+    assert run_train(*resume_arguments(folder, "mode=eval")) == 0
     out, err = capfd.readouterr()
     last = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
     expected = (
@@ -41,18 +41,18 @@ def test_evaluation_refuses_rows_longer_than_the_validation_split_unless_the_tra
     folder = trained_run()
     with monkeypatch.context() as patch:
         patch.delattr(prepare, "acquire_devices")  # the check needs no devices
-        assert run_train(*reading(folder, "mode=eval", "seq=96")) == 2
+        assert run_train(*resume_arguments(folder, "mode=eval", "seq=96")) == 2
     assert (
         "seq=96: the validation split has only 80 tokens to predict, less than one row. Use seq=80 or less."
         in capfd.readouterr().err
     )
-    assert run_train(*reading(trained_run("batch=1", "seq=96"), "mode=eval")) == 0
+    assert run_train(*resume_arguments(trained_run("batch=1", "seq=96"), "mode=eval")) == 0
 
 
 @pytest.mark.parametrize("prompt", mark_slow_except(["def ", 'x = "é" # 😀', "two\nlines", ""], []))
 def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: str) -> None:
     quoted = "'" + prompt + "'"
-    assert run_train(*reading(trained_run(), "mode=generate", f"prompt={quoted}", "sample_tokens=3")) == 0
+    assert run_train(*resume_arguments(trained_run(), "mode=generate", f"prompt={quoted}", "sample_tokens=3")) == 0
     out, err = capfd.readouterr()
     assert re.search(r"\brun\b.*\b6\n" + re.escape(prompt), out)
     assert err == ""
@@ -62,7 +62,7 @@ def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: 
 def test_the_same_seed_generates_the_same_text(capfd: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in (1, 1, 2):
-        assert run_train(*reading(trained_run(), "mode=generate", f"seed={seed}", "sample_tokens=12")) == 0
+        assert run_train(*resume_arguments(trained_run(), "mode=generate", f"seed={seed}", "sample_tokens=12")) == 0
         texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 
@@ -127,7 +127,7 @@ TOO_FEW_IDS = ("model.tokenizer=bytes", "model.vocab_size=256", "model.vocab_siz
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_any_data(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str, change: str, values: tuple[str, ...]
 ) -> None:
-    arguments = tiny_arguments(tmp_path) if mode == "train" else reading(trained_run())
+    arguments = tiny_arguments(tmp_path) if mode == "train" else resume_arguments(trained_run())
     capfd.readouterr()
     assert run_train(*arguments, f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change.split()) == 2
     out, err = capfd.readouterr()
@@ -142,7 +142,8 @@ def test_reading_a_run_with_another_tokenizer_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str, group: str
 ) -> None:
     change = [f"{group}.tokenizer=gpt2", "model.vocab_size=257"]
-    assert run_train(*reading(trained_run()), f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change) == 2
+    arguments = resume_arguments(trained_run(), f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change)
+    assert run_train(*arguments) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith(f"valkyrie-train: {group}.tokenizer=gpt2 ") and err.count("\n") == 1
     assert "only continues with its own tokenizer" in err
@@ -151,7 +152,7 @@ def test_reading_a_run_with_another_tokenizer_is_refused(
 
 @pytest.mark.slow
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
-    job = start_training(*reading(trained_run(), "mode=generate", "sample_tokens=500"), cwd=tmp_path)
+    job = start_training(*resume_arguments(trained_run(), "mode=generate", "sample_tokens=500"), cwd=tmp_path)
     assert job.stdout is not None and job.stderr is not None
     assert "at step 6" in job.stdout.readline()
     job.stdout.close()

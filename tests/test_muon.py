@@ -105,10 +105,11 @@ def test_the_schedule_is_constant_and_then_falls_linearly():
 
 
 def test_every_group_has_its_own_rate():
-    names = {"w": "matrix", "bias": "matrix", "table": "embedding", "scale": "input_scale"}
+    group_by_name = {"w": "matrix", "bias": "matrix", "table": "embedding", "scale": "input_scale"}
     shapes = {"w": (4, 4), "bias": (4,), "table": (4, 4), "scale": ()}
     specs = {
-        n: Parameter(("embed",) * len(shapes[n]), shapes[n], (None,) * len(shapes[n]), g) for n, g in names.items()
+        n: Parameter(("embed",) * len(shapes[n]), shapes[n], (None,) * len(shapes[n]), g)
+        for n, g in group_by_name.items()
     }
     groups = Config().groups | {
         "vector": AdamGroup(0.07),
@@ -173,9 +174,9 @@ def test_settings_saved_before_optimizers_had_families_are_read():
 )
 def test_muon_takes_the_same_steps_on_eight_devices_as_on_one(model, partition):
     overrides = ("optimizer=muon", "optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
-    host = randomize_zero_parameters(initial_state((*small_overrides(model), *overrides)))
-    alone = run_two_steps(small_run(model, *overrides), host)
-    sharded = run_two_steps(small_run(model, *overrides, "mesh=2x2x2", f"partition={partition}"), host)
+    state = randomize_zero_parameters(initial_state((*small_overrides(model), *overrides)))
+    alone = run_two_steps(small_run(model, *overrides), state)
+    sharded = run_two_steps(small_run(model, *overrides, "mesh=2x2x2", f"partition={partition}"), state)
     assert_same_steps(sharded, alone, rtol=1e-4)
 
 
@@ -189,8 +190,8 @@ def test_momentum_is_sharded_like_its_parameter():
     ]
     assert momentum
     for path, x in momentum:
-        (like,) = (p for name, p in parameters.items() if path.endswith(name[1:]))
-        assert x.shape == like.shape and x.sharding == like.sharding, path
+        (parameter,) = (p for name, p in parameters.items() if path.endswith(name[1:]))
+        assert x.shape == parameter.shape and x.sharding == parameter.sharding, path
 
 
 @pytest.mark.parametrize("override", ["optimizer.momentum=1", "optimizer.momentum_warmup=0", "optimizer.warmdown=0"])

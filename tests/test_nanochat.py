@@ -19,7 +19,7 @@ from valkyrie.problems import ProblemCode
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
 SMALL = ("model.depth=4", "model.embed=32", "model.attention.heads=4", "model.attention.kv_heads=2")
 SMALL += ("model.attention.head_dim=8", "model.vocab_size=61", "model.vocab_multiple=1", "precision=float32")
-FORMS = {
+VERSIONS = {
     "2025": ("model=nanochat_2025", "model.norm_epsilon=1e-6", "model.attention.qk_norm_epsilon=1e-6"),
     "2026": ("model=nanochat", "model.context=200"),
 }
@@ -71,40 +71,40 @@ PUBLIC = {
 """Parameter names in the public implementations. `{}` is the layer index."""
 
 
-def module_with(run: Run, form: str, weights: dict[str, np.ndarray]) -> Any:
+def module_with(run: Run, version: str, weights: dict[str, np.ndarray]) -> Any:
     """Return the module of a run with the golden's weights. Fails if a weight is not used."""
     assembly, unused = make_assembly(run), {*weights}
     (group, repeats), *more = run.model.segments()
     assert not more
 
-    def of_layer(public: str, layer: int, shape: tuple[int, ...], own: str) -> np.ndarray:
+    def of_layer(public: str, layer: int, shape: tuple[int, ...], own_name: str) -> np.ndarray:
         name, _, index = public.format(layer).partition("[")
         unused.discard(name)
         value = weights[name][int(index.rstrip("]"))] if index else weights[name]
-        reads_first = own in ("local.query", "local.key", "local.value", "up")
+        reads_first = own_name in ("local.query", "local.key", "local.value", "up")
         return (value.T if reads_first else value).reshape(shape)
 
     values = []
     for name, spec in assembly.specs.items():
-        own = name.split("mixer.")[-1].removeprefix("segment_0.")
-        own = own.split("feed_forward.")[-1].rpartition("block_")[2]
-        own = own.split(".", 1)[1] if own[0].isdigit() else own
-        place = partial(of_layer, PUBLIC[form][own], own=own)
+        own_name = name.split("mixer.")[-1].removeprefix("segment_0.")
+        own_name = own_name.split("feed_forward.")[-1].rpartition("block_")[2]
+        own_name = own_name.split(".", 1)[1] if own_name[0].isdigit() else own_name
+        load_weight = partial(of_layer, PUBLIC[version][own_name], own_name=own_name)
         if "block_" not in name:
-            values.append(place(0, spec.shape))
+            values.append(load_weight(0, spec.shape))
             continue
         block = int(name.split("block_")[1].split(".")[0])
-        values.append(np.stack([place(i * len(group) + block, spec.shape[1:]) for i in range(repeats)]))
+        values.append(np.stack([load_weight(i * len(group) + block, spec.shape[1:]) for i in range(repeats)]))
     assert not unused
     structure = jax.tree.structure(assembly.abstract_parameters)
     return assembly.module(jax.tree.unflatten(structure, [jnp.asarray(value) for value in values]))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_logits_equal_those_of_the_public_model(form):
-    run = compose_run(*FORMS[form], *SMALL, "mesh=1x1x1", "partition=dp")
-    module = module_with(run, form, random_weights(json.loads(str(GOLDEN[f"shapes_{form}"]))))
-    expected = GOLDEN[f"logits_{form}"]
+@pytest.mark.parametrize("version", VERSIONS)
+def test_logits_equal_those_of_the_public_model(version):
+    run = compose_run(*VERSIONS[version], *SMALL, "mesh=1x1x1", "partition=dp")
+    module = module_with(run, version, random_weights(json.loads(str(GOLDEN[f"shapes_{version}"]))))
+    expected = GOLDEN[f"logits_{version}"]
     tokens = np.random.default_rng(1).integers(0, 61, (1, expected.shape[1]))
     logits = jax.jit(module.logits)(jnp.asarray(tokens, jnp.int32))
     assert np.abs(expected).max() > 3, "the cap of the logits is not tested"

@@ -17,7 +17,7 @@ from valkyrie.axes import UNSHARDED
 from valkyrie.ops.linear import Numerics, linear
 from valkyrie.ops.narrow import narrow_einsum, scale_to
 
-DTYPES = {"int8": 0.02, "float8_e4m3fn": 0.06}
+TOLERANCES = {"int8": 0.02, "float8_e4m3fn": 0.06}
 """Allowed error of a product by dtype, relative to the largest value of the exact product."""
 
 
@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("equation", ["bse,em->bsm", "bse,ehd->bshd", "bshd,ehd->bse", "bsm,em->bse"])
 def test_a_narrow_product_is_close_to_the_exact_one(equation: str, dtype: str):
     sizes = dict(zip("bsemhd", (2, 5, 64, 48, 4, 16), strict=True))
@@ -34,10 +34,10 @@ def test_a_narrow_product_is_close_to_the_exact_one(equation: str, dtype: str):
     x = x * jnp.asarray([1.0, 1e-4])[(...,) + (None,) * (x.ndim - 1)]  # every row has a scale of its own
     wide, narrow = jnp.einsum(equation, x, w), narrow_einsum(equation, x, w, dtype)
     for row, expected in zip(narrow, wide, strict=True):
-        np.testing.assert_allclose(row, expected, atol=DTYPES[dtype] * float(jnp.abs(expected).max()))
+        np.testing.assert_allclose(row, expected, atol=TOLERANCES[dtype] * float(jnp.abs(expected).max()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 def test_zero_rows_and_the_largest_number_are_exact(dtype: str):
     narrow, scale = scale_to(jnp.asarray([[0.0, 0.0], [-3.0, 1.0]]), dtype, (1,))
     assert narrow.dtype == dtype
@@ -45,11 +45,11 @@ def test_zero_rows_and_the_largest_number_are_exact(dtype: str):
     np.testing.assert_allclose(narrow[1, 0].astype(jnp.float32) * scale[1, 0], -3.0, rtol=1e-6)
 
 
-def operands(jaxpr: Any) -> list[str]:
+def operand_dtypes(jaxpr: Any) -> list[str]:
     dtypes = [e.invars[0].aval.dtype.name for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     for eqn in jaxpr.eqns:
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
-            dtypes += operands(value.jaxpr) if hasattr(value, "jaxpr") else []
+            dtypes += operand_dtypes(value.jaxpr) if hasattr(value, "jaxpr") else []
     return dtypes
 
 
@@ -61,7 +61,7 @@ def test_parameter_gradients_are_not_quantised():
         return y.astype(jnp.float32).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(normal(2, 3, 8), normal(8, 4))
-    assert sorted(operands(jaxpr.jaxpr)) == ["bfloat16", "int8", "int8"]
+    assert sorted(operand_dtypes(jaxpr.jaxpr)) == ["bfloat16", "int8", "int8"]
 
 
 @pytest.mark.slow
@@ -71,11 +71,11 @@ def test_training_with_narrow_products_learns_as_well(precision: str):
         run = small_run("gpt_tiny", f"precision={policy}", "model.layers=2", "optimizer.learning_rate=1e-2")
         program = make_program(run)
         state, batch = program.init(0), program.place(make_batch(run))
-        curves = []
+        curve = []
         for _ in range(12):
             state, metrics = program.step(state, batch)
-            curves.append(float(metrics["loss"]))
-        return curves
+            curve.append(float(metrics["loss"]))
+        return curve
 
     narrow, wide = losses(precision), losses("bf16_mixed")
     assert narrow[-1] < narrow[0] - 0.5
@@ -88,11 +88,11 @@ def test_training_with_narrow_products_learns_as_well(precision: str):
 def test_narrow_products_on_eight_devices_equal_those_on_one(partition: str):
     """Sums in another order change the last bits of a value, which may then be rounded to another int8 number."""
     overrides = (*small_overrides("gpt_tiny"), "precision=int8", "precision.compute=float32")
-    host = initial_state(overrides)
-    single = run_two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), host)
+    state = initial_state(overrides)
+    single = run_two_steps(small_run("gpt_tiny", "precision=int8", "precision.compute=float32"), state)
     sharded_steps = run_two_steps(
         small_run("gpt_tiny", "precision=int8", "precision.compute=float32", "mesh=2x2x2", f"partition={partition}"),
-        host,
+        state,
     )
     for metrics, expected in zip(sharded_steps.metrics, single.metrics, strict=True):
         np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=5e-4)

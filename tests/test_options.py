@@ -59,26 +59,26 @@ def test_user_options_override_defaults_and_null_removes_them():
 
 
 def test_gradient_sums_are_split_if_the_compiler_overlaps_them_with_products():
-    def kinds(*overrides: str, **of: str) -> str:
+    def lowered_text(*overrides: str, **options: str) -> str:
         fsdp = compose_run("model=gpt_tiny", "partition=fsdp", "mesh=2x2x1", "batch=8", *overrides)
-        lowered = StepProgram(fsdp, abstract_mesh(fsdp.config.mesh), backend=of.get("backend", "tpu")).lower_step()
+        lowered = StepProgram(fsdp, abstract_mesh(fsdp.config.mesh), backend=options.get("backend", "tpu")).lower_step()
         return lowered.as_text()
 
-    assert "all_to_all" in kinds("target=v4-8")
-    assert "all_to_all" not in kinds("target=v4-8", "partition.gradient_sum=reduce_scatter")
-    assert "all_to_all" not in kinds("target=v4-8", f"{KEY}.{ALL_TO_ALL}=null")
-    assert "all_to_all" not in kinds("target=v5e-4"), "its compiler has no asynchronous all-to-all"
-    assert "all_to_all" not in kinds("target=v4-8", backend="cpu")
-    assert "all_to_all" in kinds("target=v5e-4", "partition.gradient_sum=all_to_all")
+    assert "all_to_all" in lowered_text("target=v4-8")
+    assert "all_to_all" not in lowered_text("target=v4-8", "partition.gradient_sum=reduce_scatter")
+    assert "all_to_all" not in lowered_text("target=v4-8", f"{KEY}.{ALL_TO_ALL}=null")
+    assert "all_to_all" not in lowered_text("target=v5e-4"), "its compiler has no asynchronous all-to-all"
+    assert "all_to_all" not in lowered_text("target=v4-8", backend="cpu")
+    assert "all_to_all" in lowered_text("target=v5e-4", "partition.gradient_sum=all_to_all")
 
 
 def test_a_default_option_that_the_compiler_rejects_is_dropped(monkeypatch: pytest.MonkeyPatch):
-    chip, fused = known_chips()["v5p"], "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+    chip, fusion_option = known_chips()["v5p"], "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
     for version, is_used in (("0.0.42.1", True), ("0.0.46", False), ("0.1.0", False)):
         monkeypatch.setattr("valkyrie.train.options.metadata.version", lambda name, version=version: version)
-        assert (fused in [option.name for option in collect_options(chip, {})]) is is_used
-    overridden = replace(chip, xla_options=chip.xla_options | {fused: "maybe"})
-    assert Option(fused, "maybe", USER) in collect_options(overridden, {}), "the setting of the user is kept"
+        assert (fusion_option in [option.name for option in collect_options(chip, {})]) is is_used
+    overridden = replace(chip, xla_options=chip.xla_options | {fusion_option: "maybe"})
+    assert Option(fusion_option, "maybe", USER) in collect_options(overridden, {}), "the setting of the user is kept"
 
 
 def test_a_null_option_without_a_default_is_not_listed():

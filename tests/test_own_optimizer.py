@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def composed(folder: Path, *overrides: str) -> Run:
+def compose_lion(folder: Path, *overrides: str) -> Run:
     return compose_run(*SMALL, f"hydra.searchpath=[valkyrie://groups,{folder}]", "optimizer=lion", *overrides)
 
 
@@ -47,17 +47,17 @@ def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_users_optimizer_trains_on_a_mesh_and_resumes(folder: Path) -> None:
-    done = train(folder, "name=lion", "steps=2", "sample_tokens=0")
-    assert "step 2/2" in done.stdout, done.stdout + done.stderr
+    result = train(folder, "name=lion", "steps=2", "sample_tokens=0")
+    assert "step 2/2" in result.stdout, result.stdout + result.stderr
     saved = saved_config(folder.parent / "runs" / "lion")
     assert saved.optimizer.family == "lion" and list(saved.modules) == [str(folder)]
     command = [sys.executable, "-m", "valkyrie.cli.train", "resume=lion", "steps=3", "sample_tokens=0"]
-    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
-    assert "steps 3 to" in done.stdout, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
+    assert "steps 3 to" in result.stdout, result.stdout + result.stderr
 
 
 def test_mode_show_and_the_estimate_count_one_moment(folder: Path) -> None:
-    run = composed(folder, "target=v5e-8")
+    run = compose_lion(folder, "target=v5e-8")
     program = StepProgram(run, abstract_mesh(run.config.mesh))
     shown = expected_memory(run, program.abstract_state).optimizer
     layouts = stack_runs([run])
@@ -73,7 +73,7 @@ def test_mode_show_prints_the_memory_of_a_users_optimizer(folder: Path) -> None:
 
 
 def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
-    wrong = replace(composed(folder).config.optimizer, **{"beta2": 1.0})
+    wrong = replace(compose_lion(folder).config.optimizer, **{"beta2": 1.0})
     assert [problem.key for problem in wrong.problems()] == ["optimizer.beta2"]
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import valkyrie
 from reported import GOLDEN_FOLDER, golden_summary, trial_from_summary
 from runs import ONE_DEVICE_ARGUMENTS, TINY_ARGUMENTS
-from test_foreign_files import check, damaged, fuzz
+from test_foreign_files import check_damaged_file, damaged_json, fuzz
 from valkyrie.processes.locks import _read_holder
 from valkyrie.report.page import render_page
 from valkyrie.report.records import read_answer, read_command, read_rows, read_training
@@ -74,7 +74,7 @@ def check_line(data: st.DataObject, path: Path, read: Callable[[], object]) -> N
     content = path.read_bytes()
     lines = content.splitlines(keepends=True)
     number = data.draw(st.integers(0, len(lines) - 1))
-    lines[number] = data.draw(damaged(json.loads(lines[number]))) + b"\n"
+    lines[number] = data.draw(damaged_json(json.loads(lines[number]))) + b"\n"
     path.write_bytes(b"".join(lines))
     message = path.name
     try:
@@ -107,7 +107,7 @@ def test_damaged_training_records_are_reported(run_folder: Path, name: str, data
 def test_a_damaged_run_yaml_is_reported(run_folder: Path, tmp_path: Path, data: st.DataObject) -> None:
     assert saved_run(run_folder).config.batch == 8
     valid_content = yaml.safe_load((run_folder / "run.yaml").read_text())
-    check(data, tmp_path / "run.yaml", valid_content, lambda: saved_run(tmp_path))
+    check_damaged_file(data, tmp_path / "run.yaml", valid_content, lambda: saved_run(tmp_path))
 
 
 @pytest.mark.parametrize("group", ["data", "model", "optimizer", "task"])
@@ -129,7 +129,7 @@ def test_a_report_skips_damaged_files_of_trials(sweep_folder: Path, name: str, d
     file = sweep_folder / name
     content = file.read_bytes()
     try:
-        check(data, file, json.loads(content), lambda: report(sweep_folder))
+        check_damaged_file(data, file, json.loads(content), lambda: report(sweep_folder))
     finally:
         file.write_bytes(content)
 
@@ -156,4 +156,4 @@ READERS: dict[str, tuple[Any, Callable[[Path], object]]] = {
 @fuzz(60)
 def test_other_damaged_records_are_reported(tmp_path: Path, name: str, data: st.DataObject) -> None:
     valid, read = READERS[name]
-    check(data, tmp_path / name, valid, lambda: read(tmp_path / name))
+    check_damaged_file(data, tmp_path / name, valid, lambda: read(tmp_path / name))

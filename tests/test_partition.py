@@ -21,11 +21,11 @@ from valkyrie.records import dump, load
 from valkyrie.runs.layout_record import LayoutRecord
 
 AXES = list(known_axes())
-YAMLS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
+PARTITION_CONFIGS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
 
 
 @lru_cache
-def composed(model: str) -> Run:
+def compose_model_run(model: str) -> Run:
     return compose_run("mesh=1x1x1", "partition=dp", f"model={model}")
 
 
@@ -34,8 +34,8 @@ def layout_of(mesh: str, partition: str, model: str = "valkyrie_tiny") -> Layout
 
     Replaces both in a cached run, because composing a run for every case would take minutes.
     """
-    run = composed(model)
-    return Run(replace(run.config, mesh=parse_mesh(mesh), partition=YAMLS[partition]), run.model).layout
+    run = compose_model_run(model)
+    return Run(replace(run.config, mesh=parse_mesh(mesh), partition=PARTITION_CONFIGS[partition]), run.model).layout
 
 
 ROLES = {
@@ -53,13 +53,13 @@ ROLES = {
 
 
 def test_partition_files_are_named_like_their_partitions():
-    assert sorted(YAMLS) == PARTITIONS
+    assert sorted(PARTITION_CONFIGS) == PARTITIONS
     assert set(ROLES) <= set(PARTITIONS)
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_every_logical_axis_of_a_model_has_a_rule(name: str):
-    partition, axes = YAMLS[name], [*AXES, "conv"]
+    partition, axes = PARTITION_CONFIGS[name], [*AXES, "conv"]
     for mesh in ("4x4x2", "2x4x4x1", "2s4x4x1", "2s2x2x2x2"):
         parameters, activations, problems = resolve_rules(partition, parse_mesh(mesh), axes)
         assert problems == []
@@ -102,27 +102,27 @@ def test_roles_are_read_back_from_a_record():
     assert record.axis_roles and load(LayoutRecord, dump(record), "a record") == record
 
 
-def data_model_fsdp(names: list[str], mesh: str = "4x4x2") -> tuple[dict[str, str], list[Problem]]:
+def resolve_data_model_fsdp(names: list[str], mesh: str = "4x4x2") -> tuple[dict[str, str], list[Problem]]:
     config = parse_mesh(mesh)
     config.names = names
-    parameters, activations, problems = resolve_rules(YAMLS["data_model_fsdp"], config, AXES)
+    parameters, activations, problems = resolve_rules(PARTITION_CONFIGS["data_model_fsdp"], config, AXES)
     return {axis: str(role) for axis, role in assign_roles(config, parameters, activations).items()}, problems
 
 
-MODEL = "MP1(mlp,heads,kv_heads,vocab,state)"
+MODEL_ROLE = "MP1(mlp,heads,kv_heads,vocab,state)"
 
 
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (["data", "model", "fsdp"], {"x": "DP(batch)", "y": MODEL, "z": "FSDP(batch,embed)"}),
-        (["fsdp", "data", "model"], {"x": "FSDP(batch,embed)", "y": "DP(batch)", "z": MODEL}),
-        (["replica", "fully_sharded", "tensor"], {"x": "DP(batch)", "y": "FSDP(batch,embed)", "z": MODEL}),
-        (["dp", "tp", "mp"], {"x": "DP(batch)", "y": MODEL, "z": MODEL}),
+        (["data", "model", "fsdp"], {"x": "DP(batch)", "y": MODEL_ROLE, "z": "FSDP(batch,embed)"}),
+        (["fsdp", "data", "model"], {"x": "FSDP(batch,embed)", "y": "DP(batch)", "z": MODEL_ROLE}),
+        (["replica", "fully_sharded", "tensor"], {"x": "DP(batch)", "y": "FSDP(batch,embed)", "z": MODEL_ROLE}),
+        (["dp", "tp", "mp"], {"x": "DP(batch)", "y": MODEL_ROLE, "z": MODEL_ROLE}),
     ],
 )
 def test_axis_names_of_the_launch_environment_give_roles(names: list[str], expected: dict[str, str]):
-    assert data_model_fsdp(names) == (expected, [])
+    assert resolve_data_model_fsdp(names) == (expected, [])
 
 
 @pytest.mark.parametrize("axis", mark_slow_except(range(4), [0]))
@@ -130,12 +130,12 @@ def test_axis_names_of_the_launch_environment_give_roles(names: list[str], expec
 def test_a_fourth_axis_has_the_role_that_the_launch_environment_gives_it(role: str, axis: int):
     names = ["data", "model", "fsdp"]
     names.insert(axis, role)
-    run = composed("valkyrie_tiny")
+    run = compose_model_run("valkyrie_tiny")
     mesh = parse_mesh("2x2x2x2")
     mesh.names = names
-    named_run = Run(replace(run.config, mesh=mesh, partition=YAMLS["data_model_fsdp"]), run.model)
+    named_run = Run(replace(run.config, mesh=mesh, partition=PARTITION_CONFIGS["data_model_fsdp"]), run.model)
     assert named_run.problems() == []
-    expected = {"replica": "DP(batch)", "data": "DP(batch)", "model": MODEL, "fsdp": "FSDP(batch,embed)"}
+    expected = {"replica": "DP(batch)", "data": "DP(batch)", "model": MODEL_ROLE, "fsdp": "FSDP(batch,embed)"}
     assert list(map(str, named_run.layout.roles.values())) == [expected[name] for name in names]
 
 
@@ -154,15 +154,17 @@ def test_an_axis_listed_by_name_and_by_role_is_used_once():
 
 
 def test_an_unknown_axis_name_is_refused_unless_its_axis_has_size_one():
-    (problem,) = data_model_fsdp(["data", "expert", "fsdp"])[1]
+    (problem,) = resolve_data_model_fsdp(["data", "expert", "fsdp"])[1]
     assert (problem.code, problem.value, problem.mesh_axes) == (ProblemCode.unknown_role, "expert", ("y",))
-    assert data_model_fsdp(["data", "expert", "fsdp"], "4x1x2")[1] == []
+    assert resolve_data_model_fsdp(["data", "expert", "fsdp"], "4x1x2")[1] == []
 
 
 def test_axis_names_do_not_affect_a_partition_without_roles():
     mesh = parse_mesh("4x4x2")
     mesh.names = ["a", "b", "c"]
-    assert resolve_rules(YAMLS["2d_tp"], mesh, AXES) == resolve_rules(YAMLS["2d_tp"], parse_mesh("4x4x2"), AXES)
+    assert resolve_rules(PARTITION_CONFIGS["2d_tp"], mesh, AXES) == resolve_rules(
+        PARTITION_CONFIGS["2d_tp"], parse_mesh("4x4x2"), AXES
+    )
 
 
 def test_invalid_rules_are_refused():

@@ -30,7 +30,7 @@ from valkyrie.train.memory import legal_remats, recomputed_activations
 from valkyrie.train.program import serialised_module
 
 SEQUENCE = ("partition.activations.batch=[x]", "partition.activations.seq=[y]")
-ALTERNATING = ("partition.schedule=1f1b", "remat=full")
+SCHEDULE_1F1B = ("partition.schedule=1f1b", "remat=full")
 CIRCULAR = ("partition.schedule=circular", "partition.rounds=2")
 
 
@@ -58,31 +58,31 @@ def case(*values: str, quick: bool = False) -> Any:
         case("gpt_tiny", "pp", "1x2x2", "microbatches=4", CIRCULAR[0], "partition.rounds=3", "model.layers=12"),
         case("gpt_tiny", "pp", "1x1x4", "microbatches=8", CIRCULAR[0], "partition.rounds=6", "model.layers=24"),
         case("nanochat_tiny", "pp_2d_tp", "2x2x2", "microbatches=4", *CIRCULAR, "model.layers=8"),
-        case("gpt_tiny", "pp", "1x2x2", "microbatches=4", "batch=16", *ALTERNATING, quick=True),
-        case("gpt_tiny", "pp", "2x1x4", "microbatches=1", *ALTERNATING),
-        case("gpt_tiny", "pp", "1x1x4", "microbatches=2", *ALTERNATING, "model.layers=8"),
-        case("valkyrie_tiny", "pp_fsdp", "2x1x2", "microbatches=2", *ALTERNATING, "model.tie_embeddings=false"),
-        case("gpt2_tiny", "pp_fsdp", "2x2x2", "microbatches=1", *ALTERNATING, "partition.gradient_sum=all_to_all"),
-        case("nanochat_tiny", "pp_2d_tp", "2x2x2", "microbatches=4", *ALTERNATING),
+        case("gpt_tiny", "pp", "1x2x2", "microbatches=4", "batch=16", *SCHEDULE_1F1B, quick=True),
+        case("gpt_tiny", "pp", "2x1x4", "microbatches=1", *SCHEDULE_1F1B),
+        case("gpt_tiny", "pp", "1x1x4", "microbatches=2", *SCHEDULE_1F1B, "model.layers=8"),
+        case("valkyrie_tiny", "pp_fsdp", "2x1x2", "microbatches=2", *SCHEDULE_1F1B, "model.tie_embeddings=false"),
+        case("gpt2_tiny", "pp_fsdp", "2x2x2", "microbatches=1", *SCHEDULE_1F1B, "partition.gradient_sum=all_to_all"),
+        case("nanochat_tiny", "pp_2d_tp", "2x2x2", "microbatches=4", *SCHEDULE_1F1B),
     ],
 )
 def test_pipelines_take_the_same_steps_as_one_device(model: str, partition: str, mesh: str, overrides: tuple[str, ...]):
-    of_model = tuple(o for o in overrides if o.startswith(("model.", "batch", "precision")))
+    model_overrides = tuple(o for o in overrides if o.startswith(("model.", "batch", "precision")))
     run = small_run(model, f"mesh={mesh}", f"partition={partition}", *overrides)
     assert run.layout.pipeline is not None
-    steps = run_two_steps(run, randomize_zero_parameters(initial_state((*small_overrides(model), *of_model))))
-    assert_same_steps(steps, reference_steps(model, *of_model))
+    steps = run_two_steps(run, randomize_zero_parameters(initial_state((*small_overrides(model), *model_overrides))))
+    assert_same_steps(steps, reference_steps(model, *model_overrides))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sends", "kept"),
+    ("overrides", "sends", "stored_microbatches"),
     [
         pytest.param((), 2 * (8 + 3), 8 + 3, id="gpipe"),
-        pytest.param(ALTERNATING, 2 * (8 + 3), 2 * 4 - 1, id="1f1b", marks=pytest.mark.slow),
+        pytest.param(SCHEDULE_1F1B, 2 * (8 + 3), 2 * 4 - 1, id="1f1b", marks=pytest.mark.slow),
         pytest.param(CIRCULAR, 2 * (2 * 8 + 3), 2 * 8 + 3, id="circular", marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_step_has_the_sends_of_the_formula(overrides: tuple[str, ...], sends: int, kept: int):
+def test_a_compiled_step_has_the_sends_of_the_formula(overrides: tuple[str, ...], sends: int, stored_microbatches: int):
     arguments = ("mesh=1x1x4", "partition=pp", "microbatches=8", "batch=32", "model.layers=8", "seq=16", *overrides)
     run = small_run("gpt_tiny", *arguments)
     module = parse_module(serialised_module(make_program(run).compile_step()))
@@ -91,7 +91,7 @@ def test_a_compiled_step_has_the_sends_of_the_formula(overrides: tuple[str, ...]
     pipeline = run.layout.pipeline
     assert pipeline is not None
     assert sum(use.calls for use in uses) == pipeline.permutes == sends
-    assert pipeline.stored_microbatches == kept
+    assert pipeline.stored_microbatches == stored_microbatches
 
 
 @pytest.mark.slow
@@ -110,14 +110,14 @@ def test_1f1b_stores_inputs_of_fewer_microbatches_than_gpipe():
         "seq=128",
         "remat=full",
     )
-    needs = []
+    temp_bytes = []
     for schedule in ("gpipe", "1f1b"):
         run = small_run("gpt_tiny", *overrides, f"partition.schedule={schedule}")
         sizes = make_program(run).compile_step().memory_analysis()
         assert sizes is not None
-        needs.append(sizes.temp_size_in_bytes)
+        temp_bytes.append(sizes.temp_size_in_bytes)
     inputs = 32 * 4 * 128 * 32 * 4
-    assert needs[0] - needs[1] == pytest.approx((17 - 3) * inputs, rel=0.15)
+    assert temp_bytes[0] - temp_bytes[1] == pytest.approx((17 - 3) * inputs, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_the_bubble_is_the_idle_time_relative_to_the_busy_time(pipeline: Pipelin
     work = pipeline.rounds * pipeline.microbatches
     turns = pipeline.forward_turns
     if pipeline.is_1f1b:
-        half = pipeline.stages - 1
-        assert pipeline.turns == half + pipeline.microbatches + half
-        assert 3 * turns == half * 1 + pipeline.microbatches * 3 + half * 2
+        ramp_turns = pipeline.stages - 1
+        assert pipeline.turns == ramp_turns + pipeline.microbatches + ramp_turns
+        assert 3 * turns == ramp_turns * 1 + pipeline.microbatches * 3 + ramp_turns * 2
     assert pipeline.bubble == pytest.approx((turns - work) / work) == pytest.approx(bubble)
 
 
@@ -163,7 +163,7 @@ def test_the_description_of_a_pipeline():
 
 
 def test_hints_of_1f1b_suggest_no_activations_to_save():
-    run = small_run("gpt_tiny", "mesh=1x1x2", "partition=pp", "microbatches=2", *ALTERNATING)
+    run = small_run("gpt_tiny", "mesh=1x1x2", "partition=pp", "microbatches=2", *SCHEDULE_1F1B)
     assert list(legal_remats(run)) == ["full"]
     assert (recomputed_activations(run), fuller_remats(run)) == ({}, ())
     assert len(legal_remats(run.changed(partition=small_run("gpt_tiny", "partition=pp").config.partition))) > 5

@@ -53,13 +53,13 @@ def by_hand(axes: dict[str, int], topology: Topology) -> set[tuple[int, ...]]:
             if sizes != axes:
                 continue
             cells = {}
-            for place in range(topology.devices):
-                index, rest, weight = dict.fromkeys(axes, 0), place, dict.fromkeys(axes, 1)
+            for device in range(topology.devices):
+                index, rest, weight = dict.fromkeys(axes, 0), device, dict.fromkeys(axes, 1)
                 for digit, owner in zip(reversed(digits), reversed(owners), strict=True):
                     index[owner] += rest % digit * weight[owner]
                     weight[owner] *= digit
                     rest //= digit
-                cells[tuple(index.values())] = place
+                cells[tuple(index.values())] = device
             assignments.add(tuple(cells[cell] for cell in np.ndindex(*axes.values())))
     return assignments
 
@@ -139,15 +139,18 @@ def test_a_described_placement_matches_the_device_positions(shape: list[int], wr
     every_placement = list_placements(axes, topology)
     entries = every_placement[data.draw(st.integers(0, len(every_placement) - 1))]
     cells = arrange(np.arange(topology.devices), entries, axes)
-    for dimension, (axis, placed) in enumerate(describe_entries(entries, axes, topology).items()):
-        assert placed.straight and math.prod(factor.size for factor in placed.factors) == placed.size == axes[axis]
+    for dimension, (axis, axis_placement) in enumerate(describe_entries(entries, axes, topology).items()):
+        assert axis_placement.straight and axis_placement.size == axes[axis]
+        assert math.prod(factor.size for factor in axis_placement.factors) == axis_placement.size
         first = np.moveaxis(cells, dimension, -1).reshape(-1, axes[axis])[0]
         block = {(0,) * len(shape)}
-        for factor in placed.factors:
-            at = "abc".index(factor.physical_axis)
-            steps = [tuple(i * factor.stride * (k == at) for k in range(len(shape))) for i in range(factor.size)]
+        for factor in axis_placement.factors:
+            torus_axis = "abc".index(factor.physical_axis)
+            steps = [
+                tuple(i * factor.stride * (k == torus_axis) for k in range(len(shape))) for i in range(factor.size)
+            ]
             block = {tuple(a + b for a, b in zip(p, q, strict=True)) for p in block for q in steps}
-            assert factor.ring == (wrap and factor.size * factor.stride == shape[at] > 2)
+            assert factor.ring == (wrap and factor.size * factor.stride == shape[torus_axis] > 2)
         assert {tuple(int(n) for n in np.unravel_index(cell, shape)) for cell in first} == block
 
 
@@ -191,11 +194,11 @@ def test_a_placement_is_described_in_words(entries: list[str], topology: Topolog
 
 def test_links_are_counted_per_chip():
     axes = {"x": 16, "y": 4, "z": 1}
-    placed = describe_entries(["x", "y"], axes, torus(4, 4, 4, wrap=True))
-    assert (placed["x"].links, placed["x"].ring) == (4.0, True)
-    assert placed["y"].factors == (Factor("c", 4, 1, 4, True),)
-    assert str(placed["z"]).endswith("one device")
-    assert (placed["z"].links, placed["z"].ring) == (0, False)
+    axis_placements = describe_entries(["x", "y"], axes, torus(4, 4, 4, wrap=True))
+    assert (axis_placements["x"].links, axis_placements["x"].ring) == (4.0, True)
+    assert axis_placements["y"].factors == (Factor("c", 4, 1, 4, True),)
+    assert str(axis_placements["z"]).endswith("one device")
+    assert (axis_placements["z"].links, axis_placements["z"].ring) == (0, False)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +222,9 @@ def test_devices_that_fill_no_block_are_called_scattered():
     corners = np.array([0, 3, 1, 2]).reshape(2, 2)
     devices = np.array([SimpleNamespace(id=i, coords=(i // 2, i % 2, 0), core_on_chip=0) for i in range(4)])
     mesh: Any = SimpleNamespace(devices=devices[corners], axis_names=("x", "y"))
-    placed = describe_placement(mesh, torus(2, 2))
-    assert "a,b (scattered" in str(placed["y"])
-    assert not placed["y"].straight
+    axis_placements = describe_placement(mesh, torus(2, 2))
+    assert "a,b (scattered" in str(axis_placements["y"])
+    assert not axis_placements["y"].straight
     assert find_placement(mesh, torus(2, 2)) is None
 
 
@@ -240,13 +243,13 @@ def test_the_placement_chosen_by_mesh_utils_is_described(target: str, mesh: str,
     """The torus axis that JAX picks for a mesh axis depends on its version. The description of a choice does not."""
     topology, devices = build_topology(parse_target(target)), compile_devices(parse_target(target))
     built = build_mesh(parse_mesh(mesh), devices)
-    placed = describe_placement(built, topology)
-    recognised = find_placement(built, topology)
-    assert (recognised is None) == (entries is None)
-    if recognised == entries:
-        assert f"x={placed['x']}" == words
-    if recognised is not None:
+    axis_placements = describe_placement(built, topology)
+    placement = find_placement(built, topology)
+    assert (placement is None) == (entries is None)
+    if placement == entries:
+        assert f"x={axis_placements['x']}" == words
+    if placement is not None:
         again = parse_mesh(mesh)
-        again.placement = recognised
+        again.placement = placement
         assert (build_mesh(again, devices).devices == built.devices).all()
-        assert recognised in list_placements(again.axes, topology)
+        assert placement in list_placements(again.axes, topology)

@@ -51,7 +51,7 @@ def program_of(*overrides: str) -> StepProgram:
     return StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
 
 
-def of_the_dtype(tree: Any) -> set[str]:
+def float_dtypes(tree: Any) -> set[str]:
     return {x.dtype.name for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
@@ -63,8 +63,8 @@ def test_a_step_does_not_change_the_dtype_of_any_array(case: tuple[str, str, int
     before = program.abstract_state
     after, metrics = jax.eval_shape(program.step, before, program.abstract_batch)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(before)] == [(x.shape, x.dtype) for x in jax.tree.leaves(after)]
-    assert of_the_dtype(before.parameters) == {program.run.config.precision.parameter.value}
-    assert of_the_dtype((before.optimizer, before.ema, metrics)) == {"float32"}
+    assert float_dtypes(before.parameters) == {program.run.config.precision.parameter.value}
+    assert float_dtypes((before.optimizer, before.ema, metrics)) == {"float32"}
     memory = expected_memory(program.run, before)
     for tree, expected in ((before.optimizer, memory.optimizer), (before.ema, memory.ema)):
         assert sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree)) == (
@@ -93,8 +93,8 @@ def test_gradient_memory_is_that_of_a_microbatch_and_a_float32_sum(overrides: An
 def test_the_moving_average_follows_every_step(precision: str, rounding: float):
     """A thousandth of a step is below bfloat16's precision: an average in bfloat16 would never move."""
     recipe = ("optimizer.ema_decay=0.999", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01")
-    key = (*small_overrides(TINY), "model.layers=1", precision, *recipe)
-    program, state = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
+    overrides = (*small_overrides(TINY), "model.layers=1", precision, *recipe)
+    program, state = make_program(compose_run(*overrides, "mesh=1x1x1", "partition=dp")), initial_state(overrides)
     average = {name: np.asarray(p, np.float64) for name, p in leaves_by_name(state.parameters).items()}
     start = dict(average)
     for seed in range(4):
@@ -129,10 +129,10 @@ def test_gradients_of_microbatches_are_summed_in_float32():
 
     Sums over devices are in bfloat16 (`precision.reduction`), but sums over microbatches must not be.
     """
-    key = ("model.layers=1", "batch=64", "seq=16", "precision=bf16_mixed", "precision.reduction=bfloat16")
+    overrides = ("model.layers=1", "batch=64", "seq=16", "precision=bf16_mixed", "precision.reduction=bfloat16")
     norms = []
     for count in (1, 64):
-        program = make_program(small_run(TINY, *key, f"microbatches={count}"))
+        program = make_program(small_run(TINY, *overrides, f"microbatches={count}"))
         batch = {name: np.repeat(x[:1], 64, axis=0) for name, x in make_batch(program.run, 1).items()}
         _, metrics = program.step(program.init(0), program.place(batch))
         norms.append(float(metrics["grad_norm"]))

@@ -70,8 +70,8 @@ def test_a_dumped_module_has_the_same_report_as_our_step(step: Path, tmp_path: P
     record = prediction.record
     parts = {(part.kind, part.mesh_axes): part.seconds for part in record.parts}
     assert prediction.step_s == pytest.approx(sum(parts.values()))
-    waited, times = parts[PartKind.exposed, ("model",)], record.step.replayed_s / record.step.step_s
-    assert parts[PartKind.matmul, ()] * times == pytest.approx(1.2e6 / 1.5e9)
+    waited, replay_ratio = parts[PartKind.exposed, ("model",)], record.step.replayed_s / record.step.step_s
+    assert parts[PartKind.matmul, ()] * replay_ratio == pytest.approx(1.2e6 / 1.5e9)
     assert waited > 1e-4
     assert prediction.tokens_per_second == pytest.approx(1000 / prediction.step_s) and prediction.mfu is None
     assert record.lines[0].source == "their/step.py:7"
@@ -180,8 +180,10 @@ def test_places_must_be_all_devices_of_the_slice(step: Path):
     assert f"places: missing: {places[-1]}. List each" in refusal(step, STEP, places=places[:-1])
     assert f"places: {places[0]} is listed 2 times. List each" in refusal(step, STEP, places=[*places, places[0]])
     assert "places: missing: 0:0,0,0:0, " in refusal(step, STEP, places=[])
-    other = replace(places[0], slice=1)
-    assert f"places has {other}, which is not a device of v5e-8" in refusal(step, STEP, places=[other, *places[1:]])
+    foreign_position = replace(places[0], slice=1)
+    assert f"places has {foreign_position}, which is not a device of v5e-8" in refusal(
+        step, STEP, places=[foreign_position, *places[1:]]
+    )
     assert places[1] == Position.parse(str(places[1]))
     for wrong in ("places.json", [str(places[0])]):
         with pytest.raises(TypeError, match="places= takes a list of positions"):
@@ -275,7 +277,7 @@ def test_the_command_predicts_a_function_of_a_file(
     assert (function.__name__, name, settings["scale"], settings["name"]) == ("jitted", "v5e-8", 2, "jitted")
     assert (settings["tokens"], settings["unit"], settings["time_limit_s"]) == (512, "images", 60)
     assert run("builders.py:without_slice") == (0, "") and len(calls[1][0]) == 1
-    for words, message in (
+    for argument, message in (
         ("builders.py", "name the function that returns the step and its arguments: "),
         ("builders.py:nope", "builders.py has no function nope. Use step, without_slice, failing, "),
         ("builders.py:failing", "builders.py:failing: KeyError: 'weights' (builders.py:11)"),
@@ -293,8 +295,8 @@ def test_the_command_predicts_a_function_of_a_file(
         ("missing.hlo", "missing.hlo: no such file or directory."),
         ("step.hlo", "--mesh: name the mesh axes of a compiled module in order"),
     ):
-        status, err = run(words)
-        assert status == 2 and message in err and err.count("\n") == 1, (words, err)
+        status, err = run(argument)
+        assert status == 2 and message in err and err.count("\n") == 1, (argument, err)
     assert len(calls) == 2
 
 
@@ -326,15 +328,15 @@ def test_running_a_program_on_devices_of_the_slice_is_explained():
 
 
 def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = (str(step), "--target", "v5e-8", "--mesh", "data=2,model=4")
+    arguments = (str(step), "--target", "v5e-8", "--mesh", "data=2,model=4")
     (folder := tmp_path / "folder.html").mkdir()
     (tmp_path / "folder.json").mkdir()
-    places = [(folder, "is a directory")]
+    outputs = [(folder, "is a directory")]
     if (full := Path("/dev/full")).exists():  # only Linux has it
-        places.append((full, "no space left on device"))
-    for path, reason in places:
+        outputs.append((full, "no space left on device"))
+    for path, reason in outputs:
         with pytest.raises(SystemExit) as error:
-            main([*words, "--html", str(path)])
+            main([*arguments, "--html", str(path)])
         assert error.value.code == 2
         err = capsys.readouterr().err
         assert err.startswith(f"valkyrie-predict: {path} cannot be written ({reason}). ") and "another path" in err

@@ -36,7 +36,7 @@ from valkyrie.train.program import serialised_module
 pytestmark = needs_libtpu
 PAGE = (Path(__file__).parents[1] / "valkyrie" / "search" / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.split("## Predict any JAX program")[1], re.DOTALL)
-Programs = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
+ProgramBuilder = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
 
 
 def struct(mesh: Mesh, shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
@@ -105,7 +105,7 @@ def module_text(proto: bytes) -> str:
 @pytest.mark.slow  # two compiles for a TPU
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("program", [products, donating, manual])
-def test_a_child_compiles_the_same_module(program: Programs, target: valkyrie.Slice, mesh: Mesh):
+def test_a_child_compiles_the_same_module(program: ProgramBuilder, target: valkyrie.Slice, mesh: Mesh):
     function, arguments = program(mesh)
     lowered = function.lower(*arguments)
     captured = capture_program(lowered, {})
@@ -230,7 +230,7 @@ def test_the_examples_of_several_shardings_run_as_written(
     assert (tmp_path / "search" / "report.html").is_file() and found.best in capsys.readouterr().out
 
 
-def fail_with(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def replace_compiler(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Make compiler processes run `code` instead. In it, `folder` is the folder of the request.
 
     The test must use the fixture `pid`, the file to which the process writes its id.
@@ -252,7 +252,7 @@ def pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_crash_of_the_compiler_is_a_status(
     pid: Path, mesh: Mesh, target: valkyrie.Slice, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
 ):
-    fail_with(monkeypatch, "print('F1126 check failed', flush=True); os.abort()")
+    replace_compiler(monkeypatch, "print('F1126 check failed', flush=True); os.abort()")
     function, arguments = products(mesh)
     result = valkyrie.predict(function, *arguments, slice=target)
     assert (result.status, result.fits, result.step_s) == ("failed", None, None)
@@ -263,7 +263,7 @@ def test_a_crash_of_the_compiler_is_a_status(
 def test_a_compile_that_exceeds_its_time_limit_is_stopped(
     pid: Path, mesh: Mesh, target: valkyrie.Slice, monkeypatch: pytest.MonkeyPatch
 ):
-    fail_with(monkeypatch, "time.sleep(600)")
+    replace_compiler(monkeypatch, "time.sleep(600)")
     monkeypatch.setattr(
         predict.UnpartitionedProgram, "from_lowered", lambda lowered: pytest.fail("only a result needs it")
     )
@@ -275,7 +275,7 @@ def test_a_compile_that_exceeds_its_time_limit_is_stopped(
 def test_an_interrupt_ends_the_compiler_at_once(
     pid: Path, mesh: Mesh, target: valkyrie.Slice, monkeypatch: pytest.MonkeyPatch, empty_cache: Path
 ):
-    fail_with(monkeypatch, "time.sleep(600)")
+    replace_compiler(monkeypatch, "time.sleep(600)")
     function, arguments = products(mesh)
     lines: list[str] = []
 

@@ -110,13 +110,15 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
     )
     assert comparison.ratio == pytest.approx((6 + 1.2) / 2)
     assert comparison.best == "slow" and comparison.step_s("slow") == 0.48
-    three = valkyrie.predict(step, layouts=LAYOUTS | {"other": (0.2,)}, slice=SLICE, measured_s={"fast": 0.12})
-    assert three.step_s("other") == pytest.approx(0.24) and three["other"].step_s == 0.2
-    assert "multiplied by 1.200, the ratio of measured to predicted time of fast" in str(three)
-    assert "measured_s=" not in str(three)
-    milliseconds = valkyrie.predict(step, layouts=LAYOUTS, slice=SLICE, measured_s={"fast": 120})
-    assert "measured_s= is far from the predicted times" in str(milliseconds)
-    page = three.html(tmp_path / "r.html").read_text()
+    larger_comparison = valkyrie.predict(
+        step, layouts=LAYOUTS | {"other": (0.2,)}, slice=SLICE, measured_s={"fast": 0.12}
+    )
+    assert larger_comparison.step_s("other") == pytest.approx(0.24) and larger_comparison["other"].step_s == 0.2
+    assert "multiplied by 1.200, the ratio of measured to predicted time of fast" in str(larger_comparison)
+    assert "measured_s=" not in str(larger_comparison)
+    wrong_unit_comparison = valkyrie.predict(step, layouts=LAYOUTS, slice=SLICE, measured_s={"fast": 120})
+    assert "measured_s= is far from the predicted times" in str(wrong_unit_comparison)
+    page = larger_comparison.html(tmp_path / "r.html").read_text()
     assert "240.0 ms" in page and "predicted step: 100.0 ms" in page
 
 

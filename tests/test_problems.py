@@ -135,13 +135,16 @@ def test_a_problem_has_a_code_the_key_at_fault_and_its_value(arguments: str):
 @pytest.mark.timeout(600)  # alone, it composes every case
 def test_texts_of_all_problem_codes_equal_the_golden_file():
     """`UPDATE_GOLDENS=1 pytest tests/test_problems.py` writes the file."""
-    every = {arguments: problems_of(arguments) for arguments in CASES} | {"": MADE}
-    lines = [f"$ {arguments}\n" + "".join(f"{p.code.value}: {p}\n" for p in every[arguments]) for arguments in every]
+    problems_by_arguments = {arguments: problems_of(arguments) for arguments in CASES} | {"": MADE}
+    lines = [
+        f"$ {arguments}\n" + "".join(f"{p.code.value}: {p}\n" for p in problems)
+        for arguments, problems in problems_by_arguments.items()
+    ]
     if os.environ.get("UPDATE_GOLDENS"):
         GOLDEN.write_text("\n".join(lines))
     assert GOLDEN.read_text() == "\n".join(lines)
-    assert {p.code for problems in every.values() for p in problems} == {*ProblemCode}
-    assert all(p.label and str(p).endswith(".") for problems in every.values() for p in problems)
+    assert {p.code for problems in problems_by_arguments.values() for p in problems} == {*ProblemCode}
+    assert all(p.label and str(p).endswith(".") for problems in problems_by_arguments.values() for p in problems)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +213,7 @@ OF_A_MESH = {
 """The problem codes that the search checks with arrays, for many layouts at once."""
 
 
-@example(shape=[1, 3, 1, 1], name="sp", model="trm_tiny", order=("gpipe", 1), microbatches=1, batch=1, seq=30)
+@example(shape=[1, 3, 1, 1], name="sp", model="trm_tiny", schedule=("gpipe", 1), microbatches=1, batch=1, seq=30)
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.sampled_from([1, 1, 2, 3, 4, 8]), min_size=4, max_size=4),
@@ -222,9 +225,9 @@ OF_A_MESH = {
     st.sampled_from([30, 96, 768]),
 )
 def test_vectorised_checks_find_the_problems_of_single_layouts(
-    shape: list[int], name: str, model: str, order: tuple[str, int], microbatches: int, batch: int, seq: int
+    shape: list[int], name: str, model: str, schedule: tuple[str, int], microbatches: int, batch: int, seq: int
 ):
-    partition = replace(PARTITION_CONFIGS[name], schedule=PipelineSchedule[order[0]], rounds=order[1])
+    partition = replace(PARTITION_CONFIGS[name], schedule=PipelineSchedule[schedule[0]], rounds=schedule[1])
     mesh, arrays, logical_axes = parse_mesh("x".join(map(str, shape))), ARRAYS[model], known_axes()
     remat = load_remat("full")
     _, problems = layout_with_problems(mesh, partition, arrays, microbatches, remat, batch, seq, logical_axes)

@@ -82,27 +82,27 @@ def test_a_process_with_another_process_count_is_named():
 
 
 def test_a_used_port_is_named():
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        address = f"127.0.0.1:{other.getsockname()[1]}"
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ValueError, match=r"port \d+ \(Address"):
             ConnectedTeam(ProcessInfo(address, 2, 0), timeout_s=1.0, heartbeat_s=2.0)
 
 
 def test_another_server_is_not_mistaken_for_process_0():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
 
         def answer() -> None:
-            connection, _ = other.accept()
+            connection, _ = server.accept()
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
             connection.close()
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(ValueError, match="not process 0"):
-            ConnectedTeam(ProcessInfo(f"127.0.0.1:{other.getsockname()[1]}", 2, 1), timeout_s=1.0, heartbeat_s=2.0)
+            ConnectedTeam(ProcessInfo(f"127.0.0.1:{server.getsockname()[1]}", 2, 1), timeout_s=1.0, heartbeat_s=2.0)
 
 
 def test_a_missing_process_0_is_reported():
@@ -122,34 +122,34 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("lost", "signal", "says"),
+    ("lost_index", "signal", "message"),
     [
         (1, 9, ") is lost: its connection closed"),
         (0, 9, "process 0 is lost: "),
         (1, 19, ") is lost: it sent nothing for 3 s"),
     ],
 )
-def test_the_other_processes_end_if_one_is_lost(lost: int, signal: int, says: str):
+def test_the_other_processes_end_if_one_is_lost(lost_index: int, signal: int, message: str):
     address = free_address()
     members = [start_python("-c", MEMBER, str(index), address, cwd=Path.cwd()) for index in range(2)]
     try:
         for member in members:
             assert member.stdout is not None and member.stdout.readline() == "met\n"
-        members[lost].send_signal(signal)
-        survivor = members[1 - lost]
+        members[lost_index].send_signal(signal)
+        survivor = members[1 - lost_index]
         assert survivor.wait(30) == LOST
-        assert survivor.stderr is not None and says in survivor.stderr.read()
+        assert survivor.stderr is not None and message in survivor.stderr.read()
     finally:
         for member in members:
             member.kill()
             member.communicate()
 
 
-GIVEN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.2:8476", "JAX_PROCESS_COUNT": "4", "JAX_PROCESS_INDEX": "3"}
+ENVIRONMENT = {"JAX_COORDINATOR_ADDRESS": "10.0.0.2:8476", "JAX_PROCESS_COUNT": "4", "JAX_PROCESS_INDEX": "3"}
 OTHER_NAMES = {"JAX_COORDINATOR_ADDRESS": "10.0.0.2:8476", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 
 
-@pytest.mark.parametrize("environment", [GIVEN, OTHER_NAMES])
+@pytest.mark.parametrize("environment", [ENVIRONMENT, OTHER_NAMES])
 def test_the_environment_gives_coordinator_count_and_index(environment: dict[str, str]):
     assert find_process(DistributedConfig(), environment=environment) == ProcessInfo("10.0.0.2:8476", 4, 3)
     assert find_process(DistributedConfig(name="off"), environment=environment) is None
@@ -157,13 +157,13 @@ def test_the_environment_gives_coordinator_count_and_index(environment: dict[str
 
 def test_the_command_line_overrides_the_environment():
     config = DistributedConfig(coordinator="a:1", processes=2, process=1)
-    assert find_process(config, environment=GIVEN) == ProcessInfo("a:1", 2, 1)
+    assert find_process(config, environment=ENVIRONMENT) == ProcessInfo("a:1", 2, 1)
     assert find_process(DistributedConfig(), environment={}) is None
     assert find_process(DistributedConfig(), environment={"JAX_PROCESS_COUNT": "1"}) is None
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"JAX_PROCESS_INDEX": "4"}, "process index 4"),
         ({"JAX_PROCESS_INDEX": "one"}, "JAX_PROCESS_INDEX=one "),
@@ -173,10 +173,10 @@ def test_the_command_line_overrides_the_environment():
         ({"JAX_PROCESS_COUNT": "", "JAX_PROCESS_INDEX": ""}, "not JAX_PROCESS_COUNT and JAX_PROCESS_INDEX."),
     ],
 )
-def test_incomplete_process_settings_are_refused(change: dict[str, str], says: str):
+def test_incomplete_process_settings_are_refused(change: dict[str, str], message: str):
     with pytest.raises(ValueError) as error:
-        find_process(DistributedConfig(), environment=GIVEN | change)
-    assert says in str(error.value)
+        find_process(DistributedConfig(), environment=ENVIRONMENT | change)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +224,10 @@ def test_a_run_resumes_with_another_number_of_processes(tmp_path: Path):
     )
     assert whole[0] == 0, whole[2]
     for processes, mesh, steps in ((2, "2x2x1", 2), (1, "4x1x1", 4), (4, "2x2x2", 6)):
-        parts = start_processes(
+        workers = start_processes(
             processes, *overrides, f"mesh={mesh}", f"steps={steps}", "optimizer.decay_steps=6", cwd=tmp_path
         )
-        assert [status for status, _, _ in wait_for_processes(parts)] == [0] * processes
+        assert [status for status, _, _ in wait_for_processes(workers)] == [0] * processes
     np.testing.assert_allclose(losses(tmp_path / "runs/run"), losses(tmp_path / "whole/run"), rtol=2e-5)
 
 
@@ -256,12 +256,12 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preempted", [0, 1])
-def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted: int, tmp_path: Path):
+@pytest.mark.parametrize("preempted_index", [0, 1])
+def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted_index: int, tmp_path: Path):
     overrides = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "steps=100000", "name=run", "checkpoint.every=null"]
     processes = start_processes(2, *overrides, cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 5)
-    processes[preempted].terminate()
+    processes[preempted_index].terminate()
     start = time.monotonic()
     assert [status for status, _, _ in wait_for_processes(processes)] == [PREEMPTED] * 2
     assert time.monotonic() - start < 30
@@ -273,14 +273,14 @@ def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_the_others_end_if_a_process_is_killed_and_the_run_resumes(killed: int, tmp_path: Path):
+@pytest.mark.parametrize("killed_index", [0, 1])
+def test_the_others_end_if_a_process_is_killed_and_the_run_resumes(killed_index: int, tmp_path: Path):
     overrides = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "name=run", "checkpoint.every=5"]
     processes = start_processes(2, *overrides, "steps=100000", cwd=tmp_path)
     wait_for_step(tmp_path / "runs/run", 20)
-    processes[killed].kill()
+    processes[killed_index].kill()
     start = time.monotonic()
-    survivor = wait_for_processes(processes)[1 - killed]
+    survivor = wait_for_processes(processes)[1 - killed_index]
     assert survivor[0] in (LOST, -6) and time.monotonic() - start < 15  # -6: JAX's own end, where it is faster
     again = wait_for_processes(start_processes(2, *overrides, "steps=40", cwd=tmp_path))
     assert [status for status, _, _ in again] == [0, 0] and "continuing run" in again[0][1]
@@ -358,9 +358,9 @@ def test_a_failed_write_on_one_process_ends_all_processes(tmp_path: Path):
     script = tmp_path / "full_disk.py"
     script.write_text(FULL_DISK)
     overrides = [*TINY_ARGUMENTS, "mesh=2x1x1", "partition=fsdp", "name=run", "steps=4000", "checkpoint.every=3"]
-    place = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
+    variables = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
     processes = [
-        start_python("-W", "ignore", str(script), *overrides, cwd=tmp_path, **place, JAX_PROCESS_INDEX=str(index))
+        start_python("-W", "ignore", str(script), *overrides, cwd=tmp_path, **variables, JAX_PROCESS_INDEX=str(index))
         for index in range(2)
     ]
     (first, _, err), (second, _, _) = wait_for_processes(processes)

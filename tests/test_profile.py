@@ -155,23 +155,23 @@ def test_only_the_line_of_operations_is_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("fault", "message"),
     [
         ("profiler", "no trace: Profile has already been started"),
         ("empty", "no trace: the profiler recorded no operation of the step"),
         ("nameless", "no trace: the profiler recorded the step without the names of its collectives"),
     ],
 )
-def test_the_reason_is_reported_if_there_is_no_trace(monkeypatch: pytest.MonkeyPatch, wrong: str, said: str):
+def test_the_reason_is_reported_if_there_is_no_trace(monkeypatch: pytest.MonkeyPatch, fault: str, message: str):
     def events(_: object, module: Module) -> list[Event]:
-        return [] if wrong == "empty" else [Event("p", "0", 0, 0.0, 1.0)]
+        return [] if fault == "empty" else [Event("p", "0", 0, 0.0, 1.0)]
 
     monkeypatch.setattr(profile, "read_events", events)
-    if wrong == "profiler":
+    if fault == "profiler":
         jax.profiler.start_trace(tempfile.mkdtemp())
     try:
         result = trace_collectives(lambda: None, parse_module(TWO_GROUPS), AXES, None)
     finally:
-        if wrong == "profiler":
+        if fault == "profiler":
             jax.profiler.stop_trace()
-    assert result.times is None and result.note is not None and result.note.startswith(said)
+    assert result.times is None and result.note is not None and result.note.startswith(message)

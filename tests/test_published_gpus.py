@@ -37,14 +37,16 @@ for pairs in gpus.estimate_by_group(group_rows, published).values():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "order", "error"), [("vtrain_multi_175B_512", 0.9, 0.05), ("vtrain_multi_3.6B_64", 0.96, 0.1)]
+    ("group", "min_correlation", "error"), [("vtrain_multi_175B_512", 0.9, 0.05), ("vtrain_multi_3.6B_64", 0.96, 0.1)]
 )
-def test_a_group_is_estimated_with_constants_of_the_other_groups(group: str, order: float, error: float) -> None:
+def test_a_group_is_estimated_with_constants_of_the_other_groups(
+    group: str, min_correlation: float, error: float
+) -> None:
     # In a new process, because the type checks of this one would take nine tenths of the time of a fit.
     command = [sys.executable, "-c", GROUP_PROGRAM, str(gpus.ROWS_FILE.parent), group]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     measured, estimates = np.array([line.split() for line in result.stdout.splitlines()], float).T
-    assert len(measured) > 20 and spearmanr(measured, estimates).statistic >= order
+    assert len(measured) > 20 and spearmanr(measured, estimates).statistic >= min_correlation
     assert np.abs(estimates / measured - 1).mean() < error
     assert measured[np.argmin(estimates)] < 1.02 * measured.min()
 
@@ -55,11 +57,11 @@ def sending_seconds(**changes: bool) -> float:
     The run has 8-way tensor parallelism. `changes` replaces fields of its `Candidates`.
     """
     rows = [row for row in gpus.read_rows(gpus.ROWS_FILE) if "175B_512" in row.line["group"] and row.line["tp"] == "8"]
-    timed, efficiency = gpus.stack_rows(rows[:1]), Efficiency()
-    layouts = replace(timed.layouts, **changes)
+    timed_layouts, efficiency = gpus.stack_rows(rows[:1]), Efficiency()
+    layouts = replace(timed_layouts.layouts, **changes)
     times = StepEstimator(
-        timed.work, layouts, timed.chip, efficiency, collective_model(timed.chip, efficiency)
-    ).estimate(timed.remat)
+        timed_layouts.work, layouts, timed_layouts.chip, efficiency, collective_model(timed_layouts.chip, efficiency)
+    ).estimate(timed_layouts.remat)
     return float(times.parts["stages"][0])
 
 

@@ -30,7 +30,7 @@ REFERENCE += ("model.mlp=256", "model.length_mlp=256", "model.puzzles=4", "model
 REFERENCE += ("model.puzzle_tokens=3", "model.high_cycles=3", "model.low_cycles=6", "model.exploration=0", "mesh=1x1x1")
 REFERENCE += ("partition=dp", "precision=float32", "model=trm_tiny")
 VARIANTS = {"attention": ("model.layers=2",), "mlp": ("model.layers=1", "model.mixer=mlp")}
-FLAT = ("optimizer.warmup_steps=0", "optimizer.final_ratio=1", "optimizer.clip_norm=null")
+CONSTANT_RATE = ("optimizer.warmup_steps=0", "optimizer.final_ratio=1", "optimizer.clip_norm=null")
 TINY = ("model=trm_tiny", "model.embed=32", "model.mlp=32", "model.layers=1", "model.heads=2", "batch=8", "seq=16")
 TINY += ("optimizer=adam_atan2", "optimizer.warmup_steps=0", "optimizer.learning_rate=1e-2")
 
@@ -51,24 +51,24 @@ def convert_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     renamed |= {"initial_high": table["H_init"], "initial_low": table["L_init"]}
     renamed |= {"puzzle_embedding": table["puzzle_emb.weights"]}
     for name, value in table.items():
-        layer = f"layer_{name.split('.')[2]}." if name.startswith("L_level") else ""
-        length = "length_" if ".mlp_t." in name else ""
+        layer_prefix = f"layer_{name.split('.')[2]}." if name.startswith("L_level") else ""
+        length_prefix = "length_" if ".mlp_t." in name else ""
         if "gate_up" in name:
             gate, up = np.split(value, 2)
-            renamed |= {f"{layer}{length}gate": gate.T, f"{layer}{length}up": up.T}
+            renamed |= {f"{layer_prefix}{length_prefix}gate": gate.T, f"{layer_prefix}{length_prefix}up": up.T}
         elif "down" in name:
-            renamed[f"{layer}{length}down"] = value
+            renamed[f"{layer_prefix}{length_prefix}down"] = value
         elif "qkv" in name:
             parts = zip(("query", "key", "value"), np.split(value, 3), strict=True)
-            renamed |= {f"{layer}{part}": w.T.reshape(-1, *heads) for part, w in parts}
+            renamed |= {f"{layer_prefix}{part}": w.T.reshape(-1, *heads) for part, w in parts}
         elif "o_proj" in name:
-            renamed[f"{layer}out"] = value.reshape(-1, *heads)
+            renamed[f"{layer_prefix}out"] = value.reshape(-1, *heads)
     return renamed
 
 
 def reference_run(variant: str, *overrides: str) -> Run:
     """Return a run with a model of the reference's shape for a variant, and further overrides."""
-    return compose_run(*REFERENCE, *VARIANTS[variant], *FLAT, *overrides)
+    return compose_run(*REFERENCE, *VARIANTS[variant], *CONSTANT_RATE, *overrides)
 
 
 def batch_of(reference: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
@@ -99,17 +99,17 @@ def test_two_steps_equal_those_of_the_reference(variant: str):
         gradients, out = step(carry, batch_of(reference, number))
         expected = {name.removeprefix(f"step_{number}."): value for name, value in reference.items()}
         carry = out.carry
-        close = {"rtol": 2e-5, "atol": 2e-5}
+        tolerances = {"rtol": 2e-5, "atol": 2e-5}
         np.testing.assert_allclose(out.objective, expected["loss"], rtol=2e-6)
         np.testing.assert_allclose(out.sums["answer_loss"], expected["lm_loss"], rtol=2e-6)
-        np.testing.assert_allclose(carry["high"], expected["z_H"], **close)
-        np.testing.assert_allclose(carry["low"], expected["z_L"], **close)
+        np.testing.assert_allclose(carry["high"], expected["z_H"], **tolerances)
+        np.testing.assert_allclose(carry["low"], expected["z_L"], **tolerances)
         np.testing.assert_array_equal(carry["steps"], expected["steps"])
         np.testing.assert_array_equal(~carry["running"], expected["halted"])
-        ours_by_norm = {name: np.linalg.norm(g) / 5 for name, g in leaves_by_name(gradients).items()}
-        assert ours_by_norm["initial_high"] == ours_by_norm["initial_low"] == 0
+        our_norms = {name: np.linalg.norm(g) / 5 for name, g in leaves_by_name(gradients).items()}
+        assert our_norms["initial_high"] == our_norms["initial_low"] == 0
         for name, norm in norms_of(expected).items():
-            total = np.sqrt(sum(ours_by_norm[part] ** 2 for part in converted_names(name)))
+            total = np.sqrt(sum(our_norms[part] ** 2 for part in converted_names(name)))
             np.testing.assert_allclose(total, norm, rtol=5e-5, err_msg=name)
         rows = updated(gradients["puzzle_embedding"], parameters["puzzle_embedding"])
         np.testing.assert_allclose(rows, expected["table_after"], rtol=1e-6)
@@ -154,7 +154,7 @@ def converted_names(name: str) -> list[str]:
 
 def updated(gradient: Any, table: Any) -> Any:
     """Return a table after one step of sign descent with the golden's settings: rate 0.01, decay 0.5."""
-    run = compose_run("model=trm_tiny", *FLAT, "optimizer.learning_rate=0.01", "optimizer.weight_decay=0.5")
+    run = compose_run("model=trm_tiny", *CONSTANT_RATE, "optimizer.learning_rate=0.01", "optimizer.weight_decay=0.5")
     optimizer = make_optimizer(run.config.optimizer, vector_specs({"table": "puzzle"}), Training(10))
     updates, _ = optimizer.update({"table": gradient}, optimizer.init({"table": table}), {"table": table})
     return table + updates["table"]
@@ -185,20 +185,20 @@ def test_the_float32_loss_equals_that_of_float64():
 
 
 def test_adam_atan2_equals_a_calculation_by_hand():
-    run = compose_run("model=trm_tiny", "optimizer=adam_atan2", *FLAT, "optimizer.learning_rate=0.1")
+    run = compose_run("model=trm_tiny", "optimizer=adam_atan2", *CONSTANT_RATE, "optimizer.learning_rate=0.1")
     specs = vector_specs({"w": "matrix", "v": "vector", "start": "fixed"})
     optimizer = make_optimizer(run.config.optimizer, specs, Training(10))
     rng = np.random.default_rng(0)
     w = {name: rng.standard_normal(3).astype(np.float32) for name in ("start", "v", "w")}
-    state, mine, m, v = optimizer.init(w), {k: x.astype(np.float64) for k, x in w.items()}, 0.0, 0.0
+    state, expected, m, v = optimizer.init(w), {k: x.astype(np.float64) for k, x in w.items()}, 0.0, 0.0
     for t in (1, 2, 3):
         g = rng.standard_normal(3).astype(np.float32) * 10.0 ** np.array([-6, 0, 6], np.float32)
         updates, state = optimizer.update(dict.fromkeys(w, g), state, w)
         w = {name: w[name] + updates[name] for name in w}
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g.astype(np.float64) ** 2
         step = 0.1 / (1 - 0.9**t) * np.arctan2(m, np.sqrt(v) / np.sqrt(1 - 0.95**t))
-        mine = {"start": mine["start"], "v": mine["v"] - step, "w": mine["w"] * (1 - 0.1 * 1.0) - step}
-        for name, value in mine.items():
+        expected = {"start": expected["start"], "v": expected["v"] - step, "w": expected["w"] * (1 - 0.1 * 1.0) - step}
+        for name, value in expected.items():
             np.testing.assert_allclose(w[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
@@ -222,7 +222,7 @@ def puzzles(tmp_path_factory: pytest.TempPathFactory) -> PreparedPuzzles:
     return compose_run("model=trm_tiny", "data=sudoku_4x4", *keys).config.data.open("none")
 
 
-def steps_of(program: StepProgram, loader: Loader, state: Any, count: int) -> tuple[Any, list[dict[str, Any]]]:
+def take_steps(program: StepProgram, loader: Loader, state: Any, count: int) -> tuple[Any, list[dict[str, Any]]]:
     """Return the state after `count` steps, and the metrics of each."""
     metrics = []
     for _ in range(count):
@@ -237,7 +237,7 @@ def test_a_training_resumes_in_the_middle_of_its_puzzles(puzzles: PreparedPuzzle
     program = make_program(compose_run(*settings, "mesh=1x1x1", "partition=dp"))
     assert checkpoint_info(program).tokenizer == {"name": "none", "fingerprint": "none"}
     with program.loader(puzzles, "train") as loader, closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
-        state, _ = steps_of(program, loader, program.init(0), 2)
+        state, _ = take_steps(program, loader, program.init(0), 2)
         assert checkpoints.save(2, state, loader.state()) is None
         assert checkpoints.wait() is None
         assert state.carry["running"].all(), "no puzzle is done"
@@ -245,13 +245,18 @@ def test_a_training_resumes_in_the_middle_of_its_puzzles(puzzles: PreparedPuzzle
         np.testing.assert_array_equal(state.ema["puzzle_embedding"], table)
         assert np.any(table != 0) and np.any(state.ema["head"] != state.parameters["head"])
         np.testing.assert_array_equal(program.init(0).parameters["initial_low"], state.parameters["initial_low"])
-        after, metrics = steps_of(program, loader, state, 3)
+        after, metrics = take_steps(program, loader, state, 3)
         assert metrics[0]["halting_steps"] == 3.0
-    other = program if mesh == "1x1x1" else make_program(compose_run(*settings, f"mesh={mesh}", "partition=dp"))
-    with other.loader(puzzles, "train") as loader, closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
-        restored = checkpoints.restore(other.abstract_state)
+    resumed_program = (
+        program if mesh == "1x1x1" else make_program(compose_run(*settings, f"mesh={mesh}", "partition=dp"))
+    )
+    with (
+        resumed_program.loader(puzzles, "train") as loader,
+        closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints,
+    ):
+        restored = checkpoints.restore(resumed_program.abstract_state)
         loader.restore(restored.data)
-        again, resumed_metrics = steps_of(other, loader, restored.state, 3)
+        again, resumed_metrics = take_steps(resumed_program, loader, restored.state, 3)
     if mesh == "1x1x1":
         jax.tree.map(np.testing.assert_array_equal, after, again)
     for mine, theirs in zip(metrics, resumed_metrics, strict=True):

@@ -49,7 +49,7 @@ COMMAND = re.compile(
 )
 
 
-def fenced(page: str) -> str:
+def fenced_blocks(page: str) -> str:
     """Return the fenced blocks without a language: commands and their output."""
     return "\n".join(re.findall(r"^```\n(.*?)^```", LISTING.sub("", page), re.DOTALL | re.MULTILINE))
 
@@ -66,7 +66,7 @@ def table(page: str, start: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in rows]
 
 
-def number(text: str) -> float:
+def first_number(text: str) -> float:
     """Return the first number of a text."""
     return float(re.findall(r"\d[\d,.]*", text)[0].replace(",", ""))
 
@@ -77,11 +77,15 @@ def section(page: str, heading: str) -> str:
 
 
 SPANS = [span for page in PAGES.values() for span in spans(page)]
-TYPED = [line for page in PAGES.values() for line in COMMAND.findall(fenced(page)) if "FOLDER" not in line]
+FENCED_COMMANDS = [
+    line for page in PAGES.values() for line in COMMAND.findall(fenced_blocks(page)) if "FOLDER" not in line
+]
 """Commands in fenced blocks, except those with the placeholder FOLDER."""
-WITHIN = [span for span in SPANS if re.match(r"valkyrie-\w+ ", span) and "FOLDER" not in span and "ZONE" not in span]
+INLINE_COMMANDS = [
+    span for span in SPANS if re.match(r"valkyrie-\w+ ", span) and "FOLDER" not in span and "ZONE" not in span
+]
 """Commands in sentences and tables, except those with the placeholders FOLDER or ZONE."""
-COMMANDS = list({line.partition(" #")[0].rstrip(): line for line in WITHIN + TYPED}.values())
+COMMANDS = list({line.partition(" #")[0].rstrip(): line for line in INLINE_COMMANDS + FENCED_COMMANDS}.values())
 """All commands without duplicates, each with its comment if it has one."""
 
 
@@ -91,7 +95,7 @@ def arguments_of(line: str) -> list[str]:
     return [*shlex.split(typed)[1:], *(["#", *comment.split()] if comment else [])]
 
 
-TRAIN = [line for line in COMMANDS if line.startswith("valkyrie-train")]
+TRAIN_COMMANDS = [line for line in COMMANDS if line.startswith("valkyrie-train")]
 
 
 def test_the_readme_is_short():
@@ -99,8 +103,8 @@ def test_the_readme_is_short():
 
 
 def test_the_commands_are_found():
-    assert len(TRAIN) >= 35 and len([line for line in TRAIN if " -m " in line]) == 3
-    assert any("resume=latest" in line for line in TRAIN) and any("~/books" in line for line in TRAIN)
+    assert len(TRAIN_COMMANDS) >= 35 and len([line for line in TRAIN_COMMANDS if " -m " in line]) == 3
+    assert any("resume=latest" in line for line in TRAIN_COMMANDS) and any("~/books" in line for line in TRAIN_COMMANDS)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -120,7 +124,7 @@ def test_every_page_can_be_reached_from_the_readme():
 
 
 @pytest.mark.parametrize(
-    "line", [pytest.param(line, marks=[pytest.mark.slow] if " -m " in line else []) for line in TRAIN]
+    "line", [pytest.param(line, marks=[pytest.mark.slow] if " -m " in line else []) for line in TRAIN_COMMANDS]
 )
 def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str):
     arguments = arguments_of(line)
@@ -150,10 +154,10 @@ def test_the_listed_sweep_runs(command: Any, monkeypatch: pytest.MonkeyPatch, tm
     assert result.status == 0 and len(trials) >= 8, result.err
 
 
-LAUNCHED = [line for line in COMMANDS if line.startswith("valkyrie-launch")]
+LAUNCH_COMMANDS = [line for line in COMMANDS if line.startswith("valkyrie-launch")]
 
 
-@pytest.mark.parametrize("line", [line for line in LAUNCHED if " -- " in line])
+@pytest.mark.parametrize("line", [line for line in LAUNCH_COMMANDS if " -- " in line])
 def test_commands_after_valkyrie_launch_compose(command: Any, line: str):
     ahead, overrides = split_launch(arguments_of(line))
     config = read_config([word for word in ahead if "=" in word], restarts=0)
@@ -202,7 +206,7 @@ def test_every_documented_setting_exists(key: str):
 
 def test_a_command_with_a_comment_can_be_pasted_into_any_shell():
     """Interactive zsh, the default on macOS, does not support comments: their words become arguments of the command."""
-    for line in (line for page in PAGES.values() for line in fenced(page).splitlines()):
+    for line in (line for page in PAGES.values() for line in fenced_blocks(page).splitlines()):
         head, sign, comment = line.partition(" #")
         assert not sign or not head.startswith(("pip ", "uv ", "python ")), f"{line}: only our commands skip comments"
         if sign and head.startswith("valkyrie-"):
@@ -258,13 +262,15 @@ def test_target_names_count_cores_or_chips_as_stated():
 
 
 REPORT = section(SEARCH, "Predict one layout").split("```")[3]
-ROWS = {name.split("`")[1]: tuple(number(cell) for cell in cells) for name, *cells in table(SEARCH, "`partition=`")}
+ROWS = {
+    name.split("`")[1]: tuple(first_number(cell) for cell in cells) for name, *cells in table(SEARCH, "`partition=`")
+}
 """Peak memory in GiB, step time in ms, tokens/s/chip and MFU in percent, for each partition in a table of `SEARCH`."""
 
 
 def compiled_run(partition: str) -> Run:
     """Return the run of the documented `mode=compile target=v4-64` command, with its partition replaced."""
-    line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
+    line = next(line for line in TRAIN_COMMANDS if "mode=compile target=v4-64" in line and " -m " not in line)
     return compose_run(*(a for a in arguments_of(line) if "partition" not in a), f"partition={partition}")
 
 
@@ -281,7 +287,7 @@ def test_the_search_output_in_the_readme_is_consistent():
     chip = run.config.target.chip
     assert len(rows) == 3 and chip is not None and chip.usd_per_hour is not None
     for cells in rows:
-        step, rate, hours, dollars = (number(cells[i]) for i in (2, 9, 11, 12))
+        step, rate, hours, dollars = (first_number(cells[i]) for i in (2, 9, 11, 12))
         assert rate == pytest.approx(256 * 4096 / 32 / step, rel=1e-3)
         assert hours == pytest.approx(20e9 / rate / 32 / 3600, rel=5e-3)
         assert dollars == pytest.approx(20e9 / rate / 3600 * chip.usd_per_hour, rel=1e-3)
@@ -292,8 +298,8 @@ def test_the_report_matches_the_run_and_is_consistent():
     assert REPORT.strip().splitlines()[0] == f"valkyrie_1b under {run.layout.name} on {run.config.target.describe()}"
     assert f"roles: {run.layout.describe_roles()}\n" in REPORT
     (line,) = re.findall("predicted step: (.*)", REPORT)
-    step, rate, per_chip, mfu = (number(part) for part in line.split(", "))
-    assert ROWS["2d_tp"] == (number(REPORT.split("\nfits: ")[1]), 1000 * step, per_chip, mfu)
+    step, rate, per_chip, mfu = (first_number(part) for part in line.split(", "))
+    assert ROWS["2d_tp"] == (first_number(REPORT.split("\nfits: ")[1]), 1000 * step, per_chip, mfu)
     assert rate == pytest.approx(32 * per_chip, rel=1e-3)
     chip = run.config.target.chip
     assert chip is not None and chip.usd_per_hour is not None
@@ -309,7 +315,7 @@ def test_the_search_table_is_consistent_and_matches_the_model():
     rows = table(SEARCH, "layout on v4-64")
     run, steps = compose_run("target=v4-64", "model=valkyrie_1b", "batch=128", "mesh=32x1x1", "partition=fsdp"), []
     for _, _, *cells in rows:
-        milliseconds, rate, mfu = map(number, cells)
+        milliseconds, rate, mfu = map(first_number, cells)
         steps.append(milliseconds / 1000)
         assert rate == pytest.approx(128 * 2048 / 32 / steps[-1], rel=2e-3)
         assert mfu == pytest.approx(100 * run.step_flops / (32 * 275e12) / steps[-1], abs=0.06)
@@ -351,7 +357,7 @@ def test_the_accuracy_in_the_readme_matches_the_full_table():
     assert len(short) == 5 and f"{pairs} pairs" in README
 
 
-REPORT_COMMAND = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
+REPORT_COMMAND = next(line for line in TRAIN_COMMANDS if "mode=compile target=v4-64" in line and " -m " not in line)
 """The command that produced the report on the pages."""
 COMPILER = re.findall(r"with libtpu ([\d.]+\d)", SEARCH)[0]
 # pip installs a different libtpu for each Python version and after each release, and step times differ between them.
@@ -362,18 +368,18 @@ needs_the_same_libtpu = pytest.mark.skipif(
 )
 
 
-def flat(text: str) -> str:
+def flatten_text(text: str) -> str:
     """Return a text without line breaks, column padding, line numbers of sources, and the units `%` and `ms`."""
     return " ".join(re.sub(r"(\.py):\d+", r"\1", text).replace("%", "").replace(" ms ", " ").split())
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A function that runs a compile command and returns its output without line breaks and padding (`flat`)."""
+def compile_output(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A function that runs a compile command and returns its output without line breaks (`flatten_text`)."""
     folder = tmp_path_factory.mktemp("compiled")
 
     def call(line: str) -> str:
-        return flat(compile_command(folder, *arguments_of(line)).stdout)
+        return flatten_text(compile_command(folder, *arguments_of(line)).stdout)
 
     return call
 
@@ -382,28 +388,28 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 @needs_libtpu
 @needs_the_same_libtpu
 @pytest.mark.timeout(900)
-def test_the_report_equals_a_new_prediction(compiled: Callable[[str], str]):
-    printed, shown = compiled(REPORT_COMMAND), re.sub(r" +\(and the rest;.*", "", REPORT).strip()
+def test_the_report_equals_a_new_prediction(compile_output: Callable[[str], str]):
+    printed, shown = compile_output(REPORT_COMMAND), re.sub(r" +\(and the rest;.*", "", REPORT).strip()
     lines, hint = shown.split("hint: ")
     for part in [*lines.splitlines(), f"hint: {hint}"]:
-        assert flat(part) in printed, part
+        assert flatten_text(part) in printed, part
 
 
 @pytest.mark.slow
 @needs_libtpu
 @needs_the_same_libtpu
 @pytest.mark.timeout(900)
-def test_the_row_of_the_default_partition_equals_a_new_prediction(compiled: Callable[[str], str]):
-    printed, (peak, milliseconds, rate, mfu) = compiled(REPORT_COMMAND.replace("2d_tp", "fsdp")), ROWS["fsdp"]
+def test_the_row_of_the_default_partition_equals_a_new_prediction(compile_output: Callable[[str], str]):
+    printed, (peak, milliseconds, rate, mfu) = compile_output(REPORT_COMMAND.replace("2d_tp", "fsdp")), ROWS["fsdp"]
     assert f"fits: {peak} GiB of" in printed
-    assert number(printed.split("predicted step: ")[1]) == pytest.approx(milliseconds, abs=0.6)
+    assert first_number(printed.split("predicted step: ")[1]) == pytest.approx(milliseconds, abs=0.6)
     assert f"{rate:,.0f} tokens/s/chip, MFU {mfu} of" in printed
 
 
 @pytest.mark.slow
 @needs_libtpu
 @needs_the_same_libtpu
-def test_the_page_shows_the_output_for_a_layout_that_does_not_fit(compiled: Callable[[str], str]):
-    line = next(line for line in TRAIN if "target=v5e-4" in line)
-    printed, shown = compiled(line), fenced(SEARCH).split(line)[1].split("\nvalkyrie-train")[0]
-    assert flat(shown.replace(", ...", "")) in printed
+def test_the_page_shows_the_output_for_a_layout_that_does_not_fit(compile_output: Callable[[str], str]):
+    line = next(line for line in TRAIN_COMMANDS if "target=v5e-4" in line)
+    printed, shown = compile_output(line), fenced_blocks(SEARCH).split(line)[1].split("\nvalkyrie-train")[0]
+    assert flatten_text(shown.replace(", ...", "")) in printed

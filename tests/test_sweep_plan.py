@@ -54,8 +54,8 @@ def test_trials_that_read_a_run_are_planned_as_that_run(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, selection: str
 ):
     runs, arguments = tmp_path / "runs", ["mesh=1x1x1", "partition=dp", "batch=3", "hydra.mode=RUN"]
-    make_run(runs, "base", "model=s5_tiny", *arguments, when=20)
-    make_run(runs, "other", "model=gpt_tiny", *arguments, when=10)
+    make_run(runs, "base", "model=s5_tiny", *arguments, mtime=20)
+    make_run(runs, "other", "model=gpt_tiny", *arguments, mtime=10)
     plans = multirun_plans(
         command, monkeypatch, "-m", "mode=eval", *selection.split(), "data.documents=30,31", "data=synthetic"
     )
