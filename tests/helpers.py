@@ -21,7 +21,7 @@ from valkyrie.axes import Parameter
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.compose import register
 from valkyrie.config.run import Run
-from valkyrie.models.assembly import Assembly
+from valkyrie.models.builder import ModelBuilder
 from valkyrie.ops.linear import Numerics
 from valkyrie.optim import NOT_AVERAGED
 from valkyrie.parallel.mesh import build_mesh
@@ -200,14 +200,14 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
 
-def make_assembly(run: Run) -> Assembly:
-    """Return the `Assembly` of a run's model, which allocates no arrays."""
-    return Assembly(run.model, Numerics.from_policy(run.config.precision))
+def make_builder(run: Run) -> ModelBuilder:
+    """Return the `ModelBuilder` of a run's model, which allocates no arrays."""
+    return ModelBuilder(run.model, Numerics.from_policy(run.config.precision))
 
 
-def count_learned_parameters(assembly: Assembly) -> int:
+def count_learned_parameters(builder: ModelBuilder) -> int:
     """Count the learned parameters of a model, without fixed arrays and puzzle embeddings."""
-    leaves = zip(jax.tree.leaves(assembly.abstract_parameters), assembly.specs.values(), strict=True)
+    leaves = zip(jax.tree.leaves(builder.abstract_parameters), builder.specs.values(), strict=True)
     return sum(leaf.size for leaf, spec in leaves if spec.group not in NOT_AVERAGED)
 
 
@@ -220,7 +220,7 @@ def initial_state(overrides: tuple[str, ...]) -> TrainState:
     """
     program = make_program(compose_run(*overrides, "mesh=1x1x1", "partition=dp"))
     keep_ema = program.run.config.optimizer.ema_decay is not None
-    return jax.device_get(init_state(program.assembly, program.optimizer, keep_ema, 0, program.carry))
+    return jax.device_get(init_state(program.builder, program.optimizer, keep_ema, 0, program.carry))
 
 
 def randomize_zero_parameters(host_state: TrainState) -> TrainState:

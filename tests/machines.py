@@ -122,7 +122,7 @@ def tpu_mesh(name: str, slices: int = 1) -> tuple[Mesh, Machine]:
         (getattr(d, "slice_index", 0) or 0, *d.coords[: len(topology.shape)]): d for d in tpu_devices(name, slices)
     }
     slice_machine = make_machine(chip, topology)
-    array = np.array([devices[p.slice, *p.coords] for p in slice_machine.positions], dtype=object)
+    array = np.array([devices[p.slice_index, *p.coords] for p in slice_machine.positions], dtype=object)
     axes = slice_machine.mesh_axes
     mesh = Mesh(array.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     return mesh, slice_machine

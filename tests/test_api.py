@@ -305,7 +305,7 @@ SEARCH_OVERRIDES = ("model=gpt_tiny", "target=v5e-8", "batch=32")
 
 
 def test_a_search_of_a_training_run_fixes_what_it_sets(working_folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: "no compiler")
+    monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: "no compiler")
     run = valkyrie.compose(*SEARCH_OVERRIDES, "mesh=2x4x1", "partition=fsdp", "name=mine")
     answer = valkyrie.search_layouts(run, quiet=True)
     assert {row.status for row in answer.rows} == {"estimated"}
@@ -329,7 +329,7 @@ def test_a_search_of_a_training_run_fixes_what_it_sets(working_folder: Path, mon
 
 
 def test_an_interrupted_search_keeps_its_answer(working_folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
+    monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
 
     def press_ctrl_c(*arguments: Any) -> None:
         raise KeyboardInterrupt

@@ -25,7 +25,7 @@ from valkyrie.ops.attention import (
     init_cache,
     sharded_attention,
 )
-from valkyrie.ops.attention.local import Method, local_attention
+from valkyrie.ops.attention.local import LocalOptions, local_attention
 from valkyrie.ops.attention.pattern import KeyRange, Pattern
 
 GOLDEN_FILE = Path(__file__).parent / "goldens" / "longformer.npz"
@@ -213,15 +213,17 @@ def test_splash_kernel_with_more_keys_than_queries(causal):
     valid = (jnp.arange(k.shape[1]) >= 25)[None]
     key_range = KeyRange(keys_before, valid, query_segments=ids[:, keys_before : keys_before + seq], key_segments=ids)
 
-    def gradients(method):
+    def gradients(options):
         def f(q, k, v):
-            out = local_attention(q, k, v, pattern=Pattern(21, causal), method=method, key_range=key_range)
+            out = local_attention(q, k, v, pattern=Pattern(21, causal), options=options, key_range=key_range)
             return jnp.sum(jnp.sin(out)), out
 
         (_, out), grads = jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(q, k, v)
         return [out, *grads]
 
-    assert_close(gradients(Method(kernel="splash", interpret=True)), gradients(Method(chunk=32)), atol=2e-5)
+    assert_close(
+        gradients(LocalOptions(kernel="splash", interpret=True)), gradients(LocalOptions(chunk_size=32)), atol=2e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_splash_kernel_equals_dense(monkeypatch, window, causal, dilation, segme
     )
     options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids, "soft_cap": soft_cap}
     expected = run_attention(AttentionImpl.dense, q, k, v, tokens, **options)
-    monkeypatch.setattr(module, "Method", partial(Method, interpret=True))
+    monkeypatch.setattr(module, "LocalOptions", partial(LocalOptions, interpret=True))
     kernel = run_attention(AttentionImpl.kernel, q, k, v, tokens, backend="tpu", **options)
     assert_close(kernel, expected, atol=2e-5)
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from helpers import SMALL_LEARNING_RATE, compose_run, make_assembly, make_batch, make_program, run_steps
+from helpers import SMALL_LEARNING_RATE, compose_run, make_batch, make_builder, make_program, run_steps
 from own_feed_forward import SMALL_OVERRIDES, write_folder
 from valkyrie.config.run import Run
 from valkyrie.extensions import add_import_path
@@ -65,13 +65,13 @@ def test_values_and_gradients_equal_those_of_one_device(folder, single_device_st
 
 def test_the_objective_includes_the_weighted_sum_over_layers(folder):
     run = compose_own_run(folder, "mesh=1x1x1", "partition=dp", "model.unit.penalty=0.5")
-    assembly, program = make_assembly(run), make_program(run)
+    builder, program = make_builder(run), make_program(run)
     batch = program.place(make_batch(run))
 
     def losses(parameters):
-        return token_losses(assembly.module(parameters), batch, shard=program.shard, checkpoint=lambda f: f, key=None)
+        return token_losses(builder.module(parameters), batch, shard=program.shard, checkpoint=lambda f: f, key=None)
 
-    losses_by_name = jax.jit(losses)(assembly.init(jax.random.key(0)))
+    losses_by_name = jax.jit(losses)(builder.init(jax.random.key(0)))
     weighted_sum = losses_by_name.objective_sum - losses_by_name.loss_sum
     assert set(losses_by_name.auxiliary) == set(VALUES)
     np.testing.assert_allclose(weighted_sum, 0.5 * 2 * losses_by_name.auxiliary["unit/size"], rtol=1e-4)

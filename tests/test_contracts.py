@@ -23,7 +23,7 @@ from helpers import (
     count_learned_parameters,
     initial_state,
     is_supported,
-    make_assembly,
+    make_builder,
     make_program,
     mark_slow_except,
     randomize_zero_parameters,
@@ -104,7 +104,7 @@ def test_a_step_lowers_for_32_missing_devices(model, partition):
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     lowered = program.lower_step()
     assert len(jax.tree.leaves(lowered.out_info)) > len(program.parameter_names)
-    for name, spec in program.assembly.specs.items():
+    for name, spec in program.builder.specs.items():
         mesh_axes = program.layout.stored_axes(spec.axes)
         for size, axes in zip(spec.shape, mesh_axes, strict=True):
             assert size % math.prod(run.config.mesh.axes[a] for a in axes) == 0, name
@@ -119,7 +119,7 @@ def test_a_step_lowered_without_devices_equals_that_of_training():
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_builds_its_declared_parameters(model):
     run = compose_run(f"model={model}")
-    specs = make_assembly(run).specs  # refuses a module with other parameters, shapes or dtypes
+    specs = make_builder(run).specs  # refuses a module with other parameters, shapes or dtypes
     assert {spec.group for spec in specs.values()} <= {*PARAMETER_GROUPS}
     assert {axis for spec in specs.values() for axis in spec.axes if axis} <= set(run.arrays.axes)
     declared_arrays = {(t.axes, t.shape) for t in run.arrays.parameters}
@@ -132,17 +132,17 @@ def test_a_model_that_builds_undeclared_parameters_is_refused(monkeypatch):
     declared = S5.weights
     monkeypatch.setattr(S5, "weights", lambda self, context: declared(self, context) | {"extra": weight("state")})
     with pytest.raises(ValueError) as error:
-        make_assembly(run)
+        make_builder(run)
     assert "segment_0.block_0.mixer.extra is" in str(error.value) and "float32[4, 16]" in str(error.value)
 
 
 @pytest.mark.parametrize("model", mark_slow_except(MODELS, MODELS_WITH_UNIQUE_LAYERS))
 def test_specs_equal_the_initialised_parameters(model):
     run = small_run(model)
-    specs, parameters = make_assembly(run).specs, initial_state(small_overrides(model)).parameters
+    specs, parameters = make_builder(run).specs, initial_state(small_overrides(model)).parameters
     assert list(specs) == leaf_names(parameters)
     assert [spec.shape for spec in specs.values()] == [p.shape for p in jax.tree.leaves(parameters)]
-    assert run.model.parameter_count() == count_learned_parameters(make_assembly(run))
+    assert run.model.parameter_count() == count_learned_parameters(make_builder(run))
 
 
 def test_parameters_are_counted_without_allocating():
@@ -219,7 +219,7 @@ def test_same_steps_on_other_meshes(mesh, partition, overrides):
 
 def test_layers_with_different_windows_are_separate_segments():
     run = compose_run("model=longformer_tiny")
-    segments = {name.split(".")[0] for name in make_assembly(run).specs if name.startswith("segment")}
+    segments = {name.split(".")[0] for name in make_builder(run).specs if name.startswith("segment")}
     assert segments == {"segment_0", "segment_1"}
     assert len(set(run.model.attention.windows)) == 2
 
@@ -232,7 +232,7 @@ def test_a_bidirectional_model_can_be_shown_but_not_trained(override: str):
     run = small_run("valkyrie_tiny", "mode=show", override)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 16)))
     state = initial_state((*small_overrides("valkyrie_tiny"), "mode=show", override))
-    module, logits = make_assembly(run).module(state.parameters), jax.jit(lambda module, tokens: module.logits(tokens))
+    module, logits = make_builder(run).module(state.parameters), jax.jit(lambda module, tokens: module.logits(tokens))
     logits_before, logits_after = logits(module, tokens), logits(module, tokens.at[:, -1].add(1) % 61)
     assert np.abs(logits_before[:, 8] - logits_after[:, 8]).max() > 1e-6
     with pytest.raises(AssertionError, match="next_token"):

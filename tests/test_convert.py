@@ -89,7 +89,7 @@ def test_logits_equal_those_of_transformers_and_the_round_trip_is_exact(case, tm
     _, program, parameters = restore_parameters(folder)
     expected = GOLDEN[f"{case}_logits"]
     tokens = np.random.default_rng(1).integers(0, VOCAB, (1, expected.shape[1]))
-    logits = jax.jit(program.assembly.module(parameters).logits)(jnp.asarray(tokens, jnp.int32))
+    logits = jax.jit(program.builder.module(parameters).logits)(jnp.asarray(tokens, jnp.int32))
     np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=2e-6)
 
     exported_folder = export_run(folder, tmp_path / "back", say=lambda line: None)

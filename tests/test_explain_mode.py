@@ -248,7 +248,7 @@ def test_an_invalid_pair_is_refused_before_a_compile(
     arguments: tuple[str, ...], values: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
-    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
+    monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
     assert run_train("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", *arguments) == 2
     output = capfd.readouterr().err
     assert all(value in output for value in values), output
@@ -258,7 +258,7 @@ def test_a_folder_without_a_step_is_refused_before_a_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
-    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
+    monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
     foreign = write_folder(Prediction(None, CompileStatus.ok, program=FOREIGN), tmp_path / "foreign")
     arguments = ("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", "second=partition=fsdp")
     assert run_train(*arguments, f"first={foreign}") == 2
@@ -273,7 +273,7 @@ def test_different_implementations_of_one_model_are_compared(
         return None, replace(one, model=model_settings(run)), None
 
     monkeypatch.setattr(explain_mode, "compile_and_summarise", compiled)
-    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
+    monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
     arguments = ("model=s5_tiny", "target=v5e-8", "batch=8", f"runs={tmp_path}", "name=why")
     assert run_train("mode=explain", *arguments, "first=model.s5.scan=kernel", "second=model.s5.scan=blocked") == 0
     output = capfd.readouterr().out

@@ -25,7 +25,7 @@ from valkyrie.compiled.flops import model_flops
 from valkyrie.compiled.hlo import parse_module
 from valkyrie.compiled.shards import match_shard
 from valkyrie.compiled.whole import AxisPart, UnpartitionedProgram, parse_sharding
-from valkyrie.machine.replay import Cost, Replay
+from valkyrie.machine.replay import OpTotals, Replay
 from valkyrie.parts import PartKind
 from valkyrie.search.compile.checked import CheckedProgram
 from valkyrie.search.compile.executable import without_cache
@@ -172,7 +172,7 @@ def test_narrow_products_are_found_by_their_time() -> None:
     array = struct(mesh, (8, 512, 64), DATA)
     program = compile_program(mesh, jax.jit(scores), (array, array))
     (product,) = program.local_products
-    cost = Cost(PartKind.matmul, (), *find_cause(product.operation), 1.0, 0.8)
+    cost = OpTotals(PartKind.matmul, (), *find_cause(product.operation), 1.0, 0.8)
     program = replace(program, replay=Replay(1.0, [], 0.0, 0.0, [], [cost], [], []))
     found_faults = faults_by_code(program)
     assert found_faults.keys() == {FaultCode.padding}

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import compose_run, make_assembly, mark_slow_except, small_overrides
+from helpers import compose_run, make_builder, mark_slow_except, small_overrides
 from valkyrie.data.tokenizer import load_tokenizer
-from valkyrie.models.assembly import Assembly
+from valkyrie.models.builder import ModelBuilder
 from valkyrie.train.continued import Text, begin_text, load_text, save_text
 from valkyrie.train.generate import Completer, generate, sample
 
@@ -66,12 +66,12 @@ class Recital:
 
 @pytest.fixture
 def recite(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(Assembly, "__init__", lambda self, output: setattr(self, "output", output))
-    monkeypatch.setattr(Assembly, "module", lambda self, parameters: Recital(self.output))
+    monkeypatch.setattr(ModelBuilder, "__init__", lambda self, output: setattr(self, "output", output))
+    monkeypatch.setattr(ModelBuilder, "module", lambda self, parameters: Recital(self.output))
 
     def call(output: bytes, tokens: int, text: Text | str = "x") -> list[str]:
-        assembly = Assembly(list(output))  # pyright: ignore[reportCallIssue]
-        return list(generate(assembly, {}, BYTES, text, tokens=tokens, temperature=0.0, top_k=None, seed=0))
+        builder = ModelBuilder(list(output))  # pyright: ignore[reportCallIssue]
+        return list(generate(builder, {}, BYTES, text, tokens=tokens, temperature=0.0, top_k=None, seed=0))
 
     return call
 
@@ -90,24 +90,24 @@ def test_an_end_of_document_token_ends_the_text(recite: Any) -> None:
 
 
 @lru_cache
-def tiny_model(name: str = "valkyrie_tiny") -> tuple[Assembly, Any]:
+def tiny_model(name: str = "valkyrie_tiny") -> tuple[ModelBuilder, Any]:
     run = compose_run(*small_overrides(name), "model.vocab_size=257", "mesh=1x1x1", "partition=dp")
-    assembly = make_assembly(run)
-    sharper = jax.tree.map(lambda x: 4 * x, jax.jit(assembly.init)(jax.random.key(6)))
-    return assembly, sharper
+    builder = make_builder(run)
+    sharper = jax.tree.map(lambda x: 4 * x, jax.jit(builder.init)(jax.random.key(6)))
+    return builder, sharper
 
 
 def generate_text(prompt: str, **options: Any) -> str:
-    assembly, parameters = tiny_model()
+    builder, parameters = tiny_model()
     settings = {"tokens": 24, "temperature": 0.0, "top_k": None, "seed": 0} | options
-    return "".join(generate(assembly, parameters, BYTES, prompt, **settings))
+    return "".join(generate(builder, parameters, BYTES, prompt, **settings))
 
 
 def test_greedy_text_is_the_argmax_of_the_parallel_model() -> None:
-    assembly, parameters = tiny_model()
+    builder, parameters = tiny_model()
     prompt, tokens = "de", 24
     ids = [BYTES.bos_id, *BYTES.encode_ordinary(prompt)]
-    parallel = jax.jit(lambda parameters, tokens: assembly.module(parameters).logits(tokens))
+    parallel = jax.jit(lambda parameters, tokens: builder.module(parameters).logits(tokens))
     for length in range(len(ids), len(ids) + tokens):
         padded = np.zeros((1, 32), np.int32)
         padded[0, :length] = ids
@@ -134,11 +134,11 @@ def test_zero_tokens_give_no_text() -> None:
 
 @pytest.mark.slow
 def test_a_late_token_takes_no_longer_than_an_early_one() -> None:
-    assembly, parameters = tiny_model("s5_tiny")
+    builder, parameters = tiny_model("s5_tiny")
     endless = parameters["embedding"].at[BYTES.bos_id].set(0)  # its logit is 0, and never among the best
     parameters = parameters | {"embedding": endless}
     stamps = []
-    for _ in generate(assembly, parameters, BYTES, "a", tokens=600, temperature=1.0, top_k=40, seed=2):
+    for _ in generate(builder, parameters, BYTES, "a", tokens=600, temperature=1.0, top_k=40, seed=2):
         stamps.append(time.perf_counter())
     token_times = np.diff(stamps)
     assert len(token_times) > 500, "the document ended early"
@@ -147,14 +147,14 @@ def test_a_late_token_takes_no_longer_than_an_early_one() -> None:
 
 
 def continue_text(model: str, text: Text | str, tokens: int, **options: Any) -> str:
-    assembly, parameters = tiny_model(model)
+    builder, parameters = tiny_model(model)
     settings = {"temperature": 0.9, "top_k": 40, "seed": 3, **options}
-    return "".join(generate(assembly, parameters, BYTES, text, tokens=tokens, **settings))
+    return "".join(generate(builder, parameters, BYTES, text, tokens=tokens, **settings))
 
 
 @pytest.mark.parametrize("model", ["valkyrie_tiny", "gpt_tiny", "nanochat_tiny"])
 def test_a_saved_text_continues_as_if_not_interrupted(model: str, tmp_path: Path) -> None:
-    assembly, parameters = tiny_model(model)
+    builder, parameters = tiny_model(model)
     whole_text, resumed_text = begin_text(BYTES, "def f"), begin_text(BYTES, "def f")
     continue_text(model, whole_text, 40)
     assert len(whole_text.ids) > 27, "the document ended early"
@@ -162,7 +162,7 @@ def test_a_saved_text_continues_as_if_not_interrupted(model: str, tmp_path: Path
         continue_text(model, resumed_text, tokens)
         save_text(resumed_text, tmp_path / "texts" / "a.npz")
         resumed_text = load_text(
-            tmp_path / "texts" / "a.npz", jax.eval_shape(lambda p: assembly.module(p).init_state(1, 1), parameters)
+            tmp_path / "texts" / "a.npz", jax.eval_shape(lambda p: builder.module(p).init_state(1, 1), parameters)
         )
     assert (resumed_text.ids, resumed_text.read) == (whole_text.ids, whole_text.read)
     assert resumed_text.ended == whole_text.ended
@@ -222,19 +222,19 @@ PROMPTS = ["de", "", "class A:\n    x = 1\n", "é😀", "0"]
 
 
 def complete_prompts(name: str, batch: int, tokens: int = 24, **options: Any) -> list[str] | None:
-    assembly, parameters = tiny_model(name)
+    builder, parameters = tiny_model(name)
     settings = {"temperature": 0.0, "top_k": None} | {
         key: options.pop(key) for key in ("temperature", "top_k") if key in options
     }
-    complete = Completer(assembly, BYTES, **settings)
+    complete = Completer(builder, BYTES, **settings)
     return complete(parameters, PROMPTS, tokens=tokens, batch=batch, **{"seed": 0, **options})
 
 
 @pytest.mark.parametrize("name", mark_slow_except(["valkyrie_tiny", "nanochat_tiny"], ["s5_tiny", "longformer_tiny"]))
 def test_a_batch_of_prompts_continues_like_each_prompt_alone(name: str) -> None:
-    assembly, parameters = tiny_model(name)
+    builder, parameters = tiny_model(name)
     how: Any = {"tokens": 24, "temperature": 0.0, "top_k": None, "seed": 0}
-    alone = ["".join(generate(assembly, parameters, BYTES, prompt, **how)) for prompt in PROMPTS]
+    alone = ["".join(generate(builder, parameters, BYTES, prompt, **how)) for prompt in PROMPTS]
     assert complete_prompts(name, batch=3) == alone and len(set(alone)) > 2
 
 
@@ -262,7 +262,7 @@ def test_sampling_stops_when_all_texts_ended_or_on_request() -> None:
 @pytest.mark.slow
 def test_sharded_parameters_generate_the_same_text() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    assembly, parameters = tiny_model("s5_tiny")
+    builder, parameters = tiny_model("s5_tiny")
     replicated = jax.NamedSharding(mesh, jax.P())
 
     def split(x: jax.Array) -> jax.Array:
@@ -270,7 +270,7 @@ def test_sharded_parameters_generate_the_same_text() -> None:
         return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*[None] * (x.ndim - 1), "x")) if divides else replicated)
 
     complete = Completer(
-        assembly,
+        builder,
         BYTES,
         temperature=0.0,
         top_k=None,

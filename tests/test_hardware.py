@@ -46,14 +46,14 @@ def test_every_chip_has_all_figures_with_their_sources(chip: ChipConfig):
 
 
 def test_the_figures_of_a_users_chip_that_a_step_time_needs_are_named(monkeypatch: pytest.MonkeyPatch):
-    message = get_platform("any").missing_figures(ChipConfig("nod", hbm_gib=16.0))
+    message = get_platform("any").missing_figures_message(ChipConfig("nod", hbm_gib=16.0))
     assert message is not None and message.startswith("target.chip=nod sets no hbm_gbs, peak_tflops.bfloat16, so")
     assert "begin nod.yaml with `defaults: [v5e, _self_]`" in message
-    assert "defaults: [h100, _self_]" in (get_platform("gpu").missing_figures(ChipConfig("nod")) or "")
+    assert "defaults: [h100, _self_]" in (get_platform("gpu").missing_figures_message(ChipConfig("nod")) or "")
     v5e = target("v5e-8", chip=dataclasses.replace(known_chips()["v5e"], clock_ghz=None))
-    monkeypatch.setattr(tpu_platform.Tpu, "missing_compiler", lambda self, target: None)
+    monkeypatch.setattr(tpu_platform.Tpu, "compiler_install_hint", lambda self, target: None)
     assert "sets no clock_ghz, so" in (get_platform("tpu").compile_refusal(v5e, "float32") or "")
-    assert not any(get_platform(chip.platform).missing_figures(chip) for chip in known_chips().values())
+    assert not any(get_platform(chip.platform).missing_figures_message(chip) for chip in known_chips().values())
 
 
 def test_usable_memory_is_at_most_the_memory_of_the_chip():
@@ -154,7 +154,7 @@ def test_a_chip_whose_figures_contradict_each_other_is_refused(figures: dict[str
 def test_the_nearest_slices_exist_and_enclose_the_requested_size(chip: ChipConfig, data: st.DataObject):
     assert chip.ici_axes is not None
     shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=chip.ici_axes, max_size=chip.ici_axes)))
-    nearest_shapes = chip.slices.nearest_to(shape)
+    nearest_shapes = chip.slices.similar_shapes(shape)
     assert nearest_shapes and shape not in nearest_shapes
     for other in nearest_shapes:
         assert TargetConfig(chip=chip, topology=format_shape(other)).problems() == []

@@ -11,7 +11,7 @@ from machines import CHIPS
 from valkyrie.compiled.hlo import parse_module
 from valkyrie.hardware.chips import known_chips
 from valkyrie.machine.kernels import kernel_cost
-from valkyrie.machine.operations import OpCosts
+from valkyrie.machine.operations import OpCostModel
 
 
 def splash_bundles(chip, kind):
@@ -134,4 +134,4 @@ def test_a_kernel_is_never_faster_than_the_peak():
     assert work.cycles is not None and chip.clock_ghz is not None
     at_peak = work.flops / (chip.peak_tflops["bfloat16"] * 1e12)
     assert work.cycles / (chip.clock_ghz * 1e9) < at_peak
-    assert OpCosts(chip).cost(kernel).seconds == pytest.approx(at_peak)
+    assert OpCostModel(chip).cost(kernel).duration_s == pytest.approx(at_peak)

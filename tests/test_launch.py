@@ -21,7 +21,7 @@ from helpers import assert_golden_message
 from test_launch_local import is_gone, wait_until
 from valkyrie.cli import launch
 from valkyrie.hardware.names import parse_target
-from valkyrie.launch.choose import ENGINES, TPU_ENGINE, read_config
+from valkyrie.launch.choose import ENGINES, TPU_ENGINE, parse_engine_config
 from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.engine import add_name, disk_notes
 from valkyrie.launch.engines import gke, skypilot, slurm, ssh, tpu_vm
@@ -59,8 +59,8 @@ def run_launch(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     return int(error.value.code or 0), output.out, output.err
 
 
-def parse_config(line: str, restarts: int = 3) -> Any:
-    return read_config(line.split(), restarts)
+def parse_config(line: str, restart_count: int = 3) -> Any:
+    return parse_engine_config(line.split(), restarts)
 
 
 @pytest.mark.parametrize("case", CASES)

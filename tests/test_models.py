@@ -14,8 +14,8 @@ import valkyrie.models.language_model
 from helpers import (
     LANGUAGE_MODELS,
     initial_state,
-    make_assembly,
     make_batch,
+    make_builder,
     mark_slow_except,
     small_overrides,
     small_run,
@@ -34,7 +34,7 @@ def build_model(model: str, *overrides: str) -> tuple[Run, Any]:
     parameters = initial_state((*small_overrides(model), *overrides)).parameters
     rng = np.random.default_rng(0)
     moved = jax.tree.map(lambda p: p + jnp.asarray(0.02 * rng.standard_normal(p.shape), p.dtype), parameters)
-    return run, make_assembly(run).module(moved)
+    return run, make_builder(run).module(moved)
 
 
 def losses_of(module: Any, batch: dict[str, jax.Array]) -> Losses:
@@ -63,7 +63,7 @@ def test_every_parameter_gets_a_finite_gradient(model):
     batch = jax.tree.map(jnp.asarray, make_batch(run))
     gradients = jax.jit(jax.grad(lambda m: losses_of(m, batch).objective_sum))(module)
     leaves = jax.tree_util.tree_flatten_with_path(gradients)[0]
-    assert len(leaves) == len(make_assembly(run).specs)
+    assert len(leaves) == len(make_builder(run).specs)
     for path, g in leaves:
         assert np.isfinite(g).all(), path
         per_layer = np.abs(g).reshape(g.shape[0], -1).max(1) if "segment" in str(path[0]) else np.abs(g).max()
@@ -237,7 +237,7 @@ def test_every_layer_has_a_different_dropout_key(monkeypatch):
 
 def test_tied_and_untied_embeddings():
     tied, untied = (
-        set(make_assembly(small_run("valkyrie_tiny", f"model.tie_embeddings={tie}")).specs) for tie in ("true", "false")
+        set(make_builder(small_run("valkyrie_tiny", f"model.tie_embeddings={tie}")).specs) for tie in ("true", "false")
     )
     assert untied - tied == {"unembedding"}
     assert tied <= untied
@@ -276,10 +276,10 @@ FLOPS = {
 def test_flops_of_the_config_equal_those_of_the_program(case):
     """Uses bidirectional full attention, where every query sees every key, so no product is masked."""
     run = small_run("valkyrie_tiny", "mode=show", *FLOPS[case])
-    assembly, seq = make_assembly(run), 32
-    shapes = assembly.abstract_parameters
+    builder, seq = make_builder(run), 32
+    shapes = builder.abstract_parameters
     batch = {k: jax.ShapeDtypeStruct((2, seq), v.dtype) for k, v in make_batch(run).items()}
-    jaxpr = jax.make_jaxpr(lambda p, b: losses_of(assembly.module(p), b).loss_sum)(shapes, batch)
+    jaxpr = jax.make_jaxpr(lambda p, b: losses_of(builder.module(p), b).loss_sum)(shapes, batch)
     expected = run.model.flops_per_token(seq)
     recurrence = 8 * run.model.s5.state_count * run.model.mixer_kinds.count("s5")
     counted = matmul_flops(jaxpr.jaxpr) / (2 * seq)

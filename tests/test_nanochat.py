@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import compose_config, compose_run, make_assembly, small_run
+from helpers import compose_config, compose_run, make_builder, small_run
 from valkyrie.config.run import Run
 from valkyrie.problems import ProblemCode
 
@@ -73,7 +73,7 @@ PUBLIC = {
 
 def module_with(run: Run, version: str, weights: dict[str, np.ndarray]) -> Any:
     """Return the module of a run with the golden's weights. Fails if a weight is not used."""
-    assembly, unused = make_assembly(run), {*weights}
+    builder, unused = make_builder(run), {*weights}
     (group, repeats), *more = run.model.segments()
     assert not more
 
@@ -85,7 +85,7 @@ def module_with(run: Run, version: str, weights: dict[str, np.ndarray]) -> Any:
         return (value.T if reads_first else value).reshape(shape)
 
     values = []
-    for name, spec in assembly.specs.items():
+    for name, spec in builder.specs.items():
         own_name = name.split("mixer.")[-1].removeprefix("segment_0.")
         own_name = own_name.split("feed_forward.")[-1].rpartition("block_")[2]
         own_name = own_name.split(".", 1)[1] if own_name[0].isdigit() else own_name
@@ -96,8 +96,8 @@ def module_with(run: Run, version: str, weights: dict[str, np.ndarray]) -> Any:
         block = int(name.split("block_")[1].split(".")[0])
         values.append(np.stack([load_weight(i * len(group) + block, spec.shape[1:]) for i in range(repeats)]))
     assert not unused
-    structure = jax.tree.structure(assembly.abstract_parameters)
-    return assembly.module(jax.tree.unflatten(structure, [jnp.asarray(value) for value in values]))
+    structure = jax.tree.structure(builder.abstract_parameters)
+    return builder.module(jax.tree.unflatten(structure, [jnp.asarray(value) for value in values]))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -165,7 +165,7 @@ def test_a_depth_that_the_mesh_does_not_divide_is_refused():
 
 def test_initial_scales_decrease_over_the_layers():
     run = small_run("nanochat_tiny")
-    parameters = make_assembly(run).init(jax.random.key(0))
+    parameters = make_builder(run).init(jax.random.key(0))
     blocks = parameters["segment_0"]
     scales = np.stack([blocks[f"block_{i}"]["residual_scale"] for i in (0, 1)]).T.ravel()
     np.testing.assert_allclose(scales, 1.15 - 0.1 * np.arange(4) / 3, rtol=1e-6)

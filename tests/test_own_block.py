@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import PARTITIONS, compose_run, make_assembly, make_batch, make_program, run_steps
+from helpers import PARTITIONS, compose_run, make_batch, make_builder, make_program, run_steps
 from machines import needs_libtpu
 from own_feed_forward import SMALL_OVERRIDES as OWN_FEED_FORWARD
 from own_feed_forward import write_folder
@@ -65,7 +65,7 @@ def test_a_users_block_takes_the_same_steps_under_every_partition(folder, run, p
 
 @pytest.mark.slow
 def test_a_users_block_streams_the_logits_of_training(run):
-    module = make_assembly(run).module(make_program(run).init(0).parameters)
+    module = make_builder(run).module(make_program(run).init(0).parameters)
     tokens = jnp.asarray(make_batch(run)["tokens"][:2, :20])
     state, logits = module.init_state(2, 20), []
     for token in tokens.T:

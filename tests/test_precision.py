@@ -85,7 +85,7 @@ def test_a_step_does_not_change_the_dtype_of_any_array(case: tuple[str, str, int
 )
 def test_gradient_memory_is_that_of_a_microbatch_and_a_float32_sum(overrides: Any, bytes_each: int):
     program = program_of(*overrides, "partition=dp")
-    count = sum(spec.size for spec in program.assembly.specs.values())
+    count = sum(spec.size for spec in program.builder.specs.values())
     assert expected_memory(program.run, program.abstract_state).gradients == count * bytes_each
 
 

@@ -22,7 +22,7 @@ from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.compiled.dumped import read_dumped_module
 from valkyrie.compiled.schema import dump_class
 from valkyrie.hardware.position import Position
-from valkyrie.machine.replay import Cost
+from valkyrie.machine.replay import OpTotals
 from valkyrie.parts import PartKind
 from valkyrie.paths import DiskError
 from valkyrie.search.compile.executable import device_positions, without_cache
@@ -180,7 +180,7 @@ def test_places_must_be_all_devices_of_the_slice(step: Path):
     assert f"places: missing: {places[-1]}. List each" in refusal(step, STEP, places=places[:-1])
     assert f"places: {places[0]} is listed 2 times. List each" in refusal(step, STEP, places=[*places, places[0]])
     assert "places: missing: 0:0,0,0:0, " in refusal(step, STEP, places=[])
-    foreign_position = replace(places[0], slice=1)
+    foreign_position = replace(places[0], slice_index=1)
     assert f"places has {foreign_position}, which is not a device of v5e-8" in refusal(
         step, STEP, places=[foreign_position, *places[1:]]
     )
@@ -468,7 +468,7 @@ def test_a_jitted_function_is_predicted_unchanged(tmp_path: Path):
 
 def test_operations_of_unrolled_layers_share_a_row():
     names = [f"jit(step)/blocks_{i}/Dense_{j}/dot_general" for i in range(4) for j in range(2)]
-    costs = [Cost(PartKind.matmul, (), name, "model.py:7", calls=1.0, seconds=0.5) for name in [*names, "head/dot"]]
+    costs = [OpTotals(PartKind.matmul, (), name, "model.py:7", calls=1.0, seconds=0.5) for name in [*names, "head/dot"]]
     merged = {cost.op_name: (cost.calls, cost.seconds) for cost in merge_layers(costs)}
     layers = {f"jit(step)/blocks_*/Dense_{j}/dot_general": (4.0, 2.0) for j in range(2)}
     assert merged == {**layers, "head/dot": (1.0, 0.5)}

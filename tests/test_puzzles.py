@@ -89,7 +89,7 @@ def test_two_steps_equal_those_of_the_reference(variant: str):
     @jax.jit
     def step(carry: Any, batch: Any) -> Any:
         def loss(parameters: Any) -> Any:
-            module, key = program.assembly.module(parameters), jax.random.key(0)
+            module, key = program.builder.module(parameters), jax.random.key(0)
             out = program.task.loss(module, batch, carry, shard=UNSHARDED, checkpoint=lambda f: f, key=key)
             return out.objective, out
 
@@ -124,7 +124,7 @@ def test_puzzles_without_labels_do_not_change_means():
         carry = jax.tree.map(lambda x: x[: len(batch["labels"])], state.carry)
 
         def loss(parameters: Any) -> Any:
-            module, key = program.assembly.module(parameters), jax.random.key(0)
+            module, key = program.builder.module(parameters), jax.random.key(0)
             out = task.loss(module, batch, carry, shard=UNSHARDED, checkpoint=lambda f: f, key=key)
             return out.objective / out.sums["weight"], task.metrics(out.sums)
 

@@ -33,7 +33,7 @@ from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms.tpu import Tpu
-from valkyrie.launch.choose import read_config
+from valkyrie.launch.choose import parse_engine_config
 from valkyrie.sweep.trial import Status, TrialLog
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,7 +129,7 @@ def test_every_page_can_be_reached_from_the_readme():
 def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str):
     arguments = arguments_of(line)
     if "-m" in arguments:
-        monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
+        monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
         fake_outcomes(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
         ended, sweeps = command("tracking=off", *arguments), (tmp_path / "runs").iterdir()
         trials = [trial.status for sweep in sweeps for trial in TrialLog(sweep).read()]
@@ -160,7 +160,7 @@ LAUNCH_COMMANDS = [line for line in COMMANDS if line.startswith("valkyrie-launch
 @pytest.mark.parametrize("line", [line for line in LAUNCH_COMMANDS if " -- " in line])
 def test_commands_after_valkyrie_launch_compose(command: Any, line: str):
     ahead, overrides = split_launch(arguments_of(line))
-    config = read_config([word for word in ahead if "=" in word], restarts=0)
+    config = parse_engine_config([word for word in ahead if "=" in word], restarts=0)
     composed = command(*(overrides or ()))
     assert (composed.status, composed.err) == (0, "") and composed.run is not None
     _refuse_illegal_training(config, overrides or ())

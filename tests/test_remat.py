@@ -28,7 +28,7 @@ from helpers import (
     small_run,
 )
 from valkyrie.config.run import Run
-from valkyrie.machine.replay import Cost
+from valkyrie.machine.replay import OpTotals
 from valkyrie.models import activation_names
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import RematConfig, load_remat
@@ -146,8 +146,8 @@ def test_a_saved_run_keeps_its_remat_lists(tmp_path: Path):
     )
 
 
-def recomputed_cost(name: str, seconds: float) -> Cost:
-    return Cost(
+def recomputed_cost(name: str, seconds: float) -> OpTotals:
+    return OpTotals(
         PartKind.matmul,
         (),
         f"jit(step)/while/body/checkpoint/rematted_computation/{name}/dot_general",
@@ -159,7 +159,7 @@ def recomputed_cost(name: str, seconds: float) -> Cost:
 
 def test_the_hint_suggests_the_most_expensive_activation_that_fits():
     run = small_run("valkyrie_tiny", "remat=full", "remat.save=[out]")
-    forward = Cost(PartKind.matmul, (), "jit(step)/while/body/up/dot_general", "", 24.0, 0.5)
+    forward = OpTotals(PartKind.matmul, (), "jit(step)/while/body/up/dot_general", "", 24.0, 0.5)
     costs = [
         recomputed_cost("up", 0.02),
         recomputed_cost("up/x", 0.01),

@@ -13,7 +13,7 @@ from machines import CHIPS, make_machine, make_topology
 from valkyrie.compiled.collectives import collective_uses
 from valkyrie.compiled.hlo import Module, parse_module
 from valkyrie.machine import assumptions
-from valkyrie.machine.links import Links, Transfer
+from valkyrie.machine.links import LinkSimulator, Transfer
 from valkyrie.machine.replay import Replay, replay
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.train.program import serialised_module
@@ -265,7 +265,7 @@ def test_a_module_for_other_devices_is_refused():
 
 
 def test_link_bandwidth_is_shared_up_to_the_capacity_of_each_link():
-    links = Links()
+    links = LinkSimulator()
     long, short, other = (Transfer(0.0, s, {link: 1.0}) for s, link in ((3.0, "a+"), (1.0, "a+"), (1.0, "b+")))
     for transfer in (long, short, other):
         links.start(transfer)
@@ -275,7 +275,7 @@ def test_link_bandwidth_is_shared_up_to_the_capacity_of_each_link():
 
 
 def test_latency_passes_before_links_are_needed():
-    links = Links()
+    links = LinkSimulator()
     first, second = Transfer(1.0, 1.0, {"a+": 1.0}), Transfer(0.0, 1.0, {"a+": 1.0})
     links.start(first)
     links.start(second)

@@ -68,7 +68,7 @@ def search(
 ) -> Callable[..., FinishedSearch]:
     """A function that runs a search with extra arguments in an empty folder, and returns it as `FinishedSearch`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
+    monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: None)
 
     def carry_out(*arguments: str) -> FinishedSearch:
         run = parse_run([*TINY, "name=found", *arguments])

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from helpers import MODELS, compose_run, count_learned_parameters, make_assembly
+from helpers import MODELS, compose_run, count_learned_parameters, make_builder
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import build_topology, simulated_target
 from valkyrie.models import known_axes
@@ -307,7 +307,7 @@ def test_parameter_counts_equal_those_of_the_built_model(model: str):
             feed_forward_after=c.mixer_kinds[:1],
         )
         run = Run(run.config, c)
-    assert run.model.parameter_count() == count_learned_parameters(make_assembly(run))
+    assert run.model.parameter_count() == count_learned_parameters(make_builder(run))
 
 
 def test_enumerating_a_layout_takes_less_than_20_ms():

@@ -274,7 +274,7 @@ RECIPE = (
 @pytest.mark.slow
 def test_each_optimizer_group_updates_at_its_rate():
     before, after, metrics, _ = run_one_step(*RECIPE)
-    groups = {name: spec.group for name, spec in make_program(small_run(TINY)).assembly.specs.items()}
+    groups = {name: spec.group for name, spec in make_program(small_run(TINY)).builder.specs.items()}
     assert metrics["learning_rate"] == np.float32(0.01)
     rate = {"matrix": 0.01, "embedding": 0.01, "vector": 0.01, "ssm": 0.0025}
     for name, group in groups.items():
@@ -332,7 +332,7 @@ def test_evaluation_counts_bytes_of_text_only():
     length = np.arange(61, dtype=np.int32) % 3
     sums = jax.device_get(program.evaluate(place_state(program, initial).parameters, program.place(batch), length))
     parameters = jax.tree.map(jnp.asarray, initial.parameters)
-    module = program.assembly.module(parameters)
+    module = program.builder.module(parameters)
     losses = jax.jit(lambda b: token_losses(module, b, shard=UNSHARDED, checkpoint=lambda block: block, key=None))
     per_token = np.asarray(losses(jax.tree.map(jnp.asarray, batch)).per_token)
     text = length[batch["targets"]] > 0

@@ -16,7 +16,7 @@ from outcomes import fitting_outcome
 from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import Allocation
-from valkyrie.machine.replay import Cost, Replay
+from valkyrie.machine.replay import OpTotals, Replay
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import decode, encode
 from valkyrie.search.compile.alternatives import memory_savings, other_partitions
@@ -68,8 +68,8 @@ def replay(uses: list[CollectiveUse], step: float = 1.0) -> Replay:
     rest = step - sum(exposed.values())
     parts = [StepPart(PartKind.matmul, (), rest)]
     parts += [StepPart(PartKind.exposed, axes, seconds) for axes, seconds in exposed.items()]
-    costs = [Cost(PartKind.matmul, (), f"op{i}", "a.py:1", 1.0, rest / 20) for i in range(20)]
-    costs += [Cost(PartKind.exposed, u.mesh_axes, u.op_name, u.source, u.calls, u.exposed_s) for u in uses]
+    costs = [OpTotals(PartKind.matmul, (), f"op{i}", "a.py:1", 1.0, rest / 20) for i in range(20)]
+    costs += [OpTotals(PartKind.exposed, u.mesh_axes, u.op_name, u.source, u.calls, u.exposed_s) for u in uses]
     return Replay(step, parts, 1e13, 2 * (step - rest), uses, costs, [], ["a kernel was guessed"])
 
 

@@ -130,7 +130,7 @@ def test_a_search_path_of_the_command_line_reaches_the_trials(
 
 
 def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: f"{target.name} needs libtpu.")
+    monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: f"{target.name} needs libtpu.")
     overrides = ["-m", "target=v4-8", "model=s5_tiny", "mesh=1x2x2", "partition=dp"]
     (compiled,) = multirun_plans(command, monkeypatch, *overrides, "mode=compile")
     assert compiled.refusal == "v4-8 needs libtpu."

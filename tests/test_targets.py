@@ -20,7 +20,7 @@ from valkyrie.config.compose import default_mesh, default_precision
 from valkyrie.hardware import chips
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.names import parse_target
-from valkyrie.hardware.slices import Slices, Wrap, format_shape
+from valkyrie.hardware.slices import Slices, WrapRule, format_shape
 from valkyrie.hardware.target import build_topology
 from valkyrie.paths import read_config
 from valkyrie.problems import ProblemCode
@@ -88,9 +88,9 @@ def test_other_spellings_and_other_hardware_are_parsed(name: str, described: str
 def test_no_slice_is_between_the_suggested_sizes(chip_name: str, chips: int):
     slices = known_chips()[chip_name].slices
     below, above = [], []
-    for shape in slices.nearest(chips):
+    for shape in slices.nearest_shapes(chips):
         (below if math.prod(shape) < chips else above).append(math.prod(shape))
-    assert (len(below), len(above)) == (chips > 1, slices.largest is None or chips < slices.largest)
+    assert (len(below), len(above)) == (chips > 1, slices.max_chips is None or chips < slices.max_chips)
     between = range((below or [0])[0] + 1, (above or [chips + 1])[0])
     assert {n for n in between if slices.default_shape(n) is not None} <= {chips}
 
@@ -116,7 +116,7 @@ REFUSED = [
 def refusal(name: str) -> str:
     """Return the error message of a target name."""
     with pytest.raises(ValueError, match=re.escape(f"target={name}")) as error:
-        parse_target(name, files=["auto", "cpu"])
+        parse_target(name, target_names=["auto", "cpu"])
     return str(error.value)
 
 
@@ -247,7 +247,7 @@ def test_tab_completion_offers_a_target_of_each_chip(command: Any, monkeypatch: 
 
 
 def test_a_chip_without_slice_rules_accepts_any_topology_of_whole_hosts():
-    free = Slices(3, Wrap(), 1000, (2, 2, 1))
+    free = Slices(3, WrapRule(), 1000, (2, 2, 1))
     assert [free.default_shape(n) for n in (1, 2, 4, 8, 12, 16, 1004)] == [
         (1, 1, 1),
         (1, 1, 2),
@@ -258,7 +258,7 @@ def test_a_chip_without_slice_rules_accepts_any_topology_of_whole_hosts():
         None,
     ]
     assert free.exists((2, 6, 5)) and not free.exists((3, 3, 3))
-    assert Slices(2, Wrap(), None, ()).default_shape(10**12) == (10**6, 10**6)
+    assert Slices(2, WrapRule(), None, ()).default_shape(10**12) == (10**6, 10**6)
 
 
 def test_a_huge_number_is_refused_like_any_other():

@@ -202,7 +202,7 @@ def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> Non
     windows.flat[:targets] = tokens[:-1]
     document_starts = windows == tokenizer.bos_id
     segments = np.cumsum(document_starts, axis=1, dtype=np.int32) + ~document_starts[:, :1]
-    logits = program.assembly.module(parameters).logits(jnp.asarray(windows), jnp.asarray(segments))
+    logits = program.builder.module(parameters).logits(jnp.asarray(windows), jnp.asarray(segments))
     logits = np.asarray(logits, np.float64).reshape(-1, logits.shape[-1])[:targets]
     nats = np.log(np.exp(logits).sum(-1)) - logits[np.arange(targets), tokens[1:]]
     is_text = tokens[1:] != tokenizer.bos_id

@@ -35,7 +35,7 @@ def all_to_all_crossings(shape: tuple[int, ...], twisted: bool) -> float:
     chips = int(np.prod(shape))
     sources, targets = (side.ravel() for side in np.meshgrid(np.arange(chips), np.arange(chips)))
     crossings = make_torus(shape, twisted).crossings(sources[sources != targets], targets[sources != targets])
-    return max(direction.load for direction in crossings.values())
+    return max(direction.max_load for direction in crossings.values())
 
 
 def neighbours(position: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -78,9 +78,9 @@ def test_twisting_speeds_up_all_to_all_as_in_the_tpu_v4_paper(
 
 
 def test_an_untwisted_torus_has_no_shift() -> None:
-    assert make_topology((4, 4, 8), False).shifts == ((0, 0, 0),) * 3
-    assert make_topology((4, 4, 8)).shifts == ((0, 0, 4), (0, 0, 4), (0, 0, 0))
-    assert make_topology((4, 8, 8)).shifts == ((0, 4, 4), (0, 0, 0), (0, 0, 0))
+    assert make_topology((4, 4, 8), False).wrap_shifts == ((0, 0, 0),) * 3
+    assert make_topology((4, 4, 8)).wrap_shifts == ((0, 0, 4), (0, 0, 4), (0, 0, 0))
+    assert make_topology((4, 8, 8)).wrap_shifts == ((0, 4, 4), (0, 0, 0), (0, 0, 0))
 
 
 def test_an_axis_that_wraps_to_other_chips_is_a_line() -> None:

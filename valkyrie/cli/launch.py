@@ -12,7 +12,7 @@ from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.config.modes import MODES, Needs
 from valkyrie.extensions import add_import_path
 from valkyrie.hardware.target import AUTO_TARGET, TargetConfig
-from valkyrie.launch.choose import ENGINES, read_config
+from valkyrie.launch.choose import ENGINES, parse_engine_config
 from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.engine import EngineConfig, SliceConfig, add_name, is_single_training
 from valkyrie.launch.plan import ACTIONS, CommandStep, shell_text
@@ -71,7 +71,7 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
         if not Path(options.config_dir).is_dir():
             raise ValueError(f"--config-dir {options.config_dir} is not a folder.")
         add_import_path([Path(options.config_dir).resolve()])
-    config = read_config(words, options.restarts)
+    config = parse_engine_config(words, options.restarts)
     if action:
         return _handle_action(config, words, action, options.run)
     if overrides is None:
@@ -178,7 +178,7 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
     if config_path(flags) or not all(Path(folder).is_dir() for folder in config_dirs(flags)):
         return  # the folder may exist only on the hosts
     training_run = parse_run(overrides)
-    rented_target = config.all_slices if isinstance(config, SliceConfig) else None
+    rented_target = config.full_target if isinstance(config, SliceConfig) else None
     if rented_target is not None and training_run.config.target.name == AUTO_TARGET:
         training_run = parse_run([*overrides, f"target={rented_target.name}", f"target.slices={rented_target.slices}"])
     elif rented_target is not None:

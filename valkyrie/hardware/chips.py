@@ -44,17 +44,17 @@ def chips_rented_as(key: str) -> list[str]:
     return [chip.name for chip in known_chips().values() if key in chip.rented_as]
 
 
-def add_shipped_figures(saved: Mapping[str, object]) -> dict[str, object]:
+def add_shipped_figures(record: Mapping[str, object]) -> dict[str, object]:
     """Return the chip of a `run.yaml` with missing `cores`, `host_gbs` and `splash_bundles` added.
 
     Older files lack these keys. Their values come from the chip's file in `conf/target/chip`; without such a file,
     nothing is added.
     """
-    name = str(saved.get("name"))
+    name = str(record.get("name"))
     if name not in config_names(CHIP_GROUP):
-        return dict(saved)
+        return dict(record)
     figures = asdict(_load_chip(name))
-    return {key: figures[key] for key in ("cores", "host_gbs", "splash_bundles")} | dict(saved)
+    return {key: figures[key] for key in ("cores", "host_gbs", "splash_bundles")} | dict(record)
 
 
 @cache

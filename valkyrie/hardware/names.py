@@ -16,12 +16,14 @@ from valkyrie.hardware.slices import SliceShape, is_twisted_name, nearest_hint, 
 from valkyrie.hardware.target import ChipConfig, TargetConfig, make_slice, simulated_target
 from valkyrie.problems import suggest
 
-MAX_SIMULATED = 4096
+MAX_SIMULATED_DEVICES = 4096
 """Maximum number of CPU devices that a process can simulate."""
 _NAME = re.compile(r"(.+)([-:])([^-:]*)")
 
 
-def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), files: Sequence[str] = ()) -> TargetConfig:
+def parse_target(
+    name: str, chips: Mapping[str, ChipConfig] = known_chips(), target_names: Sequence[str] = ()
+) -> TargetConfig:
     """Parse the name of a slice or of simulated CPU devices. Raises ValueError with the nearest valid names.
 
     `CHIP-N` is the cloud's name of a slice. N is the number of chips, or of cores for chips with `units_in_name` > 1,
@@ -33,29 +35,29 @@ def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), fil
     Args:
         name: A name of one of these forms.
         chips: Known chips by name.
-        files: Names of the targets with a file in `conf/target`, which the error message suggests.
+        target_names: Names of the targets with a file in `conf/target`, which the error message suggests.
     """
-    if devices := re.fullmatch(r"cpu([1-9][0-9]*)", name):
-        if len(devices[1]) > 4 or int(devices[1]) > MAX_SIMULATED:
-            raise ValueError(f"target={shorten(name)}: at most {MAX_SIMULATED} CPU devices can be simulated.")
-        return simulated_target(int(devices[1]))
+    if cpu_match := re.fullmatch(r"cpu([1-9][0-9]*)", name):
+        if len(cpu_match[1]) > 4 or int(cpu_match[1]) > MAX_SIMULATED_DEVICES:
+            raise ValueError(f"target={shorten(name)}: at most {MAX_SIMULATED_DEVICES} CPU devices can be simulated.")
+        return simulated_target(int(cpu_match[1]))
     match = _NAME.fullmatch(name)
     prefix, separator, size = match.groups() if match else (name, "", "")
     chip = chips.get(prefix)
     if chip is None:
-        raise ValueError(_unknown_target_message(name, prefix, separator + size, chips, files))
+        raise ValueError(_unknown_target_message(name, prefix, separator + size, chips, target_names))
     if prefix not in (chip.name, *chip.aliases):
         raise ValueError(
             f"target={name}: target/chip/{prefix}.yaml says name: {chip.name}. Write name: {prefix} there."
         )
     if size.isdecimal() and (separator == "-" or chip.ici_axes is None):
-        return make_slice(chip, _parse_size(chip, name, int(size)))
+        return make_slice(chip, _shape_for_size(chip, name, int(size)))
     if not size or chip.ici_axes is None:
         reason = "has no torus" if size else "has no number of chips"
         raise ValueError(f"target={name} {reason}. {_syntax_hint(chip)}")
-    refusal = chip.slices.refusal(size, chip.name, _target_formatter(chip), f"target={chip.name}-")
-    if refusal is not None:
-        raise ValueError(f"target={name}{refusal}")
+    topology_error = chip.slices.topology_error(size, chip.name, _target_formatter(chip), f"target={chip.name}-")
+    if topology_error is not None:
+        raise ValueError(f"target={name}{topology_error}")
     shape = parse_shape(size)
     assert shape is not None
     return make_slice(chip, shape, twisted=is_twisted_name(size))
@@ -64,27 +66,28 @@ def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), fil
 def example_slice(chip: ChipConfig) -> TargetConfig:
     """Return a small slice of a chip as an example: `CHIP-8` if it exists, otherwise one of a similar size."""
     shape = (
-        chip.slices.default_shape(8 // chip.units_in_name) or chip.slices.nearest(Fraction(8, chip.units_in_name))[-1]
+        chip.slices.default_shape(8 // chip.units_in_name)
+        or chip.slices.nearest_shapes(Fraction(8, chip.units_in_name))[-1]
     )
     return make_slice(chip, shape)
 
 
-def _parse_size(chip: ChipConfig, name: str, size: int) -> SliceShape:
+def _shape_for_size(chip: ChipConfig, name: str, size: int) -> SliceShape:
     """Return the shape of the slice named `CHIP-SIZE`. Raises ValueError with the nearest slices."""
     slices, (chips, remainder) = chip.slices, divmod(size, chip.units_in_name)
     shape = None if remainder else slices.default_shape(chips)
     if shape is not None:
         return shape
-    counts = f"{chip.name}-N counts cores, {chip.units_in_name} per chip" if chip.units_in_name > 1 else ""
-    note = f" ({counts})" if counts else ""
+    unit_note = f"{chip.name}-N counts cores, {chip.units_in_name} per chip" if chip.units_in_name > 1 else ""
+    note = f" ({unit_note})" if unit_note else ""
     if remainder:
-        reason = f"{counts}, and {size} is not a multiple of {chip.units_in_name}"
-    elif slices.largest is not None and chips > slices.largest:
+        reason = f"{unit_note}, and {size} is not a multiple of {chip.units_in_name}"
+    elif slices.max_chips is not None and chips > slices.max_chips:
         reason = f"{slices.size_rule(chips)}{note}"
     else:
         rule = slices.size_rule(chips)
         reason = f"no slice has {chips} chips{note}. {rule[0].upper()}{rule[1:]}"
-    hint = nearest_hint(slices.nearest(Fraction(size, chip.units_in_name)), _target_formatter(chip))
+    hint = nearest_hint(slices.nearest_shapes(Fraction(size, chip.units_in_name)), _target_formatter(chip))
     raise ValueError(f"target={name} is not a slice of {chip.name}: {reason}. {hint}")
 
 

@@ -12,7 +12,7 @@ class Position:
     Without a torus, the only coordinate is the device's id.
     """
 
-    slice: int
+    slice_index: int
     coords: tuple[int, ...]
     core: int
 
@@ -26,4 +26,4 @@ class Position:
             raise ValueError(f"{text} is not a device position. Write slice:x,y,z:core, such as 0:1,3,0:0.") from None
 
     def __str__(self) -> str:
-        return f"{self.slice}:{','.join(map(str, self.coords))}:{self.core}"
+        return f"{self.slice_index}:{','.join(map(str, self.coords))}:{self.core}"

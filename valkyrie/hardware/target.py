@@ -13,7 +13,7 @@ from valkyrie.hardware.slices import (
     TWISTED_SUFFIX,
     Slices,
     SliceShape,
-    Wrap,
+    WrapRule,
     format_shape,
     is_twisted_name,
     parse_shape,
@@ -83,7 +83,7 @@ class ChipConfig:
         ici_axes: Axes of the torus, or null without a torus.
         ici_link_gbs: One-way GB/s of a link. Each chip has two links on each torus axis.
         hop_us: Latency of a hop in microseconds.
-        wrap: When an axis closes into a ring (`Wrap`).
+        wrap: When an axis closes into a ring (`WrapRule`).
         twists: Slices also come as twisted tori.
         host_bounds: Chips of a host, by axis.
         single_host_chips: Largest slice on a single host, in chips, if it exceeds `host_bounds`.
@@ -145,9 +145,9 @@ class ChipConfig:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     calibrated: str | None = None
 
-    def peak_flops(self, compute: DType) -> float | None:
+    def peak_flops(self, compute_dtype: DType) -> float | None:
         """Return peak FLOP/s of one chip for a dtype, or None if unpublished."""
-        peak = self.peak_tflops.get(compute.value)
+        peak = self.peak_tflops.get(compute_dtype.value)
         return None if peak is None else peak * 1e12
 
     @property
@@ -155,7 +155,9 @@ class ChipConfig:
         """The slices that exist for the chip. Raises ProblemError if one of its settings is illegal (`problems`)."""
         refuse(self.problems())
         bounds = tuple(self.host_bounds)
-        return Slices(self.ici_axes, Wrap.parse(self.wrap), self.max_chips, bounds, self.single_host_chips, self.twists)
+        return Slices(
+            self.ici_axes, WrapRule.parse(self.wrap), self.max_chips, bounds, self.single_host_chips, self.twists
+        )
 
     def problems(self) -> list[Problem]:
         """Return a problem for each setting that is illegal or contradicts another."""
@@ -195,7 +197,7 @@ class ChipConfig:
                 text = f"{key}={value}: write a word, a number, true, false or null."
                 problems.append(Problem(ProblemCode.malformed, key, value, text))
         try:
-            axes = Wrap.parse(self.wrap).axes
+            axes = WrapRule.parse(self.wrap).axis_count
         except ValueError as error:
             return [*problems, Problem(ProblemCode.unknown_name, "target.chip.wrap", self.wrap, str(error))]
         if axes not in (None, self.ici_axes):
@@ -280,7 +282,7 @@ class TargetConfig:
         if contradiction := self._contradiction():
             return [Problem(ProblemCode.conflict, "target.chips", self.chips, contradiction)]
         if chip is None:
-            return [] if self.topology is None else [self._no_torus()]
+            return [] if self.topology is None else [self._no_torus_problem()]
         if self.slices > 1 and chip.ici_axes and chip.dcn_gbs_per_host is None:
             text = (
                 f"target.slices={self.slices}: the bandwidth between slices of {chip.name} is unknown. Set "
@@ -290,24 +292,20 @@ class TargetConfig:
         if self.topology is None:
             return []
         if chip.ici_axes is None:
-            return [self._no_torus()]
+            return [self._no_torus_problem()]
         if "x" in self._size_in_name() and self._size_in_name() != self.topology:
             text = (
                 f"target={self.name} and {override} name different topologies. Use "
                 f"target={chip.name}-{self.topology}, or leave out target.topology."
             )
             return [Problem(ProblemCode.conflict, "target.topology", self.topology, text)]
-        refusal, shape = (
-            chip.slices.refusal(self.topology, chip.name, topology_override, "target.topology="),
-            parse_shape(self.topology),
-        )
-        if refusal is None and shape is not None and self.hosts not in (1, hosts := chip.slices.host_count(shape)):
-            refusal = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave out target.hosts."
-        return (
-            []
-            if refusal is None
-            else [Problem(ProblemCode.topology, "target.topology", self.topology, override + refusal)]
-        )
+        error = chip.slices.topology_error(self.topology, chip.name, topology_override, "target.topology=")
+        shape = parse_shape(self.topology)
+        if error is None and shape is not None and self.hosts not in (1, hosts := chip.slices.host_count(shape)):
+            error = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave out target.hosts."
+        if error is None:
+            return []
+        return [Problem(ProblemCode.topology, "target.topology", self.topology, override + error)]
 
     def resized(self, devices: int) -> TargetConfig | None:
         """Return the default slice of the same chip with this number of devices, or None if there is none.
@@ -320,7 +318,7 @@ class TargetConfig:
         shape = None if remainder else self.chip.slices.default_shape(chips)
         return None if shape is None else make_slice(self.chip, shape)
 
-    def nearest(self, devices: int) -> list[TargetConfig]:
+    def nearest_slices(self, devices: int) -> list[TargetConfig]:
         """Return the largest slice of the same chip with fewer devices, and the smallest with more, if they exist.
 
         Returns an empty list if the target has no chip.
@@ -328,7 +326,8 @@ class TargetConfig:
         if self.chip is None:
             return []
         return [
-            make_slice(self.chip, shape) for shape in self.chip.slices.nearest(Fraction(devices, self.chip.devices))
+            make_slice(self.chip, shape)
+            for shape in self.chip.slices.nearest_shapes(Fraction(devices, self.chip.devices))
         ]
 
     def _size_in_name(self) -> str:
@@ -357,7 +356,7 @@ class TargetConfig:
         advice = f"Use target={resized.name}, or leave" if resized else "Leave"
         return f"target={self.name} has {named_count} {noun}, but target.chips={self.chips}. {advice} out target.chips."
 
-    def _no_torus(self) -> Problem:
+    def _no_torus_problem(self) -> Problem:
         text = f"target={self.name} has no torus. Leave out target.topology={self.topology}."
         return Problem(ProblemCode.topology, "target.topology", self.topology, text)
 
@@ -387,7 +386,7 @@ class TargetRecord:
         """The topology in the form of `target.topology`, such as `4x4x8_twisted`, or None without a torus."""
         return None if self.topology is None else self.topology + TWISTED_SUFFIX * self.twisted
 
-    def config(self, chips: Mapping[str, ChipConfig]) -> TargetConfig | None:
+    def to_config(self, chips: Mapping[str, ChipConfig]) -> TargetConfig | None:
         """Return the target with its chip from `chips`, or None if the chip is unknown or has no torus."""
         chip = chips.get(self.chip or "")
         if chip is None or self.shape is None:
@@ -416,7 +415,7 @@ class Topology:
     twisted: bool = False
 
     @property
-    def shifts(self) -> tuple[tuple[int, ...], ...]:
+    def wrap_shifts(self) -> tuple[tuple[int, ...], ...]:
         """For each axis, the shift of all coordinates, in chips, that a step past the end of that axis causes.
 
         Twisted tori of n x n x 2n and n x 2n x 2n chips: Camara et al., "Twisted torus topologies for enhanced
@@ -427,7 +426,7 @@ class Topology:
         no_shift = (0,) * len(self.shape)
         return tuple(long_shift if length == shortest else no_shift for length in self.shape)
 
-    def closes(self, axis: int, cover: Mapping[int, tuple[int, int]]) -> bool:
+    def closes_ring(self, axis: int, axis_spans: Mapping[int, tuple[int, int]]) -> bool:
         """Return whether the twist lets a mesh axis form a ring along torus axis `axis`.
 
         Always True if a step past the end of `axis` shifts no other axis; the caller checks that `axis` wraps and that
@@ -436,11 +435,12 @@ class Topology:
 
         Args:
             axis: Index of the torus axis.
-            cover: Maps the index of each torus axis that the mesh axis uses to (number of positions, stride).
+            axis_spans: Maps the index of each torus axis that the mesh axis uses to (number of positions, stride).
         """
-        shifts = enumerate(self.shifts[axis])
+        shifts = enumerate(self.wrap_shifts[axis])
         return all(
-            not shift or (math.prod(cover.get(other, (1, 1))) == self.shape[other] and shift % cover[other][1] == 0)
+            not shift
+            or (math.prod(axis_spans.get(other, (1, 1))) == self.shape[other] and shift % axis_spans[other][1] == 0)
             for other, shift in shifts
         )
 

@@ -21,23 +21,26 @@ TPU_ENGINE = "tpu_vm"
 """Engine used if `target=` names a TPU slice. Slices of other platforms need an engine's name."""
 
 
-def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
+def parse_engine_config(arguments: Sequence[str], restarts: int) -> EngineConfig:
     """Parse `KEY=VALUE` arguments, one of which is `target=`, into the configuration of an engine.
 
     `restarts` is the value of `--restarts`. Raises ValueError with a suggested fix if an argument is invalid.
     """
     texts: dict[str, str] = {}
-    for word in words:
-        key, sign, value = word.partition("=")
-        if sign and not value:
-            remedy = _target_examples() if key == "target" else f"Write {word}VALUE, or leave it out for the default."
-            raise ValueError(f"{word} has no value. {remedy}")
-        if not sign:
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if separator and not value:
+            remedy = (
+                _target_examples() if key == "target" else f"Write {argument}VALUE, or leave it out for the default."
+            )
+            raise ValueError(f"{argument} has no value. {remedy}")
+        if not separator:
             raise ValueError(
-                f"{word} is not of the form KEY=VALUE, such as target=local. Put settings of the training run after --."
+                f"{argument} is not of the form KEY=VALUE, such as target=local. Put settings of the training run "
+                "after --."
             )
         if key in texts:
-            raise ValueError(f"{key}= is set twice: {key}={texts[key]} and {word}. Remove one of them.")
+            raise ValueError(f"{key}= is set twice: {key}={texts[key]} and {argument}. Remove one of them.")
         texts[key] = value
     target = texts.pop("target", None)
     if target is None:

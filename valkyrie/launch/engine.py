@@ -17,7 +17,7 @@ from valkyrie.launch.supervisor import print_message
 from valkyrie.runs.folder import key_values
 from valkyrie.units import count_text
 
-PORT = 8476
+COORDINATOR_PORT = 8476
 """Default port of JAX's coordinator, as on Cloud TPU. Training runs with the same first host need different ports."""
 
 
@@ -125,7 +125,7 @@ class SliceConfig(EngineConfig):
         return parse_target(self.slice) if self.slice else None
 
     @property
-    def all_slices(self) -> TargetConfig | None:
+    def full_target(self) -> TargetConfig | None:
         """The target of the training run: `hardware` with the number of slices set. None if `slice` is empty."""
         hardware = self.hardware
         return None if hardware is None else replace(hardware, slices=self.slices)

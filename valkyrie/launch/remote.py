@@ -42,7 +42,9 @@ def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
     The hosts get only the files of the clone.
     """
     flags = ("--config-dir", "-cd")
-    folders = [folder for flag, sign, folder in (word.partition("=") for word in overrides) if sign and flag in flags]
+    folders = [
+        folder for flag, separator, folder in (word.partition("=") for word in overrides) if separator and flag in flags
+    ]
     folders += [value for word, value in zip(overrides, overrides[1:], strict=False) if word in flags]
     return tuple(
         f"--config-dir {folder} is not a relative path inside the clone. The hosts get only the clone's last commit: "

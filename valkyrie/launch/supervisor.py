@@ -82,75 +82,80 @@ class Supervisor:
         The status is 0 on success and 130 after Ctrl-C. After SIGTERM or SIGHUP, it is 75 if all processes have saved
         their state and 143 if not. Otherwise, it is that of a failed process: 128 + N if signal N killed the process.
         """
-        crashes = starts = 0
+        crash_count = start_count = 0
         while True:
-            specs, start_time = self.prepare(starts), time.monotonic()
-            signals: list[int] = []
-            with on_signals(signals.append, _SIGNALS):
-                status = self._run_once(specs, starts, signals)
+            specs, start_time = self.prepare(start_count), time.monotonic()
+            received_signals: list[int] = []
+            with on_signals(received_signals.append, _SIGNALS):
+                status = self._run_once(specs, start_count, received_signals)
             if status != DONE:
                 self.clean_up()
-            if signals or status in _FINAL_STATUSES:
+            if received_signals or status in _FINAL_STATUSES:
                 return status
             has_saved = status == PREEMPTED and time.monotonic() - start_time >= self.min_uptime_s
             has_crashed = not (has_saved or self.is_preempted())
-            crashes += has_crashed
-            if crashes > self.restarts:
+            crash_count += has_crashed
+            if crash_count > self.restarts:
                 print_message(f"not restarting: the limit of --restarts {self.restarts} is reached")
                 return status if status > 0 else 128 - status
-            starts += 1
-            print_message(f"restarting{f' ({crashes} of {self.restarts})' if has_crashed else ''}")
+            start_count += 1
+            print_message(f"restarting{f' ({crash_count} of {self.restarts})' if has_crashed else ''}")
 
-    def _run_once(self, specs: Sequence[ProcessSpec], starts: int, signals: Sequence[int]) -> int:
+    def _run_once(self, specs: Sequence[ProcessSpec], start_count: int, received_signals: Sequence[int]) -> int:
         """Start all processes and return the status of the first one that fails, or 0. Leaves no process running."""
         processes: list[ChildProcess] = []
         try:
             for index, spec in enumerate(specs):
                 log = None if index == 0 else self.logs / f"process-{index}.log"
-                environment = {**spec.environment, RESTARTS_VARIABLE: str(starts)}
+                environment = {**spec.environment, RESTARTS_VARIABLE: str(start_count)}
                 processes.append(ChildProcess(spec.command, environment, log, index=index, dies_with_parent=True))
-            return self._watch(processes, signals)
+            return self._watch(processes, received_signals)
         finally:
             for process in processes:
                 process.kill()
 
-    def _watch(self, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
+    def _watch(self, processes: Sequence[ChildProcess], received_signals: Sequence[int]) -> int:
         while True:
             statuses = {process: process.status for process in processes}
             failed_processes = [process for process, status in statuses.items() if status not in (None, DONE)]
-            if signals:
-                return self._stop(processes, signals)
+            if received_signals:
+                return self._stop(processes, received_signals)
             if failed_processes:
                 # Peers of a killed process fail within milliseconds, so a death by signal comes before other failures.
                 first_failure = min(failed_processes, key=lambda process: (statuses[process] or 0) >= 0)
-                return self._report_failure(first_failure, processes, signals)
+                return self._report_failure(first_failure, processes, received_signals)
             if None not in statuses.values():
                 return DONE
             time.sleep(0.02)
 
-    def _report_failure(self, first: ChildProcess, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
+    def _report_failure(
+        self, failed_process: ChildProcess, processes: Sequence[ChildProcess], received_signals: Sequence[int]
+    ) -> int:
         """Wait for the other processes after one has failed, report the failure, and return the exit status."""
-        is_saving = first.status in (PREEMPTED, INTERRUPTED)
+        is_saving = failed_process.status in (PREEMPTED, INTERRUPTED)
         wait_for(processes, self.notice_s if is_saving else self.grace_s)
-        if signals:
-            return self._stop(processes, signals)
-        if first.status == LOST:  # another process failed first, or a step hung
-            first = next((process for process in processes if process.status not in (None, DONE, LOST)), first)
-        status, peers = first.status, [process for process in processes if process is not first]
+        if received_signals:
+            return self._stop(processes, received_signals)
+        if failed_process.status == LOST:  # another process failed first, or a step hung
+            failed_process = next(
+                (process for process in processes if process.status not in (None, DONE, LOST)), failed_process
+            )
+        status, peers = failed_process.status, [process for process in processes if process is not failed_process]
         assert status is not None
         outcome = "was preempted and has saved" if status == PREEMPTED else f"ended {describe_status(status)}"
         position = f", the first of {len(processes)}" if peers else ""
-        running = _describe_running(peers)
+        running_text = _describe_running(peers)
         if len(processes) > 1 or status not in _FINAL_STATUSES:
-            print_message(f"process {first.index} {outcome}{position}{f'; killing {running}' if running else ''}")
-        if not is_saving and processes[0].status != status and (lines := first.last_lines()):
-            print_message(f"the last lines of {first.log}:", *(f"  {line}" for line in lines))
+            killing = f"; killing {running_text}" if running_text else ""
+            print_message(f"process {failed_process.index} {outcome}{position}{killing}")
+        if not is_saving and processes[0].status != status and (lines := failed_process.last_lines()):
+            print_message(f"the last lines of {failed_process.log}:", *(f"  {line}" for line in lines))
         failed_statuses = [process.status for process in peers if process.status not in (None, DONE, PREEMPTED)]
         return failed_statuses[0] or status if status == PREEMPTED and failed_statuses else status
 
-    def _stop(self, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
+    def _stop(self, processes: Sequence[ChildProcess], received_signals: Sequence[int]) -> int:
         """Forward the launcher's signal to all processes, wait until they have saved, and return the exit status."""
-        is_ctrl_c = signals[0] == signal.SIGINT
+        is_ctrl_c = received_signals[0] == signal.SIGINT
         limit_text = " (press Ctrl-C again to kill without saving)" if is_ctrl_c else f" (at most {self.notice_s:g} s)"
         running_processes = [process for process in processes if process.status is None]
         if running_processes:
@@ -158,7 +163,7 @@ class Supervisor:
         for send_signal in [self.send_signal] if self.send_signal else [process.send for process in running_processes]:
             send_signal(signal.SIGINT if is_ctrl_c else signal.SIGTERM)
         deadline = float("inf") if is_ctrl_c else time.monotonic() + self.notice_s
-        while _describe_running(processes) and len(signals) == 1 and time.monotonic() < deadline:
+        while _describe_running(processes) and len(received_signals) == 1 and time.monotonic() < deadline:
             time.sleep(0.02)
         if still_running := _describe_running(processes):
             print_message(f"killing {still_running} without waiting longer for a save")

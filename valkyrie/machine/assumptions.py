@@ -24,7 +24,7 @@ DCN_LATENCY_S = 50e-6
 """Latency in seconds of a message between hosts of two slices, through the memory of both hosts. Assumed, because no
 figure is published."""
 
-CORE_LINKS = 6.0
+CORE_BANDWIDTH_RATIO = 6.0
 """Bandwidth between two devices of one chip, as a multiple of the bandwidth of an ICI link. The link between the two
 dies of a tpu7x chip has six times the bandwidth of a torus link (cloud.google.com/tpu/docs/tpu7x). Assumed for
 v3 too."""

@@ -24,13 +24,13 @@ class KernelCost:
 
     Args:
         flops: FLOPs of its matrix products.
-        bytes: Bytes that it reads from and writes to HBM.
+        bytes_accessed: Bytes that it reads from and writes to HBM.
         cycles: Cycles that the kernel takes on a single core, or None if unknown.
         note: Assumptions, or empty.
     """
 
     flops: float
-    bytes: float
+    bytes_accessed: float
     cycles: float | None = None
     note: str = ""
 
@@ -47,9 +47,9 @@ def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
     if estimate:
         flops, bytes_ = float(estimate.get("flops", 0)), float(estimate.get("bytes_accessed", 0))
         return KernelCost(flops, bytes_ or hbm_traffic)
-    blocks = _splash_blocks(instruction)
-    if blocks is not None:
-        return _splash_cost(instruction, blocks, hbm_traffic, chip)
+    splash_kernel = _parse_splash_kernel(instruction)
+    if splash_kernel is not None:
+        return _splash_cost(instruction, splash_kernel, hbm_traffic, chip)
     name = instruction.name.rstrip("0123456789.")
     return KernelCost(
         0.0,
@@ -59,27 +59,29 @@ def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
     )
 
 
-class _SplashBlocks(NamedTuple):
+class _SplashKernel(NamedTuple):
     """A splash attention kernel, and the numbers of queries and keys in one of its blocks.
 
-    `part` is `_dkv`, `_dq`, or empty for the forward kernel.
+    `suffix` is `_dkv`, `_dq`, or empty for the forward kernel.
     """
 
-    part: str
+    suffix: str
     block_q: int
     block_kv: int
 
 
-def _splash_blocks(instruction: Instruction) -> _SplashBlocks | None:
+def _parse_splash_kernel(instruction: Instruction) -> _SplashKernel | None:
     name, metadata = instruction.name, instruction.attributes.get("kernel_metadata", "")
     if "splash" not in name or "block_q" not in metadata:
         return None
     sizes = json.loads(json.loads(metadata, strict=False)["xprof_metadata"])
-    part = "_dkv" if "_dkv" in name else "_dq" if "_dq" in name else ""
-    return _SplashBlocks(part, sizes[f"block_q{part}"], sizes[f"block_kv{part}"])
+    suffix = "_dkv" if "_dkv" in name else "_dq" if "_dq" in name else ""
+    return _SplashKernel(suffix, sizes[f"block_q{suffix}"], sizes[f"block_kv{suffix}"])
 
 
-def _splash_cost(instruction: Instruction, blocks: _SplashBlocks, hbm_traffic: float, chip: ChipConfig) -> KernelCost:
+def _splash_cost(
+    instruction: Instruction, splash_kernel: _SplashKernel, hbm_traffic: float, chip: ChipConfig
+) -> KernelCost:
     """Return the cost of splash attention.
 
     FLOPs count the blocks that the mask does not skip. Cycles also include a fixed cost per grid step (skipped blocks
@@ -89,31 +91,31 @@ def _splash_cost(instruction: Instruction, blocks: _SplashBlocks, hbm_traffic: f
     and 5 in a dkv that also computes dq. The dkv kernels iterate over columns instead of rows, and the cost per column
     is paid once per key/value head, not per query head.
     """
-    part, block_q, block_kv = blocks
+    suffix, block_q, block_kv = splash_kernel
     arrays = [o.shape.dims for o in instruction.operands if len(o.shape.dims) >= 3 and o.shape.dtype in ("bf16", "f32")]
     *outer_dims, query_count, head_dim = arrays[0]
     *kv_outer_dims, key_count, _ = arrays[1]
     # The fused kernel returns dq once per column of blocks, with one more dimension than the queries.
-    is_fused = part == "_dkv" and any(len(result.dims) > len(arrays[0]) for result in instruction.shape.tuple_shapes)
-    products_per_block = {"": 2, "_dkv": 5 if is_fused else 4, "_dq": 3}[part]
+    is_fused = suffix == "_dkv" and any(len(result.dims) > len(arrays[0]) for result in instruction.shape.tuple_shapes)
+    products_per_block = {"": 2, "_dkv": 5 if is_fused else 4, "_dq": 3}[suffix]
     mask = instruction.operands[1]
-    visited_blocks = _blocks_visited(mask)
+    visited_count = _count_visited_blocks(mask)
     notes = []
     if not chip.splash_bundles:
         notes.append(f"the cycles of splash attention on {chip.name} are unknown: those of {FALLBACK_CHIP} are used")
-    if visited_blocks is None:
+    if visited_count is None:
         notes.append(f"the mask of {instruction.name} was not found: every block is counted")
         rows, columns = query_count // block_q, key_count // block_kv
-        visited_blocks = rows * columns
+        visited_count = rows * columns
     else:
         rows, columns = mask.shape.dims[1:]
     heads = math.prod(outer_dims)
-    kernel = {"": "forward", "_dkv": "dkv_dq" if is_fused else "dkv", "_dq": "dq"}[part]
+    kernel = {"": "forward", "_dkv": "dkv_dq" if is_fused else "dkv", "_dq": "dq"}[suffix]
     step_cycles, block_cycles, end_cycles = _splash_cycles(kernel, block_q, block_kv, head_dim, chip)
-    end_count = math.prod(kv_outer_dims) * columns if part == "_dkv" else heads * rows
-    cycles = heads * (rows * columns * step_cycles + visited_blocks * block_cycles) + end_count * end_cycles
+    end_count = math.prod(kv_outer_dims) * columns if suffix == "_dkv" else heads * rows
+    cycles = heads * (rows * columns * step_cycles + visited_count * block_cycles) + end_count * end_cycles
     return KernelCost(
-        2.0 * products_per_block * block_q * block_kv * head_dim * heads * visited_blocks,
+        2.0 * products_per_block * block_q * block_kv * head_dim * heads * visited_count,
         hbm_traffic,
         cycles,
         "; ".join(notes),
@@ -151,7 +153,7 @@ def _interpolate(bundles: Sequence[int], size: float, large_size: int, lanes: in
     return small_bundles + (size - 1) * per_size + size * (lanes - 1) * (wide_bundles - small_bundles)
 
 
-def _blocks_visited(mask: Instruction) -> float | None:
+def _count_visited_blocks(mask: Instruction) -> float | None:
     """Return the number of blocks that a block mask (heads, rows, columns) does not skip, averaged over heads.
 
     If every device slices its mask from a constant, the device with the most blocks counts, since the others wait. If

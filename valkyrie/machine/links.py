@@ -22,8 +22,8 @@ class Transfer:
         work_s: Seconds to move all bytes if no other transfer shares the links.
         link_shares: Share of `work_s` during which each link is in use, by name of the link.
         tag: (name, collective), or (name, None) for a copy.
-        between_devices: False for a copy between memories of one device.
-        start_s: Start of the transfer on the clock of `Links`, in seconds.
+        is_between_devices: False for a copy between memories of one device.
+        start_s: Start of the transfer on the clock of `LinkSimulator`, in seconds.
         end_s: Arrival of the last byte on that clock, or None until then.
     """
 
@@ -31,7 +31,7 @@ class Transfer:
     work_s: float
     link_shares: dict[str, float]
     tag: Any = None
-    between_devices: bool = True
+    is_between_devices: bool = True
     start_s: float = 0.0
     end_s: float | None = None
     _remaining_s: float = field(init=False)
@@ -40,19 +40,19 @@ class Transfer:
         self._remaining_s = self.work_s
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all bytes have arrived."""
         return self.latency_s <= _NEGLIGIBLE_S and self._remaining_s <= _NEGLIGIBLE_S
 
-    def advance(self, seconds: float, rate: float) -> None:
-        """Advance the transfer by `seconds`, which must be at most `remaining_s(rate)`.
+    def advance(self, duration_s: float, rate: float) -> None:
+        """Advance the transfer by `duration_s`, which must be at most `remaining_s(rate)`.
 
         `rate` is the speed relative to an uncontended transfer, from 0 to 1. It has no effect during the latency.
         """
         if self.latency_s > _NEGLIGIBLE_S:
-            self.latency_s = max(self.latency_s - seconds, 0.0)
+            self.latency_s = max(self.latency_s - duration_s, 0.0)
         else:
-            self._remaining_s -= seconds * rate
+            self._remaining_s -= duration_s * rate
 
     def remaining_s(self, rate: float) -> float:
         """Return the seconds until the latency ends or, if bytes already move, until the last byte arrives.
@@ -64,28 +64,28 @@ class Transfer:
         return max(self._remaining_s, 0.0) / rate if rate > 0 else float("inf")
 
 
-class Links:
+class LinkSimulator:
     """A clock and the transfers in flight. `sending_s`: seconds with at least one transfer between devices."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.sending_s = 0.0
-        self.active: list[Transfer] = []
+        self.active_transfers: list[Transfer] = []
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer at the current time. A transfer without latency and work ends immediately."""
         transfer.start_s = self.now_s
-        if transfer.finished:
+        if transfer.is_finished:
             transfer.end_s = self.now_s
         else:
-            self.active.append(transfer)
+            self.active_transfers.append(transfer)
 
-    def pass_time(self, seconds: float) -> None:
-        """Advance the clock by `seconds` of compute. Transfers continue."""
-        end = self.now_s + seconds
-        while self.active and self.now_s < end:
-            self._advance_to_change(end)
-        self.now_s = end
+    def pass_time(self, duration_s: float) -> None:
+        """Advance the clock by `duration_s` of compute. Transfers continue."""
+        end_s = self.now_s + duration_s
+        while self.active_transfers and self.now_s < end_s:
+            self._advance_to_change(end_s)
+        self.now_s = end_s
 
     def wait(self, transfer: Transfer) -> float:
         """Advance the clock until a transfer has arrived. Returns the seconds waited."""
@@ -94,19 +94,19 @@ class Links:
             self._advance_to_change(float("inf"))
         return self.now_s - start_s
 
-    def _advance_to_change(self, end: float) -> None:
-        """Advance the clock until a latency ends or a transfer arrives, at most to `end`."""
-        rates = _fair_rates(self.active)
-        until_change_s = min(t.remaining_s(rate) for t, rate in zip(self.active, rates, strict=True))
-        seconds = min(until_change_s, end - self.now_s)
-        self.now_s += seconds
-        if any(transfer.between_devices for transfer in self.active):
-            self.sending_s += seconds
-        for transfer, rate in zip(self.active, rates, strict=True):
-            transfer.advance(seconds, rate)
-            if transfer.finished:
+    def _advance_to_change(self, end_s: float) -> None:
+        """Advance the clock until a latency ends or a transfer arrives, at most to `end_s`."""
+        rates = _fair_rates(self.active_transfers)
+        until_change_s = min(t.remaining_s(rate) for t, rate in zip(self.active_transfers, rates, strict=True))
+        duration_s = min(until_change_s, end_s - self.now_s)
+        self.now_s += duration_s
+        if any(transfer.is_between_devices for transfer in self.active_transfers):
+            self.sending_s += duration_s
+        for transfer, rate in zip(self.active_transfers, rates, strict=True):
+            transfer.advance(duration_s, rate)
+            if transfer.is_finished:
                 transfer.end_s = self.now_s
-        self.active = [t for t in self.active if t.end_s is None]
+        self.active_transfers = [t for t in self.active_transfers if t.end_s is None]
 
 
 def _fair_rates(transfers: list[Transfer]) -> list[float]:

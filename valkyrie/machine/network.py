@@ -42,7 +42,7 @@ class CollectiveCost:
     """Cost of one run of a collective.
 
     Args:
-        seconds: Duration if nothing else uses the links, including `latency_s`.
+        total_s: Duration if nothing else uses the links, including `latency_s`.
         latency_s: Seconds during which no bytes move.
         busy_s: Seconds that the busiest link is in use: by torus axis and direction (`a+`, `a-`), between the cores of
             a chip (`core+`, `core-`), and between slices (`dcn`).
@@ -51,7 +51,7 @@ class CollectiveCost:
             (`dcn`).
     """
 
-    seconds: float = 0.0
+    total_s: float = 0.0
     latency_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=dict)
     bytes_sent: float = 0.0
@@ -63,14 +63,14 @@ class _Algorithm:
     """The compiler's `collective_algorithm_config`: one ring through the whole group, or rings along each dimension.
 
     Args:
-        one_ring: Whether there is a single ring.
-        reordered: Whether the ring connects neighbours on the torus. Otherwise, it follows the order of the group.
+        is_one_ring: Whether there is a single ring.
+        is_reordered: Whether the ring connects neighbours on the torus. Otherwise, it follows the order of the group.
         sizes: Size of the group along each dimension.
         orders: For each part of the array, the order of the dimensions.
     """
 
-    one_ring: bool = False
-    reordered: bool = True
+    is_one_ring: bool = False
+    is_reordered: bool = True
     sizes: tuple[int, ...] = ()
     orders: tuple[tuple[int, ...], ...] = ()
 
@@ -84,10 +84,10 @@ def parse_algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
     settings = config.get("collective_algorithm_config", {})
     text = settings.get("debug", "")
     if settings.get("emitter", "").startswith(ONE_RING_EMITTERS):
-        return _Algorithm(one_ring=True, reordered="has_reordering_map: true" in text)
+        return _Algorithm(is_one_ring=True, is_reordered="has_reordering_map: true" in text)
     sizes = re.search(r"dim_sizes:([\d,]+)", text)
     if "phases:1 " in text:
-        return _Algorithm(one_ring=True)
+        return _Algorithm(is_one_ring=True)
     if not sizes:
         return None
     order_lists = re.search(r"dim_used:((?:\{[\d ]+\},?)+)", text)
@@ -148,20 +148,20 @@ class LinkModel:
 
         `full_bytes`: Size of a group's whole array, as in `min_bytes_sent`.
         """
-        members = groups.shape[1]
-        if members < 2 or full_bytes <= 0:
+        group_size = groups.shape[1]
+        if group_size < 2 or full_bytes <= 0:
             return CollectiveCost()
-        slices = len(np.unique(self._torus.slices(groups[0])))
-        if slices > 1:
-            return self._across_slices(kind, groups, full_bytes, slices)
-        return _apply_efficiency(kind, self._within_slice(kind, groups, full_bytes, algorithm))
+        slice_count = len(np.unique(self._torus.slice_indices(groups[0])))
+        if slice_count > 1:
+            return self._across_slices_cost(kind, groups, full_bytes, slice_count)
+        return _apply_efficiency(kind, self._within_slice_cost(kind, groups, full_bytes, algorithm))
 
     def permute_cost(self, pairs: np.ndarray, message_bytes: float) -> CollectiveCost:
         """Return the cost of simultaneous messages of `message_bytes` between (source, target) pairs."""
         if not len(pairs) or message_bytes <= 0:
             return CollectiveCost()
         source, target = pairs.T
-        crosses_slices = self._torus.slices(source) != self._torus.slices(target)
+        crosses_slices = self._torus.slice_indices(source) != self._torus.slice_indices(target)
         crossings = self._torus.crossings(source[~crosses_slices], target[~crosses_slices])
         busy_s = self._link_busy_s(crossings, message_bytes)
         bytes_by_axis = dict.fromkeys(crossings, message_bytes)
@@ -173,28 +173,28 @@ class LinkModel:
             latency_s += assumptions.DCN_LATENCY_S
         cost = CollectiveCost(latency_s, latency_s, busy_s, message_bytes, bytes_by_axis)
         cost = _apply_efficiency("collective-permute", cost)
-        return replace(cost, seconds=latency_s + max(cost.busy_s.values(), default=0.0))
+        return replace(cost, total_s=latency_s + max(cost.busy_s.values(), default=0.0))
 
-    def between_slices_cost(self, kind: str, input_bytes: float, slices: int) -> CollectiveCost:
+    def between_slices_cost(self, kind: str, input_bytes: float, slice_count: int) -> CollectiveCost:
         """Return the cost of a collective between slices. Each group has one device of each slice.
 
         All devices of a host send at the same time, through the host's runtime and its network. `input_bytes`: Bytes of
         the input of each device.
         """
-        full_bytes = input_bytes * slices if kind == "all-gather" else input_bytes
-        bytes_sent = min_bytes_sent(kind, full_bytes, slices)
+        full_bytes = input_bytes * slice_count if kind == "all-gather" else input_bytes
+        bytes_sent = min_bytes_sent(kind, full_bytes, slice_count)
         busy_s = bytes_sent / self._dcn_rate
         latency_s = assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
         return CollectiveCost(latency_s + busy_s, latency_s, {DCN: busy_s}, bytes_sent, {DCN: bytes_sent})
 
-    def _within_slice(
+    def _within_slice_cost(
         self, kind: str, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None
     ) -> CollectiveCost:
         if kind in ("all-to-all", "ragged-all-to-all"):
-            return self._all_to_all(groups, full_bytes)
+            return self._all_to_all_cost(groups, full_bytes)
         dims = self._torus.dimensions(groups)
-        if dims is None or (algorithm is not None and algorithm.one_ring and len(dims) > 1):
-            phases = [self._one_ring(groups, full_bytes, algorithm)]
+        if dims is None or (algorithm is not None and algorithm.is_one_ring and len(dims) > 1):
+            phases = [self._one_ring_phase(groups, full_bytes, algorithm)]
         else:
             phases = self._ring_phases(dims, full_bytes, algorithm)
         passes = 2 if kind == "all-reduce" else 1
@@ -202,49 +202,51 @@ class LinkModel:
         bytes_by_axis: dict[str, float] = {}
         hops = 0.0
         for phase in phases:
-            for axis, (seconds, bytes_sent) in phase.loads.items():
+            for axis, (seconds, bytes_sent) in phase.traffic_by_axis.items():
                 for link in _directions(axis):
                     busy_s[link] = busy_s.get(link, 0.0) + passes * seconds
                 bytes_by_axis[axis] = bytes_by_axis.get(axis, 0.0) + passes * bytes_sent
             hops += passes * phase.hops
         latency_s = assumptions.COLLECTIVE_START_S + hops * self._hop_s
-        transfer_s = passes * sum(max((axis_s for axis_s, _ in phase.loads.values()), default=0.0) for phase in phases)
+        transfer_s = passes * sum(
+            max((axis_s for axis_s, _ in phase.traffic_by_axis.values()), default=0.0) for phase in phases
+        )
         return CollectiveCost(
             latency_s + transfer_s, latency_s, busy_s, min_bytes_sent(kind, full_bytes, groups.shape[1]), bytes_by_axis
         )
 
-    def _across_slices(self, kind: str, groups: np.ndarray, full_bytes: float, slices: int) -> CollectiveCost:
+    def _across_slices_cost(self, kind: str, groups: np.ndarray, full_bytes: float, slice_count: int) -> CollectiveCost:
         """Return the cost of a collective whose groups span several slices.
 
         The cost is that of the same collective within each slice, plus an exchange over the network. In the exchange,
         each device handles its share of the array. In an all-to-all, it instead sends all its data for other slices.
         """
-        members = groups.shape[1]
-        slice_members = members // slices
-        order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
-        slice_groups = np.take_along_axis(groups, order, axis=1).reshape(-1, slice_members)
-        share = 1 if kind in ("all-to-all", "ragged-all-to-all") else slice_members
-        bytes_sent = min_bytes_sent(kind, full_bytes / share, slices)
+        group_size = groups.shape[1]
+        members_per_slice = group_size // slice_count
+        order = np.argsort(self._torus.slice_indices(groups), axis=1, kind="stable")
+        slice_groups = np.take_along_axis(groups, order, axis=1).reshape(-1, members_per_slice)
+        sharer_count = 1 if kind in ("all-to-all", "ragged-all-to-all") else members_per_slice
+        bytes_sent = min_bytes_sent(kind, full_bytes / sharer_count, slice_count)
         inner_cost = CollectiveCost()
-        if slice_members > 1:
-            inner_cost = _apply_efficiency(kind, self._within_slice(kind, slice_groups, full_bytes, None))
+        if members_per_slice > 1:
+            inner_cost = _apply_efficiency(kind, self._within_slice_cost(kind, slice_groups, full_bytes, None))
         between_s = bytes_sent / self._dcn_rate
         latency_s = inner_cost.latency_s + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
         return CollectiveCost(
-            seconds=inner_cost.seconds + latency_s - inner_cost.latency_s + between_s,
+            total_s=inner_cost.total_s + latency_s - inner_cost.latency_s + between_s,
             latency_s=latency_s,
             busy_s=inner_cost.busy_s | {DCN: between_s},
             bytes_sent=inner_cost.bytes_sent + bytes_sent,
             bytes_by_axis=inner_cost.bytes_by_axis | {DCN: bytes_sent},
         )
 
-    def _all_to_all(self, groups: np.ndarray, full_bytes: float) -> CollectiveCost:
-        members = groups.shape[1]
-        message_bytes = full_bytes / members
+    def _all_to_all_cost(self, groups: np.ndarray, full_bytes: float) -> CollectiveCost:
+        group_size = groups.shape[1]
+        message_bytes = full_bytes / group_size
         key = groups.tobytes()
         if key not in self._all_to_all_crossings:
             sum_by_axis: dict[str, Crossings] = {}
-            for shift in range(1, members):
+            for shift in range(1, group_size):
                 for axis, shift_crossings in self._torus.crossings(
                     groups.ravel(), np.roll(groups, -shift, axis=1).ravel()
                 ).items():
@@ -258,25 +260,30 @@ class LinkModel:
             assumptions.COLLECTIVE_START_S
             + sum(crossings.hops for crossings in crossings_by_axis.values()) * self._hop_s
         )
-        bytes_by_axis = {axis: crossings.share * message_bytes for axis, crossings in crossings_by_axis.items()}
-        bytes_sent = min_bytes_sent("all-to-all", full_bytes, members)
+        bytes_by_axis = {
+            axis: crossings.messages_per_sender * message_bytes for axis, crossings in crossings_by_axis.items()
+        }
+        bytes_sent = min_bytes_sent("all-to-all", full_bytes, group_size)
         return CollectiveCost(latency_s + max(busy_s.values()), latency_s, busy_s, bytes_sent, bytes_by_axis)
 
-    def _one_ring(self, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None) -> _Phase:
+    def _one_ring_phase(self, groups: np.ndarray, full_bytes: float, algorithm: _Algorithm | None) -> _Phase:
         """Return the link loads and hops of a collective on one ring through all members, in both directions."""
-        members = groups.shape[1]
-        bytes_sent = full_bytes * (members - 1) / members
+        group_size = groups.shape[1]
+        bytes_sent = full_bytes * (group_size - 1) / group_size
         axes = self._torus.spanned_axes(groups)
-        if algorithm is None or algorithm.reordered:
-            loads = {axis: (bytes_sent / 2 / self._rate(axis), bytes_sent / len(axes)) for axis in axes}
-            return _Phase(loads, members / 2)
+        if algorithm is None or algorithm.is_reordered:
+            traffic_by_axis = {axis: (bytes_sent / 2 / self._rate(axis), bytes_sent / len(axes)) for axis in axes}
+            return _Phase(traffic_by_axis, group_size / 2)
         crossings_by_axis = self._torus.ring_crossings(groups)
-        share_sum = sum(crossings.share for crossings in crossings_by_axis.values())
-        loads = {
-            axis: (bytes_sent * crossings.load / 2 / self._rate(axis), bytes_sent * crossings.share / share_sum)
+        share_sum = sum(crossings.messages_per_sender for crossings in crossings_by_axis.values())
+        traffic_by_axis = {
+            axis: (
+                bytes_sent * crossings.max_load / 2 / self._rate(axis),
+                bytes_sent * crossings.messages_per_sender / share_sum,
+            )
             for axis, crossings in crossings_by_axis.items()
         }
-        return _Phase(loads, sum(crossings.hops for crossings in crossings_by_axis.values()) * members / 2)
+        return _Phase(traffic_by_axis, sum(crossings.hops for crossings in crossings_by_axis.values()) * group_size / 2)
 
     def _ring_phases(self, dims: Sequence[Dimension], full_bytes: float, algorithm: _Algorithm | None) -> list[_Phase]:
         """Return the phases of rings along one dimension after another.
@@ -287,16 +294,19 @@ class LinkModel:
         part_bytes = [full_bytes / len(orders)] * len(orders)
         phases = []
         for step in range(len(dims)):
-            loads: dict[str, tuple[float, float]] = {}
+            traffic_by_axis: dict[str, tuple[float, float]] = {}
             hops = 0.0
             for part, order in enumerate(orders):
                 dim = dims[order[step]]
                 bytes_sent = part_bytes[part] * (dim.size - 1) / dim.size
-                axis_s, axis_bytes = loads.get(dim.axis, (0.0, 0.0))
-                loads[dim.axis] = (axis_s + bytes_sent * dim.load / self._rate(dim.axis), axis_bytes + bytes_sent)
+                axis_s, axis_bytes = traffic_by_axis.get(dim.axis, (0.0, 0.0))
+                traffic_by_axis[dim.axis] = (
+                    axis_s + bytes_sent * dim.load / self._rate(dim.axis),
+                    axis_bytes + bytes_sent,
+                )
                 part_bytes[part] /= dim.size
                 hops = max(hops, dim.hops)
-            phases.append(_Phase(loads, hops))
+            phases.append(_Phase(traffic_by_axis, hops))
         return phases
 
     def _link_busy_s(self, crossings_by_axis: dict[str, Crossings], message_bytes: float) -> dict[str, float]:
@@ -311,7 +321,7 @@ class LinkModel:
         return {link: seconds for link, seconds in busy_s.items() if seconds > 0}
 
     def _rate(self, axis: str) -> float:
-        return self._link_rate * (assumptions.CORE_LINKS if axis == CORE else 1.0)
+        return self._link_rate * (assumptions.CORE_BANDWIDTH_RATIO if axis == CORE else 1.0)
 
 
 @dataclass(frozen=True)
@@ -319,11 +329,11 @@ class _Phase:
     """A phase of a collective.
 
     Args:
-        loads: (seconds of the busiest link, bytes that a device sends), by torus axis.
+        traffic_by_axis: (seconds of the busiest link, bytes that a device sends), by torus axis.
         hops: Hops until data from one member has reached all others of the phase.
     """
 
-    loads: dict[str, tuple[float, float]]
+    traffic_by_axis: dict[str, tuple[float, float]]
     hops: float
 
 
@@ -339,8 +349,8 @@ def _apply_efficiency(kind: str, cost: CollectiveCost) -> CollectiveCost:
     """
     efficiency = assumptions.ICI_EFFICIENCY.get(kind, assumptions.DEFAULT_ICI_EFFICIENCY)
     busy_s = {axis: seconds / (1.0 if axis == DCN else efficiency) for axis, seconds in cost.busy_s.items()}
-    transfer_s = (cost.seconds - cost.latency_s) / efficiency
-    return replace(cost, seconds=cost.latency_s + transfer_s, busy_s=busy_s)
+    transfer_s = (cost.total_s - cost.latency_s) / efficiency
+    return replace(cost, total_s=cost.latency_s + transfer_s, busy_s=busy_s)
 
 
 def _dimension_orders(dims: Sequence[Dimension], algorithm: _Algorithm | None) -> list[tuple[int, ...]]:

@@ -35,7 +35,7 @@ _FREE_OPCODES = {
     "async-update",
     "get-dimension-size",
 }
-_FREE_TARGETS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SliceBitcast"}
+_FREE_CUSTOM_CALLS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SliceBitcast"}
 _KERNEL_TARGET = "tpu_custom_call"
 _UPDATE_OPCODE = "dynamic-update-slice"
 _SCALAR_BYTES = 4096
@@ -50,11 +50,11 @@ class OpCost:
     """Cost of an operation: kind of work, seconds on the device, and FLOPs of its matrix products."""
 
     kind: PartKind
-    seconds: float
+    duration_s: float
     flops: float = 0.0
 
 
-class OpCosts:
+class OpCostModel:
     """Computes the costs of instructions on a chip. The keys of `notes` are the assumptions made so far.
 
     Raises ValueError if the chip's clock or HBM bandwidth is unknown.
@@ -102,13 +102,13 @@ class OpCosts:
                 destination = operations[-1].shape.memory_space
                 return moved_bytes / self._host_rate, "to host" if destination == HOST else "from host"
             return self._copy_cost(moved_bytes, 1)
-        return sum(self.cost(i).seconds for i in operations), ""
+        return sum(self.cost(i).duration_s for i in operations), ""
 
     def _copy_cost(self, size: int, passes: int) -> tuple[float, str]:
         return size * max(passes, 1) / (self._hbm_rate * assumptions.HBM_EFFICIENCY), "HBM"
 
     def _cost(self, instruction: Instruction) -> OpCost:
-        if instruction.opcode in _FREE_OPCODES or instruction.custom_call_target in _FREE_TARGETS:
+        if instruction.opcode in _FREE_OPCODES or instruction.custom_call_target in _FREE_CUSTOM_CALLS:
             return OpCost(PartKind.compute, 0.0)
         if instruction.custom_call_target == _KERNEL_TARGET:
             return self._kernel_cost(instruction)
@@ -140,7 +140,7 @@ class OpCosts:
             busy_s = max(kernel.cycles / self._cores / self._clock_hz, kernel.flops / self._peak_flops)
         else:
             busy_s = kernel.flops / (self._peak_flops * assumptions.KERNEL_EFFICIENCY)
-        seconds = max(busy_s, kernel.bytes / (self._hbm_rate * assumptions.HBM_EFFICIENCY))
+        seconds = max(busy_s, kernel.bytes_accessed / (self._hbm_rate * assumptions.HBM_EFFICIENCY))
         return OpCost(PartKind.kernel, seconds, kernel.flops)
 
 

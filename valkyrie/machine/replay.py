@@ -27,9 +27,9 @@ from valkyrie.compiled.collectives import (
 from valkyrie.compiled.hlo import Computation, Instruction, Module
 from valkyrie.compiled.loops import condition_and_body, trip_count
 from valkyrie.machine import assumptions
-from valkyrie.machine.links import Links, Transfer
+from valkyrie.machine.links import LinkSimulator, Transfer
 from valkyrie.machine.network import LinkModel, Machine
-from valkyrie.machine.operations import OpCosts
+from valkyrie.machine.operations import OpCostModel
 from valkyrie.machine.timeline import COPIES
 from valkyrie.parts import PartKind, StepPart, format_category
 
@@ -41,7 +41,7 @@ All further iterations are assumed to take as long as an iteration that starts w
 
 
 @dataclass
-class Cost:
+class OpTotals:
     """Calls and seconds per step of all operations with the same kind, mesh axes, op_name and source."""
 
     kind: PartKind
@@ -90,7 +90,7 @@ class Replay:
     flops: float
     sending_s: float
     collectives: list[CollectiveUse]
-    costs: list[Cost]
+    costs: list[OpTotals]
     spans: list[TimelineSpan]
     notes: list[str]
     correction: float = 1.0
@@ -113,7 +113,7 @@ class _Totals:
     flops: float = 0.0
     sending_s: float = 0.0
     uses: dict[tuple[object, ...], CollectiveUse] = field(default_factory=dict)
-    costs: dict[tuple[object, ...], Cost] = field(default_factory=dict)
+    costs: dict[tuple[object, ...], OpTotals] = field(default_factory=dict)
     spans: list[TimelineSpan] = field(default_factory=list)
     duration_s: float = 0.0
 
@@ -128,7 +128,7 @@ class _Totals:
     ) -> None:
         """Add device time to a part of the step and to the cost of an operation."""
         self.seconds[kind, mesh_axes] = self.seconds.get((kind, mesh_axes), 0.0) + seconds
-        cost = self.costs.setdefault((kind, mesh_axes, op_name, source), Cost(kind, mesh_axes, op_name, source))
+        cost = self.costs.setdefault((kind, mesh_axes, op_name, source), OpTotals(kind, mesh_axes, op_name, source))
         cost.calls += calls
         cost.seconds += seconds
 
@@ -137,41 +137,41 @@ class _Totals:
         new = collective.empty_use(torus_axes)
         return self.uses.setdefault(new.key, new)
 
-    def add(self, other: _Totals, times: int, start_s: float, name: str) -> None:
-        """Add a part of the program that runs `times` times in a row from `start_s`.
+    def add(self, other: _Totals, repeats: int, start_s: float, name: str) -> None:
+        """Add a part of the program that runs `repeats` times in a row from `start_s`.
 
         The timeline gets the spans of its first and last run, and one span for all runs in between.
         """
-        self.flops += times * other.flops
-        self.sending_s += times * other.sending_s
+        self.flops += repeats * other.flops
+        self.sending_s += repeats * other.sending_s
         for cost in other.costs.values():
             self.add_time(
-                cost.kind, times * cost.seconds, cost.op_name, cost.source, times * cost.calls, cost.mesh_axes
+                cost.kind, repeats * cost.seconds, cost.op_name, cost.source, repeats * cost.calls, cost.mesh_axes
             )
         for key, use in other.uses.items():
-            self.uses.setdefault(key, use.copy_without_totals()).add(use, times)
-        for iteration in sorted({0, times - 1}):
+            self.uses.setdefault(key, use.copy_without_totals()).add(use, repeats)
+        for iteration in sorted({0, repeats - 1}):
             shift_s = start_s + iteration * other.duration_s
             self.spans += [
                 TimelineSpan(s.track, s.name, s.category, s.op_name, s.source, s.start_s + shift_s, s.duration_s)
                 for s in other.spans
             ]
-        if times > 2:
-            middle_start_s, middle_duration_s = start_s + other.duration_s, (times - 2) * other.duration_s
-            middle_name = f"{name}: iterations 2 to {times - 1}"
+        if repeats > 2:
+            middle_start_s, middle_duration_s = start_s + other.duration_s, (repeats - 2) * other.duration_s
+            middle_name = f"{name}: iterations 2 to {repeats - 1}"
             self.spans.append(TimelineSpan("compute", middle_name, "loop", name, "", middle_start_s, middle_duration_s))
 
 
 class _Replayer:
     def __init__(self, module: Module, machine: Machine) -> None:
         self._module = module
-        slices = [position.slice for position in machine.positions]
+        slices = [position.slice_index for position in machine.positions]
         self._collectives = CollectiveReader(module, machine.mesh_axes, slices)
         self._network = LinkModel(machine, slice_mask(slices, module.num_partitions))
-        self._ops = OpCosts(machine.chip)
-        self._links = Links()
-        self._started: dict[Instruction | int, Transfer] = {}
-        self._sends: dict[str, Transfer] = {}
+        self._ops = OpCostModel(machine.chip)
+        self._links = LinkSimulator()
+        self._pending_transfers: dict[Instruction | int, Transfer] = {}
+        self._pending_sends: dict[str, Transfer] = {}
         self._totals = _Totals()
         self._isolated_totals: dict[Computation, _Totals] = {}
         self._notes: dict[str, None] = {}
@@ -213,47 +213,49 @@ class _Replayer:
             self._start_transfer(instruction)
         elif collective_kind(opcode):
             self._wait(self._start_collective(instruction.name, self._collectives.read(instruction)))
-        elif opcode == "fusion" and (inner := inner_collectives(instruction.called_computations[0])):
-            self._replay_fusion(instruction, inner)
+        elif opcode == "fusion" and (inner_instructions := inner_collectives(instruction.called_computations[0])):
+            self._replay_fusion(instruction, inner_instructions)
         else:
             self._replay_compute(instruction)
 
     def _replay_compute(self, instruction: Instruction) -> None:
         cost = self._ops.cost(instruction)
-        if cost.seconds <= 0 and not cost.flops:
+        if cost.duration_s <= 0 and not cost.flops:
             return
         totals, links = self._totals, self._links
         op_name, source = find_cause(instruction)
         totals.spans.append(
-            TimelineSpan("compute", instruction.name, cost.kind.value, op_name, source, links.now_s, cost.seconds)
+            TimelineSpan("compute", instruction.name, cost.kind.value, op_name, source, links.now_s, cost.duration_s)
         )
-        totals.add_time(cost.kind, cost.seconds, op_name, source)
+        totals.add_time(cost.kind, cost.duration_s, op_name, source)
         totals.flops += cost.flops
-        links.pass_time(cost.seconds)
+        links.pass_time(cost.duration_s)
 
-    def _replay_fusion(self, instruction: Instruction, inner: list[Instruction]) -> None:
+    def _replay_fusion(self, instruction: Instruction, inner_instructions: list[Instruction]) -> None:
         """Replay a fusion that starts, continues or ends an asynchronous collective, or contains a synchronous one."""
-        starts, ends = (
+        start_instructions, done_instructions = (
             wrapped_collectives(target, instruction.called_computations[0]) for target in (ASYNC_START, ASYNC_DONE)
         )
-        async_parts = [i for i in inner if FUSED_CONFIG_KEY in i.backend_config]
-        if not async_parts and not starts and not ends:
-            collective = self._collectives.read(inner[0], fused_kind(instruction, inner[0]), instruction)
+        async_parts = [i for i in inner_instructions if FUSED_CONFIG_KEY in i.backend_config]
+        if not async_parts and not start_instructions and not done_instructions:
+            collective = self._collectives.read(
+                inner_instructions[0], fused_kind(instruction, inner_instructions[0]), instruction
+            )
             self._wait(self._start_collective(instruction.name, collective))
             return
-        for i in starts:
+        for i in start_instructions:
             collective = self._collectives.read(i, caller=instruction)
-            self._started[i.message.channel_id] = self._start_collective(instruction.name, collective)
+            self._pending_transfers[i.message.channel_id] = self._start_collective(instruction.name, collective)
         if instruction.cycles is not None:
             self._replay_compute(instruction)
-        for i in ends:
-            transfer = self._started.pop(i.message.channel_id, None)
+        for i in done_instructions:
+            transfer = self._pending_transfers.pop(i.message.channel_id, None)
             if transfer is not None:
                 self._wait(transfer)
 
     def _start_collective(self, name: str, collective: Collective) -> Transfer:
         cost = self._network.cost(collective)
-        work_s = cost.seconds - cost.latency_s
+        work_s = cost.total_s - cost.latency_s
         link_shares = {link: busy_s / work_s for link, busy_s in cost.busy_s.items()} if work_s > 0 else {}
         transfer = Transfer(cost.latency_s, work_s, link_shares, tag=(name, collective))
         if collective.kind == "ragged-all-to-all":
@@ -263,24 +265,24 @@ class _Replayer:
 
     def _start_transfer(self, instruction: Instruction) -> None:
         opcode = instruction.opcode
-        inner = [i for c in instruction.called_computations for i in inner_collectives(c)]
-        if collective_kind(opcode) or inner:
+        inner_instructions = [i for c in instruction.called_computations for i in inner_collectives(c)]
+        if collective_kind(opcode) or inner_instructions:
             collective = self._collectives.read(
-                instruction if collective_kind(opcode) else inner[0], caller=instruction
+                instruction if collective_kind(opcode) else inner_instructions[0], caller=instruction
             )
-            self._started[instruction] = self._start_collective(instruction.name, collective)
+            self._pending_transfers[instruction] = self._start_collective(instruction.name, collective)
             return
         seconds, link = self._ops.background_cost(instruction)
         link_shares, tag = {link: 1.0} if link else {}, (instruction.name, None)
-        transfer = Transfer(assumptions.DMA_START_S, seconds, link_shares, tag, between_devices=False)
-        self._started[instruction] = transfer
+        transfer = Transfer(assumptions.DMA_START_S, seconds, link_shares, tag, is_between_devices=False)
+        self._pending_transfers[instruction] = transfer
         self._links.start(transfer)
 
     def _wait_for_start(self, instruction: Instruction) -> None:
         start = instruction.operands[0]
         while start.opcode == "async-update":
             start = start.operands[0]
-        transfer = self._started.pop(start, None)
+        transfer = self._pending_transfers.pop(start, None)
         if transfer is None:
             self._notes[f"{instruction.name} waits for {start.name}, which was not found: no wait is assumed"] = None
             return
@@ -294,12 +296,12 @@ class _Replayer:
         """
         key = instruction.attributes.get("_xla_host_transfer_rendezvous", instruction.name)
         if is_between_slices(instruction):
-            self._sends[key] = self._start_collective(
+            self._pending_sends[key] = self._start_collective(
                 instruction.name, self._collectives.read_between_slices(instruction)
             )
         elif instruction.opcode == "recv-done":
             receive = instruction.operands[0]
-            transfer = self._sends.pop(receive.attributes.get("_xla_host_transfer_rendezvous", ""), None)
+            transfer = self._pending_sends.pop(receive.attributes.get("_xla_host_transfer_rendezvous", ""), None)
             if transfer is not None:
                 self._wait(transfer)
         elif instruction.opcode == "send":
@@ -345,7 +347,7 @@ class _Replayer:
             trips = 1
         body = condition_and_body(instruction)[1]
         replayed_count = 0
-        while self._links.active and replayed_count < min(trips, _EXPLICIT_ITERATIONS):
+        while self._links.active_transfers and replayed_count < min(trips, _EXPLICIT_ITERATIONS):
             self._replay_computation(body)
             self._add_loop_overhead(instruction, 1)
             replayed_count += 1
@@ -356,17 +358,17 @@ class _Replayer:
             self._links.pass_time(remaining_trips * body_totals.duration_s)
             self._add_loop_overhead(instruction, remaining_trips)
 
-    def _add_loop_overhead(self, loop: Instruction, times: int) -> None:
-        """Add the time of branching and scalar work in `times` iterations of a loop (`LOOP_ITERATION_S`)."""
-        seconds = times * assumptions.LOOP_ITERATION_S
-        self._totals.add_time(PartKind.compute, seconds, "loop control", loop.source, float(times))
+    def _add_loop_overhead(self, loop: Instruction, repeats: int) -> None:
+        """Add the time of branching and scalar work in `repeats` iterations of a loop (`LOOP_ITERATION_S`)."""
+        seconds = repeats * assumptions.LOOP_ITERATION_S
+        self._totals.add_time(PartKind.compute, seconds, "loop control", loop.source, float(repeats))
         self._links.pass_time(seconds)
 
     def _replay_alone(self, body: Computation) -> _Totals:
         """Replay a computation once, without transfers from outside in flight, and return its totals."""
         if body not in self._isolated_totals:
             outer_totals, outer_links = self._totals, self._links
-            self._totals, self._links = _Totals(), Links()
+            self._totals, self._links = _Totals(), LinkSimulator()
             self._replay_computation(body)
             self._totals.duration_s = self._links.now_s
             self._totals.sending_s += self._links.sending_s

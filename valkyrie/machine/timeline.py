@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COMPUTE, COPIES = "compute", "copies"
 """Names of the first and the last track. The tracks of collectives are in between, named by their mesh axes."""
 
-_MICROSECONDS = 1e6
+_MICROSECONDS_PER_SECOND = 1e6
 
 
 class TraceEvent(TypedDict, total=False):
@@ -52,20 +52,22 @@ def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:
     Times are relative to the start of the step. Events of one track never overlap: if two collectives over the same
     axes are in flight, the later one goes to another track of that name.
     """
-    names: dict[str, str] = {}
+    track_by_label: dict[str, str] = {}
     events: list[TraceEvent] = []
     for track in sorted({span.track for span in spans}, key=_rank):
-        lanes: list[float] = []
+        lane_ends: list[float] = []
         for span in sorted((s for s in spans if s.track == track), key=lambda s: (s.start_s, -s.duration_s)):
-            lane = next((i for i, busy_until in enumerate(lanes) if busy_until <= span.start_s + 1e-12), len(lanes))
-            if lane == len(lanes):
-                lanes.append(0.0)
-            lanes[lane] = span.start_s + span.duration_s
+            lane = next(
+                (i for i, busy_until in enumerate(lane_ends) if busy_until <= span.start_s + 1e-12), len(lane_ends)
+            )
+            if lane == len(lane_ends):
+                lane_ends.append(0.0)
+            lane_ends[lane] = span.start_s + span.duration_s
             label = _label(track) + (f" ({lane + 1})" if lane else "")
-            names.setdefault(label, track)
-            events.append(_event(span, list(names).index(label)))
+            track_by_label.setdefault(label, track)
+            events.append(_event(span, list(track_by_label).index(label)))
     metadata: list[TraceEvent] = [{"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": title}}]
-    for tid, (name, track) in enumerate(names.items()):
+    for tid, (name, track) in enumerate(track_by_label.items()):
         axes = {} if track in (COMPUTE, COPIES) else {"mesh_axes": track}
         metadata.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name, **axes}})
         metadata.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
@@ -80,8 +82,8 @@ def _event(span: TimelineSpan, tid: int) -> TraceEvent:
         "tid": tid,
         "name": span.name,
         "cat": span.category,
-        "ts": round(span.start_s * _MICROSECONDS, 3),
-        "dur": round(span.duration_s * _MICROSECONDS, 3),
+        "ts": round(span.start_s * _MICROSECONDS_PER_SECOND, 3),
+        "dur": round(span.duration_s * _MICROSECONDS_PER_SECOND, 3),
         "args": {key: value for key, value in details.items() if value},
     }
 

@@ -26,12 +26,12 @@ class Crossings:
         loads: Number of messages that cross each link, of shape (2, slices, *torus): first the descending direction,
             then the ascending one. For the cores of a chip, a single entry: messages per sender.
         hops: Hops of the longest route.
-        share: Messages per sender that use the axis.
+        messages_per_sender: Messages per sender that use the axis.
     """
 
     loads: np.ndarray
     hops: int
-    share: float
+    messages_per_sender: float
 
     @property
     def descending_load(self) -> float:
@@ -44,13 +44,15 @@ class Crossings:
         return float(self.loads[-1].max())
 
     @property
-    def load(self) -> float:
+    def max_load(self) -> float:
         """Messages over the busiest link in either direction."""
         return float(self.loads.max())
 
     def plus(self, other: Crossings) -> Crossings:
         """Return the load if the messages of `self` and `other` are sent at the same time."""
-        return Crossings(self.loads + other.loads, max(self.hops, other.hops), self.share + other.share)
+        return Crossings(
+            self.loads + other.loads, max(self.hops, other.hops), self.messages_per_sender + other.messages_per_sender
+        )
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,16 @@ class Torus:
     def __init__(self, topology: Topology, positions: Sequence[Position]) -> None:
         self._shape = topology.shape
         self._wrap = topology.wrap
-        self._shifts = np.array(topology.shifts)
+        self._shifts = np.array(topology.wrap_shifts)
         self._twisted = topology.twisted
         self._coords = np.array([p.coords[: len(self._shape)] for p in positions])
-        self._core = np.array([p.core for p in positions])
-        self._slice = np.array([p.slice for p in positions])
+        self._cores = np.array([p.core for p in positions])
+        self._slices = np.array([p.slice_index for p in positions])
         self._dimensions_by_group: dict[bytes, list[Dimension] | None] = {}
 
-    def slices(self, group: np.ndarray) -> np.ndarray:
+    def slice_indices(self, group: np.ndarray) -> np.ndarray:
         """Return the slice of each device in `group`, an array of any shape."""
-        return self._slice[group]
+        return self._slices[group]
 
     def dimensions(self, groups: np.ndarray) -> list[Dimension] | None:
         """Return the torus axes along which groups extend, with the load of a ring along each.
@@ -101,7 +103,7 @@ class Torus:
         return self._dimensions_by_group[key]
 
     def _find_dimensions(self, groups: np.ndarray) -> list[Dimension] | None:
-        coords = np.concatenate([self._coords[groups], self._core[groups][..., None]], axis=-1)
+        coords = np.concatenate([self._coords[groups], self._cores[groups][..., None]], axis=-1)
         names = [*TORUS_AXES[: len(self._shape)], CORE]
         sizes = [len(np.unique(coords[0, :, d])) for d in range(len(names))]
         if math.prod(sizes) != groups.shape[1]:
@@ -120,7 +122,7 @@ class Torus:
             crossings = crossings_by_axis[names[d]]
             span = int(np.ptp(coords[0, :, d]))
             hops = 0 if names[d] == CORE else size * crossings.hops / 2 if self._is_ring(d, coords[0]) else span
-            dimensions.append(Dimension(names[d], size, crossings.load / 2, float(hops)))
+            dimensions.append(Dimension(names[d], size, crossings.max_load / 2, float(hops)))
         return dimensions
 
     def ring_crossings(self, rings: np.ndarray) -> dict[str, Crossings]:
@@ -149,13 +151,13 @@ class Torus:
         crossings_by_axis: dict[str, Crossings] = {}
         senders = max(len(np.unique(source)), 1)
         message_index, distances, message_share = self._routes(self._coords[source], self._coords[target], direction)
-        coords, slice_ = self._coords[source][message_index], self._slice[source][message_index]
+        coords, slice_ = self._coords[source][message_index], self._slices[source][message_index]
         for axis, length in enumerate(self._shape):
             distance = distances[:, axis]
             if not distance.any():
                 continue
             step = np.sign(distance)
-            loads = np.zeros((2, int(self._slice.max()) + 1, *self._shape))
+            loads = np.zeros((2, int(self._slices.max()) + 1, *self._shape))
             for hop in range(int(np.abs(distance).max())):
                 is_moving = np.abs(distance) > hop
                 links = ((step[is_moving] > 0).astype(int), slice_[is_moving], *coords[is_moving].T)
@@ -163,9 +165,9 @@ class Torus:
                 coords[is_moving, axis] += step[is_moving]
                 wraps = np.where(is_moving, coords[:, axis] // length, 0)
                 coords = (coords + wraps[:, None] * self._shifts[axis]) % self._shape
-            share = float(message_share[distance != 0].sum()) / senders
-            crossings_by_axis[TORUS_AXES[axis]] = Crossings(loads, int(np.abs(distance).max()), share)
-        crosses_cores = self._core[source] != self._core[target]
+            messages_per_sender = float(message_share[distance != 0].sum()) / senders
+            crossings_by_axis[TORUS_AXES[axis]] = Crossings(loads, int(np.abs(distance).max()), messages_per_sender)
+        crosses_cores = self._cores[source] != self._cores[target]
         if crosses_cores.any():
             loads = np.full((1,), np.count_nonzero(crosses_cores) / senders)
             crossings_by_axis[CORE] = Crossings(loads, 0, float(np.count_nonzero(crosses_cores)) / senders)
@@ -197,8 +199,8 @@ class Torus:
         The result is as in `_routes`. A message is spread evenly over all its shortest routes. With a `direction`, it
         takes the first of them for +1 and the last one for -1.
         """
-        end_passes = np.array(list(itertools.product(range(-2, 3), repeat=len(self._shape))))
-        routes = offsets[:, None, :] + end_passes * np.array(self._shape) - end_passes @ self._shifts
+        wrap_counts = np.array(list(itertools.product(range(-2, 3), repeat=len(self._shape))))
+        routes = offsets[:, None, :] + wrap_counts * np.array(self._shape) - wrap_counts @ self._shifts
         lengths = np.abs(routes).sum(axis=-1)
         is_shortest = lengths == lengths.min(axis=1, keepdims=True)
         if direction is not None:
@@ -223,7 +225,7 @@ class Torus:
 
     def spanned_axes(self, groups: np.ndarray) -> list[str]:
         """Return the torus axes, and `core`, along which members of the first group differ."""
-        coords = np.concatenate([self._coords[groups[0]], self._core[groups[0]][:, None]], axis=-1)
+        coords = np.concatenate([self._coords[groups[0]], self._cores[groups[0]][:, None]], axis=-1)
         names = [*TORUS_AXES[: len(self._shape)], CORE]
         return [name for d, name in enumerate(names) if len(np.unique(coords[:, d])) > 1]
 

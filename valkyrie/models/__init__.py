@@ -95,7 +95,7 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class Layered(Model, Protocol):
+class LayeredModel(Model, Protocol):
     """A model with layers that run one after another, such as a `Stack`."""
 
     embed: int
@@ -107,7 +107,7 @@ class Layered(Model, Protocol):
 
 def is_dense_transformer(model: Model) -> bool:
     """Return whether every layer of a model is attention, with a dense feed-forward or none."""
-    return isinstance(model, Layered) and all(
+    return isinstance(model, LayeredModel) and all(
         isinstance(layer.mixer, Attention) and isinstance(layer.feed_forward, FeedForward | None)
         for layers, _ in model.segments()
         for layer in layers

@@ -113,16 +113,16 @@ class Attention(Block):
         weights = {"out": weight("embed", "heads", "head_dim", output_first=True)}
         if self.bias is Bias.all:
             weights["out_bias"] = weight("embed", group="vector")
-        for projections in ("local", "globals")[: 1 + bool(self.global_tokens)]:
-            weights |= {f"{projections}.query": query_projection}
-            weights |= {f"{projections}.{name}": key_projection for name in ("key", "value")}
+        for prefix in ("local", "globals")[: 1 + bool(self.global_tokens)]:
+            weights |= {f"{prefix}.query": query_projection}
+            weights |= {f"{prefix}.{name}": key_projection for name in ("key", "value")}
             if self.bias is not Bias.none:
-                weights |= {f"{projections}.query_bias": weight("heads", "head_dim", group="vector")}
+                weights |= {f"{prefix}.query_bias": weight("heads", "head_dim", group="vector")}
                 key_bias = weight("kv_heads", "head_dim", group="vector")
-                weights |= {f"{projections}.{name}_bias": key_bias for name in ("key", "value")}
+                weights |= {f"{prefix}.{name}_bias": key_bias for name in ("key", "value")}
             if self.qk_norm:
                 scale = weight("head_dim", group="vector")
-                weights |= {f"{projections}.{name}_norm.scale": scale for name in ("query", "key")}
+                weights |= {f"{prefix}.{name}_norm.scale": scale for name in ("query", "key")}
         return weights
 
     def variant(self, context: BlockContext) -> Hashable:
@@ -141,9 +141,11 @@ class Attention(Block):
 
     def flops(self, context: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token of the projections, the logits, and the weighted sums of values."""
-        keys = 4 * context.embed * self.head_dim * self.kv_heads
-        projections = 4 * context.embed * self.head_dim * (self.heads + self.kv_heads) + keys * bool(self.global_tokens)
-        return projections + 4.0 * self.head_dim * self.scores(context, seq)
+        key_flops = 4 * context.embed * self.head_dim * self.kv_heads
+        projection_flops = 4 * context.embed * self.head_dim * (self.heads + self.kv_heads) + key_flops * bool(
+            self.global_tokens
+        )
+        return projection_flops + 4.0 * self.head_dim * self.scores(context, seq)
 
     def scores(self, context: BlockContext, seq: int) -> float:
         """Return the number of logits per token: keys per query, times heads."""

@@ -35,7 +35,7 @@ class Projections(nnx.Module):
     """Query, key and value projections. With `qk_norm`, queries and keys are normalised before they are rotated."""
 
     def __init__(self, block: Attention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
-        keys, self.numerics = jax.random.split(key, 3), numerics
+        init_keys, self.numerics = jax.random.split(key, 3), numerics
         self.theta, self.stretch = block.rope_theta, block.rope_stretch
 
         def init_weight(name: str, key: Array) -> nnx.Param:
@@ -43,7 +43,7 @@ class Projections(nnx.Module):
             return parameter(specs[name], normal(key, shape, shape[0] ** -0.5), numerics)
 
         names = ("query", "key", "value")
-        self.query, self.key, self.value = (init_weight(name, key) for name, key in zip(names, keys, strict=True))
+        self.query, self.key, self.value = (init_weight(name, key) for name, key in zip(names, init_keys, strict=True))
         self.has_bias, self.has_norm = block.bias is not Bias.none, block.qk_norm
         if self.has_bias:
             self.query_bias, self.key_bias, self.value_bias = (
@@ -86,14 +86,16 @@ class AttentionLayer(nnx.Module):
     projections: type[Projections] = Projections
 
     def __init__(self, block: Attention, context: BlockContext, *, numerics: Numerics, key: Array) -> None:
-        keys, specs = jax.random.split(key, 3), block.parameters(context)
+        init_keys, specs = jax.random.split(key, 3), block.parameters(context)
         self.config, self.numerics = block, numerics
         self.window, self.dilation = block.window(context), block.dilation(context)
-        self.local = self.projections(block, _without_prefix("local", specs), numerics=numerics, key=keys[0])
+        self.local = self.projections(block, _without_prefix("local", specs), numerics=numerics, key=init_keys[0])
         if block.global_tokens:
-            self.globals = self.projections(block, _without_prefix("globals", specs), numerics=numerics, key=keys[1])
+            self.globals = self.projections(
+                block, _without_prefix("globals", specs), numerics=numerics, key=init_keys[1]
+            )
         deviation = (2 * context.layers * block.heads * block.head_dim) ** -0.5
-        weights = normal(keys[2], (block.heads, block.head_dim, context.embed), deviation)
+        weights = normal(init_keys[2], (block.heads, block.head_dim, context.embed), deviation)
         # Embed first, like the other projections, so that a fully sharded partition gathers contiguous memory.
         self.out = parameter(specs["out"], weights.transpose(2, 0, 1), numerics)
         if block.bias is Bias.all:
@@ -103,9 +105,13 @@ class AttentionLayer(nnx.Module):
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
         """Return the output of the layer, before the residual sum. Attention does not cross segments."""
-        positions, rows, segment_ids = jnp.arange(x.shape[1]), _row_axes(shard, x.shape[0]), boundaries.segment_ids
+        positions, batch_axes, segment_ids = (
+            jnp.arange(x.shape[1]),
+            _batch_axes(shard, x.shape[0]),
+            boundaries.segment_ids,
+        )
         key_axis, _ = _key_head_axes(shard)
-        query_axes, key_axes = (rows, "seq", "heads", "head_dim"), (rows, "seq", key_axis, "head_dim")
+        query_axes, key_axes = (batch_axes, "seq", "heads", "head_dim"), (batch_axes, "seq", key_axis, "head_dim")
         q = shard(self.local.queries(x, positions, shard), *query_axes)
         k, v = self._keys_values(x, positions, boundaries.tokens, shard)
         k, v = (shard(y, *key_axes) for y in (k, v))
@@ -113,13 +119,13 @@ class AttentionLayer(nnx.Module):
         inputs: list[Array] = [q, k, v]
         axes: list[CombinedAxes] = [query_axes, key_axes, key_axes]
         if segment_ids is not None:
-            inputs, axes = [*inputs, segment_ids], [*axes, (rows, "seq")]
+            inputs, axes = [*inputs, segment_ids], [*axes, (batch_axes, "seq")]
         if self.config.global_tokens:
             count = min(self.config.global_tokens, x.shape[1])
             q_global = self.globals.queries(x[:, :count], positions[:count], shard)
             k_global, v_global = self.globals.keys_values(x, positions, shard)
             inputs += [q_global, k_global, v_global]
-            axes += [(rows, None, "heads", "head_dim"), key_axes, key_axes]
+            axes += [(batch_axes, None, "heads", "head_dim"), key_axes, key_axes]
         with jax.named_scope(CONTEXT):
             mixed = shard.map(self._local_attention(segment_ids is not None, shard), axes, query_axes)(*inputs)
         out = project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics, name="out")
@@ -135,25 +141,27 @@ class AttentionLayer(nnx.Module):
         """Return the keys and values of all positions under the local projections. Subclasses may use `tokens`."""
         return self.local.keys_values(x, positions, shard)
 
-    def _local_attention(self, segmented: bool, shard: Shard):
+    def _local_attention(self, has_segments: bool, shard: Shard):
         """Return a function that computes attention for one device's sequences, heads and positions.
 
-        It takes q, k and v, then segment ids if `segmented`, then q, k and v of the global tokens, if there are any.
+        It takes q, k and v, then segment ids if `has_segments`, then q, k and v of the global tokens, if there are any.
         """
         c, sequence_axes, (_, query_only_axes) = self.config, shard.mesh_axes_of("seq"), _key_head_axes(shard)
-        group = c.heads // c.kv_heads
+        group_size = c.heads // c.kv_heads
 
         def mix(q: Array, k: Array, v: Array, *rest: Array) -> Array:
-            segment_ids, rest = (rest[0], rest[1:]) if segmented else (None, rest)
-            select_heads = partial(_select_key_heads, heads=q.shape[2], group=group, query_only_axes=query_only_axes)
-            tokens = _leading_tokens(rest[0], select_heads(rest[1]), select_heads(rest[2])) if rest else None
+            segment_ids, rest = (rest[0], rest[1:]) if has_segments else (None, rest)
+            select_heads = partial(
+                _select_key_heads, heads=q.shape[2], group_size=group_size, query_only_axes=query_only_axes
+            )
+            global_tokens = _leading_tokens(rest[0], select_heads(rest[1]), select_heads(rest[2])) if rest else None
             options = {
                 "window": self.window,
                 "causal": c.causal,
                 "dilation": self.dilation,
                 "segment_ids": segment_ids,
                 "soft_cap": c.soft_cap,
-                "global_tokens": tokens,
+                "global_tokens": global_tokens,
                 "backend": shard.backend,
             }
             if sequence_axes:
@@ -196,21 +204,21 @@ class AttentionLayer(nnx.Module):
         return add_bias(out, self.out_bias, UNSHARDED) if self.config.bias is Bias.all else out, state
 
 
-def _select_key_heads(k: Array, heads: int, group: int, query_only_axes: tuple[str, ...]) -> Array:
+def _select_key_heads(k: Array, heads: int, group_size: int, query_only_axes: tuple[str, ...]) -> Array:
     """Return the key heads (axis 2) that the query heads of this device use. Call it inside `jax.shard_map`.
 
     Args:
         k: Keys.
         heads: Number of query heads on this device.
-        group: Number of query heads that share a key head.
+        group_size: Number of query heads that share a key head.
         query_only_axes: Mesh axes that shard query heads but not key heads.
     """
     if not query_only_axes:
         return k
     first = jax.lax.axis_index(query_only_axes) * heads
-    if heads % group and group % heads:  # this device's query heads begin or end in the middle of a group
-        return jnp.take(k, (first + jnp.arange(heads)) // group, axis=2)
-    return jax.lax.dynamic_slice_in_dim(k, first // group, max(heads // group, 1), axis=2)
+    if heads % group_size and group_size % heads:  # this device's query heads begin or end in the middle of a group
+        return jnp.take(k, (first + jnp.arange(heads)) // group_size, axis=2)
+    return jax.lax.dynamic_slice_in_dim(k, first // group_size, max(heads // group_size, 1), axis=2)
 
 
 def _leading_tokens(q: Array, k: Array, v: Array) -> GlobalTokens:
@@ -223,7 +231,7 @@ def _without_prefix(prefix: str, specs: dict[str, Parameter]) -> dict[str, Param
     return {name.removeprefix(f"{prefix}."): spec for name, spec in specs.items() if name.startswith(f"{prefix}.")}
 
 
-def _row_axes(shard: Shard, batch: int) -> Axis:
+def _batch_axes(shard: Shard, batch: int) -> Axis:
     """Return the logical axes that shard the batch dimension during attention: `batch`, or `batch` and `embed`.
 
     If the residual stream is sharded, the projections are summed over the mesh axes of `embed`, and all devices along

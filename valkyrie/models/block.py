@@ -113,7 +113,7 @@ def weight(*dims: str | int, group: str = "matrix", float32: bool = False, outpu
     return Weight(dims, group, float32, output_first)
 
 
-def padding(shape: Sequence[int], lanes: int) -> float:
+def padding_ratio(shape: Sequence[int], lanes: int) -> float:
     """Return the ratio of padded to actual size of an activation of shape (batch, seq, ...).
 
     If several dimensions follow `seq`, as in (batch, seq, heads, head_dim), the last one is padded to a multiple of
@@ -277,17 +277,17 @@ class Block(ABC):
         """Return the activations that its module applies a sharding constraint to."""
         return [tensor(axes, self._sizes(context)) for axes in self.activations]
 
-    def axis_problems(self, context: BlockContext, known: Container[str]) -> list[Problem]:
-        """Return a problem for each axis of its parameters and activations that is not in `known` or has no length.
+    def axis_problems(self, context: BlockContext, known_axes: Container[str]) -> list[Problem]:
+        """Return a problem for each axis of its parameters and activations that is not known or has no length.
 
-        `known` contains the axes that the blocks of the model declare, and those that all models have.
+        `known_axes` contains the axes that the blocks of the model declare, and those that all models have.
         """
         used = list(self.activations)
         used += [w.dims for w in self.weights(context).values()] + [s.dims for s in self.saves(context)]
         axes = dict.fromkeys(dim for dims in used for dim in dims if not isinstance(dim, int))
         sizes, name = {BATCH, SEQ, *self._sizes(context)}, type(self).__name__
         texts = [
-            f"{name} uses the axis {a}, which no block declares. Add it to `axes`." for a in axes if a not in known
+            f"{name} uses the axis {a}, which no block declares. Add it to `axes`." for a in axes if a not in known_axes
         ]
         texts += [
             f"{name} uses the axis {a} without a length. Return its length from `sizes`."
@@ -398,16 +398,16 @@ class Layer:
             for name, weight in block.auxiliary.items()
         }
 
-    def saved_activations(self, *, first: bool) -> list[SavedActivation]:
+    def saved_activations(self, *, is_first: bool) -> list[SavedActivation]:
         """Estimate the activations that its backward pass needs, including its input.
 
         The estimate counts operations: a norm saves its input in float32, a product its input, and a gate both
-        factors. The input of the `first` layer of a group is never recomputed. The output of a layer is needed only to
-        recompute the input of the next one.
+        factors. The input of the first layer of a group (`is_first`) is never recomputed. The output of a layer is
+        needed only to recompute the input of the next one.
         """
         embed = {"embed": Size(self.context.embed, "model.embed")}
         stream = tensor(("batch", "seq", "embed"), embed)
-        block_input = SavedActivation(stream, 1, name=BLOCK_INPUT, never_recomputed=first)
+        block_input = SavedActivation(stream, 1, name=BLOCK_INPUT, never_recomputed=is_first)
         if self.feed_forward is None:
             return [block_input, *self.mixer.saved_activations(self.context, BLOCK_INPUT)]
         feed_forward = self.feed_forward.saved_activations(self.feed_forward_context, BLOCK_INPUT)

@@ -20,7 +20,7 @@ class Nonlinearity(Enum):
     relu2 = "relu2"
 
     @property
-    def gated(self) -> bool:
+    def is_gated(self) -> bool:
         """Whether a third matrix gates the hidden activations."""
         return self in (Nonlinearity.swiglu, Nonlinearity.geglu)
 
@@ -53,7 +53,7 @@ class FeedForward(Block):
 
         All matrices have `embed` first, so that a fully sharded partition gathers contiguous memory.
         """
-        names = ("up", "gate", "down") if self.kind.gated else ("up", "down")
+        names = ("up", "gate", "down") if self.kind.is_gated else ("up", "down")
         weights = {name: weight("embed", "mlp", output_first=name == "down") for name in names}
         if self.biases:
             bias_axes = {name: "embed" if name == "down" else "mlp" for name in names}
@@ -61,7 +61,7 @@ class FeedForward(Block):
         return weights
 
     def flops(self, context: BlockContext, seq: int) -> float:
-        return 2.0 * context.embed * self.mlp * (3 if self.kind.gated else 2)
+        return 2.0 * context.embed * self.mlp * (3 if self.kind.is_gated else 2)
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the activations that the backward pass needs.
@@ -71,7 +71,7 @@ class FeedForward(Block):
         """
         return [
             saved("mlp", name="up", product=True),
-            *([saved("mlp", name="gate", product=True)] if self.kind.gated else []),
+            *([saved("mlp", name="gate", product=True)] if self.kind.is_gated else []),
             saved("embed", name="down", product=True, result=True),
             saved("mlp", count=2),
             saved("embed"),

@@ -33,11 +33,11 @@ class FeedForwardLayer(nnx.Module):
         self.kind, self.numerics = block.kind, numerics
         shape, deviation = (context.embed, block.mlp), context.embed**-0.5
         self.up = parameter(specs["up"], normal(keys[0], shape, deviation), numerics)
-        if block.kind.gated:
+        if block.kind.is_gated:
             self.gate = parameter(specs["gate"], normal(keys[1], shape, deviation), numerics)
         down_deviation = 1 / math.sqrt(2 * context.layers * block.mlp)
         self.down = parameter(specs["down"], normal(keys[2], shape[::-1], down_deviation).T, numerics)
-        self.biases = block.biases
+        self.has_biases = block.biases
         for name in [name for name in specs if name.endswith("_bias")]:
             setattr(self, name, parameter(specs[name], jnp.zeros(specs[name].shape), numerics))
 
@@ -47,7 +47,7 @@ class FeedForwardLayer(nnx.Module):
         up = self._add_bias(
             project("bse,em->bsm", x, self.up, shard=shard, numerics=self.numerics, name="up"), "up", shard
         )
-        if self.kind.gated:
+        if self.kind.is_gated:
             gate = project("bse,em->bsm", x, self.gate, shard=shard, numerics=self.numerics, name="gate")
             gate = self._add_bias(gate, "gate", shard)
             up, gate = compute_cotangents_once(up, gate)
@@ -59,4 +59,4 @@ class FeedForwardLayer(nnx.Module):
         return self._add_bias(down, "down", shard)
 
     def _add_bias(self, x: Float[Array, "..."], name: str, shard: Shard) -> Float[Array, "..."]:
-        return add_bias(x, getattr(self, f"{name}_bias"), shard) if self.biases else x
+        return add_bias(x, getattr(self, f"{name}_bias"), shard) if self.has_biases else x

@@ -61,18 +61,18 @@ class ResidualStream(NamedTuple):
 
     Args:
         x: The residual stream.
-        auxiliary: Sums of auxiliary values over the layers so far.
-        middle: The residual stream after the middle layer, for nanochat's backout, or None for other models.
+        auxiliary_sums: Sums of auxiliary values over the layers so far.
+        middle_stream: The residual stream after the middle layer, for nanochat's backout, or None for other models.
     """
 
     x: Float[Array, "batch seq embed"]
-    auxiliary: AuxiliaryValues
-    middle: Float[Array, "batch seq embed"] | None = None
+    auxiliary_sums: AuxiliaryValues
+    middle_stream: Float[Array, "batch seq embed"] | None = None
 
-    def with_output(self, x: Float[Array, "batch seq embed"], values: AuxiliaryValues) -> ResidualStream:
-        """Return a copy with `x` as the residual stream and `values` added to the sums of auxiliary values."""
-        sums = {name: self.auxiliary[name] + value for name, value in values.items()}
-        return self._replace(x=x, auxiliary=self.auxiliary | sums)
+    def with_output(self, x: Float[Array, "batch seq embed"], auxiliary_values: AuxiliaryValues) -> ResidualStream:
+        """Return a copy with `x` as the residual stream and `auxiliary_values` added to their sums."""
+        sums = {name: self.auxiliary_sums[name] + value for name, value in auxiliary_values.items()}
+        return self._replace(x=x, auxiliary_sums=self.auxiliary_sums | sums)
 
 
 class ResidualBlock(nnx.Module):
@@ -89,7 +89,7 @@ class ResidualBlock(nnx.Module):
         self.norm = self.norm_kind(config.embed, config.norm_epsilon, numerics=numerics)
         self.mixer = layer.mixer.build(layer.context, numerics=numerics, key=keys[0])
         self.has_feed_forward = layer.feed_forward is not None
-        self.kinds, self.auxiliary = (layer.kind, layer.feed_forward_kind), tuple(layer.auxiliary)
+        self.kinds, self.auxiliary_names = (layer.kind, layer.feed_forward_kind), tuple(layer.auxiliary)
         self.is_parallel = layer.residual is Residual.parallel
         if layer.feed_forward is not None:
             context = layer.feed_forward_context
@@ -108,34 +108,36 @@ class ResidualBlock(nnx.Module):
     ) -> tuple[Float[Array, "batch seq embed"], AuxiliaryValues]:
         """Like `__call__`, but does not give the input a checkpoint name."""
         keys = (None, None) if key is None else jax.random.split(key)
-        normed, values = self.norm(x), {}
-        y = self._take_output(self.mixer(normed, boundaries, shard), self.kinds[0], values)
+        normed, auxiliary_values = self.norm(x), {}
+        y = self._take_output(self.mixer(normed, boundaries, shard), self.kinds[0], auxiliary_values)
         if self.has_feed_forward and self.is_parallel:
-            z = self._take_output(self.feed_forward(normed, boundaries, shard), self.kinds[1], values)
+            z = self._take_output(self.feed_forward(normed, boundaries, shard), self.kinds[1], auxiliary_values)
             y = dropout(y, self.dropout_rate, keys[0]) + dropout(z, self.dropout_rate, keys[1])
-            return shard(x + y, "batch", "seq", "embed"), self._check_values(values)
+            return shard(x + y, "batch", "seq", "embed"), self._check_values(auxiliary_values)
         x = shard(x + dropout(y, self.dropout_rate, keys[0]), "batch", "seq", "embed")
         if self.has_feed_forward:
             z = self.feed_forward(self.feed_forward_norm(x), boundaries, shard)
-            z = self._take_output(z, self.kinds[1], values)
+            z = self._take_output(z, self.kinds[1], auxiliary_values)
             x = shard(x + dropout(z, self.dropout_rate, keys[1]), "batch", "seq", "embed")
-        return x, self._check_values(values)
+        return x, self._check_values(auxiliary_values)
 
-    def _take_output(self, result: Any, kind: str, values: AuxiliaryValues) -> Float[Array, "batch seq embed"]:
-        """Return the output of a block from its module's result, and add its auxiliary values to `values`."""
+    def _take_output(
+        self, result: Any, kind: str, auxiliary_values: AuxiliaryValues
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the output of a block from its module's result, and add those of the module to `auxiliary_values`."""
         if not isinstance(result, tuple):
             return result
         output, auxiliary = result
-        values |= {f"{kind}/{name}": value for name, value in auxiliary.items()}
+        auxiliary_values |= {f"{kind}/{name}": value for name, value in auxiliary.items()}
         return output
 
-    def _check_values(self, values: AuxiliaryValues) -> AuxiliaryValues:
-        if set(values) != set(self.auxiliary):
+    def _check_values(self, auxiliary_values: AuxiliaryValues) -> AuxiliaryValues:
+        if set(auxiliary_values) != set(self.auxiliary_names):
             raise ValueError(
-                f"the blocks {' and '.join(self.kinds)} return the auxiliary values {sorted(values)}, but declare "
-                f"{sorted(self.auxiliary)}. Return exactly the values that `auxiliary` declares."
+                f"the blocks {' and '.join(self.kinds)} return the auxiliary values {sorted(auxiliary_values)}, but "
+                f"declare {sorted(self.auxiliary_names)}. Return exactly the values that `auxiliary` declares."
             )
-        return values
+        return auxiliary_values
 
     def init_state(self, batch: int, max_len: int) -> Any:
         return self.mixer.init_state(batch, max_len)
@@ -160,16 +162,22 @@ class BlockGroup(nnx.Module):
     """The blocks of one repetition of the model's layer pattern, as attributes `block_0`, `block_1`, ..."""
 
     def __init__(
-        self, kind: type[ResidualBlock], config: Stack, layers: Sequence[Layer], *, numerics: Numerics, key: Array
+        self,
+        block_class: type[ResidualBlock],
+        config: Stack,
+        layers: Sequence[Layer],
+        *,
+        numerics: Numerics,
+        key: Array,
     ) -> None:
-        self.count = len(layers)
+        self.block_count = len(layers)
         for i, (layer, block_key) in enumerate(zip(layers, jax.random.split(key, len(layers)), strict=True)):
-            setattr(self, f"block_{i}", kind(config, layer, numerics=numerics, key=block_key))
+            setattr(self, f"block_{i}", block_class(config, layer, numerics=numerics, key=block_key))
 
     @property
     def blocks(self) -> list[ResidualBlock]:
         """The blocks in order."""
-        return [getattr(self, f"block_{i}") for i in range(self.count)]
+        return [getattr(self, f"block_{i}") for i in range(self.block_count)]
 
 
 class LanguageModel(nnx.Module):
@@ -242,13 +250,13 @@ class LanguageModel(nnx.Module):
         """
 
         def run(stream: Any, layer: tuple[BlockGroup, Array | None], boundaries: Boundaries, shard: Shard) -> Any:
-            def blocks(stream: Any, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Any:
+            def run_group(stream: Any, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Any:
                 for i, block in enumerate(group.blocks):
                     block_key = None if key is None else jax.random.fold_in(key, i)
                     stream = stream.with_output(*block(stream.x, boundaries, shard, block_key))
                 return stream
 
-            return checkpoint(blocks)(stream, layer[0], boundaries, layer[1])
+            return checkpoint(run_group)(stream, layer[0], boundaries, layer[1])
 
         stream: Any = ResidualStream(x, self.zero_values(x, shard))
         for i, group in enumerate(self.segments):
@@ -274,10 +282,12 @@ class LanguageModel(nnx.Module):
         """Run the blocks and the loss head on `x`, the output of `embed`. The losses include auxiliary losses."""
         graph, head_state, other_state = nnx.split(self, lambda path, _: path[0] in self.head_parameters, ...)
 
-        def head_losses(head_state: Any, stream: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[Any, Array]:
+        def head_losses(
+            head_state: Any, stream: Any, targets_and_weights: tuple[Array, Array], shard: Shard
+        ) -> tuple[Any, Array]:
             model = nnx.merge(graph, head_state, other_state)
-            losses = model.head_loss(model.head_input(stream), *rows, shard=shard)
-            losses = _add_auxiliary(losses, stream.auxiliary, rows[1], self.config.auxiliary)
+            losses = model.head_loss(model.head_input(stream), *targets_and_weights, shard=shard)
+            losses = _add_auxiliary(losses, stream.auxiliary, targets_and_weights[1], self.config.auxiliary)
             return (losses.objective_sum, losses.loss_sum, losses.weight_sum, losses.auxiliary), losses.per_token
 
         head = LossHead(head_losses, head_state, (targets, weights))
@@ -376,9 +386,11 @@ class LanguageModel(nnx.Module):
     def _gradient_sum(self, shard: Shard) -> Callable[[Array], Array]:
         """Return the function that sums the unembedding's gradient over the shards of the batch and the sequence."""
 
-        def sum_shards(parts: Array) -> Array:
+        def sum_shards(shard_gradients: Array) -> Array:
             axes, dtype = ("vocab", "embed"), self.numerics.reduction
-            return shard.gradient(lambda parts: parts.sum((0, 1)), (parts,), *axes, reduction_dtype=dtype)
+            return shard.gradient(
+                lambda gradients: gradients.sum((0, 1)), (shard_gradients,), *axes, reduction_dtype=dtype
+            )
 
         return sum_shards
 
@@ -397,13 +409,18 @@ class LanguageModel(nnx.Module):
 
 
 def _stack_groups(
-    kind: type[ResidualBlock], config: Stack, layers: Sequence[Layer], repeats: int, numerics: Numerics, key: Array
+    block_class: type[ResidualBlock],
+    config: Stack,
+    layers: Sequence[Layer],
+    repeats: int,
+    numerics: Numerics,
+    key: Array,
 ) -> BlockGroup:
     """Build `repeats` groups with different weights as one module.
 
     Every parameter gets a leading axis of size `repeats`, with the logical axis `layers`.
     """
-    group = partial(BlockGroup, kind, config, layers, numerics=numerics)
+    group = partial(BlockGroup, block_class, config, layers, numerics=numerics)
     return jax.vmap(lambda k: group(key=k))(jax.random.split(key, repeats))
 
 

@@ -65,11 +65,11 @@ class NanochatAttention(Attention):
         """Return its parameters. The table of value embeddings is sharded like the token embedding."""
         if not self.has_value_embedding(context):
             return super().parameters(context)
-        shape, keys = (
+        shape, config_keys = (
             (context.vocab, self.kv_heads * self.head_dim),
             ("model.vocab_multiple", f"{context.key}.kv_heads"),
         )
-        table = Parameter(("vocab", "embed"), shape, keys, group="value_embedding")
+        table = Parameter(("vocab", "embed"), shape, config_keys, group="value_embedding")
         return super().parameters(context) | {"value_embedding": table}
 
     def flops(self, context: BlockContext, seq: int) -> float:

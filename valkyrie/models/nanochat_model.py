@@ -78,13 +78,13 @@ class _MiddleLayer(NamedTuple):
 
     Args:
         repeats: Number of groups in the segment.
-        repeat: Index of the group that contains the middle layer.
-        block: Index of the middle layer in that group, or None if the segment does not contain the middle layer.
+        group_index: Index of the group that contains the middle layer.
+        block_index: Index of the middle layer in that group, or None if the segment does not contain the middle layer.
     """
 
     repeats: int
-    repeat: int
-    block: int | None
+    group_index: int
+    block_index: int | None
 
 
 class NanochatModel(LanguageModel):
@@ -130,7 +130,7 @@ class NanochatModel(LanguageModel):
         key: Array | None = None,
         head: LossHead | None = None,
     ) -> Any:
-        first_stream = shard(self._smear(x, _previous_positions(x, boundaries), shard), "batch", "seq", "embed")
+        first_stream = shard(self._smear(x, _shift_right(x, boundaries), shard), "batch", "seq", "embed")
 
         def run(
             shard: Shard,
@@ -151,34 +151,34 @@ class NanochatModel(LanguageModel):
 
         stream: Any = ResidualStream(first_stream, self.zero_values(first_stream, shard), jnp.zeros_like(first_stream))
         for i, group in enumerate(self.segments):
-            middle, keys = self._middle(i), split_key_over_repeats(key, i, group)
+            middle_layer, keys = self._find_middle_layer(i), split_key_over_repeats(key, i, group)
 
             def body(
                 stream: Any,
                 layer: tuple[BlockGroup, Array | None, Array],
-                rows: tuple[Boundaries, Array],
+                boundaries_and_stream: tuple[Boundaries, Array],
                 shard: Shard,
-                middle: _MiddleLayer = middle,
+                middle_layer: _MiddleLayer = middle_layer,
             ) -> Any:
-                old_middle, (group, key, repeat), (boundaries, first_stream) = stream.middle, layer, rows
-                without_middle = stream._replace(middle=None)
-                stream, new_middle = checkpoint(partial(run, shard, middle.block))(
+                (group, key, group_index), (boundaries, first_stream) = layer, boundaries_and_stream
+                old_middle, without_middle = stream.middle_stream, stream._replace(middle_stream=None)
+                stream, new_middle = checkpoint(partial(run, shard, middle_layer.block_index))(
                     without_middle, first_stream, group, boundaries, key
                 )
                 return stream._replace(
-                    middle=old_middle
+                    middle_stream=old_middle
                     if new_middle is None
-                    else jnp.where(repeat == middle.repeat, new_middle, old_middle)
+                    else jnp.where(group_index == middle_layer.group_index, new_middle, old_middle)
                 )
 
-            layers = (group, keys, jnp.arange(middle.repeats))
+            scan_inputs = (group, keys, jnp.arange(middle_layer.repeats))
             segment_head = head if i == self.segment_count - 1 else None
-            stream = shard.repeat(body, layers, stream, (boundaries, first_stream), segment_head)
+            stream = shard.repeat(body, scan_inputs, stream, (boundaries, first_stream), segment_head)
         return stream if head is not None else self.head_input(stream)
 
     def head_input(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
         """Return the last residual stream, minus the scaled stream after the middle layer if `backout` is set."""
-        return self._back_out(stream.x, stream.middle)
+        return self._back_out(stream.x, stream.middle_stream)
 
     @property
     def head_parameters(self) -> set[str]:
@@ -189,32 +189,36 @@ class NanochatModel(LanguageModel):
         return block_states, jnp.zeros((batch, self.config.embed), self.numerics.compute)
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
-        block_states, previous = state
-        embedded = self.norm(self._scale(self.embedding[...].astype(self.numerics.compute)[tokens]))
-        first_stream = self._smear(embedded, previous, UNSHARDED)
+        block_states, previous_embedding = state
+        token_embedding = self.norm(self._scale(self.embedding[...].astype(self.numerics.compute)[tokens]))
+        first_stream = self._smear(token_embedding, previous_embedding, UNSHARDED)
         x, middle_stream, new_states = first_stream, jnp.zeros_like(first_stream), []
         for i, (group, group_state) in enumerate(zip(self.segments, block_states, strict=True)):
-            middle = self._middle(i)
+            middle_layer = self._find_middle_layer(i)
 
             def body(
-                carry: tuple[Array, Array], scanned: tuple[Any, Any, Array], middle: _MiddleLayer = middle
+                carry: tuple[Array, Array], scanned: tuple[Any, Any, Array], middle_layer: _MiddleLayer = middle_layer
             ) -> tuple[tuple[Array, Array], Any]:
-                (x, middle_x), (group, old_states, repeat), states = carry, scanned, []
+                (x, middle_x), (group, old_states, group_index), states = carry, scanned, []
                 for j, (block, block_state) in enumerate(zip(group.blocks, old_states, strict=True)):
                     x, block_state = block.step_with_first_stream(x, block_state, first_stream, tokens)
                     states.append(block_state)
-                    middle_x = jnp.where(repeat == middle.repeat, x, middle_x) if j == middle.block else middle_x
+                    middle_x = (
+                        jnp.where(group_index == middle_layer.group_index, x, middle_x)
+                        if j == middle_layer.block_index
+                        else middle_x
+                    )
                 return (x, middle_x), states
 
-            scanned = (group, group_state, jnp.arange(middle.repeats))
+            scanned = (group, group_state, jnp.arange(middle_layer.repeats))
             (x, middle_stream), states = jax.lax.scan(body, (x, middle_stream), scanned)
             new_states.append(states)
-        return self._unembed(self.norm(self._back_out(x, middle_stream))), (new_states, embedded)
+        return self._unembed(self.norm(self._back_out(x, middle_stream))), (new_states, token_embedding)
 
     def _smear(
-        self, x: Float[Array, "*rows embed"], previous: Float[Array, "*rows embed"], shard: Shard
+        self, x: Float[Array, "*rows embed"], previous_embedding: Float[Array, "*rows embed"], shard: Shard
     ) -> Float[Array, "*rows embed"]:
-        """Add `previous`, the embedding of the previous token, to `x`, multiplied by a gate and a learned scale.
+        """Add the embedding of the previous token to `x`, multiplied by a gate and a learned scale.
 
         The gate is computed from the first channels of `x`. Without smear, returns `x` unchanged.
         """
@@ -224,13 +228,13 @@ class NanochatModel(LanguageModel):
             channels = x[..., : self.nanochat_config.smear_channels]
             channels = shard(channels, "batch", "seq", None) if x.ndim == 3 else channels
             gate = jax.nn.sigmoid(channels @ self.smear_gate[...].astype(x.dtype))
-            return x + (self.smear_scale[...].astype(x.dtype) * gate)[..., None] * previous
+            return x + (self.smear_scale[...].astype(x.dtype) * gate)[..., None] * previous_embedding
 
     def _back_out(self, x: Array, middle: Array | None) -> Array:
         return x if self.nanochat_config.backout is None else x - self.backout_scale[...].astype(x.dtype) * middle
 
-    def _middle(self, segment: int) -> _MiddleLayer:
-        """Locate the middle layer in a segment. Without backout, `block` is None for all segments."""
+    def _find_middle_layer(self, segment: int) -> _MiddleLayer:
+        """Locate the middle layer in a segment. Without backout, `block_index` is None for all segments."""
         segments = self.config.segments()
         offset = self.config.layers // 2 - sum(len(layers) * repeats for layers, repeats in segments[:segment])
         layers, repeats = segments[segment]
@@ -239,7 +243,7 @@ class NanochatModel(LanguageModel):
         return _MiddleLayer(repeats, *divmod(offset, len(layers)))
 
 
-def _previous_positions(x: Float[Array, "batch seq embed"], boundaries: Boundaries) -> Float[Array, "batch seq embed"]:
+def _shift_right(x: Float[Array, "batch seq embed"], boundaries: Boundaries) -> Float[Array, "batch seq embed"]:
     """Shift `x` by one position. The result is zero at the first position, and where `boundaries.keep` is 0."""
     previous = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
     return previous if boundaries.keep is None else previous * boundaries.keep[..., None].astype(x.dtype)
@@ -250,8 +254,8 @@ def _set_scales(segments: list[BlockGroup], config: Config) -> None:
     first_layer, last_layer = 0, max(config.layers - 1, 1)
     for group, (layers, repeats) in zip(segments, config.segments(), strict=True):
         for i, block in enumerate(group.blocks):
-            depth = (first_layer + i + len(layers) * jnp.arange(repeats)) / last_layer
+            depth_fraction = (first_layer + i + len(layers) * jnp.arange(repeats)) / last_layer
             for name, first_value, decrease in (("residual_scale", 1.15, 0.10), ("input_scale", 0.20, 0.15)):
                 scale = getattr(block, name)
-                scale[...] = (first_value - decrease * depth).astype(scale.dtype)
+                scale[...] = (first_value - decrease * depth_fraction).astype(scale.dtype)
         first_layer += len(layers) * repeats

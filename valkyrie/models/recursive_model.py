@@ -20,19 +20,19 @@ from valkyrie.ops.rotary import rotate
 from valkyrie.ops.ssm import truncated_normal
 
 
-class States(NamedTuple):
+class LatentStates(NamedTuple):
     """The states of every position: the answer z_H (`high`) and the reasoning z_L (`low`), in the compute dtype."""
 
     high: Float[Array, "batch seq embed"]
     low: Float[Array, "batch seq embed"]
 
 
-class Answers(NamedTuple):
+class StepOutput(NamedTuple):
     """Result of a supervision step: float32 logits of cell values and of halting, and the new states."""
 
     logits: Float[Array, "batch cells vocab"]
     halt_logits: Float[Array, " batch"]
-    states: States
+    states: LatentStates
 
 
 class RecursiveLayer(nnx.Module):
@@ -44,7 +44,9 @@ class RecursiveLayer(nnx.Module):
     def __init__(self, config: Config, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
         self.config, self.numerics = config, numerics
         fan_in = {"down": config.mlp, "out": config.heads * config.head_dim}
-        fan_in |= dict.fromkeys(("length_gate", "length_up"), config.positions) | {"length_down": config.length_mlp}
+        fan_in |= dict.fromkeys(("length_gate", "length_up"), config.position_count) | {
+            "length_down": config.length_mlp
+        }
         for (name, spec), k in zip(specs.items(), jax.random.split(key, len(specs)), strict=True):
             weights = truncated_normal(k, spec.shape, fan_in.get(name, config.embed) ** -0.5)
             setattr(self, name, parameter(spec, weights, numerics))
@@ -145,33 +147,35 @@ class RecursiveModel(nnx.Module):
         All are multiplied by sqrt(embed). The result is added to the input of every update of z_L.
         """
         c, axes = self.config, (None, "embed")
-        cells = lookup(self.embedding[...], inputs, axes=axes, shard=shard, numerics=self.numerics)
-        rows = lookup(self.puzzle_embedding[...], puzzles, axes=axes, shard=shard, numerics=self.numerics)
+        cell_embeddings = lookup(self.embedding[...], inputs, axes=axes, shard=shard, numerics=self.numerics)
+        puzzle_embeddings = lookup(self.puzzle_embedding[...], puzzles, axes=axes, shard=shard, numerics=self.numerics)
         filled_positions = -(-c.puzzle_embed // c.embed)  # positions filled by the embedding of an identifier
-        rows = jnp.pad(rows, ((0, 0), (0, filled_positions * c.embed - c.puzzle_embed)))
-        rows = rows.reshape(-1, filled_positions, c.embed)
-        rows = jnp.pad(rows, ((0, 0), (0, c.puzzle_tokens - filled_positions), (0, 0)))
-        scaled = jnp.asarray(c.embed**0.5, cells.dtype) * jnp.concatenate([rows, cells], axis=1)
+        puzzle_embeddings = jnp.pad(puzzle_embeddings, ((0, 0), (0, filled_positions * c.embed - c.puzzle_embed)))
+        puzzle_embeddings = puzzle_embeddings.reshape(-1, filled_positions, c.embed)
+        puzzle_embeddings = jnp.pad(puzzle_embeddings, ((0, 0), (0, c.puzzle_tokens - filled_positions), (0, 0)))
+        scaled = jnp.asarray(c.embed**0.5, cell_embeddings.dtype) * jnp.concatenate(
+            [puzzle_embeddings, cell_embeddings], axis=1
+        )
         return shard(scaled, "batch", "seq", "embed")
 
-    def initial_states(self, batch: int, cells: int, *, shard: Shard = UNSHARDED) -> States:
+    def initial_states(self, batch: int, cell_count: int, *, shard: Shard = UNSHARDED) -> LatentStates:
         """Return the initial states of puzzles: two untrained vectors, the same at every position."""
-        shape = (batch, self.config.puzzle_tokens + cells, self.config.embed)
+        shape = (batch, self.config.puzzle_tokens + cell_count, self.config.embed)
 
         def broadcast(vector: nnx.Param) -> Array:
             constant = jax.lax.stop_gradient(vector[...]).astype(self.numerics.compute)
             return shard(jnp.broadcast_to(constant, shape), "batch", "seq", "embed")
 
-        return States(broadcast(self.initial_high), broadcast(self.initial_low))
+        return LatentStates(broadcast(self.initial_high), broadcast(self.initial_low))
 
     def __call__(
         self,
-        states: States,
+        states: LatentStates,
         x: Float[Array, "batch seq embed"],
         *,
         shard: Shard = UNSHARDED,
         checkpoint: Checkpoint = lambda block: block,
-    ) -> Answers:
+    ) -> StepOutput:
         """Run one supervision step. Only its last cycle is differentiated.
 
         The returned states are detached, so that no gradient flows from the next step into this one.
@@ -180,7 +184,7 @@ class RecursiveModel(nnx.Module):
         detached_model = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))
         states, constant_x = jax.lax.stop_gradient(states), jax.lax.stop_gradient(x)
 
-        def cycle(states: States, _: None) -> tuple[States, None]:
+        def cycle(states: LatentStates, _: None) -> tuple[LatentStates, None]:
             return detached_model._cycle(states, constant_x, shard, lambda block: block), None
 
         if self.config.high_cycles > 1:
@@ -189,16 +193,16 @@ class RecursiveModel(nnx.Module):
         head = self.head[...].astype(self.numerics.compute)
         answer = states.high[:, self.config.puzzle_tokens :]
         logits = jnp.einsum("bse,ve->bsv", answer, head, preferred_element_type=jnp.float32)
-        return Answers(logits, self.halt(states.high[:, 0]), jax.lax.stop_gradient(states))
+        return StepOutput(logits, self.halt(states.high[:, 0]), jax.lax.stop_gradient(states))
 
-    def _cycle(self, states: States, x: Array, shard: Shard, checkpoint: Checkpoint) -> States:
+    def _cycle(self, states: LatentStates, x: Array, shard: Shard, checkpoint: Checkpoint) -> LatentStates:
         """Return the states after `low_cycles` updates of z_L and one of z_H."""
 
         def update_low(z: Array, _: None) -> tuple[Array, None]:
             return self._network(z, states.high + x, shard, checkpoint), None
 
         z_low, _ = jax.lax.scan(update_low, states.low, None, length=self.config.low_cycles)
-        return States(self._network(states.high, z_low, shard, checkpoint), z_low)
+        return LatentStates(self._network(states.high, z_low, shard, checkpoint), z_low)
 
     def _network(self, z: Array, injected: Array, shard: Shard, checkpoint: Checkpoint) -> Array:
         z = z + injected

@@ -130,19 +130,19 @@ class S5(Block):
 
     def flops(self, context: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token: products with B and C, 8 FLOPs per state in each scan, and the gate."""
-        directions = 1 + self.bidirectional
-        projections = 4 * self.state_count * context.embed * (1 + directions)
+        direction_count = 1 + self.bidirectional
+        projections = 4 * self.state_count * context.embed * (1 + direction_count)
         return float(
-            projections + 8 * self.state_count * directions + 2 * self.activation.matrix_count * context.embed**2
+            projections + 8 * self.state_count * direction_count + 2 * self.activation.matrix_count * context.embed**2
         )
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the inputs and states of the scan, the products with C, and the factors of the gate."""
-        directions, matrices = 1 + self.bidirectional, self.activation.matrix_count
+        direction_count, matrices = 1 + self.bidirectional, self.activation.matrix_count
         return [
             saved("state", name="driven", count=2, float32=True, product=True, needed_for=STATES),
-            saved("state", name=STATES, count=2 * directions, float32=True),
-            saved("embed", count=2 * directions, float32=True, product=True),
+            saved("state", name=STATES, count=2 * direction_count, float32=True),
+            saved("embed", count=2 * direction_count, float32=True, product=True),
             saved("embed", name="read"),
             *(saved("embed", name=name, product=True) for name in ("s5_gate", "s5_out")[:matrices]),
             saved("embed", count=2, float32=True),

@@ -57,7 +57,7 @@ class S5Layer(nnx.Module):
         The state is reset where `boundaries.keep` is 0.
         """
         u, keep = x.astype(jnp.float32), boundaries.keep
-        lam_bar, bu = self._drive_states(u, shard)
+        lam_bar, bu = self._discretize_inputs(u, shard)
         y = self._read_output(self.C[...], self._scan(lam_bar, bu, keep, shard, reverse=False), shard)
         if self.config.bidirectional:
             keep_next = None if keep is None else jnp.concatenate([keep[:, 1:], jnp.ones_like(keep[:, :1])], axis=1)
@@ -75,12 +75,12 @@ class S5Layer(nnx.Module):
     def step(self, x: Float[Array, "batch embed"], state: Carry) -> tuple[Float[Array, "batch embed"], Carry]:
         """Process one position of each sequence. Returns the output for input `x` and the new state."""
         u, shard = x.astype(jnp.float32)[:, None], UNSHARDED
-        lam_bar, bu = self._drive_states(u, shard)
+        lam_bar, bu = self._discretize_inputs(u, shard)
         state = recurrence_step(lam_bar, state, (bu[0][:, 0], bu[1][:, 0]))
         y = self._read_output(self.C[...], (state[0][:, None], state[1][:, None]), shard) + self.D[...] * u
         return self._gate(y.astype(self.numerics.compute), shard)[:, 0], state
 
-    def _drive_states(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
+    def _discretize_inputs(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
         """Return Lambda_bar and the inputs B_bar u of the recurrence, each as a pair of real and imaginary parts."""
         c, B, u = self.config, self.B[...], _sum_gradients_first(u)
         # B_bar, which is as small as a parameter, is computed before the product. Scaling B_tilde u instead would read
@@ -146,13 +146,13 @@ class S5Layer(nnx.Module):
         def dense(x: Array, w: nnx.Param, name: str) -> Array:
             return project("bse,em->bsm", x, w, shard=shard, numerics=self.numerics, name=name)
 
-        active = jax.nn.gelu(y)
+        gelu_y = jax.nn.gelu(y)
         # The constraint makes the compiler gather the gate once. Without it, the compiler gathers a product with the
         # gate here and a sum of gradients later.
-        gate = shard(jax.nn.sigmoid(dense(active, self.gate, "s5_gate")), "batch", "seq", "embed")
+        gate = shard(jax.nn.sigmoid(dense(gelu_y, self.gate, "s5_gate")), "batch", "seq", "embed")
         if kind is Activation.full_glu:
-            return dense(active, self.out, "s5_out") * gate
-        return (active if kind is Activation.half_glu1 else y) * gate
+            return dense(gelu_y, self.out, "s5_out") * gate
+        return (gelu_y if kind is Activation.half_glu1 else y) * gate
 
 
 @jax.custom_vjp

@@ -167,14 +167,16 @@ class Stack:
             text = f"model.block_pattern is empty. List at least one of {names}."
             problems.append(Problem(ProblemCode.missing, "model.block_pattern", [], text))
         for name in ("block_pattern", "feed_forward_after"):
-            unknown = [kind for kind in dict.fromkeys(getattr(self, name) or []) if kind not in self.mixer_blocks]
-            if unknown:
-                unknown_names = ", ".join(unknown)
-                blocks = f"block{'s' * (len(unknown) > 1)} {unknown_names}"
+            unknown_kinds = [kind for kind in dict.fromkeys(getattr(self, name) or []) if kind not in self.mixer_blocks]
+            if unknown_kinds:
+                unknown_names = ", ".join(unknown_kinds)
+                blocks = f"block{'s' * (len(unknown_kinds) > 1)} {unknown_names}"
                 text = f"model.{name}: model.family={self.family} has no {blocks}. Choose from {names}."
-                problems.append(Problem(ProblemCode.unknown_name, f"model.{name}", unknown, text))
-        unknown = [kind for kind in dict.fromkeys(self.feed_forward_pattern) if kind not in self.feed_forward_blocks]
-        if unknown or not self.feed_forward_pattern:
+                problems.append(Problem(ProblemCode.unknown_name, f"model.{name}", unknown_kinds, text))
+        unknown_kinds = [
+            kind for kind in dict.fromkeys(self.feed_forward_pattern) if kind not in self.feed_forward_blocks
+        ]
+        if unknown_kinds or not self.feed_forward_pattern:
             key, value = "model.feed_forward_pattern", self.feed_forward_pattern
             names = ", ".join(self.feed_forward_blocks)
             text = f"{key}={value}: list one or more of {names} (the feed-forwards of model.family={self.family})."
@@ -184,12 +186,12 @@ class Stack:
         if not problems:
             for kind, block in self.used_mixers.items():
                 problems += self._block_problems(block, f"model.{kind}")
-            stack = self.make_layers()
+            layers = self.make_layers()
             for kind, block in self.used_feed_forwards.items():
-                if any(kind in layer.blocks for layer in stack):
+                if any(kind in layer.blocks for layer in layers):
                     problems += self._block_problems(block, "model" if kind == DENSE else f"model.{kind}")
         if not problems:
-            known_axes, blocks = self._axes(), {kind: pair for layer in stack for kind, pair in layer.blocks.items()}
+            known_axes, blocks = self._axes(), {kind: pair for layer in layers for kind, pair in layer.blocks.items()}
             problems += [p for block, context in blocks.values() for p in block.axis_problems(context, known_axes)]
         return problems
 
@@ -203,15 +205,15 @@ class Stack:
 
         Mixers of the same kind are numbered, so that they can cycle through settings such as windows.
         """
-        mixers, feed_forwards, numbers = self.mixer_blocks, self.feed_forward_blocks, Counter[str]()
+        mixers, feed_forwards, mixer_counts = self.mixer_blocks, self.feed_forward_blocks, Counter[str]()
         pattern, layers = self.feed_forward_pattern, []
         for i, kind in enumerate(self.mixer_kinds):
-            context = BlockContext(self.embed, self.layers, numbers[kind], f"model.{kind}", self.vocab_rows)
+            context = BlockContext(self.embed, self.layers, mixer_counts[kind], f"model.{kind}", self.vocab_rows)
             feed_forward_kind = pattern[i % len(pattern)]
             has_feed_forward = self.feed_forward_after is None or kind in self.feed_forward_after
             feed_forward = feed_forwards[feed_forward_kind] if has_feed_forward else None
             layers.append(Layer(kind, context, mixers[kind], feed_forward, self.residual, feed_forward_kind))
-            numbers[kind] += 1
+            mixer_counts[kind] += 1
         return layers
 
     def segments(self) -> list[tuple[list[Layer], int]]:
@@ -219,10 +221,10 @@ class Stack:
 
         A group has `period` layers. The last group may have fewer.
         """
-        layers, width = self.make_layers(), self.period
+        layers, period = self.make_layers(), self.period
         segments: list[tuple[list[Layer], int]] = []
-        for start in range(0, len(layers), width):
-            group = layers[start : start + width]
+        for start in range(0, len(layers), period):
+            group = layers[start : start + period]
             if segments and [layer.variant for layer in segments[-1][0]] == [layer.variant for layer in group]:
                 segments[-1] = (segments[-1][0], segments[-1][1] + 1)
             else:
@@ -288,7 +290,7 @@ class Stack:
             )
             for group, repeats in self.segments()
             for i, layer in enumerate(group)
-            for activation in layer.saved_activations(first=i == 0)
+            for activation in layer.saved_activations(is_first=i == 0)
         ]
 
     def working_activations(self) -> list[SavedActivation]:
@@ -296,7 +298,7 @@ class Stack:
         vocab = {"vocab": Size(self.vocab_rows, "model.vocab_multiple")}
         logits = SavedActivation(tensor(("batch", "seq", "vocab"), vocab), 2, float32=True, positions=self.loss_chunk)
         group, _ = self.segments()[0]
-        return [*(activation for layer in group for activation in layer.saved_activations(first=False)), logits]
+        return [*(activation for layer in group for activation in layer.saved_activations(is_first=False)), logits]
 
     @property
     def auxiliary(self) -> dict[str, AuxiliaryTerm]:

@@ -10,9 +10,7 @@ from valkyrie.config.modes import METRICS_FILE, NEUTRAL_KEYS, ModeConfig
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
 
-_IRRELEVANT_TO_METRICS = frozenset(
-    {"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"}
-)
+_METRIC_NEUTRAL_KEYS = frozenset({"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"})
 """Keys that do not change the metrics of a training run."""
 
 
@@ -23,7 +21,7 @@ class Config(ModeConfig):
     description: ClassVar[str] = "train, evaluate and print a sample"
     results: ClassVar[str | None] = METRICS_FILE
     tracked: ClassVar[bool] = True
-    neutral_keys: ClassVar[frozenset[str]] = NEUTRAL_KEYS | _IRRELEVANT_TO_METRICS
+    neutral_keys: ClassVar[frozenset[str]] = NEUTRAL_KEYS | _METRIC_NEUTRAL_KEYS
     grace_s: ClassVar[float] = 60.0  # a training run saves its state before it stops
     trial_limit_s: ClassVar[float | None] = None
 

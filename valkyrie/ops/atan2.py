@@ -31,7 +31,7 @@ def scale_by_atan2(b1: float, b2: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def sign_used_rows(weight_decay: float) -> optax.GradientTransformation:
+def sign_descent_on_used_rows(weight_decay: float) -> optax.GradientTransformation:
     """Sign descent with weight decay, for the rows of a table that the batch uses.
 
     These are the rows with a nonzero gradient. The gradient of all other rows is exactly 0, and they get no update.

@@ -177,8 +177,8 @@ def _token_losses(
 
     def chunk_step(carry: None, x: tuple[Array, Array]):
         logits, _ = _compute_logits(settings, x[0], unembed)
-        largest = logits.max(-1, keepdims=True)
-        log_sum = jnp.log(jnp.exp(logits - largest).sum(-1)) + largest[..., 0]
+        max_logit = logits.max(-1, keepdims=True)
+        log_sum = jnp.log(jnp.exp(logits - max_logit).sum(-1)) + max_logit[..., 0]
         target_logit = jnp.where(_is_target(x[1], logits.shape[-1]), logits, 0.0).sum(-1)
         return carry, (log_sum - target_logit, log_sum)
 

@@ -145,13 +145,13 @@ class OptimizerConfig:
         import jax
         import optax
 
-        from valkyrie.ops.atan2 import sign_used_rows
+        from valkyrie.ops.atan2 import sign_descent_on_used_rows
 
         all_rules: dict[Hashable, optax.GradientTransformation] = {**rules}
         if NOT_AVERAGED & set(jax.tree.leaves(labels)):
             ratio = (self.puzzle_learning_rate or self.learning_rate) / self.learning_rate
             steps = optax.scale_by_learning_rate(scale_schedule(rate, ratio))
-            all_rules["puzzle"] = optax.chain(sign_used_rows(self.weight_decay), steps)
+            all_rules["puzzle"] = optax.chain(sign_descent_on_used_rows(self.weight_decay), steps)
             all_rules["fixed"] = optax.set_to_zero()
         return optax.partition(all_rules, labels)
 

@@ -182,8 +182,10 @@ def close_rings(factors: Sequence[Factor], topology: Topology) -> tuple[Factor, 
     """
     if not topology.twisted:
         return tuple(factors)
-    cover = {TORUS_AXES.index(f.physical_axis): (f.size, f.stride) for f in factors if f.ring}
-    return tuple(f._replace(ring=f.ring and topology.closes(TORUS_AXES.index(f.physical_axis), cover)) for f in factors)
+    axis_spans = {TORUS_AXES.index(f.physical_axis): (f.size, f.stride) for f in factors if f.ring}
+    return tuple(
+        f._replace(ring=f.ring and topology.closes_ring(TORUS_AXES.index(f.physical_axis), axis_spans)) for f in factors
+    )
 
 
 @cache

@@ -53,7 +53,7 @@ def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:
     slice_prefix = f"{target.slices}s" if target.slices > 1 else ""
     mesh_hint = f", such as mesh={slice_prefix}{_torus_mesh_name(target)}" if target.chip and target.topology else ""
     resized = target.resized(mesh.size)
-    nearest = " and ".join(f"target={other.describe()}" for other in target.nearest(mesh.size))
+    nearest = " and ".join(f"target={other.describe()}" for other in target.nearest_slices(mesh.size))
     fitting_hint = f" No slice has {count_text(mesh.size, noun)}. Nearest: {nearest}." if nearest else ""
     mesh_remedy = f"a mesh of {count_text(target.devices or 0, 'device')}{mesh_hint}."
     remedy = f" Use {mesh_remedy}" if resized is None else f" Use target={resized.describe()}, or {mesh_remedy}"

@@ -90,7 +90,7 @@ def describe_positions(
     """
     import numpy as np
 
-    coords = np.array([[p.slice, *p.coords[: len(topology.shape)], p.core] for p in positions])
+    coords = np.array([[p.slice_index, *p.coords[: len(topology.shape)], p.core] for p in positions])
     indices = np.ravel_multi_index(tuple(coords.T), _lengths(topology)).reshape(list(axes.values()))
     return _describe_indices(np.asarray(indices), list(axes), topology)
 

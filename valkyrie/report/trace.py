@@ -128,12 +128,12 @@ def read_torus(row: Row) -> TorusDrawing | None:
     lowest = [min(position.coords[i] for position in positions) for i in range(len(topology.shape))]
     devices_by_chip: list[int | None] = [None] * topology.chips
     for device, position in enumerate(positions):
-        if position.slice == 0 and position.core == 0:
+        if position.slice_index == 0 and position.core == 0:
             chip = 0
             for coordinate, low, side in zip(position.coords, lowest, topology.shape, strict=False):
                 chip = chip * side + coordinate - low
             devices_by_chip[chip] = device
-    shifts = topology.shifts if topology.twisted else None
+    shifts = topology.wrap_shifts if topology.twisted else None
     return TorusDrawing(
         topology.shape, topology.wrap, shifts, topology.slices, list(about.axes.items()), devices_by_chip
     )
@@ -141,7 +141,7 @@ def read_torus(row: Row) -> TorusDrawing | None:
 
 def target_torus(about: LayoutRecord) -> Topology | None:
     """Return the torus of a layout's target, or None if the target has no torus or its chip is unknown."""
-    target = about.hardware.config(known_chips()) if about.hardware is not None else None
+    target = about.hardware.to_config(known_chips()) if about.hardware is not None else None
     return None if target is None or target.problems() else build_topology(target)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from valkyrie.config.modes import COMPILE_FILE, settings_for
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS
+from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS_VARIABLE
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.records import RecordError
@@ -235,7 +235,7 @@ def compile_best(
             overrides = " ".join(layout.candidate.overrides)
             compiled_layouts.stop_reason = f"mode.budget={request.mode.budget} ended during the compile of {overrides}"
             return
-        if any(problem.key == LIBTPU_FLAGS for problem in trial.problems):  # refuses every layout alike
+        if any(problem.key == LIBTPU_FLAGS_VARIABLE for problem in trial.problems):  # refuses every layout alike
             compiled_layouts.stop_reason, compiled_layouts.is_refused = trial.reason or "refused", True
             return
         longest_s = max(longest_s, time.monotonic() - start)

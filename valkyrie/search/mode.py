@@ -463,7 +463,7 @@ def _missing_compilers(request: SearchRequest) -> dict[str, str]:
         platform = get_platform(target.platform)
         if not platform.compiles_without_devices:
             reasons[target.name] = "only TPU programs can be compiled without the devices"
-        elif (reason := platform.missing_compiler(target)) is not None:
+        elif (reason := platform.compiler_install_hint(target)) is not None:
             reasons[target.name] = reason
     return reasons
 

@@ -207,13 +207,13 @@ def _requested_slices(run: Run, mode: SearchMode) -> list[TargetConfig]:
     Raises ValueError for unknown names, illegal or contradictory settings, and slices of unknown speed.
     """
     target, named = run.config.target, mode.targets
-    parsed = {t.name: t for t in (parse_target(name, files=config_names("target")) for name in named)}
+    parsed = {t.name: t for t in (parse_target(name, target_names=config_names("target")) for name in named)}
     named_slices = [replace(_apply_chip_settings(target.chip, t), slices=target.slices) for t in parsed.values()]
     targets = named_slices or [target]
     refuse([problem for t in targets for problem in t.problems()])
     for t in targets:
         platform, compute = get_platform(t.platform), run.config.precision.compute.value
-        if t.chip is not None and (missing := platform.missing_figures(t.chip, compute)):
+        if t.chip is not None and (missing := platform.missing_figures_message(t.chip, compute)):
             raise ValueError(missing)
     for t in targets:
         if t.chips is not None and (t.chip is not None or get_platform(t.platform).runs_on_host):

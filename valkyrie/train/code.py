@@ -34,7 +34,7 @@ class CodeEvaluation:
         self._device = program.sampling_device
         replicated = NamedSharding(mesh, PartitionSpec())
         self._complete = Completer(
-            program.assembly,
+            program.builder,
             tokenizer,
             temperature=self.config.temperature,
             top_k=self.config.top_k,

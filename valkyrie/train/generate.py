@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.models.assembly import Assembly
+from valkyrie.models.builder import ModelBuilder
 from valkyrie.train.continued import Text, begin_text, pad_state
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | N
 
 
 def generate(
-    assembly: Assembly,
+    builder: ModelBuilder,
     parameters: Any,
     tokenizer: Tokenizer,
     prompt: str | Text,
@@ -59,11 +59,11 @@ def generate(
 
     @partial(jax.jit, donate_argnums=2)
     def advance(parameters: Any, token: jax.Array, state: Any, key: jax.Array, position: Any) -> tuple[jax.Array, Any]:
-        logits, state = assembly.module(parameters).step(token, state)
+        logits, state = builder.module(parameters).step(token, state)
         return sample(logits[:, :vocab_size], jax.random.fold_in(key, position), temperature, top_k), state
 
     length = len(text.ids) + tokens
-    init_state = jax.jit(lambda p: assembly.module(p).init_state(1, length))
+    init_state = jax.jit(lambda p: builder.module(p).init_state(1, length))
     text.state = (
         init_state(parameters) if text.state is None else pad_state(text.state, jax.eval_shape(init_state, parameters))
     )
@@ -85,7 +85,7 @@ def continuation(program: StepProgram, parameters: Any, tokenizer: Tokenizer, te
     """Yield the continuation of a text as it is sampled, with the run's sampling settings."""
     config, device = program.run.config, program.sampling_device
     return generate(
-        program.assembly,
+        program.builder,
         parameters if device is None else jax.device_put(parameters, device),
         tokenizer,
         text,
@@ -108,7 +108,7 @@ class Completer:
 
     def __init__(
         self,
-        assembly: Assembly,
+        builder: ModelBuilder,
         tokenizer: Tokenizer,
         *,
         temperature: float,
@@ -134,7 +134,7 @@ class Completer:
             def read_token(carry: tuple[Any, jax.Array], column: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
                 (state, token), (prompt_token, position) = carry, column
                 token = jnp.where(prompt_token >= 0, prompt_token, token)
-                logits, state = assembly.module(parameters).step(token, state)
+                logits, state = builder.module(parameters).step(token, state)
                 row_keys = jax.vmap(lambda key: jax.random.fold_in(key, position))(keys)
                 token = jax.vmap(lambda row, key: sample(row, key, temperature, top_k))(
                     logits[:, :vocab_size], row_keys
@@ -147,7 +147,7 @@ class Completer:
 
         self._advance = jax.jit(advance, donate_argnums=1)
         self._init_state = jax.jit(
-            lambda parameters, rows, length: assembly.module(parameters).init_state(rows, length), static_argnums=(1, 2)
+            lambda parameters, rows, length: builder.module(parameters).init_state(rows, length), static_argnums=(1, 2)
         )
 
     def __call__(

@@ -19,8 +19,8 @@ import numpy as np
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.models import Layered
-from valkyrie.models.block import BLOCK_INPUT, SavedActivation, padding
+from valkyrie.models import LayeredModel
+from valkyrie.models.block import BLOCK_INPUT, SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import Memory, resolve_rules
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remats
@@ -191,7 +191,7 @@ class MemoryEstimator:
         """
         layouts, model, activations, group_bytes = self.layouts, self.run.model, [], np.zeros(len(self.layouts))
         local_positions = self.run.config.seq / layouts.parts(layouts.activations[SEQ])
-        for number, (group, repeats) in enumerate(model.segments() if isinstance(model, Layered) else ()):
+        for number, (group, repeats) in enumerate(model.segments() if isinstance(model, LayeredModel) else ()):
             for layer in group:
                 for activation, window in layer.mixer.neighbours(layer.context):
                     positions = self.run.config.seq - local_positions
@@ -242,7 +242,7 @@ class MemoryEstimator:
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
             elements = elements * length / layouts.count_parts(axis, "active", length)
         if activation.name is not None:
-            elements = elements * padding(activation.tensor.shape, get_platform(config.target.platform).lanes)
+            elements = elements * padding_ratio(activation.tensor.shape, get_platform(config.target.platform).lanes)
         return activation.count * elements * (4 if activation.float32 else config.precision.compute.itemsize)
 
 

@@ -216,7 +216,7 @@ def _continue_saved_text(
     if not team.broadcast_from_leader("kept text", path.exists):
         text = begin_text(tokenizer, prompt, step)
     else:
-        text = load_text(path, jax.eval_shape(lambda p: program.assembly.module(p).init_state(1, 1), parameters))
+        text = load_text(path, jax.eval_shape(lambda p: program.builder.module(p).init_state(1, 1), parameters))
         if text.step != step:
             _to_stderr(
                 f"mode.keep={path.stem} was saved with the checkpoint at step {text.step}. Re-reading the text with "

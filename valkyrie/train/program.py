@@ -18,7 +18,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.chips import chip_for_device_kind
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.models.assembly import Assembly
+from valkyrie.models.builder import ModelBuilder
 from valkyrie.models.layers import Checkpoint
 from valkyrie.ops.linear import Numerics
 from valkyrie.optim import Training, is_parameter, learning_rate_schedule, make_optimizer
@@ -49,10 +49,10 @@ class StepProgram:
         self.mesh = mesh
         self.shard = MeshShard(self.layout, mesh, backend, _gradient_sum(self._chip(mesh, backend)))
         self.task = run.task
-        self.assembly = Assembly(run.model, Numerics.from_policy(config.precision))
-        self.parameter_names = list(self.assembly.specs)
-        structure = jax.tree.structure(self.assembly.abstract_parameters)
-        specs = jax.tree.unflatten(structure, self.assembly.specs.values())
+        self.builder = ModelBuilder(run.model, Numerics.from_policy(config.precision))
+        self.parameter_names = list(self.builder.specs)
+        structure = jax.tree.structure(self.builder.abstract_parameters)
+        specs = jax.tree.unflatten(structure, self.builder.specs.values())
         self.groups = jax.tree.map(lambda spec: spec.group, specs, is_leaf=is_parameter)
         training = Training(config.steps, config.precision.compute.value, matrix_stack_sharding(self.shard))
         self.optimizer = make_optimizer(config.optimizer, specs, training)
@@ -66,7 +66,7 @@ class StepProgram:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the train state."""
         shapes = jax.eval_shape(self._init, 0)
-        shardings = state_shardings(shapes, self.assembly, self.shard, self.carry)
+        shardings = state_shardings(shapes, self.builder, self.shard, self.carry)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
     @cached_property
@@ -209,7 +209,7 @@ class StepProgram:
         return make_block_checkpoint(self.layout.remat, self.backend)
 
     def _init(self, seed: int | jax.Array) -> TrainState:
-        return init_state(self.assembly, self.optimizer, self._keep_ema, seed, self.carry)
+        return init_state(self.builder, self.optimizer, self._keep_ema, seed, self.carry)
 
     @property
     def carry(self) -> dict[str, Array]:
@@ -229,9 +229,7 @@ class StepProgram:
         Training and compiling without devices use the same options.
         """
         itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
-        gathered_sizes = (
-            self._gathered_size(spec) for spec in self.assembly.specs.values() if "vocab" not in spec.axes
-        )
+        gathered_sizes = (self._gathered_size(spec) for spec in self.builder.specs.values() if "vocab" not in spec.axes)
         platform = get_platform(self.backend)
         return collect_options(
             self._chip(self.mesh, self.backend), platform.step_options(max(gathered_sizes) * itemsize)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.models.assembly import Assembly
+from valkyrie.models.builder import ModelBuilder
 from valkyrie.parallel.partition import Memory
 from valkyrie.parallel.sharding import MeshShard
 from valkyrie.precision import ACCUMULATOR_DTYPE
@@ -45,7 +45,7 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-    assembly: Assembly,
+    builder: ModelBuilder,
     optimizer: optax.GradientTransformation,
     keep_ema: bool,
     seed: int | jax.Array,
@@ -56,7 +56,7 @@ def init_state(
     `carry` describes the arrays that the task passes from step to step (`Task.carry`). They start as zeros.
     """
     init_key, _ = jax.random.split(jax.random.key(seed))
-    return state_from_parameters(assembly.init(init_key), optimizer, keep_ema, seed, carry)
+    return state_from_parameters(builder.init(init_key), optimizer, keep_ema, seed, carry)
 
 
 def state_from_parameters(
@@ -75,7 +75,7 @@ def state_from_parameters(
 
 
 def state_shardings(
-    abstract_state: TrainState, assembly: Assembly, shard: MeshShard, carry: Mapping[str, Array]
+    abstract_state: TrainState, builder: ModelBuilder, shard: MeshShard, carry: Mapping[str, Array]
 ) -> TrainState:
     """Return the sharding of every array of the state. `abstract_state` has the shapes of the state.
 
@@ -83,7 +83,7 @@ def state_shardings(
     it, and under ZeRO-1 over the data axes too. The carry is sharded like activations. Everything else is replicated.
     Arrays that the partition keeps in host memory have the memory kind `pinned_host`.
     """
-    layout, specs = shard.layout, assembly.specs
+    layout, specs = shard.layout, builder.specs
     memory_kinds = {Memory.host: "pinned_host", Memory.device: None}
     parameter_memory_kind = memory_kinds[layout.partition.parameter_memory]
     optimizer_memory_kind = memory_kinds[layout.partition.optimizer_memory]

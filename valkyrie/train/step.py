@@ -60,13 +60,13 @@ def eval_step(program: StepProgram, parameters: Any, batch: Batch, references: A
     `references` is the result of `Task.references`.
     """
     parameters = copy_to_device(parameters, program.shardings.parameters)
-    return program.task.evaluate(program.assembly.module(parameters), batch, references, shard=program.shard)
+    return program.task.evaluate(program.builder.module(parameters), batch, references, shard=program.shard)
 
 
 def logits_step(program: StepProgram, parameters: Any, tokens: jax.Array) -> jax.Array:
     """Return the float32 logits of a language model at every position, of shape (batch, seq, vocab)."""
     parameters = copy_to_device(parameters, program.shardings.parameters)
-    return program.assembly.module(parameters).logits(tokens, shard=program.shard)
+    return program.builder.module(parameters).logits(tokens, shard=program.shard)
 
 
 def _gradients(
@@ -81,7 +81,7 @@ def _gradients(
     def objective(
         parameters: Any, microbatch: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
-        module = program.assembly.module(parameters)
+        module = program.builder.module(parameters)
         batch_loss = program.task.loss(
             module,
             microbatch,

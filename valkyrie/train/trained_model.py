@@ -83,7 +83,7 @@ class TrainedModel:
         check_sampling(prompt, tokens, temperature, top_k)
         seed = self.run.config.seed if seed is None else seed
         sampling = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-        return "".join(generate(self.program.assembly, self._sampling_parameters, self.tokenizer, prompt, **sampling))
+        return "".join(generate(self.program.builder, self._sampling_parameters, self.tokenizer, prompt, **sampling))
 
     def __repr__(self) -> str:
         layout, count = self.program.layout.name, self.run.model.parameter_count()

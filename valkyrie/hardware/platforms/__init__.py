@@ -20,7 +20,7 @@ from valkyrie.problems import Problem, ProblemCode, ProblemError
 if TYPE_CHECKING:
     from valkyrie.hardware.target import ChipConfig, TargetConfig
 
-ROUNDING_TOLERANCE = 1.01
+MAX_USABLE_RATIO = 1.01
 """Maximum ratio of `usable_hbm_gib` to `hbm_gib`.
 
 Published sizes are rounded: v5p is listed with 95 GiB, but its compiler reports 95.73 GiB usable.
@@ -88,34 +88,34 @@ class Platform(ABC):
         """Return whether one of `plugins` is installed."""
         return any(importlib.util.find_spec(plugin) for plugin in self.plugins)
 
-    def is_simulated(self, accelerators: int) -> bool:
+    def is_simulated(self, accelerator_count: int) -> bool:
         """Return whether JAX simulates devices for this platform on a host with this number of accelerators."""
         return self.runs_on_host
 
-    def missing_compiler(self, target: TargetConfig) -> str | None:
+    def compiler_install_hint(self, target: TargetConfig) -> str | None:
         """Return how to install the compiler for a target, or None if it is installed or comes with JAX."""
         return None
 
-    def compile_refusal(self, target: TargetConfig, compute: str) -> str | None:
+    def compile_refusal(self, target: TargetConfig, compute_dtype: str) -> str | None:
         """Return why a step cannot be compiled or replayed for a target, or None if nothing is missing.
 
-        The reason is a missing compiler (`missing_compiler`) or, on platforms with `replay`, missing figures of the
-        chip (`missing_figures`). `compute` is the step's compute dtype.
+        The reason is a missing compiler (`compiler_install_hint`) or, on platforms with `replay`, missing figures of
+        the chip (`missing_figures_message`). `compute_dtype` is the step's compute dtype.
         """
-        missing = self.missing_compiler(target)
+        missing = self.compiler_install_hint(target)
         if missing is None and target.chip is not None and self.replay is not None:
-            return self.missing_figures(target.chip, compute)
+            return self.missing_figures_message(target.chip, compute_dtype)
         return missing
 
-    def missing_figures(self, chip: ChipConfig, compute: str = "bfloat16") -> str | None:
+    def missing_figures_message(self, chip: ChipConfig, compute_dtype: str = "bfloat16") -> str | None:
         """Return an error message that lists the figures missing for predicted step times, or None if `chip` has all.
 
-        `compute` is the compute dtype of the step. Its peak speed may be missing if that of bfloat16 is set.
+        `compute_dtype` is the compute dtype of the step. Its peak speed may be missing if that of bfloat16 is set.
         """
         needed = ("hbm_gbs", *(("hbm_gib", "clock_ghz", "ici_axes", "ici_link_gbs") if self.has_torus else ()))
         missing = [name for name in needed if getattr(chip, name) is None]
-        if not {compute, "bfloat16"} & {*chip.peak_tflops}:
-            missing.append(f"peak_tflops.{compute}")
+        if not {compute_dtype, "bfloat16"} & {*chip.peak_tflops}:
+            missing.append(f"peak_tflops.{compute_dtype}")
         if not missing:
             return None
         return (
@@ -135,50 +135,62 @@ class Platform(ABC):
         """Return the memory that a program may use on one device, in bytes, or None if unknown.
 
         This is the chip's `usable_hbm_gib`, divided by its number of devices. `hbm_gib` is used instead if
-        `usable_hbm_gib` is unknown, or larger than `ROUNDING_TOLERANCE` times `hbm_gib`.
+        `usable_hbm_gib` is unknown, or larger than `MAX_USABLE_RATIO` times `hbm_gib`.
         """
         usable, total = chip.usable_hbm_gib, chip.hbm_gib
-        if usable is None or (total is not None and usable > ROUNDING_TOLERANCE * total):
+        if usable is None or (total is not None and usable > MAX_USABLE_RATIO * total):
             usable = total
         return None if usable is None else int(usable * 2**30 / chip.devices)
 
-    def peak_bytes(self, sizes: Any) -> int:
+    def peak_bytes(self, memory_stats: Any) -> int:
         """Return the peak memory of a program, in bytes per device.
 
-        `sizes` is the result of `compiled.memory_analysis()`. The default is for backends that do not report a peak:
-        the sum of arguments, results, temporaries and code.
+        `memory_stats` is the result of `compiled.memory_analysis()`. The default is for backends that do not report a
+        peak: the sum of arguments, results, temporaries and code.
         """
-        return resting_bytes(sizes) + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
+        return (
+            argument_output_bytes(memory_stats)
+            + memory_stats.temp_size_in_bytes
+            + memory_stats.generated_code_size_in_bytes
+        )
 
-    def activation_bytes(self, saved: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
+    def activation_bytes(
+        self,
+        saved_bytes: Any,
+        unnamed_bytes: Any,
+        loss_bytes: Any,
+        group_bytes: Any,
+        gradient_bytes: Any,
+        gathered_bytes: Any,
+    ) -> Any:
         """Return the bytes of activations at the peak of a step, not counting the gradients.
 
         Arguments and result are numbers, or arrays with one entry per layout.
 
         Args:
-            saved: Bytes saved for the backward pass.
-            unnamed: Part of `saved` that no remat policy names.
-            loss: Working set of the loss.
-            group: Working set of a group of blocks.
-            gradients: Bytes of all gradients.
-            gathered: Gathered weights of a layer, and their gradients before the reduction.
+            saved_bytes: Bytes saved for the backward pass.
+            unnamed_bytes: Part of `saved_bytes` that no remat policy names.
+            loss_bytes: Working set of the loss.
+            group_bytes: Working set of a group of blocks.
+            gradient_bytes: Bytes of all gradients.
+            gathered_bytes: Gathered weights of a layer, and their gradients before the reduction.
         """
-        return saved + loss + group
+        return saved_bytes + loss_bytes + group_bytes
 
-    def step_options(self, largest_gradient: int) -> dict[str, str]:
+    def step_options(self, largest_gradient_bytes: int) -> dict[str, str]:
         """Return the compiler options of a training step, in addition to the chip's.
 
-        `largest_gradient`: Bytes of the largest gradient of a layer's parameter before the reduction.
+        `largest_gradient_bytes`: Bytes of the largest gradient of a layer's parameter before the reduction.
         """
         return {}
 
 
-def resting_bytes(sizes: Any) -> int:
+def argument_output_bytes(memory_stats: Any) -> int:
     """Return the bytes per device of a program's arguments and results. Donated buffers count once.
 
-    `sizes` is the result of `compiled.memory_analysis()`.
+    `memory_stats` is the result of `compiled.memory_analysis()`.
     """
-    return sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return memory_stats.argument_size_in_bytes + memory_stats.output_size_in_bytes - memory_stats.alias_size_in_bytes
 
 
 @cache

@@ -15,9 +15,9 @@ class AnyPlatform(Cpu):
     jax_name = None
     runs_on_host = False
 
-    def is_simulated(self, accelerators: int) -> bool:
+    def is_simulated(self, accelerator_count: int) -> bool:
         """Return whether there are no accelerators."""
-        return accelerators == 0
+        return accelerator_count == 0
 
 
 PLATFORM = AnyPlatform()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.foreign_errors import topology_reason
-from valkyrie.hardware.platforms import Platform, resting_bytes
+from valkyrie.hardware.platforms import Platform, argument_output_bytes
 from valkyrie.hardware.slices import TWISTED_SUFFIX, format_shape, nearest_hint
 from valkyrie.hardware.target import TargetConfig, Topology, build_topology, topology_override
 
@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise libtpu aborts when a second process loads it
 }
 """Environment variables to set before libtpu is loaded on a machine without a TPU."""
-LIBTPU_FLAGS = "LIBTPU_INIT_ARGS"
+LIBTPU_FLAGS_VARIABLE = "LIBTPU_INIT_ARGS"
 """Environment variable with flags that libtpu reads when it is loaded."""
 
 UNNAMED_FACTOR, LOSS_FACTOR, GROUP_FACTOR = 0.4, 0.65, 0.5
@@ -56,7 +56,7 @@ class Tpu(Platform):
         """Return `/dev/accel0` and so on, and the numbered files in `/dev/vfio`."""
         return [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
 
-    def missing_compiler(self, target: TargetConfig) -> str | None:
+    def compiler_install_hint(self, target: TargetConfig) -> str | None:
         """Return how to install libtpu, or None if it is installed."""
         if self.is_installed():
             return None
@@ -90,12 +90,12 @@ class Tpu(Platform):
             with _captured_stderr() as stderr:
                 devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
         except Exception as error:  # libtpu raises several types
-            raise ValueError(self.missing_compiler(target) or _refusal_message(target, topology, error)) from error
+            raise ValueError(self.compiler_install_hint(target) or _refusal_message(target, topology, error)) from error
         assert len(devices) == topology.devices, (name, len(devices), stderr)
         _described_devices[key] = tuple(devices)
         return list(devices)
 
-    def peak_bytes(self, sizes: Any) -> int:
+    def peak_bytes(self, memory_stats: Any) -> int:
         """Return the peak memory that the TPU compiler compares with its limit, in bytes per device.
 
         This is the peak that the compiler reports. Without a reported peak, returns the sum of all parts, which counts
@@ -105,24 +105,36 @@ class Tpu(Platform):
         temporaries in host memory (offloaded activations). If those in host memory are larger, returns an upper bound:
         the reported peak or, if smaller, the arguments, results and sum of temporaries in HBM.
         """
-        if not (reported_peak := sizes.peak_memory_in_bytes):
-            return super().peak_bytes(sizes)
-        resting = resting_bytes(sizes)
+        if not (reported_peak := memory_stats.peak_memory_in_bytes):
+            return super().peak_bytes(memory_stats)
+        base_bytes = argument_output_bytes(memory_stats)
         # 1.01: the reported peak includes small buffers.
-        is_host_peak = reported_peak - resting <= 1.01 * sizes.host_temp_size_in_bytes
-        return min(reported_peak, resting + sizes.temp_size_in_bytes) if is_host_peak else reported_peak
+        is_host_peak = reported_peak - base_bytes <= 1.01 * memory_stats.host_temp_size_in_bytes
+        return min(reported_peak, base_bytes + memory_stats.temp_size_in_bytes) if is_host_peak else reported_peak
 
-    def activation_bytes(self, saved: Any, unnamed: Any, loss: Any, group: Any, gradients: Any, gathered: Any) -> Any:
-        """Return the bytes of activations when memory use peaks, excluding `gradients`, which are counted elsewhere.
+    def activation_bytes(
+        self,
+        saved_bytes: Any,
+        unnamed_bytes: Any,
+        loss_bytes: Any,
+        group_bytes: Any,
+        gradient_bytes: Any,
+        gathered_bytes: Any,
+    ) -> Any:
+        """Return the bytes of activations when memory use peaks.
 
-        The peak is either at the loss or in the backward pass of a group of blocks.
+        Gradients are excluded, because they are counted elsewhere. The peak is either at the loss or in
+        the backward pass of a group of blocks.
         """
         import numpy as np
 
-        loss_peak, backward_peak = LOSS_FACTOR * loss, gradients + GROUP_FACTOR * group + gathered
-        return saved + UNNAMED_FACTOR * unnamed + np.maximum(loss_peak, backward_peak) - gradients
+        loss_peak, backward_peak = (
+            LOSS_FACTOR * loss_bytes,
+            gradient_bytes + GROUP_FACTOR * group_bytes + gathered_bytes,
+        )
+        return saved_bytes + UNNAMED_FACTOR * unnamed_bytes + np.maximum(loss_peak, backward_peak) - gradient_bytes
 
-    def step_options(self, largest_gradient: int) -> dict[str, str]:
+    def step_options(self, largest_gradient_bytes: int) -> dict[str, str]:
         """Return the XLA option that keeps gradients of gathered weights out of windowed einsums.
 
         If a matmul's result is reduce-scattered and large, and the ring is short, XLA splits the matmul into a loop of
@@ -131,9 +143,9 @@ class Tpu(Platform):
         experiments/LOG.md). The option is XLA's size threshold in MiB. It is set just above the largest gradient.
 
         Args:
-            largest_gradient: Size of the largest gradient, in bytes.
+            largest_gradient_bytes: Size of the largest gradient, in bytes.
         """
-        return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest_gradient // 2**20 + 1)}
+        return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest_gradient_bytes // 2**20 + 1)}
 
 
 def _topology_options(topology: Topology) -> dict[str, int | tuple[int | bool, ...]]:
@@ -154,7 +166,7 @@ def _topology_options(topology: Topology) -> dict[str, int | tuple[int | bool, .
 
 def _refusal_message(target: TargetConfig, topology: Topology, error: Exception) -> str:
     assert target.chip is not None
-    nearest = nearest_hint(target.chip.slices.nearest_to(topology.shape), topology_override)
+    nearest = nearest_hint(target.chip.slices.similar_shapes(topology.shape), topology_override)
     return f"target={target.describe()} is refused by libtpu: {topology_reason(error)}. {nearest}"
 
 
@@ -165,7 +177,7 @@ def _captured_stderr() -> Iterator[list[str]]:
     Captures nothing if LIBTPU_INIT_ARGS is set, because libtpu ends the process after its message about a wrong flag.
     """
     lines: list[str] = []
-    if LIBTPU_FLAGS in os.environ:
+    if LIBTPU_FLAGS_VARIABLE in os.environ:
         yield lines
         return
     with tempfile.TemporaryFile(mode="w+", errors="replace") as file:

@@ -70,7 +70,7 @@ class Config(RentedConfig):
         cluster = (self.cluster, *flags(location=self.zone, project=self.project))
         path = f"{name}.jobset.yaml"
         labels = (f"jobset.sigs.k8s.io/jobset-name={name}", "jobset.sigs.k8s.io/job-index=0")
-        pod = f"--selector={','.join(labels)},batch.kubernetes.io/job-completion-index=0"
+        pod_selector = f"--selector={','.join(labels)},batch.kubernetes.io/job-completion-index=0"
         return Plan(
             (*self.price_notes(), *disk_notes(overrides)),
             (
@@ -82,7 +82,7 @@ class Config(RentedConfig):
                 CommandStep("instead of steps 1 to 3, on a cluster created with XPK", (xpk_command(self, overrides),)),
                 CommandStep("show the state of the job", (("kubectl", "describe", "jobset", name),), action="describe"),
                 CommandStep("list all jobs", (("kubectl", "get", "jobsets"),), action="list"),
-                CommandStep("follow the log", (("kubectl", "logs", "--follow", pod),), action="logs"),
+                CommandStep("follow the log", (("kubectl", "logs", "--follow", pod_selector),), action="logs"),
                 CommandStep("stop the job and delete it", (("kubectl", "delete", "jobset", name),), action="delete"),
             ),
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from valkyrie.hardware.chips import chips_rented_as
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.launch import remote
-from valkyrie.launch.engine import PORT, RentedConfig, disk_notes
+from valkyrie.launch.engine import COORDINATOR_PORT, RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator_type, has_usual_shape, resource_name
 from valkyrie.launch.plan import CommandStep, FileStep, Plan, shell_text, to_yaml
 from valkyrie.processes.ending import PREEMPTED
@@ -88,6 +88,6 @@ def task(config: Config, overrides: Sequence[str]) -> str:
 def _export_cluster() -> str:
     """Return shell code that sets the coordinator address, process count and process index on each node."""
     return (
-        f'export {COORDINATOR_VARIABLE}="$(echo "$SKYPILOT_NODE_IPS" | head -n1):{PORT}"\n'
+        f'export {COORDINATOR_VARIABLE}="$(echo "$SKYPILOT_NODE_IPS" | head -n1):{COORDINATOR_PORT}"\n'
         f'export {COUNT_VARIABLE}="$SKYPILOT_NUM_NODES" {INDEX_VARIABLE}="$SKYPILOT_NODE_RANK"\n'
     )

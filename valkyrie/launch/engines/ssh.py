@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from valkyrie.launch import remote
-from valkyrie.launch.engine import PORT, EngineConfig, disk_notes
+from valkyrie.launch.engine import COORDINATOR_PORT, EngineConfig, disk_notes
 from valkyrie.launch.plan import Command, CommandStep, Plan
 from valkyrie.launch.supervisor import RESTARTS_VARIABLE, ProcessSpec, Supervisor
 from valkyrie.processes.team import ProcessInfo
@@ -26,7 +26,7 @@ class Config(EngineConfig):
     """
 
     hosts: tuple[str, ...] = ()
-    port: int = PORT
+    port: int = COORDINATOR_PORT
     folder: str = "valkyrie"
     extra: str = ""
 
@@ -75,10 +75,10 @@ class Config(EngineConfig):
     def supervisor(self, overrides: Sequence[str]) -> Supervisor:
         """Return a supervisor that copies the code once, trains on all hosts, and restarts training after a crash."""
 
-        def prepare(starts: int) -> list[ProcessSpec]:
-            for step in self.copy_steps() if starts == 0 else []:
+        def prepare(start_count: int) -> list[ProcessSpec]:
+            for step in self.copy_steps() if start_count == 0 else []:
                 remote.run_checked(step)
-            return [ProcessSpec(step.commands[0]) for step in self.train_steps(overrides, starts)]
+            return [ProcessSpec(step.commands[0]) for step in self.train_steps(overrides, start_count)]
 
         def send_signal(signum: int) -> None:
             for step in self.signal_steps(overrides, signum):
@@ -98,26 +98,30 @@ class Config(EngineConfig):
         unpack = f"{remote.unpack_command(self.folder)} && {remote.install_command(self.folder, self.extra)}"
         pack = (*remote.ARCHIVE_COMMAND, "HEAD")
         return [
-            CommandStep(f"copy the last commit to {host} and install it", (pack, _ssh(host, unpack)))
+            CommandStep(f"copy the last commit to {host} and install it", (pack, _ssh_command(host, unpack)))
             for host in self.hosts
         ]
 
-    def train_steps(self, overrides: Sequence[str], restarts: int = 0) -> list[CommandStep]:
-        """Return the steps that train in one process on each host. `restarts` is the number of restarts so far."""
+    def train_steps(self, overrides: Sequence[str], past_restarts: int = 0) -> list[CommandStep]:
+        """Return the steps that train in one process on each host. `past_restarts` is the number of restarts so far."""
         address = f"{self.hosts[0].rpartition('@')[2]}:{self.port}"
-        restart_count = {RESTARTS_VARIABLE: str(restarts)} if restarts else {}
+        restart_count = {RESTARTS_VARIABLE: str(past_restarts)} if past_restarts else {}
         steps = []
         for index, host in enumerate(self.hosts):
             environment = ProcessInfo(address, len(self.hosts), index).environment if len(self.hosts) > 1 else {}
-            text = remote.train_command(self.folder, overrides, environment | restart_count)
-            steps.append(CommandStep(f"train on {host}", (_ssh(host, text),), in_background=True))
+            shell_command = remote.train_command(self.folder, overrides, environment | restart_count)
+            steps.append(CommandStep(f"train on {host}", (_ssh_command(host, shell_command),), in_background=True))
         return steps
 
     def signal_steps(self, overrides: Sequence[str], signum: int) -> list[CommandStep]:
         """Return the steps that send a signal to this run's process on each host, or [] if the run has no name."""
-        text = remote.signal_command(overrides, signum)
-        return [CommandStep(f"stop the training on {host}", (_ssh(host, text),)) for host in self.hosts if text]
+        shell_command = remote.signal_command(overrides, signum)
+        return [
+            CommandStep(f"stop the training on {host}", (_ssh_command(host, shell_command),))
+            for host in self.hosts
+            if shell_command
+        ]
 
 
-def _ssh(host: str, text: str) -> Command:
-    return ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", host, text)
+def _ssh_command(host: str, shell_command: str) -> Command:
+    return ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", host, shell_command)

@@ -80,14 +80,14 @@ class Config(RentedConfig):
         )
         tail = f"tail -n 100 -F {shell_text((f'{self.folder}/{LOG_FILE}',))}"
         node = ("--node=0",) if self.queued else ()
-        follow_log = self._gcloud("ssh", self.resource, *node, "--worker=0", f"--command={tail}")
+        follow_log = self._gcloud_command("ssh", self.resource, *node, "--worker=0", f"--command={tail}")
         return Plan(
             (*self.price_notes(), restart_note, *disk_notes(overrides), *remote.config_folder_notes(overrides)),
             (self.create_step(), self.state_step(), *self.copy_steps(), self.train_step(overrides)),
             (
                 CommandStep("follow the log, from any machine", (follow_log,), action="logs"),
                 self.describe_step(),
-                CommandStep("list everything rented in the zone", (self._gcloud("list"),), action="list"),
+                CommandStep("list everything rented in the zone", (self._gcloud_command("list"),), action="list"),
                 self.delete_step(),
             ),
         )
@@ -120,23 +120,23 @@ class Config(RentedConfig):
         hardware, chip = self.hardware_and_chip
         runtime = self.runtime or chip.rented_as["tpu_vm_runtime"]
         if has_usual_shape(hardware):
-            shape = flags(accelerator_type=accelerator_type(hardware))
+            shape_flags = flags(accelerator_type=accelerator_type(hardware))
         else:
-            shape = flags(type=tpu_generation(hardware), topology=str(hardware.topology))
+            shape_flags = flags(type=tpu_generation(hardware), topology=str(hardware.topology))
         if not self.queued:
-            request = (*shape, *flags(version=runtime))
+            request = (*shape_flags, *flags(version=runtime))
         elif self.slices > 1:
             nodes = flags(node_count=str(self.slices), node_prefix=self.resource)
-            request = (*nodes, *shape, *flags(runtime_version=runtime))
+            request = (*nodes, *shape_flags, *flags(runtime_version=runtime))
         else:
-            request = (*flags(node_id=self.resource), *shape, *flags(runtime_version=runtime))
+            request = (*flags(node_id=self.resource), *shape_flags, *flags(runtime_version=runtime))
         network = flags(network=self.network, spot=self.spot)
-        return CommandStep("request the slice", (self._gcloud("create", self.resource, *request, *network),))
+        return CommandStep("request the slice", (self._gcloud_command("create", self.resource, *request, *network),))
 
     def state_step(self) -> CommandStep:
         """Return the step that prints the state of the slices. A printed plan repeats it until they are ready."""
         value = "value(state.state)" if self.queued else "value(state)"
-        command = self._gcloud("describe", self.resource, f"--format={value}")
+        command = self._gcloud_command("describe", self.resource, f"--format={value}")
         return CommandStep("wait until it is ready", (command,), until=self.ready_state)
 
     def copy_steps(self) -> tuple[CommandStep, CommandStep, CommandStep]:
@@ -144,36 +144,36 @@ class Config(RentedConfig):
         archive = f"{self.resource}.tar.gz"
         pack = (*remote.ARCHIVE_COMMAND, f"--output=/tmp/{archive}", "HEAD")
         setup = f"{remote.unpack_command(self.folder, archive)} && {remote.install_command(self.folder, 'tpu')}"
-        copy = self._gcloud("scp", f"/tmp/{archive}", f"{self.resource}:", *self._worker_flags())
+        copy = self._gcloud_command("scp", f"/tmp/{archive}", f"{self.resource}:", *self._worker_flags())
         return (
             CommandStep("pack the last commit", (pack,)),
             CommandStep("copy it to every worker", (copy,)),
-            CommandStep("install it on every worker", (self._ssh_all(setup),)),
+            CommandStep("install it on every worker", (self._ssh_all_command(setup),)),
         )
 
-    def train_step(self, overrides: Sequence[str], restarts: int = 0) -> CommandStep:
+    def train_step(self, overrides: Sequence[str], past_restarts: int = 0) -> CommandStep:
         """Return the step that trains on every worker. It exits with 0, or with the first nonzero status of a worker.
 
-        `restarts` is the number of restarts so far.
+        `past_restarts` is the number of restarts so far.
         """
-        environment = {RESTARTS_VARIABLE: str(restarts)} if restarts else {}
+        environment = {RESTARTS_VARIABLE: str(past_restarts)} if past_restarts else {}
         return CommandStep(
-            "train", (self._ssh_all(remote.train_command(self.folder, overrides, environment, LOG_FILE)),)
+            "train", (self._ssh_all_command(remote.train_command(self.folder, overrides, environment, LOG_FILE)),)
         )
 
     def signal_step(self, signum: int) -> CommandStep:
         """Return the step that sends a signal to the training process on every worker."""
         text = remote.signal_command((), signum, is_only_run=True)
         assert text is not None
-        return CommandStep("stop the training", (self._ssh_all(text),))
+        return CommandStep("stop the training", (self._ssh_all_command(text),))
 
     def describe_step(self) -> CommandStep:
         """Return the step that prints all details of the slices."""
-        return CommandStep("show its state", (self._gcloud("describe", self.resource),), action="describe")
+        return CommandStep("show its state", (self._gcloud_command("describe", self.resource),), action="describe")
 
     def delete_step(self) -> CommandStep:
         """Return the step that deletes the slices and their disks."""
-        command = self._gcloud("delete", self.resource, *flags(force=self.queued, quiet=True))
+        command = self._gcloud_command("delete", self.resource, *flags(force=self.queued, quiet=True))
         return CommandStep("delete the slice, to stop paying for it", (command,), action="delete")
 
     def supervisor(self, overrides: Sequence[str]) -> Supervisor:
@@ -187,8 +187,8 @@ class Config(RentedConfig):
             time.sleep(_POLL_S)  # a preempted slice keeps its old state for a moment
             return self._read_state() != self.ready_state
 
-        def prepare(starts: int) -> list[ProcessSpec]:
-            if starts == 0 and self._read_state(attempts=1) == self.ready_state:
+        def prepare(start_count: int) -> list[ProcessSpec]:
+            if start_count == 0 and self._read_state(attempts=1) == self.ready_state:
                 print_message(
                     f"{self.resource} is already rented: stopping any training run on it, which has {_POLL_S:g} s to "
                     "save"
@@ -196,8 +196,8 @@ class Config(RentedConfig):
                 send_signal(signal.SIGTERM)
                 time.sleep(_POLL_S)
                 send_signal(signal.SIGKILL)
-            self._ensure_installed(has_code=starts > 0)
-            return [ProcessSpec(self.train_step(overrides, starts).commands[0])]
+            self._ensure_installed(has_code=start_count > 0)
+            return [ProcessSpec(self.train_step(overrides, start_count).commands[0])]
 
         def send_signal(signum: int) -> None:
             remote.try_run(self.signal_step(signum))
@@ -277,10 +277,10 @@ class Config(RentedConfig):
     def _worker_flags(self) -> tuple[str, ...]:
         return ("--node=all", "--worker=all") if self.queued else ("--worker=all",)
 
-    def _ssh_all(self, text: str) -> Command:
-        return self._gcloud("ssh", self.resource, *self._worker_flags(), f"--command={text}")
+    def _ssh_all_command(self, shell_command: str) -> Command:
+        return self._gcloud_command("ssh", self.resource, *self._worker_flags(), f"--command={shell_command}")
 
-    def _gcloud(self, verb: str, *arguments: str) -> Command:
+    def _gcloud_command(self, verb: str, *arguments: str) -> Command:
         group = "queued-resources" if self.queued else "tpu-vm"
         location = flags(zone=self.zone, project=self.project)
         command_flag = [word for word in arguments if word.startswith("--command=")]  # long, so it is printed last

@@ -50,15 +50,15 @@ class Config(Stack):
 
     def parameters(self) -> dict[str, Parameter]:
         parameters = super().parameters()
-        extra = {"norm.bias": parameters["norm.scale"], "positions": self._positions()}
+        extra = {"norm.bias": parameters["norm.scale"], "positions": self._position_table()}
         return dict(sorted((parameters | extra).items(), key=lambda item: item[0].split(".")))
 
     def arrays(self) -> Arrays:
-        arrays, p = super().arrays(), self._positions()
+        arrays, p = super().arrays(), self._position_table()
         arrays.parameters.setdefault(Tensor(p.axes, p.shape, p.config_keys), []).append("positions")
         return arrays
 
-    def _positions(self) -> Parameter:
+    def _position_table(self) -> Parameter:
         keys = ("model.context", "model.embed")
         return Parameter((None, "embed"), (self.context, self.embed), keys, group="embedding")
 

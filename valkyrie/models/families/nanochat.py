@@ -95,9 +95,9 @@ class Config(Stack):
 
     def problems(self) -> list[Problem]:
         problems = []
-        pattern, unknown = self.window_pattern, sorted({*(self.window_pattern or "")} - {*"SLG"})
-        if pattern == "" or unknown:
-            reason = f"{unknown[0]!r} is not a window" if unknown else "it is empty"
+        pattern, unknown_letters = self.window_pattern, sorted({*(self.window_pattern or "")} - {*"SLG"})
+        if pattern == "" or unknown_letters:
+            reason = f"{unknown_letters[0]!r} is not a window" if unknown_letters else "it is empty"
             text = (
                 f"model.window_pattern={pattern}: {reason}. Write letters such as SSSL (S: a quarter of the context; "
                 "L or G: all earlier tokens), or null to use model.attention.windows."
@@ -118,7 +118,7 @@ class Config(Stack):
             key, value = "model.feed_forward_pattern", self.feed_forward_pattern
             text = f"{key}={value}: nanochat has only the dense feed-forward. Use {key}=[{DENSE}]."
             problems.append(Problem(ProblemCode.unsupported, key, value, text))
-        if self.feed_forward.gated:
+        if self.feed_forward.is_gated:
             kind = self.feed_forward.value
             text = f"model.feed_forward={kind}: nanochat's feed-forward has no gate. Use relu2, relu or gelu."
             problems.append(Problem(ProblemCode.unsupported, "model.feed_forward", kind, text))

@@ -91,7 +91,7 @@ class Config:
         return False
 
     @property
-    def positions(self) -> int:
+    def position_count(self) -> int:
         """Number of positions of the states: the puzzle identifier, then the cells."""
         return self.puzzle_tokens + self.context
 
@@ -101,12 +101,12 @@ class Config:
         return self.high_cycles * (self.low_cycles + 1)
 
     def problems(self) -> list[Problem]:
-        least = dict.fromkeys(("context", "embed", "layers", "mlp", "puzzles", "high_cycles", "low_cycles"), 1)
-        least |= {"max_steps": 1, "vocab_size": 2, "puzzle_tokens": 1, "puzzle_embed": 1}
-        least |= {"heads": 1, "head_dim": 1} if self.has_attention else {"length_mlp": 1}
+        minimums = dict.fromkeys(("context", "embed", "layers", "mlp", "puzzles", "high_cycles", "low_cycles"), 1)
+        minimums |= {"max_steps": 1, "vocab_size": 2, "puzzle_tokens": 1, "puzzle_embed": 1}
+        minimums |= {"heads": 1, "head_dim": 1} if self.has_attention else {"length_mlp": 1}
         problems = [
             problem
-            for name, number in least.items()
+            for name, number in minimums.items()
             for problem in check_range(f"model.{name}", getattr(self, name), least=number)
         ]
         if self.has_attention and self.head_dim > 0 and self.head_dim % 2:
@@ -167,7 +167,7 @@ class Config:
         activations = {}
         for dims in constrained:
             activation = tensor(("batch", "seq", *dims), self._sizes)
-            full_length = replace(activation, shape=(0, self.positions, *activation.shape[2:]))
+            full_length = replace(activation, shape=(0, self.position_count, *activation.shape[2:]))
             keyed_tensor = replace(full_length, config_keys=(None, "model.puzzle_tokens", *activation.config_keys[2:]))
             activations[keyed_tensor] = [f"activation (batch, seq, {', '.join(dims)})"]
         return Arrays(axes, parameters, activations)
@@ -210,19 +210,19 @@ class Config:
 
     def _layer_dimensions(self) -> dict[str, tuple[str | int, ...]]:
         """Return the logical axis or length of each dimension of a layer's matrices."""
-        gated = dict.fromkeys(("down", "gate", "up"), ("embed", "mlp"))
+        mlp_dims = dict.fromkeys(("down", "gate", "up"), ("embed", "mlp"))
         if self.has_attention:
-            return {**gated, **dict.fromkeys(("key", "out", "query", "value"), ("embed", "heads", "head_dim"))}
-        over_length = (self.positions, self.length_mlp)
-        return {**gated, **{f"length_{name}": over_length for name in ("down", "gate", "up")}}
+            return {**mlp_dims, **dict.fromkeys(("key", "out", "query", "value"), ("embed", "heads", "head_dim"))}
+        length_mlp_dims = (self.position_count, self.length_mlp)
+        return {**mlp_dims, **{f"length_{name}": length_mlp_dims for name in ("down", "gate", "up")}}
 
-    def _network_flops(self, positions: int) -> float:
-        """Return forward FLOPs per position of one pass of the network over `positions` positions."""
-        feed_forward = 6.0 * self.embed * self.mlp
-        heads = self.heads * self.head_dim
-        attention = 8.0 * self.embed * heads + 4.0 * heads * positions
-        over_length = 6.0 * self.embed * self.length_mlp
-        return self.layers * (feed_forward + (attention if self.has_attention else over_length))
+    def _network_flops(self, position_count: int) -> float:
+        """Return forward FLOPs per position of one pass of the network over `position_count` positions."""
+        feed_forward_flops = 6.0 * self.embed * self.mlp
+        head_channels = self.heads * self.head_dim
+        attention_flops = 8.0 * self.embed * head_channels + 4.0 * head_channels * position_count
+        length_mlp_flops = 6.0 * self.embed * self.length_mlp
+        return self.layers * (feed_forward_flops + (attention_flops if self.has_attention else length_mlp_flops))
 
     def _positions_per_cell(self, seq: int) -> float:
         """Return the ratio of positions to cells, above 1 because of the puzzle identifier."""
@@ -245,10 +245,13 @@ class Config:
         ]
         if self.has_attention:
             activations += [saved("heads", "head_dim", name=name) for name in ("query", "key", "value")]
-            activations += [saved("heads", "head_dim", count=3), saved("heads", self.positions, count=2, float32=True)]
+            activations += [
+                saved("heads", "head_dim", count=3),
+                saved("heads", self.position_count, count=2, float32=True),
+            ]
             return [*activations, saved("embed", name="out")]
         # The MLP over the length has `length_mlp` hidden values per channel, instead of one per position.
-        hidden_per_position = self.length_mlp / self.positions
+        hidden_per_position = self.length_mlp / self.position_count
         return [*activations, replace(saved("embed", count=4), count=4 * hidden_per_position)]
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens
-from valkyrie.ops.attention.local import Method, local_attention, pick_chunk
+from valkyrie.ops.attention.local import LocalOptions, local_attention, pick_chunk_size
 from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Pattern
 from valkyrie.ops.attention.reference import reference_attention
 from valkyrie.ops.attention.sharded import sharded_attention
@@ -84,10 +84,12 @@ def attention(
     if impl is AttentionImpl.dense:
         out = reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
         return checkpoint_name(out, CONTEXT)
-    method = Method(kernel=get_platform(backend).attention if impl is AttentionImpl.kernel else None, chunk=chunk)
+    options = LocalOptions(
+        kernel=get_platform(backend).attention if impl is AttentionImpl.kernel else None, chunk_size=chunk
+    )
 
     def attend(key_range: KeyRange) -> Array:
-        return local_attention(q, k, v, pattern=pattern, method=method, key_range=key_range)
+        return local_attention(q, k, v, pattern=pattern, options=options, key_range=key_range)
 
     key_range = KeyRange(query_segments=segment_ids, key_segments=segment_ids)
     if global_tokens is None:
@@ -124,7 +126,7 @@ def choose_implementation(impl: AttentionImpl, backend: str, seq: int, request: 
         return AttentionImpl.dense
     if problem is None:
         return AttentionImpl.kernel
-    is_one_chunk = pick_chunk(request.pattern.window, seq) >= seq
+    is_one_chunk = pick_chunk_size(request.pattern.window, seq) >= seq
     return AttentionImpl.dense if is_one_chunk else AttentionImpl.chunked
 
 

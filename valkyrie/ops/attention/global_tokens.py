@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from valkyrie.ops.attention.pattern import (
-    Columns,
+    GlobalKeys,
     GlobalTokens,
     KeyBlock,
     KeyRange,
@@ -21,7 +21,7 @@ from valkyrie.ops.attention.pattern import (
     Queries,
     heads_first,
     heads_last,
-    joint_softmax,
+    joint_attention,
     same_segment,
 )
 
@@ -40,31 +40,33 @@ def attend_with_global_tokens(
     pattern: Pattern,
     key_range: KeyRange,
     start: int | Int[Array, ""] = 0,
-    shards: int = 1,
+    shard_count: int = 1,
     take: Callable[[Array, Int[Array, "batch globals"]], Array] = take_positions,
     axis_names: tuple[str, ...] = (),
 ) -> Queries:
     """Return windowed attention in which every query also sees the global tokens, and global tokens see all keys.
 
     Args:
-        attend: Computes windowed attention for a key range, and also attends to the keys in its `columns`.
+        attend: Computes windowed attention for a key range, and also attends to the keys in its `global_keys`.
         k: Keys of this shard.
         v: Values of this shard.
         tokens: The global tokens.
         pattern: Visible distances.
         key_range: Positions of the keys relative to the queries, and the segments of both.
         start: First position of this shard.
-        shards: Number of shards of the sequence.
+        shard_count: Number of shards of the sequence.
         take: Returns entries at positions relative to `start`, from the shards that own them.
         axis_names: Mesh axes that shard the sequence.
     """
     segments, seq = key_range.query_segments, k.shape[1]
-    rows, local_positions = start + jnp.arange(seq), tokens.positions - start
-    valid = _mark_distinct_tokens(tokens, seq * shards)
+    query_positions, local_positions = start + jnp.arange(seq), tokens.positions - start
+    valid = _mark_distinct_tokens(tokens, seq * shard_count)
     global_segments = None if segments is None else take(segments, local_positions)
-    visible = _mark_visible_columns(pattern, rows, segments, tokens.positions, valid, global_segments)
-    out = attend(key_range._replace(columns=Columns(take(k, local_positions), take(v, local_positions), visible)))
-    global_rows = _attend_from_global_tokens(tokens, pattern, rows, segments, global_segments, axis_names)
+    visible = _mark_visible_global_keys(pattern, query_positions, segments, tokens.positions, valid, global_segments)
+    out = attend(
+        key_range._replace(global_keys=GlobalKeys(take(k, local_positions), take(v, local_positions), visible))
+    )
+    global_rows = _attend_from_global_tokens(tokens, pattern, query_positions, segments, global_segments, axis_names)
     return _overwrite_rows(out, global_rows, local_positions, valid)
 
 
@@ -77,16 +79,16 @@ def _mark_distinct_tokens(tokens: GlobalTokens, seq: int) -> Bool[Array, "batch 
     return valid & ~(is_same & is_earlier).any(-1)
 
 
-def _mark_visible_columns(
+def _mark_visible_global_keys(
     pattern: Pattern,
-    rows: Int[Array, " rows"],
+    query_positions: Int[Array, " rows"],
     row_segments: Int[Array, "batch rows"] | None,
     positions: Int[Array, "batch globals"],
     valid: Bool[Array, "batch globals"],
     segments: Int[Array, "batch globals"] | None,
 ) -> Bool[Array, "batch rows globals"]:
     """Mark the global tokens that each query sees, except those that are already in its window."""
-    row, column = rows[None, :, None], positions[:, None, :]
+    row, column = query_positions[None, :, None], positions[:, None, :]
     visible = valid[:, None, :] & ~pattern.sees(row, column) & same_segment(row_segments, segments)
     return visible & (column <= row) if pattern.causal else visible
 
@@ -105,7 +107,7 @@ def _attend_from_global_tokens(
         mask = mask & (key_positions[None, None, :] <= tokens.positions[:, :, None])
     mask = jnp.broadcast_to(mask, (mask.shape[0], tokens.q.shape[1], tokens.k.shape[1]))
     block = KeyBlock(tokens.k.swapaxes(1, 2), tokens.v.swapaxes(1, 2), mask)
-    return heads_last(joint_softmax(heads_first(tokens.q, tokens.k.shape[2]), [block], axis_names, pattern.soft_cap))
+    return heads_last(joint_attention(heads_first(tokens.q, tokens.k.shape[2]), [block], axis_names, pattern.soft_cap))
 
 
 def _overwrite_rows(

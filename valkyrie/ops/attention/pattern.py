@@ -62,9 +62,9 @@ class Pattern:
         assert self.window is not None
         return (self.window - 1) * self.dilation
 
-    def sees(self, query: Int[Array, "*rows"], key: Int[Array, "*keys"]) -> Bool[Array, "*both"]:
-        """Return whether positions `key` are visible from positions `query`. The two arrays broadcast."""
-        distance = query - key
+    def sees(self, query_positions: Int[Array, "*rows"], key_positions: Int[Array, "*keys"]) -> Bool[Array, "*both"]:
+        """Return whether the keys are visible from the queries. The two arrays of positions broadcast."""
+        distance = query_positions - key_positions
         visible = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
         if self.window is not None:
             visible &= jnp.abs(distance) <= self.reach()
@@ -81,7 +81,7 @@ class KeyBlock(NamedTuple):
     mask: Bool[Array, "#batch rows keys"]
 
 
-class Columns(NamedTuple):
+class GlobalKeys(NamedTuple):
     """Keys and values of the global tokens, from the local projections.
 
     `visible` is True where a query sees a global token outside the query's window.
@@ -100,14 +100,14 @@ class KeyRange(NamedTuple):
         key_valid: Whether each key may be seen, or None if all may.
         query_segments: Segment of each query, or None. Only keys of the same segment are seen.
         key_segments: Segment of each key, or None.
-        columns: Keys that are seen in addition to the range, or None.
+        global_keys: Keys that are seen in addition to the range, or None.
     """
 
     keys_before: int | Int[Array, ""] = 0
     key_valid: Bool[Array, "batch keys"] | None = None
     query_segments: Int[Array, "batch seq"] | None = None
     key_segments: Int[Array, "batch keys"] | None = None
-    columns: Columns | None = None
+    global_keys: GlobalKeys | None = None
 
 
 def heads_first(
@@ -124,7 +124,7 @@ def heads_last(x: Float[Array, "batch kv_heads group seq head_dim"]) -> Float[Ar
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, seq, kv_heads * group, head_dim)
 
 
-def joint_softmax(
+def joint_attention(
     q: Float[Array, "batch kv_heads group rows head_dim"],
     blocks: Sequence[KeyBlock],
     axis_names: tuple[str, ...] = (),
@@ -140,19 +140,19 @@ def joint_softmax(
         scores = jnp.einsum("bkgqd,bksd->bkgqs", q, block.k, preferred_element_type=jnp.float32)
         scores = apply_soft_cap(scores * q.shape[-1] ** -0.5, soft_cap)
         logits.append(jnp.where(block.mask[:, None, None], scores, -jnp.inf))
-    largest = jax.lax.stop_gradient(_maximum([x.max(-1, keepdims=True) for x in logits]))
+    max_logit = jax.lax.stop_gradient(_maximum([x.max(-1, keepdims=True) for x in logits]))
     if axis_names:
-        largest = jax.lax.pmax(largest, axis_names)
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    weights = [jnp.exp(x - largest) for x in logits]
+        max_logit = jax.lax.pmax(max_logit, axis_names)
+    max_logit = jnp.where(jnp.isfinite(max_logit), max_logit, 0.0)
+    weights = [jnp.exp(x - max_logit) for x in logits]
     total = sum(w.sum(-1, keepdims=True) for w in weights)
-    summed = sum(
+    weighted_sum = sum(
         jnp.einsum("bkgqs,bksd->bkgqd", w.astype(block.v.dtype), block.v, preferred_element_type=jnp.float32)
         for w, block in zip(weights, blocks, strict=True)
     )
     if axis_names:
-        total, summed = jax.lax.psum((total, summed), axis_names)
-    return (summed / jnp.where(total == 0, 1.0, total)).astype(q.dtype)
+        total, weighted_sum = jax.lax.psum((total, weighted_sum), axis_names)
+    return (weighted_sum / jnp.where(total == 0, 1.0, total)).astype(q.dtype)
 
 
 def apply_soft_cap(logits: Float[Array, "*shape"], soft_cap: float | None) -> Float[Array, "*shape"]:
@@ -161,16 +161,16 @@ def apply_soft_cap(logits: Float[Array, "*shape"], soft_cap: float | None) -> Fl
 
 
 def _maximum(arrays: list[Array]) -> Array:
-    largest = arrays[0]
+    maximum = arrays[0]
     for array in arrays[1:]:
-        largest = jnp.maximum(largest, array)
-    return largest
+        maximum = jnp.maximum(maximum, array)
+    return maximum
 
 
 def same_segment(
-    query: Int[Array, "batch rows"] | None, key: Int[Array, "batch keys"] | None
+    query_segments: Int[Array, "batch rows"] | None, key_segments: Int[Array, "batch keys"] | None
 ) -> Bool[Array, "#batch #rows #keys"]:
     """Return a mask, True where a row and a key are in the same segment. Without segments, it is all True."""
-    if query is None or key is None:
+    if query_segments is None or key_segments is None:
         return jnp.ones((1, 1, 1), bool)
-    return query[:, :, None] == key[:, None, :]
+    return query_segments[:, :, None] == key_segments[:, None, :]

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens, take_positions
-from valkyrie.ops.attention.local import Method, chunked_attention, local_attention
+from valkyrie.ops.attention.local import LocalOptions, chunked_attention, local_attention
 from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Keys, Pattern
 
 
@@ -54,20 +54,20 @@ def sharded_attention(
     the kernel without a TPU, slowly, for tests.
     """
     pattern = Pattern(window, causal, dilation, soft_cap)
-    shards = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
+    shard_count = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
     start = jax.lax.axis_index(axis_names) * q.shape[1]
     backend = jax.default_backend() if backend is None else backend
     kernel = get_platform(backend).attention
-    method = Method(kernel=kernel if kernel == "splash" else None, chunk=chunk, interpret=interpret)
+    options = LocalOptions(kernel=kernel if kernel == "splash" else None, chunk_size=chunk, interpret=interpret)
 
     def attend(key_range: KeyRange) -> Array:
         if window is None:
             keys, values, key_range = _gather_keys(k, v, key_range, axis_names)
-            if method.kernel == "splash" and dilation == 1:
-                return _full_splash_attention(q, keys, values, pattern, method, key_range, axis_names, shards)
-            return chunked_attention(q, keys, values, pattern=pattern, key_range=key_range, chunk=chunk)
-        keys, values, key_range = _extend_keys(k, v, pattern, key_range, axis_names, shards)
-        return local_attention(q, keys, values, pattern=pattern, method=method, key_range=key_range)
+            if options.kernel == "splash" and dilation == 1:
+                return _full_splash_attention(q, keys, values, pattern, options, key_range, axis_names, shard_count)
+            return chunked_attention(q, keys, values, pattern=pattern, key_range=key_range, chunk_size=chunk)
+        keys, values, key_range = _extend_keys(k, v, pattern, key_range, axis_names, shard_count)
+        return local_attention(q, keys, values, pattern=pattern, options=options, key_range=key_range)
 
     key_range = KeyRange(start, query_segments=segment_ids)
     if global_tokens is None:
@@ -80,7 +80,7 @@ def sharded_attention(
         pattern=pattern,
         key_range=key_range,
         start=start,
-        shards=shards,
+        shard_count=shard_count,
         take=functools.partial(_take_from_owner, axis_names=axis_names),
         axis_names=axis_names,
     )
@@ -91,10 +91,10 @@ def _full_splash_attention(
     k: Keys,
     v: Keys,
     pattern: Pattern,
-    method: Method,
+    options: LocalOptions,
     key_range: KeyRange,
     axis_names: tuple[str, ...],
-    shards: int,
+    shard_count: int,
 ) -> Array:
     """Compute full attention of this shard's queries to all keys with splash attention."""
     from valkyrie.ops.attention.splash import (
@@ -104,36 +104,36 @@ def _full_splash_attention(
     )  # Pallas is slow to import
 
     if not pattern.causal:
-        return local_attention(q, k, v, pattern=pattern, method=method, key_range=key_range._replace(keys_before=0))
+        return local_attention(q, k, v, pattern=pattern, options=options, key_range=key_range._replace(keys_before=0))
     shard, seq = jax.lax.axis_index(axis_names), q.shape[1]
-    attend = functools.partial(splash_causal_shard, soft_cap=pattern.soft_cap, interpret=method.interpret)
+    attend = functools.partial(splash_causal_shard, soft_cap=pattern.soft_cap, interpret=options.interpret)
     if seq % 2 or not needs_no_padding(seq // 2):
-        starts = tuple((i * seq,) for i in range(shards))
+        starts = tuple((i * seq,) for i in range(shard_count))
         return attend(q, k, v, chunks=QueryChunks(starts, shard), key_range=key_range)
-    swap = functools.partial(_exchange_halves, axis_names=axis_names, shards=shards)
-    segments, columns = key_range.query_segments, key_range.columns
+    swap = functools.partial(_exchange_halves, axis_names=axis_names, shard_count=shard_count)
+    segments, global_keys = key_range.query_segments, key_range.global_keys
     swapped = key_range._replace(
         query_segments=None if segments is None else swap(segments),
-        columns=None if columns is None else columns._replace(visible=swap(columns.visible)),
+        global_keys=None if global_keys is None else global_keys._replace(visible=swap(global_keys.visible)),
     )
-    halves = [{owner: half for half, owner in enumerate(_half_owners(shards)) if half % 2 == i} for i in range(2)]
-    starts = tuple((halves[0][i] * (seq // 2), halves[1][i] * (seq // 2)) for i in range(shards))
+    halves = [{owner: half for half, owner in enumerate(_half_owners(shard_count)) if half % 2 == i} for i in range(2)]
+    starts = tuple((halves[0][i] * (seq // 2), halves[1][i] * (seq // 2)) for i in range(shard_count))
     return swap(attend(swap(q), k, v, chunks=QueryChunks(starts, shard), key_range=swapped), inverse=True)
 
 
-def _half_owners(shards: int) -> list[int]:
+def _half_owners(shard_count: int) -> list[int]:
     """Return the shard that computes each half-shard of queries. Each shard gets an early and a late half."""
-    return [min(half, 2 * shards - 1 - half) for half in range(2 * shards)]
+    return [min(half, 2 * shard_count - 1 - half) for half in range(2 * shard_count)]
 
 
-def _exchange_halves(x: Array, axis_names: tuple[str, ...], shards: int, inverse: bool = False) -> Array:
+def _exchange_halves(x: Array, axis_names: tuple[str, ...], shard_count: int, inverse: bool = False) -> Array:
     """Exchange halves of `x` (batch, seq, ...) between shards. Returns the two halves that this shard computes.
 
     `inverse` returns every half to the shard it came from.
     """
     parts = []
     for i, part in enumerate(jnp.split(x, 2, axis=1)):
-        pairs = [(half // 2, owner) for half, owner in enumerate(_half_owners(shards)) if half % 2 == i]
+        pairs = [(half // 2, owner) for half, owner in enumerate(_half_owners(shard_count)) if half % 2 == i]
         parts.append(jax.lax.ppermute(part, axis_names, [(b, a) for a, b in pairs] if inverse else pairs))
     return jnp.concatenate(parts, axis=1)
 
@@ -147,17 +147,17 @@ def _gather_keys(k: Keys, v: Keys, key_range: KeyRange, axis_names: tuple[str, .
 
 
 def _extend_keys(
-    k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, axis_names: tuple[str, ...], shards: int
+    k: Keys, v: Keys, pattern: Pattern, key_range: KeyRange, axis_names: tuple[str, ...], shard_count: int
 ) -> tuple[Array, Array, KeyRange]:
     """Return (keys, values, key range) of this shard, extended by the neighbours' keys within the window."""
     batch, seq = k.shape[:2]
-    before = min(pattern.reach(), (shards - 1) * seq)
+    before = min(pattern.reach(), (shard_count - 1) * seq)
     after = 0 if pattern.causal else before
     # The range starts a multiple of the dilation before the first query, so that residues of keys and queries agree.
     padding = -before % pattern.dilation
 
     def extend(x: Array) -> Array:
-        x = _add_halo(x, before, after, axis_names, shards)
+        x = _add_halo(x, before, after, axis_names, shard_count)
         return jnp.pad(x, ((0, 0), (padding, 0)) + ((0, 0),) * (x.ndim - 2))
 
     keys_values = extend(jnp.stack([k, v], axis=2))
@@ -170,17 +170,17 @@ def _extend_keys(
     return keys_values[:, :, 0], keys_values[:, :, 1], key_range
 
 
-def _add_halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards: int) -> Array:
+def _add_halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shard_count: int) -> Array:
     """Extend `x` (batch, seq, ...) by `before` and `after` positions of its neighbours, or zeros past the sequence."""
     seq = x.shape[1]
     parts = [x]
     for hop in range(1, -(-before // seq) + 1):
         count = min(seq, before - (hop - 1) * seq)
-        pairs = [(i, i + hop) for i in range(shards - hop)]
+        pairs = [(i, i + hop) for i in range(shard_count - hop)]
         parts.insert(0, jax.lax.ppermute(x[:, seq - count :], axis_names, pairs))
     for hop in range(1, -(-after // seq) + 1):
         count = min(seq, after - (hop - 1) * seq)
-        pairs = [(i + hop, i) for i in range(shards - hop)]
+        pairs = [(i + hop, i) for i in range(shard_count - hop)]
         parts.append(jax.lax.ppermute(x[:, :count], axis_names, pairs))
     return jnp.concatenate(parts, axis=1)
 

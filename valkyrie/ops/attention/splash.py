@@ -26,7 +26,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jaxtyping import Array, Float, Int
 
-from valkyrie.ops.attention.pattern import Columns, KeyRange, Keys, Pattern, Queries, apply_soft_cap
+from valkyrie.ops.attention.pattern import GlobalKeys, KeyRange, Keys, Pattern, Queries, apply_soft_cap
 from valkyrie.ops.choices import CONTEXT
 
 LANES = 128
@@ -56,11 +56,11 @@ def splash_window(
 ) -> Queries:
     """Compute attention on one device with splash attention. The dilation must be 1.
 
-    Attention to `key_range.columns` is computed separately and merged by log-sum-exp.
+    Attention to `key_range.global_keys` is computed separately and merged by log-sum-exp.
 
     `interpret` runs the kernel without a TPU, slowly, for tests.
     """
-    before, columns = key_range.keys_before, key_range.columns
+    before, global_keys = key_range.keys_before, key_range.global_keys
     assert pattern.dilation == 1 and isinstance(before, int)
     batch, seq, heads, head_dim = q.shape
     rows_padded = _padded_length(seq)
@@ -68,7 +68,7 @@ def splash_window(
     keys_padded = _padded_length(max(k.shape[1], before + rows_padded))
     kernel = _splash_kernel(heads, head_dim, rows_padded, keys_padded, pattern, before, interpret)
     segments = _segment_ids(key_range, pattern.causal, batch, seq, k.shape[1], rows_padded, keys_padded)
-    return _run_kernel(kernel, q, k, v, segments, columns, rows_padded, keys_padded)
+    return _run_kernel(kernel, q, k, v, segments, global_keys, rows_padded, keys_padded)
 
 
 class QueryChunks(NamedTuple):
@@ -119,7 +119,7 @@ def splash_causal_shard(
         **_kernel_options(blocks, _causal_mask, soft_cap, interpret),
     )
     segments = _segment_ids(key_range, True, q.shape[0], q.shape[1], k.shape[1], rows_padded, keys_padded)
-    return _run_kernel(kernel, q, k, v, segments, key_range.columns, rows_padded, keys_padded)
+    return _run_kernel(kernel, q, k, v, segments, key_range.global_keys, rows_padded, keys_padded)
 
 
 def needs_no_padding(length: int) -> bool:
@@ -189,24 +189,24 @@ def _run_kernel(
     k: Keys,
     v: Keys,
     segments: splash.SegmentIds | None,
-    columns: Columns | None,
+    global_keys: GlobalKeys | None,
     rows_padded: int,
     keys_padded: int,
 ) -> Queries:
-    """Pad queries and keys, run the kernel, and merge its output with attention over the columns."""
+    """Pad queries and keys, run the kernel, and merge its output with attention over the global keys."""
     seq = q.shape[1]
     scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
     queries = _pad_length(scaled, rows_padded).swapaxes(1, 2)
     keys, values = (_pad_length(x, keys_padded).swapaxes(1, 2) for x in (k, v))
-    if columns is None:
+    if global_keys is None:
         out = jax.vmap(lambda *x: kernel(*x))(queries, keys, values, segments)
     else:
-        column_output, column_log_sum = _columns_attention(q, columns, kernel.kwargs["attn_logits_soft_cap"])
-        column_output = jnp.pad(column_output, ((0, 0), (0, 0), (0, rows_padded - seq), (0, 0)))
-        column_log_sum = jnp.pad(column_log_sum, ((0, 0), (0, 0), (0, rows_padded - seq)), constant_values=-jnp.inf)
+        global_output, global_log_sum = _global_keys_attention(q, global_keys, kernel.kwargs["attn_logits_soft_cap"])
+        global_output = jnp.pad(global_output, ((0, 0), (0, 0), (0, rows_padded - seq), (0, 0)))
+        global_log_sum = jnp.pad(global_log_sum, ((0, 0), (0, 0), (0, rows_padded - seq)), constant_values=-jnp.inf)
         masks = _MaskTables(kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
         run_merged = functools.partial(_merged_attention, tuple(sorted(kernel.kwargs.items())), masks)
-        out = jax.vmap(run_merged)(queries, keys, values, segments, column_output, column_log_sum)
+        out = jax.vmap(run_merged)(queries, keys, values, segments, global_output, global_log_sum)
     return jnp.asarray(out).swapaxes(1, 2)[:, :seq]
 
 
@@ -284,22 +284,22 @@ def _splash_kernel(
         )
 
 
-def _columns_attention(
-    q: Float[Array, "batch seq heads head_dim"], columns: Columns, soft_cap: float | None
+def _global_keys_attention(
+    q: Float[Array, "batch seq heads head_dim"], global_keys: GlobalKeys, soft_cap: float | None
 ) -> tuple[Float[Array, "batch heads seq head_dim"], Float[Array, "batch heads seq"]]:
-    """Return attention over only the columns, with its log-sum-exp (-inf for rows that see none)."""
-    group = q.shape[2] // columns.k.shape[2]
-    k, v = jnp.repeat(columns.k, group, axis=2), jnp.repeat(columns.v, group, axis=2)
+    """Return attention over only the global keys, with its log-sum-exp (-inf for rows that see none)."""
+    group = q.shape[2] // global_keys.k.shape[2]
+    k, v = jnp.repeat(global_keys.k, group, axis=2), jnp.repeat(global_keys.v, group, axis=2)
     logits = jnp.einsum("bqhd,bghd->bhqg", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    logits, is_visible = apply_soft_cap(logits, soft_cap), columns.visible[:, None]
-    largest = jax.lax.stop_gradient(jnp.max(jnp.where(is_visible, logits, -jnp.inf), axis=-1, keepdims=True))
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    weights = jnp.exp(jnp.where(is_visible, logits, -jnp.inf) - largest)
+    logits, is_visible = apply_soft_cap(logits, soft_cap), global_keys.visible[:, None]
+    max_logit = jax.lax.stop_gradient(jnp.max(jnp.where(is_visible, logits, -jnp.inf), axis=-1, keepdims=True))
+    max_logit = jnp.where(jnp.isfinite(max_logit), max_logit, 0.0)
+    weights = jnp.exp(jnp.where(is_visible, logits, -jnp.inf) - max_logit)
     total = weights.sum(-1)
     sees_any = total > 0
-    summed = jnp.einsum("bhqg,bghd->bhqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    out = summed / jnp.where(sees_any, total, 1.0)[..., None]
-    return out, jnp.where(sees_any, jnp.log(jnp.where(sees_any, total, 1.0)) + largest[..., 0], -jnp.inf)
+    weighted_sum = jnp.einsum("bhqg,bghd->bhqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = weighted_sum / jnp.where(sees_any, total, 1.0)[..., None]
+    return out, jnp.where(sees_any, jnp.log(jnp.where(sees_any, total, 1.0)) + max_logit[..., 0], -jnp.inf)
 
 
 class _MaskTables(NamedTuple):
@@ -321,21 +321,21 @@ def _merged_attention(
     k: Float[Array, "kv_heads keys head_dim"],
     v: Float[Array, "kv_heads keys head_dim"],
     segments: Any,
-    column_output: Float[Array, "heads rows head_dim"],
-    column_log_sum: Float[Array, "heads rows"],
+    global_output: Float[Array, "heads rows head_dim"],
+    global_log_sum: Float[Array, "heads rows"],
 ) -> Float[Array, "heads rows head_dim"]:
-    """Run the kernel and merge its output with the given output of attention over the columns."""
-    return _merged_attention_forward(options, masks, q, k, v, segments, column_output, column_log_sum)[0]
+    """Run the kernel and merge its output with the given output of attention over the global keys."""
+    return _merged_attention_forward(options, masks, q, k, v, segments, global_output, global_log_sum)[0]
 
 
-def _merged_attention_forward(options, masks, q, k, v, segments, column_output, column_log_sum):
+def _merged_attention_forward(options, masks, q, k, v, segments, global_output, global_log_sum):
     with_sums = splash.SplashAttentionKernel(masks.forward, None, None, **(dict(options) | {"save_residuals": True}))
     local, (local_log_sum,) = with_sums(q, k, v, segments)
-    log_sum = jnp.logaddexp(local_log_sum, column_log_sum)
-    column_share = jnp.exp(column_log_sum - log_sum)[..., None]
-    out = (local.astype(jnp.float32) * (1 - column_share) + column_output * column_share).astype(q.dtype)
+    log_sum = jnp.logaddexp(local_log_sum, global_log_sum)
+    column_share = jnp.exp(global_log_sum - log_sum)[..., None]
+    out = (local.astype(jnp.float32) * (1 - column_share) + global_output * column_share).astype(q.dtype)
     out, log_sum = checkpoint_name(out, CONTEXT), checkpoint_name(log_sum, CONTEXT)
-    return out, (masks, q, k, v, segments, column_output, column_share, out, log_sum)
+    return out, (masks, q, k, v, segments, global_output, column_share, out, log_sum)
 
 
 def _merged_attention_backward(options, saved, cotangent):
@@ -343,14 +343,14 @@ def _merged_attention_backward(options, saved, cotangent):
 
     The kernel then returns the gradients of its part of that softmax.
     """
-    masks, q, k, v, segments, column_output, column_share, out, log_sum = saved
+    masks, q, k, v, segments, global_output, column_share, out, log_sum = saved
     residuals = (q, k, v, segments, None, out, log_sum, masks.dq, masks.dkv)
     kernel_options: dict[str, Any] = {**dict(options), "save_residuals": False}
     cotangents = splash._splash_attention_bwd(**kernel_options, res=residuals, do=cotangent)
     dq, dk, dv = cotangents[3:6]
     cotangent_f32 = cotangent.astype(jnp.float32)
     d_column_output = column_share * cotangent_f32
-    d_column_log_sum = column_share[..., 0] * (cotangent_f32 * (column_output - out.astype(jnp.float32))).sum(-1)
+    d_column_log_sum = column_share[..., 0] * (cotangent_f32 * (global_output - out.astype(jnp.float32))).sum(-1)
     return None, dq, dk, dv, None, d_column_output, d_column_log_sum
 
 

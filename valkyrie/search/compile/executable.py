@@ -11,7 +11,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from valkyrie.compiled.memory import ProgramMemory
-from valkyrie.hardware.platforms import get_platform, resting_bytes
+from valkyrie.hardware.platforms import argument_output_bytes, get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compile.summary import memory_report
@@ -65,7 +65,7 @@ def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | Non
         arguments=sizes.argument_size_in_bytes,
         outputs=sizes.output_size_in_bytes,
         aliased=sizes.alias_size_in_bytes,
-        temporary=max(peak - resting_bytes(sizes) - (code if backend.peak_has_code else 0), 0),
+        temporary=max(peak - argument_output_bytes(sizes) - (code if backend.peak_has_code else 0), 0),
         code=code,
         peak=peak,
         host=host + sizes.host_temp_size_in_bytes,

@@ -9,9 +9,9 @@ from dataclasses import fields, replace
 from typing import TypeVar
 
 from valkyrie.compiled.collectives import CollectiveUse
-from valkyrie.machine.replay import Cost
+from valkyrie.machine.replay import OpTotals
 
-U = TypeVar("U", Cost, CollectiveUse)
+U = TypeVar("U", OpTotals, CollectiveUse)
 MIN_LAYERS = 3
 """Operations that differ only in the index of their layer are merged into one row if there are at least this many."""
 _NUMBERED = re.compile(r"((?:^|/)(?:[A-Za-z]\w*_)?)\d+(?=/)")

@@ -434,7 +434,7 @@ def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
             f"the program's mesh has {len(devices)} devices, but {target.describe()} has {target.devices}. {advice}."
         )
     positions = device_positions(mesh)
-    slices = {position.slice for position in positions}
+    slices = {position.slice_index for position in positions}
     shape = build_topology(target).shape
     spread = [len({position.coords[i] for position in positions}) for i in range(len(shape))]
     if len(slices) != target.slices or tuple(spread) != shape:

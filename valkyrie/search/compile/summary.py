@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from valkyrie.compiled.collectives import CollectiveUse
     from valkyrie.compiled.memory import ProgramMemory
     from valkyrie.hardware.target import ChipConfig
-    from valkyrie.machine.replay import Cost, Replay
+    from valkyrie.machine.replay import OpTotals, Replay
     from valkyrie.train.memory import ExpectedMemory
 
 _MAX_LISTED = 10
@@ -104,7 +104,7 @@ def with_parts(prediction: Prediction, replay: Replay | None, uses: Iterable[Col
     )
 
 
-def source_lines(costs: Iterable[Cost]) -> tuple[SourceLine, ...]:
+def source_lines(costs: Iterable[OpTotals]) -> tuple[SourceLine, ...]:
     """Return the `_MAX_LISTED` source lines with the longest total time of operations, the slowest first."""
     seconds_by_line: dict[str, float] = defaultdict(float)
     waiting_s_by_line: dict[str, float] = defaultdict(float)
@@ -144,7 +144,7 @@ def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
                 yield block_name, name, value
 
 
-def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
+def remat_report(run: Run, costs: Iterable[OpTotals]) -> RematReport:
     """Return the activations that a run saves for its backward pass, and those that it recomputes.
 
     The time of a recomputed activation is the sum over the recomputed operations in `costs` that have the activation's

@@ -40,7 +40,7 @@ def axis_links(
         column = [axes[index] for axes in placements]
         link_counts = [max(axis.links, min_links) if axis.torus_factors else 0.0 for axis in column]
         rates, ring_rates = (
-            np.array([link_rate * (n or assumptions.CORE_LINKS) if has_torus else link_rate for n in counts])
+            np.array([link_rate * (n or assumptions.CORE_BANDWIDTH_RATIO) if has_torus else link_rate for n in counts])
             for counts in (link_counts, [axis.ring_links for axis in column])
         )
         outer = np.array([axis.outer for axis in column], float)

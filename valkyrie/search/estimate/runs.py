@@ -10,7 +10,7 @@ from typing import NamedTuple
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, build_topology
-from valkyrie.models import Layered
+from valkyrie.models import LayeredModel
 from valkyrie.models.attention import Attention
 from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import Candidates
@@ -76,11 +76,12 @@ def suggest_wider_heads(run: Run) -> WiderHeads | None:
 
     The projections keep their sizes. Returns None if the heads are already that wide, if the projections do not
     divide into heads of that width, if only one head would remain, if the run with wider heads is illegal, if the model
-    is not `Layered` or has no `attention`, if the chip is unknown, or if the estimated speedup is below `MIN_SPEEDUP`.
+    is not a `LayeredModel` or has no `attention`, if the chip is unknown, or if the estimated speedup is below
+    `MIN_SPEEDUP`.
     """
     attention, chip = getattr(run.model, "attention", None), run.config.target.chip
     lanes = get_platform(run.config.target.platform).lanes
-    if not isinstance(attention, Attention) or not isinstance(run.model, Layered) or chip is None:
+    if not isinstance(attention, Attention) or not isinstance(run.model, LayeredModel) or chip is None:
         return None
     if attention.head_dim >= lanes:
         return None

@@ -18,7 +18,7 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.models.block import padding
+from valkyrie.models.block import padding_ratio
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 from valkyrie.search.estimate.efficiency import Efficiency
@@ -213,7 +213,7 @@ class StepEstimator:
             elements = activation.count * count * self.local_tokens
             for axis, length in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
                 elements = elements * length / self.layouts.count_parts(axis, "active", length)
-            elements = elements * padding(activation.tensor.shape, self.work.lanes)
+            elements = elements * padding_ratio(activation.tensor.shape, self.work.lanes)
             bytes_by_activation.append(elements * (4 if activation.float32 else self.work.itemsize))
         return bytes_by_activation
 

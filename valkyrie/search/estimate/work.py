@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from valkyrie.axes import BATCH, SEQ, Parameter
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.models import Layered
-from valkyrie.models.block import Block, BlockContext, SavedActivation, padding
+from valkyrie.models import LayeredModel
+from valkyrie.models.block import Block, BlockContext, SavedActivation, padding_ratio
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 
 _PRODUCT_GROUPS = ("matrix", "ssm")
@@ -119,11 +119,11 @@ class StepWork:
 def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
     """Return the work of a step of a run. Raises ValueError for a model that does not declare its layers.
 
-    With `recompute_last_matmul`, recomputation includes the last matmul of each group of layers (`Layered.segments`),
-    as in PyTorch. XLA skips it, because nothing in the backward pass reads its result.
+    With `recompute_last_matmul`, recomputation includes the last matmul of each group of layers
+    (`LayeredModel.segments`), as in PyTorch. XLA skips it, because nothing in the backward pass reads its result.
     """
     model = run.model
-    if not isinstance(model, Layered):
+    if not isinstance(model, LayeredModel):
         raise ValueError(
             f"model.family={model.family} is recursive, and layouts of recursive models cannot be estimated. Compile "
             "them instead: valkyrie-train -m mode=compile hydra/sweeper=layouts."
@@ -201,5 +201,5 @@ def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_f
     flops = max(block.flops(context, seq) - product_flops, 0.0)
     name = named_activations[0].name if named_activations else None
     if named_activations:
-        flops *= padding(named_activations[0].tensor.shape, lanes)
+        flops *= padding_ratio(named_activations[0].tensor.shape, lanes)
     return Mixing(flops, block.scores(context, seq), axes, count, name, block.shards_rows_over_embed, neighbours)

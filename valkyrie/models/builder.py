@@ -14,7 +14,7 @@ from valkyrie.ops.linear import Numerics
 from valkyrie.trees import leaf_names
 
 
-class Assembly:
+class ModelBuilder:
     """Builds parameters and modules of a model config under a precision policy.
 
     Parameters are nested dicts of arrays. The constructor raises ValueError if the parameters of the module differ from
@@ -41,15 +41,21 @@ class Assembly:
         return nnx.merge(self._graph, state)
 
 
-def _check_parameters(family: str, specs: dict[str, Parameter], built: Any, numerics: Numerics) -> None:
+def _check_parameters(family: str, specs: dict[str, Parameter], abstract_parameters: Any, numerics: Numerics) -> None:
     """Raise ValueError if the parameters of the module differ from those its configuration declares."""
-    declared = {name: (spec.shape, "float32" if spec.float32 else numerics.parameter) for name, spec in specs.items()}
-    leaves = zip(leaf_names(built), jax.tree.leaves(built), strict=True)
+    declared_leaves = {
+        name: (spec.shape, "float32" if spec.float32 else numerics.parameter) for name, spec in specs.items()
+    }
+    leaves = zip(leaf_names(abstract_parameters), jax.tree.leaves(abstract_parameters), strict=True)
     built_leaves = {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves}
-    if list(declared.items()) == list(built_leaves.items()):
+    if list(declared_leaves.items()) == list(built_leaves.items()):
         return
-    mismatched = [name for name in sorted({*declared, *built_leaves}) if declared.get(name) != built_leaves.get(name)]
-    mismatches = [_describe_mismatch(name, declared.get(name), built_leaves.get(name)) for name in mismatched]
+    mismatched = [
+        name
+        for name in sorted({*declared_leaves, *built_leaves})
+        if declared_leaves.get(name) != built_leaves.get(name)
+    ]
+    mismatches = [_describe_mismatch(name, declared_leaves.get(name), built_leaves.get(name)) for name in mismatched]
     more_text = f" (and {len(mismatches) - 3} more)" if len(mismatches) > 3 else ""
     raise ValueError(
         f"model.family={family}: {'; '.join(mismatches[:3])}{more_text}. Build exactly the parameters that `weights` "
