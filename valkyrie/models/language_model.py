@@ -124,7 +124,7 @@ class ResidualBlock(nnx.Module):
     def _take_output(
         self, result: Any, kind: str, auxiliary_values: AuxiliaryValues
     ) -> Float[Array, "batch seq embed"]:
-        """Return the output of a block from its module's result, and add those of the module to `auxiliary_values`."""
+        """Return the output in the result of a block's module, and add the rest of the result to `auxiliary_values`."""
         if not isinstance(result, tuple):
             return result
         output, auxiliary = result
@@ -287,7 +287,7 @@ class LanguageModel(nnx.Module):
         ) -> tuple[Any, Array]:
             model = nnx.merge(graph, head_state, other_state)
             losses = model.head_loss(model.head_input(stream), *targets_and_weights, shard=shard)
-            losses = _add_auxiliary(losses, stream.auxiliary, targets_and_weights[1], self.config.auxiliary)
+            losses = _add_auxiliary(losses, stream.auxiliary_sums, targets_and_weights[1], self.config.auxiliary)
             return (losses.objective_sum, losses.loss_sum, losses.weight_sum, losses.auxiliary), losses.per_token
 
         head = LossHead(head_losses, head_state, (targets, weights))
