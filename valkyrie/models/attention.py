@@ -142,9 +142,8 @@ class Attention(Block):
     def flops(self, context: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token of the projections, the logits, and the weighted sums of values."""
         key_flops = 4 * context.embed * self.head_dim * self.kv_heads
-        projection_flops = 4 * context.embed * self.head_dim * (self.heads + self.kv_heads) + key_flops * bool(
-            self.global_tokens
-        )
+        projection_flops = 4 * context.embed * self.head_dim * (self.heads + self.kv_heads)
+        projection_flops += key_flops * bool(self.global_tokens)
         return projection_flops + 4.0 * self.head_dim * self.scores(context, seq)
 
     def scores(self, context: BlockContext, seq: int) -> float:

@@ -105,11 +105,8 @@ class AttentionLayer(nnx.Module):
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
         """Return the output of the layer, before the residual sum. Attention does not cross segments."""
-        positions, batch_axes, segment_ids = (
-            jnp.arange(x.shape[1]),
-            _batch_axes(shard, x.shape[0]),
-            boundaries.segment_ids,
-        )
+        positions, segment_ids = jnp.arange(x.shape[1]), boundaries.segment_ids
+        batch_axes = _batch_axes(shard, x.shape[0])
         key_axis, _ = _key_head_axes(shard)
         query_axes, key_axes = (batch_axes, "seq", "heads", "head_dim"), (batch_axes, "seq", key_axis, "head_dim")
         q = shard(self.local.queries(x, positions, shard), *query_axes)

@@ -123,8 +123,8 @@ class Tpu(Platform):
     ) -> Any:
         """Return the bytes of activations when memory use peaks.
 
-        Gradients are excluded, because they are counted elsewhere. The peak is either at the loss or in
-        the backward pass of a group of blocks.
+        Gradients are excluded, because they are counted elsewhere. The peak is either at the loss or in the backward
+        pass of a group of blocks.
         """
         import numpy as np
 

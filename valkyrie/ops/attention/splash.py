@@ -332,10 +332,10 @@ def _merged_attention_forward(options, masks, q, k, v, segments, global_output, 
     with_sums = splash.SplashAttentionKernel(masks.forward, None, None, **(dict(options) | {"save_residuals": True}))
     local, (local_log_sum,) = with_sums(q, k, v, segments)
     log_sum = jnp.logaddexp(local_log_sum, global_log_sum)
-    column_share = jnp.exp(global_log_sum - log_sum)[..., None]
-    out = (local.astype(jnp.float32) * (1 - column_share) + global_output * column_share).astype(q.dtype)
+    global_share = jnp.exp(global_log_sum - log_sum)[..., None]
+    out = (local.astype(jnp.float32) * (1 - global_share) + global_output * global_share).astype(q.dtype)
     out, log_sum = checkpoint_name(out, CONTEXT), checkpoint_name(log_sum, CONTEXT)
-    return out, (masks, q, k, v, segments, global_output, column_share, out, log_sum)
+    return out, (masks, q, k, v, segments, global_output, global_share, out, log_sum)
 
 
 def _merged_attention_backward(options, saved, cotangent):
@@ -343,15 +343,15 @@ def _merged_attention_backward(options, saved, cotangent):
 
     The kernel then returns the gradients of its part of that softmax.
     """
-    masks, q, k, v, segments, global_output, column_share, out, log_sum = saved
+    masks, q, k, v, segments, global_output, global_share, out, log_sum = saved
     residuals = (q, k, v, segments, None, out, log_sum, masks.dq, masks.dkv)
     kernel_options: dict[str, Any] = {**dict(options), "save_residuals": False}
     cotangents = splash._splash_attention_bwd(**kernel_options, res=residuals, do=cotangent)
     dq, dk, dv = cotangents[3:6]
     cotangent_f32 = cotangent.astype(jnp.float32)
-    d_column_output = column_share * cotangent_f32
-    d_column_log_sum = column_share[..., 0] * (cotangent_f32 * (global_output - out.astype(jnp.float32))).sum(-1)
-    return None, dq, dk, dv, None, d_column_output, d_column_log_sum
+    d_global_output = global_share * cotangent_f32
+    d_global_log_sum = global_share[..., 0] * (cotangent_f32 * (global_output - out.astype(jnp.float32))).sum(-1)
+    return None, dq, dk, dv, None, d_global_output, d_global_log_sum
 
 
 _merged_attention.defvjp(_merged_attention_forward, _merged_attention_backward)
