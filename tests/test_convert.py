@@ -440,7 +440,7 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):
     assert "tokenizer=bytes has no tokenizer.json to copy. To convert c back, use " in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"config.json", "model.safetensors"}
     assert refusal_message(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
-    assert refusal_message(capsys, "to-hf", "other", "b").startswith("resume=other")
+    assert refusal_message(capsys, "to-hf", "other", "b").startswith("other: ")
     assert refusal_message(capsys, "to-hf", "model", "b", "steps=3").startswith("steps=3: ")
     assert "--shards is neither " in refusal_message(capsys, *load, "--shards", "3")
     message = refusal_message(capsys, *load, "stps=3", "--name", "b")

@@ -92,7 +92,7 @@ class Tensor:
 PARAMETER_GROUPS: dict[str, str] = {
     "matrix": "weights of matrix products; decayed",
     "embedding": "the token embedding; decayed",
-    "unembedding": "the matrix of the logits, if it is separate from the embedding; decayed",
+    "unembedding": "the projection to logits, if it is separate from the embedding; decayed",
     "value_embedding": "tables of attention values by token; decayed",
     "vector": "scales of norms; not decayed",
     "residual_scale": "scales of the residual stream, one per layer; not decayed",

@@ -279,7 +279,9 @@ def _examine(tier: str, path: Any) -> StoredCheckpoint:
     from etils import epath
 
     info, damage = inspect_checkpoint(path)
-    unchecked_result = "complete; the bucket checks its objects" if in_bucket(path) else "no checksums"
+    unchecked_result = (
+        "complete, contents not verified (the bucket verifies its own objects)" if in_bucket(path) else "no checksums"
+    )
     description = "" if info is None else f"{info.layout or ''} {info.saved or ''}".strip()
     check_result = (
         f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS_FILE).is_file() else unchecked_result

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--file-gb",
         type=float,
         default=5.0,
-        help="maximum size of a file in GB, and of the weights in memory; default: 5",
+        help="maximum size of each file of weights in GB (one is held in memory at a time); default: 5",
     )
     return parser
 
@@ -95,7 +95,7 @@ def _convert_to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> N
     if not arguments.file_gb > 0:
         raise ValueError(f"--file-gb {arguments.file_gb:g}: must be above 0, such as 5.")
     folder = export_run(
-        find_run(arguments.runs, arguments.trained),
+        find_run(arguments.runs, arguments.trained, key=""),
         arguments.folder.expanduser(),
         step=arguments.step,
         dtype=arguments.dtype,

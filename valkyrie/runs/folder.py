@@ -77,8 +77,8 @@ def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
     if resume == "latest":
         if not candidates:
             raise ValueError(
-                f"{key}latest: there is no run with a checkpoint under runs={runs}. Train a run first, or use the path "
-                f"of a run folder elsewhere: {key}FOLDER."
+                f"{key}latest: no run in {runs} has a checkpoint. Train a run first, or use the path of a run folder: "
+                f"{key}FOLDER."
             )
         return candidates[-1]
     for folder in (runs / resume, Path(resume)):

@@ -29,10 +29,10 @@ _MAX_LISTED = 5
 """Maximum length of lists of collectives, recomputed activations and settings."""
 _PRODUCTS = (PartKind.matmul, PartKind.kernel)
 _COMMUNICATION = {
-    PartKind.exposed: ("waiting for communication", "waits"),
-    PartKind.collectives: ("time in collectives, waiting included", "spends"),
+    PartKind.exposed: "waiting for communication",
+    PartKind.collectives: "time in collectives, waiting included",
 }
-"""Subject and verb of the sentence for each kind of communication. Measured steps have only `collectives`."""
+"""What the sentence calls each kind of communication. Measured steps have only `collectives`."""
 _SUBJECTS = {
     PartKind.memory: "Memory-bound operations",
     PartKind.compute: "Other arithmetic",
@@ -352,20 +352,20 @@ def _explain_communication(faster: _Side, slower: _Side) -> list[str]:
     if not (faster.quantities.seconds or slower.quantities.seconds):
         sends_anything = faster.quantities.sent or slower.quantities.sent
         return (
-            [f"A device sends {fast_bytes} under {faster.label} and {slow_bytes} under {slower.label}."]
+            [f"Each device sends {fast_bytes} under {faster.label} and {slow_bytes} under {slower.label}."]
             if sends_anything
             else []
         )
-    for kind, (subject, verb) in _COMMUNICATION.items():
+    for kind, subject in _COMMUNICATION.items():
         share = _share_of_difference(faster, slower, kind)
         if abs(share) < _MIN_SHARE:
             continue
         amount = "More than the whole difference" if share > 1 else f"{percent_text(share)} of the difference"
         fast_s, slow_s = (duration_text(side.sum_seconds(kind)) for side in (faster, slower))
-        start = f"{amount} is {subject}" if share > 0 else f"In the other direction, {subject}"
+        start = f"{amount} is {subject}" if share > 0 else f"This is partly offset by {subject}"
         text = (
-            f"{start}: {slower.label} {verb} {slow_s} of a step, {faster.label} {fast_s}. A device sends {slow_bytes} "
-            f"under {slower.label} and {fast_bytes} under {faster.label}."
+            f"{start}: {slow_s} per step under {slower.label}, {fast_s} under {faster.label}. Each device sends "
+            f"{slow_bytes} under {slower.label}, {fast_bytes} under {faster.label}."
         )
         longer = slower if share > 0 else faster
         for use in _longest_waits(longer)[:1]:
@@ -406,7 +406,7 @@ def _explain_other_parts(faster: _Side, slower: _Side) -> list[str]:
     for kind, share in sorted(shares.items(), key=lambda item: -abs(item[1])):
         if abs(share) < _MIN_SHARE:
             continue
-        subject = _SUBJECTS[kind] if share > 0 else f"In the other direction, {_SUBJECTS[kind].lower()}"
+        subject = _SUBJECTS[kind] if share > 0 else f"This is partly offset by {_SUBJECTS[kind].lower()}, which"
         verb = "take" if kind is PartKind.memory else "takes"
         fast_s, slow_s = (f"{duration_text(side.sum_seconds(kind))} under {side.label}" for side in (faster, slower))
         lines.append(f"{subject} {verb} {fast_s} and {slow_s}.")
