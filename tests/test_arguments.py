@@ -18,7 +18,7 @@ from valkyrie.runs.folder import choose_run_folder
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def own_folder(tmp_path: Path) -> Path:
     """A user's configuration folder. Hydra's grammar needs quotes to read its path."""
     folder = tmp_path / "my (own) configs, é"
     chip = folder / "target" / "chip"
@@ -51,8 +51,8 @@ def folder(original_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("target", "mesh"), [("mine", "1x2x2"), ("tuned-8", "1x2x4")])
-def test_a_users_target_and_chip_compose(own: Path, target: str, mesh: str):
-    run = valkyrie.compose("model=gpt_tiny", f"target={target}", config_dir=own)
+def test_a_users_target_and_chip_compose(own_folder: Path, target: str, mesh: str):
+    run = valkyrie.compose("model=gpt_tiny", f"target={target}", config_dir=own_folder)
     assert run.config.target.name == target and run.config.target.chip is not None
     assert run.config.target.chip.hbm_gib == 33 and run.config.mesh.name == mesh
 
@@ -81,7 +81,7 @@ def test_an_override_that_compose_cannot_read_is_refused(override: str):
     assert_golden_message("arguments", ["compose", override], str(error.value))
 
 
-def test_load_can_choose_other_groups_like_resume(folder: Path):
+def test_load_can_change_config_groups_as_resume_does(folder: Path):
     run = valkyrie.load(folder, "mesh=4x2x1", "partition=dp", "steps=8")
     assert (run.config.mesh.name, run.config.partition.name, run.config.steps) == ("4x2x1", "dp", 8)
     assert (run.model.name, run.config.model.embed) == ("s5_tiny", 16)
@@ -108,36 +108,38 @@ def test_an_override_that_load_cannot_apply_is_refused(folder: Path, override: s
     assert_golden_message("arguments", ["load", override], str(error.value).replace(str(folder), "FOLDER"))
 
 
-def test_a_loaded_run_does_not_need_the_users_folder(own: Path, tmp_path: Path):
-    folder = write_run(tmp_path / "one", "--config-dir", str(own), "model=gpt_tiny", "target=mine", "partition=dp")
-    shutil.rmtree(own)
+def test_a_loaded_run_does_not_need_the_users_folder(own_folder: Path, tmp_path: Path):
+    folder = write_run(
+        tmp_path / "one", "--config-dir", str(own_folder), "model=gpt_tiny", "target=mine", "partition=dp"
+    )
+    shutil.rmtree(own_folder)
     run = valkyrie.load(folder, "partition=fsdp")
     assert run.config.target.name == "mine" and run.config.partition.name == "fsdp"
     assert run.config.target.chip is not None and run.config.target.chip.hbm_gib == 33
 
 
 @pytest.mark.parametrize("chip", ["tuned", "dual", "timed"])
-def test_a_users_chip_is_selected_by_name_and_number(own: Path, chip: str):
+def test_a_users_chip_is_selected_by_name_and_number(own_folder: Path, chip: str):
     """`dual` is based on v4, so its target names count cores. `timed` is like a file that `mode=figures` writes."""
-    chips = own / "target" / "chip"
-    (chips / "dual.yaml").write_text("defaults: [v4, _self_]\nname: dual\n")
+    chip_folder = own_folder / "target" / "chip"
+    (chip_folder / "dual.yaml").write_text("defaults: [v4, _self_]\nname: dual\n")
     figures = {"platform": "cpu", "peak_tflops": {"float32": 0.05}, "hbm_gbs": 2.5, "host_bounds": [1]}
     figures |= {"dcn_gbs_per_host": 0.012, "estimate": {"launch_s": 2.1e-06}}
-    (chips / "timed.yaml").write_text(json.dumps({"name": "timed", **figures}))
+    (chip_folder / "timed.yaml").write_text(json.dumps({"name": "timed", **figures}))
     target = valkyrie.compose(
-        "--config-dir", str(own), "model=gpt_tiny", f"target.chip={chip}", "target.chips=8"
+        "--config-dir", str(own_folder), "model=gpt_tiny", f"target.chip={chip}", "target.chips=8"
     ).config.target
     assert target.chip is not None and (target.chip.name, target.chips) == (chip, 8)
     assert target.name == ("dual-16" if chip == "dual" else f"{chip}-8")
     if chip == "timed":
         assert target.chip.estimate["launch_s"] == 2.1e-06
-    (chips / "taken.yaml").write_text("defaults: [v5e, _self_]\nname: taken\naliases: [v4]\n")
+    (chip_folder / "taken.yaml").write_text("defaults: [v5e, _self_]\nname: taken\naliases: [v4]\n")
     with pytest.raises(
         ValueError, match=r"^target\.chip=taken: .*taken\.yaml has the alias v4, but v4 is another chip"
     ):
-        valkyrie.compose("--config-dir", str(own), "model=gpt_tiny", "target=taken-8")
+        valkyrie.compose("--config-dir", str(own_folder), "model=gpt_tiny", "target=taken-8")
     with pytest.raises(ValueError, match=r"^target\.chip=tuned .*\btarget\.chips=N\b"):
-        valkyrie.compose("--config-dir", str(own), "target.chip=tuned")
+        valkyrie.compose("--config-dir", str(own_folder), "target.chip=tuned")
 
 
 def test_another_choice_of_a_group_replaces_all_of_its_settings(folder: Path):
@@ -207,9 +209,9 @@ def test_a_record_has_the_full_paths_of_what_it_reads(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     run = valkyrie.compose("model=s5_tiny", "data=text", "data.paths=[texts/*.md,~/a b.txt,/c]", "data.cache_dir=cache")
     run.save(tmp_path / "run.yaml")
-    again = valkyrie.compose("--config-path", str(tmp_path), "--config-name", "run").config.data
-    assert again.paths == [f"{tmp_path}/texts/*.md", str(Path("~/a b.txt").expanduser()), "/c"]
-    assert again.cache_dir == f"{tmp_path}/cache"
+    saved_data = valkyrie.compose("--config-path", str(tmp_path), "--config-name", "run").config.data
+    assert saved_data.paths == [f"{tmp_path}/texts/*.md", str(Path("~/a b.txt").expanduser()), "/c"]
+    assert saved_data.cache_dir == f"{tmp_path}/cache"
     assert run.config.data.paths[0] == "texts/*.md", "messages show what was typed"
 
 

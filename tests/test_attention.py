@@ -129,8 +129,8 @@ def assert_close(ours, expected, atol=1e-5):
 
 @pytest.mark.parametrize("case", mark_slow_except(CASES, CASES[2:3]), ids=str)
 def test_dense_and_chunked_attention_equal_the_definition(case):
-    seq, window, causal, dilation, segments, count, chunk = case
-    q, k, v, ids, tokens = make_inputs(seq, global_tokens=count, segments=segments)
+    seq, window, causal, dilation, segments, global_count, chunk = case
+    q, k, v, ids, tokens = make_inputs(seq, global_tokens=global_count, segments=segments)
     options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids}
     expected = run_attention(AttentionImpl.dense, q, k, v, tokens, **options)
     chunked = run_attention(AttentionImpl.chunked, q, k, v, tokens, chunk=chunk, **options)
@@ -151,7 +151,7 @@ def test_logits_stay_within_a_soft_cap(impl):
 
 
 @pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
-def test_equals_transformers_longformer(impl):
+def test_attention_equals_transformers_longformer(impl):
     golden = np.load(GOLDEN_FILE)
     positions = jnp.asarray(golden["globals"])
     seq = golden["q"].shape[1]
@@ -227,7 +227,7 @@ def test_splash_kernel_with_more_keys_than_queries(causal):
 
 
 @pytest.mark.parametrize(
-    ("window", "causal", "dilation", "segments", "count", "soft_cap"),
+    ("window", "causal", "dilation", "segments", "global_count", "soft_cap"),
     [
         (17, False, 1, True, 0, None),
         (20, True, 2, True, 3, 0.7),
@@ -235,12 +235,12 @@ def test_splash_kernel_with_more_keys_than_queries(causal):
         pytest.param(None, True, 1, False, 3, None, marks=pytest.mark.slow),
     ],
 )
-def test_splash_kernel_equals_dense(monkeypatch, window, causal, dilation, segments, count, soft_cap):
+def test_splash_kernel_equals_dense(monkeypatch, window, causal, dilation, segments, global_count, soft_cap):
     """Runs the TPU kernel in Pallas' interpreter. Cases with global tokens test the merged backward pass."""
     from valkyrie.ops import attention as module
 
     q, k, v, ids, tokens = make_inputs(
-        200, batch=1, heads=2, kv_heads=1, head_dim=32, global_tokens=count, segments=segments
+        200, batch=1, heads=2, kv_heads=1, head_dim=32, global_tokens=global_count, segments=segments
     )
     options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids, "soft_cap": soft_cap}
     expected = run_attention(AttentionImpl.dense, q, k, v, tokens, **options)
@@ -283,8 +283,8 @@ def sequence_specs(tokens: GlobalTokens | None) -> tuple[P, P, GlobalTokens | No
 )
 def test_attention_over_a_sharded_sequence_equals_that_over_a_whole_one(case, check_vma):
     """`jax.shard_map` around Pallas kernels needs `check_vma=False`, so both settings are tested."""
-    window, causal, dilation, segments, count = case
-    q, k, v, ids, tokens = make_inputs(40, global_tokens=count, segments=segments)
+    window, causal, dilation, segments, global_count = case
+    q, k, v, ids, tokens = make_inputs(40, global_tokens=global_count, segments=segments)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sharded_spec, replicated_spec, token_specs = sequence_specs(tokens)
 
@@ -310,7 +310,7 @@ def test_attention_over_a_sharded_sequence_equals_that_over_a_whole_one(case, ch
 
 
 @pytest.mark.parametrize(
-    ("seq", "causal", "segments", "count", "soft_cap"),
+    ("seq", "causal", "segments", "global_count", "soft_cap"),
     [
         (1024, True, True, 0, 0.7),
         pytest.param(1024, True, False, 3, None, marks=pytest.mark.slow),
@@ -318,13 +318,13 @@ def test_attention_over_a_sharded_sequence_equals_that_over_a_whole_one(case, ch
         pytest.param(200, False, True, 0, None, marks=pytest.mark.slow),
     ],
 )
-def test_kernel_attention_over_a_sharded_sequence_equals_dense(seq, causal, segments, count, soft_cap):
+def test_kernel_attention_over_a_sharded_sequence_equals_dense(seq, causal, segments, global_count, soft_cap):
     """Runs in Pallas' interpreter.
 
     At seq=1024, the four shards exchange halves of their queries to balance causal work. At the other lengths they do
     not, because the halves are not whole blocks or the attention is not causal.
     """
-    q, k, v, ids, tokens = make_inputs(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=count)
+    q, k, v, ids, tokens = make_inputs(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=global_count)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sharded_spec, replicated_spec, token_specs = sequence_specs(tokens)
 
@@ -351,20 +351,22 @@ def test_kernel_attention_over_a_sharded_sequence_equals_dense(seq, causal, segm
     assert_close(ours, expected, atol=3e-5)
 
 
-@pytest.mark.parametrize(("dilation", "count", "window"), [(1, 0, 4), (3, 2, 4), (1, 3, None)])
-def test_streaming_equals_parallel_token_by_token(dilation, count, window):
+@pytest.mark.parametrize(("dilation", "global_count", "window"), [(1, 0, 4), (3, 2, 4), (1, 3, None)])
+def test_streaming_attention_equals_parallel_attention(dilation, global_count, window):
     batch, seq = 2, 23
     q, k, v, _, tokens = make_inputs(seq, batch=batch)
     q_global, k_global, v_global, *_ = make_inputs(seq, batch=batch, seed=1)
-    if count:
-        positions = jnp.broadcast_to(jnp.arange(count), (batch, count))
-        tokens = GlobalTokens(positions, jnp.ones(positions.shape, bool), q_global[:, :count], k_global, v_global)
+    if global_count:
+        positions = jnp.broadcast_to(jnp.arange(global_count), (batch, global_count))
+        tokens = GlobalTokens(
+            positions, jnp.ones(positions.shape, bool), q_global[:, :global_count], k_global, v_global
+        )
     parallel = attention(q, k, v, window=window, dilation=dilation, global_tokens=tokens, impl=AttentionImpl.dense)
-    cache = init_cache(batch, 2, 8, window=window, max_len=seq, dilation=dilation, global_tokens=count)
+    cache = init_cache(batch, 2, 8, window=window, max_len=seq, dilation=dilation, global_tokens=global_count)
 
     def step(cache, x):
         q, k, v, *global_kv = x
-        out, cache = attention_step(q, k, v, cache, global_step=GlobalStep(*global_kv) if count else None)
+        out, cache = attention_step(q, k, v, cache, global_step=GlobalStep(*global_kv) if global_count else None)
         return cache, out
 
     inputs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, q_global, k_global, v_global)]
@@ -380,43 +382,43 @@ def test_a_cache_with_global_tokens_needs_their_projections():
         attention_step(jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4)), cache)
 
 
-def request(window=128, causal=True, dtype=jnp.bfloat16, head_dim=64, segments=False, global_tokens=False):
+def make_request(window=128, causal=True, dtype=jnp.bfloat16, head_dim=64, segments=False, global_tokens=False):
     return AttentionRequest(Pattern(window, causal), dtype, head_dim, segments, global_tokens)
 
 
 @pytest.mark.parametrize(
-    ("backend", "seq", "requested_impl", "expected_impl"),
+    ("backend", "seq", "attention_request", "expected_impl"),
     [
-        ("cpu", 100, request(), AttentionImpl.dense),
-        ("cpu", 256, request(), AttentionImpl.chunked),
-        ("cpu", 256, request(window=256), AttentionImpl.dense),
-        ("gpu", 256, request(window=None, segments=True), AttentionImpl.dense),
-        ("tpu", 100, request(), AttentionImpl.dense),
-        ("cpu", 4096, request(window=4096), AttentionImpl.chunked),
-        ("cpu", 512, request(window=None), AttentionImpl.dense),
-        ("tpu", 4096, request(segments=True, global_tokens=True), AttentionImpl.kernel),
-        ("gpu", 4096, request(), AttentionImpl.kernel),
-        ("gpu", 4096, request(segments=True), AttentionImpl.chunked),
+        ("cpu", 100, make_request(), AttentionImpl.dense),
+        ("cpu", 256, make_request(), AttentionImpl.chunked),
+        ("cpu", 256, make_request(window=256), AttentionImpl.dense),
+        ("gpu", 256, make_request(window=None, segments=True), AttentionImpl.dense),
+        ("tpu", 100, make_request(), AttentionImpl.dense),
+        ("cpu", 4096, make_request(window=4096), AttentionImpl.chunked),
+        ("cpu", 512, make_request(window=None), AttentionImpl.dense),
+        ("tpu", 4096, make_request(segments=True, global_tokens=True), AttentionImpl.kernel),
+        ("gpu", 4096, make_request(), AttentionImpl.kernel),
+        ("gpu", 4096, make_request(segments=True), AttentionImpl.chunked),
     ],
 )
-def test_auto_chooses_by_backend_and_length(backend, seq, requested_impl, expected_impl):
-    assert choose_implementation(AttentionImpl.auto, backend, seq, requested_impl) is expected_impl
+def test_auto_chooses_by_backend_and_length(backend, seq, attention_request, expected_impl):
+    assert choose_implementation(AttentionImpl.auto, backend, seq, attention_request) is expected_impl
 
 
 @pytest.mark.parametrize(
-    ("backend", "requested_impl", "reason"),
+    ("backend", "attention_request", "reason"),
     [
-        ("cpu", request(), r"\bcpu\b"),
-        ("gpu", request(dtype=jnp.float32), r"\bfloat32\b"),
-        ("gpu", request(causal=False), r"\bcausal\b"),
-        ("gpu", request(segments=True), "segment ids"),
-        ("gpu", request(global_tokens=True), "global tokens"),
-        ("gpu", request(head_dim=136), r"\b128\b.*\b136\b"),
+        ("cpu", make_request(), r"\bcpu\b"),
+        ("gpu", make_request(dtype=jnp.float32), r"\bfloat32\b"),
+        ("gpu", make_request(causal=False), r"\bcausal\b"),
+        ("gpu", make_request(segments=True), "segment ids"),
+        ("gpu", make_request(global_tokens=True), "global tokens"),
+        ("gpu", make_request(head_dim=136), r"\b128\b.*\b136\b"),
     ],
 )
-def test_an_unsupported_kernel_is_refused_with_reason_and_alternative(backend, requested_impl, reason):
+def test_an_unsupported_kernel_is_refused_with_reason_and_alternative(backend, attention_request, reason):
     with pytest.raises(ValueError, match=f"{reason}.*model.attention.impl=chunked"):
-        choose_implementation(AttentionImpl.kernel, backend, 4096, requested_impl)
+        choose_implementation(AttentionImpl.kernel, backend, 4096, attention_request)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +436,7 @@ def test_shapes_that_do_not_fit_are_refused(kv_heads, options, message):
 
 
 @pytest.mark.parametrize(
-    ("length", "head_dim", "window", "forward", "backward", "at_once", "fused"),
+    ("length", "head_dim", "window", "forward", "backward", "backward_compute", "fused"),
     [
         (200, 128, None, 200, 200, 200, True),
         (2048, 128, None, 512, 1024, 1024, True),
@@ -446,10 +448,10 @@ def test_shapes_that_do_not_fit_are_refused(kv_heads, options, message):
         (8192, 128, 512, 512, 512, 512, False),
     ],
 )
-def test_block_sizes_of_the_splash_kernel(length, head_dim, window, forward, backward, at_once, fused):
+def test_block_sizes_of_the_splash_kernel(length, head_dim, window, forward, backward, backward_compute, fused):
     from valkyrie.ops.attention.splash import _block_sizes
 
     sizes = _block_sizes(length, length, head_dim, window)
     assert (sizes.block_q, sizes.block_kv, sizes.block_q_dkv) == (forward, forward, forward)
-    assert (sizes.block_kv_dkv, sizes.block_kv_dkv_compute) == (backward, at_once)
+    assert (sizes.block_kv_dkv, sizes.block_kv_dkv_compute) == (backward, backward_compute)
     assert sizes.use_fused_bwd_kernel is fused

@@ -16,7 +16,7 @@ from valkyrie.extensions import add_import_path
 from valkyrie.models import FAMILIES, known_axes
 from valkyrie.tasks.next_token import token_losses
 
-VALUES = ("unit/size", "unit/largest")
+AUXILIARY_NAMES = ("unit/size", "unit/largest")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def single_device_steps(folder: Path) -> list[dict[str, np.ndarray]]:
 )
 def test_values_and_gradients_equal_those_of_one_device(folder, single_device_steps, layout):
     for metrics, expected in zip(run_own_steps(folder, *layout), single_device_steps, strict=True):
-        for name in ("loss", *VALUES):
+        for name in ("loss", *AUXILIARY_NAMES):
             np.testing.assert_allclose(metrics[name], expected[name], rtol=2e-5, err_msg=name)
         np.testing.assert_allclose(
             np.sqrt(metrics["leaf_norms"]), np.sqrt(expected["leaf_norms"]), rtol=2e-5, atol=1e-8
@@ -71,11 +71,11 @@ def test_the_objective_includes_the_weighted_sum_over_layers(folder):
     def losses(parameters):
         return token_losses(builder.module(parameters), batch, shard=program.shard, checkpoint=lambda f: f, key=None)
 
-    losses_by_name = jax.jit(losses)(builder.init(jax.random.key(0)))
-    weighted_sum = losses_by_name.objective_sum - losses_by_name.loss_sum
-    assert set(losses_by_name.auxiliary) == set(VALUES)
-    np.testing.assert_allclose(weighted_sum, 0.5 * 2 * losses_by_name.auxiliary["unit/size"], rtol=1e-4)
-    assert losses_by_name.auxiliary["unit/largest"] > losses_by_name.auxiliary["unit/size"] > 0
+    computed_losses = jax.jit(losses)(builder.init(jax.random.key(0)))
+    weighted_sum = computed_losses.objective_sum - computed_losses.loss_sum
+    assert set(computed_losses.auxiliary) == set(AUXILIARY_NAMES)
+    np.testing.assert_allclose(weighted_sum, 0.5 * 2 * computed_losses.auxiliary["unit/size"], rtol=1e-4)
+    assert computed_losses.auxiliary["unit/largest"] > computed_losses.auxiliary["unit/size"] > 0
 
 
 def test_undeclared_values_are_refused(folder, monkeypatch):

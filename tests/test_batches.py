@@ -11,7 +11,7 @@ from valkyrie.config.run import Run
 from valkyrie.parallel.batches import resolve_batches
 from valkyrie.problems import ProblemCode
 
-SMALL = ("mesh=2x2x2", "partition=fsdp", "seq=64")
+SMALL_OVERRIDES = ("mesh=2x2x2", "partition=fsdp", "seq=64")
 
 
 def test_tokens_per_batch_give_sequences_and_microbatches():
@@ -21,11 +21,14 @@ def test_tokens_per_batch_give_sequences_and_microbatches():
 
 
 def test_a_run_uses_and_reports_the_derived_batch():
-    run = compose_run(*SMALL, "batch_tokens=4096", "device_batch=2")
+    run = compose_run(*SMALL_OVERRIDES, "batch_tokens=4096", "device_batch=2")
     assert (run.config.batch, run.config.microbatches, run.layout.microbatches) == (64, 4, 4)
     assert re.findall(r"\w*=?[\d,]*\d", run.batch_note or "") == ["4,096", "batch=64", "seq=64", "microbatches=4", "2"]
-    assert compose_run(*SMALL).batch_note is None
-    assert compose_run(*SMALL, *(f"{key}={getattr(run.config, key)}" for key in ("batch", "microbatches"))) == run
+    assert compose_run(*SMALL_OVERRIDES).batch_note is None
+    assert (
+        compose_run(*SMALL_OVERRIDES, *(f"{key}={getattr(run.config, key)}" for key in ("batch", "microbatches")))
+        == run
+    )
     tensor = compose_run("mesh=2x2x2", "partition=2d_tp", "seq=64", "batch_tokens=4096", "device_batch=2")
     assert tensor.config.microbatches == 16  # two devices split the batch
 
@@ -46,6 +49,6 @@ def test_a_run_uses_and_reports_the_derived_batch():
         (["sample_every=0"], ProblemCode.out_of_range, "sample_every", None),
     ],
 )
-def test_indivisible_batches_are_refused_with_divisible_ones(overrides, code, key, nearest):
-    problems = Run.from_config(compose_config(*SMALL, *overrides)).problems()
+def test_refusals_of_indivisible_batches_suggest_divisible_ones(overrides, code, key, nearest):
+    problems = Run.from_config(compose_config(*SMALL_OVERRIDES, *overrides)).problems()
     assert (code, key, nearest) in [(p.code, p.key, p.nearest) for p in problems]

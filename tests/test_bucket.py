@@ -28,14 +28,14 @@ __all__ = ["bucket"]
 def test_a_training_saves_to_a_bucket_and_resumes_on_another_host(
     bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    saving = (f"checkpoint.folder={bucket}", "checkpoint.every=2", "checkpoint.keep=1")
-    assert run_train(*tiny_arguments(tmp_path / "one", "steps=4", *saving)) == 0
+    overrides = (f"checkpoint.folder={bucket}", "checkpoint.every=2", "checkpoint.keep=1")
+    assert run_train(*tiny_arguments(tmp_path / "one", "steps=4", *overrides)) == 0
     folder = tmp_path / "one" / "run"
     assert (folder / POINTER_FILE).read_text() == f"{bucket}/run\n" and not (folder / "checkpoints").exists()
     assert saved_steps(folder) == [4]
     assert run_train("mode=checkpoints", "resume=run", f"runs={tmp_path / 'one'}") == 0
     assert "the bucket checks" in capfd.readouterr().out
-    assert run_train(*tiny_arguments(tmp_path / "other", "steps=6", "optimizer.decay_steps=4", *saving)) == 0
+    assert run_train(*tiny_arguments(tmp_path / "other", "steps=6", "optimizer.decay_steps=4", *overrides)) == 0
     assert "from step 4" in capfd.readouterr().out
     assert (
         training_records(folder)[4]["loss"]
@@ -63,8 +63,8 @@ def test_checkpoints_can_be_in_another_folder(tmp_path: Path, capfd: pytest.Capt
 def test_a_run_without_its_checkpoints_in_another_folder_does_not_start_over(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    folder, runs, place = copy_run(trained_run(), tmp_path), f"runs={tmp_path}", f"{tmp_path}/shared/run"
-    (folder / POINTER_FILE).write_text(f"{place}\n")
+    folder, runs, root = copy_run(trained_run(), tmp_path), f"runs={tmp_path}", f"{tmp_path}/shared/run"
+    (folder / POINTER_FILE).write_text(f"{root}\n")
     (folder / SAVED_FILE).touch()
     (tmp_path / "unmounted").mkdir()
     (folder / "checkpoints").rename(tmp_path / "unmounted" / "run")
@@ -74,13 +74,13 @@ def test_a_run_without_its_checkpoints_in_another_folder_does_not_start_over(
     metrics = (folder / "metrics.jsonl").read_bytes()
     for arguments in (("resume=run", runs), tiny_arguments(tmp_path, f"checkpoint.folder={tmp_path}/shared")):
         assert run_train(*arguments, "steps=8") == 2
-        refusal = f"=run: its checkpoints are expected in {place} (checkpoint.folder), but there are none, although"
+        refusal = f"=run: its checkpoints are expected in {root} (checkpoint.folder), but there are none, although"
         assert f"{refusal} the run has saved there. Is its disk mounted? If so, use another" in capfd.readouterr().err
     assert (folder / "metrics.jsonl").read_bytes() == metrics
     assert run_train("mode=checkpoints", "resume=run", runs) == 2
-    assert f": run has no checkpoint in {place}. Is its disk mounted? If so, start the" in capfd.readouterr().err
+    assert f": run has no checkpoint in {root}. Is its disk mounted? If so, start the" in capfd.readouterr().err
     assert run_train("mode=eval", "resume=run", runs) == 2
-    assert f"{place} has no finished checkpoint. Is its disk mounted? If so, start the" in capfd.readouterr().err
+    assert f"{root} has no finished checkpoint. Is its disk mounted? If so, start the" in capfd.readouterr().err
     assert run_train("resume=run", runs, f"checkpoint.folder={tmp_path}/unmounted", "steps=8") == 0
     assert "from step 6" in capfd.readouterr().out
 
@@ -107,9 +107,9 @@ def test_a_run_starts_again_only_if_it_never_saved_to_its_bucket(
 
 
 def test_a_run_with_local_checkpoints_cannot_use_another_folder(tmp_path: Path):
-    step = tmp_path / "run" / "checkpoints" / "2"
-    step.mkdir(parents=True)
-    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    step_folder = tmp_path / "run" / "checkpoints" / "2"
+    step_folder.mkdir(parents=True)
+    (step_folder / "_CHECKPOINT_METADATA").write_text("{}")
     with pytest.raises(ValueError, match="checkpoint.folder=null"):
         write_pointer(tmp_path / "run", str(tmp_path / "shared"))
     assert checkpoint_root(tmp_path / "run") == tmp_path / "run" / "checkpoints"

@@ -37,11 +37,13 @@ SLOWDOWN = 1.2
 """Ratio of the trials' step times to their replayed times."""
 
 
-def make_trials(batches: Sequence[int], true_chip: Efficiency, *more_overrides: str, slices: int = 1) -> list[Trial]:
+def make_trials(
+    batches: Sequence[int], true_efficiency: Efficiency, *more_overrides: str, slices: int = 1
+) -> list[Trial]:
     """Return a compiled trial for each batch size and each of `LAYOUTS`.
 
-    The step time is the one that the estimate computes from the constants `true_chip`. It is longer than the replayed
-    time by a factor of `SLOWDOWN`. `more_overrides` apply to all trials.
+    The step time is the one that the estimate computes from the constants `true_efficiency`. It is longer than the
+    replayed time by a factor of `SLOWDOWN`. `more_overrides` apply to all trials.
     """
     slice_prefix = "" if slices == 1 else f"{slices}s"
     calibration_trials = []
@@ -56,7 +58,7 @@ def make_trials(batches: Sequence[int], true_chip: Efficiency, *more_overrides: 
                 f"batch={batch}",
             ]
             overrides += [f"seq={SEQ}", "precision=bf16_mixed", "remat=full", *more_overrides]
-            step_s = estimate_runs([shared_run(*overrides)], true_chip)[0]["step"]
+            step_s = estimate_runs([shared_run(*overrides)], true_efficiency)[0]["step"]
             layout_trial = make_trial(layout, batch * SEQ / step_s / 8, batch=batch, target="v5e-8")
             results = replace(
                 layout_trial.results,
@@ -72,7 +74,7 @@ def make_trials(batches: Sequence[int], true_chip: Efficiency, *more_overrides: 
 
 
 @pytest.fixture(scope="module")
-def true_chip() -> Efficiency:
+def true_efficiency() -> Efficiency:
     """Efficiency constants of v5e with other values of `products` and `gathers`, for the fit to recover."""
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
@@ -94,7 +96,7 @@ def with_measured_times(compiled_trials: Sequence[Trial], ratios: Sequence[float
     return measured_trials
 
 
-def saved_sweep(folder: Path, trials: Sequence[Trial]) -> Path:
+def save_sweep(folder: Path, trials: Sequence[Trial]) -> Path:
     """Write a sweep with these trials, each with the `run.yaml` of its overrides, and return its folder."""
     renamed_trials = [replace(trial, name=f"trial-{i}", folder=f"trial-{i}") for i, trial in enumerate(trials)]
     for trial in renamed_trials:
@@ -103,9 +105,9 @@ def saved_sweep(folder: Path, trials: Sequence[Trial]) -> Path:
     return write_sweep(folder, renamed_trials)
 
 
-def calibration_output(folder: Path, trials: Sequence[Trial], capfd: pytest.CaptureFixture[str]) -> str:
+def run_calibration(folder: Path, trials: Sequence[Trial], capfd: pytest.CaptureFixture[str]) -> str:
     """Calibrate with these trials and return the stdout. The results are written to the folder `found`."""
-    sweep = saved_sweep(folder / "sweep", trials)
+    sweep = save_sweep(folder / "sweep", trials)
     assert run_train("mode=calibrate", f"paths={sweep}", f"runs={folder}", "name=found") == 0
     return capfd.readouterr().out
 
@@ -124,32 +126,34 @@ def run_with_experiment(folder: Path, *arguments: str) -> Run:
 
 
 def test_calibration_recovers_constants_and_validates_on_held_out_families(
-    true_chip: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    true_efficiency: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    compiled = make_trials((32, 64), true_chip)
-    without = [compiled_trial for compiled_trial in compiled if compiled_trial is not compiled[1]]
-    pairs = with_measured_times([*compiled[:4], compiled[len(LAYOUTS)]], [1.0, 1.0, 1.02, 1.01, 0.98])
-    printed = calibration_output(tmp_path, [*without, *pairs], capfd)
+    compiled_trials = make_trials((32, 64), true_efficiency)
+    without = [compiled_trial for compiled_trial in compiled_trials if compiled_trial is not compiled_trials[1]]
+    measured_trials = with_measured_times(
+        [*compiled_trials[:4], compiled_trials[len(LAYOUTS)]], [1.0, 1.0, 1.02, 1.01, 0.98]
+    )
+    output = run_calibration(tmp_path, [*without, *measured_trials], capfd)
     (result,) = json.loads((tmp_path / "found" / "calibrate.json").read_text())
     assert (result["chip"], sum(result["families"].values()), len(result["families"])) == ("v5e", 12, 2)
     assert result["after"]["products"] == pytest.approx(0.6, abs=0.1) and result["gains"]
     before, after = (
         np.median(100 * np.abs(1 / np.array(result[ratios]) - 1)) for ratios in ("known_over_estimated", "left_out")
     )
-    assert after < before / 3 and f"{before:.1f}%" in printed and f"{after:.1f}%" in printed
+    assert after < before / 3 and f"{before:.1f}%" in output and f"{after:.1f}%" in output
 
-    assert len(result["replay"]["steps"]) == 4 and " 1 measured trial " in f" {printed}".replace("\n", " ")
+    assert len(result["replay"]["steps"]) == 4 and " 1 measured trial " in f" {output}".replace("\n", " ")
     target = calibrated_target(tmp_path)
     assert target.chip is not None
-    fitted, of_32 = target.chip.replay, SLOWDOWN * 1.01
-    assert (fitted.rows, fitted.models) == (4, 2)
-    assert fitted.factor == pytest.approx((of_32 * SLOWDOWN * 0.98) ** 0.5, rel=1e-3)
-    assert fitted.low == pytest.approx(SLOWDOWN * 0.98 / of_32, rel=1e-3)
-    assert fitted.high == pytest.approx(1.02 / 0.98, rel=1e-3)
-    assert target_correction(target).chip_factor == fitted.factor
-    span = step_interval(2.0, target.chip, dense_transformer=False)
-    assert span is not None and span.low_s == pytest.approx(2.0 * (fitted.low or 0))
-    assert all(part in describe_range(span) for part in (" 4 measured ", "-3% to +4%"))
+    replay_fit, batch_32_slowdown = target.chip.replay, SLOWDOWN * 1.01
+    assert (replay_fit.rows, replay_fit.models) == (4, 2)
+    assert replay_fit.factor == pytest.approx((batch_32_slowdown * SLOWDOWN * 0.98) ** 0.5, rel=1e-3)
+    assert replay_fit.low == pytest.approx(SLOWDOWN * 0.98 / batch_32_slowdown, rel=1e-3)
+    assert replay_fit.high == pytest.approx(1.02 / 0.98, rel=1e-3)
+    assert target_correction(target).chip_factor == replay_fit.factor
+    interval = step_interval(2.0, target.chip, dense_transformer=False)
+    assert interval is not None and interval.low_s == pytest.approx(2.0 * (replay_fit.low or 0))
+    assert all(part in describe_range(interval) for part in (" 4 measured ", "-3% to +4%"))
 
 
 def write_and_read_rows(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:
@@ -165,10 +169,14 @@ def without_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_fit")
-def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(true_chip: Efficiency, tmp_path: Path) -> None:
-    compiled = make_trials((32,), true_chip)
+def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(
+    true_efficiency: Efficiency, tmp_path: Path
+) -> None:
+    compiled_trials = make_trials((32,), true_efficiency)
     calibration = fit_calibration(
-        write_and_read_rows([*compiled, *with_measured_times(compiled, [1.0] * len(compiled))], tmp_path)
+        write_and_read_rows(
+            [*compiled_trials, *with_measured_times(compiled_trials, [1.0] * len(compiled_trials))], tmp_path
+        )
     )
     assert (
         list(calibration.families.values()) == [8]
@@ -183,39 +191,41 @@ def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(true_chip
 
 
 @pytest.mark.usefixtures("without_fit")
-@pytest.mark.parametrize("also", ["precision=float32", "optimizer=muon"])
-def test_each_trial_is_estimated_with_its_own_settings(also: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("override", ["precision=float32", "optimizer=muon"])
+def test_each_trial_is_estimated_with_its_own_settings(override: str, tmp_path: Path) -> None:
     chip = shared_run("target=v5e-8").config.target.chip
     assert chip is not None
-    now = chip_efficiency(chip)
+    efficiency = chip_efficiency(chip)
     calibration = fit_calibration(
-        write_and_read_rows([*make_trials((32,), now), *make_trials((32,), now, also)], tmp_path)
+        write_and_read_rows([*make_trials((32,), efficiency), *make_trials((32,), efficiency, override)], tmp_path)
     )
     assert calibration.ratios.tolist() == pytest.approx([1.0] * len(calibration.ratios), rel=1e-6)
 
 
-def test_the_slowdown_of_several_slices_is_applied_once(true_chip: Efficiency, tmp_path: Path) -> None:
-    compiled = make_trials((32,), true_chip, "target.slices=2", slices=2)[:1]
-    replay_fit, _ = fit_replays(write_and_read_rows([*compiled, *with_measured_times(compiled, [1.0])], tmp_path))
-    target = shared_run(*compiled[0].overrides).config.target
+def test_the_slowdown_of_several_slices_is_applied_once(true_efficiency: Efficiency, tmp_path: Path) -> None:
+    compiled_trials = make_trials((32,), true_efficiency, "target.slices=2", slices=2)[:1]
+    replay_fit, _ = fit_replays(
+        write_and_read_rows([*compiled_trials, *with_measured_times(compiled_trials, [1.0])], tmp_path)
+    )
+    target = shared_run(*compiled_trials[0].overrides).config.target
     assert replay_fit is not None and target.chip is not None and target_correction(target).slices_factor > 1
     fitted = replace(target, chip=replace(target.chip, replay=replay_fit.fitted))
     assert target_correction(fitted).factor == pytest.approx(SLOWDOWN, rel=1e-3)
 
 
-def test_fewer_than_four_steps_give_no_interval(true_chip: Efficiency, tmp_path: Path) -> None:
-    compiled = make_trials((32, 64), true_chip)
-    pairs = with_measured_times([*compiled[:2], compiled[len(LAYOUTS)]], [1.0, 1.02, 0.98])
-    replay_fit, _ = fit_replays(write_and_read_rows([*compiled, *pairs], tmp_path))
+def test_fewer_than_four_steps_give_no_interval(true_efficiency: Efficiency, tmp_path: Path) -> None:
+    compiled_trials = make_trials((32, 64), true_efficiency)
+    measured_trials = with_measured_times([*compiled_trials[:2], compiled_trials[len(LAYOUTS)]], [1.0, 1.02, 0.98])
+    replay_fit, _ = fit_replays(write_and_read_rows([*compiled_trials, *measured_trials], tmp_path))
     assert replay_fit is not None and replay_fit.held_out_ratios is not None and len(replay_fit.held_out_ratios) == 3
     assert (replay_fit.fitted.low, replay_fit.fitted.high) == (None, None)
     assert f" {MIN_RUNS} " in replay_fit.sentences[-1]
 
 
-def test_compiles_with_other_compiler_options_are_not_paired(true_chip: Efficiency, tmp_path: Path) -> None:
-    compiled = make_trials((32,), true_chip)[:1]
-    (other,) = make_trials((32,), true_chip, "+target.chip.xla_options.xla_flag=true")[:1]
-    pairs = write_and_read_rows([*compiled, *with_measured_times([other], [1.0])], tmp_path / "other")
+def test_compiles_with_other_compiler_options_are_not_paired(true_efficiency: Efficiency, tmp_path: Path) -> None:
+    compiled_trials = make_trials((32,), true_efficiency)[:1]
+    (other,) = make_trials((32,), true_efficiency, "+target.chip.xla_options.xla_flag=true")[:1]
+    pairs = write_and_read_rows([*compiled_trials, *with_measured_times([other], [1.0])], tmp_path / "other")
     assert fit_replays(pairs) == (None, 1)
     paired = [
         "target.chip.usd_per_hour=3",
@@ -223,31 +233,31 @@ def test_compiles_with_other_compiler_options_are_not_paired(true_chip: Efficien
         "target.chip.replay.factor=1.1",
         "+target.chip.estimate.hbm=0.5",
     ]
-    (priced,) = make_trials((32,), true_chip, *paired)[:1]
+    (priced,) = make_trials((32,), true_efficiency, *paired)[:1]
     fit, unpaired = fit_replays(
-        write_and_read_rows([*compiled, *with_measured_times([priced], [1.0])], tmp_path / "priced")
+        write_and_read_rows([*compiled_trials, *with_measured_times([priced], [1.0])], tmp_path / "priced")
     )
     assert fit is not None and unpaired == 0
 
 
 @pytest.mark.usefixtures("without_fit")
-def test_a_calibration_is_named_after_its_chips(true_chip: Efficiency, tmp_path: Path) -> None:
-    trials = [*make_trials((32,), true_chip), *make_trials((32,), true_chip, "microbatches=2")]
-    sweep = saved_sweep(tmp_path / "sweep", trials)
+def test_a_calibration_is_named_after_its_chips(true_efficiency: Efficiency, tmp_path: Path) -> None:
+    trials = [*make_trials((32,), true_efficiency), *make_trials((32,), true_efficiency, "microbatches=2")]
+    sweep = save_sweep(tmp_path / "sweep", trials)
     assert run_train("mode=calibrate", f"paths={sweep}", f"runs={tmp_path / 'runs'}") == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("calibrate-v5e-2") and (folder / "calibrated_v5e.yaml").is_file()
 
 
 def test_calibration_writes_an_experiment(
-    true_chip: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    true_efficiency: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    calibration_output(
-        tmp_path, [*make_trials((32,), true_chip), *make_trials((32,), true_chip, "microbatches=2")], capfd
+    run_calibration(
+        tmp_path, [*make_trials((32,), true_efficiency), *make_trials((32,), true_efficiency, "microbatches=2")], capfd
     )
-    chip, written = calibrated_target(tmp_path).chip, (tmp_path / "found" / "calibrated_v5e.yaml").read_text()
+    chip, experiment_text = calibrated_target(tmp_path).chip, (tmp_path / "found" / "calibrated_v5e.yaml").read_text()
     assert chip is not None and chip_efficiency(chip).products == pytest.approx(0.6, abs=0.1)
-    assert chip.replay.factor is None and "replay" not in written
+    assert chip.replay.factor is None and "replay" not in experiment_text
     (problem,) = run_with_experiment(tmp_path, "target=v4-64", "mesh=32x1x1", "batch=32").problems()
     assert (problem.key, problem.value) == ("target.chip.calibrated", "v5e")
 
@@ -257,7 +267,7 @@ def test_calibration_writes_an_experiment(
         parse_request(run_with_experiment(tmp_path, *SEARCH_ARGUMENTS, "mode.targets=[v5e-8,v4-8]"))
     (result,) = json.loads((tmp_path / "found" / "calibrate.json").read_text())
     assert result["left_out"] is None and not result["gains"]
-    assert written.count("%") == 2, "errors on the fitted family alone: the median and the largest"
+    assert experiment_text.count("%") == 2, "errors on the fitted family alone: the median and the largest"
 
 
 @pytest.mark.parametrize(
@@ -285,9 +295,9 @@ def test_unsuitable_trials_are_refused(
     assert all(value in error for value in values)
 
 
-def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(true_chip: Efficiency, tmp_path: Path) -> None:
+def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(true_efficiency: Efficiency, tmp_path: Path) -> None:
     """Settings that a trial's overrides omit are read from its `run.yaml`, not from the current defaults."""
-    sweep = saved_sweep(tmp_path / "sweep", make_trials((32,), true_chip, "model.layers=2")[:1])
+    sweep = save_sweep(tmp_path / "sweep", make_trials((32,), true_efficiency, "model.layers=2")[:1])
     log = sweep / TRIALS_FILE
     log.write_text(log.read_text().replace('"model.layers=2"', '"seed=0"'))
     (row,) = read_rows([sweep])
@@ -298,23 +308,23 @@ def test_a_trial_is_fitted_with_the_settings_of_its_run_yaml(true_chip: Efficien
 
 
 def test_skipped_trials_are_named_with_the_reason(
-    true_chip: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    true_efficiency: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    *usable, first, second, unsaved = make_trials((32, 64), true_chip)
+    *usable, first, second, trial_without_run = make_trials((32, 64), true_efficiency)
     wrong = [replace(t, results=replace(t.results, step=replace(t.results.step, step_s=-1.0))) for t in (first, second)]
-    sweep = saved_sweep(tmp_path / "sweep", [*usable, *wrong, unsaved])
+    sweep = save_sweep(tmp_path / "sweep", [*usable, *wrong, trial_without_run])
     (sweep / "trial-7" / RUN_FILE).unlink()
     assert run_train("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2, "too few are left"
     output = capfd.readouterr().out
     assert f"skipping 2 of 8 trials, because the step time is not a number above 0: {sweep}:{first.key}, " in output
-    assert f"skipping 1 of 8 trials, because the folder has no {RUN_FILE}: {sweep}:{unsaved.key}\n" in output
+    assert f"skipping 1 of 8 trials, because the folder has no {RUN_FILE}: {sweep}:{trial_without_run.key}\n" in output
     assert "using 5 of 8 trials\n" in output
 
 
 def test_fewer_trials_than_constants_are_refused(
-    true_chip: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    true_efficiency: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sweep = saved_sweep(tmp_path / "sweep", make_trials((32,), true_chip)[:1])
+    sweep = save_sweep(tmp_path / "sweep", make_trials((32,), true_efficiency)[:1])
     assert run_train("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2
     error = capfd.readouterr().err
     assert "v5e: 1 " in error and f" {len(FITTED_CONSTANTS)} " in error and "paths=" in error

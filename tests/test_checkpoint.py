@@ -48,9 +48,9 @@ def save(folder: Path, *steps: int, **config: int) -> None:
 
 def test_a_state_is_restored_with_its_data_position(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    with closing(open_checkpoints(tmp_path)) as tier:
-        assert tier.last_durable_step == 5
-        step, state, data, _ = tier.restore(abstract_state(make_state(0)))
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        assert checkpoints.last_durable_step == 5
+        step, state, data, _ = checkpoints.restore(abstract_state(make_state(0)))
     assert (step, data) == (5, DATA_POSITION)
     assert_equal(state, make_state(5))
 
@@ -58,12 +58,12 @@ def test_a_state_is_restored_with_its_data_position(tmp_path: Path) -> None:
 def test_a_background_save_is_correct_even_if_its_arrays_are_donated(tmp_path: Path) -> None:
     overwrite = jax.jit(lambda state: jax.tree.map(lambda x: x * 0, state), donate_argnums=0)
     state = make_state(3, size=1 << 20)
-    with closing(open_checkpoints(tmp_path)) as tier:
-        tier.save(3, state, DATA_POSITION)
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(3, state, DATA_POSITION)
         for _ in range(3):
             state = overwrite(state)
-        tier.wait()
-        _, restored, *_ = tier.restore(abstract_state(state))
+        checkpoints.wait()
+        _, restored, *_ = checkpoints.restore(abstract_state(state))
     assert_equal(restored, make_state(3, size=1 << 20))
 
 
@@ -92,11 +92,11 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path) -> 
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2, "the save was not under way"
     assert latest_step(tmp_path) == 1
-    with closing(open_checkpoints(tmp_path)) as tier:
-        step, state, *_ = tier.restore(abstract_state(make_state(0)))
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        step, state, *_ = checkpoints.restore(abstract_state(make_state(0)))
         assert step == 1
         assert_equal(state, make_state(1))
-        tier.save(2, make_state(2), DATA_POSITION)
+        checkpoints.save(2, make_state(2), DATA_POSITION)
     assert latest_step(tmp_path) == 2
 
 
@@ -104,8 +104,8 @@ def test_reading_does_not_disturb_a_save_in_progress(tmp_path: Path) -> None:
     save(tmp_path, 1)
     unfinished_folder = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
     unfinished_folder.mkdir()
-    with closing(open_checkpoints(tmp_path, read_only=True)) as tier:
-        assert tier.restore(abstract_state(make_state(0)))[0] == 1
+    with closing(open_checkpoints(tmp_path, read_only=True)) as checkpoints:
+        assert checkpoints.restore(abstract_state(make_state(0)))[0] == 1
     assert unfinished_folder.is_dir()
 
 
@@ -113,46 +113,47 @@ def test_a_renamed_checkpoint_is_refused_with_the_step_that_it_holds(tmp_path: P
     save(tmp_path, 10)
     renamed = (tmp_path / "checkpoints" / "10").rename(tmp_path / "checkpoints" / "20")
     with (
-        closing(open_checkpoints(tmp_path)) as tier,
-        pytest.raises(ValueError, match="at step 20 .* saved at step 10") as no,
+        closing(open_checkpoints(tmp_path)) as checkpoints,
+        pytest.raises(ValueError, match="at step 20 .* saved at step 10") as error,
     ):
-        tier.restore(abstract_state(make_state(0)))
-    assert f"Rename {renamed} to 10." in str(no.value)
+        checkpoints.restore(abstract_state(make_state(0)))
+    assert f"Rename {renamed} to 10." in str(error.value)
 
 
 def test_the_refusal_of_another_model_names_a_parameter(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    with closing(open_checkpoints(tmp_path)) as tier:
-        with pytest.raises(ValueError) as wider:
-            tier.restore(abstract_state(make_state(0, size=128)))
-        with pytest.raises(ValueError) as renamed:
-            tier.restore(abstract_state(make_state(0, name="v")))
-    assert "block.w is (64,) " in str(wider.value) and " (128,) " in str(wider.value)
-    assert "block.v is missing" in str(renamed.value) and "(1 more differs)" in str(renamed.value)
-    assert f"resume={tmp_path.name}" in str(renamed.value)
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        with pytest.raises(ValueError) as shape_error:
+            checkpoints.restore(abstract_state(make_state(0, size=128)))
+        with pytest.raises(ValueError) as name_error:
+            checkpoints.restore(abstract_state(make_state(0, name="v")))
+    assert "block.w is (64,) " in str(shape_error.value) and " (128,) " in str(shape_error.value)
+    assert "block.v is missing" in str(name_error.value) and "(1 more differs)" in str(name_error.value)
+    assert f"resume={tmp_path.name}" in str(name_error.value)
 
 
 def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    averaged = make_state(0)._replace(ema=make_state(0).parameters)
+    state_with_ema = make_state(0)._replace(ema=make_state(0).parameters)
     changed = {"optimizer.ema_decay": ("0.9", "null"), "optimizer.beta1": ("0.8", "0.9"), "seed": ("1", "0")}
-    with closing(open_checkpoints(tmp_path)) as tier:
-        with pytest.raises(ValueError) as unnamed:
-            tier.restore(abstract_state(averaged))
-        with pytest.raises(ValueError) as named:
-            tier.restore(abstract_state(averaged), changed_settings=changed)
-    assert "ema.block.w is only" in str(unnamed.value) and " more differ" not in str(unnamed.value)
-    assert "use optimizer.ema_decay=null" in str(named.value) and "0.9" in str(named.value)
-    for error in (unnamed, named):
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        with pytest.raises(ValueError) as error_without_changes:
+            checkpoints.restore(abstract_state(state_with_ema))
+        with pytest.raises(ValueError) as error_with_changes:
+            checkpoints.restore(abstract_state(state_with_ema), changed_settings=changed)
+    assert "ema.block.w is only" in str(error_without_changes.value)
+    assert " more differ" not in str(error_without_changes.value)
+    assert "use optimizer.ema_decay=null" in str(error_with_changes.value) and "0.9" in str(error_with_changes.value)
+    for error in (error_without_changes, error_with_changes):
         assert "a different optimizer" in str(error.value) and f"resume={tmp_path.name}" in str(error.value)
 
 
 def test_an_empty_folder_does_not_count_as_a_checkpoint(tmp_path: Path) -> None:
     assert latest_step(tmp_path) is None
-    with closing(open_checkpoints(tmp_path)) as tier:
-        assert tier.last_durable_step is None
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        assert checkpoints.last_durable_step is None
         with pytest.raises(ValueError, match="no finished checkpoint"):
-            tier.restore(abstract_state(make_state(0)))
+            checkpoints.restore(abstract_state(make_state(0)))
 
 
 def halve_file(path: Path) -> None:
@@ -190,22 +191,22 @@ def test_the_previous_checkpoint_replaces_a_damaged_one(
     save(tmp_path, 4, 5)
     folder = tmp_path / "checkpoints" / "5"
     DAMAGES[damage](folder)
-    with closing(open_checkpoints(tmp_path, read_only=True)) as tier:
-        assert tier.restore(abstract_state(make_state(0)))[0] == 4
+    with closing(open_checkpoints(tmp_path, read_only=True)) as checkpoints:
+        assert checkpoints.restore(abstract_state(make_state(0)))[0] == 4
     assert folder.is_dir(), "a reader changes nothing"
-    with closing(open_checkpoints(tmp_path)) as tier:
-        assert_equal(tier.restore(abstract_state(make_state(0)))[1], make_state(4))
-        tier.save(5, make_state(5), DATA_POSITION)
-        tier.wait()
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        assert_equal(checkpoints.restore(abstract_state(make_state(0)))[1], make_state(4))
+        checkpoints.save(5, make_state(5), DATA_POSITION)
+        checkpoints.wait()
     notes = capfd.readouterr().err.splitlines()
     assert len(notes) == 2
     assert all(" step 5 " in note and "is damaged: " in note and note.endswith(" step 4.") for note in notes)
     assert (tmp_path / "damaged-checkpoints-5").is_dir()
-    with closing(open_checkpoints(tmp_path)) as tier:
-        assert_equal(tier.restore(abstract_state(make_state(0)))[1], make_state(5))
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        assert_equal(checkpoints.restore(abstract_state(make_state(0)))[1], make_state(5))
 
 
-INTERRUPTED: dict[str, tuple[Callable[[Path], None], str]] = {
+INTERRUPTED_COPIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty": (lambda step: [shutil.rmtree(step), step.mkdir()][0], "the folder is empty"),
     "about missing": (DAMAGES["about missing"], "about/metadata is missing"),
     "about truncated": (DAMAGES["about truncated"], "about/metadata cannot be read"),
@@ -215,30 +216,30 @@ INTERRUPTED: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", INTERRUPTED)
+@pytest.mark.parametrize("damage", INTERRUPTED_COPIES)
 def test_the_previous_checkpoint_replaces_one_whose_copy_was_interrupted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str
 ) -> None:
     save(tmp_path, 4, 5)
     root = tmp_path / "checkpoints"
     (root / "5" / "checksums.json").unlink()
-    remove, words = INTERRUPTED[damage]
+    remove, reason = INTERRUPTED_COPIES[damage]
     remove(root / "5")
     listed = {c.step: str(c.damage) for c in stored_checkpoints(tmp_path, CheckpointConfig())}
-    assert listed == {4: "None", 5: words}
-    with closing(open_checkpoints(tmp_path, read_only=True)) as tier:
-        assert tier.restore(abstract_state(make_state(0)))[0] == 4
-    with closing(open_checkpoints(tmp_path)) as tier:
-        assert_equal(tier.restore(abstract_state(make_state(0)))[1], make_state(4))
-    note = f"The durable checkpoint at step 5 in {root} is damaged: {words}. Continuing from step 4."
+    assert listed == {4: "None", 5: reason}
+    with closing(open_checkpoints(tmp_path, read_only=True)) as checkpoints:
+        assert checkpoints.restore(abstract_state(make_state(0)))[0] == 4
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        assert_equal(checkpoints.restore(abstract_state(make_state(0)))[1], make_state(4))
+    note = f"The durable checkpoint at step 5 in {root} is damaged: {reason}. Continuing from step 4."
     assert capfd.readouterr().err.splitlines() == [note, note]
 
 
 def test_a_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    step, generator = tmp_path / "checkpoints" / "5", np.random.default_rng(0)
+    step_folder, generator = tmp_path / "checkpoints" / "5", np.random.default_rng(0)
     unchecked_files = {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}  # without anything of the state
-    for path in [p for p in step.rglob("*") if p.is_file() and p.name not in unchecked_files]:
+    for path in [p for p in step_folder.rglob("*") if p.is_file() and p.name not in unchecked_files]:
         content = path.read_bytes()
         bit_index = int(generator.integers(8 * len(content)))
         path.write_bytes(
@@ -246,13 +247,13 @@ def test_a_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
             + bytes([content[bit_index // 8] ^ 1 << bit_index % 8])
             + content[bit_index // 8 + 1 :]
         )
-        name = str(path.relative_to(step))
-        with closing(open_checkpoints(tmp_path)) as tier, pytest.raises(ValueError) as caught:
-            tier.restore(abstract_state(make_state(0)))
+        name = str(path.relative_to(step_folder))
+        with closing(open_checkpoints(tmp_path)) as checkpoints, pytest.raises(ValueError) as caught:
+            checkpoints.restore(abstract_state(make_state(0)))
         assert f"is damaged: {name} has changed" in str(caught.value)
         path.write_bytes(content)
-    with closing(open_checkpoints(tmp_path)) as tier:
-        assert_equal(tier.restore(abstract_state(make_state(0)))[1], make_state(5))
+    with closing(open_checkpoints(tmp_path)) as checkpoints:
+        assert_equal(checkpoints.restore(abstract_state(make_state(0)))[1], make_state(5))
 
 
 # TensorStore's other reads report to the event loop that Orbax has closed by then.
@@ -263,8 +264,8 @@ def test_the_refusal_of_damage_without_checksums_has_a_remedy(tmp_path: Path, da
     folder = tmp_path / "checkpoints" / "5"
     (folder / "checksums.json").unlink()
     DAMAGES[damage](folder)
-    with closing(open_checkpoints(tmp_path)) as tier, pytest.raises(ValueError) as caught:
-        tier.restore(abstract_state(make_state(0)))
+    with closing(open_checkpoints(tmp_path)) as checkpoints, pytest.raises(ValueError) as caught:
+        checkpoints.restore(abstract_state(make_state(0)))
     assert str(folder) in str(caught.value) and "Delete" in str(caught.value)
 
 

@@ -29,11 +29,14 @@ def open_both_tiers(folder: Path, team: Team = ALONE, **config: Any) -> Checkpoi
     return Checkpoints(folder / "run", CheckpointConfig(fast=fast, **config), team=team)
 
 
-def save(folder: Path, *, durable: tuple[int, ...] = (), fast: tuple[int, ...] = ()) -> None:
-    with closing(open_both_tiers(folder)) as tiers:
-        for step in sorted({*durable, *fast}):
-            assert step not in durable or tiers.save(step, make_state(step), DATA_POSITION) is None
-            assert step not in fast or tiers.save_fast(step, make_state(step), {**DATA_POSITION, "row": step}) is None
+def save(folder: Path, *, durable_steps: tuple[int, ...] = (), fast_steps: tuple[int, ...] = ()) -> None:
+    with closing(open_both_tiers(folder)) as checkpoints:
+        for step in sorted({*durable_steps, *fast_steps}):
+            assert step not in durable_steps or checkpoints.save(step, make_state(step), DATA_POSITION) is None
+            assert (
+                step not in fast_steps
+                or checkpoints.save_fast(step, make_state(step), {**DATA_POSITION, "row": step}) is None
+            )
 
 
 def process_folder(folder: Path) -> Path:
@@ -42,7 +45,7 @@ def process_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("durable", "fast", "step", "tier", "why"),
+    ("durable_steps", "fast_steps", "step", "tier", "source_suffix"),
     [
         ((3,), (4, 5), 5, "fast", "at step 3"),
         ((), (5,), 5, "fast", "no durable one"),
@@ -51,27 +54,32 @@ def process_folder(folder: Path) -> Path:
     ],
 )
 def test_the_newest_checkpoint_of_both_tiers_is_restored(
-    tmp_path: Path, durable: tuple[int, ...], fast: tuple[int, ...], step: int, tier: str, why: str
+    tmp_path: Path,
+    durable_steps: tuple[int, ...],
+    fast_steps: tuple[int, ...],
+    step: int,
+    tier: str,
+    source_suffix: str,
 ):
-    save(tmp_path, durable=durable, fast=fast)
-    with closing(open_both_tiers(tmp_path)) as tiers:
-        restored = tiers.restore(abstract_state(make_state(0)))
+    save(tmp_path, durable_steps=durable_steps, fast_steps=fast_steps)
+    with closing(open_both_tiers(tmp_path)) as checkpoints:
+        restored = checkpoints.restore(abstract_state(make_state(0)))
     assert_equal(restored.state, make_state(step))
     assert restored.step == step and restored.data["row"] == (step if tier == "fast" else DATA_POSITION["row"])
     assert restored.source.startswith(f"the {tier} checkpoint")
-    assert restored.source.endswith(why)
+    assert restored.source.endswith(source_suffix)
 
 
 def test_the_two_newest_are_kept_and_all_are_deleted_at_the_end(tmp_path: Path):
-    save(tmp_path, fast=(1, 2, 3))
+    save(tmp_path, fast_steps=(1, 2, 3))
     assert sorted(os.listdir(process_folder(tmp_path))) == ["2", "3"]
-    with closing(open_both_tiers(tmp_path)) as tiers:
-        tiers.mark_complete()
+    with closing(open_both_tiers(tmp_path)) as checkpoints:
+        checkpoints.mark_complete()
     assert not any((tmp_path / "fast").iterdir())
 
 
 def test_fast_checkpoint_metadata_lists_the_shards_of_each_array(tmp_path: Path):
-    save(tmp_path, fast=(2,))
+    save(tmp_path, fast_steps=(2,))
     metadata = json.loads((process_folder(tmp_path) / "2" / "about" / "metadata").read_text())
     assert (metadata["tier"], metadata["step"], metadata["process"]) == ("fast", 2, 0)
     assert metadata["shards"]["parameters.block.w"] == ["float32", "0:64"]
@@ -80,9 +88,10 @@ def test_fast_checkpoint_metadata_lists_the_shards_of_each_array(tmp_path: Path)
 def test_a_flipped_bit_in_any_file_falls_back_to_the_previous_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    save(tmp_path, durable=(3,), fast=(4, 5))
-    undamaged_folder, step, generator = tmp_path / "whole", process_folder(tmp_path) / "5", np.random.default_rng(0)
-    shutil.copytree(step, undamaged_folder)
+    save(tmp_path, durable_steps=(3,), fast_steps=(4, 5))
+    undamaged_folder, step_folder = tmp_path / "whole", process_folder(tmp_path) / "5"
+    generator = np.random.default_rng(0)
+    shutil.copytree(step_folder, undamaged_folder)
     unchecked_files = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # without anything of the state
     names = [
         p.relative_to(undamaged_folder)
@@ -91,58 +100,58 @@ def test_a_flipped_bit_in_any_file_falls_back_to_the_previous_checkpoint(
     ]
     assert len(names) >= 8
     for name in names:
-        shutil.rmtree(step, ignore_errors=True)
-        shutil.copytree(undamaged_folder, step)
-        body = bytearray((step / name).read_bytes())
+        shutil.rmtree(step_folder, ignore_errors=True)
+        shutil.copytree(undamaged_folder, step_folder)
+        body = bytearray((step_folder / name).read_bytes())
         body[generator.integers(len(body))] ^= 1 << int(generator.integers(8))
-        (step / name).write_bytes(body)
-        with closing(open_both_tiers(tmp_path)) as tiers:
-            restored = tiers.restore(abstract_state(make_state(0)))
+        (step_folder / name).write_bytes(body)
+        with closing(open_both_tiers(tmp_path)) as checkpoints:
+            restored = checkpoints.restore(abstract_state(make_state(0)))
         assert restored.step == 4, name
         assert_equal(restored.state, make_state(4))
         assert "at step 5" in capfd.readouterr().err
-        assert not step.exists(), "it would be taken for one that other processes have"
+        assert not step_folder.exists(), "it would be taken for one that other processes have"
 
 
 def test_the_other_tier_is_used_if_all_of_one_tier_are_damaged(tmp_path: Path):
-    save(tmp_path, durable=(3, 6), fast=(4, 5))
+    save(tmp_path, durable_steps=(3, 6), fast_steps=(4, 5))
     for step in (3, 6):
         (tmp_path / "run" / "checkpoints" / str(step) / "about" / "metadata").write_text("{}")
-    with closing(open_both_tiers(tmp_path)) as tiers:
-        assert tiers.restore(abstract_state(make_state(0))).step == 5
-        tiers.save(6, make_state(6), DATA_POSITION)
+    with closing(open_both_tiers(tmp_path)) as checkpoints:
+        assert checkpoints.restore(abstract_state(make_state(0))).step == 5
+        checkpoints.save(6, make_state(6), DATA_POSITION)
     assert sorted(os.listdir(tmp_path / "run")) == [
         "checkpoints",
         "damaged-checkpoints-3",
         "damaged-checkpoints-6",
         "id",
     ]
-    with closing(open_both_tiers(tmp_path)) as tiers:
-        assert_equal(tiers.restore(abstract_state(make_state(0))).state, make_state(6))
+    with closing(open_both_tiers(tmp_path)) as checkpoints:
+        assert_equal(checkpoints.restore(abstract_state(make_state(0))).state, make_state(6))
 
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path):
-    save(tmp_path, durable=(3,))
+    save(tmp_path, durable_steps=(3,))
     (tmp_path / "run" / "checkpoints" / "3" / "about" / "metadata").write_text("{}")
     message = r"^The durable checkpoint at step 3 in .* is damaged: .* delete .*/run, or use another name=\.$"
-    with closing(open_both_tiers(tmp_path)) as tiers, pytest.raises(ValueError, match=message):
-        tiers.restore(abstract_state(make_state(0)))
+    with closing(open_both_tiers(tmp_path)) as checkpoints, pytest.raises(ValueError, match=message):
+        checkpoints.restore(abstract_state(make_state(0)))
 
 
 def test_the_last_step_counts_both_tiers(tmp_path: Path):
-    save(tmp_path, fast=(4,))
-    with closing(open_both_tiers(tmp_path)) as tiers:
-        assert (tiers.last_durable_step, tiers.last_step) == (None, 4)
-    save(tmp_path, durable=(5,))
-    with closing(open_both_tiers(tmp_path)) as tiers:
-        assert (tiers.last_durable_step, tiers.last_step) == (5, 5)
+    save(tmp_path, fast_steps=(4,))
+    with closing(open_both_tiers(tmp_path)) as checkpoints:
+        assert (checkpoints.last_durable_step, checkpoints.last_step) == (None, 4)
+    save(tmp_path, durable_steps=(5,))
+    with closing(open_both_tiers(tmp_path)) as checkpoints:
+        assert (checkpoints.last_durable_step, checkpoints.last_step) == (5, 5)
 
 
 def test_a_start_without_the_fast_tier_makes_its_old_checkpoints_obsolete(tmp_path: Path):
-    save(tmp_path, durable=(3,), fast=(4,))
+    save(tmp_path, durable_steps=(3,), fast_steps=(4,))
     Checkpoints(tmp_path / "run", CheckpointConfig()).close()
-    with closing(open_both_tiers(tmp_path)) as tiers:
-        assert tiers.restore(abstract_state(make_state(0))).step == 3
+    with closing(open_both_tiers(tmp_path)) as checkpoints:
+        assert checkpoints.restore(abstract_state(make_state(0))).step == 3
 
 
 def test_fast_checkpoints_are_kept_if_the_last_durable_save_fails(
@@ -174,10 +183,10 @@ def test_a_save_that_fails_on_one_of_several_processes_aborts_the_run(tmp_path: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tier, "write_checksums", raise_disk_full)
-    with closing(Checkpoints(tmp_path / "run", CheckpointConfig(), team=OneOfTwo([]))) as tiers:
-        tiers.save(3, make_state(3), DATA_POSITION)
+    with closing(Checkpoints(tmp_path / "run", CheckpointConfig(), team=FakeTwoProcessTeam([]))) as checkpoints:
+        checkpoints.save(3, make_state(3), DATA_POSITION)
         with pytest.raises(NotSavedError, match="at step 3"):
-            tiers.wait()
+            checkpoints.wait()
 
 
 def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_path: Path):
@@ -186,9 +195,9 @@ def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_pa
     def sharded_state(step: int, spec: PartitionSpec) -> TrainState:
         return jax.device_put(make_state(step), NamedSharding(mesh, spec))
 
-    with closing(open_both_tiers(tmp_path)) as tiers:
-        tiers.save(3, sharded_state(3, PartitionSpec()), DATA_POSITION)
-        tiers.save_fast(4, sharded_state(4, PartitionSpec()), DATA_POSITION)
+    with closing(open_both_tiers(tmp_path)) as checkpoints:
+        checkpoints.save(3, sharded_state(3, PartitionSpec()), DATA_POSITION)
+        checkpoints.save_fast(4, sharded_state(4, PartitionSpec()), DATA_POSITION)
     template = abstract_state(sharded_state(0, PartitionSpec()))
     sharded_template = template._replace(
         parameters=jax.tree.map(
@@ -196,55 +205,55 @@ def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_pa
             template.parameters,
         )
     )
-    with closing(open_both_tiers(tmp_path)) as tiers:
-        restored = tiers.restore(sharded_template)
+    with closing(open_both_tiers(tmp_path)) as checkpoints:
+        restored = checkpoints.restore(sharded_template)
     assert restored.step == 3
     assert "step 4" in restored.source
     assert_equal(restored.state, make_state(3))
     assert not (process_folder(tmp_path) / "4").exists(), "the run goes another way from here"
 
 
-class OneOfTwo(Team):
-    """Fake two-process team, as seen from process 0. Process 1 has fast checkpoints at the steps `other`."""
+class FakeTwoProcessTeam(Team):
+    """Fake two-process team, as seen from process 0. Process 1 has fast checkpoints at `other_steps`."""
 
-    def __init__(self, other: list[int]) -> None:
+    def __init__(self, other_steps: list[int]) -> None:
         super().__init__(2, 0)
-        self._other = other
+        self._other_steps = other_steps
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
-        return [value, {"steps": self._other, "refused": []} if name == "fast checkpoints" else value]
+        return [value, {"steps": self._other_steps, "refused": []} if name == "fast checkpoints" else value]
 
 
 def test_all_processes_use_the_newest_common_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    save(tmp_path, fast=(4, 5))
-    with closing(open_both_tiers(tmp_path, OneOfTwo([4, 3]))) as tiers:
-        assert tiers.restore(abstract_state(make_state(0))).step == 4
+    save(tmp_path, fast_steps=(4, 5))
+    with closing(open_both_tiers(tmp_path, FakeTwoProcessTeam([4, 3]))) as checkpoints:
+        assert checkpoints.restore(abstract_state(make_state(0))).step == 4
     assert os.listdir(process_folder(tmp_path)) == ["4"], "the later one is not common, and is saved anew"
-    with closing(open_both_tiers(tmp_path, OneOfTwo([3]))) as tiers:
-        assert tiers.try_restore(abstract_state(make_state(0))) is None
+    with closing(open_both_tiers(tmp_path, FakeTwoProcessTeam([3]))) as checkpoints:
+        assert checkpoints.try_restore(abstract_state(make_state(0))) is None
     assert "on all processes" in capfd.readouterr().err
 
 
 def test_a_new_run_with_the_same_name_ignores_older_fast_checkpoints(tmp_path: Path):
-    save(tmp_path, fast=(4,))
+    save(tmp_path, fast_steps=(4,))
     shutil.rmtree(tmp_path / "run")
-    with closing(open_both_tiers(tmp_path)) as tiers:
-        assert tiers.try_restore(abstract_state(make_state(0))) is None
+    with closing(open_both_tiers(tmp_path)) as checkpoints:
+        assert checkpoints.try_restore(abstract_state(make_state(0))) is None
 
 
 def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(tmp_path: Path):
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 2.5}
-    with closing(open_both_tiers(tmp_path, keep=1, keep_best=2)) as tiers:
+    with closing(open_both_tiers(tmp_path, keep=1, keep_best=2)) as checkpoints:
         for step, loss in losses.items():
-            tiers.save(step, make_state(step), DATA_POSITION, {"eval_loss": loss})
-        tiers.save(6, make_state(6), DATA_POSITION)
+            checkpoints.save(step, make_state(step), DATA_POSITION, {"eval_loss": loss})
+        checkpoints.save(6, make_state(6), DATA_POSITION)
     assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [2, 4, 6]
 
 
 def test_one_checkpoint_per_interval_is_kept(tmp_path: Path):
-    with closing(open_both_tiers(tmp_path, keep=1, keep_every_h=1e-9)) as tiers:
+    with closing(open_both_tiers(tmp_path, keep=1, keep_every_h=1e-9)) as checkpoints:
         for step in (1, 2, 3):
-            tiers.save(step, make_state(step), DATA_POSITION)
+            checkpoints.save(step, make_state(step), DATA_POSITION)
     assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [1, 2, 3]
 
 
@@ -256,24 +265,24 @@ def test_invalid_checkpoint_policies_are_refused(tmp_path: Path, capfd: pytest.C
     assert "checkpoint.best=loss" in capfd.readouterr().err
 
 
-class Killed(BaseException):
+class SimulatedKill(BaseException):
     """Simulates a kill of the process during training, after which it saves nothing."""
 
 
 def test_a_killed_training_resumes_bit_for_bit_from_its_fast_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    show = screen.Screen.step
+    original_step = screen.Screen.step
 
-    def record_and_kill(self: screen.Screen, of_step: int, record: dict[str, Any], *, line: bool) -> None:
-        show(self, of_step, record, line=line)
-        if of_step == 5:
-            raise Killed
+    def record_and_kill(self: screen.Screen, step: int, record: dict[str, Any], *, line: bool) -> None:
+        original_step(self, step, record, line=line)
+        if step == 5:
+            raise SimulatedKill
 
     fast_settings = ("checkpoint=fast", "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
     with monkeypatch.context() as patch:
         patch.setattr(screen.Screen, "step", record_and_kill)
-        with pytest.raises(Killed):
+        with pytest.raises(SimulatedKill):
             run_train(*tiny_arguments(tmp_path, "steps=6", *fast_settings))
     assert not os.listdir(tmp_path / "run" / "checkpoints")
     capfd.readouterr()

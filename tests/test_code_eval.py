@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from runs import ONE_DEVICE_ARGUMENTS, copy_run, needs_sandbox, run_train, tiny_arguments, trained_run, training_records
-from valkyrie.code_eval import config as of_config
+from valkyrie.code_eval import config as config_module
 from valkyrie.code_eval import languages
 from valkyrie.code_eval.config import CodeEvalConfig, evaluation_problems
 from valkyrie.code_eval.judge import (
@@ -33,16 +33,22 @@ from valkyrie.code_eval.problems import SHIPPED_SETS, CodingProblem, read_proble
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.runs.tracking import read_metrics
 
-SOLUTIONS = Path(__file__).parent / "goldens"
+SOLUTIONS_FOLDER = Path(__file__).parent / "goldens"
 # uv cannot install a C++ compiler. Without one, C++ problems are refused, which is tested on every machine.
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-CODE = ("code_eval.problems=python", "code_eval.samples=2", "code_eval.tokens=6", "code_eval.batch=4")
-ADD = {"name": "add", "language": "python", "difficulty": "easy", "prompt": "def f():\n", "tests": "assert f()\n"}
+CODE_EVAL_OVERRIDES = ("code_eval.problems=python", "code_eval.samples=2", "code_eval.tokens=6", "code_eval.batch=4")
+ADD_PROBLEM = {
+    "name": "add",
+    "language": "python",
+    "difficulty": "easy",
+    "prompt": "def f():\n",
+    "tests": "assert f()\n",
+}
 
 
 @lru_cache
 def solutions(name: str) -> dict[str, str]:
-    lines = (SOLUTIONS / f"{name}_solutions.jsonl").read_text().splitlines()
+    lines = (SOLUTIONS_FOLDER / f"{name}_solutions.jsonl").read_text().splitlines()
     return {values["name"]: values["completion"] for values in map(json.loads, lines)}
 
 
@@ -62,12 +68,14 @@ def test_the_packaged_problems_are_valid() -> None:
 def test_every_problem_can_be_solved_and_a_wrong_answer_fails(name: str) -> None:
     problems = read_problems(name)
     more = {"cpp": "\nint later() { return 1; }", "python": "\ndef later():\n    return 1"}[name]
-    right = judge_all([(problem, solutions(name)[problem.name] + more) for problem in problems], Limits(30.0))
-    assert right is not None and [result.reason for result in right] == ["passed"] * len(problems)
+    solution_results = judge_all(
+        [(problem, solutions(name)[problem.name] + more) for problem in problems], Limits(30.0)
+    )
+    assert solution_results is not None and [result.reason for result in solution_results] == ["passed"] * len(problems)
     empty = {"cpp": "    return {};\n}\n", "python": "    return None\n"}[name]
-    wrong = judge_all([(problem, empty) for problem in problems], Limits(30.0)) or []
-    assert all(result.compiled and not result.passed for result in wrong)
-    assert all(re.search(r"status \d", result.reason) for result in wrong)
+    wrong_results = judge_all([(problem, empty) for problem in problems], Limits(30.0)) or []
+    assert all(result.compiled and not result.passed for result in wrong_results)
+    assert all(re.search(r"status \d", result.reason) for result in wrong_results)
 
 
 @needs_sandbox
@@ -102,7 +110,7 @@ def test_a_completion_is_judged_by_compiling_and_by_passing() -> None:
     ],
 )
 def test_a_completion_cannot_find_the_secret_that_proves_its_tests(completion: str) -> None:
-    result = judge(CodingProblem(**ADD), completion, Limits(30.0))
+    result = judge(CodingProblem(**ADD_PROBLEM), completion, Limits(30.0))
     assert result.compiled and not result.passed
 
 
@@ -147,7 +155,7 @@ def test_an_unclosed_function_has_no_end(text: str) -> None:
 
 
 def test_a_python_function_ends_with_its_indentation() -> None:
-    problem = CodingProblem(**ADD)
+    problem = CodingProblem(**ADD_PROBLEM)
     body = "    return 1\n\n    # and\n"
     assert truncate_completion(problem, f"{body}print(2)\n    3") == body
     assert (
@@ -167,7 +175,7 @@ def test_pass_at_k_is_the_fraction_of_subsets_with_a_passing_sample() -> None:
         pass_at_k(4, 1, 5)
 
 
-def test_rates_are_of_all_samples_and_pass_at_k_of_problems() -> None:
+def test_rates_count_samples_and_pass_at_k_counts_problems() -> None:
     problems = [CodingProblem(name, "cpp", difficulty, "{", "") for name, difficulty in (("a", "easy"), ("b", "hard"))]
     outcomes = {"a": [(True, True), (True, False)], "b": [(False, False), (True, False)]}
     results = [
@@ -181,13 +189,15 @@ def test_rates_are_of_all_samples_and_pass_at_k_of_problems() -> None:
 
 @needs_sandbox
 def test_judging_stops_on_request() -> None:
-    problem = CodingProblem(**ADD)
-    seen: list[None] = []
-    assert judge_all([(problem, "    return 1\n")] * 6, Limits(), 1, lambda: seen.append(None) or len(seen) > 2) is None
-    assert len(seen) == 6
+    problem = CodingProblem(**ADD_PROBLEM)
+    calls: list[None] = []
+    assert (
+        judge_all([(problem, "    return 1\n")] * 6, Limits(), 1, lambda: calls.append(None) or len(calls) > 2) is None
+    )
+    assert len(calls) == 6
 
 
-BAD = {
+INVALID_PROBLEMS = {
     "no tests": ({"tests": ""}, "no tests"),
     "no tests at all": ({"tests": None}, "tests must be"),
     "no prompt": ({"prompt": ...}, "prompt is missing"),
@@ -201,9 +211,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("change", "message"), INVALID_PROBLEMS.values(), ids=INVALID_PROBLEMS)
 def test_an_invalid_problem_is_refused_with_its_line(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    values = {key: value for key, value in (ADD | change).items() if value is not ...}
+    values = {key: value for key, value in (ADD_PROBLEM | change).items() if value is not ...}
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps(values) + "\n\n")
     (problem,) = evaluation_problems(CodeEvalConfig(problems=str(path)))
@@ -212,7 +222,7 @@ def test_an_invalid_problem_is_refused_with_its_line(tmp_path: Path, change: dic
 
 def test_all_invalid_lines_are_reported_together(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
-    path.write_text("\n".join([json.dumps(ADD), "{", json.dumps(ADD), "[]", *["{}"] * 4]))
+    path.write_text("\n".join([json.dumps(ADD_PROBLEM), "{", json.dumps(ADD_PROBLEM), "[]", *["{}"] * 4]))
     with pytest.raises(ValueError) as error:
         read_problems(str(path))
     message = str(error.value)
@@ -271,9 +281,9 @@ def test_a_missing_sandbox_is_refused_before_jax_loads_unless_it_is_disabled(
 
 
 def test_a_compiler_outside_the_sandbox_counts_as_missing() -> None:
-    at_home = {"g++": "/home/me/bin/g++", "clang++": None, "c++": None}.get
-    assert languages.find_compiler.__wrapped__(True, at_home) is None
-    assert languages.find_compiler.__wrapped__(False, at_home) == "/home/me/bin/g++"
+    which = {"g++": "/home/me/bin/g++", "clang++": None, "c++": None}.get
+    assert languages.find_compiler.__wrapped__(True, which) is None
+    assert languages.find_compiler.__wrapped__(False, which) == "/home/me/bin/g++"
 
 
 def test_the_path_of_a_users_problems_is_saved_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,23 +296,23 @@ def test_the_path_of_a_users_problems_is_saved_in_full(tmp_path: Path, monkeypat
 def test_training_and_mode_write_every_completion_and_the_rates(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_train(*tiny_arguments(tmp_path, "steps=4", "code_eval_every=2", *CODE)) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=4", "code_eval_every=2", *CODE_EVAL_OVERRIDES)) == 0
     out, folder = capfd.readouterr().out, tmp_path / "run"
     rates = [r for r in read_metrics(folder / "metrics.jsonl") if "python_pass_rate" in r]
     assert [r["step"] for r in rates] == [2, 4] and all(0 <= r["python_compile_rate"] <= 1 for r in rates)
     assert "step 2: python: " in out and "step 4: python: " in out
     last = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
     assert last["python_pass@2"] == rates[-1]["python_pass@2"]
-    trained_file = json.loads((folder / "code_eval.json").read_text())
+    training_record = json.loads((folder / "code_eval.json").read_text())
 
     assert run_train("mode=code_eval", f"resume={folder}") == 0
     out = capfd.readouterr().out
-    file = json.loads((folder / "code_eval.json").read_text())
+    mode_record = json.loads((folder / "code_eval.json").read_text())
     names = [problem.name for problem in read_problems("python") for _ in range(2)]
-    assert [completion["problem"] for completion in file["completions"]] == names
-    assert file["step"] == 4 and file["completions"] == [
+    assert [completion["problem"] for completion in mode_record["completions"]] == names
+    assert mode_record["step"] == 4 and mode_record["completions"] == [
         completion | {"seconds": mode_completion["seconds"]}
-        for completion, mode_completion in zip(trained_file["completions"], file["completions"], strict=True)
+        for completion, mode_completion in zip(training_record["completions"], mode_record["completions"], strict=True)
     ], "the same parameters and seed write the same"
     assert "step 4: python: " in out and "every completion: " in out and "difficulty" in out
 
@@ -311,7 +321,7 @@ def test_training_and_mode_write_every_completion_and_the_rates(
 @pytest.mark.slow
 def test_code_evaluation_does_not_change_the_loss(tmp_path: Path) -> None:
     plain = training_records(trained_run())
-    assert run_train(*tiny_arguments(tmp_path, "steps=6", "code_eval_every=3", *CODE)) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=6", "code_eval_every=3", *CODE_EVAL_OVERRIDES)) == 0
     evaluated = training_records(tmp_path / "run")
     assert {step: r["loss"] for step, r in evaluated.items()} == {step: r["loss"] for step, r in plain.items()}
 
@@ -324,8 +334,8 @@ def test_a_sandbox_failure_does_not_end_a_training(
         raise SandboxError("the sandbox could not be created: no namespaces left")
 
     monkeypatch.setattr("valkyrie.train.code.judge_all", fail)
-    monkeypatch.setattr(of_config, "evaluation_problems", lambda config: [])
-    assert run_train(*tiny_arguments(tmp_path, "steps=2", "code_eval_every=1", *CODE)) == 0
+    monkeypatch.setattr(config_module, "evaluation_problems", lambda config: [])
+    assert run_train(*tiny_arguments(tmp_path, "steps=2", "code_eval_every=1", *CODE_EVAL_OVERRIDES)) == 0
     assert "all is used" in capfd.readouterr().out
 
 

@@ -19,7 +19,7 @@ from valkyrie.code_eval.problems import CodingProblem, read_problems
 from valkyrie.code_eval.sandbox import SandboxStep, SandboxStepResult, run_steps, sandbox_problem
 
 pytestmark = needs_sandbox
-MARK = "98765.4321"
+SLEEP_S = "98765.4321"
 """Duration in seconds that programs of these tests sleep. It identifies them among all processes."""
 
 
@@ -31,7 +31,7 @@ def running_programs() -> list[str]:
             words = file.read_bytes().split(b"\0")
         except OSError:
             continue
-        running += [str(file)] if MARK.encode() in words else []
+        running += [str(file)] if SLEEP_S.encode() in words else []
     return running
 
 
@@ -74,12 +74,12 @@ def test_an_endless_loop_ends_at_the_time_limit() -> None:
 
 
 def test_a_sleeping_program_ends_at_the_time_limit_with_its_children() -> None:
-    result = shell(f"setsid sleep {MARK} & sleep {MARK} & trap '' TERM INT HUP; sleep {MARK}", time_s=1.0)
+    result = shell(f"setsid sleep {SLEEP_S} & sleep {SLEEP_S} & trap '' TERM INT HUP; sleep {SLEEP_S}", time_s=1.0)
     assert (result.status, result.limit) == (137, "time") and all_have_ended()
 
 
 def test_children_end_with_the_program_that_left_them() -> None:
-    assert shell(f"setsid sleep {MARK} & echo ok").output == "ok\n" and all_have_ended()
+    assert shell(f"setsid sleep {SLEEP_S} & echo ok").output == "ok\n" and all_have_ended()
 
 
 def test_a_fork_bomb_is_limited_and_ends() -> None:
@@ -166,7 +166,7 @@ def test_no_step_runs_after_a_failed_one() -> None:
 def test_a_killed_evaluation_leaves_no_program(tmp_path: Path) -> None:
     script = (
         "from valkyrie.code_eval.sandbox import *\n"
-        f"run_steps({{}}, [SandboxStep(('sh', '-c', 'setsid sleep {MARK} & sleep {MARK}'), 100.0, 256)])"
+        f"run_steps({{}}, [SandboxStep(('sh', '-c', 'setsid sleep {SLEEP_S} & sleep {SLEEP_S}'), 100.0, 256)])"
     )
     job = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
     deadline = time.monotonic() + 30
@@ -178,7 +178,7 @@ def test_a_killed_evaluation_leaves_no_program(tmp_path: Path) -> None:
     assert all_have_ended()
 
 
-UNPRIVILEGED = """
+UNPRIVILEGED_PROGRAM = """
 import os, sys
 from valkyrie.code_eval import sandbox
 from valkyrie.code_eval.sandbox import SandboxStep, run_steps, sandbox_problem
@@ -196,7 +196,9 @@ def test_a_user_without_privileges_has_the_same_sandbox() -> None:
         # Some kernels allow user namespaces only to root. Other users then have no sandbox, so there is none to test.
         pytest.skip("this kernel allows user namespaces only to root")
     environment = {**os.environ, "TMPDIR": "/tmp"}
-    result = subprocess.run([sys.executable, "-c", UNPRIVILEGED], env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", UNPRIVILEGED_PROGRAM], env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("No such file") == 2 and result.stdout.strip().endswith("kept apart")
 

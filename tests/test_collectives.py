@@ -17,22 +17,22 @@ from valkyrie.machine.network import CollectiveCost, LinkModel, Machine, parse_a
 from valkyrie.parallel.axis_links import DCN
 
 BYTES = 64e6
-LINK = CHIPS["v4"].ici_link_gbs * 1e9
+LINK_RATE = CHIPS["v4"].ici_link_gbs * 1e9
 
 
-def network(shape, **more) -> tuple[LinkModel, np.ndarray]:
+def make_network(shape, **more) -> tuple[LinkModel, np.ndarray]:
     """Return a torus of v4 chips, and an array of its device IDs, indexed by slice and torus coordinates."""
     topology = make_topology(shape, **more)
     return LinkModel(make_machine("v4", topology)), np.arange(topology.devices).reshape(topology.slices, *shape)
 
 
-def seconds_of_links(cost: CollectiveCost, kind: str) -> float:
+def link_seconds(cost: CollectiveCost, kind: str) -> float:
     """Return the seconds of a transfer without latency, at the full bandwidth of the links."""
     share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.DEFAULT_ICI_EFFICIENCY)
     return (cost.total_s - cost.latency_s) * share
 
 
-def lines(ids: np.ndarray, axis: int) -> np.ndarray:
+def axis_groups(ids: np.ndarray, axis: int) -> np.ndarray:
     """Return the groups of devices along one axis of the torus."""
     return np.moveaxis(ids[0], axis, -1).reshape(-1, ids.shape[axis + 1])
 
@@ -40,22 +40,22 @@ def lines(ids: np.ndarray, axis: int) -> np.ndarray:
 @pytest.mark.parametrize(("kind", "passes"), [("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_ring_uses_both_links_of_an_axis(kind, passes, axis):
-    net, ids = network((4, 4, 8))
-    groups = lines(ids, axis)
+    net, ids = make_network((4, 4, 8))
+    groups = axis_groups(ids, axis)
     n = groups.shape[1]
     cost = net.collective_cost(kind, groups, BYTES)
-    assert seconds_of_links(cost, kind) == pytest.approx(passes * (n - 1) / n * BYTES / (2 * LINK))
+    assert link_seconds(cost, kind) == pytest.approx(passes * (n - 1) / n * BYTES / (2 * LINK_RATE))
     assert cost.bytes_sent == passes * (n - 1) / n * BYTES
     assert cost.bytes_by_axis == {"abc"[axis]: cost.bytes_sent}
     assert cost.latency_s == pytest.approx(assumptions.COLLECTIVE_START_S + passes * n / 2 * 1e-6)
 
 
 def test_a_line_is_half_as_fast_as_a_ring():
-    ring, ids = network((4, 4, 4))
-    line, _ = network((4, 4, 4), wrap=(False, False, False))
-    groups = lines(ids, 1)
+    ring, ids = make_network((4, 4, 4))
+    line, _ = make_network((4, 4, 4), wrap=(False, False, False))
+    groups = axis_groups(ids, 1)
     ring_cost, line_cost = (net.collective_cost("all-gather", groups, BYTES) for net in (ring, line))
-    assert seconds_of_links(line_cost, "all-gather") == pytest.approx(2 * seconds_of_links(ring_cost, "all-gather"))
+    assert link_seconds(line_cost, "all-gather") == pytest.approx(2 * link_seconds(ring_cost, "all-gather"))
     assert line_cost.latency_s == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
 
 
@@ -64,7 +64,7 @@ def test_an_all_gather_on_v5e_takes_the_time_in_the_scaling_book():
     net = LinkModel(make_machine("v5e", make_topology((4, 8))))
     groups = np.arange(32).reshape(4, 8).T
     cost = net.collective_cost("all-gather", groups, 34e6)
-    assert seconds_of_links(cost, "all-gather") == pytest.approx(566e-6, rel=0.01)
+    assert link_seconds(cost, "all-gather") == pytest.approx(566e-6, rel=0.01)
     assert cost.total_s == pytest.approx(680e-6, rel=0.08)
     small = net.collective_cost("all-gather", groups, 4 * 32e3)
     assert small.total_s == pytest.approx(8e-6, rel=0.4)
@@ -72,72 +72,72 @@ def test_an_all_gather_on_v5e_takes_the_time_in_the_scaling_book():
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-reduce"])
 def test_all_axes_of_a_cube_are_used_at_once(kind):
-    net, ids = network((4, 4, 4))
+    net, ids = make_network((4, 4, 4))
     cost = net.collective_cost(kind, ids.reshape(1, -1), BYTES)
     passes = 2 if kind == "all-reduce" else 1
-    assert seconds_of_links(cost, kind) == pytest.approx(passes * 63 / 64 * BYTES / (6 * LINK))
+    assert link_seconds(cost, kind) == pytest.approx(passes * 63 / 64 * BYTES / (6 * LINK_RATE))
     assert sum(cost.bytes_by_axis.values()) == pytest.approx(cost.bytes_sent)
     assert set(cost.bytes_by_axis) == {"a", "b", "c"}
 
 
 def test_a_plane_uses_the_links_of_two_axes():
-    net, ids = network((4, 4, 4))
+    net, ids = make_network((4, 4, 4))
     cost = net.collective_cost("all-gather", ids[0].transpose(1, 0, 2).reshape(4, 16), BYTES)
-    assert seconds_of_links(cost, "all-gather") == pytest.approx(15 / 16 * BYTES / (4 * LINK))
+    assert link_seconds(cost, "all-gather") == pytest.approx(15 / 16 * BYTES / (4 * LINK_RATE))
     assert set(cost.bytes_by_axis) == {"a", "c"}
 
 
 def test_a_group_on_half_of_an_axis_is_a_line():
-    net, ids = network((8, 4, 4))
-    halves = lines(ids, 0).reshape(-1, 4)
+    net, ids = make_network((8, 4, 4))
+    halves = axis_groups(ids, 0).reshape(-1, 4)
     cost = net.collective_cost("all-gather", halves, BYTES)
-    assert seconds_of_links(cost, "all-gather") == pytest.approx(3 / 4 * BYTES / LINK)
+    assert link_seconds(cost, "all-gather") == pytest.approx(3 / 4 * BYTES / LINK_RATE)
 
 
 def test_groups_that_skip_chips_share_their_links():
-    net, ids = network((8, 4, 4))
-    skipping = np.concatenate([lines(ids, 0)[:, 0::2], lines(ids, 0)[:, 1::2]])
+    net, ids = make_network((8, 4, 4))
+    skipping = np.concatenate([axis_groups(ids, 0)[:, 0::2], axis_groups(ids, 0)[:, 1::2]])
     cost = net.collective_cost("all-gather", skipping, BYTES)
-    assert seconds_of_links(cost, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / (2 * LINK))
+    assert link_seconds(cost, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / (2 * LINK_RATE))
 
 
 @pytest.mark.parametrize(("shape", "wrap", "crossings"), [((4, 4, 4), True, 2.0), ((2, 2, 4), False, 4.0)])
 def test_an_all_to_all_loads_the_busiest_link(shape, wrap, crossings):
     """On a ring of 4, each link is crossed twice per direction. On a line of 4, the middle link is crossed 4 times."""
-    net, ids = network(shape, wrap=(wrap,) * 3)
-    cost = net.collective_cost("all-to-all", lines(ids, 2), BYTES)
-    assert seconds_of_links(cost, "all-to-all") == pytest.approx(crossings * BYTES / 4 / LINK)
+    net, ids = make_network(shape, wrap=(wrap,) * 3)
+    cost = net.collective_cost("all-to-all", axis_groups(ids, 2), BYTES)
+    assert link_seconds(cost, "all-to-all") == pytest.approx(crossings * BYTES / 4 / LINK_RATE)
     assert cost.bytes_sent == min_bytes_sent("all-to-all", BYTES, 4)
 
 
 def test_a_permute_uses_one_direction_and_the_reverse_permute_the_other():
-    net, ids = network((4, 4, 4))
-    ring = lines(ids, 0)
+    net, ids = make_network((4, 4, 4))
+    ring = axis_groups(ids, 0)
     up = np.stack([ring.ravel(), np.roll(ring, -1, axis=1).ravel()], axis=1)
     forward, backward = net.permute_cost(up, BYTES), net.permute_cost(up[:, ::-1], BYTES)
-    assert seconds_of_links(forward, "collective-permute") == pytest.approx(BYTES / LINK)
+    assert link_seconds(forward, "collective-permute") == pytest.approx(BYTES / LINK_RATE)
     assert set(forward.busy_s) == {"a+"} and set(backward.busy_s) == {"a-"}
     assert forward.bytes_sent == BYTES and forward.bytes_by_axis == {"a": BYTES}
 
 
 def test_a_permute_to_a_distant_chip_crosses_every_link_between():
-    net, ids = network((8, 4, 4))
-    ring = lines(ids, 0)
+    net, ids = make_network((8, 4, 4))
+    ring = axis_groups(ids, 0)
     pairs = np.stack([ring.ravel(), np.roll(ring, -3, axis=1).ravel()], axis=1)
     cost = net.permute_cost(pairs, BYTES)
-    assert seconds_of_links(cost, "collective-permute") == pytest.approx(3 * BYTES / LINK)
+    assert link_seconds(cost, "collective-permute") == pytest.approx(3 * BYTES / LINK_RATE)
     assert cost.latency_s == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
 
 
 def test_a_permute_between_slices_takes_the_rate_of_their_network() -> None:
-    net, ids = network((4, 4, 4), slices=2)
+    net, ids = make_network((4, 4, 4), slices=2)
     cost = net.permute_cost(np.stack([ids[0].ravel(), ids[1].ravel()], axis=1), BYTES)
     assert cost.total_s - cost.latency_s == pytest.approx(BYTES * 4 / 25e9)  # 4 devices share their host's 25 GB/s
     assert set(cost.busy_s) == {DCN} and cost.bytes_by_axis == {DCN: BYTES}
 
 
 def test_a_ragged_all_to_all_sends_as_much_between_slices_as_an_all_to_all() -> None:
-    net, ids = network((4, 4, 4), slices=2)
+    net, ids = make_network((4, 4, 4), slices=2)
     groups = ids.reshape(1, -1)
     ragged, even = (net.collective_cost(kind, groups, BYTES) for kind in ("ragged-all-to-all", "all-to-all"))
     assert ragged == even and even.bytes_by_axis[DCN] == BYTES / 2
@@ -148,15 +148,20 @@ def test_two_devices_of_a_chip_share_its_links_and_have_a_link_between_them():
     positions = [Position(0, (x, y), core) for x in range(4) for y in range(4) for core in range(2)]
     net = LinkModel(Machine(CHIPS["v4"], topology, tuple(positions), {"x": 4, "y": 4, "z": 2}))
     ids = np.arange(32).reshape(4, 4, 2)
-    along = net.collective_cost("all-gather", ids.transpose(1, 2, 0).reshape(8, 4), BYTES)
-    assert seconds_of_links(along, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / LINK)
-    inside = net.collective_cost("all-gather", ids.reshape(16, 2), BYTES)
-    assert seconds_of_links(inside, "all-gather") == pytest.approx(BYTES / 2 / LINK / assumptions.CORE_BANDWIDTH_RATIO)
-    assert inside.bytes_by_axis == {"core": BYTES / 2} and inside.latency_s < along.latency_s
+    between_chips_cost = net.collective_cost("all-gather", ids.transpose(1, 2, 0).reshape(8, 4), BYTES)
+    assert link_seconds(between_chips_cost, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / LINK_RATE)
+    between_cores_cost = net.collective_cost("all-gather", ids.reshape(16, 2), BYTES)
+    assert link_seconds(between_cores_cost, "all-gather") == pytest.approx(
+        BYTES / 2 / LINK_RATE / assumptions.CORE_BANDWIDTH_RATIO
+    )
+    assert (
+        between_cores_cost.bytes_by_axis == {"core": BYTES / 2}
+        and between_cores_cost.latency_s < between_chips_cost.latency_s
+    )
 
 
 def test_devices_of_a_host_share_its_network_between_slices():
-    net, ids = network((4, 4, 4), slices=2)
+    net, ids = make_network((4, 4, 4), slices=2)
     cost = net.between_slices_cost("all-reduce", BYTES, 2)
     assert cost.total_s - cost.latency_s == pytest.approx(BYTES * 4 / 25e9)
     assert cost.bytes_by_axis == {DCN: BYTES}
@@ -182,7 +187,7 @@ def test_a_chips_network_bandwidth_does_not_depend_on_its_host_size(name):
 
 
 def test_a_group_of_one_sends_nothing():
-    net, ids = network((4, 4, 4))
+    net, ids = make_network((4, 4, 4))
     assert net.collective_cost("all-reduce", ids.reshape(-1, 1), BYTES) == CollectiveCost()
     assert net.permute_cost(np.zeros((0, 2), int), BYTES) == CollectiveCost()
 
@@ -191,7 +196,7 @@ def config(emitter: str, debug: str) -> dict:
     return {"collective_algorithm_config": {"emitter": emitter, "debug": debug}}
 
 
-ONE_RING_EMITTERS = config("1DAllGatherNonMajorDimImbalanced", "\ngroup_size = 16 \nhas_reordering_map: true \n")
+ONE_RING = config("1DAllGatherNonMajorDimImbalanced", "\ngroup_size = 16 \nhas_reordering_map: true \n")
 TWO_DIMS = config(
     "RotatedPincerEmitter",
     "\nStrategyND{colors:2 phases:2 cores:{4 4},{4 4} num_dims:2 active_dims:110 dim_sizes:4,4 "
@@ -199,33 +204,35 @@ TWO_DIMS = config(
 )
 
 
-BESIDE_PRODUCTS = config("BarnaCoreAllGatherEmitter", "\ngroup_size = 16 \nhas_reordering_map: false \n")
+OVERLAPPED_GATHER = config("BarnaCoreAllGatherEmitter", "\ngroup_size = 16 \nhas_reordering_map: false \n")
 
 
 def test_overlapped_gathers_on_v4_use_one_ring_in_mesh_order():
     """At the end of a row, the ring returns over the links of the whole row, which its other hops also use."""
-    net, ids = network((4, 4, 4), wrap=(False, False, False))
+    net, ids = make_network((4, 4, 4), wrap=(False, False, False))
     planes = ids[0].reshape(4, 16)
-    cost = net.collective_cost("all-gather", planes, BYTES, parse_algorithm(BESIDE_PRODUCTS))
-    one_link_of_a_row = 15 / 16 * BYTES / LINK
-    assert seconds_of_links(cost, "all-gather") == pytest.approx(one_link_of_a_row)
+    cost = net.collective_cost("all-gather", planes, BYTES, parse_algorithm(OVERLAPPED_GATHER))
+    one_link_of_a_row = 15 / 16 * BYTES / LINK_RATE
+    assert link_seconds(cost, "all-gather") == pytest.approx(one_link_of_a_row)
     by_rows_and_columns = net.collective_cost("all-gather", planes, BYTES)
-    assert seconds_of_links(by_rows_and_columns, "all-gather") == pytest.approx(one_link_of_a_row / 2)
+    assert link_seconds(by_rows_and_columns, "all-gather") == pytest.approx(one_link_of_a_row / 2)
 
 
 def test_a_single_ring_through_a_plane_uses_two_links():
-    net, ids = network((4, 4, 4))
+    net, ids = make_network((4, 4, 4))
     planes = ids[0].reshape(4, 16)
-    cost = net.collective_cost("all-gather", planes, BYTES, parse_algorithm(ONE_RING_EMITTERS))
-    assert seconds_of_links(cost, "all-gather") == pytest.approx(15 / 16 * BYTES / (2 * LINK))
+    cost = net.collective_cost("all-gather", planes, BYTES, parse_algorithm(ONE_RING))
+    assert link_seconds(cost, "all-gather") == pytest.approx(15 / 16 * BYTES / (2 * LINK_RATE))
 
 
 def test_the_compilers_dimension_orders_are_parsed():
-    how = parse_algorithm(TWO_DIMS)
-    assert how is not None and how.sizes == (4, 4) and how.orders == ((0, 1), (1, 0))
-    net, ids = network((4, 4, 4))
+    algorithm = parse_algorithm(TWO_DIMS)
+    assert algorithm is not None and algorithm.sizes == (4, 4) and algorithm.orders == ((0, 1), (1, 0))
+    net, ids = make_network((4, 4, 4))
     planes = ids[0].reshape(4, 16)
-    assert net.collective_cost("all-reduce", planes, BYTES, how) == net.collective_cost("all-reduce", planes, BYTES)
+    assert net.collective_cost("all-reduce", planes, BYTES, algorithm) == net.collective_cost(
+        "all-reduce", planes, BYTES
+    )
 
 
 def test_an_unstated_algorithm_is_none():

@@ -31,8 +31,7 @@ from valkyrie.machine.replay import Replay
 from valkyrie.paths import source_digest
 from valkyrie.processes.child import ChildProcess
 from valkyrie.records import RecordError, decode, encode, read_record, write_record
-from valkyrie.search.compile import cache
-from valkyrie.search.compile import runner as compiling
+from valkyrie.search.compile import cache, runner
 from valkyrie.search.compile.cache import (
     OUTCOME_FILE,
     PROGRAM_FILE,
@@ -84,7 +83,7 @@ Program hbm requirement 37.85G:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
     return compose_run("model=s5_tiny", "mesh=2x2x1", "partition=fsdp", "target=cpu", "batch=8", "seq=16")
 
@@ -130,9 +129,9 @@ def test_a_kernel_without_enough_scratch_memory_is_named(text):
 def test_the_temporaries_of_the_tpu_compiler_include_the_arguments():
     text = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.25G) "
     run = compose_run("model=gpt_tiny", "mesh=2x2x1", "partition=fsdp", "target=v5e-4", "batch=8", "seq=16")
-    short = _too_large_outcome(run, parse_shortage(f"{text}exceeds available HBM (15.75G)."), "why").shortage
-    assert short is not None and (short.needed, short.usable) == (int(16.25 * GIB), 15.75 * GIB)
-    assert sum(part.bytes for part in short.largest) == short.needed
+    shortage = _too_large_outcome(run, parse_shortage(f"{text}exceeds available HBM (15.75G)."), "why").shortage
+    assert shortage is not None and (shortage.needed, shortage.usable) == (int(16.25 * GIB), 15.75 * GIB)
+    assert sum(part.bytes for part in shortage.largest) == shortage.needed
 
 
 @pytest.mark.parametrize(("backend", "peak"), [("tpu", 700), ("cpu", 100 + 90 - 80 + 900 + 7)])
@@ -144,15 +143,15 @@ def test_the_peak_of_a_tpu_is_the_compilers_peak_not_its_temporaries(backend: st
 
 @needs_libtpu
 @pytest.mark.slow  # compiles for a TPU
-@pytest.mark.parametrize(("layers", "keeps"), [(24, False), (24, True), (2, False)])
-def test_offloaded_activations_are_not_in_the_peak_of_a_tpu(layers: int, keeps: bool):
+@pytest.mark.parametrize(("layers", "is_saved"), [(24, False), (24, True), (2, False)])
+def test_offloaded_activations_are_not_in_the_peak_of_a_tpu(layers: int, is_saved: bool):
     rows, width = 2**15, 2048
     mesh, _ = tpu_mesh("v5e:2x2")
     policies = jax.checkpoint_policies
     offload = {"offload_src": "device", "offload_dst": "pinned_host"}
     policy = (
         policies.save_only_these_names("kept")
-        if keeps
+        if is_saved
         else policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[], names_which_can_be_offloaded=["kept"], **offload
         )
@@ -165,81 +164,84 @@ def test_offloaded_activations_are_not_in_the_peak_of_a_tpu(layers: int, keeps: 
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0].astype(jnp.float32))
 
-    whole = NamedSharding(mesh, PartitionSpec())
-    w = jax.ShapeDtypeStruct((layers, width, width), jnp.bfloat16, sharding=whole)
-    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16, sharding=whole)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    w = jax.ShapeDtypeStruct((layers, width, width), jnp.bfloat16, sharding=replicated)
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16, sharding=replicated)
     lowered = jax.jit(jax.grad(loss)).lower(w, x)
     with without_cache():
         compiled = lowered.compile()
-        alone = peak_without_host(compiled, lowered.compile, [], get_platform("tpu"))
+        peak_bytes = peak_without_host(compiled, lowered.compile, [], get_platform("tpu"))
     sizes = compiled.memory_analysis()
     activation, weights = 2 * rows * width, 2 * 2 * layers * width**2
-    assert sizes is not None and sizes.host_temp_size_in_bytes == (0 if keeps else layers * activation)
-    offloaded_layers = layers if keeps else 0
+    assert sizes is not None and sizes.host_temp_size_in_bytes == (0 if is_saved else layers * activation)
+    offloaded_layers = layers if is_saved else 0
     assert (
         offloaded_layers + 2 <= (get_platform("tpu").peak_bytes(sizes) - weights) / activation <= offloaded_layers + 7
     )
-    assert (alone is None) == keeps and (alone is None or 2 <= (alone - weights) / activation <= 5)
+    assert (peak_bytes is None) == is_saved
+    assert peak_bytes is None or 2 <= (peak_bytes - weights) / activation <= 5
 
 
 @pytest.mark.slow
-def test_a_program_whose_peak_exceeds_the_memory_of_its_chip_does_not_fit(tiny: Run):
+def test_a_program_whose_peak_exceeds_the_memory_of_its_chip_does_not_fit(tiny_run: Run):
     chip = replace(ChipConfig(), name="small", platform="cpu", usable_hbm_gib=1e-6)
-    target = replace(tiny.config.target, chip=chip)
-    outcome = compile_layout(tiny.changed(target=target), 300).outcome
-    short = outcome.shortage
-    assert short is not None and (short.needed or 0) > (short.usable or 0) == int(1e-6 * GIB)
+    target = replace(tiny_run.config.target, chip=chip)
+    outcome = compile_layout(tiny_run.changed(target=target), 300).outcome
+    shortage = outcome.shortage
+    assert shortage is not None and (shortage.needed or 0) > (shortage.usable or 0) == int(1e-6 * GIB)
     assert "exceeds" in (outcome.reason or "")
 
 
 @pytest.mark.parametrize(
-    ("needs", "helps", "platform", "calls"),
+    ("needed", "is_enough", "platform", "calls"),
     [("16.25G", True, "tpu", 2), ("16.25G", False, "tpu", 2), ("17.40G", True, "tpu", 1), ("16.25G", True, "cpu", 1)],
 )
 def test_a_slight_misfit_is_compiled_again_with_options_that_save_memory(
-    needs: str, helps: bool, platform: str, calls: int
+    needed: str, is_enough: bool, platform: str, calls: int
 ):
     attempts = []
     options = [Option("a", "1", CHIP), Option("xla_jf_enable_multi_output_fusion", "true", USER)]
-    text = f"RESOURCE_EXHAUSTED: memory required for HLO temporaries ({needs}) exceeds available HBM (15.75G)."
+    text = f"RESOURCE_EXHAUSTED: memory required for HLO temporaries ({needed}) exceeds available HBM (15.75G)."
 
-    def compiling_it(compiler_options: dict[str, str] | None = None) -> str:
+    def fake_compile(compiler_options: dict[str, str] | None = None) -> str:
         attempts.append(compiler_options)
-        if compiler_options is None or not helps:
+        if compiler_options is None or not is_enough:
             raise RuntimeError(text)
         return "compiled"
 
-    if calls == 2 and helps:
-        compiled, used = compile_within_memory(options, compiling_it, get_platform(platform))
-        saved = [*options, Option("xla_tpu_order_dot_after_layout", "false", TO_FIT)]
-        assert (compiled, used) == ("compiled", saved), "what the user set stays"
-        assert attempts[1] == {option.name: option.value for option in saved}
+    if calls == 2 and is_enough:
+        compiled, used = compile_within_memory(options, fake_compile, get_platform(platform))
+        expected_options = [*options, Option("xla_tpu_order_dot_after_layout", "false", TO_FIT)]
+        assert (compiled, used) == ("compiled", expected_options), "what the user set stays"
+        assert attempts[1] == {option.name: option.value for option in expected_options}
     else:
-        with pytest.raises(RuntimeError, match=needs):
-            compile_within_memory(options, compiling_it, get_platform(platform))
+        with pytest.raises(RuntimeError, match=needed):
+            compile_within_memory(options, fake_compile, get_platform(platform))
     assert len(attempts) == calls
 
 
-def test_a_layout_is_compiled_once(tiny: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_layout_is_compiled_once(tiny_run: Run, monkeypatch: pytest.MonkeyPatch):
     lines: list[str] = []
-    first = compile_layout(tiny, 300, progress=lines.append)
-    step = first.outcome.step
-    assert step is not None and not first.cached, first.outcome
+    first_run = compile_layout(tiny_run, 300, progress=lines.append)
+    step = first_run.outcome.step
+    assert step is not None and not first_run.cached, first_run.outcome
     assert step.axes == {"x": 2, "y": 2, "z": 1} and len(step.positions) == 4
     assert step.memory.split["activations and temporaries"] > 0
-    assert first.module_file.stat().st_size > 1000
+    assert first_run.module_file.stat().st_size > 1000
     assert lines[0].startswith("compiling for cpu")
-    again = compile_layout(tiny, 300)
-    assert (again.outcome, again.cached) == (first.outcome, True)
-    (first.folder / OUTCOME_FILE).write_text('{"status": "o')  # a disk that was full, say
-    mended = compile_layout(tiny, 300)
-    assert mended.cached and cache.read_outcome(first.folder) == mended.outcome, "the program was still there"
-    monkeypatch.setattr(compiling, "request_key", lambda run: "after an edit that leaves the program as it is")
-    edited = compile_layout(tiny, 300)
-    assert edited.folder != first.folder and edited.cached and edited.outcome.step is not None
-    assert edited.program_folder == first.program_folder and len(list(cache.programs_folder().iterdir())) == 1
-    assert edited.outcome.step.compile_s == step.compile_s, "of the one compile"
-    assert edited.outcome.step.alternatives == step.alternatives and edited.outcome.step.memory == step.memory
+    second_run = compile_layout(tiny_run, 300)
+    assert (second_run.outcome, second_run.cached) == (first_run.outcome, True)
+    (first_run.folder / OUTCOME_FILE).write_text('{"status": "o')  # a disk that was full, say
+    repaired_run = compile_layout(tiny_run, 300)
+    assert repaired_run.cached and cache.read_outcome(first_run.folder) == repaired_run.outcome, (
+        "the program was still there"
+    )
+    monkeypatch.setattr(runner, "request_key", lambda run: "after an edit that leaves the program as it is")
+    edited_run = compile_layout(tiny_run, 300)
+    assert edited_run.folder != first_run.folder and edited_run.cached and edited_run.outcome.step is not None
+    assert edited_run.program_folder == first_run.program_folder and len(list(cache.programs_folder().iterdir())) == 1
+    assert edited_run.outcome.step.compile_s == step.compile_s, "of the one compile"
+    assert edited_run.outcome.step.alternatives == step.alternatives and edited_run.outcome.step.memory == step.memory
 
 
 def test_cached_programs_depend_on_operation_names_but_not_on_source_lines():
@@ -294,13 +296,15 @@ def test_a_damaged_cached_program_is_ignored(tmp_path: Path, file: str, damage: 
     assert list(tmp_path.iterdir()) == [folder]
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_the_first_of_two_simultaneous_compiles_is_cached_unless_a_new_one_was_requested(tmp_path: Path, anew: bool):
+@pytest.mark.parametrize("replace_cached", [False, True])
+def test_the_first_of_two_simultaneous_compiles_is_cached_unless_a_new_one_was_requested(
+    tmp_path: Path, replace_cached: bool
+):
     folder = tmp_path / "entry"
     for compile_s in (1.0, 2.0):
-        store_program(write_cache_entry(tmp_path / "scratch", compile_s), folder, replace=anew)
+        store_program(write_cache_entry(tmp_path / "scratch", compile_s), folder, replace=replace_cached)
     cached = read_program(folder)
-    assert cached is not None and cached.compile_s == (2.0 if anew else 1.0)
+    assert cached is not None and cached.compile_s == (2.0 if replace_cached else 1.0)
     with_text = write_cache_entry(tmp_path / "other")
     (with_text / HLO_TEXT_FILE).touch()
     store_program(with_text, folder, replace=False)
@@ -334,25 +338,29 @@ def test_a_damaged_replay_is_not_read(damaged: bytes, tmp_path: Path):
         read_record(Replay, tmp_path / "replay.json")
 
 
-def test_damaged_predictions_of_other_layouts_are_ignored(tiny: Run, tmp_path: Path):
-    whole = Prediction(None, CompileStatus.ok, work=work_key(tiny))
-    text = json.dumps(encode(whole))
-    for number, damaged in enumerate([text, f'["{whole.work}"]', f'{{"work": "{whole.work}"']):
+def test_damaged_predictions_of_other_layouts_are_ignored(tiny_run: Run, tmp_path: Path):
+    valid_prediction = Prediction(None, CompileStatus.ok, work=work_key(tiny_run))
+    text = json.dumps(encode(valid_prediction))
+    for number, damaged in enumerate([text, f'["{valid_prediction.work}"]', f'{{"work": "{valid_prediction.work}"']):
         (cache.requests_folder() / str(number)).mkdir(parents=True)
         (cache.requests_folder() / str(number) / PREDICTION_FILE).write_text(damaged)
     (cache.requests_folder() / "5" / PREDICTION_FILE).mkdir(parents=True)
-    assert _earlier_predictions(tiny, CompiledRun(fitting_outcome(), tmp_path, tmp_path, False, 0.0)) == [whole]
+    assert _earlier_predictions(tiny_run, CompiledRun(fitting_outcome(), tmp_path, tmp_path, False, 0.0)) == [
+        valid_prediction
+    ]
 
 
-def test_the_name_of_a_result_depends_on_what_is_compiled(tiny: Run, monkeypatch: pytest.MonkeyPatch):
-    def changed(**keys: Any) -> Run:
-        return Run(replace(tiny.config, **keys), tiny.model)
+def test_the_name_of_a_result_depends_on_what_is_compiled(tiny_run: Run, monkeypatch: pytest.MonkeyPatch):
+    def change_run(**keys: Any) -> Run:
+        return Run(replace(tiny_run.config, **keys), tiny_run.model)
 
-    keys = [request_key(run) for run in (tiny, changed(batch=16), changed(seq=32), changed(microbatches=2))]
+    keys = [
+        request_key(run) for run in (tiny_run, change_run(batch=16), change_run(seq=32), change_run(microbatches=2))
+    ]
     assert len(set(keys)) == len(keys)
-    assert request_key(changed(prompt="x", runs="elsewhere", seed=3)) == keys[0]
+    assert request_key(change_run(prompt="x", runs="elsewhere", seed=3)) == keys[0]
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_enable_async_all_gather=true")
-    assert request_key(tiny) != keys[0]
+    assert request_key(tiny_run) != keys[0]
 
 
 def test_an_edit_of_a_users_module_takes_effect_in_the_same_process(tmp_path: Path):
@@ -361,22 +369,22 @@ def test_an_edit_of_a_users_module_takes_effect_in_the_same_process(tmp_path: Pa
     (deep / "mine.py").write_text("rate = 1\n")
     (tmp_path / "linked").symlink_to(tmp_path / "blocks")
     (tmp_path / "round").symlink_to(tmp_path)
-    before = source_digest("axes.py", str(tmp_path))
+    original_digest = source_digest("axes.py", str(tmp_path))
     (tmp_path / "notes.txt").write_text("not a module")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "other.py").touch()  # no import can name it
-    assert source_digest("axes.py", str(tmp_path)) == before
+    assert source_digest("axes.py", str(tmp_path)) == original_digest
     (deep / "mine.py").write_text("rate = 2\n")
-    edited = source_digest("axes.py", str(tmp_path))
+    edited_digest = source_digest("axes.py", str(tmp_path))
     (deep / "mine.py").rename(deep.parent / "mine.py")
-    assert len({before, edited, source_digest("axes.py", str(tmp_path))}) == 3
+    assert len({original_digest, edited_digest, source_digest("axes.py", str(tmp_path))}) == 3
 
 
-def test_a_compile_over_its_time_limit_is_a_result(tiny: Run):
-    result = compile_layout(tiny, 0.3)
+def test_a_compile_over_its_time_limit_is_a_result(tiny_run: Run):
+    result = compile_layout(tiny_run, 0.3)
     assert result.status is CompileStatus.timeout
     assert "mode.time_limit_s=0.3" in (result.outcome.reason or "")
-    assert not compile_layout(tiny, 0.3).cached
+    assert not compile_layout(tiny_run, 0.3).cached
 
 
 @pytest.mark.parametrize(
@@ -387,28 +395,28 @@ def test_a_compile_over_its_time_limit_is_a_result(tiny: Run):
     ],
 )
 def test_a_crash_of_the_compiler_does_not_end_the_command(
-    tiny: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, phrase: str
+    tiny_run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, phrase: str
 ):
     interpreter = tmp_path / "python"
     interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
     interpreter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(interpreter))
-    outcome = compile_layout(tiny, 60)
-    assert (outcome.status, outcome.cached) == (CompileStatus.failed, False)
+    compiled_run = compile_layout(tiny_run, 60)
+    assert (compiled_run.status, compiled_run.cached) == (CompileStatus.failed, False)
     assert [file for file in (tmp_path / "cache" / "compile").rglob("*") if file.is_file()] == []
-    assert phrase in (outcome.outcome.reason or "")
+    assert phrase in (compiled_run.outcome.reason or "")
 
 
-def test_a_gpu_target_without_a_gpu_is_refused_with_what_is_missing(tiny: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_target_without_a_gpu_is_refused_with_what_is_missing(tiny_run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
     run = compose_run("model=s5_tiny", "mesh=2x2x2", "partition=fsdp", "target=h100-8", "batch=8", "seq=16")
-    refusal = compile_layout(run, 120)
-    assert refusal.status is CompileStatus.refused
-    assert "CUDA backend" in (refusal.outcome.reason or "")
+    compiled_run = compile_layout(run, 120)
+    assert compiled_run.status is CompileStatus.refused
+    assert "CUDA backend" in (compiled_run.outcome.reason or "")
 
 
-@pytest.mark.parametrize("lived_s", [0, 3])
-def test_a_killed_command_ends_its_compiler(tmp_path: Path, lived_s: int):
+@pytest.mark.parametrize("lifetime_s", [0, 3])
+def test_a_killed_command_ends_its_compiler(tmp_path: Path, lifetime_s: int):
     """The command may die while its compiler is still importing. The compiler then starts with another parent."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -418,7 +426,7 @@ def test_a_killed_command_ends_its_compiler(tmp_path: Path, lived_s: int):
         "child += 'child._compile_run = lambda f, ignore_cache: time.sleep(60); child.main()'\n"
         "command = [sys.executable, '-c', child, 'scratch', str(os.getpid())]\n"
         "print(subprocess.Popen(command, start_new_session=True).pid, flush=True)\n"
-        f"time.sleep({lived_s})\n"
+        f"time.sleep({lifetime_s})\n"
         "os.kill(os.getpid(), 9)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
@@ -434,6 +442,6 @@ def test_a_flag_that_libtpu_refuses_names_the_variable(tmp_path: Path, monkeypat
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_foo=1")
     command = [sys.executable, "-c", "print(\"ERROR: Unknown command line flag 'xla_foo'\\nmore\")"]
     child = ChildProcess(command, {}, tmp_path / "compiler.log")
-    outcome = compiling.run_compiler(child, 60, "mode.time_limit_s", lambda _: None, lambda: False)
+    outcome = runner.run_compiler(child, 60, "mode.time_limit_s", lambda _: None, lambda: False)
     assert outcome is not None and outcome.status is CompileStatus.refused and outcome.variable == "LIBTPU_INIT_ARGS"
     assert outcome.reason.startswith("LIBTPU_INIT_ARGS=--xla_foo=1: libtpu has no flag xla_foo.")

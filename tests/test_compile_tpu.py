@@ -15,7 +15,7 @@ from machines import needs_libtpu
 
 pytestmark = [needs_libtpu, pytest.mark.timeout(600)]
 
-TINY = ("mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "model=valkyrie_tiny", "batch=8")
+TINY_OVERRIDES = ("mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "model=valkyrie_tiny", "batch=8")
 
 
 def compile_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,17 +30,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(folder: Path) -> subprocess.CompletedProcess[str]:
-    return compile_command(folder, *TINY, "name=first", "mode.hlo=true")
+def first_result(folder: Path) -> subprocess.CompletedProcess[str]:
+    return compile_command(folder, *TINY_OVERRIDES, "name=first", "mode.hlo=true")
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, report: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    assert (report.returncode, report.stderr) == (0, ""), report.stdout + report.stderr
+def prediction(folder: Path, first_result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert (first_result.returncode, first_result.stderr) == (0, ""), first_result.stdout + first_result.stderr
     return json.loads((folder / "runs" / "first" / "compile.json").read_text())
 
 
-def test_the_report_has_memory_speed_and_hints(report: subprocess.CompletedProcess[str], found: dict[str, Any]):
+def test_the_report_has_memory_speed_and_hints(
+    first_result: subprocess.CompletedProcess[str], prediction: dict[str, Any]
+):
     for part in (
         "fits:",
         "predicted step:",
@@ -49,43 +51,45 @@ def test_the_report_has_memory_speed_and_hints(report: subprocess.CompletedProce
         "placement: x=2 on",
         "hint:",
     ):
-        assert part in report.stdout, part
-    assert found["status"] == "ok"
-    assert 1e-5 < found["step"]["step_s"] < 0.1
-    assert sum(part["seconds"] for part in found["parts"]) == pytest.approx(found["step"]["step_s"], rel=1e-6)
-    assert 0 < found["step"]["mfu"] < 1
-    assert {"x", "y"} & {axis for over in found["communication"]["bytes_by_mesh_axes"] for axis in over["mesh_axes"]}
-    assert sum(found["communication"]["bytes_by_torus_axis"].values()) > 0
-    assert any("valkyrie/" in (cost["source"] or "") for cost in found["costs"])
-    assert found["memory"]["usable"] > 15 * 2**30
+        assert part in first_result.stdout, part
+    assert prediction["status"] == "ok"
+    assert 1e-5 < prediction["step"]["step_s"] < 0.1
+    assert sum(part["seconds"] for part in prediction["parts"]) == pytest.approx(prediction["step"]["step_s"], rel=1e-6)
+    assert 0 < prediction["step"]["mfu"] < 1
+    assert {"x", "y"} & {
+        axis for over in prediction["communication"]["bytes_by_mesh_axes"] for axis in over["mesh_axes"]
+    }
+    assert sum(prediction["communication"]["bytes_by_torus_axis"].values()) > 0
+    assert any("valkyrie/" in (cost["source"] or "") for cost in prediction["costs"])
+    assert prediction["memory"]["usable"] > 15 * 2**30
 
 
-def test_the_timeline_covers_the_whole_step(folder: Path, found: dict[str, Any]):
+def test_the_timeline_covers_the_whole_step(folder: Path, prediction: dict[str, Any]):
     events = json.loads((folder / "runs" / "first" / "timeline.json").read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     assert {e["ph"] for e in events} == {"X", "M"}
-    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(1e6 * found["step"]["step_s"], rel=0.01)
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(1e6 * prediction["step"]["step_s"], rel=0.01)
     tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert "compute" in tracks and any(track.startswith("collectives over") for track in tracks)
 
 
-def test_the_module_is_written_to_the_requested_path(folder: Path, found: dict[str, Any]):
+def test_the_module_is_written_to_the_requested_path(folder: Path, prediction: dict[str, Any]):
     text = (folder / "runs" / "first" / "module.hlo.txt").read_text()
     assert "is_scheduled=true" in text
     assert (folder / "runs" / "first" / "module.hlo.pb").stat().st_size > 10_000
 
 
-def test_an_equal_layout_is_not_compiled_again(folder: Path, found: dict[str, Any]):
-    again = compile_command(folder, *TINY, "name=again")
+def test_an_equal_layout_is_not_compiled_again(folder: Path, prediction: dict[str, Any]):
+    again = compile_command(folder, *TINY_OVERRIDES, "name=again")
     second = json.loads((folder / "runs" / "again" / "compile.json").read_text())
-    assert second["compile"]["cached"] and not found["compile"]["cached"]
-    assert second["step"] == found["step"], again.stdout
+    assert second["compile"]["cached"] and not prediction["compile"]["cached"]
+    assert second["step"] == prediction["step"], again.stdout
 
 
 @pytest.mark.slow
 def test_a_layout_that_does_not_fit_is_a_result(folder: Path):
     large = ("model=gpt_125m", "batch=4096", "remat=none", "name=large")
-    result = compile_command(folder, *TINY, *large)
+    result = compile_command(folder, *TINY_OVERRIDES, *large)
     assert (result.returncode, result.stderr) == (3, "")
     line = next(line for line in result.stdout.splitlines() if line.startswith("does not fit: needs "))
     assert "15.8 GiB usable" in line and "largest: activations" in line

@@ -143,7 +143,7 @@ def test_a_job_uses_the_configuration_of_the_multirun(
     assert config.runs.startswith("it's here/sweep-")
 
 
-def test_what_cfg_job_prints_composes_to_the_same_run(command: Any, tmp_path: Path):
+def test_the_output_of_cfg_job_composes_the_same_run(command: Any, tmp_path: Path):
     arguments = ["mesh=4x4x2", "partition=fsdp", "model=s5_tiny", "precision=bf16", "optimizer.clip_norm=null"]
     output = command(*arguments, "--cfg", "job")
     assert output.status == 0
@@ -202,10 +202,11 @@ def test_a_prompt_is_taken_literally_also_when_the_run_resumes(command: Any, tmp
 
 
 @pytest.mark.parametrize(
-    ("typed", "prompt"), [("'class '", "class "), ('"a, b"', "a, b"), (r"a\ \(b\)", "a (b)"), ("${name}!", "mine!")]
+    ("argument_text", "prompt"),
+    [("'class '", "class "), ('"a, b"', "a, b"), (r"a\ \(b\)", "a (b)"), ("${name}!", "mine!")],
 )
-def test_a_prompt_in_hydras_grammar_is_parsed_by_hydra(command: Any, typed: str, prompt: str):
-    assert command(f"prompt={typed}", "name=mine").run.config.prompt == prompt
+def test_a_prompt_in_hydras_grammar_is_parsed_by_hydra(command: Any, argument_text: str, prompt: str):
+    assert command(f"prompt={argument_text}", "name=mine").run.config.prompt == prompt
 
 
 @pytest.mark.parametrize(
@@ -220,9 +221,9 @@ def test_a_prompt_in_hydras_grammar_is_parsed_by_hydra(command: Any, typed: str,
 def test_several_prompts_make_a_sweep(command: Any, monkeypatch: pytest.MonkeyPatch, typed: str, prompts: list[str]):
     several = [] if prompts[0] != prompts[1] else ["seed=0,1"]
     plans = multirun_plans(command, monkeypatch, "-m", "mesh=1x1x1", f"prompt={typed}", *several)
-    alone = [plan.run for plan in plans if plan.run is not None]
-    assert [run.config.prompt for run in alone] == prompts
-    assert [trial_key(run) for run in alone] == [plan.key for plan in plans]
+    runs = [plan.run for plan in plans if plan.run is not None]
+    assert [run.config.prompt for run in runs] == prompts
+    assert [trial_key(run) for run in runs] == [plan.key for plan in plans]
 
 
 def test_a_composed_file_accepts_keys_and_choices(command: Any, tmp_path: Path):
@@ -341,15 +342,15 @@ OWN_MESH_EXPERIMENT = "# @package _global_\ndefaults: [override /mesh: 4x1x1]\n"
 
 
 @pytest.mark.parametrize("sizes", mark_slow_except(["4,4,2", "4x4x2", "4,4"], ["4x4x2"]))
-@pytest.mark.parametrize("chosen", ["mesh=4x1x1", "experiment=mine"])
+@pytest.mark.parametrize("override", ["mesh=4x1x1", "experiment=mine"])
 def test_the_launch_environment_is_ignored_if_a_mesh_is_set(
-    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: str, chosen: str
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: str, override: str
 ):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text(OWN_MESH_EXPERIMENT)
     monkeypatch.setenv("TPU_MESH_CONFIG", sizes)
     monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,fsdp")
-    run = command("--config-dir", "own", chosen, "model=s5_tiny").run
+    run = command("--config-dir", "own", override, "model=s5_tiny").run
     assert (run.layout.name, run.config.mesh.names) == ("4x1x1-fsdp", None)
 
 
@@ -429,11 +430,11 @@ def test_a_choice_that_is_a_folder_or_a_broken_link_is_refused(command: Any, tmp
 
 
 @pytest.mark.parametrize(
-    ("asked", "ids"),
+    ("override", "ids"),
     [("model.tokenizer=gpt2", 50257), ("data.tokenizer=cl100k_base", 100277), ("model.vocab_size=300", 300)],
 )
-def test_a_model_has_the_vocabulary_of_its_tokenizer(command: Any, asked: str, ids: int):
-    assert command("model=gpt_tiny", asked).run.model.vocab_size == ids
+def test_a_model_has_the_vocabulary_of_its_tokenizer(command: Any, override: str, ids: int):
+    assert command("model=gpt_tiny", override).run.model.vocab_size == ids
 
 
 def test_an_unknown_tokenizer_is_refused_when_the_model_is_composed(command: Any):
@@ -642,11 +643,11 @@ def test_a_file_directly_in_the_config_folder_is_refused_with_the_right_folder(
     assert result.status == 2 and result.err == f"valkyrie-train: {text} {remedy.format(tmp_path)}\n"
 
 
-@pytest.mark.parametrize("second", [["--config-dir", "b"], ["-cd=b"]])
-def test_a_second_config_folder_is_refused(command: Any, tmp_path: Path, second: list[str]):
+@pytest.mark.parametrize("second_flags", [["--config-dir", "b"], ["-cd=b"]])
+def test_a_second_config_folder_is_refused(command: Any, tmp_path: Path, second_flags: list[str]):
     for name in "ab":
         (tmp_path / name).mkdir()
-    result = command("--config-dir", "a", *second, "mode=show")
+    result = command("--config-dir", "a", *second_flags, "mode=show")
     assert result.status == 2 and result.err.startswith("valkyrie-train: --config-dir can be given only once.")
 
 

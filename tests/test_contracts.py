@@ -53,10 +53,10 @@ LOWERED_PAIRS += [("valkyrie_tiny", "1d_tp"), ("gpt_tiny", "dp"), ("gpt_tiny", "
 """(model, partition) pairs whose step is lowered, but not run, in the default tests."""
 
 
-def model_partition_pairs(quick: Collection[tuple[str, str]]) -> list[Any]:
-    """Return every (model, partition) pair that is supported. All except the `quick` pairs are marked slow."""
+def model_partition_pairs(quick_pairs: Collection[tuple[str, str]]) -> list[Any]:
+    """Return every (model, partition) pair that is supported. All except `quick_pairs` are marked slow."""
     return [
-        pytest.param(model, partition, marks=() if (model, partition) in quick else pytest.mark.slow)
+        pytest.param(model, partition, marks=() if (model, partition) in quick_pairs else pytest.mark.slow)
         for model in MODELS
         for partition in PARTITIONS
         if is_supported(model, partition)
@@ -67,7 +67,7 @@ PUBLISHED_OPTIONS = ("model.attention.qk_norm=true", "model.attention.soft_cap=2
 PUBLISHED_OPTIONS += ("model.residual=parallel", "model.embedding_scale=5.5", "model.logits_soft_cap=3")
 """Options of published models that no tiny model uses."""
 
-PARAMETERS = {
+PARAMETER_COUNTS = {
     "gpt2": 124_475_904,
     "gpt3_175b": 174_566_682_624,
     "gpt_125m": 123_587_328,
@@ -147,12 +147,12 @@ def test_specs_equal_the_initialised_parameters(model):
 
 def test_parameters_are_counted_without_allocating():
     start, counts = time.process_time(), {}
-    for model in PARAMETERS:
+    for model in PARAMETER_COUNTS:
         run = compose_run(f"model={model}")
         counts[model] = run.model.parameter_count()
-    assert counts == PARAMETERS
+    assert counts == PARAMETER_COUNTS
     assert counts["valkyrie_1b"] >= 1.2e9
-    assert set(PARAMETERS) == {m for m in config_names("model") if not m.endswith("_tiny")}
+    assert set(PARAMETER_COUNTS) == {m for m in config_names("model") if not m.endswith("_tiny")}
     assert time.process_time() - start < 20
 
 
@@ -165,7 +165,7 @@ def test_the_parameter_count_equals_a_calculation_by_hand():
     s5 = 3 * states + 2 * (2 * states * embed) + embed + embed**2
     attention = 4 * embed**2
     total = 50304 * embed + 16 * s5 + 8 * attention + 24 * (3 * embed * mlp + 2 * embed) + embed
-    assert total == PARAMETERS["valkyrie_1b"]
+    assert total == PARAMETER_COUNTS["valkyrie_1b"]
 
 
 def test_the_initial_state_does_not_depend_on_the_mesh():
@@ -174,10 +174,10 @@ def test_the_initial_state_does_not_depend_on_the_mesh():
     # Random bits do not depend on the mesh. B and C are then rotated by a matmul, which is equal up to rounding.
     assert_close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
     jax.tree.map(assert_close, jax.device_get(state), initial_state(small_overrides("valkyrie_tiny")))
-    laid = jax.tree.map(
+    is_equivalent = jax.tree.map(
         lambda x, like: x.sharding.is_equivalent_to(like.sharding, x.ndim), state, program.abstract_state
     )
-    assert all(jax.tree.leaves(laid))
+    assert all(jax.tree.leaves(is_equivalent))
     state_of_other_seed = program.init(1)
     assert not np.array_equal(state_of_other_seed.parameters["embedding"], state.parameters["embedding"])
 

@@ -46,10 +46,10 @@ def random_weights(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     }
 
 
-def write_published(folder: Path, case: str, dtype: Any = np.float32, **changed: Any) -> Path:
-    """Write a golden case with random weights, as transformers saves a model. `changed` updates config.json."""
+def write_published(folder: Path, case: str, dtype: Any = np.float32, **changes: Any) -> Path:
+    """Write a golden case with random weights, as transformers saves a model. `changes` updates config.json."""
     folder.mkdir(parents=True)
-    config = json.loads(str(GOLDEN[f"{case}_config"])) | {"dtype": np.dtype(dtype).name} | changed
+    config = json.loads(str(GOLDEN[f"{case}_config"])) | {"dtype": np.dtype(dtype).name} | changes
     (folder / "config.json").write_text(json.dumps(config))
     weights = random_weights(json.loads(str(GOLDEN[f"{case}_shapes"])))
     save_file({name: value.astype(dtype) for name, value in weights.items()}, folder / "model.safetensors")
@@ -57,10 +57,10 @@ def write_published(folder: Path, case: str, dtype: Any = np.float32, **changed:
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    read = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
-        read |= load_file(path)
-    return read
+        tensors |= load_file(path)
+    return tensors
 
 
 def restore_parameters(folder: Path, *overrides: str) -> tuple[Run, StepProgram, Any]:
@@ -135,10 +135,10 @@ def test_bfloat16_and_several_files_and_the_tokenizer_survive_the_round_trip(tmp
 
 def test_an_unsupported_gpt2_is_refused_by_its_key():
     config = json.loads(str(GOLDEN["gpt2_config"]))
-    changed = {"activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True, "n_embd": 30}
+    changes = {"activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True, "n_embd": 30}
     with pytest.raises(ValueError) as error:
-        model_settings(config | changed)
-    assert all(f" {key}={override_text(value)} is not " in str(error.value) for key, value in changed.items())
+        model_settings(config | changes)
+    assert all(f" {key}={override_text(value)} is not " in str(error.value) for key, value in changes.items())
 
 
 @pytest.mark.parametrize("layout", [("mesh=2x2x2", "partition=2d_tp_fsdp"), ("mesh=4x2x1", "partition=fsdp")])
@@ -175,8 +175,8 @@ def test_a_converted_run_trains_on_another_mesh_and_is_exported(tmp_path):
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-def changed_tensors(folder: Path, **changed: np.ndarray | None) -> None:
-    tensors = {**read_tensors(folder), **changed}
+def change_tensors(folder: Path, **changes: np.ndarray | None) -> None:
+    tensors = {**read_tensors(folder), **changes}
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
 
 
@@ -188,7 +188,7 @@ def refusal_message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "config.json: architectures=['MambaForCausalLM'] "),
         ({"hidden_act": "relu6"}, "config.json: hidden_act=relu6 "),
@@ -209,12 +209,12 @@ def refusal_message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ({"num_attention_heads": 3}, "model.attention.heads=3 "),
     ],
 )
-def test_unsupported_settings_are_refused_by_their_key(changed, message, tmp_path, capsys, monkeypatch):
+def test_unsupported_settings_are_refused_by_their_key(changes, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = write_published(tmp_path / "model", "llama", **changed)
-    if "vocab_size" in changed:
+    folder = write_published(tmp_path / "model", "llama", **changes)
+    if "vocab_size" in changes:
         tables = {name: value[:200] for name, value in read_tensors(folder).items() if value.shape[0] == VOCAB}
-        changed_tensors(folder, **tables)
+        change_tensors(folder, **tables)
     assert refusal_message(capsys, "from-hf", "model", "--tokenizer", "bytes").startswith(message)
     assert not (tmp_path / "runs").exists()
 
@@ -263,10 +263,10 @@ def test_a_seq_beyond_the_positions_of_the_weights_is_noted_or_refused(tmp_path,
 def test_a_default_mesh_that_does_not_suit_the_model_is_no_reason_to_refuse(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TPU_MESH_CONFIG", "1,1,3")
-    load = ("from-hf", str(write_published(tmp_path / "model", "llama")), "--tokenizer", "bytes")
-    assert "batch=7 is not divisible by 3" in refusal_message(capsys, *load, "batch=7")
-    assert "steps=-1" in refusal_message(capsys, *load, "steps=-1")
-    main([*load])
+    load_arguments = ("from-hf", str(write_published(tmp_path / "model", "llama")), "--tokenizer", "bytes")
+    assert "batch=7 is not divisible by 3" in refusal_message(capsys, *load_arguments, "batch=7")
+    assert "steps=-1" in refusal_message(capsys, *load_arguments, "steps=-1")
+    main([*load_arguments])
     assert (tmp_path / "runs" / "model").exists()
 
 
@@ -286,11 +286,11 @@ def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
         (np.zeros((32, 16), np.float32), ["shapes that do not match", "[32, 16]", "[32, 32]"]),
         (np.zeros((32, 32), np.int8), ["tensors that are not ", "F32", "BF16", "F16", "I8"]),
     ):
-        changed_tensors(folder, **{name: tensor})
+        change_tensors(folder, **{name: tensor})
         message = refusal_message(capsys, *load)
         assert all(part in message for part in (name, *details))
         assert not any(other in message for other in other_tensors)
-    changed_tensors(
+    change_tensors(
         folder, **{name: np.zeros((32, 32), np.float32), "model.layers.0.self_attn.q_proj.bias": np.zeros(32)}
     )
     message = refusal_message(capsys, *load)
@@ -318,7 +318,7 @@ def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
 
 def test_weights_that_are_not_finite_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    changed_tensors(
+    change_tensors(
         write_published(tmp_path / "model", "llama"), **{"model.norm.weight": np.full(32, np.nan, np.float32)}
     )
     message = refusal_message(capsys, "from-hf", "model", "--tokenizer", "bytes")
@@ -348,7 +348,7 @@ def test_tied_embeddings_that_differ_are_refused(tmp_path, capsys, monkeypatch):
     message = refusal_message(capsys, "from-hf", "model", "--tokenizer", "bytes")
     assert message.startswith("model: lm_head.weight differs from model.embed_tokens.weight, but config.json ties them")
     assert "Set tie_word_embeddings to false" in message and not (tmp_path / "runs").exists()
-    changed_tensors(folder, **{"lm_head.weight": read_tensors(folder)["model.embed_tokens.weight"]})
+    change_tensors(folder, **{"lm_head.weight": read_tensors(folder)["model.embed_tokens.weight"]})
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
 
 
@@ -362,17 +362,17 @@ def test_a_number_beyond_the_range_of_the_dtype_is_refused(tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     norm = np.full(32, 1e6, np.float32)
     norm[1:] = 65504
-    changed_tensors(write_published(tmp_path / "model", "llama"), **{"model.norm.weight": norm})
+    change_tensors(write_published(tmp_path / "model", "llama"), **{"model.norm.weight": norm})
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
     capsys.readouterr()
     message = (
         "model.norm.weight has 1 number beyond the range of float16 (up to 65,504). Use --dtype bfloat16 or float32."
     )
-    save = ("to-hf", "model", "out", "--dtype", "float16", "--file-gb", "1e-5")
-    assert refusal_message(capsys, *save) == message and not (tmp_path / "out").exists()
+    save_arguments = ("to-hf", "model", "out", "--dtype", "float16", "--file-gb", "1e-5")
+    assert refusal_message(capsys, *save_arguments) == message and not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir(mode=0o750)
     before = (tmp_path / "out").stat()
-    assert refusal_message(capsys, *save) == message and not [*(tmp_path / "out").iterdir()]
+    assert refusal_message(capsys, *save_arguments) == message and not [*(tmp_path / "out").iterdir()]
     after = (tmp_path / "out").stat()
     assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode), "the user's folder is kept"
     main(["to-hf", "model", "out", "--dtype", "bfloat16"])
@@ -385,13 +385,13 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys, monkeypatch):
     (root / "6").mkdir()
     capsys.readouterr()
     main(["to-hf", "model", "out"])
-    damaged = "The durable checkpoint at step 6 in runs/model/checkpoints is damaged: the folder is empty."
-    assert capsys.readouterr().err == f"{damaged} Converting step 0 instead.\n"
-    assert refusal_message(capsys, "to-hf", "model", "b", "--step", "6") == f"{damaged} Use another --step."
+    damage_message = "The durable checkpoint at step 6 in runs/model/checkpoints is damaged: the folder is empty."
+    assert capsys.readouterr().err == f"{damage_message} Converting step 0 instead.\n"
+    assert refusal_message(capsys, "to-hf", "model", "b", "--step", "6") == f"{damage_message} Use another --step."
     (root / "0" / "about" / "metadata").unlink()
     assert refusal_message(capsys, "to-hf", "model", "b").endswith("metadata is missing. There is no other checkpoint.")
-    run = tmp_path / "runs" / "model" / "run.yaml"
-    run.write_text(re.sub("rope_theta: .*", "rope_theta: null", run.read_text()))
+    run_file = tmp_path / "runs" / "model" / "run.yaml"
+    run_file.write_text(re.sub("rope_theta: .*", "rope_theta: null", run_file.read_text()))
     assert "rope_theta=null" in refusal_message(capsys, "to-hf", "model", "b"), (
         "the model is checked before the checkpoint"
     )

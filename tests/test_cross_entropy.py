@@ -26,7 +26,7 @@ def inputs():
     return hidden, unembed, targets, weights
 
 
-def plain(hidden, unembed, targets, weights, z_loss=0.0, soft_cap=None):
+def reference_losses(hidden, unembed, targets, weights, z_loss=0.0, soft_cap=None):
     """Return the weighted loss, the weighted z-loss and the loss of every token, from all logits at once.
 
     The loss of a token with weight 0 is 0.
@@ -64,7 +64,7 @@ def gradients(f, hidden, unembed):
         (10, 3, {"shards": 2, "z_loss": 0.2}),
     ],
 )
-def test_equals_the_plain_formula(inputs, seq, chunk, options):
+def test_chunked_cross_entropy_equals_the_plain_formula(inputs, seq, chunk, options):
     hidden, unembed, targets, weights = inputs
     hidden, targets, weights = hidden[:, :seq], targets[:, :seq], weights[:, :seq]
 
@@ -73,11 +73,11 @@ def test_equals_the_plain_formula(inputs, seq, chunk, options):
         return out.loss_sum, out.z_sum, out.per_token
 
     formula = {name: value for name, value in options.items() if name in ("z_loss", "soft_cap")}
-    ours = gradients(chunked, hidden, unembed)
-    reference = gradients(lambda h, u: plain(h, u, targets, weights, **formula), hidden, unembed)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
+    actual = gradients(chunked, hidden, unembed)
+    reference = gradients(lambda h, u: reference_losses(h, u, targets, weights, **formula), hidden, unembed)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
-    assert not np.asarray(ours[1][1])[VOCAB:].any(), "the padding of the vocabulary is not trained"
+    assert not np.asarray(actual[1][1])[VOCAB:].any(), "the padding of the vocabulary is not trained"
 
 
 def test_sums_exclude_ignored_targets(inputs):
@@ -99,11 +99,11 @@ def test_float32_parameters_have_float32_gradients_with_bfloat16_operands(inputs
         out = cross_entropy(hidden, unembed, targets, weights, vocab_size=VOCAB, chunk=1)
         return out.loss_sum
 
-    exact = jax.grad(loss, (0, 1))(hidden, unembed)
-    mixed = jax.grad(loss, (0, 1))(hidden.astype(jnp.bfloat16), unembed)
-    assert mixed[0].dtype == jnp.bfloat16
-    assert mixed[1].dtype == jnp.float32
-    for a, b in zip(mixed, exact, strict=True):
+    float32_grads = jax.grad(loss, (0, 1))(hidden, unembed)
+    mixed_grads = jax.grad(loss, (0, 1))(hidden.astype(jnp.bfloat16), unembed)
+    assert mixed_grads[0].dtype == jnp.bfloat16
+    assert mixed_grads[1].dtype == jnp.float32
+    for a, b in zip(mixed_grads, float32_grads, strict=True):
         np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.05)
 
 
@@ -163,8 +163,8 @@ def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk():
     compiled = step.lower(*arrays).compile()
     # Only a shard of the gradient has shape (32, 8). In the text, the bodies of loops precede the entry computation.
     loops, entry = compiled.as_text().split("ENTRY ")
-    reduced = re.compile(r"f32\[[\d,]*32,8\].* all-reduce\(")
-    assert reduced.search(entry) and not reduced.search(loops)
+    reduction_pattern = re.compile(r"f32\[[\d,]*32,8\].* all-reduce\(")
+    assert reduction_pattern.search(entry) and not reduction_pattern.search(loops)
     on_mesh = compiled(*(jax.device_put(a, s) for a, s in zip(arrays, shardings, strict=True)))
     alone = jax.value_and_grad(lambda h, u: cross_entropy(h, u, *arrays[2:], vocab_size=60, chunk=4).loss_sum, (0, 1))
     for a, b in zip(jax.tree.leaves(on_mesh), jax.tree.leaves(alone(*arrays[:2])), strict=True):

@@ -61,15 +61,15 @@ if __name__ == "__main__":
 
 
 def test_cpp_is_split_into_functions_and_classes_with_preceding_lines() -> None:
-    pieces = [*split_into_chunks(CPP, Language.cpp)]
-    assert "".join(pieces).replace("\n", "") == CPP.replace("\n", "")
-    assert [chunk.splitlines()[-1] for chunk in pieces[:3]] == [
+    chunks = [*split_into_chunks(CPP, Language.cpp)]
+    assert "".join(chunks).replace("\n", "") == CPP.replace("\n", "")
+    assert [chunk.splitlines()[-1] for chunk in chunks[:3]] == [
         "int twice(int a) { return 2 * a; }  // as is",
         "};",
         "int g(void) { return 2; }",
     ]
-    assert pieces[0].startswith("// License\n") and pieces[1].startswith("class Pair") and len(pieces) == 4
-    assert pieces[3].endswith("return t; }\nint x = 3;\n")
+    assert chunks[0].startswith("// License\n") and chunks[1].startswith("class Pair") and len(chunks) == 4
+    assert chunks[3].endswith("return t; }\nint x = 3;\n")
 
 
 def test_python_is_split_into_functions_and_classes() -> None:

@@ -26,15 +26,15 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def prepared(corpus: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+def prepare_corpus(corpus: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
     main(["prepare", "text", str(corpus), "--validation-fraction", "0.3", *more])
     return capsys.readouterr().out.splitlines()[-1]
 
 
 def test_prepare_verify_and_show(corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = prepared(corpus, capsys, "--shard-tokens", "100")
+    path = prepare_corpus(corpus, capsys, "--shard-tokens", "100")
     assert Path(path).parent == tmp_path / "cache" / "data"
-    assert prepared(corpus, capsys, "--shard-tokens", "100") == path != prepared(corpus, capsys)
+    assert prepare_corpus(corpus, capsys, "--shard-tokens", "100") == path != prepare_corpus(corpus, capsys)
     main(["verify", path])
     size = sum(len(file.read_bytes()) + 1 for file in corpus.iterdir()) * 2
     assert f"{size:,} bytes: all" in capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_prepare_verify_and_show(corpus: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_tokenizer_and_byte_limit_are_used(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["show", prepared(corpus, capsys, "--tokenizer", "gpt2", "--max-bytes", "100")])
+    main(["show", prepare_corpus(corpus, capsys, "--tokenizer", "gpt2", "--max-bytes", "100")])
     output = capsys.readouterr().out
     assert "gpt2, 50,257 ids" in output and "max_bytes=100" in output
 
@@ -138,7 +138,7 @@ def test_an_invalid_tokenizer_name_is_refused(
 def test_a_manifest_or_the_cache_folder_names_the_dataset_to_pass(
     corpus: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    path = prepared(corpus, capsys)
+    path = prepare_corpus(corpus, capsys)
     for wrong in (Path(path).parent, Path(path, "manifest.json")):
         with pytest.raises(SystemExit, match="2"):
             main([command, str(wrong)])
@@ -148,7 +148,7 @@ def test_a_manifest_or_the_cache_folder_names_the_dataset_to_pass(
 def test_a_share_of_validation_far_from_the_option_is_noted(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["prepare", "text", str(corpus), "--validation-fraction", "0.0001"])
     assert "--validation-fraction 0.0001: the validation split has " in capsys.readouterr().err
-    prepared(corpus, capsys)
+    prepare_corpus(corpus, capsys)
     assert capsys.readouterr().err == ""
 
 
@@ -176,7 +176,7 @@ def test_characters_that_are_not_utf8_are_reported_by_file(corpus: Path, capsys:
 
 
 def test_a_corrupt_shard_is_named_by_verify(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = prepared(corpus, capsys)
+    path = prepare_corpus(corpus, capsys)
     shard = Path(path, "train-00000.bin")
     shard.write_bytes(b"!" + shard.read_bytes()[1:])
     with pytest.raises(SystemExit, match="2"):

@@ -43,7 +43,7 @@ def write_dataset(
 
 
 @pytest.fixture(scope="module")
-def counted_dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedText:
+def range_dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedText:
     """37 rows of 16 consecutive numbers plus a remainder, in shards of 100 tokens. Some rows span two shards."""
     return write_dataset(tmp_path_factory.mktemp("counted"), range(37 * 16 + 5), range(50))
 
@@ -75,23 +75,24 @@ def assert_same(batches: list[Batch], expected: list[Batch]) -> None:
             np.testing.assert_array_equal(first[name], second[name])
 
 
-def concatenate_batches(parts: Sequence[list[Batch]]) -> list[Batch]:
-    """Return global batches. `parts` has a list of batches for each process, in order of the process index."""
+def concatenate_batches(process_batches: Sequence[list[Batch]]) -> list[Batch]:
+    """Return global batches. `process_batches` has a list for each process, in order of the process index."""
     return [
-        {name: np.concatenate([part[name] for part in step]) for name in step[0]} for step in zip(*parts, strict=True)
+        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
+        for step in zip(*process_batches, strict=True)
     ]
 
 
-def test_rows_can_span_shards(counted_dataset: PreparedText) -> None:
-    stream = open_split(counted_dataset, "train")
-    assert len(stream) == 597 and len(counted_dataset.train.shards) == 6
+def test_rows_can_span_shards(range_dataset: PreparedText) -> None:
+    stream = open_split(range_dataset, "train")
+    assert len(stream) == 597 and len(range_dataset.train.shards) == 6
     for start, stop in [(0, 1), (99, 101), (100, 200), (95, 405), (590, 700), (597, 600), (700, 800)]:
         assert stream.read(start, stop).tolist() == list(range(min(start, 597), min(stop, 597)))
     assert stream.read(0, 5).dtype == np.int32
 
 
-def test_a_batch_has_the_documented_arrays(counted_dataset: PreparedText) -> None:
-    with make_loader(counted_dataset, "train", batch=4, seq=16, repeat=True) as loader:
+def test_a_batch_has_the_documented_arrays(range_dataset: PreparedText) -> None:
+    with make_loader(range_dataset, "train", batch=4, seq=16, repeat=True) as loader:
         batch = next(loader)
     assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
         "tokens": ((4, 16), "int32"),
@@ -114,19 +115,19 @@ def test_packing_agrees_with_a_plain_loop(case: int) -> None:
     for row, window in enumerate(windows):
         segment = 1
         for position in range(seq):
-            real = position + 1 < len(window)
-            if real and window[position] == BOS and position > 0:
+            is_target = position + 1 < len(window)
+            if is_target and window[position] == BOS and position > 0:
                 segment += 1
-            assert batch["weights"][row, position] == real
-            assert batch["segment_ids"][row, position] == (segment if real else 0)
-            if real:
+            assert batch["weights"][row, position] == is_target
+            assert batch["segment_ids"][row, position] == (segment if is_target else 0)
+            if is_target:
                 assert batch["tokens"][row, position] == window[position]
                 assert batch["targets"][row, position] == window[position + 1]
 
 
-def test_every_epoch_has_every_row_once_in_a_different_order(counted_dataset: PreparedText) -> None:
+def test_every_epoch_has_every_row_once_in_a_different_order(range_dataset: PreparedText) -> None:
     def read_epochs(seed: int) -> list[list[int]]:
-        with make_loader(counted_dataset, "train", batch=8, seq=16, seed=seed, repeat=True) as loader:
+        with make_loader(range_dataset, "train", batch=8, seq=16, seed=seed, repeat=True) as loader:
             rows = row_starts(take_batches(loader, 37))
         return [rows[start : start + 37] for start in range(0, 8 * 37, 37)]
 
@@ -137,36 +138,36 @@ def test_every_epoch_has_every_row_once_in_a_different_order(counted_dataset: Pr
     assert read_epochs(0) == first
 
 
-def test_the_order_for_seed_0_never_changes(counted_dataset: PreparedText) -> None:
+def test_the_order_for_seed_0_never_changes(range_dataset: PreparedText) -> None:
     """If this order changes, resumed runs repeat some data and skip other data."""
-    with make_loader(counted_dataset, "train", batch=6, seq=16, seed=0, repeat=True) as loader:
+    with make_loader(range_dataset, "train", batch=6, seq=16, seed=0, repeat=True) as loader:
         assert row_starts(take_batches(loader, 2)) == [9, 31, 20, 3, 11, 21, 8, 29, 33, 10, 19, 14]
 
 
-def process_places(batch: int, index: int, count: int) -> range:
+def process_rows(batch: int, index: int, count: int) -> range:
     """Return the rows of a batch for process `index`. The `count` processes have equal, consecutive parts."""
     return range(index * batch // count, (index + 1) * batch // count)
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_processes_divide_equal_global_batches(counted_dataset: PreparedText, split: str, processes: int) -> None:
+def test_processes_divide_equal_global_batches(range_dataset: PreparedText, split: str, processes: int) -> None:
     """Includes more processes than shards: the validation split has one shard."""
     repeat = split == "train"
 
     def read(index: int, count: int) -> list[Batch]:
         with make_loader(
-            counted_dataset, split, batch=8, seq=16, rows=process_places(8, index, count), repeat=repeat
+            range_dataset, split, batch=8, seq=16, rows=process_rows(8, index, count), repeat=repeat
         ) as loader:
             return take_batches(loader, 6) if repeat else list(loader)
 
     assert_same(concatenate_batches([read(index, processes) for index in range(processes)]), read(0, 1))
 
 
-def test_a_process_can_load_any_rows_of_a_batch(counted_dataset: PreparedText) -> None:
+def test_a_process_can_load_any_rows_of_a_batch(range_dataset: PreparedText) -> None:
     with (
-        make_loader(counted_dataset, "train", batch=8, seq=16, repeat=True) as full_loader,
-        make_loader(counted_dataset, "train", batch=8, seq=16, rows=[6, 1, 1], repeat=True) as partial_loader,
+        make_loader(range_dataset, "train", batch=8, seq=16, repeat=True) as full_loader,
+        make_loader(range_dataset, "train", batch=8, seq=16, rows=[6, 1, 1], repeat=True) as partial_loader,
     ):
         for full_batch, partial_batch in zip(
             take_batches(full_loader, 3), take_batches(partial_loader, 3), strict=True
@@ -174,20 +175,20 @@ def test_a_process_can_load_any_rows_of_a_batch(counted_dataset: PreparedText) -
             np.testing.assert_array_equal(full_batch["tokens"][[6, 1, 1]], partial_batch["tokens"])
 
 
-@pytest.mark.parametrize("before", [1, 4])
-@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("process_count_before", [1, 4])
+@pytest.mark.parametrize("process_count_after", [1, 2])
 def test_a_restored_loader_continues_on_any_number_of_processes(
-    counted_dataset: PreparedText, before: int, after: int
+    range_dataset: PreparedText, process_count_before: int, process_count_after: int
 ) -> None:
     def open_loaders(count: int) -> list[Loader]:
         return [
             make_loader(
-                counted_dataset, "train", batch=8, seq=16, seed=5, rows=process_places(8, index, count), repeat=True
+                range_dataset, "train", batch=8, seq=16, seed=5, rows=process_rows(8, index, count), repeat=True
             )
             for index in range(count)
         ]
 
-    loaders_before, loaders_after = open_loaders(before), open_loaders(after)
+    loaders_before, loaders_after = open_loaders(process_count_before), open_loaders(process_count_after)
     for loader in loaders_before:
         take_batches(loader, 7)
     (state,) = {json.dumps(loader.state(), sort_keys=True) for loader in loaders_before}
@@ -201,24 +202,24 @@ def test_a_restored_loader_continues_on_any_number_of_processes(
         loader.close()
 
 
-def test_reading_ahead_does_not_move_the_position(counted_dataset: PreparedText) -> None:
-    with make_loader(counted_dataset, "train", batch=8, seq=16, repeat=True) as loader:
+def test_reading_ahead_does_not_move_the_position(range_dataset: PreparedText) -> None:
+    with make_loader(range_dataset, "train", batch=8, seq=16, repeat=True) as loader:
         assert loader.state()["row"] == 0
         next(loader)
         time.sleep(0.05)
         assert loader.state()["row"] == 8
 
 
-def test_another_batch_size_can_continue_if_it_divides_the_position(counted_dataset: PreparedText) -> None:
-    with make_loader(counted_dataset, "train", batch=6, seq=16, repeat=True) as loader:
+def test_another_batch_size_can_continue_if_it_divides_the_position(range_dataset: PreparedText) -> None:
+    with make_loader(range_dataset, "train", batch=6, seq=16, repeat=True) as loader:
         take_batches(loader, 2)
         state = loader.state()
         expected = row_starts(take_batches(loader, 4))
-    with make_loader(counted_dataset, "train", batch=4, seq=16, repeat=True) as loader:
+    with make_loader(range_dataset, "train", batch=4, seq=16, repeat=True) as loader:
         loader.restore(state)
         assert row_starts(take_batches(loader, 6)) == expected
     with (
-        make_loader(counted_dataset, "train", batch=5, seq=16, repeat=True) as loader,
+        make_loader(range_dataset, "train", batch=5, seq=16, repeat=True) as loader,
         pytest.raises(ValueError, match=r"\brow 12\b.*=4\b"),
     ):
         loader.restore(state)
@@ -235,9 +236,9 @@ def test_another_batch_size_can_continue_if_it_divides_the_position(counted_data
     ],
 )
 def test_a_position_in_another_order_is_refused(
-    counted_dataset: PreparedText, change: dict[str, Any], pattern: str
+    range_dataset: PreparedText, change: dict[str, Any], pattern: str
 ) -> None:
-    loader = make_loader(counted_dataset, "train", batch=8, seq=16, repeat=True)
+    loader = make_loader(range_dataset, "train", batch=8, seq=16, repeat=True)
     with loader, pytest.raises(ValueError, match=pattern):
         loader.restore({**loader.state(), **change})
 
@@ -249,7 +250,7 @@ def test_evaluation_counts_every_target_once(tmp_path: Path, tokens: int, proces
     parts = []
     for index in range(processes):
         with make_loader(
-            prepared, "validation", batch=4, seq=16, rows=process_places(4, index, processes), repeat=False
+            prepared, "validation", batch=4, seq=16, rows=process_rows(4, index, processes), repeat=False
         ) as loader:
             batches = list(loader)
             assert len(batches) == -(-(tokens - 1) // 64)
@@ -272,16 +273,16 @@ def test_evaluation_counts_every_target_once(tmp_path: Path, tokens: int, proces
     ],
 )
 def test_batches_that_cannot_be_filled_are_refused_with_numbers(
-    counted_dataset: PreparedText, arguments: dict[str, Any], values: list[str]
+    range_dataset: PreparedText, arguments: dict[str, Any], values: list[str]
 ) -> None:
     with pytest.raises(ValueError) as error:
-        make_loader(counted_dataset, "train", **{"batch": 8, "seq": 16, "repeat": True, **arguments})
+        make_loader(range_dataset, "train", **{"batch": 8, "seq": 16, "repeat": True, **arguments})
     assert all(value in str(error.value) for value in values)
 
 
-def test_the_suggestion_in_a_refusal_works(counted_dataset: PreparedText) -> None:
+def test_the_suggestion_in_a_refusal_works(range_dataset: PreparedText) -> None:
     for batch, seq in ((37, 16), (38, 15), (1, 596)):
-        make_loader(counted_dataset, "train", batch=batch, seq=seq, repeat=True).close()
+        make_loader(range_dataset, "train", batch=batch, seq=seq, repeat=True).close()
 
 
 def test_an_empty_split_is_refused(tmp_path: Path) -> None:
@@ -297,9 +298,9 @@ def reading_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
 
-def test_closing_the_loader_ends_its_thread(counted_dataset: PreparedText) -> None:
+def test_closing_the_loader_ends_its_thread(range_dataset: PreparedText) -> None:
     threads_before = len(reading_threads())
-    loader = make_loader(counted_dataset, "train", batch=8, seq=16, repeat=True)
+    loader = make_loader(range_dataset, "train", batch=8, seq=16, repeat=True)
     next(loader)
     assert len(reading_threads()) == threads_before + 1
     loader.close()
@@ -326,18 +327,18 @@ if asked:
 """
 
 
-@pytest.mark.parametrize("how", ["exit", "wait"])
-def test_a_program_exits_at_once_with_an_open_loader(counted_dataset: PreparedText, how: str) -> None:
+@pytest.mark.parametrize("ending", ["exit", "wait"])
+def test_a_program_exits_at_once_with_an_open_loader(range_dataset: PreparedText, ending: str) -> None:
     program = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM, str(counted_dataset.path), how],
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(range_dataset.path), ending],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert program.stdout is not None
     first = program.stdout.readline()
-    if how == "wait":
+    if ending == "wait":
         time.sleep(0.2)
         program.send_signal(signal.SIGINT)
     out, errors = program.communicate(timeout=60)
-    assert (program.returncode, first, out, errors) == (0, "(8, 16)\n", "0\n" if how == "wait" else "", "")
+    assert (program.returncode, first, out, errors) == (0, "(8, 16)\n", "0\n" if ending == "wait" else "", "")

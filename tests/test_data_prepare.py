@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from valkyrie.data import prepare as preparing
+from valkyrie.data import prepare as prepare_module
 from valkyrie.data import writer
 from valkyrie.data.loader import open_split
 from valkyrie.data.manifest import MANIFEST_FILE, CorruptShardsError, PreparedText, open_dataset, verify
@@ -104,13 +104,13 @@ def test_the_result_does_not_depend_on_the_number_of_workers(
 def test_a_second_call_does_not_tokenise_again(config: text_source.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(config, "gpt2")
 
-    def never(*arguments: object) -> None:
+    def fail_if_called(*arguments: object) -> None:
         raise AssertionError
 
     for name in ("load_tokenizer", "split_documents", "encode_in_threads"):
-        monkeypatch.setattr(preparing, name, never)
-    monkeypatch.setattr("valkyrie.checksums._checksum", never)
-    assert prepare(config, "gpt2", never) == first
+        monkeypatch.setattr(prepare_module, name, fail_if_called)
+    monkeypatch.setattr("valkyrie.checksums._checksum", fail_if_called)
+    assert prepare(config, "gpt2", fail_if_called) == first
 
 
 @pytest.mark.parametrize(
@@ -175,15 +175,15 @@ print(prepare(config, "bytes", progress).content)
 """
 
 
-def start_preparation(what: str, config: text_source.Config) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-c", PROGRAM, what, config.paths[0], config.cache_dir]
+def start_preparation(action: str, config: text_source.Config) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", PROGRAM, action, config.paths[0], config.cache_dir]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 
 def test_several_simultaneous_processes_produce_one_result(config: text_source.Config) -> None:
-    running = [start_preparation("work", config) for _ in range(4)]
-    contents = {process.communicate(timeout=60)[0].strip() for process in running}
-    assert [process.returncode for process in running] == [0] * 4
+    processes = [start_preparation("work", config) for _ in range(4)]
+    contents = {process.communicate(timeout=60)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0] * 4
     assert contents == {prepare(config, "bytes").content}
     assert [entry.name for entry in Path(config.cache_dir).iterdir() if entry.is_dir()] == [
         prepare(config, "bytes").path.name
@@ -200,13 +200,13 @@ def test_two_simultaneous_results_become_one_without_locks(
         raise OSError
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    nested: list[PreparedText] = []
+    nested_results: list[PreparedText] = []
 
     def other_process(done: int, total: int | None) -> None:
-        if not nested:
-            nested.append(prepare(config, "bytes"))
+        if not nested_results:
+            nested_results.append(prepare(config, "bytes"))
 
-    assert prepare(config, "bytes", other_process) == nested[0] == verify(nested[0].path)
+    assert prepare(config, "bytes", other_process) == nested_results[0] == verify(nested_results[0].path)
     assert not list(Path(config.cache_dir).glob(".*tmp*"))
 
 
@@ -328,7 +328,7 @@ def test_a_directory_without_a_manifest_is_not_a_dataset(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("files", "wrong", "pattern"),
+    ("files", "options", "pattern"),
     [
         ({"a.txt": ""}, {}, r"data=text .*\bno text\b"),
         ({"a.jsonl": '{"text": "x"}'}, {}, r"data=text .*\b1 document .*\b1 byte"),
@@ -341,14 +341,14 @@ def test_a_directory_without_a_manifest_is_not_a_dataset(tmp_path: Path) -> None
     ],
 )
 def test_mistakes_are_refused_and_leave_no_files(
-    tmp_path: Path, files: dict[str, str], wrong: dict[str, Any], pattern: str
+    tmp_path: Path, files: dict[str, str], options: dict[str, Any], pattern: str
 ) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for name, text in files.items():
         (corpus / name).write_text(text)
     cache = tmp_path / "cache"
-    config = text_source.Config(paths=[str(corpus)], cache_dir=str(cache), **wrong)
+    config = text_source.Config(paths=[str(corpus)], cache_dir=str(cache), **options)
     with pytest.raises(ValueError, match=pattern):
         prepare(config, "bytes")
     assert not cache.exists() or not [entry for entry in cache.iterdir() if entry.is_dir()]

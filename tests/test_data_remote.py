@@ -29,7 +29,7 @@ from valkyrie.data.sources import text as text_source
 from valkyrie.problems import ProblemCode
 
 __all__ = ["bucket"]
-MEMORY = fsspec.filesystem("memory")
+MEMORY_FILESYSTEM = fsspec.filesystem("memory")
 
 
 @pytest.fixture
@@ -47,17 +47,17 @@ def remote_folder() -> Iterator[str]:
         ".hidden/c.txt": b"C",
         "deep/.d.txt": b"D",
     }.items():
-        MEMORY.pipe(f"/shelf/{name}", content)
+        MEMORY_FILESYSTEM.pipe(f"/shelf/{name}", content)
     yield "memory://shelf"
-    MEMORY.rm("/shelf", recursive=True)
+    MEMORY_FILESYSTEM.rm("/shelf", recursive=True)
 
 
 def remote_config(*paths: str, **more: Any) -> text_source.Config:
     return text_source.Config(paths=list(paths), **more)
 
 
-def read_texts(asked: text_source.Config) -> list[str]:
-    documents = list(asked.read_documents(asked.list_files()))
+def read_texts(config: text_source.Config) -> list[str]:
+    documents = list(config.read_documents(config.list_files()))
     return [document.text for document in documents if isinstance(document, Document)]
 
 
@@ -91,7 +91,7 @@ def test_large_files_are_streamed_with_the_same_result(remote_folder: str, monke
     small_texts = read_texts(remote_config(remote_folder))
     monkeypatch.setattr(remote, "_MAX_FETCHED_BYTES", 0)
     assert read_texts(remote_config(remote_folder)) == small_texts
-    monkeypatch.setattr(type(MEMORY), "cat_file", lambda *asked, **more: pytest.fail("read as a whole"))
+    monkeypatch.setattr(type(MEMORY_FILESYSTEM), "cat_file", lambda *arguments, **more: pytest.fail("read as a whole"))
     assert read_texts(remote_config(f"{remote_folder}/deep/rows.jsonl", f"{remote_folder}/deep/er")) == [
         "three",
         "four",
@@ -120,14 +120,14 @@ def test_refusals_of_the_service_are_reported_with_a_remedy(
     class Forbidden(Exception):
         """Fake exception of the storage service's package."""
 
-    def refuse(*asked: Any, **more: Any) -> Any:
+    def refuse(*arguments: Any, **more: Any) -> Any:
         raise Forbidden("caller does not have storage.objects.list\nmore")
 
     listing = remote_config(f"{remote_folder}/a.txt").list_files()
-    monkeypatch.setattr(type(MEMORY), "cat_file", refuse)
+    monkeypatch.setattr(type(MEMORY_FILESYSTEM), "cat_file", refuse)
     with pytest.raises(ValueError, match=r"data\.paths=memory:.*/shelf/a\.txt .*Forbidden: .*storage\.objects\.list"):
         list(remote_config().read_documents(listing))
-    monkeypatch.setattr(type(MEMORY), "info", refuse)
+    monkeypatch.setattr(type(MEMORY_FILESYSTEM), "info", refuse)
     with pytest.raises(ValueError, match=r"/shelf/a\.txt.* storage\.objects\.list"):
         remote_config(f"{remote_folder}/a.txt").list_files()
 
@@ -151,10 +151,10 @@ def test_prepared_data_is_found_by_content_without_reading_it_again(
     assert find_dataset(source_config, "bytes") is None
     first = prepare(source_config, "bytes")
     for name in ("cat_file", "open"):
-        monkeypatch.setattr(type(MEMORY), name, lambda *source_config, **more: pytest.fail("read again"))
+        monkeypatch.setattr(type(MEMORY_FILESYSTEM), name, lambda *arguments, **more: pytest.fail("read again"))
     assert prepare(source_config, "bytes") == find_dataset(source_config, "bytes") == first
     monkeypatch.undo()
-    MEMORY.pipe("/shelf/a.txt", b"Z")
+    MEMORY_FILESYSTEM.pipe("/shelf/a.txt", b"Z")
     second = prepare(source_config, "bytes")
     assert second.path != first.path and second.content != first.content
 

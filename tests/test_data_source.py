@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from pyarrow import parquet
 
 from helpers import compose_run
-from valkyrie.data import cut as cutting
+from valkyrie.data import cut as cut_module
 from valkyrie.data import readers
 from valkyrie.data.chunks import Chunking
 from valkyrie.data.config import SOURCES
@@ -95,10 +95,10 @@ def test_stdlib_is_this_pythons_library_without_its_tests() -> None:
 
 def test_a_zipped_stdlib_is_read_and_a_missing_one_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = tmp_path / "python311.zip"
-    with zipfile.ZipFile(archive, "w") as opened:
-        opened.writestr("os.py", "# os\n" * 300_000)
-        opened.writestr("json/decoder.py", "# json")
-        opened.writestr("json/tests/test_it.py", "# not this")
+    with zipfile.ZipFile(archive, "w") as zip_file:
+        zip_file.writestr("os.py", "# os\n" * 300_000)
+        zip_file.writestr("json/decoder.py", "# json")
+        zip_file.writestr("json/tests/test_it.py", "# not this")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     monkeypatch.setattr(sys, "path", [str(archive)])
     assert read_texts(stdlib.Config()) == ["# json", "# os\n" * 300_000]
@@ -162,11 +162,11 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path, monkeypatch: pytest.
 
 def tfrecord(content: bytes) -> bytes:
     """Return a record of a .tfrecord file: its length and its content, each followed by its masked CRC-32C."""
-    written = b""
+    record = b""
     for part in (struct.pack("<Q", len(content)), content):
         crc = google_crc32c.value(part)
-        written += part + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-    return written
+        record += part + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    return record
 
 
 def test_compressed_jsonl_and_sharded_tfrecord_files_are_read(tmp_path: Path) -> None:
@@ -459,4 +459,4 @@ def test_tokenising_pieces_gives_the_tokens_of_the_whole_text(parts: list[str]) 
 
 
 def test_long_texts_are_split() -> None:
-    assert len(list(split_into_pieces("one line\n" * (cutting.PIECE_CHARS // 3), "train"))) == 3
+    assert len(list(split_into_pieces("one line\n" * (cut_module.PIECE_CHARS // 3), "train"))) == 3

@@ -39,7 +39,7 @@ def write_shards(folder: Path, shards: int = 4, groups: int = 5, documents: int 
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("stream") / "shards")
 
 
@@ -58,20 +58,20 @@ def take_batches(
         return [next(loader) for _ in range(count)], loader.state()
 
 
-def assert_same(one: Sequence[Batch], two: Sequence[Batch]) -> None:
-    assert len(one) == len(two)
-    for first, second in zip(one, two, strict=True):
+def assert_same(batches: Sequence[Batch], expected: Sequence[Batch]) -> None:
+    assert len(batches) == len(expected)
+    for first, second in zip(batches, expected, strict=True):
         assert first.keys() == second.keys()
         for name in first:
             np.testing.assert_array_equal(first[name], second[name])
 
 
-PACKED = pytest.mark.parametrize("packing", Packing)
+FOR_EACH_PACKING = pytest.mark.parametrize("packing", Packing)
 
 
-@PACKED
-def test_a_restored_position_continues_with_the_same_batches(shards: Path, packing: Packing) -> None:
-    data = open_shards(shards, packing=packing, pool=20, lanes=4)
+@FOR_EACH_PACKING
+def test_a_restored_position_continues_with_the_same_batches(shards_folder: Path, packing: Packing) -> None:
+    data = open_shards(shards_folder, packing=packing, pool=20, lanes=4)
     batches, final_state = take_batches(data, 30)
     for count_before in (1, 7, 13):
         first, state = take_batches(data, count_before)
@@ -80,10 +80,10 @@ def test_a_restored_position_continues_with_the_same_batches(shards: Path, packi
         assert resumed_state == final_state and state["row"] == count_before * 8
 
 
-@PACKED
+@FOR_EACH_PACKING
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_several_processes_read_the_rows_of_one(shards: Path, packing: Packing, processes: int) -> None:
-    data = open_shards(shards, packing=packing, pool=20, lanes=4)
+def test_several_processes_read_the_rows_of_one(shards_folder: Path, packing: Packing, processes: int) -> None:
+    data = open_shards(shards_folder, packing=packing, pool=20, lanes=4)
     batches, _ = take_batches(data, 12)
     rows_each = 8 // processes
     parts = [take_batches(data, 12, rows=range(p * rows_each, p * rows_each + rows_each))[0] for p in range(processes)]
@@ -93,7 +93,7 @@ def test_several_processes_read_the_rows_of_one(shards: Path, packing: Packing, 
     assert_same(joined_batches, batches)
 
 
-class Gathering(Team):
+class FakeTwoProcessTeam(Team):
     """Fake team of two processes that run one after the other in one process.
 
     `exchange` returns all values sent so far.
@@ -107,22 +107,22 @@ class Gathering(Team):
         return self.sent_values
 
 
-def test_positions_of_two_processes_are_restored_by_one(shards: Path) -> None:
-    Gathering.sent_values = []
-    take_batches(open_shards(shards, Gathering(2, 0), lanes=4), 5, rows=range(4))
-    _, state = take_batches(open_shards(shards, Gathering(2, 1), lanes=4), 5, rows=range(4, 8))
-    batches, _ = take_batches(open_shards(shards, lanes=4), 9)
-    assert_same(take_batches(open_shards(shards, lanes=4), 4, state)[0], batches[5:])
+def test_positions_of_two_processes_are_restored_by_one(shards_folder: Path) -> None:
+    FakeTwoProcessTeam.sent_values = []
+    take_batches(open_shards(shards_folder, FakeTwoProcessTeam(2, 0), lanes=4), 5, rows=range(4))
+    _, state = take_batches(open_shards(shards_folder, FakeTwoProcessTeam(2, 1), lanes=4), 5, rows=range(4, 8))
+    batches, _ = take_batches(open_shards(shards_folder, lanes=4), 9)
+    assert_same(take_batches(open_shards(shards_folder, lanes=4), 4, state)[0], batches[5:])
     assert_same(
-        take_batches(open_shards(shards, lanes=4), 4, state, batch=8, rows=[6, 1])[0],
+        take_batches(open_shards(shards_folder, lanes=4), 4, state, batch=8, rows=[6, 1])[0],
         [{name: array[[6, 1]] for name, array in batch.items()} for batch in batches[5:]],
     )
 
 
-def test_every_document_of_an_epoch_is_read_once(shards: Path) -> None:
-    steps, _ = take_batches(open_shards(shards, lanes=3), 250, batch=3, seq=32)
+def test_every_document_of_an_epoch_is_read_once(shards_folder: Path) -> None:
+    steps, _ = take_batches(open_shards(shards_folder, lanes=3), 250, batch=3, seq=32)
     training = sorted(
-        text for n in range(3) for text in parquet.read_table(shards / f"{n:03d}.parquet")["text"].to_pylist()
+        text for n in range(3) for text in parquet.read_table(shards_folder / f"{n:03d}.parquet")["text"].to_pylist()
     )
     lanes = [bytes(t % 256 for step in steps for t in step["tokens"][lane]).split(b"\0")[1:-1] for lane in range(3)]
     for epoch in range(2):
@@ -131,31 +131,31 @@ def test_every_document_of_an_epoch_is_read_once(shards: Path) -> None:
     assert lanes[0][:35] != lanes[0][35:70]
 
 
-def test_validation_has_every_token_of_the_last_file_once(shards: Path) -> None:
-    data = open_shards(shards)
+def test_validation_has_every_token_of_the_last_file_once(shards_folder: Path) -> None:
+    data = open_shards(shards_folder)
     with make_loader(data, "validation", batch=4, seq=32, repeat=False) as loader:
         batches = list(loader)
-    real = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in batches])
-    table = parquet.read_table(shards / "003.parquet")
+    targets = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in batches])
+    table = parquet.read_table(shards_folder / "003.parquet")
     whole = [token for text in table["text"].to_pylist() for token in (BOS, *text.encode())]
-    assert real.tolist() == whole[1:]
+    assert targets.tolist() == whole[1:]
     assert all((batch["segment_ids"] > 0).sum() == batch["weights"].sum() for batch in batches)
     train = {unit.file.id.rpartition("/")[2] for unit in data.train}
     assert train == {"000.parquet", "001.parquet", "002.parquet"} and len(data.train) == 15
 
 
-def test_best_fit_rows_start_with_a_document_and_are_full(shards: Path) -> None:
-    for batch in take_batches(open_shards(shards, packing=Packing.best_fit), 20)[0]:
+def test_best_fit_rows_start_with_a_document_and_are_full(shards_folder: Path) -> None:
+    for batch in take_batches(open_shards(shards_folder, packing=Packing.best_fit), 20)[0]:
         assert (batch["tokens"][:, 0] == BOS).all() and (batch["weights"] == 1).all()
-    cropped = take_batches(open_shards(shards, packing=Packing.best_fit, pool=200, lanes=1), 20, seq=128)[0]
+    cropped = take_batches(open_shards(shards_folder, packing=Packing.best_fit, pool=200, lanes=1), 20, seq=128)[0]
     assert np.mean([row.sum() for batch in cropped for row in batch["tokens"] == BOS]) > 3
 
 
 @pytest.mark.slow
-def test_workers_give_the_same_batches_as_a_thread_and_end_on_close(shards: Path) -> None:
+def test_workers_give_the_same_batches_as_a_thread_and_end_on_close(shards_folder: Path) -> None:
     import multiprocessing
 
-    data = open_shards(shards, lanes=4, packing=Packing.best_fit, pool=20)
+    data = open_shards(shards_folder, lanes=4, packing=Packing.best_fit, pool=20)
     data_with_workers = replace(data, config=replace(data.config, workers=2))
     batches, _ = take_batches(data, 6)
     _, state = take_batches(data, 3)
@@ -163,8 +163,8 @@ def test_workers_give_the_same_batches_as_a_thread_and_end_on_close(shards: Path
     assert not multiprocessing.active_children()
 
 
-def test_the_seed_orders_the_groups_and_epochs_differ(shards: Path) -> None:
-    data = open_shards(shards, lanes=1)
+def test_the_seed_orders_the_groups_and_epochs_differ(shards_folder: Path) -> None:
+    data = open_shards(shards_folder, lanes=1)
     (first,), _ = take_batches(data, 1)
     (two,), _ = take_batches(data, 1, seed=4)
     assert (first["tokens"] != two["tokens"]).any()
@@ -173,22 +173,24 @@ def test_the_seed_orders_the_groups_and_epochs_differ(shards: Path) -> None:
     half = len(flat) // 2
     assert (flat[:half] != flat[half:]).any()
     assert (
-        data.lane_count(8) == 1 and open_shards(shards).lane_count(8) == 8 and open_shards(shards).lane_count(14) == 14
+        data.lane_count(8) == 1
+        and open_shards(shards_folder).lane_count(8) == 8
+        and open_shards(shards_folder).lane_count(14) == 14
     )
 
 
-def test_validation_is_the_last_group_of_a_single_file_or_val_paths(shards: Path) -> None:
-    single_file = open_shards(shards / "000.parquet")
+def test_validation_is_the_last_group_of_a_single_file_or_val_paths(shards_folder: Path) -> None:
+    single_file = open_shards(shards_folder / "000.parquet")
     assert [unit.row_group for unit in single_file.train] == [0, 1, 2, 3] and [
         unit.row_group for unit in single_file.validation
     ] == [4]
-    with_val_paths = open_shards(shards, val_paths=[str(shards / "001.parquet")])
+    with_val_paths = open_shards(shards_folder, val_paths=[str(shards_folder / "001.parquet")])
     assert {unit.file.id.rpartition("/")[2] for unit in with_val_paths.train} == {
         "000.parquet",
         "002.parquet",
         "003.parquet",
     }
-    assert with_val_paths.content != open_shards(shards).content
+    assert with_val_paths.content != open_shards(shards_folder).content
 
 
 def refusal(action: Any) -> str:
@@ -197,9 +199,9 @@ def refusal(action: Any) -> str:
     return str(caught.value)
 
 
-def test_unreadable_streams_are_refused_before_the_first_step(shards: Path, tmp_path: Path) -> None:
+def test_unreadable_streams_are_refused_before_the_first_step(shards_folder: Path, tmp_path: Path) -> None:
     for column, fault in (("body", "data.column=body. "), ("number", "column number is int64, not string. ")):
-        assert fault in refusal(lambda column=column: open_shards(shards, column=column))
+        assert fault in refusal(lambda column=column: open_shards(shards_folder, column=column))
     (tmp_path / "empty").mkdir()
     assert "matches 0 files" in refusal(lambda: open_shards(tmp_path / "empty"))
     assert "data.paths=[shards/*.parquet]" in refusal(lambda: open_stream(Config(), "bytes"))
@@ -217,25 +219,25 @@ def test_unreadable_streams_are_refused_before_the_first_step(shards: Path, tmp_
     parquet.ParquetWriter(held_out, arrow.schema({"text": arrow.string()})).close()  # no row groups
     text = refusal(lambda: open_shards(single_shard, val_paths=[str(held_out)]))
     assert text.endswith("left for validation. Add a file to data.val_paths.")
-    assert "data.lanes=3 " in refusal(lambda: take_batches(open_shards(shards, lanes=3), 1))
+    assert "data.lanes=3 " in refusal(lambda: take_batches(open_shards(shards_folder, lanes=3), 1))
     for lanes, batch, suggestion in ((32, 64, 8), (32, 48, 12), (20, 30, 15), (16, 16, 8)):
-        text = refusal(lambda lanes=lanes, batch=batch: open_shards(shards, lanes=lanes).lane_count(batch))
+        text = refusal(lambda lanes=lanes, batch=batch: open_shards(shards_folder, lanes=lanes).lane_count(batch))
         assert text.endswith(f"Use data.lanes={suggestion}.")
-        assert open_shards(shards, lanes=suggestion).lane_count(batch) == suggestion
+        assert open_shards(shards_folder, lanes=suggestion).lane_count(batch) == suggestion
     problems = Config(paths=["a"], workers=0, pool=0, lanes=0).problems()
     assert [problem.key for problem in problems] == ["data.pool", "data.lanes"]
 
 
-def test_a_position_in_another_order_is_refused(shards: Path) -> None:
-    _, state = take_batches(open_shards(shards, lanes=4), 1)
-    held_out = [str(shards / "000.parquet")]
+def test_a_position_in_another_order_is_refused(shards_folder: Path) -> None:
+    _, state = take_batches(open_shards(shards_folder, lanes=4), 1)
+    held_out = [str(shards_folder / "000.parquet")]
     for text, changed in (
         ("data.lanes=4", {"lanes": 2}),
         ("data.packing=stream", {"lanes": 4, "packing": Packing.best_fit}),
         ("data= differs", {"lanes": 4, "val_paths": held_out}),
     ):
-        assert text in refusal(lambda changed=changed: take_batches(open_shards(shards, **changed), 1, state))
-    assert "of 16" in refusal(lambda: take_batches(open_shards(shards, lanes=4), 1, state, batch=16))
+        assert text in refusal(lambda changed=changed: take_batches(open_shards(shards_folder, **changed), 1, state))
+    assert "of 16" in refusal(lambda: take_batches(open_shards(shards_folder, lanes=4), 1, state, batch=16))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -260,9 +262,9 @@ def test_files_without_text_are_refused(tmp_path: Path, files: int, fault: str, 
     assert fault in message and remedy in message
 
 
-def test_a_worker_that_returns_to_a_position_reads_the_same_rows(shards: Path) -> None:
+def test_a_worker_that_returns_to_a_position_reads_the_same_rows(shards_folder: Path) -> None:
     """Grain may reset a worker's iterator to an earlier position. Our loader starts new iterators instead."""
-    data = open_shards(shards)
+    data = open_shards(shards_folder)
     loader = StreamLoader(data, "train", BatchPlan(4, 32, 0, True, np.arange(4)))
     start = stream_loader._Positions((None,) * len(loader._lanes))
     iterator = iter(stream_loader._LaneBatches(loader._lanes, start, 32, 1, data.bos_id))

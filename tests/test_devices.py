@@ -22,7 +22,7 @@ def fake_devices(size: int = 2, kind: str = "TPU v4", platform: str = "tpu") -> 
     return [SimpleNamespace(device_kind=kind, platform=platform, id=i) for i in range(size)]
 
 
-def small_devices_run(*overrides: str):
+def compose_small_run(*overrides: str):
     from helpers import compose_run
 
     return compose_run(*overrides)
@@ -33,41 +33,41 @@ def test_simulated_devices_are_announced() -> None:
     assert devices.note.startswith("SIMULATED: 2 CPU ")
 
 
-COUNT = "--xla_force_host_platform_device_count=8"
+COUNT_FLAG = "--xla_force_host_platform_device_count=8"
 
 
 def test_a_mesh_uses_only_as_many_devices_as_its_size() -> None:
-    devices = acquire_devices(small_devices_run("mesh=1x2x1"))
+    devices = acquire_devices(compose_small_run("mesh=1x2x1"))
     assert len(devices.devices) == 2
     assert devices.simulated
 
 
 def test_too_few_devices_are_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError) as caught:
-        acquire_devices(small_devices_run("mesh=4x4x2", "partition=fsdp", "batch=32"))
+        acquire_devices(compose_small_run("mesh=4x4x2", "partition=fsdp", "batch=32"))
     assert all(part in str(caught.value) for part in ("needs 32 devices", "8 x cpu", "mesh=1x1x8"))
 
 
 def test_a_mesh_larger_than_the_first_of_a_process_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, reason in (
         ("", "fixed when this process first used JAX. Start a new process"),
-        (COUNT, "Remove that flag"),
+        (COUNT_FLAG, "Remove that flag"),
     ):
         monkeypatch.setenv("XLA_FLAGS", flags)
         with pytest.raises(ValueError, match=f"^mesh=4x4x2 needs 32 devices, but this process has 8 x cpu: .*{reason}"):
-            acquire_devices(small_devices_run("mesh=4x4x2", "partition=fsdp", "batch=32"))
+            acquire_devices(compose_small_run("mesh=4x4x2", "partition=fsdp", "batch=32"))
 
 
 def test_other_chips_than_the_target_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda platform=None: fake_devices(4))
     with pytest.raises(ValueError) as caught:
-        acquire_devices(small_devices_run("target=v5e-4", "mesh=1x2x2"))
+        acquire_devices(compose_small_run("target=v5e-4", "mesh=1x2x2"))
     assert all(part in str(caught.value) for part in ("needs v5e chips", "x TPU v4", "target=auto"))
 
 
 def test_a_chip_is_recognised_by_its_device_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda platform=None: fake_devices(4))
-    devices = acquire_devices(small_devices_run("mesh=1x2x2"))
+    devices = acquire_devices(compose_small_run("mesh=1x2x2"))
     assert devices.chip is not None and devices.chip.name == "v4"
     assert not devices.simulated
     assert devices.note.startswith("4 x TPU")
@@ -76,7 +76,7 @@ def test_a_chip_is_recognised_by_its_device_kind(monkeypatch: pytest.MonkeyPatch
 def test_a_tpu_slice_must_be_used_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda platform=None: fake_devices(4))
     with pytest.raises(ValueError) as caught:
-        acquire_devices(small_devices_run("mesh=1x1x2"))
+        acquire_devices(compose_small_run("mesh=1x1x2"))
     assert "needs 2 devices" in str(caught.value)
 
 
@@ -123,7 +123,7 @@ def test_a_laptop_can_simulate_32_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plugins", "chips", "platforms", "asked"),
+    ("plugins", "chips", "platforms", "expected"),
     [
         (["libtpu"], 0, "", True),
         (["libtpu"], 4, "", False),
@@ -133,13 +133,13 @@ def test_a_laptop_can_simulate_32_devices(tmp_path: Path) -> None:
     ],
 )
 def test_libtpu_is_not_loaded_without_a_tpu(
-    monkeypatch: pytest.MonkeyPatch, plugins: list[str], chips: int, platforms: str, asked: bool
+    monkeypatch: pytest.MonkeyPatch, plugins: list[str], chips: int, platforms: str, expected: bool
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.setattr(devices, "count_accelerators", lambda: chips)
     monkeypatch.setattr(devices, "entry_points", lambda group: [])
     monkeypatch.setattr(devices, "find_spec", lambda name: name if name in plugins else None)
-    assert devices.only_libtpu_without_a_tpu() is asked
+    assert devices.only_libtpu_without_a_tpu() is expected
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_the_error_for_a_missing_platform_in_the_environment_names_it(
     monkeypatch.setattr(jax, "devices", fail)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(ValueError) as caught:
-        acquire_devices(small_devices_run("mesh=1x1x1"))
+        acquire_devices(compose_small_run("mesh=1x1x1"))
     message = str(caught.value)
     assert message.startswith("JAX_PLATFORMS=cuda ") and "JAX_PLATFORMS=cpu" in message and "(set" not in message
 
@@ -171,13 +171,13 @@ def test_the_error_for_a_missing_platform_in_the_environment_names_it(
 def test_a_tpu_requested_by_the_environment_is_looked_for_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     monkeypatch.setattr(devices, "count_accelerators", lambda: 0)
-    (problem,) = machine_problems(small_devices_run("mesh=1x1x1"))
+    (problem,) = machine_problems(compose_small_run("mesh=1x1x1"))
     assert (problem.code, problem.key, problem.value) == (ProblemCode.missing, "JAX_PLATFORMS", "tpu")
 
 
 def test_the_error_for_a_flag_that_would_abort_xla_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_nonsense=3 --xla_dump_to=x")
-    (problem,) = machine_problems(small_devices_run("mesh=1x1x1"))
+    (problem,) = machine_problems(compose_small_run("mesh=1x1x1"))
     assert (problem.code, problem.key) == (ProblemCode.unknown_name, "XLA_FLAGS") and "--xla_nonsense," in str(problem)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=x")
-    assert machine_problems(small_devices_run("mesh=1x1x1")) == []
+    assert machine_problems(compose_small_run("mesh=1x1x1")) == []

@@ -23,7 +23,7 @@ from valkyrie.runs.goodput import FINISHED, GOODPUT_FILE, read_starts
 from valkyrie.runs.tracking import Tracker, read_metrics
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode
 from valkyrie.search import modes
-from valkyrie.search.compile import runner as compile
+from valkyrie.search.compile import runner
 from valkyrie.search.compile.prediction import (
     CompileOutcome,
     CompileStatus,
@@ -36,52 +36,54 @@ from valkyrie.train import trainer
 from valkyrie.train.devices import configure_jax
 from valkyrie.train.screen import Screen
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+DISK_FULL_ERROR = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def full_for(times: float) -> Callable[..., None]:
+def make_failing_write(times: float) -> Callable[..., None]:
     """Return a function whose first `times` calls raise "no space left on device". Later calls do nothing."""
     remaining = [times]
 
     def write(*_: Any, **__: Any) -> None:
         remaining[0] -= 1
         if remaining[0] >= 0:
-            raise FULL
+            raise DISK_FULL_ERROR
 
     return write
 
 
 @pytest.fixture
-def a_file(tmp_path: Path) -> Path:
+def blocking_file(tmp_path: Path) -> Path:
     """A file used as a parent folder. Nobody, not even root, can create a folder under it."""
     (tmp_path / "file").touch()
     return tmp_path / "file"
 
 
-def test_the_error_for_an_unwritable_path_names_it_and_the_remedy(a_file: Path):
-    for path, remedy in ((a_file / "run" / "x", "runs=DIR"), (cache_root() / "x", "VALKYRIE_CACHE=DIR")):
+def test_the_error_for_an_unwritable_path_names_it_and_the_remedy(blocking_file: Path):
+    for path, remedy in ((blocking_file / "run" / "x", "runs=DIR"), (cache_root() / "x", "VALKYRIE_CACHE=DIR")):
         with pytest.raises(DiskError) as caught, disk_errors(path):
-            raise FULL
+            raise DISK_FULL_ERROR
         assert str(caught.value).startswith(f"{path} cannot be written") and str(caught.value).endswith(f" {remedy}.")
     with pytest.raises(DiskError, match=r"run.yaml .*directory\).* runs=DIR"):
-        write_atomic(a_file / "run.yaml", "text")
+        write_atomic(blocking_file / "run.yaml", "text")
 
 
-def test_a_runs_path_that_is_not_a_folder_is_refused_in_one_line(a_file: Path, capsys: pytest.CaptureFixture[str]):
-    assert run_train(*tiny_arguments(a_file / "runs", "steps=1")) == 2
+def test_a_runs_path_that_is_not_a_folder_is_refused_in_one_line(
+    blocking_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert run_train(*tiny_arguments(blocking_file / "runs", "steps=1")) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"valkyrie-train: runs={a_file / 'runs'} cannot be a folder") and err.count("\n") == 1
+    assert err.startswith(f"valkyrie-train: runs={blocking_file / 'runs'} cannot be a folder") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("mode", ["compile", "measure"])
 def test_a_result_that_cannot_be_stored_is_refused_before_the_work(
-    a_file: Path, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    blocking_file: Path, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr(modes, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
-    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"mode={mode}", f"runs={a_file}", "name=mine") == 2
+    assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"mode={mode}", f"runs={blocking_file}", "name=mine") == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"valkyrie-train: runs={a_file} is a file, not a folder."
+    assert last == f"valkyrie-train: runs={blocking_file} is a file, not a folder."
 
 
 @pytest.mark.parametrize("mode", ["compile", "measure"])
@@ -95,7 +97,7 @@ def test_a_result_is_printed_although_the_disk_is_full(
 
     monkeypatch.setattr(measure, "measure", lambda run, *_: result(Measurement, run))
     monkeypatch.setattr(modes, "compile_and_summarise", lambda run, *_: (None, result(Prediction, run), None))
-    monkeypatch.setattr(modes, "write_run_files", full_for(1))
+    monkeypatch.setattr(modes, "write_run_files", make_failing_write(1))
     assert run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"mode={mode}", f"runs={tmp_path}", "name=mine") == 2
     output = capsys.readouterr()
     assert "does not fit" in output.out and "no space left" in output.err.lower()
@@ -114,18 +116,18 @@ def test_a_refused_layout_leaves_no_folder(tmp_path: Path, mode: str, monkeypatc
     assert not (tmp_path / "runs" / "mine").exists()
 
 
-def test_a_search_under_a_file_is_refused(a_file: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_search_under_a_file_is_refused(blocking_file: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ("mode=search", "model=gpt_tiny", "target=v5e-8", "batch=8", "mode.compiles=0")
-    for runs in (a_file, a_file / "runs"):
+    for runs in (blocking_file, blocking_file / "runs"):
         assert run_train(*arguments, f"runs={runs}") == 2
         err = capsys.readouterr().err
-        assert err.startswith(f"valkyrie-train: runs={runs} ") and f"{a_file} is a file" in err
+        assert err.startswith(f"valkyrie-train: runs={runs} ") and f"{blocking_file} is a file" in err
 
 
 def test_a_save_on_a_full_disk_is_reported_and_the_next_save_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(tier, "write_checksums", full_for(1))
+    monkeypatch.setattr(tier, "write_checksums", make_failing_write(1))
     assert run_train(*tiny_arguments(tmp_path, "steps=6", "checkpoint.every=2")) == 0
     out, err = capfd.readouterr()
     folder = tmp_path / "run" / "checkpoints"
@@ -139,7 +141,7 @@ def test_a_command_that_cannot_save_its_last_state_names_the_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     assert run_train(*tiny_arguments(tmp_path, "steps=2")) == 0
-    monkeypatch.setattr(tier, "write_checksums", full_for(float("inf")))
+    monkeypatch.setattr(tier, "write_checksums", make_failing_write(float("inf")))
     capfd.readouterr()
     assert run_train(*tiny_arguments(tmp_path, "steps=4")) == 1
     out, err = capfd.readouterr()
@@ -167,47 +169,49 @@ def test_a_resume_on_a_read_only_disk_suggests_a_copy(
 def test_records_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path):
     tracker = Tracker(TrackingConfig(wandb=WandbMode.off), tmp_path, run_name="run", fields={}, group="g")
     assert tracker.log({"loss": 1.0}, 1) is None
-    disk, failing_writes = tracker._file, [0, 5]
+    original_file, failing_writes = tracker._file, [0, 5]
 
     class FullFile:
         """Fake file on a disk that fills up in the middle of a line."""
 
         def write(self, body: bytes) -> int:
             if failing_writes and (room := failing_writes.pop()):
-                return disk.write(body[:room])
-            raise FULL
+                return original_file.write(body[:room])
+            raise DISK_FULL_ERROR
 
         def close(self) -> None:
-            disk.close()
+            original_file.close()
 
     tracker._file = FullFile()
     note = tracker.log({"loss": 2.0}, 2)
     assert note is not None and "kept in memory" in note
     assert tracker.log({"loss": 3.0}, 3) is None
     assert tracker.lost_records_note is not None and "last 2 records" in tracker.lost_records_note
-    tracker._file = disk
+    tracker._file = original_file
     assert "written again" in str(tracker.log({"loss": 4.0}, 4))
     tracker.close()
     assert [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_cache_folder_is_tested_before_use(tmp_path: Path, a_file: Path):
+def test_a_cache_folder_is_tested_before_use(tmp_path: Path, blocking_file: Path):
     assert cache_problem(tmp_path / "cache" / "xla") is None
     assert list((tmp_path / "cache" / "xla").iterdir()) == []
-    trouble = cache_problem(a_file / "cache")
-    assert trouble is not None and trouble.startswith(f"{a_file / 'cache'} ") and "not a directory" in trouble
+    problem = cache_problem(blocking_file / "cache")
+    assert problem is not None and problem.startswith(f"{blocking_file / 'cache'} ") and "not a directory" in problem
 
 
 def test_data_is_prepared_elsewhere_if_its_cache_cannot_be_written(
-    tmp_path: Path, a_file: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, blocking_file: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert run_train(*tiny_arguments(tmp_path, "steps=1", f"data.cache_dir={a_file / 'cache'}")) == 0
+    assert run_train(*tiny_arguments(tmp_path, "steps=1", f"data.cache_dir={blocking_file / 'cache'}")) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"{a_file / 'cache'} cannot be written") and "data.cache_dir=DIR" in out
+    assert out.startswith(f"{blocking_file / 'cache'} cannot be written") and "data.cache_dir=DIR" in out
 
 
-def test_compiled_programs_are_not_cached_if_the_cache_cannot_be_written(a_file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VALKYRIE_CACHE", str(a_file / "cache"))
+def test_compiled_programs_are_not_cached_if_the_cache_cannot_be_written(
+    blocking_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VALKYRIE_CACHE", str(blocking_file / "cache"))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     cache_dir, lines = jax.config.jax_compilation_cache_dir, []
     run = compose_run(*TINY_ARGUMENTS, "mesh=1x1x1", "partition=dp")
@@ -215,8 +219,8 @@ def test_compiled_programs_are_not_cached_if_the_cache_cannot_be_written(a_file:
     assert jax.config.jax_compilation_cache_dir == cache_dir
     assert len(lines) == 1 and "VALKYRIE_CACHE=DIR" in lines[0]
     failed = CompileOutcome(CompileStatus.failed, "it was not tried")
-    monkeypatch.setattr(compile, "_compile_in_child", lambda *_: failed)
-    compiled = compile.compile_layout(run, 1)
+    monkeypatch.setattr(runner, "_compile_in_child", lambda *_: failed)
+    compiled = runner.compile_layout(run, 1)
     assert compiled.status is CompileStatus.failed and compiled.note is not None
     assert "VALKYRIE_CACHE=DIR" in compiled.note
 
@@ -224,7 +228,7 @@ def test_compiled_programs_are_not_cached_if_the_cache_cannot_be_written(a_file:
 def test_a_full_disk_for_the_output_does_not_stop_a_training(capfd: pytest.CaptureFixture[str]):
     class FullOutput(io.StringIO):
         def write(self, text: str) -> int:
-            raise FULL
+            raise DISK_FULL_ERROR
 
     screen = Screen(Console(file=FullOutput()), 2, 0, simulated=True)
     screen.say("one")
@@ -234,17 +238,19 @@ def test_a_full_disk_for_the_output_does_not_stop_a_training(capfd: pytest.Captu
     assert "training continues" in err and err.count("\n") == 1
 
 
-def test_a_cache_that_is_a_file_is_refused_before_any_work(a_file: Path, command: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VALKYRIE_CACHE", str(a_file))
+def test_a_cache_that_is_a_file_is_refused_before_any_work(
+    blocking_file: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VALKYRIE_CACHE", str(blocking_file))
     result = command("mode=show", "model=gpt_tiny")
-    assert result.status == 2 and f"VALKYRIE_CACHE={a_file} is a file" in result.err
+    assert result.status == 2 and f"VALKYRIE_CACHE={blocking_file} is a file" in result.err
     monkeypatch.setenv("VALKYRIE_CACHE", "")
     assert cache_root() == Path("~/.cache/valkyrie").expanduser()
 
 
-def test_a_page_is_rendered_if_the_cache_cannot_be_written(a_file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_page_is_rendered_if_the_cache_cannot_be_written(blocking_file: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("vl_convert")
-    monkeypatch.setenv("VALKYRIE_CACHE", str(a_file / "cache"))
+    monkeypatch.setenv("VALKYRIE_CACHE", str(blocking_file / "cache"))
     assert "vegaEmbed" in _vega_script()
 
 

@@ -46,7 +46,7 @@ from valkyrie.runs.folder import installed_version
 from valkyrie.train import devices
 from valkyrie.train.program import StepProgram
 
-SMALL = (*TINY_ARGUMENTS, "mesh=2x1x1", "partition=dp")
+SMALL_OVERRIDES = (*TINY_ARGUMENTS, "mesh=2x1x1", "partition=dp")
 UNWRITABLE = "/proc/valkyrie"
 """A folder that nobody can create, not even root."""
 
@@ -57,7 +57,7 @@ def set_accelerator_count(monkeypatch: pytest.MonkeyPatch, chips: int = 4) -> No
         monkeypatch.setattr(module, "count_accelerators", lambda: chips)
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run_doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Run the command in this process. Return its exit status, stdout and stderr."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
@@ -79,24 +79,24 @@ def test_a_target_that_is_not_this_machine_fails():
 
 def test_a_problem_of_the_environment_is_reported_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_DISABLE_JIT", "1")
-    findings = run_checks(HOST_CHECKS[:2], CheckContext(compose_run(*SMALL, "target=cpu")))
+    findings = run_checks(HOST_CHECKS[:2], CheckContext(compose_run(*SMALL_OVERRIDES, "target=cpu")))
     assert [(finding.check, finding.severity) for finding in findings] == [("environment", FAILURE), ("chips", OK)]
 
 
 def test_simulated_devices_are_a_warning_unless_they_are_asked_for():
-    assert single_finding(host.check_chips, compose_run(*SMALL))[0] == WARNING
-    assert single_finding(host.check_chips, compose_run(*SMALL, "target=cpu"))[0] == OK
+    assert single_finding(host.check_chips, compose_run(*SMALL_OVERRIDES))[0] == WARNING
+    assert single_finding(host.check_chips, compose_run(*SMALL_OVERRIDES, "target=cpu"))[0] == OK
 
 
 def test_chips_and_processes_are_compared_with_the_hosts_of_the_target(monkeypatch: pytest.MonkeyPatch):
     run = compose_run("model=gpt_tiny", "mesh=4x4x2", "target=v4-64", "batch=32")
     set_accelerator_count(monkeypatch)
     assert single_finding(host.check_chips, run, 8)[0] == OK and list(host.check_processes(CheckContext(run, 8))) == []
-    verdict, text, _ = single_finding(host.check_processes, run, 2)
-    assert verdict == FAILURE and text.startswith("2 processes") and text.endswith("8 hosts")
+    severity, text, _ = single_finding(host.check_processes, run, 2)
+    assert severity == FAILURE and text.startswith("2 processes") and text.endswith("8 hosts")
     set_accelerator_count(monkeypatch, chips=8)
-    verdict, text, _ = single_finding(host.check_chips, run, 8)
-    assert verdict == FAILURE and text.startswith("8 chips on") and text.endswith("4 per host")
+    severity, text, _ = single_finding(host.check_chips, run, 8)
+    assert severity == FAILURE and text.startswith("8 chips on") and text.endswith("4 per host")
 
 
 def add_process(proc: Path, pid: int, device: str) -> None:
@@ -116,39 +116,39 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_process_that_holds_the_tpu_is_named(proc: Path, monkeypatch: pytest.MonkeyPatch):
-    run = compose_run(*SMALL)
+    run = compose_run(*SMALL_OVERRIDES)
     add_process(proc, os.getpid(), "/dev/accel0")
     assert single_finding(host.check_chips_free, run)[0] == OK
     add_process(proc, 4_000_001, "/dev/null")
     assert single_finding(host.check_chips_free, run)[0] == OK
     add_process(proc, 4_000_002, "/dev/vfio/0")
-    verdict, text, remedy = single_finding(host.check_chips_free, run)
-    assert verdict == FAILURE and text.endswith("4000002 (python other.py)") and remedy.endswith("kill 4000002")
+    severity, text, remedy = single_finding(host.check_chips_free, run)
+    assert severity == FAILURE and text.endswith("4000002 (python other.py)") and remedy.endswith("kill 4000002")
     set_accelerator_count(monkeypatch, chips=0)
     assert list(host.check_chips_free(CheckContext(run))) == []
 
 
 def test_a_gpu_that_another_process_has_open_is_a_warning(proc: Path):
     add_process(proc, 4_000_002, "/dev/nvidia1")
-    verdict, text, _ = single_finding(host.check_chips_free, compose_run(*SMALL))
-    assert verdict == WARNING and "4000002 (python other.py)" in text
+    severity, text, _ = single_finding(host.check_chips_free, compose_run(*SMALL_OVERRIDES))
+    assert severity == WARNING and "4000002 (python other.py)" in text
 
 
 def test_a_held_libtpu_lock_is_found(proc: Path):
     lockfile = proc / "lockfile"
     lockfile.touch()
-    assert single_finding(host.check_chips_free, compose_run(*SMALL))[0] == OK
+    assert single_finding(host.check_chips_free, compose_run(*SMALL_OVERRIDES))[0] == OK
     with lockfile.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        verdict, text, _ = single_finding(host.check_chips_free, compose_run(*SMALL))
-    assert verdict == FAILURE and text.startswith(f"{lockfile} is locked")
+        severity, text, _ = single_finding(host.check_chips_free, compose_run(*SMALL_OVERRIDES))
+    assert severity == FAILURE and text.startswith(f"{lockfile} is locked")
 
 
 def test_host_memory_must_hold_its_part_of_the_state(monkeypatch: pytest.MonkeyPatch):
     run = compose_run("model=gpt_1b", "mesh=4x4x2", "batch=32")
     run_on_chips = compose_run("model=gpt_1b", "mesh=4x4x2", "batch=32", "target=v4-64")
     state_size = 3 * state_bytes(run)
-    for one, processes, free, verdict in (
+    for case_run, processes, free, severity in (
         (run, 1, state_size - 1, FAILURE),
         (run, 1, state_size, OK),
         (run, 8, state_size // 8, OK),
@@ -156,31 +156,31 @@ def test_host_memory_must_hold_its_part_of_the_state(monkeypatch: pytest.MonkeyP
         (run_on_chips, 8, state_size // 24 - 1, FAILURE),
     ):
         monkeypatch.setattr(host, "free_memory", lambda free=free: free)
-        assert single_finding(host.check_host_memory, one, processes)[0] == verdict
+        assert single_finding(host.check_host_memory, case_run, processes)[0] == severity
 
 
 def test_a_low_limit_of_open_files_fails(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host.resource, "getrlimit", lambda _: (1024, 1024))
-    assert single_finding(host.check_open_files, compose_run(*SMALL), 8)[0] == OK
-    assert single_finding(host.check_open_files, compose_run(*SMALL), 2000)[0] == FAILURE
+    assert single_finding(host.check_open_files, compose_run(*SMALL_OVERRIDES), 8)[0] == OK
+    assert single_finding(host.check_open_files, compose_run(*SMALL_OVERRIDES), 2000)[0] == FAILURE
 
 
 @pytest.mark.parametrize("overrides", [(), ("optimizer.ema_decay=0.9",), ("precision=bf16",), ("optimizer=muon",)])
 def test_the_state_size_equals_that_of_its_arrays(overrides: Sequence[str]):
-    run = compose_run(*SMALL, *overrides)
+    run = compose_run(*SMALL_OVERRIDES, *overrides)
     state = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu").abstract_state
-    arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    array_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     tolerance = 512 if "optimizer=muon" in overrides else 64  # counters, the random key, Muon's moments of rows
-    assert arrays - tolerance <= state_bytes(run) <= arrays
+    assert array_bytes - tolerance <= state_bytes(run) <= array_bytes
 
 
 def test_the_doctor_checks_the_checkpoint_folder_and_leaves_no_files(tmp_path: Path):
     unusable_run, run_in_new_folder = (
-        compose_run(*SMALL, f"checkpoint.folder={folder}") for folder in (UNWRITABLE, tmp_path / "new/one")
+        compose_run(*SMALL_OVERRIDES, f"checkpoint.folder={folder}") for folder in (UNWRITABLE, tmp_path / "new/one")
     )
-    assert list(disks.check_checkpoint_folder(CheckContext(compose_run(*SMALL)))) == []
-    verdict, text, remedy = single_finding(disks.check_checkpoint_folder, unusable_run)
-    assert verdict == FAILURE and "cannot be used" in text and "checkpoint.folder=DIR" in remedy
+    assert list(disks.check_checkpoint_folder(CheckContext(compose_run(*SMALL_OVERRIDES)))) == []
+    severity, text, remedy = single_finding(disks.check_checkpoint_folder, unusable_run)
+    assert severity == FAILURE and "cannot be used" in text and "checkpoint.folder=DIR" in remedy
     assert single_finding(disks.check_checkpoint_folder, run_in_new_folder)[0] == OK
     assert not (tmp_path / "new").exists()
     assert f"checkpoint.folder={tmp_path}/new/one" in single_finding(disks.check_disk_space, run_in_new_folder)[1]
@@ -199,7 +199,7 @@ def test_the_checkpoint_to_resume_from_is_verified(tmp_path: Path):
     for damaged_step, severities in ((6, [WARNING, OK]), (4, [FAILURE, FAILURE])):
         (folder / "checkpoints" / str(damaged_step) / "state" / "manifest.ocdbt").write_bytes(b"")
         assert [finding.severity for finding in checkpoint_findings(folder)] == severities
-    assert run_checks([RESUME_CHECK], CheckContext(compose_run(*SMALL, f"runs={tmp_path}", "name=new"))) == []
+    assert run_checks([RESUME_CHECK], CheckContext(compose_run(*SMALL_OVERRIDES, f"runs={tmp_path}", "name=new"))) == []
 
 
 def set_free_bytes(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -208,50 +208,50 @@ def set_free_bytes(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 
 def test_a_disk_without_room_for_the_checkpoints_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = compose_run(*SMALL, f"runs={tmp_path}/not/there")
+    run = compose_run(*SMALL_OVERRIDES, f"runs={tmp_path}/not/there")
     assert single_finding(disks.check_disk_space, run)[0] == OK
     size = 3 * state_bytes(run)  # two are kept while the third is written
-    for free, verdict in ((size - 1, FAILURE), (size + 1, WARNING), (2 * size, OK)):
+    for free, severity in ((size - 1, FAILURE), (size + 1, WARNING), (2 * size, OK)):
         set_free_bytes(monkeypatch, free)
-        assert single_finding(disks.check_disk_space, run)[0] == verdict
+        assert single_finding(disks.check_disk_space, run)[0] == severity
 
 
 def test_a_host_without_room_for_fast_checkpoints_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert list(disks.check_fast_disk_space(CheckContext(compose_run(*SMALL)))) == []
-    run = compose_run(*SMALL, "checkpoint.fast.every=10", f"checkpoint.fast.folder={tmp_path}/not/there")
+    assert list(disks.check_fast_disk_space(CheckContext(compose_run(*SMALL_OVERRIDES)))) == []
+    run = compose_run(*SMALL_OVERRIDES, "checkpoint.fast.every=10", f"checkpoint.fast.folder={tmp_path}/not/there")
     assert single_finding(disks.check_fast_disk_space, run)[0] == OK
     size = 3 * state_bytes(run)
-    for free, processes, verdict in ((size - 1, 1, FAILURE), (size, 1, OK), (size - 1, 2, WARNING)):
+    for free, processes, severity in ((size - 1, 1, FAILURE), (size, 1, OK), (size - 1, 2, WARNING)):
         set_free_bytes(monkeypatch, free)
-        assert single_finding(disks.check_fast_disk_space, run, processes)[0] == verdict
+        assert single_finding(disks.check_fast_disk_space, run, processes)[0] == severity
 
 
 FOLDER_CHECKS = [check for check in HOST_CHECKS if check.name in ("run folder", "clock")]
 
 
 def test_a_folder_that_cannot_be_written_fails_once():
-    (finding,) = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={UNWRITABLE}")))
+    (finding,) = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL_OVERRIDES, f"runs={UNWRITABLE}")))
     assert finding.severity == FAILURE and "cannot be written" in finding.text
 
 
 def test_checks_leave_no_folder_behind(tmp_path: Path):
-    findings = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL, f"runs={tmp_path}/a/b")))
+    findings = run_checks(FOLDER_CHECKS, CheckContext(compose_run(*SMALL_OVERRIDES, f"runs={tmp_path}/a/b")))
     assert [finding.severity for finding in findings] == [OK, OK] and list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_with_a_wrong_clock_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     original_time = time.time
     monkeypatch.setattr(disks.time, "time", lambda: original_time() - 90)
-    verdict, text, _ = single_finding(disks.check_disk_clock, compose_run(*SMALL, f"runs={tmp_path}"))
-    assert verdict == WARNING and "+9" in text
+    severity, text, _ = single_finding(disks.check_disk_clock, compose_run(*SMALL_OVERRIDES, f"runs={tmp_path}"))
+    assert severity == WARNING and "+9" in text
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    assert single_finding(disks.check_compile_cache, compose_run(*SMALL)) == (OK, str(tmp_path / "cache"))
+    assert single_finding(disks.check_compile_cache, compose_run(*SMALL_OVERRIDES)) == (OK, str(tmp_path / "cache"))
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert single_finding(disks.check_compile_cache, compose_run(*SMALL))[0] == WARNING
+    assert single_finding(disks.check_compile_cache, compose_run(*SMALL_OVERRIDES))[0] == WARNING
 
 
 def data_finding(*overrides: str) -> Finding:
@@ -260,25 +260,25 @@ def data_finding(*overrides: str) -> Finding:
 
 
 def test_data_must_fill_a_batch():
-    run = compose_run(*SMALL, "steps=10")
+    run = compose_run(*SMALL_OVERRIDES, "steps=10")
     prepare(run.config.data, run.tokenizer)
-    assert data_finding(*SMALL, "steps=10").severity == OK
-    finding = data_finding(*SMALL, "batch=1024")
+    assert data_finding(*SMALL_OVERRIDES, "steps=10").severity == OK
+    finding = data_finding(*SMALL_OVERRIDES, "batch=1024")
     assert finding.severity == FAILURE and "batch=1024" in finding.text
-    assert data_finding(*SMALL, "steps=100000").severity == WARNING
+    assert data_finding(*SMALL_OVERRIDES, "steps=100000").severity == WARNING
 
 
 def test_missing_data_fails_but_unprepared_data_does_not(tmp_path: Path):
     for path in (f"{tmp_path}/*.txt", "memory://none/*.txt"):
         finding = data_finding("model=gpt_tiny", "mesh=1x1x1", "data=text", f"data.paths=[{path}]")
         assert finding.severity == FAILURE and path in finding.text
-    finding = data_finding(*SMALL, f"data.cache_dir={tmp_path}")
+    finding = data_finding(*SMALL_OVERRIDES, f"data.cache_dir={tmp_path}")
     assert finding.severity == OK and "not prepared yet" in finding.text
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("mode", "key", "netrc", "verdict", "text"),
+    ("mode", "key", "has_netrc", "expected_severity", "text"),
     [
         ("off", "", False, OK, "off"),
         ("auto", "", False, OK, "offline"),
@@ -290,62 +290,70 @@ def test_missing_data_fails_but_unprepared_data_does_not(tmp_path: Path):
     ],
 )
 def test_the_wandb_key_is_checked(
-    mode: str, key: str, netrc: bool, verdict: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    key: str,
+    has_netrc: bool,
+    expected_severity: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     file = tmp_path / "netrc"
-    file.write_text(f"machine api.wandb.ai login user password {40 * 'b'}\n" if netrc else "")
+    file.write_text(f"machine api.wandb.ai login user password {40 * 'b'}\n" if has_netrc else "")
     monkeypatch.setenv("NETRC", str(file))
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    finding = single_finding(disks.check_wandb_key, compose_run(*SMALL, "tracking=wandb", f"tracking.wandb={mode}"))
-    assert finding[0] == verdict and finding[1].startswith(text)
+    finding = single_finding(
+        disks.check_wandb_key, compose_run(*SMALL_OVERRIDES, "tracking=wandb", f"tracking.wandb={mode}")
+    )
+    assert finding[0] == expected_severity and finding[1].startswith(text)
 
 
 def test_incompatible_versions_are_named(monkeypatch: pytest.MonkeyPatch):
-    run = compose_run(*SMALL)
+    run = compose_run(*SMALL_OVERRIDES)
     assert single_finding(host.check_versions, run)[0] == OK
     (required_version,) = [line.partition("libtpu")[2] for line in requires("jax") or [] if line.startswith("libtpu")]
     other = {"jaxlib": "0.4.1", "libtpu": "0.0.1"}
     monkeypatch.setattr(host, "installed_version", lambda name: other.get(name) or installed_version(name))
-    verdict, text, _ = single_finding(host.check_versions, run)
-    assert verdict == FAILURE and "jaxlib 0.4.1" in text
+    severity, text, _ = single_finding(host.check_versions, run)
+    assert severity == FAILURE and "jaxlib 0.4.1" in text
     assert "libtpu 0.0.1" in text and required_version.partition(";")[0].strip() in text
 
 
 def test_a_tpu_needs_libtpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "installed_version", lambda name: None if name == "libtpu" else installed_version(name))
-    assert single_finding(host.check_versions, compose_run(*SMALL))[0] == OK
-    verdict, text, remedy = single_finding(
+    assert single_finding(host.check_versions, compose_run(*SMALL_OVERRIDES))[0] == OK
+    severity, text, remedy = single_finding(
         host.check_versions, compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8")
     )
-    assert verdict == FAILURE and "libtpu" in text and remedy.endswith("--extra tpu")
+    assert severity == FAILURE and "libtpu" in text and remedy.endswith("--extra tpu")
 
 
-@pytest.mark.parametrize(("off", "verdict"), [(1.0, OK), (30.0, WARNING), (-900.0, FAILURE)])
-def test_a_clock_that_differs_from_that_of_process_0_is_found(off: float, verdict: str):
-    class Second(Team):
+@pytest.mark.parametrize(("offset_s", "expected_severity"), [(1.0, OK), (30.0, WARNING), (-900.0, FAILURE)])
+def test_a_clock_that_differs_from_that_of_process_0_is_found(offset_s: float, expected_severity: str):
+    class FakeSecondProcess(Team):
         def exchange(self, name: str, value: Any = None) -> list[Any]:
-            return [1000.0, 1000.0 + off]
+            return [1000.0, 1000.0 + offset_s]
 
-    ((severity, text, *_),) = check_clocks(CheckContext(compose_run(*SMALL), 2, Second(2, 1)))
-    assert severity == verdict and (verdict == OK or f"{off:+.0f} s" in text)
+    ((severity, text, *_),) = check_clocks(CheckContext(compose_run(*SMALL_OVERRIDES), 2, FakeSecondProcess(2, 1)))
+    assert severity == expected_severity and (expected_severity == OK or f"{offset_s:+.0f} s" in text)
 
 
 def test_differing_processes_are_found(tmp_path: Path):
-    runs = [compose_run(*SMALL, f"runs={tmp_path}", f"steps={3 + index}") for index in range(2)]
+    runs = [compose_run(*SMALL_OVERRIDES, f"runs={tmp_path}", f"steps={3 + index}") for index in range(2)]
     for findings in run_teams(2, lambda team: run_checks(TEAM_CHECKS, CheckContext(runs[team.index], 2, team))):
-        verdicts = {finding.check: finding.severity for finding in findings if finding.check != "same data"}
-        assert verdicts == {"same code": OK, "same settings": FAILURE, "clocks": OK, "shared folder": OK}
+        severities = {finding.check: finding.severity for finding in findings if finding.check != "same data"}
+        assert severities == {"same code": OK, "same settings": FAILURE, "clocks": OK, "shared folder": OK}
         assert "steps=4" in findings[1].text
 
 
 def test_differing_data_is_found():
-    runs = [compose_run(*SMALL, f"data.documents={documents}") for documents in (60, 60, 61)]
+    runs = [compose_run(*SMALL_OVERRIDES, f"data.documents={documents}") for documents in (60, 60, 61)]
     for run in runs[1:]:
         prepare(run.config.data, run.tokenizer)
     findings = run_teams(3, lambda team: list(disks.check_same_data(CheckContext(runs[team.index], 3, team))))
-    assert [verdict for ((verdict, *_),) in findings] == [OK, OK, FAILURE]
-    unprepared_run = compose_run(*SMALL, "data.documents=62")
+    assert [severity for ((severity, *_),) in findings] == [OK, OK, FAILURE]
+    unprepared_run = compose_run(*SMALL_OVERRIDES, "data.documents=62")
     alone = run_teams(
         2,
         lambda team: list(disks.check_same_data(CheckContext(unprepared_run if team.is_leader else runs[1], 2, team))),
@@ -354,9 +362,9 @@ def test_differing_data_is_found():
 
 
 def test_a_folder_that_is_not_shared_is_found(tmp_path: Path):
-    runs = [compose_run(*SMALL, f"runs={tmp_path}/{index // 2}") for index in range(3)]
+    runs = [compose_run(*SMALL_OVERRIDES, f"runs={tmp_path}/{index // 2}") for index in range(3)]
     findings = run_teams(3, lambda team: list(disks.check_shared_folder(CheckContext(runs[team.index], 3, team))))
-    assert [verdict for ((verdict, *_),) in findings] == [OK, OK, FAILURE]
+    assert [severity for ((severity, *_),) in findings] == [OK, OK, FAILURE]
 
 
 def test_the_table_lists_equal_findings_once_with_their_processes():
@@ -391,7 +399,7 @@ def test_status_is_0_without_failures_and_no_files_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    status, out, err = doctor(capsys, *SMALL, "steps=10")
+    status, out, err = run_doctor(capsys, *SMALL_OVERRIDES, "steps=10")
     assert (status, err) == (0, "")
     assert "2x1x1-dp" in out.splitlines()[0] and "x simulated cpu" in out and out.endswith("1 warning\n")
     assert list(tmp_path.iterdir()) == []
@@ -401,7 +409,7 @@ def test_status_is_1_for_a_failure_and_later_checks_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    status, out, _ = doctor(capsys, *SMALL, f"runs={UNWRITABLE}", "--dry-run", "5")
+    status, out, _ = run_doctor(capsys, *SMALL_OVERRIDES, f"runs={UNWRITABLE}", "--dry-run", "5")
     assert status == 1
     assert "FAILS    run folder" in out and "dry run" in out and not re.search("^ok +devices", out, re.M)
 
@@ -421,13 +429,13 @@ def test_status_is_1_for_a_failure_and_later_checks_are_skipped(
     ],
 )
 def test_a_mistake_is_reported_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]):
-    status, out, err = doctor(capsys, *arguments)
+    status, out, err = run_doctor(capsys, *arguments)
     assert (status, out) == (2, "") and err.startswith("valkyrie-doctor: ") and err.count("\n") == 1
     assert_golden_message("doctor", arguments, err)
 
 
 def test_all_problems_of_a_layout_are_reported_at_once(capsys: pytest.CaptureFixture[str]):
-    status, out, err = doctor(capsys, "mesh=3x2x2", "partition=2d_tp", "batch=7")
+    status, out, err = run_doctor(capsys, "mesh=3x2x2", "partition=2d_tp", "batch=7")
     assert (status, out) == (2, "")
     assert err.splitlines()[0] == "valkyrie-doctor: 5 problems" and err.count("\n  - ") == 5
 
@@ -439,24 +447,26 @@ def test_a_used_port_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         address = f"127.0.0.1:{other.getsockname()[1]}"
         settings = {"coordinator": address, "processes": 2, "process": 0}
         arguments = [f"distributed.{key}={value}" for key, value in settings.items()]
-        status, out, _ = doctor(capsys, *SMALL, *arguments)
+        status, out, _ = run_doctor(capsys, *SMALL_OVERRIDES, *arguments)
     assert status == 1 and re.search("FAILS +processes", out) and address.rpartition(":")[2] in out
 
 
 def test_a_missing_process_0_is_a_finding(capsys: pytest.CaptureFixture[str]):
     settings = {"coordinator": free_address(), "processes": 2, "process": 1, "timeout_s": 0.2}
-    status, out, _ = doctor(capsys, *SMALL, *(f"distributed.{key}={value}" for key, value in settings.items()))
+    status, out, _ = run_doctor(
+        capsys, *SMALL_OVERRIDES, *(f"distributed.{key}={value}" for key, value in settings.items())
+    )
     assert status == 1 and re.search("FAILS +processes", out) and settings["coordinator"] in out
 
 
 def test_incomplete_process_settings_are_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("JAX_PROCESS_COUNT", "2")
-    status, out, _ = doctor(capsys, *SMALL)
+    status, out, _ = run_doctor(capsys, *SMALL_OVERRIDES)
     assert status == 1 and re.search("FAILS +processes", out) and "JAX_PROCESS_COUNT" in out
 
 
 def test_jax_is_not_imported_if_a_cheap_check_fails(tmp_path: Path):
-    arguments = [*SMALL, f"runs={UNWRITABLE}"]
+    arguments = [*SMALL_OVERRIDES, f"runs={UNWRITABLE}"]
     code = (
         "import sys\nfrom valkyrie.cli.doctor import main\n"
         f"try: main({arguments!r})\nexcept SystemExit as end: print(end.code, 'jax' in sys.modules)"
@@ -500,5 +510,5 @@ def test_several_processes_check_together(tmp_path: Path):
 @pytest.mark.slow
 def test_a_failure_on_one_process_gives_all_status_1(tmp_path: Path):
     (tmp_path / "runs").touch()
-    first, second = run_several_processes(2, [*SMALL, "--dry-run", "3"], tmp_path)
+    first, second = run_several_processes(2, [*SMALL_OVERRIDES, "--dry-run", "3"], tmp_path)
     assert (first[0], second[0]) == (1, 1) and "FAILS    run folder" in first[1]

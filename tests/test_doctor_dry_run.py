@@ -42,16 +42,20 @@ def test_a_dry_run_of_a_healthy_run_has_no_failures(mesh: str, partition: str, a
 
 @pytest.mark.slow
 def test_a_nan_is_found_with_its_step():
-    steps = dry_run_findings(
+    finding = dry_run_findings(
         "mesh=2x2x2", "partition=fsdp", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null"
     )["steps"]
-    assert steps.severity == FAILURE and steps.text.startswith(("step 2: loss", "step 3: loss")) and "nan" in steps.text
+    assert (
+        finding.severity == FAILURE
+        and finding.text.startswith(("step 2: loss", "step 3: loss"))
+        and "nan" in finding.text
+    )
 
 
-def make_replicas(of_devices: list[float]) -> jax.Array:
-    """Return a replicated array of shape (2,). Its copy on device i is filled with `of_devices[i]`."""
-    mesh = jax.make_mesh((len(of_devices),), ("x",), devices=jax.devices()[: len(of_devices)])
-    parts = [jax.device_put(np.full(2, v, np.float32), d) for v, d in zip(of_devices, jax.devices(), strict=False)]
+def make_replicas(device_values: list[float]) -> jax.Array:
+    """Return a replicated array of shape (2,). Its copy on device i is filled with `device_values[i]`."""
+    mesh = jax.make_mesh((len(device_values),), ("x",), devices=jax.devices()[: len(device_values)])
+    parts = [jax.device_put(np.full(2, v, np.float32), d) for v, d in zip(device_values, jax.devices(), strict=False)]
     return jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, PartitionSpec()), parts)
 
 
@@ -81,8 +85,8 @@ def test_a_wrong_or_slow_sum_is_found(monkeypatch: pytest.MonkeyPatch):
 def test_a_run_that_is_too_large_is_found_before_it_compiles(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("valkyrie.train.room.free_memory", lambda: 1000)
     run = compose_run(*TINY_ARGUMENTS, "mesh=2x1x1", "partition=dp")
-    parts = dry_run.dry_run(run, simulated_devices(), 3, ALONE)
-    next(parts)
-    (finding,) = next(parts)
-    parts.close()
+    finding_groups = dry_run.dry_run(run, simulated_devices(), 3, ALONE)
+    next(finding_groups)
+    (finding,) = next(finding_groups)
+    finding_groups.close()
     assert (finding.check, finding.severity) == ("memory", FAILURE) and "parameters, optimizer state" in finding.text

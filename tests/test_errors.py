@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_golden_message, config_names
 from valkyrie.config.arguments import parse_run
 
-SMALL = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
+SMALL_OVERRIDES = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
 
 MISTAKES: dict[str, list[str]] = {
     "a mesh of one number": ["mesh=8"],
@@ -137,9 +137,11 @@ def test_all_problems_of_a_layout_are_reported_at_once(command: Any):
     assert result.status == 2
     start, *problems = result.err.splitlines()
     assert start == f"valkyrie-train: {len(problems)} problems"
-    found = parse_run(["model=valkyrie_tiny", "mesh=3x2x1", "partition=2d_tp", "batch=32"]).problems()
-    assert [problem.removeprefix("  - ") for problem in problems[: len(found)]] == list(map(str, found))
-    sizes = [(problem.axes, problem.size) for problem in found if problem.axes]
+    expected_problems = parse_run(["model=valkyrie_tiny", "mesh=3x2x1", "partition=2d_tp", "batch=32"]).problems()
+    assert [problem.removeprefix("  - ") for problem in problems[: len(expected_problems)]] == list(
+        map(str, expected_problems)
+    )
+    sizes = [(problem.axes, problem.size) for problem in expected_problems if problem.axes]
     assert sizes == [(("state",), 32), (("mlp",), 128), (("mlp",), 256), (("heads",), 4)]
 
 
@@ -158,10 +160,10 @@ def test_legal_partitions_are_suggested(command: Any):
 
 
 def test_several_invalid_numbers_are_reported_together(command: Any):
-    wrong = ["steps=-3", "seq=0", "optimizer.clip_norm=-1", "model.layers=0"]
-    keys = [problem.key for problem in parse_run(wrong).problems()]
+    overrides = ["steps=-3", "seq=0", "optimizer.clip_norm=-1", "model.layers=0"]
+    keys = [problem.key for problem in parse_run(overrides).problems()]
     assert keys == ["model.layers", "optimizer.clip_norm", "steps", "seq"]
-    assert len(command(*wrong).err.splitlines()) == 1 + len(keys)
+    assert len(command(*overrides).err.splitlines()) == 1 + len(keys)
 
 
 def test_a_bidirectional_model_can_be_shown_but_not_trained(command: Any):
@@ -187,16 +189,16 @@ def test_a_broken_yaml_is_reported_as_a_mistake(command: Any, tmp_path: Any):
 def test_a_traceback_is_shown_on_request(command: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ValueError, match="^batch=7 "):
-        command(*SMALL, "batch=7")
+        command(*SMALL_OVERRIDES, "batch=7")
 
 
 def test_the_refusal_on_the_configuration_page_equals_the_output(command: Any):
     page = (Path(__file__).parent.parent / "conf" / "README.md").read_text()
     block = page.split("$ valkyrie-train partition=2d_tp ")[1]
-    arguments, *shown = block.split("```")[0].splitlines()
+    arguments, *shown_lines = block.split("```")[0].splitlines()
     result = command("partition=2d_tp", *arguments.split())
     assert result.status == 2
-    printed = result.err.splitlines()
-    assert printed[0] == shown[0]
-    for line in shown[1:]:
-        assert any(printed_line.startswith(line.removesuffix("...")) for printed_line in printed), line
+    printed_lines = result.err.splitlines()
+    assert printed_lines[0] == shown_lines[0]
+    for line in shown_lines[1:]:
+        assert any(printed_line.startswith(line.removesuffix("...")) for printed_line in printed_lines), line

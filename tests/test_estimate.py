@@ -39,10 +39,10 @@ from valkyrie.search.request import parse_request
 from valkyrie.train.memory import MemoryEstimator, expected_memory, saved_bytes, to_candidates
 from valkyrie.train.program import StepProgram
 
-COMPILED = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json"
+COMPILED_FILE = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json"
 
 
-def searched(*arguments: str) -> tuple[Run, Ranking]:
+def rank_layouts(*arguments: str) -> tuple[Run, Ranking]:
     """Return the run of a search and its ranked layouts."""
     run = shared_run("mode=search", "precision=bf16_mixed", *arguments)
     return run, rank(run, parse_request(run).space())
@@ -55,9 +55,9 @@ def evenly_spaced(ranking: Ranking, count: int) -> list[EstimatedLayout]:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> tuple[Run, Ranking]:
+def tiny_search() -> tuple[Run, Ranking]:
     """A search of the tiny GPT on 8 v5e chips."""
-    return searched("target=v5e-8", "model=gpt_tiny", "batch=32")
+    return rank_layouts("target=v5e-8", "model=gpt_tiny", "batch=32")
 
 
 @pytest.mark.parametrize("model", [name for name in config_names("model") if not name.startswith("trm")])
@@ -74,13 +74,13 @@ def test_estimated_flops_equal_those_of_the_model(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
 def test_estimated_memory_equals_that_of_mode_show(model: str) -> None:
-    run, ranking = searched("target=v5e-8", f"model={model}", "batch=32")
+    run, ranking = rank_layouts("target=v5e-8", f"model={model}", "batch=32")
     partitions = set()
     for entry in evenly_spaced(ranking, 12):
-        layout = entry.run(run)
-        program = StepProgram(layout, abstract_mesh(layout.config.mesh), backend="tpu")
-        expected = expected_memory(layout, program.abstract_state)
-        partitions.add(layout.config.partition.name)
+        layout_run = entry.run(run)
+        program = StepProgram(layout_run, abstract_mesh(layout_run.config.mesh), backend="tpu")
+        expected = expected_memory(layout_run, program.abstract_state)
+        partitions.add(layout_run.config.partition.name)
         assert entry.peak_bytes == pytest.approx(expected.total, rel=0.01), entry.candidate.overrides
     assert len(partitions) > 3
 
@@ -92,34 +92,34 @@ def test_zero1_shards_only_arrays_that_a_data_axis_divides() -> None:
     assert estimate == pytest.approx(expected_memory(run, program.abstract_state).optimizer, rel=1e-3)
 
 
-def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:
-    run, ranking = tiny
+def test_every_layout_is_legal(tiny_search: tuple[Run, Ranking]) -> None:
+    run, ranking = tiny_search
     checked_entries = evenly_spaced(ranking, 150)
     assert len(checked_entries) >= 150
     for entry in checked_entries:
-        layout = entry.run(run)
-        layout = layout.changed(mode=CompileMode())
-        assert layout.problems(advise=False) == [], entry.candidate.overrides
+        layout_run = entry.run(run)
+        layout_run = layout_run.changed(mode=CompileMode())
+        assert layout_run.problems(advise=False) == [], entry.candidate.overrides
 
 
-def test_overrides_of_a_layout_compose_the_same_run(tiny: tuple[Run, Ranking]) -> None:
-    run, ranking = tiny
+def test_overrides_of_a_layout_compose_the_same_run(tiny_search: tuple[Run, Ranking]) -> None:
+    run, ranking = tiny_search
     for entry in evenly_spaced(ranking, 6):
-        typed = parse_run(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *entry.candidate.overrides])
-        layout = entry.run(run)
-        assert typed.layout == layout.layout
-        assert typed.config.target == layout.config.target
+        composed_run = parse_run(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *entry.candidate.overrides])
+        layout_run = entry.run(run)
+        assert composed_run.layout == layout_run.layout
+        assert composed_run.config.target == layout_run.config.target
 
 
-def test_equivalent_meshes_are_counted_once(tiny: tuple[Run, Ranking]) -> None:
-    _, ranking = tiny
+def test_equivalent_meshes_are_counted_once(tiny_search: tuple[Run, Ranking]) -> None:
+    _, ranking = tiny_search
     fsdp = [e.group for e in ranking.for_partition("fsdp").estimates]
     assert {mesh.name for group in fsdp for mesh in group.meshes} == {"8x1x1"}
     assert ranking.space.duplicates > 20
 
 
 def test_indivisible_layouts_are_refused_with_the_reason() -> None:
-    _, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=6")
+    _, ranking = rank_layouts("target=v5e-8", "model=gpt_tiny", "batch=6")
     assert ProblemCode.batch_not_divisible in {problem.code for problem in ranking.space.refused}
     assert not any(entry.group.candidates.partition.name == "fsdp" for entry in ranking)
 
@@ -133,7 +133,7 @@ def layout_problems(run: Run, entry: EstimatedLayout) -> list[Problem]:
 @pytest.mark.parametrize("target", ["target=v4-16", "target=v5e-8", "target=h100-16"])
 def test_several_slices_get_a_mesh_axis_between_them(target: str) -> None:
     few = ("microbatches=4", "remat=full", "partition.zero1=false")
-    run, ranking = searched(target, "target.slices=2", "model=gpt_tiny", "batch=64", *few)
+    run, ranking = rank_layouts(target, "target.slices=2", "model=gpt_tiny", "batch=64", *few)
     assert run.problems() == []
     checked_entries = evenly_spaced(ranking, 5)
     for entry in checked_entries:
@@ -148,12 +148,12 @@ def test_several_slices_get_a_mesh_axis_between_them(target: str) -> None:
 
 
 def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
-    run, ranking = searched("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition=fsdp")
+    run, ranking = rank_layouts("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition=fsdp")
     entry = next(iter(ranking))
     assert estimate_runs([entry.run(run)], chip_efficiency(known_chips()["v5e"]))[0]["step"] == pytest.approx(
         entry.step_s
     )
-    slow = searched("target=v5e-16", "model=gpt_tiny", "batch=64", "partition=fsdp")[1]
+    slow = rank_layouts("target=v5e-16", "model=gpt_tiny", "batch=64", "partition=fsdp")[1]
     assert entry.step_s > next(iter(slow)).step_s, "the network between slices is slower than the torus"
 
 
@@ -167,7 +167,7 @@ def test_runs_on_one_and_on_several_slices_can_be_estimated_together() -> None:
 
 def test_a_partition_that_does_not_use_the_slice_axis_is_refused() -> None:
     with pytest.raises(ProblemError) as error:
-        searched("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition.activations.batch=[x]")
+        rank_layouts("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition.activations.batch=[x]")
     assert {p.identity for p in error.value.problems} == {(ProblemCode.idle_mesh_axis, None, (), ("s",))}
 
 
@@ -178,7 +178,7 @@ def test_every_target_of_a_search_has_the_same_number_of_slices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "found"),
+    ("setting", "expected_schedules"),
     [
         ("schedule=circular", {("circular", 2), ("circular", 4)}),
         ("schedule=1f1b", {("1f1b", 1)}),
@@ -186,17 +186,22 @@ def test_every_target_of_a_search_has_the_same_number_of_slices() -> None:
         ("rounds=1", {("gpipe", 1), ("1f1b", 1)}),
     ],
 )
-def test_settings_that_a_schedule_leaves_open_are_varied_legally(named: str, found: set[tuple[str, int]]) -> None:
-    arguments = ("target=v5e-8", "model=gpt_tiny", "batch=64", "model.layers=24", "partition=pp", f"partition.{named}")
-    run, ranking = searched(*arguments, "remat=full", "microbatches=8", "partition.zero1=false")
+def test_settings_that_a_schedule_leaves_open_are_varied_legally(
+    setting: str, expected_schedules: set[tuple[str, int]]
+) -> None:
+    arguments = ("target=v5e-8", "model=gpt_tiny", "batch=64", "model.layers=24", "partition=pp")
+    arguments += (f"partition.{setting}", "remat=full", "microbatches=8", "partition.zero1=false")
+    run, ranking = rank_layouts(*arguments)
     partitions = [group.candidates.partition for group in ranking.space.groups]
-    assert {(partition.schedule.value, partition.rounds) for partition in partitions} == found
+    assert {(partition.schedule.value, partition.rounds) for partition in partitions} == expected_schedules
     for entry in evenly_spaced(ranking, 3):
         assert layout_problems(run, entry) == [], entry.candidate.overrides
 
 
 def test_a_schedule_has_no_effect_without_a_pipeline() -> None:
-    run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=fsdp", "partition.schedule=1f1b")
+    run, ranking = rank_layouts(
+        "target=v5e-8", "model=gpt_tiny", "batch=64", "partition=fsdp", "partition.schedule=1f1b"
+    )
     best = next(iter(ranking))
     assert layout_problems(run, best) == [] and best.candidate.overrides[1:3] == ["mesh=8x1x1", "partition=fsdp"]
 
@@ -211,7 +216,7 @@ def test_a_schedule_has_no_effect_without_a_pipeline() -> None:
 )
 def test_a_request_without_a_legal_mesh_is_refused(given: Sequence[str], code: str, key: str, advice: str) -> None:
     with pytest.raises(ProblemError) as error:
-        searched("target=v5e-8", "model=gpt_tiny", "batch=128", *given)
+        rank_layouts("target=v5e-8", "model=gpt_tiny", "batch=128", *given)
     (problem,) = error.value.problems
     assert (problem.code, problem.key) == (ProblemCode(code), key) and advice in str(problem)
 
@@ -219,23 +224,24 @@ def test_a_request_without_a_legal_mesh_is_refused(given: Sequence[str], code: s
 def test_gpu_memory_limits_the_layouts() -> None:
     assert not any(
         entry.fits
-        for entry in evenly_spaced(searched("target=h100-8", "model=gpt3_175b", "batch=32", "remat=full")[1], 9)
+        for entry in evenly_spaced(rank_layouts("target=h100-8", "model=gpt3_175b", "batch=32", "remat=full")[1], 9)
     )
 
 
 def test_a_device_processes_the_requested_number_of_sequences() -> None:
-    run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "device_batch=4", "remat=full")
+    run, ranking = rank_layouts("target=v5e-8", "model=gpt_tiny", "batch=64", "device_batch=4", "remat=full")
     assert run.problems() == []
     for entry in evenly_spaced(ranking, 4):
         layout = entry.run(run).layout
         assert layout.microbatches * layout.shards("batch") * 4 == 64, entry.candidate.overrides
         assert layout_problems(run, entry) == []
-    none = searched("target=v5e-8", "model=gpt_tiny", "batch=16", "device_batch=4", "partition=fsdp")[1].space
-    (problem,) = none.refused
-    assert (problem.code, problem.partition) == (ProblemCode.device_batch_not_divisible, "fsdp") and not len(none)
+    _, ranking = rank_layouts("target=v5e-8", "model=gpt_tiny", "batch=16", "device_batch=4", "partition=fsdp")
+    (problem,) = ranking.space.refused
+    assert (problem.code, problem.partition) == (ProblemCode.device_batch_not_divisible, "fsdp")
+    assert not len(ranking.space)
 
 
-RATE = """
+RATE_PROGRAM = """
 import time
 from valkyrie.search.request import parse_request
 from valkyrie.search.estimate.rank import rank
@@ -256,12 +262,12 @@ print(len(space) / min(seconds))
 
 def test_estimates_100000_layouts_per_second() -> None:
     # In a new process, because this one checks the types of every call.
-    result = subprocess.run([sys.executable, "-c", RATE], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", RATE_PROGRAM], capture_output=True, text=True, check=True)
     assert float(result.stdout) > 100_000
 
 
 def test_the_idle_time_of_a_pipeline_follows_its_formula() -> None:
-    run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=pp", "remat=full")
+    run, ranking = rank_layouts("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=pp", "remat=full")
     piped = [entry for entry in ranking if int(entry.group.candidates.stages[entry.index]) > 1]
     schedules = set()
     for entry in piped:
@@ -285,10 +291,10 @@ def test_estimated_seconds_of_collectives() -> None:
         all_reduce_efficiency=1.0,
     )
     links = float(layouts.links["y"].inner_rate[0])
-    full = np.array([3.2e9])
-    assert network.all_gather(layouts, ("y",), full)[0] == pytest.approx(3.2e9 * 31 / 32 / links)
-    assert network.all_reduce(layouts, ("y",), full)[0] == pytest.approx(2 * 3.2e9 * 31 / 32 / links)
-    assert network.all_gather(layouts, ("x", "z"), full)[0] == 0.0  # of one device each
+    full_bytes = np.array([3.2e9])
+    assert network.all_gather(layouts, ("y",), full_bytes)[0] == pytest.approx(3.2e9 * 31 / 32 / links)
+    assert network.all_reduce(layouts, ("y",), full_bytes)[0] == pytest.approx(2 * 3.2e9 * 31 / 32 / links)
+    assert network.all_gather(layouts, ("x", "z"), full_bytes)[0] == 0.0  # of one device each
 
 
 def test_a_ring_through_hosts_is_limited_by_their_network_cards() -> None:
@@ -307,23 +313,27 @@ def test_placements_with_fewer_links_for_every_axis_are_skipped() -> None:
     from valkyrie.hardware.target import build_topology
 
     topology = build_topology(parse_target("v4-128"))  # 4x4x4, every axis a ring
-    placed = undominated_placements((1, 4, 4, 4), topology, True)
-    assert [[axis.links for axis in entry.axes] for entry in placed] == [[0.0, 2.0, 2.0, 2.0]]
-    assert placed[0].entries(["w", "x", "y", "z"], [1, 4, 4, 4]) == ["x", "y", "z"]
+    placements = undominated_placements((1, 4, 4, 4), topology, True)
+    assert [[axis.links for axis in entry.axes] for entry in placements] == [[0.0, 2.0, 2.0, 2.0]]
+    assert placements[0].entries(["w", "x", "y", "z"], [1, 4, 4, 4]) == ["x", "y", "z"]
 
 
 def test_fitting_recovers_known_constants() -> None:
     run = parse_run(["target=v4-64", "model=gpt_1b", "mesh=4x4x2", "partition=2d_tp", "batch=64", "mode=show"])
     variants = [run.changed(microbatches=count) for count in (1, 2, 4)]
     layouts, chip = stack_runs(variants), known_chips()["v4"]
-    true = replace(Efficiency(), products=0.6, gathers=0.5)
+    true_efficiency = replace(Efficiency(), products=0.6, gathers=0.5)
     work, remat = step_work(run), run.config.remat
-    step_s = StepEstimator(work, layouts, chip, true, collective_model(chip, true)).estimate(remat).step_s
-    timed = [TimedLayouts(work, layouts, remat, chip, step_s, "made up")]
-    fitted = fit_constants(timed, Efficiency(), ("products",))
+    step_s = (
+        StepEstimator(work, layouts, chip, true_efficiency, collective_model(chip, true_efficiency))
+        .estimate(remat)
+        .step_s
+    )
+    timed_layouts = [TimedLayouts(work, layouts, remat, chip, step_s, "made up")]
+    fitted = fit_constants(timed_layouts, Efficiency(), ("products",))
     assert (
-        np.abs(timed[0].estimate(fitted) / step_s - 1).max()
-        < np.abs(timed[0].estimate(Efficiency()) / step_s - 1).max()
+        np.abs(timed_layouts[0].estimate(fitted) / step_s - 1).max()
+        < np.abs(timed_layouts[0].estimate(Efficiency()) / step_s - 1).max()
     )
     with pytest.raises(ValueError, match="No step times"):
         fit_constants([], Efficiency(), ("products",))
@@ -336,8 +346,8 @@ def test_a_chip_can_override_the_constants() -> None:
         chip_efficiency(replace(chip, estimate={"speed": 1.0}))
 
 
-def run_of_row(overrides: Sequence[str]) -> Run:
-    """Return the run for the overrides of a row of `COMPILED`.
+def compose_row(overrides: Sequence[str]) -> Run:
+    """Return the run for the overrides of a row of `COMPILED_FILE`.
 
     Composes once for all rows that differ only in mesh and partition.
     """
@@ -351,8 +361,8 @@ def run_of_row(overrides: Sequence[str]) -> Run:
 
 
 def test_estimates_rank_compiled_layouts_correctly() -> None:
-    rows = [row for row in json.loads(COMPILED.read_text()) if row["space"] == "gpt" and row["step_s"]]
-    runs = [run_of_row(row["overrides"]) for row in rows]
+    rows = [row for row in json.loads(COMPILED_FILE.read_text()) if row["space"] == "gpt" and row["step_s"]]
+    runs = [compose_row(row["overrides"]) for row in rows]
     estimates = [entry["step"] for entry in estimate_runs(runs, Efficiency())]
     compiled = [row["step_s"] for row in rows]
     assert len(rows) > 50
@@ -366,9 +376,9 @@ def test_memory_estimates_are_close_to_compiled_peaks() -> None:
     MP2 shards the positions of the logits, and sequence parallelism gathers keys and values.
     """
     groups: dict[tuple[str, str], list[tuple[Run, int]]] = defaultdict(list)
-    for row in json.loads(COMPILED.read_text()):
+    for row in json.loads(COMPILED_FILE.read_text()):
         if row["space"] == "gpt" and row["peak"]:
-            run = run_of_row(row["overrides"])
+            run = compose_row(row["overrides"])
             groups[run.config.partition.name, run.config.remat.name].append((run, row["peak"]))
     ratios = {}
     for names, pairs in groups.items():
@@ -381,7 +391,7 @@ def test_memory_estimates_are_close_to_compiled_peaks() -> None:
 
 @pytest.mark.parametrize("pair", ["LLM", "GPT-3"])
 def test_estimates_rank_the_pairs_of_the_tpu_v4_paper_correctly(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(COMPILED.parent))
+    monkeypatch.syspath_prepend(str(COMPILED_FILE.parent))
     paper = importlib.import_module("paper")
     _, model, _, fast, slow = next(p for p in paper.PAIRS if p[0] == pair)
     assert paper.estimate_step_s(model, fast) < paper.estimate_step_s(model, slow)
@@ -407,12 +417,12 @@ def test_activations_are_gathered_by_one_ring_over_several_torus_axes() -> None:
 
 def test_windowed_products_gather_their_own_operands() -> None:
     layout = ("target=v5p-64", "batch=64", "mesh=8x4x1", "partition=fsdp_tp", "remat=none")
-    shared, separate = (
+    shared_s, separate_s = (
         estimated_seconds(*layout, windowed=n, hidden_activations=0.0)["activations"] for n in (0.0, 1.0)
     )
     # Shared: attention and the feed-forward each gather an operand and scatter a result, forward and backward (8
     # collectives). Separate: for parameter gradients, each also gathers the operand and the result's gradient (4 more).
-    assert separate / shared == pytest.approx(12 / 8, rel=0.05)
+    assert separate_s / shared_s == pytest.approx(12 / 8, rel=0.05)
 
 
 def test_zero1_does_not_save_time_with_whole_sums() -> None:
@@ -425,11 +435,11 @@ def test_zero1_does_not_save_time_with_whole_sums() -> None:
 
 def test_parameters_sharded_over_two_kinds_of_axes_gather_whole_batches() -> None:
     layout = ("target=v5p-64", "batch=64", "partition=2d_tp_fsdp")
-    more = {}
+    extra_s = {}
     for mesh in ("4x4x2", "4x8x1", "16x1x2"):
         seconds = [estimated_seconds(*layout, f"mesh={mesh}", whole_batches=n)["activations"] for n in (0.0, 1.0)]
-        more[mesh] = seconds[1] - seconds[0]
-    assert more["4x4x2"] > 0 and more["4x8x1"] == more["16x1x2"] == 0
+        extra_s[mesh] = seconds[1] - seconds[0]
+    assert extra_s["4x4x2"] > 0 and extra_s["4x8x1"] == extra_s["16x1x2"] == 0
 
 
 def test_heads_below_128_are_padded_on_a_tpu_and_not_on_a_gpu() -> None:
@@ -438,13 +448,18 @@ def test_heads_below_128_are_padded_on_a_tpu_and_not_on_a_gpu() -> None:
     Both times are of compiled programs, for 16 layers of width 1280, full remat and 524,288 tokens
     (experiments/LOG.md).
     """
-    size = ("model.embed=1280", "model.layers=16", "batch=64", "seq=2048", "mesh=16x1x1", "partition=fsdp")
+    model_overrides = ("model.embed=1280", "model.layers=16", "batch=64", "seq=2048", "mesh=16x1x1", "partition=fsdp")
     heads = {64: ("model.attention.heads=20", "model.attention.kv_heads=20", "model.attention.head_dim=64")}
     heads[128] = ("model.attention.heads=10", "model.attention.kv_heads=10", "model.attention.head_dim=128")
     for target, ratio in (("v5e-16", 2.0), ("h100-16", 1.0)):
-        narrow, wide = (estimated_seconds(*size, f"target={target}", *heads[dim])["mixing"] for dim in (64, 128))
+        narrow, wide = (
+            estimated_seconds(*model_overrides, f"target={target}", *heads[dim])["mixing"] for dim in (64, 128)
+        )
         assert narrow / wide == pytest.approx(ratio, rel=0.01)
-        runs = [shared_run("mode=compile", "model=gpt_1b", *size, f"target={target}", *heads[dim]) for dim in heads]
+        runs = [
+            shared_run("mode=compile", "model=gpt_1b", *model_overrides, f"target={target}", *heads[dim])
+            for dim in heads
+        ]
         saved = [saved_bytes(run, load_remat("minimal_with_context")).device_total for run in runs]
         assert (saved[0] > 1.2 * saved[1]) == (ratio > 1)
 

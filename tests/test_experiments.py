@@ -17,13 +17,13 @@ EXPERIMENTS = config_names("experiment")
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_an_experiment_is_legal_at_both_sizes_with_a_tiny_model_of_its_family(experiment):
-    full = Run.from_config(compose_config(f"experiment={experiment}"))
-    assert not full.problems()
-    tiny = Run.from_config(compose_config(f"experiment={experiment}", "size=tiny"))
-    assert not tiny.problems()
-    assert tiny.model.family == full.model.family and tiny.model.task == full.model.task
-    assert tiny.config.optimizer.name == full.config.optimizer.name
-    assert tiny.model.parameter_count() < 10e6 and tiny.config.target.name == "auto"
+    full_run = Run.from_config(compose_config(f"experiment={experiment}"))
+    assert not full_run.problems()
+    tiny_run = Run.from_config(compose_config(f"experiment={experiment}", "size=tiny"))
+    assert not tiny_run.problems()
+    assert tiny_run.model.family == full_run.model.family and tiny_run.model.task == full_run.model.task
+    assert tiny_run.config.optimizer.name == full_run.config.optimizer.name
+    assert tiny_run.model.parameter_count() < 10e6 and tiny_run.config.target.name == "auto"
 
 
 @pytest.mark.slow
