@@ -272,16 +272,16 @@ class SimulatedKill(BaseException):
 def test_a_killed_training_resumes_bit_for_bit_from_its_fast_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    original_step = screen.Screen.step
+    show_step = screen.Screen.show_step
 
-    def record_and_kill(self: screen.Screen, step: int, record: dict[str, Any], *, line: bool) -> None:
-        original_step(self, step, record, line=line)
+    def record_and_kill(self: screen.Screen, step: int, record: dict[str, Any], *, print_line: bool) -> None:
+        show_step(self, step, record, print_line=print_line)
         if step == 5:
             raise SimulatedKill
 
     fast_settings = ("checkpoint=fast", "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
     with monkeypatch.context() as patch:
-        patch.setattr(screen.Screen, "step", record_and_kill)
+        patch.setattr(screen.Screen, "show_step", record_and_kill)
         with pytest.raises(SimulatedKill):
             run_train(*tiny_arguments(tmp_path, "steps=6", *fast_settings))
     assert not os.listdir(tmp_path / "run" / "checkpoints")

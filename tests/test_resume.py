@@ -35,15 +35,15 @@ FORMS = {
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals = signal.SIGINT) -> None:
     """Send this process one signal when the metrics of `step`, or of a later step, are shown."""
-    show, sent = screen.Screen.step, []
+    show_step, sent = screen.Screen.show_step, []
 
-    def shown(self: screen.Screen, shown_step: int, record: dict[str, Any], *, line: bool) -> None:
-        show(self, shown_step, record, line=line)
+    def shown(self: screen.Screen, shown_step: int, record: dict[str, Any], *, print_line: bool) -> None:
+        show_step(self, shown_step, record, print_line=print_line)
         if shown_step >= step and not sent:
             sent.append(os.kill(os.getpid(), number))
             time.sleep(0.2)
 
-    monkeypatch.setattr(screen.Screen, "step", shown)
+    monkeypatch.setattr(screen.Screen, "show_step", shown)
 
 
 def assert_same_run(actual_run: Path, expected_run: Path) -> None:
@@ -207,14 +207,14 @@ def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, cap
 def test_a_deleted_run_folder_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    show = screen.Screen.step
+    show_step = screen.Screen.show_step
 
-    def shown(self: screen.Screen, shown_step: int, record: dict[str, Any], *, line: bool) -> None:
-        show(self, shown_step, record, line=line)
+    def shown(self: screen.Screen, shown_step: int, record: dict[str, Any], *, print_line: bool) -> None:
+        show_step(self, shown_step, record, print_line=print_line)
         if shown_step == 3:
             shutil.rmtree(tmp_path / "run")
 
-    monkeypatch.setattr(screen.Screen, "step", shown)
+    monkeypatch.setattr(screen.Screen, "show_step", shown)
     assert run_train(*tiny_arguments(tmp_path, "steps=100000")) == 1
     out, err = capfd.readouterr()
     assert "step 4: " in err and f"{tmp_path / 'run'} no longer exists" in err
