@@ -151,7 +151,7 @@ def test_calibration_recovers_constants_and_validates_on_held_out_families(
     assert replay_fit.low == pytest.approx(SLOWDOWN * 0.98 / batch_32_slowdown, rel=1e-3)
     assert replay_fit.high == pytest.approx(1.02 / 0.98, rel=1e-3)
     assert target_correction(target).chip_factor == replay_fit.factor
-    interval = step_interval(2.0, target.chip, dense_transformer=False)
+    interval = step_interval(2.0, target.chip, trains_dense_transformer=False)
     assert interval is not None and interval.low_s == pytest.approx(2.0 * (replay_fit.low or 0))
     assert all(part in describe_range(interval) for part in (" 4 measured ", "-3% to +4%"))
 
@@ -179,7 +179,7 @@ def test_compiles_and_measurements_of_a_model_and_batch_are_one_family(
         )
     )
     assert (
-        list(calibration.families.values()) == [8]
+        list(calibration.trial_counts.values()) == [8]
         and calibration.held_out_ratios is None
         and not calibration.is_improvement
     )
@@ -209,7 +209,7 @@ def test_the_slowdown_of_several_slices_is_applied_once(true_efficiency: Efficie
     )
     target = shared_run(*compiled_trials[0].overrides).config.target
     assert replay_fit is not None and target.chip is not None and target_correction(target).slices_factor > 1
-    fitted = replace(target, chip=replace(target.chip, replay=replay_fit.fitted))
+    fitted = replace(target, chip=replace(target.chip, replay=replay_fit.replay_config))
     assert target_correction(fitted).factor == pytest.approx(SLOWDOWN, rel=1e-3)
 
 
@@ -218,7 +218,7 @@ def test_fewer_than_four_steps_give_no_interval(true_efficiency: Efficiency, tmp
     measured_trials = with_measured_times([*compiled_trials[:2], compiled_trials[len(LAYOUTS)]], [1.0, 1.02, 0.98])
     replay_fit, _ = fit_replays(write_and_read_rows([*compiled_trials, *measured_trials], tmp_path))
     assert replay_fit is not None and replay_fit.held_out_ratios is not None and len(replay_fit.held_out_ratios) == 3
-    assert (replay_fit.fitted.low, replay_fit.fitted.high) == (None, None)
+    assert (replay_fit.replay_config.low, replay_fit.replay_config.high) == (None, None)
     assert f" {MIN_RUNS} " in replay_fit.sentences[-1]
 
 

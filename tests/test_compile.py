@@ -285,12 +285,12 @@ def write_cache_entry(folder: Path, compile_s: float = 1.0) -> Path:
 def test_a_damaged_cached_program_is_ignored(tmp_path: Path, file: str, damage: bytes | None):
     folder = write_cache_entry(tmp_path / "entry")
     assert read_program(folder) is not None
-    assert read_program(folder, hlo=True) is None, "the text was not asked for"
+    assert read_program(folder, needs_hlo_text=True) is None, "the text was not asked for"
     (folder / file).unlink()
     if damage is not None:
         (folder / file).write_bytes(damage)
     assert read_program(folder) is None
-    store_program(write_cache_entry(tmp_path / "scratch", compile_s=2.0), folder, replace=False)
+    store_program(write_cache_entry(tmp_path / "scratch", compile_s=2.0), folder, overwrite=False)
     cached = read_program(folder)
     assert cached is not None and cached.compile_s == 2.0
     assert list(tmp_path.iterdir()) == [folder]
@@ -302,19 +302,19 @@ def test_the_first_of_two_simultaneous_compiles_is_cached_unless_a_new_one_was_r
 ):
     folder = tmp_path / "entry"
     for compile_s in (1.0, 2.0):
-        store_program(write_cache_entry(tmp_path / "scratch", compile_s), folder, replace=replace_cached)
+        store_program(write_cache_entry(tmp_path / "scratch", compile_s), folder, overwrite=replace_cached)
     cached = read_program(folder)
     assert cached is not None and cached.compile_s == (2.0 if replace_cached else 1.0)
     with_text = write_cache_entry(tmp_path / "other")
     (with_text / HLO_TEXT_FILE).touch()
-    store_program(with_text, folder, replace=False)
-    assert read_program(folder, hlo=True) is not None, "the first had no text"
+    store_program(with_text, folder, overwrite=False)
+    assert read_program(folder, needs_hlo_text=True) is not None, "the first had no text"
 
 
 def test_an_incomplete_cache_folder_is_repaired(tmp_path: Path):
     folder = write_cache_entry(tmp_path / "entry")
     (folder / PROGRAM_FILE).unlink()  # its deletion was cut short
-    store_program(write_cache_entry(tmp_path / "scratch"), folder, replace=False)
+    store_program(write_cache_entry(tmp_path / "scratch"), folder, overwrite=False)
     assert read_program(folder) is not None
     assert list(tmp_path.iterdir()) == [folder]
 

@@ -27,10 +27,10 @@ from valkyrie.compiled.shards import match_shard
 from valkyrie.compiled.whole import AxisPart, UnpartitionedProgram, parse_sharding
 from valkyrie.machine.replay import OpTotals, Replay
 from valkyrie.parts import PartKind
-from valkyrie.search.compile.checked import CheckedProgram
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.faults import find_faults
+from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.train.program import serialised_module
 from valkyrie.units import GIB
@@ -82,19 +82,21 @@ def cpu_mesh(**axes: int) -> Mesh:
     return Mesh(devices.reshape(*axes.values()), tuple(axes))
 
 
-def compile_program(mesh: Mesh, jitted: Any, arguments: tuple[Any, ...], usable: float = 16 * GIB) -> CheckedProgram:
+def compile_program(
+    mesh: Mesh, jitted: Any, arguments: tuple[Any, ...], usable: float = 16 * GIB
+) -> PartitionedProgram:
     """Compile a step for CPU devices and return its program, without a replay.
 
     `usable` is the memory of a device in bytes.
     """
     lowered = jitted.lower(*arguments)
-    whole = UnpartitionedProgram.from_lowered(lowered)
+    unpartitioned = UnpartitionedProgram.from_lowered(lowered)
     with without_cache():  # cached programs may have the line numbers of an earlier version of this file
         module = parse_module(serialised_module(lowered.compile()))
-    return CheckedProgram(whole, module, dict(mesh.shape), None, MemoryReport(peak=1, usable=int(usable)))
+    return PartitionedProgram(unpartitioned, module, dict(mesh.shape), None, MemoryReport(peak=1, usable=int(usable)))
 
 
-def faults_by_code(program: CheckedProgram) -> dict[FaultCode, Fault]:
+def faults_by_code(program: PartitionedProgram) -> dict[FaultCode, Fault]:
     return {fault.code: fault for fault in find_faults(program)}
 
 
@@ -196,7 +198,7 @@ def test_flops_of_loops_recomputation_and_shard_map_are_counted() -> None:
     arguments = struct(mesh, (EMBED, EMBED), PartitionSpec()), struct(mesh, (BATCH, EMBED), DATA)
     for function, count in ((scanned, 5), (recomputed, 2), (mapped, 1)):
         program = compile_program(mesh, jax.jit(function), arguments)
-        assert model_flops(program.whole.module, program.mesh_axes) == count * flops, function
+        assert model_flops(program.unpartitioned.module, program.mesh_axes) == count * flops, function
         if function is not recomputed:
             assert program.flops_ratios.values() == {1.0} or [*program.flops_ratios.values()] == [1.0]
 
@@ -241,7 +243,7 @@ def flatten(program: tuple[Any, tuple[Any, ...]]) -> tuple[Any, ...]:
     return program[0], *program[1]
 
 
-def with_waits(program: CheckedProgram) -> CheckedProgram:
+def with_waits(program: PartitionedProgram) -> PartitionedProgram:
     """Return the program with a fake replay, in which the step waits 1 s for each collective and does nothing else."""
     assert program.module is not None
     uses = [replace(use, exposed_s=1.0) for use in collective_uses(program.module, dict(program.mesh_axes))]

@@ -161,13 +161,13 @@ def test_locations_depend_neither_on_lines_nor_on_callers():
         "jit(step)/jvp()/while/body/closed_call" in first and len(locations.operations) == len(others.operations) > 50
     )
     innermost = {frames[0] for frames in locations.frames if frames}
-    assert innermost and innermost.isdisjoint(locations.moved_to(others))
+    assert innermost and innermost.isdisjoint(locations.map_lines_to(others))
     renamed = split_locations(direct.replace("test_predict_function.py", r"caf\C3\A9.py"))
-    assert any("/café.py:" in line for line in locations.moved_to(renamed[1]).values())
+    assert any("/café.py:" in line for line in locations.map_lines_to(renamed[1]).values())
     moved = split_locations(re.sub(r'(test_predict_function.py":)(\d+)', lambda m: f"{m[1]}{int(m[2]) + 5}", direct))
     assert moved[0] == first
     lines = {line for frames in locations.frames for line in frames if "test_predict_function.py" in line}
-    assert locations.moved_to(moved[1]) == {line: f"{line[:-3]}{int(line[-3:]) + 5}" for line in lines}
+    assert locations.map_lines_to(moved[1]) == {line: f"{line[:-3]}{int(line[-3:]) + 5}" for line in lines}
 
 
 @pytest.mark.slow  # compiles for a TPU

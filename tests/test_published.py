@@ -197,7 +197,7 @@ def test_a_replay_is_corrected_by_families_on_its_chip_and_by_slices():
     assert fit.chip_factor == pytest.approx((1.2 * 1.1) ** 0.5), "recipes count alike, however many rows they have"
     assert (fit.slices_factor, fit.run_count, fit.family_count) == (1.0, 4, 2)
     assert published_correction(PUBLISHED_RUNS, "v4", slices=8).slices_factor == pytest.approx(1.05**3)
-    without_family_a = published_correction(PUBLISHED_RUNS, "v4", slices=2, without="a")
+    without_family_a = published_correction(PUBLISHED_RUNS, "v4", slices=2, held_out_family="a")
     assert (without_family_a.chip_factor, without_family_a.slices_factor) == (pytest.approx(1.1), 1.0), (
         "no other recipe says what slices lose"
     )
@@ -220,8 +220,8 @@ def test_error_intervals_are_cross_validated_over_families():
 def test_only_dense_transformers_have_the_error_interval_of_published_runs():
     chip = compose_run("target=v4-8", "mesh=4x1x1").config.target.chip
     assert chip is not None
-    assert step_interval(1.0, chip, dense_transformer=True) is not None
-    assert step_interval(1.0, chip, dense_transformer=False) is None
+    assert step_interval(1.0, chip, trains_dense_transformer=True) is not None
+    assert step_interval(1.0, chip, trains_dense_transformer=False) is None
     models = {name: compose_run(f"model={name}").model for name in config_names("model") if name.endswith("_tiny")}
     dense = {name for name, model in models.items() if is_dense_transformer(model)}
     assert dense == {"gpt_tiny", "gpt2_tiny", "nanochat_tiny", "longformer_tiny"}

@@ -34,7 +34,7 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import RematConfig, load_remat
 from valkyrie.parts import PartKind
 from valkyrie.runs.folder import saved_config
-from valkyrie.search.compile.hints import hints
+from valkyrie.search.compile.hints import layout_hints
 from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
 from valkyrie.search.compile.summary import remat_report
 from valkyrie.train.memory import legal_remats, recomputed_activations, saved_bytes
@@ -172,14 +172,14 @@ def test_the_hint_suggests_the_most_expensive_activation_that_fits():
     assert (report.save, report.offload, {*report.device}) == (("out",), (), {"block_input", "out"})
     memory, step = MemoryReport(headroom=2**30), PredictedStep(1.0)
     prediction = Prediction(None, CompileStatus.ok, memory=memory, step=step, remat=report)
-    (hint,) = hints(prediction)
+    (hint,) = layout_hints(prediction)
     assert (hint.code, hint.changes) == (HintCode.save_activation, ("remat.save=[out,states]",))
     assert hint.share == pytest.approx(0.06)
-    (hint,) = hints(replace(prediction, memory=MemoryReport(headroom=0)))
+    (hint,) = layout_hints(replace(prediction, memory=MemoryReport(headroom=0)))
     assert hint.changes == ("remat.offload=[states]",)
     long_step, nothing_again = replace(prediction, step=PredictedStep(100.0)), remat_report(run, [forward])
     for other in (long_step, replace(prediction, remat=nothing_again)):
-        assert [hint.code for hint in hints(other)] == [HintCode.largest_part]
+        assert [hint.code for hint in layout_hints(other)] == [HintCode.largest_part]
 
 
 def test_every_policy_reports_its_bytes():

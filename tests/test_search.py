@@ -28,7 +28,7 @@ from valkyrie.problems import ProblemCode
 from valkyrie.processes.ending import REFUSED
 from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
-from valkyrie.search.answer import describe_work, rank_layout, rank_layouts, show, train_command
+from valkyrie.search.answer import describe_work, make_answer_row, print_answer, rank_layouts, train_command
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
 from valkyrie.search.baselines import FASTEST_FSDP, PAPER_RULE, Baseline, find_baselines, format_comparison
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport, read_prediction
@@ -502,8 +502,8 @@ def test_the_estimate_of_a_searched_batch_is_that_of_the_batch() -> None:
     fixed = parse_run(["mode=search", "target=v5e-8", "model=gpt_125m", "partition=fsdp", f"batch={entry.batch}"])
     same = [e for e in rank(fixed, parse_request(fixed).space()) if e.candidate == replace(entry.candidate, batch=None)]
     assert [(e.step_s, e.peak_bytes) for e in same] == [(entry.step_s, entry.peak_bytes)]
-    row = rank_layout(request, entry)
-    assert row.mfu == rank_layout(parse_request(fixed), same[0]).mfu
+    row = make_answer_row(request, entry)
+    assert row.mfu == make_answer_row(parse_request(fixed), same[0]).mfu
     assert row.tokens_per_second_per_chip == entry.batch * fixed.config.seq / entry.step_s / 8
 
 
@@ -717,7 +717,7 @@ def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
     plan |= {"title": describe_work(request), "targets": [target.name for target in request.targets]}
     answer = SearchAnswer([], "", 0, {}, 0, 0, "", MeasureReport(), rows, [], **plan)
     with (console := Console(width=140, soft_wrap=True)).capture() as capture:
-        show(answer, console)
+        print_answer(answer, console)
     lines = capture.get().splitlines()
     assert lines[0].strip().startswith("gpt_tiny, batch 32") and f"{request.run.config.seq:,} tokens" in lines[0]
     assert max(len(line.rstrip()) for line in lines) <= 140
@@ -902,5 +902,5 @@ def test_the_command_of_the_best_layout_has_its_compiler_options(
     status, options = tuning.tune_best(request, best, 300.0, Console(quiet=True))
     assert (status, options) == (0, ["target.chip.xla_options.xla_flag=true"])
     assert calls == [(best.estimate.run(request.run).layout, 300.0)]
-    row = rank_layout(request, best.estimate)
+    row = make_answer_row(request, best.estimate)
     assert train_command(request, row, options).endswith("target.chip.xla_options.xla_flag=true")

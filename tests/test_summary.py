@@ -21,7 +21,7 @@ from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import decode, encode
 from valkyrie.search.compile.alternatives import memory_savings, other_partitions
 from valkyrie.search.compile.correction import held_out_ratio, published_runs
-from valkyrie.search.compile.hints import hints
+from valkyrie.search.compile.hints import layout_hints
 from valkyrie.search.compile.prediction import (
     Alternatives,
     CompileOutcome,
@@ -81,7 +81,7 @@ def predict(run: Run, result: Replay | None, outcome: CompileOutcome = FITS) -> 
 
 
 def find_hint(code: HintCode, prediction: Prediction, *others: Prediction) -> Hint | None:
-    return next((hint for hint in hints(prediction, others) if hint.code is code), None)
+    return next((hint for hint in layout_hints(prediction, others) if hint.code is code), None)
 
 
 def test_memory_adds_up_to_the_peak(run: Run):
@@ -130,7 +130,7 @@ def test_bytes_sent_add_up_in_every_breakdown(run: Run):
 def test_hints_follow_from_the_numbers(run: Run):
     unnamed = replace(make_use(("y",), 3.0, 0.11), op_name="", source="")
     prediction = predict(run, replay([make_use(("y",), 7.0, 0.3), unnamed]))
-    first = hints(prediction)[0]
+    first = layout_hints(prediction)[0]
     assert (first.code, first.mesh_axes, first.share) == (HintCode.exposed, ("y",), pytest.approx(0.41))
     assert "30%" in first.text and "a/dot (models/s5.py:9)" in first.text and "y is MP2(embed)" in first.text
     assert find_hint(HintCode.exposed, predict(run, replay([make_use(("y",), 7.0, 0.01)]))) is None
@@ -146,18 +146,18 @@ def test_the_hint_on_waiting_names_a_partition_that_fits_and_sends_less(run: Run
     assert {entry.partition for entry in candidates} >= {"dp", "fsdp", "1d_tp"}
     waiting = replay([make_use(("y",), 6e10, 0.5), make_use(("x",), 2e10, 0.2)])
     prediction = predict(run, waiting, fitting_outcome(alternatives=Alternatives(partitions=candidates)))
-    over_y, over_x, *_ = hints(prediction)
+    over_y, over_x, *_ = layout_hints(prediction)
     assert over_y.changes == ("partition=dp", "partition=fsdp")
     assert "not 80 GB" in over_y.text and "of 30.8 GiB" in over_y.text
     assert over_x.changes == (), "one partition is named once"
     assert prediction.memory is not None
     smaller = replace(prediction, memory=replace(prediction.memory, usable=8 * 2**30))
-    assert hints(smaller)[0].changes == ("partition=fsdp",)
+    assert layout_hints(smaller)[0].changes == ("partition=fsdp",)
     tried = predict(run, replay([], step=0.5))
     tried = replace(tried, about=replace(tried.layout, partition="fsdp", layout="4x4x2-fsdp"))
-    assert "partition=fsdp" not in hints(prediction, [tried])[0].changes, "its result is known"
+    assert "partition=fsdp" not in layout_hints(prediction, [tried])[0].changes, "its result is known"
     none = replace(prediction, memory=replace(prediction.memory, usable=2**30))
-    assert all(hint.changes == () for hint in hints(none))
+    assert all(hint.changes == () for hint in layout_hints(none))
 
 
 def test_the_smallest_sufficient_change_is_listed(run: Run):
@@ -186,7 +186,7 @@ def with_step(prediction: Prediction, **fields: float) -> Prediction:
 
 def test_hints_mention_copies_and_narrow_products(run: Run):
     prediction = replace(predict(run, replay([])), parts=parts(matmul=0.6, copies=0.4))
-    first = hints(prediction)[0]
+    first = layout_hints(prediction)[0]
     assert (first.code, first.share, first.changes) == (HintCode.copies, 0.4, ()) and "host" not in first.text
     record, remat = replace(prediction.layout, remat="offload"), RematReport(host={"query": 1})
     offloads = with_step(replace(prediction, about=record, remat=remat), executed_flops=2e13, model_flops=1e13)
@@ -206,10 +206,10 @@ def test_hints_mention_copies_and_narrow_products(run: Run):
 
 def test_a_step_without_other_hints_gets_the_share_of_its_largest_part(run: Run):
     prediction = with_step(predict(run, replay([make_use(("y",), 7.0, 0.1)])), product_rate=0.77)
-    (hint,) = hints(prediction)
+    (hint,) = layout_hints(prediction)
     assert (hint.code, hint.share) == (HintCode.largest_part, pytest.approx(0.9))
     assert "77% of peak" in hint.text and hint.text.endswith("over y, 10%.")
-    (hint,) = hints(replace(prediction, parts=parts(matmul=1.0)))
+    (hint,) = layout_hints(replace(prediction, parts=parts(matmul=1.0)))
     assert "100%" in hint.text and hint.text.endswith("77% of peak.")
 
 

@@ -335,7 +335,7 @@ class Answer:
         return f"<Answer {best.layout} on {best.target}: {duration_text(best.step_s)} {best.status}, {self.folder}>"
 
     def __str__(self) -> str:
-        from valkyrie.search.answer import show as print_answer
+        from valkyrie.search.answer import print_answer
 
         text = _print_to_text(lambda console: print_answer(self.record, console))
         return f"{text}train it: {self.command}"

@@ -27,7 +27,7 @@ def add_guesses(result: Result, row: Row, rows: Sequence[Row], published: Sequen
     seconds, minus 1. The seconds and the error of a guess are None if unknown.
     """
     replayed = result.get("replayed_s")
-    correction = published_correction(published, row.chip, row.slices, without=row.family).factor
+    correction = published_correction(published, row.chip, row.slices, held_out_family=row.family).factor
     seconds = {"predicted": correction * replayed if replayed else None, "replayed": replayed}
     seconds |= {"mfu": constant_mfu_s(row, rows), "roofline": roofline_s(row)}
     errors = {kind: None if s is None else s / row.measured_s - 1 for kind, s in seconds.items()}

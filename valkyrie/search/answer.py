@@ -21,7 +21,7 @@ from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.request import SearchRequest, affordable_seconds, compute_price
 from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, torus_free_candidate
 
-NEAR_LIMIT = 0.95
+NEAR_LIMIT_SHARE = 0.95
 """The bottleneck of a layout also names memory if the peak exceeds this share of the usable memory."""
 _ESTIMATED_BOTTLENECKS = {
     "products": "compute",
@@ -81,53 +81,55 @@ def _best_on_chips(
 
     Leaves out estimated layouts that were compiled on another torus and are no faster on this one, by estimate.
     """
-    compiled = [c for c in compiled_layouts.layouts if c.step_s is not None and describe_chips(c.target) == chips_text]
-    compiled.sort(key=lambda layout: layout.estimate.per_sequence(layout.step_s or 0.0))
+    timed_layouts = [
+        c for c in compiled_layouts.layouts if c.step_s is not None and describe_chips(c.target) == chips_text
+    ]
+    timed_layouts.sort(key=lambda layout: layout.estimate.per_sequence(layout.step_s or 0.0))
     compiled_by_layout: dict[Candidate, CompiledLayout] = {}
-    for layout in compiled:  # of several searched batches, only the fastest
+    for layout in timed_layouts:  # of several searched batches, only the fastest
         compiled_by_layout.setdefault(replace(layout.estimate.candidate, batch=None), layout)
-    compiled = list(compiled_by_layout.values())
+    timed_layouts = list(compiled_by_layout.values())
     compiled_candidates = {layout.estimate.candidate for layout in compiled_layouts.layouts}
-    estimated = [
+    estimated_layouts = [
         layout for layout in shortlist.best(chips_text, 2 * count) if layout.candidate not in compiled_candidates
     ]
-    compiled_s = {torus_free_candidate(layout.estimate): layout.estimate.ranking_s for layout in compiled}
-    estimated = [
-        layout for layout in estimated if layout.ranking_s < compiled_s.get(torus_free_candidate(layout), math.inf)
+    compiled_s = {torus_free_candidate(layout.estimate): layout.estimate.ranking_s for layout in timed_layouts}
+    estimated_layouts = [
+        layout for layout in estimated_layouts if layout.ranking_s < compiled_s.get(torus_free_candidate(layout), math.inf)
     ]
-    estimated.sort(key=lambda layout: layout.per_sequence(compiled_layouts.corrected_s(layout)))
-    rows = [(layout.estimate, rank_layout(request, layout.estimate, layout)) for layout in compiled[:count]]
+    estimated_layouts.sort(key=lambda layout: layout.per_sequence(compiled_layouts.corrected_s(layout)))
+    rows = [(layout.estimate, make_answer_row(request, layout.estimate, layout)) for layout in timed_layouts[:count]]
     return rows + [
-        (layout, rank_layout(request, layout).with_step_time(compiled_layouts.corrected_s(layout)))
-        for layout in estimated[: count - len(rows)]
+        (layout, make_answer_row(request, layout).with_step_time(compiled_layouts.corrected_s(layout)))
+        for layout in estimated_layouts[: count - len(rows)]
     ]
 
 
-def rank_layout(
-    request: SearchRequest, layout: EstimatedLayout, compiled: CompiledLayout | None = None
+def make_answer_row(
+    request: SearchRequest, layout: EstimatedLayout, compiled_layout: CompiledLayout | None = None
 ) -> RankedLayout:
     """Return the row of a layout in the answer, with its compiled step time or, if it has none, the estimated one."""
     target, tokens = layout.group.target, request.step_tokens(layout.batch)
-    step_s = layout.step_s if compiled is None else compiled.step_s or layout.step_s
+    step_s = layout.step_s if compiled_layout is None else compiled_layout.step_s or layout.step_s
     low_s, high_s = estimate_errors().low * step_s, estimate_errors().high * step_s
-    interval = None if compiled is None else compiled.trial.results.step.interval
-    if compiled is not None:
+    interval = None if compiled_layout is None else compiled_layout.trial.results.step.interval
+    if compiled_layout is not None:
         low_s, high_s = (interval.low_s, interval.high_s) if interval else (step_s, step_s)
     rate = tokens / step_s
     affordable_s = None if request.budget_usd is None else affordable_seconds(target, request.budget_usd)
     return RankedLayout(
         candidate=layout.candidate,
         overrides=layout.candidate.overrides,
-        stage=Stage.estimate if compiled is None else Stage.compile,
+        stage=Stage.estimate if compiled_layout is None else Stage.compile,
         step_s=step_s,
         low_s=low_s,
         high_s=high_s,
-        memory=layout.peak_bytes if compiled is None else compiled.peak,
+        memory=layout.peak_bytes if compiled_layout is None else compiled_layout.peak,
         usable=usable_hbm(target.chip),
         tokens_per_second_per_chip=rate / ((target.chips or 1) * target.slices),
         mfu=_mfu(request, layout, step_s),
         usd_per_million_tokens=compute_price(target, 1e6 / rate),
-        bottleneck=_bottleneck(layout, compiled),
+        bottleneck=_bottleneck(layout, compiled_layout),
         parts_s=layout.parts,
         hours=None if request.tokens is None else request.tokens / rate / 3600,
         dollars=None if request.tokens is None else compute_price(target, request.tokens / rate),
@@ -144,23 +146,23 @@ def _mfu(request: SearchRequest, layout: EstimatedLayout, step_s: float) -> floa
     return flops / (step_s * peak * (target.chips or 1) * target.slices) if peak else None
 
 
-def _bottleneck(layout: EstimatedLayout, compiled: CompiledLayout | None) -> Bottleneck:
+def _bottleneck(layout: EstimatedLayout, compiled_layout: CompiledLayout | None) -> Bottleneck:
     """Return the resource that takes the largest share of the step.
 
     Uses the parts of the replay if there is one, otherwise those of the estimate.
     """
     usable = usable_hbm(layout.group.target.chip)
     seconds_by_resource: dict[str, float] = {}
-    if compiled is not None and compiled.trial.results.parts:
-        resource_seconds = [(_limiting_resource(part), part.seconds) for part in compiled.trial.results.parts]
+    if compiled_layout is not None and compiled_layout.trial.results.parts:
+        resource_seconds = [(_limiting_resource(part), part.seconds) for part in compiled_layout.trial.results.parts]
     else:
         resource_seconds = [(_ESTIMATED_BOTTLENECKS[name], seconds) for name, seconds in layout.parts.items()]
     for resource_name, seconds in resource_seconds:
         seconds_by_resource[resource_name] = seconds_by_resource.get(resource_name, 0.0) + seconds
     resource, seconds = max(seconds_by_resource.items(), key=lambda item: item[1])
-    peak = layout.peak_bytes if compiled is None else compiled.peak or layout.peak_bytes
+    peak = layout.peak_bytes if compiled_layout is None else compiled_layout.peak or layout.peak_bytes
     return Bottleneck(
-        resource, seconds / sum(seconds_by_resource.values()), bool(usable and peak > NEAR_LIMIT * usable)
+        resource, seconds / sum(seconds_by_resource.values()), bool(usable and peak > NEAR_LIMIT_SHARE * usable)
     )
 
 
@@ -171,7 +173,7 @@ def _limiting_resource(part: StepPart) -> str:
     return _COMPILED_BOTTLENECKS.get(part.kind, PART_LABELS[part.kind])
 
 
-def show(answer: SearchAnswer, console: Console) -> None:
+def print_answer(answer: SearchAnswer, console: Console) -> None:
     """Print a table of the best layouts with step time, memory, rates, cost and bottleneck."""
     style = {"header_style": "bold", "padding": (0, 1, 0, 0), "title": answer.title, "title_justify": "left"}
     console.print(terminal_table(answer_columns(answer), answer.best, **style))

@@ -28,7 +28,7 @@ class Stage(Enum):
 class Bottleneck:
     """The resource that takes the largest part of a step, and its share of the step from 0 to 1.
 
-    `near_memory_limit` is True if the peak exceeds the share `NEAR_LIMIT` of the usable memory.
+    `near_memory_limit` is True if the peak exceeds the share `NEAR_LIMIT_SHARE` of the usable memory.
     """
 
     resource: str
@@ -211,7 +211,9 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
     tokens only for a requested budget. Spot prices appear with the dollars if one is known.
     """
     column, rows = Column[RankedLayout], answer.best
-    slices = column("slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), min_width=8)
+    slice_column = column(
+        "slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), min_width=8
+    )
     cost = [
         column("hours", "hours", "amount", lambda r: r.hours, unknown_text="?"),
         column("dollars", "dollars", "amount", lambda r: r.dollars, unknown_text="?"),
@@ -224,7 +226,7 @@ def answer_columns(answer: SearchAnswer) -> list[Column[RankedLayout]]:
     )
     return [
         column("place", "#", "count", lambda r: rows.index(r) + 1, min_width=0),
-        *([slices] if len(answer.targets) > 1 else []),
+        *([slice_column] if len(answer.targets) > 1 else []),
         column("layout", "layout", "text", lambda r: " ".join(r.overrides[1:]), min_width=16),
         column("step_s", "step", "seconds", lambda r: r.step_s),
         column("interval", "interval", "range", lambda r: r.interval),

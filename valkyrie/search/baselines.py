@@ -37,19 +37,21 @@ def find_baselines(request: SearchRequest, ranking: Ranking, target: TargetConfi
     The rule is left out if the torus does not have three axes, or if the command sets a mesh. Each baseline is left out
     if the search does not include its partition (`2d_tp` or `fsdp`).
     """
-    partitions, ranked_here = {partition.name for partition in request.partitions}, ranking.for_target(target.name)
+    partitions, target_ranking = {partition.name for partition in request.partitions}, ranking.for_target(target.name)
     baselines = []
     torus = parse_shape(target.topology) or () if get_platform(target.platform).has_torus else ()
     if "2d_tp" in partitions and len(torus) == 3 and request.mesh is None:
         baselines.append(
-            _fastest(PAPER_RULE, (layout for layout in ranked_here.for_partition("2d_tp") if _matches_torus(layout)))
+            _make_baseline(
+                PAPER_RULE, (layout for layout in target_ranking.for_partition("2d_tp") if _matches_torus(layout))
+            )
         )
     if "fsdp" in partitions:
-        baselines.append(_fastest(FASTEST_FSDP, ranked_here.for_partition("fsdp")))
+        baselines.append(_make_baseline(FASTEST_FSDP, target_ranking.for_partition("fsdp")))
     return baselines
 
 
-def _fastest(name: str, layouts: Iterator[EstimatedLayout] | Ranking) -> Baseline:
+def _make_baseline(name: str, layouts: Iterator[EstimatedLayout] | Ranking) -> Baseline:
     missing_reason = "no legal layout"
     for layout in layouts:
         if layout.fits:
@@ -103,12 +105,12 @@ def format_comparison(
     compiled_best = compiled_layouts.get(best.candidate)
     best_s = None if compiled_best is None else compiled_best.step_s
     if compiled is not None and compiled.step_s is not None and best_s is not None:
-        times = scale * compiled.step_s / best_s
+        slowdown = scale * compiled.step_s / best_s
         step = f"{duration_text(compiled.step_s)} (compiled step)"
-        return f"{name}: {step}, {times:.2f} times {as_long} as the best; {description}"
+        return f"{name}: {step}, {slowdown:.2f} times {as_long} as the best; {description}"
     baseline_s, estimated_best_s = layout.step_s, sum(best.parts_s.values())
     if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
         baseline_s, estimated_best_s = compiled_layouts.corrected_s(layout), best_s or best.step_s
-    times = scale * baseline_s / estimated_best_s
-    comparison = f"{times:.2f} times {as_long} as the best"
+    slowdown = scale * baseline_s / estimated_best_s
+    comparison = f"{slowdown:.2f} times {as_long} as the best"
     return f"{name}: {duration_text(baseline_s)} (by estimate), {comparison}; {description}"

@@ -62,7 +62,7 @@ class ComparedProgram:
     faults: int | None = None
 
     @property
-    def fits(self) -> str:
+    def fits_text(self) -> str:
         """`yes`, `no`, or the status if it is unknown whether the program fits."""
         return {CompileStatus.ok: "yes", CompileStatus.does_not_fit: "no"}.get(self.status, self.status.value)
 
@@ -135,7 +135,7 @@ class Comparison:
     def describe(self, name: str) -> str:
         """Return a line with the result of a layout: whether it fits or why it failed, step time and peak memory."""
         row = self._row(name)
-        facts = [f"fits: {row.fits}" if row.reason is None else f"{row.status.value}: {row.reason}"]
+        facts = [f"fits: {row.fits_text}" if row.reason is None else f"{row.status.value}: {row.reason}"]
         facts += [] if row.step_s is None else [duration_text(row.step_s)]
         facts += [] if row.peak is None else [memory_text(row.peak)]
         return ", ".join(facts)
@@ -300,7 +300,7 @@ def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]
     rate_columns = [column("rate", f"{record.unit}/s", "speed", lambda row: row.tokens_per_second)]
     return [
         column("name", "layout", "text", lambda row: row.name, min_width=12),
-        column("fits", "fits", "text", lambda row: row.fits),
+        column("fits", "fits", "text", lambda row: row.fits_text),
         column("step_s", "step", "seconds", lambda row: row.step_s),
         *(rate_columns if any(row.tokens_per_second for row in rows) else []),
         column("peak", "peak", "bytes", lambda row: row.peak),

@@ -11,7 +11,7 @@ from typing import Any
 
 from valkyrie.config.modes import settings_for
 from valkyrie.modes.measure import Config as MeasureMode
-from valkyrie.search.answer import rank_layout
+from valkyrie.search.answer import make_answer_row
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, Stage
 from valkyrie.search.compiling import CompiledLayouts, plan_layout
 from valkyrie.search.estimate.rank import EstimatedLayout
@@ -173,7 +173,7 @@ def rank_measured_layouts(
         row = row_by_candidate.pop(trial.estimate.candidate, None)
         if row is None:
             compiled = compiled_layouts.get(trial.estimate.candidate)
-            row = rank_layout(request, trial.estimate, compiled if compiled and compiled.step_s else None)
+            row = make_answer_row(request, trial.estimate, compiled if compiled and compiled.step_s else None)
         step = trial.trial.results.step
         measured_row = row.with_step_time(trial.step_s or row.step_s)
         bounds = {"low_s": step.min_s, "high_s": step.p90_s}

@@ -20,7 +20,7 @@ from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
 from valkyrie.report.search import explain_command
 from valkyrie.search import NO_STEP_TIME
-from valkyrie.search.answer import describe_work, launch_command, rank_layouts, show, train_command
+from valkyrie.search.answer import describe_work, launch_command, print_answer, rank_layouts, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
 from valkyrie.search.baselines import baseline_layouts, find_baselines, format_comparison
 from valkyrie.search.compiling import (
@@ -166,7 +166,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         train=train_command(request, rows[0], options),
         launch=launch,
     )
-    show(answer, console)
+    print_answer(answer, console)
     lines = [*remarks, f"train it: {answer.train}", *([f"launch it: {launch}"] if launch else [])]
     stored = save_answer(folder, answer)
     for line in [*lines, f"page: {write_report(folder)}", stored]:

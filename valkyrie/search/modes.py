@@ -30,7 +30,7 @@ from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import choose_run_folder, claim_run_folder, write_run_files
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.compile.cache import package_digest, requests_folder
-from valkyrie.search.compile.hints import hints
+from valkyrie.search.compile.hints import layout_hints
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
 from valkyrie.search.compile.runner import CompiledRun, compile_layout
 from valkyrie.search.compile.summary import summarise
@@ -177,7 +177,7 @@ def compile_and_summarise(
         from valkyrie.search.estimate.runs import suggest_wider_heads  # imports NumPy
 
         wider = suggest_wider_heads(run)
-    prediction = replace(prediction, hints=hints(prediction, _earlier_predictions(run, compiled_run), wider))
+    prediction = replace(prediction, hints=layout_hints(prediction, _earlier_predictions(run, compiled_run), wider))
     if compiled_run.status in (CompileStatus.ok, CompileStatus.does_not_fit):
         with contextlib.suppress(DiskError):  # only hints of later compiles need the file
             write_record(compiled_run.folder / PREDICTION_FILE, prediction)

@@ -45,7 +45,7 @@ class Calibration:
 
     Args:
         chip: The chip.
-        families: Number of trials by family (model, batch and sequence length).
+        trial_counts: Number of trials by family (model, batch and sequence length).
         initial: Constants before the fit.
         fitted: Fitted constants.
         ratios: Ratio of known (compiled or measured) to estimated seconds of each trial, with the constants before the
@@ -57,7 +57,7 @@ class Calibration:
     """
 
     chip: ChipConfig
-    families: dict[str, int]
+    trial_counts: dict[str, int]
     initial: Efficiency
     fitted: Efficiency
     ratios: np.ndarray
@@ -93,17 +93,17 @@ def calibrate_mode(run: Run) -> int:
         _check_path(path)
     rows = [row for row in read_rows(paths) if row.has_speed and not row.speed_kind.simulated and not row.is_training]
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
-    skipped: dict[str, list[Row]] = defaultdict(list)
+    rows_by_skip_reason: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if not 0.0 < (row.step_s or 0.0) < math.inf:
-            skipped["the step time is not a number above 0"].append(row)
+            rows_by_skip_reason["the step time is not a number above 0"].append(row)
         elif (trial_run := _saved_run(row)) is None:
-            skipped[f"the folder has no {RUN_FILE}"].append(row)
+            rows_by_skip_reason[f"the folder has no {RUN_FILE}"].append(row)
         elif (chip := trial_run.config.target.chip) is None:
-            skipped["the chip is not known"].append(row)
+            rows_by_skip_reason["the chip is not known"].append(row)
         else:
             by_chip[chip.name].append((row, trial_run))
-    for reason, skipped_rows in skipped.items():
+    for reason, skipped_rows in rows_by_skip_reason.items():
         message = f"skipping {len(skipped_rows)} of {len(rows)} trials, because {reason}: {_list_rows(skipped_rows)}"
         console.print(message, style="yellow", markup=False, soft_wrap=True)
     if not by_chip:
@@ -120,14 +120,18 @@ def calibrate_mode(run: Run) -> int:
     for message in too_few_messages:
         console.print(message, style="yellow", markup=False, soft_wrap=True)
     calibrations = [fit_calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED_CONSTANTS)]
-    title = "-".join(["calibrate", *(result.chip.name for result in calibrations), time.strftime("%Y%m%d-%H%M%S")])
+    title = "-".join(
+        ["calibrate", *(calibration.chip.name for calibration in calibrations), time.strftime("%Y%m%d-%H%M%S")]
+    )
     folder = choose_run_folder(run, title)
     write_run_files(run, folder)
-    for result in calibrations:
-        file = folder / CALIBRATED_FILE.format(chip=result.chip.name)
-        write_atomic(file, experiment_yaml(result))
-        show(result, file, console)
-    write_atomic(folder / "calibrate.json", json.dumps([as_json(result) for result in calibrations], indent=1) + "\n")
+    for calibration in calibrations:
+        file = folder / CALIBRATED_FILE.format(chip=calibration.chip.name)
+        write_atomic(file, experiment_yaml(calibration))
+        print_calibration(calibration, file, console)
+    write_atomic(
+        folder / "calibrate.json", json.dumps([as_json(calibration) for calibration in calibrations], indent=1) + "\n"
+    )
     return 0
 
 
@@ -178,7 +182,7 @@ def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
     cross-validated over them.
     """
     step_times: dict[str, list[tuple[float, Run]]] = defaultdict(list)
-    families: dict[str, str] = {}
+    family_by_key: dict[str, str] = {}
     for row, run in pairs:
         config = run.config
         work = (config.model, config.batch, config.seq, config.precision, config.optimizer)
@@ -186,9 +190,9 @@ def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
             (row.work.label, row.speed_kind.target, work, config.partition, config.remat, list(config.mesh.axes))
         )
         step_times[key].append((row.step_s or 0.0, run))
-        families[key] = row.work.label
+        family_by_key[key] = row.work.label
     timed = [
-        timed_layouts([run for _, run in group], [s for s, _ in group], families[key])
+        timed_layouts([run for _, run in group], [s for s, _ in group], family_by_key[key])
         for key, group in step_times.items()
     ]
     chip, trial_counts = timed[0].chip, dict[str, int]()
@@ -204,33 +208,33 @@ def fit_calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
     return Calibration(chip, trial_counts, initial, fitted, ratios, held_out_ratios, *fit_replays(pairs))
 
 
-def experiment_yaml(result: Calibration) -> str:
+def experiment_yaml(calibration: Calibration) -> str:
     """Return an experiment config (YAML) that sets the fitted constants and the replay factor, if there is one.
 
     Comments describe the trials and the errors.
     """
-    comments = [f"# {line}" for line in describe(result)]
-    constants = [f"      {name}: {round_digits(getattr(result.fitted, name)):g}" for name in FITTED_CONSTANTS]
-    name = CALIBRATED_FILE.format(chip=result.chip.name)
+    comments = [f"# {line}" for line in describe(calibration)]
+    constants = [f"      {name}: {round_digits(getattr(calibration.fitted, name)):g}" for name in FITTED_CONSTANTS]
+    name = CALIBRATED_FILE.format(chip=calibration.chip.name)
     use = (
         f"# Copy this file to FOLDER/experiment/{name}, and add to your command: --config-dir FOLDER "
         f"+experiment={Path(name).stem}"
     )
-    lines = ["# @package _global_", use, *comments, "target:", "  chip:", f"    calibrated: {result.chip.name}"]
+    lines = ["# @package _global_", use, *comments, "target:", "  chip:", f"    calibrated: {calibration.chip.name}"]
     lines += ["    estimate:", *constants]
-    if result.replay is not None:
+    if calibration.replay is not None:
         lines += [
             "    replay:",
-            *(f"      {k}: {'null' if v is None else v}" for k, v in asdict(result.replay.fitted).items()),
+            *(f"      {k}: {'null' if v is None else v}" for k, v in asdict(calibration.replay.replay_config).items()),
         ]
     return "\n".join(lines) + "\n"
 
 
-def describe(result: Calibration) -> list[str]:
+def describe(calibration: Calibration) -> list[str]:
     """Return sentences that describe the fit, its cross-validated errors, and measured trials that it could not use."""
-    lines = [*_describe_estimates(result), *(result.replay.sentences if result.replay else [])]
-    if result.unpaired_count:
-        trials = f"{result.unpaired_count} measured trial{'s' * (result.unpaired_count > 1)}"
+    lines = [*_describe_estimates(calibration), *(calibration.replay.sentences if calibration.replay else [])]
+    if calibration.unpaired_count:
+        trials = f"{calibration.unpaired_count} measured trial{'s' * (calibration.unpaired_count > 1)}"
         lines.append(
             f"{trials} cannot be used for the replay factor, because these folders have no compiled trial of the same "
             "layout. Add the folders of such trials to paths=."
@@ -238,57 +242,66 @@ def describe(result: Calibration) -> list[str]:
     return lines
 
 
-def _describe_estimates(result: Calibration) -> list[str]:
-    trial_count, family_count, (median, worst) = len(result.ratios), len(result.families), percent_errors(result.ratios)
+def _describe_estimates(calibration: Calibration) -> list[str]:
+    trial_count, family_count, (median, worst) = (
+        len(calibration.ratios),
+        len(calibration.trial_counts),
+        percent_errors(calibration.ratios),
+    )
     names = f"{family_count} famil{'y' if family_count == 1 else 'ies'}"
     lines = [
-        f"{result.chip.name}: {trial_count} trials of {names} (model, batch and length). Errors of estimates with "
+        f"{calibration.chip.name}: {trial_count} trials of {names} (model, batch and length). Errors of estimates with "
         f"the chip's own constants: median {median:.1f}%, worst {worst:.1f}%."
     ]
-    if result.held_out_ratios is None:
+    if calibration.held_out_ratios is None:
         return [*lines, "All trials are of one family, so the fitted constants cannot be validated on another one."]
-    median, worst = percent_errors(result.held_out_ratios)
-    low, high = np.quantile(result.held_out_ratios, [0.05, 0.95])
+    median, worst = percent_errors(calibration.held_out_ratios)
+    low, high = np.quantile(calibration.held_out_ratios, [0.05, 0.95])
     lines.append(
         f"Errors with constants fitted to the other families: median {median:.1f}%, worst {worst:.1f}%. Nine of ten "
         f"trials took {low:.2f} to {high:.2f} times their estimate."
     )
     verdict = (
         "The fit is an improvement."
-        if result.is_improvement
+        if calibration.is_improvement
         else "The fit is no improvement: keep the chip's own constants."
     )
     return [*lines, verdict]
 
 
-def as_json(result: Calibration) -> dict[str, Any]:
+def as_json(calibration: Calibration) -> dict[str, Any]:
     """Return the content of `calibrate.json` for one chip.
 
     `known_over_estimated`, `left_out` and `gains` are the fields `ratios`, `held_out_ratios` and `is_improvement`.
     """
-    record: dict[str, Any] = {"chip": result.chip.name, "families": result.families, "fitted": list(FITTED_CONSTANTS)}
-    record |= {
-        "before": asdict(result.initial),
-        "after": asdict(result.fitted),
-        "known_over_estimated": result.ratios.tolist(),
+    record: dict[str, Any] = {
+        "chip": calibration.chip.name,
+        "families": calibration.trial_counts,
+        "fitted": list(FITTED_CONSTANTS),
     }
     record |= {
-        "left_out": None if result.held_out_ratios is None else result.held_out_ratios.tolist(),
-        "gains": result.is_improvement,
+        "before": asdict(calibration.initial),
+        "after": asdict(calibration.fitted),
+        "known_over_estimated": calibration.ratios.tolist(),
     }
-    return record | {"replay": result.replay.as_json() if result.replay else None}
+    record |= {
+        "left_out": None if calibration.held_out_ratios is None else calibration.held_out_ratios.tolist(),
+        "gains": calibration.is_improvement,
+    }
+    return record | {"replay": calibration.replay.as_json() if calibration.replay else None}
 
 
-def show(result: Calibration, file: Path, console: Console) -> None:
+def print_calibration(calibration: Calibration, file: Path, console: Console) -> None:
     """Print the constants of a chip before and after the fit, and the errors."""
-    table = Table(title=f"constants of {result.chip.name}", title_justify="left", header_style="bold", box=SIMPLE)
+    table = Table(title=f"constants of {calibration.chip.name}", title_justify="left", header_style="bold", box=SIMPLE)
     for name in ("constant", "before", "fitted"):
         table.add_column(name, justify="left" if name == "constant" else "right")
     for name in FITTED_CONSTANTS:
         table.add_row(
-            name, *(f"{round_digits(getattr(constants, name)):g}" for constants in (result.initial, result.fitted))
+            name,
+            *(f"{round_digits(getattr(constants, name)):g}" for constants in (calibration.initial, calibration.fitted)),
         )
     console.print(table)
-    for sentence in describe(result):
+    for sentence in describe(calibration):
         console.print(sentence, markup=False, soft_wrap=True)
     console.print(f"written: {file}", soft_wrap=True)

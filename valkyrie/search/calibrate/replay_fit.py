@@ -46,36 +46,36 @@ class ReplayFit:
         ratios: Measured over predicted seconds of each step, with the factor before the fit.
         held_out_ratios: Measured over predicted seconds of each step, with a factor fitted to the other families. None
             if there is only one family.
-        fitted: The factor and its error interval.
+        replay_config: The factor and its error interval.
     """
 
     steps: list[ReplayedStep]
     ratios: np.ndarray
     held_out_ratios: np.ndarray | None
-    fitted: ReplayConfig
+    replay_config: ReplayConfig
 
     @property
     def sentences(self) -> list[str]:
         """Sentences with the fitted factor and the errors of predictions before and after the fit."""
-        family_count, (median, worst) = self.fitted.models, percent_errors(self.ratios)
+        family_count, (median, worst) = self.replay_config.models, percent_errors(self.ratios)
         names = f"{family_count} famil{'y' if family_count == 1 else 'ies'}"
         lines = [
             f"Replays were compared with {len(self.steps)} measured step{'s' * (len(self.steps) > 1)} of {names}. "
             f"Errors of predictions: median {median:.1f}%, worst {worst:.1f}%. The fitted replay factor is "
-            f"{self.fitted.factor:g}."
+            f"{self.replay_config.factor:g}."
         ]
         if self.held_out_ratios is None:
             return [*lines, "All steps are of one family, so the factor cannot be validated on another one."]
         median, worst = percent_errors(self.held_out_ratios)
         lines.append(f"Errors with a factor fitted to the other families: median {median:.1f}%, worst {worst:.1f}%.")
-        if self.fitted.low is None:
+        if self.replay_config.low is None:
             lines.append(f"Predictions get no error interval: it needs at least {MIN_RUNS} measured steps.")
         return lines
 
     def as_json(self) -> dict[str, Any]:
         """Return the fit as plain values for `calibrate.json`."""
         steps = [asdict(step) for step in self.steps]
-        return {"steps": steps, "measured_over_predicted": self.ratios.tolist(), "fitted": asdict(self.fitted)}
+        return {"steps": steps, "measured_over_predicted": self.ratios.tolist(), "fitted": asdict(self.replay_config)}
 
 
 def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]:
@@ -90,17 +90,17 @@ def fit_replays(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int
     ratios: list[float] = []
     uncompiled_count = 0
     for row, run in pairs:
-        if row.trial.stage == "compile" and (seconds := row.step.replayed_s):
-            replayed_s_by_program[_program_key(run)] = seconds
+        if row.trial.stage == "compile" and (replayed_s := row.step.replayed_s):
+            replayed_s_by_program[_program_key(run)] = replayed_s
     for row, run in pairs:
         if row.trial.stage != "measure" or row.step_s is None:
             continue
-        seconds, target = replayed_s_by_program.get(_program_key(run)), run.config.target
-        if seconds is None:
+        replayed_s, target = replayed_s_by_program.get(_program_key(run)), run.config.target
+        if replayed_s is None:
             uncompiled_count += 1
             continue
         correction = target_correction(target)
-        ratio = row.step_s / seconds / correction.slices_factor
+        ratio = row.step_s / replayed_s / correction.slices_factor
         steps.append(ReplayedStep(row.layout, row.work.model, row.work.label, target.slices, ratio))
         ratios.append(ratio / correction.chip_factor)
     return _fit_steps(steps, ratios), uncompiled_count
@@ -116,15 +116,15 @@ def _fit_steps(steps: list[ReplayedStep], ratios: list[float]) -> ReplayFit | No
     factor = median_by_family([(step.family, step.ratio) for step in steps])
     if factor is None:
         return None
-    fitted = ReplayConfig(round_digits(factor), rows=len(steps), models=len(families))
-    other_families = {
+    replay_config = ReplayConfig(round_digits(factor), rows=len(steps), models=len(families))
+    held_out_factors = {
         f: median_by_family([(step.family, step.ratio) for step in steps if step.family != f]) for f in families
     }
-    pairs = [(step.ratio, other_families[step.family]) for step in steps]
+    pairs = [(step.ratio, held_out_factors[step.family]) for step in steps]
     held_out_ratios = np.array([ratio / other for ratio, other in pairs if other is not None])
     if len(held_out_ratios) >= MIN_RUNS:
-        fitted.low, fitted.high = round_digits(held_out_ratios.min()), round_digits(held_out_ratios.max())
-    return ReplayFit(steps, np.array(ratios), held_out_ratios if len(held_out_ratios) else None, fitted)
+        replay_config.low, replay_config.high = round_digits(held_out_ratios.min()), round_digits(held_out_ratios.max())
+    return ReplayFit(steps, np.array(ratios), held_out_ratios if len(held_out_ratios) else None, replay_config)
 
 
 def _program_key(run: Run) -> str:

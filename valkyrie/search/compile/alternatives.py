@@ -34,20 +34,20 @@ def memory_savings(run: Run, missing_bytes: int, count: int = 5) -> tuple[Saving
 
     def positive_savings(variants: list[tuple[str, Run]]) -> list[Saving]:
         legal = [(change, variant) for change, variant in variants if not variant.problems()]
-        savings = [Saving(change, current_bytes - _estimated_bytes(variant)) for change, variant in legal]
-        return sorted((saving for saving in savings if saving.saves > 0), key=lambda saving: -saving.saves)
+        variant_savings = [Saving(change, current_bytes - _estimated_bytes(variant)) for change, variant in legal]
+        return sorted((saving for saving in variant_savings if saving.saves > 0), key=lambda saving: -saving.saves)
 
     remat_savings = [positive_savings(_other_remats(run, offload)) for offload in (False, True)]
-    changes = positive_savings(_microbatch_and_partition_changes(run)) + [
+    savings = positive_savings(_microbatch_and_partition_changes(run)) + [
         entry for savings_of_kind in remat_savings for entry in _largest_and_smallest(savings_of_kind, missing_bytes)
     ]
-    changes.sort(key=lambda entry: -entry.saves)
-    sufficient = [entry for entry in changes if entry.saves >= missing_bytes]
+    savings.sort(key=lambda entry: -entry.saves)
+    sufficient = [entry for entry in savings if entry.saves >= missing_bytes]
     if not sufficient:
         full_remat_savings = positive_savings(_full_remat_changes(run))
         sufficient = [entry for entry in full_remat_savings if entry.saves >= missing_bytes][-1:]
-        changes = sufficient + changes
-    suggestions = changes[:count]
+        savings = sufficient + savings
+    suggestions = savings[:count]
     if sufficient and sufficient[-1] not in suggestions:
         suggestions[-1] = sufficient[-1]
     return tuple(suggestions)
@@ -58,10 +58,10 @@ def fuller_remats(run: Run) -> tuple[FullerRemat, ...]:
     current_bytes = _estimated_bytes(run)
     changes = []
     for remat in read_group("remat", RematConfig):
-        other = run.changed(remat=remat)
-        if remat.offload or other.layout_problem_identities():
+        variant = run.changed(remat=remat)
+        if remat.offload or variant.layout_problem_identities():
             continue
-        if (needs := _estimated_bytes(other) - current_bytes) > 0:
+        if (needs := _estimated_bytes(variant) - current_bytes) > 0:
             changes.append(FullerRemat(f"remat={remat.name}", needs))
     return tuple(sorted(changes, key=lambda entry: -entry.needs))
 
@@ -70,11 +70,11 @@ def other_partitions(run: Run) -> tuple[OtherPartition, ...]:
     """Return all other partitions in `conf/partition` that are legal for this run, in ascending order of memory."""
     partitions = []
     for partition in read_group("partition", PartitionConfig):
-        other = run.changed(partition=partition)
-        if partition.name == run.config.partition.name or other.problems(advise=False):
+        variant = run.changed(partition=partition)
+        if partition.name == run.config.partition.name or variant.problems(advise=False):
             continue
-        needs, sends = _estimated_bytes(other), _bytes_sent_for_data(other)
-        partitions.append(OtherPartition(partition.name, other.layout.roles, needs, sends))
+        needs, sends = _estimated_bytes(variant), _bytes_sent_for_data(variant)
+        partitions.append(OtherPartition(partition.name, variant.layout.roles, needs, sends))
     return tuple(sorted(partitions, key=lambda entry: entry.needs))
 
 

@@ -132,47 +132,48 @@ def compiler_flags() -> list[str]:
     return sorted(flag for flag in flags if not flag.startswith(_UNUSED_FLAG_PREFIXES))
 
 
-def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
+def read_outcome(folder: Path, needs_hlo_text: bool = False) -> CompileOutcome | None:
     """Return the outcome of a request, or None if it is missing or damaged.
 
-    Also returns None if the layout fits, but its program is not in the cache or, with `hlo`, is not stored as text.
+    Also returns None if the layout fits, but its program is not in the cache or, with `needs_hlo_text`, is not stored
+    as text.
     """
     try:
         outcome = read_record(CompileOutcome, folder / OUTCOME_FILE)
     except (OSError, RecordError):
         return None
     if outcome.step is not None:
-        program = read_program(programs_folder() / outcome.step.program, hlo)
+        program = read_program(programs_folder() / outcome.step.program, needs_hlo_text)
         if program is None or program.module_sha256 != outcome.step.module_sha256:
             return None
     return outcome
 
 
-def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
+def read_program(folder: Path, needs_hlo_text: bool = False) -> ProgramRecord | None:
     """Return the record of a compiled program, or None if the record or its module is missing or damaged.
 
-    With `hlo`, also returns None if the module is not stored as text too. A record of a program that does not fit may
-    have no module.
+    With `needs_hlo_text`, also returns None if the module is not stored as text too. A record of a program that does
+    not fit may have no module.
     """
     try:
         program = read_record(ProgramRecord, folder / PROGRAM_FILE)
         if program.module_sha256 is not None:
             with (folder / MODULE_FILE).open("rb") as module:
                 is_intact = hashlib.file_digest(module, "sha256").hexdigest() == program.module_sha256
-            if not is_intact or (hlo and not (folder / HLO_TEXT_FILE).is_file()):
+            if not is_intact or (needs_hlo_text and not (folder / HLO_TEXT_FILE).is_file()):
                 return None
     except (OSError, RecordError):
         return None
     return program
 
 
-def store_program(scratch: Path, folder: Path, replace: bool) -> None:
+def store_program(scratch: Path, folder: Path, overwrite: bool) -> None:
     """Move a compiled program from `scratch` to `folder` in the cache.
 
-    Without `replace`, keeps an intact program that `folder` already has and leaves `scratch` as it is, unless only
+    Without `overwrite`, keeps an intact program that `folder` already has and leaves `scratch` as it is, unless only
     `scratch` has the program as text. If two processes store the same program at once, the first one wins.
     """
-    if not replace and read_program(folder, hlo=(scratch / HLO_TEXT_FILE).is_file()) is not None:
+    if not overwrite and read_program(folder, needs_hlo_text=(scratch / HLO_TEXT_FILE).is_file()) is not None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     trash = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))

@@ -108,9 +108,9 @@ def _compile_step(run: Run, devices: list[Any], folder: Path, ignore_cache: bool
 
     mesh = build_mesh(run.config.mesh, devices)
     program = StepProgram(run, mesh, backend=devices[0].platform)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     lowered = program.lower_step()
-    lower_s = time.perf_counter() - began
+    lower_s = time.perf_counter() - start_time
     values = {option.name: str(option.value) for option in program.options}
     kind, positions = devices[0].device_kind, device_positions(mesh)
     key = program_key(lowered.as_text(debug_info=True), values, kind, positions)
@@ -154,7 +154,7 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
     from valkyrie.train.options import explain_option_errors
     from valkyrie.train.program import serialised_module
 
-    run, platform, began = program.run, get_platform(program.backend), time.perf_counter()
+    run, platform, start_time = program.run, get_platform(program.backend), time.perf_counter()
     try:
         with explain_option_errors():
             compiled, options = compile_within_memory(program.options, lowered.compile, platform)
@@ -162,22 +162,22 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
         if not is_out_of_memory(str(error)):
             raise
         shortage = parse_shortage(str(error))
-        seconds, reason = time.perf_counter() - began, first_lines(str(error))
-        return ProgramRecord(seconds, tuple(program.options), shortage=shortage, reason=reason)
-    seconds = time.perf_counter() - began
+        compile_s, reason = time.perf_counter() - start_time, first_lines(str(error))
+        return ProgramRecord(compile_s, tuple(program.options), shortage=shortage, reason=reason)
+    compile_s = time.perf_counter() - start_time
     peak = peak_without_host(compiled, lowered.compile, options, platform)
     module = serialised_module(compiled)
     write_atomic(folder / MODULE_FILE, module)
     if settings_for(CompileMode, run.config.mode).hlo:
         write_atomic(folder / HLO_TEXT_FILE, compiled.as_text() or "")
     memory = program_memory(compiled, program.backend, peak)
-    return ProgramRecord(seconds, tuple(options), memory, digest(module))
+    return ProgramRecord(compile_s, tuple(options), memory, digest(module))
 
 
 def compile_within_memory(
-    options: list[Option], compile: Callable[..., Any], platform: Platform
+    options: list[Option], compile_fn: Callable[..., Any], platform: Platform
 ) -> tuple[Any, list[Option]]:
-    """Return the result of `compile`, a function like `jax.stages.Lowered.compile`, and the options used.
+    """Return the result of `compile_fn`, a function like `jax.stages.Lowered.compile`, and the options used.
 
     If the TPU compiler refuses a program that needs at most `MAX_EXCESS` times the available memory, compiles it again
     with options that save memory. If the program still does not fit, raises the first error. Other errors are raised.
@@ -185,7 +185,7 @@ def compile_within_memory(
     from valkyrie.train.options import add_memory_saving_options
 
     try:
-        return compile(), options
+        return compile_fn(), options
     except Exception as error:
         shortage = parse_shortage(str(error))
         needed, usable = shortage.needed, shortage.usable
@@ -200,7 +200,7 @@ def compile_within_memory(
             raise
         try:
             values = {option.name: option.value for option in saving_options if option.value is not None}
-            return compile(compiler_options=values), saving_options
+            return compile_fn(compiler_options=values), saving_options
         except Exception as retry_error:
             if not is_out_of_memory(str(retry_error)):
                 raise
@@ -208,7 +208,7 @@ def compile_within_memory(
 
 
 def peak_without_host(
-    compiled: Any, compile: Callable[..., Any], options: list[Option], platform: Platform
+    compiled: Any, compile_fn: Callable[..., Any], options: list[Option], platform: Platform
 ) -> int | None:
     """Return the peak device memory, in bytes, of a TPU program that keeps temporaries in host memory.
 
@@ -217,14 +217,14 @@ def peak_without_host(
     needs, within 2% of a complete compile (experiments/LOG.md). Returns None for other programs, for which XLA's peak
     is right, and if the error has no such number.
 
-    `compiled` is the result of `compile`, a function like `jax.stages.Lowered.compile`, with `options`.
+    `compiled` is the result of `compile_fn`, a function like `jax.stages.Lowered.compile`, with `options`.
     """
     sizes, limit = compiled.memory_analysis(), platform.memory_limit_option
     if limit is None or sizes is None or not sizes.host_temp_size_in_bytes:
         return None
     values = {option.name: option.value for option in options if option.value is not None}
     try:
-        compile(compiler_options=values | {limit: "1"})
+        compile_fn(compiler_options=values | {limit: "1"})
     except Exception as error:
         if is_out_of_memory(str(error)) and (needed := parse_shortage(str(error)).needed):
             return min(needed, platform.peak_bytes(sizes))
@@ -290,16 +290,16 @@ def _largest_allocations(run: Run, shortage: MemoryReport) -> tuple[Allocation, 
     from valkyrie.train.program import StepProgram
 
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
-    expected = expected_memory(run, program.abstract_state)
-    state_bytes = expected.parameters + expected.ema + expected.optimizer
-    temporaries = (shortage.needed or expected.total) - state_bytes
-    parts = {
-        "parameters": expected.parameters + expected.ema,
-        "optimizer state": expected.optimizer,
-        "gradients": expected.gradients,
-        "activations and other temporaries": max(temporaries - expected.gradients, 0),
+    estimate = expected_memory(run, program.abstract_state)
+    state_bytes = estimate.parameters + estimate.ema + estimate.optimizer
+    temporaries = (shortage.needed or estimate.total) - state_bytes
+    bytes_by_content = {
+        "parameters": estimate.parameters + estimate.ema,
+        "optimizer state": estimate.optimizer,
+        "gradients": estimate.gradients,
+        "activations and other temporaries": max(temporaries - estimate.gradients, 0),
     }
-    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    ordered = sorted(bytes_by_content.items(), key=lambda item: -item[1])
     return tuple(Allocation(size, name) for name, size in ordered)
 
 

@@ -73,27 +73,27 @@ def target_correction(target: TargetConfig) -> Correction:
     """
     chip = target.chip
     assert chip is not None
-    published_factors, user_runs = published_correction(published_runs(), chip.name, target.slices), chip.replay
+    published_factors, user_fit = published_correction(published_runs(), chip.name, target.slices), chip.replay
     return (
         published_factors
-        if user_runs.factor is None
-        else Correction(user_runs.factor, published_factors.slices_factor, user_runs.rows, user_runs.models)
+        if user_fit.factor is None
+        else Correction(user_fit.factor, published_factors.slices_factor, user_fit.rows, user_fit.models)
     )
 
 
 def published_correction(
-    rows: Sequence[PublishedRun], chip: str, slices: int, without: str | None = None
+    runs: Sequence[PublishedRun], chip: str, slices: int, held_out_family: str | None = None
 ) -> Correction:
     """Return the factors that correct replayed times on `slices` slices of a chip, fitted to published runs.
 
-    Ignores the runs of the family `without`. The chip factor is 1 if no run is on this chip.
+    Ignores the runs of the family `held_out_family`. The chip factor is 1 if no run is on this chip.
     """
-    other_runs = [row for row in rows if row.family != without]
+    other_runs = [run for run in runs if run.family != held_out_family]
     log_slowdown = _log_slowdown(other_runs)
-    chip_runs = [row for row in other_runs if row.chip == chip]
-    families = {row.family for row in chip_runs}
+    chip_runs = [run for run in other_runs if run.chip == chip]
+    families = {run.family for run in chip_runs}
     chip_factor = median_by_family(
-        [(row.family, row.ratio / _slowdown_factor(log_slowdown, row.slices)) for row in chip_runs]
+        [(run.family, run.ratio / _slowdown_factor(log_slowdown, run.slices)) for run in chip_runs]
     )
     return Correction(
         1.0 if chip_factor is None else chip_factor,
@@ -115,7 +115,7 @@ def median_by_family(ratios: Sequence[tuple[str, float]]) -> float | None:
     return _log_median(medians) if medians else None
 
 
-def published_interval(rows: Sequence[PublishedRun], chip: str, step_s: float) -> StepInterval | None:
+def published_interval(runs: Sequence[PublishedRun], chip: str, step_s: float) -> StepInterval | None:
     """Return the range of a predicted step of a dense transformer, from the prediction errors of published runs.
 
     `step_s` is the predicted time in seconds. Which errors are used depends on the runs on the chip:
@@ -127,33 +127,33 @@ def published_interval(rows: Sequence[PublishedRun], chip: str, step_s: float) -
 
     Returns None if there are fewer than `MIN_RUNS` such errors.
     """
-    if is_new := not any(row.chip == chip for row in rows):
-        log_slowdown = _log_slowdown(rows)
-        ratios_used = {row: row.ratio / _slowdown_factor(log_slowdown, row.slices) for row in rows}
+    if is_new := not any(run.chip == chip for run in runs):
+        log_slowdown = _log_slowdown(runs)
+        ratios_used = {run: run.ratio / _slowdown_factor(log_slowdown, run.slices) for run in runs}
     else:
-        ratios = {row: ratio for row in rows if (ratio := held_out_ratio(rows, row)) is not None}
-        chip_ratios = {row: ratio for row, ratio in ratios.items() if row.chip == chip}
+        ratios = {run: ratio for run in runs if (ratio := held_out_ratio(runs, run)) is not None}
+        chip_ratios = {run: ratio for run, ratio in ratios.items() if run.chip == chip}
         ratios_used = chip_ratios if len(chip_ratios) >= MIN_RUNS else ratios
     if len(ratios_used) < MIN_RUNS:
         return None
     low, high = min(ratios_used.values()), max(ratios_used.values())
     if is_new:
         low, high = min(low, 1 / high), max(high, 1 / low)
-    chips, models = {row.chip for row in ratios_used}, len({row.model for row in ratios_used})
-    versions = tuple(sorted({row.libtpu for row in ratios_used}))
+    chips, models = {run.chip for run in ratios_used}, len({run.model for run in ratios_used})
+    versions = tuple(sorted({run.libtpu for run in ratios_used}))
     interval_chip = chip if chips == {chip} else None
     return StepInterval(
         step_s * low, step_s * high, low, high, len(ratios_used), models, interval_chip, versions, is_new=is_new
     )
 
 
-def held_out_ratio(rows: Sequence[PublishedRun], row: PublishedRun) -> float | None:
+def held_out_ratio(runs: Sequence[PublishedRun], run: PublishedRun) -> float | None:
     """Return measured over predicted seconds of a published run. The prediction is fitted to the other families.
 
     Returns None if no other family has runs on the same chip.
     """
-    other_families = published_correction(rows, row.chip, row.slices, without=row.family)
-    return row.ratio / other_families.factor if other_families.family_count else None
+    correction = published_correction(runs, run.chip, run.slices, held_out_family=run.family)
+    return run.ratio / correction.factor if correction.family_count else None
 
 
 @cache
@@ -162,13 +162,13 @@ def published_runs() -> tuple[PublishedRun, ...]:
     return tuple(PublishedRun(**row) for row in json.loads(PUBLISHED_FILE.read_text())["rows"])
 
 
-def as_json(rows: Sequence[PublishedRun]) -> str:
+def as_json(runs: Sequence[PublishedRun]) -> str:
     """Return the content of `published.json`."""
     comment = "measured over replayed seconds; written by experiments/published/predict.py --ship"
-    return json.dumps({"about": comment, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    return json.dumps({"about": comment, "rows": [asdict(run) for run in runs]}, indent=1) + "\n"
 
 
-def step_interval(step_s: float, chip: ChipConfig, *, dense_transformer: bool) -> StepInterval | None:
+def step_interval(step_s: float, chip: ChipConfig, *, trains_dense_transformer: bool) -> StepInterval | None:
     """Return the range in which the measured step time should fall, or None if there are too few comparable runs.
 
     The range comes from the prediction errors of the user's own runs if `mode=calibrate` has set a factor, otherwise
@@ -178,29 +178,29 @@ def step_interval(step_s: float, chip: ChipConfig, *, dense_transformer: bool) -
     Args:
         step_s: Predicted step time in seconds.
         chip: The chip.
-        dense_transformer: Whether the program trains a dense transformer.
+        trains_dense_transformer: Whether the program trains a dense transformer.
     """
-    user_runs = chip.replay
-    if user_runs.factor is None:
-        return published_interval(published_runs(), chip.name, step_s) if dense_transformer else None
-    if user_runs.low is None or user_runs.high is None:
+    user_fit = chip.replay
+    if user_fit.factor is None:
+        return published_interval(published_runs(), chip.name, step_s) if trains_dense_transformer else None
+    if user_fit.low is None or user_fit.high is None:
         return None
-    low_s, high_s = step_s * user_runs.low, step_s * user_runs.high
+    low_s, high_s = step_s * user_fit.low, step_s * user_fit.high
     return StepInterval(
-        low_s, high_s, user_runs.low, user_runs.high, user_runs.rows, user_runs.models, chip.name, yours=True
+        low_s, high_s, user_fit.low, user_fit.high, user_fit.rows, user_fit.models, chip.name, yours=True
     )
 
 
-def _log_slowdown(rows: Sequence[PublishedRun]) -> float:
+def _log_slowdown(runs: Sequence[PublishedRun]) -> float:
     """Return how much log(measured / replayed time) increases per doubling of the number of slices.
 
     This is the slope of a linear regression with one intercept per family. It is 0 if no family has runs on different
     numbers of slices.
     """
     products = squares = 0.0
-    for family in {row.family for row in rows}:
-        doublings = [math.log2(row.slices) for row in rows if row.family == family]
-        logs = [math.log(row.ratio) for row in rows if row.family == family]
+    for family in {run.family for run in runs}:
+        doublings = [math.log2(run.slices) for run in runs if run.family == family]
+        logs = [math.log(run.ratio) for run in runs if run.family == family]
         mean_doublings, mean_log = statistics.fmean(doublings), statistics.fmean(logs)
         products += sum((x - mean_doublings) * (y - mean_log) for x, y in zip(doublings, logs, strict=True))
         squares += sum((x - mean_doublings) ** 2 for x in doublings)

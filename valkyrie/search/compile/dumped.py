@@ -39,7 +39,7 @@ def predict_file(
         places: Positions of the mesh's devices, in the order of `mesh.devices.flat`, or None for those of `Slice.mesh`.
         work: Name, tokens and FLOPs of the program, which the module does not contain.
     """
-    dumped, work = read_dumped_module(path), work or ProgramWork()
+    dump, work = read_dumped_module(path), work or ProgramWork()
     chip = target.chip
     positions = target.positions(list(axes.values()), list(axes))
     assert chip is not None and chip.clock_ghz is not None
@@ -47,29 +47,30 @@ def predict_file(
         _require_positions(places, positions, target)
         positions = tuple(places)
     devices, per_slice = len(positions), len(positions) // target.slices
-    compiled_for = dumped.device_count or dumped.module.num_partitions
-    if compiled_for not in (devices, per_slice) if dumped.device_count else compiled_for > devices:
-        resized = target.resized(compiled_for)
+    module_devices = dump.device_count or dump.module.num_partitions
+    if module_devices not in (devices, per_slice) if dump.device_count else module_devices > devices:
+        resized = target.resized(module_devices)
         suggestion = f" Use {resized.name}." if resized else ""
         raise ValueError(
-            f"{path} was compiled for {compiled_for} devices, but {target.describe()} has {target.devices}.{suggestion}"
+            f"{path} was compiled for {module_devices} devices, but {target.describe()} has {target.devices}."
+            f"{suggestion}"
         )
-    if dumped.device_count is None:
-        dumped.module.num_partitions = devices
+    if dump.device_count is None:
+        dump.module.num_partitions = devices
     flops_per_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
-    refuse_other_chip(dumped.module, chip.name, chip.cores > 1, flops_per_cycle, str(path))
-    memory = dumped.memory or dumped.argument_bytes
-    program = foreign_program(work, work.name or dumped.module.name.removeprefix("jit_"), target, axes)
-    predicted = predict_module(program, dumped.module, target, axes, positions, memory, work)
-    rate = fastest_product_rate(dumped.module, flops_per_cycle)
+    refuse_other_chip(dump.module, chip.name, chip.cores > 1, flops_per_cycle, str(path))
+    memory = dump.memory or dump.argument_bytes
+    program = foreign_program(work, work.name or dump.module.name.removeprefix("jit_"), target, axes)
+    predicted_program = predict_module(program, dump.module, target, axes, positions, memory, work)
+    rate = fastest_product_rate(dump.module, flops_per_cycle)
     note = f"the module was compiled for {chip.name}. Check this, because a module does not record its chip"
     if rate is not None and rate < LOW_RATE:
         note = (
             f"the fastest product reaches only {100 * rate:.0f}% of the peak of {chip.name}. Check that the module was "
             "compiled for this chip, because modules do not name their chip"
         )
-    prediction, notes = predicted.prediction, [note, *_describe_axis_order(dumped.module, axes)]
-    return replace(predicted, prediction=replace(prediction, notes=(*prediction.notes, *notes)))
+    prediction, notes = predicted_program.prediction, [note, *_describe_axis_order(dump.module, axes)]
+    return replace(predicted_program, prediction=replace(prediction, notes=(*prediction.notes, *notes)))
 
 
 def _describe_axis_order(module: Module, axes: Mapping[str, int]) -> list[str]:
@@ -79,9 +80,11 @@ def _describe_axis_order(module: Module, axes: Mapping[str, int]) -> list[str]:
     axes_of_size_1 = {axis: 1 for axis, size in axes.items() if size == 1}  # in any order
     longer = [(axis, size) for axis, size in axes.items() if size > 1]
     orders = (dict(order) | axes_of_size_1 for order in itertools.permutations(longer))
-    other = next((order for order in orders if not has_partial_groups(module, order)), None)
-    text, other_text = (",".join(f"{axis}={size}" for axis, size in (order or {}).items()) for order in (axes, other))
-    remedy = f"Use the order {other_text}" if other else "Check the names and sizes of the axes"
+    matching_order = next((order for order in orders if not has_partial_groups(module, order)), None)
+    text, matching_text = (
+        ",".join(f"{axis}={size}" for axis, size in (order or {}).items()) for order in (axes, matching_order)
+    )
+    remedy = f"Use the order {matching_text}" if matching_order else "Check the names and sizes of the axes"
     return [f"the mesh {text} does not match some collectives of the module. {remedy}"]
 
 
@@ -94,7 +97,7 @@ def _require_positions(places: Sequence[Position], positions: Sequence[Position]
             f"{name} once."
         )
     missing = [str(position) for position in sorted(set(positions) - set(places))]
-    faults = [f"{place} is listed {count} times"] if count > 1 else []
-    faults += [f"missing: {', '.join([*missing[:3], *(['...'] if len(missing) > 3 else [])])}"] if missing else []
-    if faults:
-        raise ValueError(f"places: {'; '.join(faults)}. List each of the {len(positions)} devices of {name} once.")
+    problems = [f"{place} is listed {count} times"] if count > 1 else []
+    problems += [f"missing: {', '.join([*missing[:3], *(['...'] if len(missing) > 3 else [])])}"] if missing else []
+    if problems:
+        raise ValueError(f"places: {'; '.join(problems)}. List each of the {len(positions)} devices of {name} once.")

@@ -36,7 +36,7 @@ class CompiledProgram:
     axes: dict[str, int]
 
 
-def compiled_program(
+def read_compiled_program(
     compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, peak: int | None = None
 ) -> CompiledProgram:
     """Read the module, memory and device positions of a compiled program.
@@ -99,11 +99,11 @@ def device_position(device: Any) -> Position:
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
     """Disable JAX's compilation cache in this context. It cannot load programs for devices that this machine lacks."""
-    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
         compilation_cache.reset_cache()

@@ -19,8 +19,8 @@ from valkyrie.compiled.hlo import Instruction, Shape
 from valkyrie.compiled.shards import UnsplitDimensions, match_product
 from valkyrie.compiled.whole import BatchDimension
 from valkyrie.parts import PartKind
-from valkyrie.search.compile.checked import CheckedProgram
 from valkyrie.search.compile.fault import Fault, FaultCode
+from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import short_cause, short_source
 from valkyrie.units import count_text, decimal_bytes_text, duration_text, gib_text, percent_text
 
@@ -36,12 +36,12 @@ MIN_PADDING_SHARE = 0.2
 
 More than `MIN_SHARE`, because every model has a few narrow products.
 """
-MIN_WHOLE = 0.25
+MIN_WHOLE_BATCH_SHARE = 0.25
 """A source line is reported if products of the whole batch have at least this share of the line's FLOPs.
 
 The forward pass has 1/3 of them, so a line is also reported if only its forward pass computes the whole batch.
 """
-REPEATED = 1.25
+MIN_REPEATED_RATIO = 1.25
 """A source line repeats work if its FLOPs after partitioning, summed over devices, are this many times those before."""
 LANES = 128
 """Lanes of a TPU's vector registers, to which smaller dimensions are padded. v6e's matrix unit is twice as wide."""
@@ -55,17 +55,17 @@ _CONVERSION_FUSION = ("parameter", "convert", "convolution", "dot", "transpose",
 """Operations allowed in a fusion that converts an array and may use the result in a matrix product."""
 
 
-def find_faults(program: CheckedProgram) -> tuple[Fault, ...]:
+def find_faults(program: PartitionedProgram) -> tuple[Fault, ...]:
     """Return the faults of a program's sharding, the most expensive first.
 
     Does not report repeated products if a mesh axis is unused, because the unused axis is their cause.
     """
-    whole, lines = _find_whole_batches(program)
+    whole_batch_faults, lines = _find_whole_batches(program)
     faults = [
-        *whole,
+        *whole_batch_faults,
         *_find_unused_axes(program),
         *_find_replicated_state(program),
-        *_find_collectives(program, bool(whole)),
+        *_find_collectives(program, bool(whole_batch_faults)),
         *_find_padding(program),
     ]
     if not any(fault.code is FaultCode.unused_axis for fault in faults):
@@ -85,7 +85,7 @@ def _origin(instruction: Instruction) -> _Origin:
     return _Origin(source, "/".join(op_name.split("/")[-2:]))
 
 
-def _find_whole_batches(program: CheckedProgram) -> tuple[list[Fault], set[str]]:
+def _find_whole_batches(program: PartitionedProgram) -> tuple[list[Fault], set[str]]:
     """Find products for which each device computes the whole batch, although the batch argument is split.
 
     Returns the faults, one per batch dimension, and the source lines of these products.
@@ -93,7 +93,7 @@ def _find_whole_batches(program: CheckedProgram) -> tuple[list[Fault], set[str]]
     whole_flops: dict[BatchDimension, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     matched_products: dict[BatchDimension, set[Instruction]] = defaultdict(set)
     by_origin: dict[_Origin, list[MatrixProduct]] = defaultdict(list)
-    for product in program.whole_products:
+    for product in program.unpartitioned_products:
         by_origin[_origin(product.instruction)].append(product)
     total_flops: dict[str, float] = defaultdict(float)
     for product in program.local_products:
@@ -111,7 +111,7 @@ def _find_whole_batches(program: CheckedProgram) -> tuple[list[Fault], set[str]]
             matched_products[dimension] |= {instruction for instruction, _ in matches}
     faults, lines = [], set[str]()
     for dimension, flops in whole_flops.items():
-        sources = {source for source, count in flops.items() if count >= MIN_WHOLE * total_flops[source]}
+        sources = {source for source, count in flops.items() if count >= MIN_WHOLE_BATCH_SHARE * total_flops[source]}
         seconds = _whole_batch_seconds(program, dimension, sources)
         if sources and seconds >= MIN_SHARE * program.step_s:
             faults.append(_whole_batch_fault(program, dimension, sources, matched_products[dimension], seconds))
@@ -120,46 +120,46 @@ def _find_whole_batches(program: CheckedProgram) -> tuple[list[Fault], set[str]]
 
 
 def _find_whole_dimension(
-    program: CheckedProgram, product: Instruction, unsplit: Sequence[UnsplitDimensions]
+    program: PartitionedProgram, product: Instruction, unsplit: Sequence[UnsplitDimensions]
 ) -> BatchDimension | None:
     """Return a batch dimension that each device computes completely in this product, or None if there is none.
 
     `unsplit` has the dimensions that are not split, for the result and each operand of the product.
     """
-    is_whole: dict[BatchDimension, bool] = {}
+    whole_by_dimension: dict[BatchDimension, bool] = {}
     for array, dimensions in zip((product, *product.operands[:2]), unsplit, strict=True):
-        for number, dimension in program.whole.batch_dimensions(array).items():
+        for number, dimension in program.unpartitioned.batch_dimensions(array).items():
             if _count_parts(program, dimension.mesh_axes) > 1:
-                is_whole[dimension] = is_whole.get(dimension, True) and number in dimensions
-    return next((dimension for dimension, whole in is_whole.items() if whole), None)
+                whole_by_dimension[dimension] = whole_by_dimension.get(dimension, True) and number in dimensions
+    return next((dimension for dimension, whole in whole_by_dimension.items() if whole), None)
 
 
-def _count_parts(program: CheckedProgram, mesh_axes: Iterable[str]) -> int:
+def _count_parts(program: PartitionedProgram, mesh_axes: Iterable[str]) -> int:
     """Return the number of parts into which mesh axes split a dimension."""
     return math.prod(program.mesh_axes.get(axis, 1) for axis in mesh_axes)
 
 
-def _whole_batch_seconds(program: CheckedProgram, dimension: BatchDimension, lines: set[str]) -> float:
+def _whole_batch_seconds(program: PartitionedProgram, dimension: BatchDimension, lines: set[str]) -> float:
     """Estimate the seconds that splitting a batch at these source lines would save."""
     parts = _count_parts(program, dimension.mesh_axes)
-    wait_s = program.seconds(lines, PartKind.exposed, mesh_axes=dimension.mesh_axes)
-    compute_s = program.seconds(lines, PartKind.memory, PartKind.compute) * (1 - 1 / parts)
+    wait_s = program.sum_seconds(lines, PartKind.exposed, mesh_axes=dimension.mesh_axes)
+    compute_s = program.sum_seconds(lines, PartKind.memory, PartKind.compute) * (1 - 1 / parts)
     return wait_s + compute_s + _repeated_seconds(program, lines)
 
 
-def _repeated_seconds(program: CheckedProgram, lines: Iterable[str]) -> float:
+def _repeated_seconds(program: PartitionedProgram, lines: Iterable[str]) -> float:
     ratios = ((line, max(program.flops_ratios.get(line, 1.0), 1.0)) for line in lines)
-    return sum(program.seconds([line], PartKind.matmul) * (1 - 1 / ratio) for line, ratio in ratios)
+    return sum(program.sum_seconds([line], PartKind.matmul) * (1 - 1 / ratio) for line, ratio in ratios)
 
 
 def _whole_batch_fault(
-    program: CheckedProgram,
+    program: PartitionedProgram,
     dimension: BatchDimension,
     lines: set[str],
     matched_products: set[Instruction],
     seconds: float,
 ) -> Fault:
-    first = next(p.instruction for p in program.whole_products if p.instruction in matched_products)
+    first = next(p.instruction for p in program.unpartitioned_products if p.instruction in matched_products)
     axes = _format_axes(program, dimension.mesh_axes)
     text = (
         f"The batch is split over {axes} in {dimension.argument} but not in {_list_lines(program, lines)}, where each "
@@ -167,9 +167,10 @@ def _whole_batch_fault(
         f"{duration_text(seconds)} of the {duration_text(program.step_s)} step."
     )
     operand = next(
-        (a for a in (*first.operands[:2], first) if dimension in program.whole.batch_dimensions(a).values()), first
+        (a for a in (*first.operands[:2], first) if dimension in program.unpartitioned.batch_dimensions(a).values()),
+        first,
     )
-    position = next(d for d, batch in program.whole.batch_dimensions(operand).items() if batch == dimension)
+    position = next(d for d, batch in program.unpartitioned.batch_dimensions(operand).items() if batch == dimension)
     names = [repr(axis) for axis in dimension.mesh_axes]
     split = names[0] if len(names) == 1 else f"({', '.join(names)})"
     spec = ", ".join(["None"] * position + [split])
@@ -177,7 +178,9 @@ def _whole_batch_fault(
         f"Constrain the activations before {short_source(_origin(first).source)} ({short_cause(first.op_name)}): "
         f"x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec({spec})))."
     )
-    if not any(i.custom_call_target == "Sharding" for c in program.whole.module.computations for i in c.instructions):
+    if not any(
+        i.custom_call_target == "Sharding" for c in program.unpartitioned.module.computations for i in c.instructions
+    ):
         remedy += (
             " The lowered program has no sharding constraint. If your code has some, they were dropped: those of Flax "
             "are only applied under jax.set_mesh(mesh)."
@@ -185,35 +188,35 @@ def _whole_batch_fault(
     return Fault(FaultCode.whole_batch, text, remedy, _origin(first).source, dimension.mesh_axes, seconds, None)
 
 
-def _describe_ratio(program: CheckedProgram) -> str:
-    whole_flops = sum(product.flops for product in program.whole_products)
+def _describe_ratio(program: PartitionedProgram) -> str:
+    whole_flops = sum(product.flops for product in program.unpartitioned_products)
     local_flops = sum(product.flops for product in program.local_products)
-    ratio = program.devices * local_flops / whole_flops if whole_flops else 1.0
+    ratio = program.device_count * local_flops / whole_flops if whole_flops else 1.0
     if ratio < 1.05:
         return "No product is repeated, because the weights are split instead, and partial results are sent."
     return f"The devices together compute {ratio:.1f} times the FLOPs of one copy of the program."
 
 
-def _format_axes(program: CheckedProgram, mesh_axes: Iterable[str]) -> str:
+def _format_axes(program: PartitionedProgram, mesh_axes: Iterable[str]) -> str:
     return ",".join(f"{axis}={program.mesh_axes.get(axis, 1)}" for axis in mesh_axes)
 
 
-def _list_lines(program: CheckedProgram, lines: Iterable[str]) -> str:
+def _list_lines(program: PartitionedProgram, lines: Iterable[str]) -> str:
     """List up to `MAX_LINES` source lines, the slowest first, and the number of remaining ones."""
     ordered = sorted(
-        lines, key=lambda line: (-program.seconds([line], *PartKind, mesh_axes=[*program.mesh_axes]), line)
+        lines, key=lambda line: (-program.sum_seconds([line], *PartKind, mesh_axes=[*program.mesh_axes]), line)
     )
     shown = ", ".join(short_source(line) for line in ordered[:MAX_LINES])
     more = len(ordered) - MAX_LINES
     return f"{shown} and {count_text(more, 'more line')}" if more > 0 else shown
 
 
-def _find_repeated_compute(program: CheckedProgram, known_lines: set[str]) -> Iterator[Fault]:
-    lines = {line for line, ratio in program.flops_ratios.items() if ratio >= REPEATED} - known_lines
+def _find_repeated_compute(program: PartitionedProgram, known_lines: set[str]) -> Iterator[Fault]:
+    lines = {line for line, ratio in program.flops_ratios.items() if ratio >= MIN_REPEATED_RATIO} - known_lines
     seconds = _repeated_seconds(program, lines)
     if not lines or seconds < MIN_SHARE * program.step_s:
         return
-    slowest = max(lines, key=lambda line: program.seconds([line], PartKind.matmul))
+    slowest = max(lines, key=lambda line: program.sum_seconds([line], PartKind.matmul))
     ratio = max(program.flops_ratios[line] for line in lines)
     text = (
         f"Several devices compute the same matrix products, up to {ratio:.1f} times, in "
@@ -224,37 +227,42 @@ def _find_repeated_compute(program: CheckedProgram, known_lines: set[str]) -> It
     yield Fault(FaultCode.repeated_compute, text, remedy, slowest, (), seconds)
 
 
-def _find_unused_axes(program: CheckedProgram) -> Iterator[Fault]:
+def _find_unused_axes(program: PartitionedProgram) -> Iterator[Fault]:
     module = program.module
     if module is None:
         return
-    used = {axis for argument in program.whole.arguments for axes in argument.mesh_axes for axis in axes}
+    used = {axis for argument in program.unpartitioned.arguments for axes in argument.mesh_axes for axis in axes}
     attributes = [
-        value for c in program.whole.module.computations for i in c.instructions for value in i.attributes.values()
+        value
+        for c in program.unpartitioned.module.computations
+        for i in c.instructions
+        for value in i.attributes.values()
     ]
     used |= {axis for use in (program.replay.collectives if program.replay else ()) for axis in use.mesh_axes}
     for axis, size in program.mesh_axes.items():
         if size > 1 and axis not in used and not any(f'"{axis}"' in value for value in attributes):
             text = (
                 f"Nothing is sharded over {axis}={size}: every device along this axis does the same work, so "
-                f"{program.devices // size} of the {program.devices} devices would be as fast."
+                f"{program.device_count // size} of the {program.device_count} devices would be as fast."
             )
             remedy = f"Shard the batch or the weights over {axis}, or leave it out of the mesh."
             yield Fault(FaultCode.unused_axis, text, remedy, "", (axis,), program.step_s * (1 - 1 / size))
 
 
-def _find_replicated_state(program: CheckedProgram) -> Iterator[Fault]:
-    replicated = [a for a in program.whole.arguments if a.is_state and _count_parts(program, sum(a.mesh_axes, ())) == 1]
+def _find_replicated_state(program: PartitionedProgram) -> Iterator[Fault]:
+    replicated = [
+        a for a in program.unpartitioned.arguments if a.is_state and _count_parts(program, sum(a.mesh_axes, ())) == 1
+    ]
     size, usable = sum(a.shape.bytes for a in replicated), program.memory.usable
-    saved = size * (1 - 1 / program.devices)
+    saved = size * (1 - 1 / program.device_count)
     if usable is None or saved < MIN_STATE_SHARE * usable:
         return
     largest = max(replicated, key=lambda argument: argument.shape.bytes)
     axes = [axis for axis, count in program.mesh_axes.items() if count > 1]
     needed = program.memory.required
     text = (
-        f"{gib_text(size)} of state is replicated on all {program.devices} devices, {percent_text(size / usable)} of "
-        f"the usable memory; the largest array is {largest.name} ({gib_text(largest.shape.bytes)})."
+        f"{gib_text(size)} of state is replicated on all {program.device_count} devices, {percent_text(size / usable)} "
+        f"of the usable memory; the largest array is {largest.name} ({gib_text(largest.shape.bytes)})."
     )
     if needed is not None and needed > usable:
         text += f" The step needs {gib_text(needed)} of {gib_text(usable)} usable."
@@ -275,7 +283,7 @@ class _CollectiveCost(NamedTuple):
     source: str
 
 
-def _sum_collectives(program: CheckedProgram, kind: str, lines: set[str]) -> _CollectiveCost:
+def _sum_collectives(program: PartitionedProgram, kind: str, lines: set[str]) -> _CollectiveCost:
     uses = [use for use in (program.replay.collectives if program.replay else ()) if use.kind == kind]
     uses = [use for use in uses if use.source in lines]
     waits: Counter[str] = Counter()
@@ -285,7 +293,7 @@ def _sum_collectives(program: CheckedProgram, kind: str, lines: set[str]) -> _Co
     return _CollectiveCost(sum(use.bytes_sent for use in uses), sum(use.exposed_s for use in uses), source)
 
 
-def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterator[Fault]:
+def _find_collectives(program: PartitionedProgram, has_whole_batch: bool) -> Iterator[Fault]:
     """Find collectives that send more than necessary.
 
     These are all-gathers of a batch (unless a whole batch explains them), all-gathers of float32 arrays that are then
@@ -294,9 +302,9 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
     if program.module is None:
         return
     reader = CollectiveReader(program.module, dict(program.mesh_axes))
-    with_batch, without_batch = _dims_by_line(program)
-    gathered: dict[BatchDimension, set[str]] = defaultdict(set)
-    float32_gathers, partly_used = set[str](), set[str]()
+    batch_dims_by_line, other_dims_by_line = _dims_by_line(program)
+    gather_lines: dict[BatchDimension, set[str]] = defaultdict(set)
+    float32_gathers, partly_used_all_reduces = set[str](), set[str]()
     for computation in program.module.computations:
         users = map_users(computation)
         for instruction in computation.instructions:
@@ -304,17 +312,17 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
             if kind == "all-gather":
                 result = instruction.shape.leaves[-1]
                 dims = _sorted_dims(result)
-                dimension = with_batch[source].get(dims)
-                if dimension is not None and dims not in without_batch[source]:
-                    gathered[dimension].add(source)
+                dimension = batch_dims_by_line[source].get(dims)
+                if dimension is not None and dims not in other_dims_by_line[source]:
+                    gather_lines[dimension].add(source)
                 if result.dtype == "f32" and _is_only_converted(instruction, users):
                     float32_gathers.add(source)
             elif instruction.opcode == "all-reduce" and not instruction.shape.tuple_shapes:
                 groups = reader.read(instruction).groups
                 members = 1 if groups is None else groups.shape[1]
                 if members > 1 and _used_share(instruction, users) * members <= 1.01:
-                    partly_used.add(source)
-    for dimension, lines in gathered.items() if not has_whole_batch else ():
+                    partly_used_all_reduces.add(source)
+    for dimension, lines in gather_lines.items() if not has_whole_batch else ():
         cost = _sum_collectives(program, "all-gather", lines)
         text = (
             f"The batch is split over {_format_axes(program, dimension.mesh_axes)} in {dimension.argument}, but every "
@@ -331,17 +339,17 @@ def _find_collectives(program: CheckedProgram, has_whole_batch: bool) -> Iterato
         "Convert the weights to bfloat16 before their use, and constrain the result to the sharding of the weights."
     )
     yield from _collective_fault(program, FaultCode.float32_gather, cost, 0.5, text, remedy)
-    cost = _sum_collectives(program, "all-reduce", partly_used)
+    cost = _sum_collectives(program, "all-reduce", partly_used_all_reduces)
     text = (
-        f"All-reduces in {_list_lines(program, partly_used)} send {decimal_bytes_text(cost.bytes)}, but each device "
-        "uses only its part of the sum. Reduce-scatters would send half"
+        f"All-reduces in {_list_lines(program, partly_used_all_reduces)} send {decimal_bytes_text(cost.bytes)}, but "
+        "each device uses only its part of the sum. Reduce-scatters would send half"
     )
     remedy = "Constrain the sum to the sharding that the next operation needs: jax.lax.with_sharding_constraint(...)."
     yield from _collective_fault(program, FaultCode.all_reduce, cost, 0.5, text, remedy)
 
 
 def _collective_fault(
-    program: CheckedProgram,
+    program: PartitionedProgram,
     code: FaultCode,
     cost: _CollectiveCost,
     share: float,
@@ -361,7 +369,7 @@ def _sorted_dims(array: Shape) -> tuple[int, ...]:
 
 
 def _dims_by_line(
-    program: CheckedProgram,
+    program: PartitionedProgram,
 ) -> tuple[dict[str, dict[tuple[int, ...], BatchDimension]], dict[str, set[tuple[int, ...]]]]:
     """Return the shapes of arrays with and without a batch dimension, as two dicts with source lines as keys.
 
@@ -369,16 +377,16 @@ def _dims_by_line(
     left out unless they have a batch dimension. The first dict has, for each line, a dict from shapes to batch
     dimensions. A shape is the sorted tuple of the sizes above 1.
     """
-    with_batch: dict[str, dict[tuple[int, ...], BatchDimension]] = defaultdict(dict)
-    without_batch: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for computation in program.whole.module.computations:
+    batch_dims_by_line: dict[str, dict[tuple[int, ...], BatchDimension]] = defaultdict(dict)
+    other_dims_by_line: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for computation in program.unpartitioned.module.computations:
         for instruction in computation.instructions:
             for array in (instruction, *instruction.operands):
-                if dimensions := program.whole.batch_dimensions(array):
-                    with_batch[instruction.source][_sorted_dims(array.shape)] = next(iter(dimensions.values()))
+                if dimensions := program.unpartitioned.batch_dimensions(array):
+                    batch_dims_by_line[instruction.source][_sorted_dims(array.shape)] = next(iter(dimensions.values()))
                 elif array.opcode not in _FILLED:  # such as the 2 in `x * 2`, as an array of the shape of x
-                    without_batch[instruction.source].add(_sorted_dims(array.shape))
-    return with_batch, without_batch
+                    other_dims_by_line[instruction.source].add(_sorted_dims(array.shape))
+    return batch_dims_by_line, other_dims_by_line
 
 
 def _is_only_converted(gather: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> bool:
@@ -399,21 +407,21 @@ def _is_only_converted(gather: Instruction, users: Mapping[Instruction, Sequence
     return bool(are_conversions) and all(are_conversions)
 
 
-def _used_share(reduced: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> float:
+def _used_share(all_reduce: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> float:
     """Return the largest share of an array that one of its uses reads, or 1 if unknown."""
-    shares, queue = [], list(users.get(reduced, ()))
+    shares, queue = [], list(users.get(all_reduce, ()))
     while queue:
         user = queue.pop()
         if user.opcode in _PASS_THROUGH:
             queue += users.get(user, ())
             continue
         executed = user.called_computations[0].instructions if user.opcode == "fusion" else [user]
-        slices = any(i.opcode == "dynamic-slice" for i in executed) and not user.shape.tuple_shapes
-        shares.append(user.shape.element_count / reduced.shape.element_count if slices else 1.0)
+        is_slicing = any(i.opcode == "dynamic-slice" for i in executed) and not user.shape.tuple_shapes
+        shares.append(user.shape.element_count / all_reduce.shape.element_count if is_slicing else 1.0)
     return max(shares, default=1.0)
 
 
-def _find_padding(program: CheckedProgram) -> Iterator[Fault]:
+def _find_padding(program: PartitionedProgram) -> Iterator[Fault]:
     """Yield a fault if padding narrow products takes at least `MIN_PADDING_SHARE` of the step.
 
     A product is narrow if its contracted dimension or its number of output features is at most half of `LANES`.

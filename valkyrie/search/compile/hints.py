@@ -98,7 +98,7 @@ class _Facts:
         return [remat for remat in remats if MARGIN * remat.needs <= headroom]
 
 
-def hints(
+def layout_hints(
     prediction: Prediction, other_layouts: Sequence[Prediction] = (), wider_heads: WiderHeads | None = None
 ) -> tuple[Hint, ...]:
     """Return the hints for a compiled layout. Empty if the layout does not fit or has no predicted step time.
@@ -217,9 +217,11 @@ def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection
         if all(axis in entry.axis_roles and entry.axis_roles[axis].kind.splits_only_data for axis in axes)
         and MARGIN * entry.needs <= usable
     ]
-    sent_now = traffic.bytes or 0.0
+    current_bytes = traffic.bytes or 0.0
     candidates = [
-        entry for entry in fitting_partitions if entry.sends is not None and entry.sends <= MAX_SENT_RATIO * sent_now
+        entry
+        for entry in fitting_partitions
+        if entry.sends is not None and entry.sends <= MAX_SENT_RATIO * current_bytes
     ]
     if fitting_partitions and not candidates and (facts.splits_weights or facts.degree("SP") > 1):
         candidates = [entry for entry in fitting_partitions if entry.sends is None][:1]
@@ -228,7 +230,7 @@ def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection
         sends = (
             ""
             if entry.sends is None
-            else f"sends about {decimal_bytes_text(entry.sends)} a step, not {decimal_bytes_text(sent_now)}, and "
+            else f"sends about {decimal_bytes_text(entry.sends)} a step, not {decimal_bytes_text(current_bytes)}, and "
         )
         return f"partition={entry.partition} {sends}needs about {gib_text(entry.needs)} of {gib_text(usable)}"
 
@@ -237,10 +239,12 @@ def _suggest_partitions(facts: _Facts, axes: Sequence[str], excluded: Collection
 
 
 def _faster_layout_hints(facts: _Facts) -> Iterator[Hint]:
-    timed = [(o.step.step_s, o) for o in facts.other_layouts if o.status is CompileStatus.ok and o.step is not None]
-    if not timed:
+    timed_layouts = [
+        (o.step.step_s, o) for o in facts.other_layouts if o.status is CompileStatus.ok and o.step is not None
+    ]
+    if not timed_layouts:
         return
-    (best_s, best), current_s = min(timed, key=lambda entry: entry[0]), facts.step.step_s
+    (best_s, best), current_s = min(timed_layouts, key=lambda entry: entry[0]), facts.step.step_s
     if best_s < 0.98 * current_s:
         layout = best.layout.name
         text = (

@@ -39,14 +39,14 @@ def _sum_uses(uses: Sequence[U], name: str) -> U:
 
     Other fields are those of the first use.
     """
-    first = replace(uses[0], op_name=name)
-    for field in fields(first):
+    merged_use = replace(uses[0], op_name=name)
+    for field in fields(merged_use):
         values = [getattr(use, field.name) for use in uses]
         if isinstance(values[0], float):
-            first = replace(first, **{field.name: sum(values)})
+            merged_use = replace(merged_use, **{field.name: sum(values)})
         elif isinstance(values[0], dict):
             total: Counter[str] = Counter()
             for by_axis in values:
                 total.update(by_axis)
-            first = replace(first, **{field.name: dict(total)})
-    return first
+            merged_use = replace(merged_use, **{field.name: dict(total)})
+    return merged_use

@@ -107,7 +107,7 @@ class SourceLocations:
     frames: tuple[tuple[str, ...], ...]
     operations: tuple[int, ...]
 
-    def moved_to(self, other: SourceLocations) -> dict[str, str]:
+    def map_lines_to(self, other: SourceLocations) -> dict[str, str]:
         """Return a dict from old to new source lines, for lines that differ in `other`, a new lowering of the program.
 
         Includes the lines of callers.
@@ -132,15 +132,15 @@ class StoredProgram:
         record: Result of the compile.
         folder: Folder with the record and the optimised module, if there is one.
         cached: Whether the cache already had the program.
-        moved: Maps source lines (`file:line`) in the module to current ones, for operations that have moved since the
-            module was stored.
+        current_lines: Maps source lines (`file:line`) in the module to current ones, for operations that have moved
+            since the module was stored.
         note: Why the program is not in the cache, or None if it is.
     """
 
     record: ProgramRecord
     folder: Path
     cached: bool
-    moved: Mapping[str, str]
+    current_lines: Mapping[str, str]
     note: str | None = None
 
     @property
@@ -150,8 +150,8 @@ class StoredProgram:
 
     def update_sources(self, module: Module) -> None:
         """Replace the source lines in a parsed module by the current ones."""
-        for instruction in module.instructions.values() if self.moved else ():
-            instruction.source = self.moved.get(instruction.source, instruction.source)
+        for instruction in module.instructions.values() if self.current_lines else ():
+            instruction.source = self.current_lines.get(instruction.source, instruction.source)
 
 
 def capture_program(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> LoweredProgram | None:
@@ -172,21 +172,21 @@ def capture_program(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> 
     try:
         with without_cache():  # JAX would look for the program before it calls the recorder
             lowering.compile(compiler_options=dict(options) or None)
-    except _Recorded as recorded:
-        compile_options = recorded.options
+    except _CapturedCompile as captured:
+        compile_options = captured.options
         overrides = dict(compile_options.env_option_overrides)
         compile_options.env_option_overrides = []  # serialised maps have no fixed order
         return LoweredProgram(
-            mlir.module_to_bytecode(recorded.module),
-            recorded.module.operation.get_asm(enable_debug_info=True),
+            mlir.module_to_bytecode(captured.module),
+            captured.module.operation.get_asm(enable_debug_info=True),
             compile_options.SerializeAsString(),
             overrides,
-            tuple(device.id for device in recorded.devices),
+            tuple(device.id for device in captured.devices),
         )
     return None
 
 
-class _Recorded(Exception):
+class _CapturedCompile(Exception):
     """Raised by `_RecordingBackend` in place of a compile, with its arguments."""
 
     def __init__(self, module: Any, options: Any, devices: Sequence[Any]) -> None:
@@ -195,7 +195,7 @@ class _Recorded(Exception):
 
 
 class _RecordingBackend:
-    """A backend that raises `_Recorded` when JAX compiles for it."""
+    """A backend that raises `_CapturedCompile` when JAX compiles for it."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -204,7 +204,7 @@ class _RecordingBackend:
         return getattr(self._backend, name)
 
     def compile_and_load(self, module: Any, executable_devices: Any, compile_options: Any) -> None:
-        raise _Recorded(module, compile_options, list(executable_devices))
+        raise _CapturedCompile(module, compile_options, list(executable_devices))
 
 
 def has_slice_devices(mesh: jax.sharding.Mesh, target: Slice) -> bool:
@@ -253,8 +253,8 @@ def compile_program(
     folder = programs_folder() / key
     if (record := read_program(folder)) is not None:
         with contextlib.suppress(OSError, RecordError):
-            moved = read_record(SourceLocations, folder / LOCATIONS_FILE).moved_to(locations)
-            return StoredProgram(record, folder, True, moved)
+            current_lines = read_record(SourceLocations, folder / LOCATIONS_FILE).map_lines_to(locations)
+            return StoredProgram(record, folder, True, current_lines)
     problem = cache_problem(programs_folder())
     is_writable = problem is None
     scratch = Path(tempfile.mkdtemp(prefix="compile.", dir=programs_folder() if is_writable else None))
@@ -285,7 +285,7 @@ def compile_program(
             return StoredProgram(
                 record, scratch / key, False, {}, f"{problem} The result of this compile is not cached."
             )
-        store_program(scratch / key, folder, replace=False)
+        store_program(scratch / key, folder, overwrite=False)
         return StoredProgram(record, folder, False, {})
     finally:
         if is_writable:

@@ -21,12 +21,12 @@ from valkyrie.hardware.target import build_topology, usable_hbm
 from valkyrie.parallel.slice import Slice
 from valkyrie.problems import describe_value
 from valkyrie.runs.folder import package_versions
-from valkyrie.search.compile.checked import CheckedProgram
 from valkyrie.search.compile.fault import Fault, FaultCode
 from valkyrie.search.compile.faults import find_faults
 from valkyrie.search.compile.hints import program_hints
 from valkyrie.search.compile.layers import merge_layers
 from valkyrie.search.compile.lowered import LoweredProgram, capture_program, compile_program, has_slice_devices
+from valkyrie.search.compile.partitioned import PartitionedProgram
 from valkyrie.search.compile.prediction import (
     CompileOutcome,
     CompileStatus,
@@ -104,12 +104,12 @@ def predict_function(
     """
     from valkyrie.search.compile.executable import device_positions
 
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     lowered, compiled = _lower(function, arguments, kwargs, options)
-    lower_s = time.perf_counter() - began
-    own_mesh = _find_mesh([arguments, dict(kwargs)]) or _find_mesh(_program_shardings(compiled or lowered))
-    _refuse_other_mesh(mesh, own_mesh)
-    mesh = own_mesh or mesh
+    lower_s = time.perf_counter() - start_time
+    program_mesh = _find_mesh([arguments, dict(kwargs)]) or _find_mesh(_program_shardings(compiled or lowered))
+    _refuse_other_mesh(mesh, program_mesh)
+    mesh = program_mesh or mesh
     if mesh is None:
         raise ValueError(
             "no argument of this program is sharded over a mesh of the slice. Use a NamedSharding of "
@@ -124,11 +124,11 @@ def predict_function(
     elif (captured := capture_program(lowered, texts)) is None or not has_slice_devices(mesh, target):
         if progress is not None:
             progress(f"compiling {name or 'a program'} in this process")
-        result = _compile_here(lowered, mesh, user_options)
+        result = _compile_in_process(lowered, mesh, user_options)
     else:
         result = _compile_in_child(captured, mesh, target, user_options, name or "a program", time_limit_s, progress)
     is_explained = not isinstance(result, CompileOutcome) or result.status is CompileStatus.does_not_fit
-    whole = UnpartitionedProgram.from_lowered(lowered) if is_explained and lowered is not None else None
+    unpartitioned = UnpartitionedProgram.from_lowered(lowered) if is_explained and lowered is not None else None
     if isinstance(result, CompileOutcome):
         if result.status is CompileStatus.refused:
             raise ValueError(result.reason)
@@ -136,38 +136,42 @@ def predict_function(
         prediction = Prediction(
             None, result.status, result.reason, package_versions(), CompileTimes(lower_s), program=program
         )
-        return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), whole, axes, None)
+        return _explain(PredictedProgram(replace(prediction, memory=result.shortage), None), unpartitioned, axes, None)
     program = foreign_program(work, name or result.module.name.removeprefix("jit_"), target, axes)
     positions = device_positions(mesh)
-    predicted = predict_module(
-        *(program, result.module, target, axes, positions, result.memory, work, result.options), whole=whole
+    predicted_program = predict_module(
+        *(program, result.module, target, axes, positions, result.memory, work, result.options),
+        unpartitioned=unpartitioned,
     )
     times = CompileTimes(lower_s, result.compile_s, result.cached)
-    notes = (*predicted.prediction.notes, *([] if result.note is None else [result.note]))
+    notes = (*predicted_program.prediction.notes, *([] if result.note is None else [result.note]))
     return _explain(
-        replace(predicted, prediction=replace(predicted.prediction, compile=times, notes=notes)),
-        *(whole, axes, result.module),
+        replace(predicted_program, prediction=replace(predicted_program.prediction, compile=times, notes=notes)),
+        *(unpartitioned, axes, result.module),
     )
 
 
 def _explain(
-    predicted: PredictedProgram, whole: UnpartitionedProgram | None, axes: Mapping[str, int], module: Module | None
+    predicted_program: PredictedProgram,
+    unpartitioned: UnpartitionedProgram | None,
+    axes: Mapping[str, int],
+    module: Module | None,
 ) -> PredictedProgram:
     """Add the largest allocations and hints to the prediction of a program that does not fit.
 
-    Returns a prediction with another status or without memory unchanged. `whole` is the program before partitioning. It
-    is None if the caller has compiled the program, and then the prediction is also returned unchanged. `module` is None
-    if XLA wrote none.
+    Returns a prediction with another status or without memory unchanged. `unpartitioned` is the program before
+    partitioning. It is None if the caller has compiled the program, and then the prediction is also returned unchanged.
+    `module` is None if XLA wrote none.
     """
-    prediction = predicted.prediction
-    if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or whole is None:
-        return predicted
+    prediction = predicted_program.prediction
+    if prediction.status is not CompileStatus.does_not_fit or prediction.memory is None or unpartitioned is None:
+        return predicted_program
     results = [] if module is None else list_results(module)
     is_reported = any(fault.code is FaultCode.replicated_state for fault in prediction.faults)
     memory, hints = explain_shortage(
-        *(prediction.memory, list_arguments(whole, axes), results), hint_replicated=not is_reported
+        *(prediction.memory, list_arguments(unpartitioned, axes), results), hint_replicated=not is_reported
     )
-    return replace(predicted, prediction=replace(prediction, memory=memory, hints=tuple(hints)))
+    return replace(predicted_program, prediction=replace(prediction, memory=memory, hints=tuple(hints)))
 
 
 @dataclass(frozen=True)
@@ -201,20 +205,22 @@ def _compile_in_child(
     progress: Progress | None,
 ) -> _CompiledModule | CompileOutcome:
     progress = progress or (lambda line: None)
-    stored = compile_program(program, mesh, target, options, name=name, time_limit_s=time_limit_s, progress=progress)
-    if isinstance(stored, CompileOutcome):
-        return stored
-    record, memory = stored.record, stored.record.memory
+    stored_program = compile_program(
+        program, mesh, target, options, name=name, time_limit_s=time_limit_s, progress=progress
+    )
+    if isinstance(stored_program, CompileOutcome):
+        return stored_program
+    record, memory = stored_program.record, stored_program.record.memory
     if memory is None:
         memory = CompileOutcome(CompileStatus.does_not_fit, record.reason, shortage=record.shortage)
         if record.module_sha256 is None:
             return memory
-    module = parse_module(stored.module)
-    stored.update_sources(module)
-    return _CompiledModule(module, memory, record.options, record.compile_s, stored.cached, stored.note)
+    module = parse_module(stored_program.module)
+    stored_program.update_sources(module)
+    return _CompiledModule(module, memory, record.options, record.compile_s, stored_program.cached, stored_program.note)
 
 
-def _compile_here(
+def _compile_in_process(
     lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, options: Sequence[Option]
 ) -> _CompiledModule | CompileOutcome:
     """Compile a program in this process. Returns a `CompileOutcome` with the reason if it fails or does not fit."""
@@ -224,7 +230,7 @@ def _compile_here(
     from valkyrie.search.compile.executable import without_cache
 
     texts: dict[str, str | bool] = {option.name: option.value for option in options if option.value is not None}
-    platform, began = get_platform(mesh.devices.flat[0].platform), time.perf_counter()
+    platform, start_time = get_platform(mesh.devices.flat[0].platform), time.perf_counter()
 
     def compile(compiler_options: dict[str, str | bool] | None = None) -> Any:
         return lowered.compile(compiler_options=compiler_options or texts or None)
@@ -239,15 +245,15 @@ def _compile_here(
             return CompileOutcome(CompileStatus.does_not_fit, text, shortage=parse_shortage(str(error)))
         return CompileOutcome(CompileStatus.failed, f"{kind}: {text}")
     result = _read_compiled(compiled, mesh, used_options, peak)
-    return replace(result, compile_s=time.perf_counter() - began, cached=False)
+    return replace(result, compile_s=time.perf_counter() - start_time, cached=False)
 
 
 def _read_compiled(
     compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, options: Sequence[Option], peak: int | None = None
 ) -> _CompiledModule:
-    from valkyrie.search.compile.executable import compiled_program
+    from valkyrie.search.compile.executable import read_compiled_program
 
-    program = compiled_program(compiled, mesh, peak)
+    program = read_compiled_program(compiled, mesh, peak)
     return _CompiledModule(parse_module(program.module), program.memory, options)
 
 
@@ -260,7 +266,7 @@ def predict_module(
     memory: ProgramMemory | CompileOutcome | int,
     work: ProgramWork,
     options: Sequence[Option] = (),
-    whole: UnpartitionedProgram | None = None,
+    unpartitioned: UnpartitionedProgram | None = None,
 ) -> PredictedProgram:
     """Replay and summarise a module, and find faults in its sharding.
 
@@ -274,17 +280,20 @@ def predict_module(
             bytes of its arguments.
         work: Tokens and FLOPs of a step.
         options: Compiler options.
-        whole: The program before partitioning, which is needed to find faults and to count the model's FLOPs, or None.
+        unpartitioned: The program before partitioning, which is needed to find faults and to count the model's FLOPs,
+            or None.
     """
     assert target.chip is not None
     replay = correct_replay(replay_on(target, module, dict(axes), positions), target)
     if isinstance(memory, CompileOutcome):
         report = replace(memory.shortage or MemoryReport(), usable=usable_hbm(target.chip))
         prediction = Prediction(None, memory.status, memory.reason, package_versions(), program=program, memory=report)
-        return PredictedProgram(replace(prediction, faults=_find_faults(whole, module, axes, replay, report)), None)
+        return PredictedProgram(
+            replace(prediction, faults=_find_faults(unpartitioned, module, axes, replay, report)), None
+        )
     report, flops = _memory_report(target, memory), work.flops
-    if flops is None and whole is not None:
-        flops = model_flops(whole.module, axes)
+    if flops is None and unpartitioned is not None:
+        flops = model_flops(unpartitioned.module, axes)
     too_large = report.headroom is not None and report.headroom < 0
     prediction = Prediction(
         about=None,
@@ -296,7 +305,7 @@ def predict_module(
         memory=report,
         options=tuple(options),
         step=program_step(target.chip, len(positions), replay, work.tokens, flops),
-        faults=_find_faults(whole, module, axes, replay, report),
+        faults=_find_faults(unpartitioned, module, axes, replay, report),
     )
     prediction = with_parts(
         prediction, replace(replay, costs=merge_layers(replay.costs)), merge_layers(replay.collectives)
@@ -305,9 +314,13 @@ def predict_module(
 
 
 def _find_faults(
-    whole: UnpartitionedProgram | None, module: Module, axes: Mapping[str, int], replay: Replay, memory: MemoryReport
+    unpartitioned: UnpartitionedProgram | None,
+    module: Module,
+    axes: Mapping[str, int],
+    replay: Replay,
+    memory: MemoryReport,
 ) -> tuple[Fault, ...]:
-    return () if whole is None else find_faults(CheckedProgram(whole, module, axes, replay, memory))
+    return () if unpartitioned is None else find_faults(PartitionedProgram(unpartitioned, module, axes, replay, memory))
 
 
 def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
@@ -408,14 +421,16 @@ def _program_shardings(program: jax.stages.Lowered | jax.stages.Compiled) -> lis
     return [arguments.get(key) for key in ("in_shardings", "out_shardings", "intermediate_shardings", "context_mesh")]
 
 
-def _refuse_other_mesh(mesh: jax.sharding.Mesh | None, own_mesh: jax.sharding.Mesh | None) -> None:
-    """Raise ValueError if the caller's `mesh` and the `own_mesh` of the program's shardings have different axes."""
-    if mesh is None or own_mesh is None or dict(mesh.shape) == dict(own_mesh.shape):
+def _refuse_other_mesh(mesh: jax.sharding.Mesh | None, program_mesh: jax.sharding.Mesh | None) -> None:
+    """Raise ValueError if the caller's `mesh` and the `program_mesh` of the program's shardings have different axes."""
+    if mesh is None or program_mesh is None or dict(mesh.shape) == dict(program_mesh.shape):
         return
-    passed_axes, own_axes = (", ".join(f"{axis}={size}" for axis, size in m.shape.items()) for m in (mesh, own_mesh))
+    passed_axes, program_axes = (
+        ", ".join(f"{axis}={size}" for axis, size in m.shape.items()) for m in (mesh, program_mesh)
+    )
     raise ValueError(
-        f"mesh= has the axes {passed_axes}, but the mesh of the program's shardings has {own_axes}. Leave out mesh=. "
-        "In search_program, use the mesh that build(mesh) receives for the shardings."
+        f"mesh= has the axes {passed_axes}, but the mesh of the program's shardings has {program_axes}. Leave out "
+        "mesh=. In search_program, use the mesh that build(mesh) receives for the shardings."
     )
 
 
@@ -436,9 +451,9 @@ def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
     positions = device_positions(mesh)
     slices = {position.slice_index for position in positions}
     shape = build_topology(target).shape
-    spread = [len({position.coords[i] for position in positions}) for i in range(len(shape))]
-    if len(slices) != target.slices or tuple(spread) != shape:
-        torus = "x".join(str(n) for n in spread)
+    torus_extent = [len({position.coords[i] for position in positions}) for i in range(len(shape))]
+    if len(slices) != target.slices or tuple(torus_extent) != shape:
+        torus = "x".join(str(n) for n in torus_extent)
         slices_text = f"{len(slices)} slices of " if len(slices) > 1 else ""
         raise ValueError(
             f"the program's mesh has the devices of {slices_text}{torus}, but the target is {target.describe()}. "

@@ -109,7 +109,7 @@ def compile_layout(
         new_programs = [path for path in scratch.iterdir() if path.is_dir()]
         if cacheable:
             for program in new_programs:
-                store_program(program, programs_root / program.name, replace=not use_cache)
+                store_program(program, programs_root / program.name, overwrite=not use_cache)
             folder.mkdir(parents=True, exist_ok=True)
             write_record(folder / OUTCOME_FILE, outcome)
     finally:

@@ -217,7 +217,7 @@ def predicted_step(run: Run, replay: Replay) -> PredictedStep:
         tokens,
         run.step_flops,
         config.precision.compute.value,
-        dense_transformer=is_dense_transformer(run.model),
+        trains_dense_transformer=is_dense_transformer(run.model),
     )
 
 
@@ -229,7 +229,7 @@ def program_step(
     model_flops: float | int | None = None,
     compute_dtype: str = "bfloat16",
     *,
-    dense_transformer: bool = False,
+    trains_dense_transformer: bool = False,
 ) -> PredictedStep:
     """Return the predicted time of a step of any program.
 
@@ -254,7 +254,7 @@ def program_step(
         hardware_utilisation=replay.flops * chip.devices / (replay.step_s * peak * 1e12) if peak else None,
         product_rate=replay.flops * chip.devices / (product_s * peak * 1e12) if product_s and peak else None,
         replayed_s=replay.step_s / replay.correction,
-        interval=step_interval(replay.step_s, chip, dense_transformer=dense_transformer),
+        interval=step_interval(replay.step_s, chip, trains_dense_transformer=trains_dense_transformer),
         tokens_per_dollar={
             k: tokens_per_second * 3600 / (chips * usd) for k, usd in hourly_usd.items() if usd and tokens_per_second
         },

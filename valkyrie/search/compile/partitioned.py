@@ -18,18 +18,18 @@ from valkyrie.search.compile.prediction import MemoryReport
 
 
 @dataclass(frozen=True)
-class CheckedProgram:
+class PartitionedProgram:
     """A program before and after partitioning.
 
     Args:
-        whole: The program before partitioning.
+        unpartitioned: The program before partitioning.
         module: The compiled program of one device, or None if there is none.
         mesh_axes: Names and sizes of the mesh's axes.
         replay: Replay of the compiled program, or None if it was not replayed.
         memory: Memory of one device.
     """
 
-    whole: UnpartitionedProgram
+    unpartitioned: UnpartitionedProgram
     module: Module | None
     mesh_axes: Mapping[str, int]
     replay: Replay | None
@@ -41,14 +41,14 @@ class CheckedProgram:
         return self.replay.step_s if self.replay else 0.0
 
     @cached_property
-    def devices(self) -> int:
+    def device_count(self) -> int:
         """Number of devices in the mesh."""
         return math.prod(self.mesh_axes.values())
 
     @cached_property
-    def whole_products(self) -> list[MatrixProduct]:
+    def unpartitioned_products(self) -> list[MatrixProduct]:
         """Products of the program before partitioning, in order."""
-        return list_products(self.whole.module, self.mesh_axes)
+        return list_products(self.unpartitioned.module, self.mesh_axes)
 
     @cached_property
     def local_products(self) -> list[MatrixProduct]:
@@ -61,10 +61,16 @@ class CheckedProgram:
 
         Above 1 if several devices compute the same products.
         """
-        whole, local = (_flops_by_source(group) for group in (self.whole_products, self.local_products))
-        return {line: self.devices * flops / whole[line] for line, flops in local.items() if whole.get(line)}
+        whole_flops, local_flops = (
+            _flops_by_source(group) for group in (self.unpartitioned_products, self.local_products)
+        )
+        return {
+            line: self.device_count * flops / whole_flops[line]
+            for line, flops in local_flops.items()
+            if whole_flops.get(line)
+        }
 
-    def seconds(self, lines: Iterable[str], *kinds: PartKind, mesh_axes: Sequence[str] = ()) -> float:
+    def sum_seconds(self, lines: Iterable[str], *kinds: PartKind, mesh_axes: Sequence[str] = ()) -> float:
         """Sum the seconds per step of operations of these kinds from these source lines.
 
         Waiting for communication counts only if it is over one of `mesh_axes`. Returns 0 without a replay.
