@@ -110,7 +110,7 @@ def compile_maxtext(case: dict[str, Any], modules: Path) -> None:
     """
     from maxtext_step import compile_step
 
-    from valkyrie.search.compile.executable import compiled_program
+    from valkyrie.search.compile.executable import read_compiled_program
 
     options = " ".join(f"--{option}" for option in case["options"])
     record: dict[str, Any] = {"libtpu": version("libtpu"), "maxtext": version("maxtext"), "arguments": case["maxtext"]}
@@ -123,7 +123,7 @@ def compile_maxtext(case: dict[str, Any], modules: Path) -> None:
             raise
         record["refused"] = str(error).splitlines()[0][:300]
     else:
-        program = compiled_program(compiled, mesh)
+        program = read_compiled_program(compiled, mesh)
         (modules / f"{case['name']}.hlo.pb").write_bytes(program.module)
         record |= {"axes": program.axes, "places": [str(position) for position in program.positions]}
         record["peak_gib"] = program.memory.peak / 2**30

@@ -140,8 +140,7 @@ def predict_function(
     program = foreign_program(work, name or result.module.name.removeprefix("jit_"), target, axes)
     positions = device_positions(mesh)
     predicted_program = predict_module(
-        *(program, result.module, target, axes, positions, result.memory, work, result.options),
-        unpartitioned=unpartitioned,
+        program, result.module, target, axes, positions, result.memory, work, result.options, unpartitioned
     )
     times = CompileTimes(lower_s, result.compile_s, result.cached)
     notes = (*predicted_program.prediction.notes, *([] if result.note is None else [result.note]))
