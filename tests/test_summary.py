@@ -193,7 +193,7 @@ def test_hints_mention_copies_and_narrow_products(run: Run):
     assert find_hint(HintCode.recomputation, offloads) is None, "an offload is not blamed for it"
     fuller = (FullerRemat("remat=none", 99 * 2**30), FullerRemat("remat=dots", 2**30))
     copies = find_hint(HintCode.copies, replace(offloads, alternatives=Alternatives(fuller)))
-    assert copies is not None and copies.changes == ("remat=dots",) and "1.0 GiB" in copies.text
+    assert copies is not None and copies.changes == ("remat=dots",) and "about 1.0 of the 30.7 GiB" in copies.text
     full = replace(offloads, alternatives=Alternatives((FullerRemat("remat=full", 1),)))
     copies = find_hint(HintCode.copies, full)
     assert copies is not None and copies.changes == ()
@@ -208,7 +208,7 @@ def test_a_step_without_other_hints_gets_the_share_of_its_largest_part(run: Run)
     prediction = with_step(predict(run, replay([make_use(("y",), 7.0, 0.1)])), product_rate=0.77)
     (hint,) = layout_hints(prediction)
     assert (hint.code, hint.share) == (HintCode.largest_part, pytest.approx(0.9))
-    assert "77% of peak" in hint.text and hint.text.endswith("over y, 10%.")
+    assert "77% of peak" in hint.text and hint.text.endswith("over y (10%).")
     (hint,) = layout_hints(replace(prediction, parts=parts(matmul=1.0)))
     assert "100%" in hint.text and hint.text.endswith("77% of peak.")
 
