@@ -95,7 +95,9 @@ def _best_on_chips(
     ]
     compiled_s = {torus_free_candidate(layout.estimate): layout.estimate.ranking_s for layout in timed_layouts}
     estimated_layouts = [
-        layout for layout in estimated_layouts if layout.ranking_s < compiled_s.get(torus_free_candidate(layout), math.inf)
+        layout
+        for layout in estimated_layouts
+        if layout.ranking_s < compiled_s.get(torus_free_candidate(layout), math.inf)
     ]
     estimated_layouts.sort(key=lambda layout: layout.per_sequence(compiled_layouts.corrected_s(layout)))
     rows = [(layout.estimate, make_answer_row(request, layout.estimate, layout)) for layout in timed_layouts[:count]]
