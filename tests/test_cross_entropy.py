@@ -151,7 +151,7 @@ def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk():
 
     def loss(hidden, unembed, targets, weights):
         out = cross_entropy(
-            hidden, unembed, targets, weights, vocab_size=60, chunk=4, shards=2, batch_shards=2,
+            hidden, unembed, targets, weights, vocab_size=60, chunk=4, seq_shards=2, batch_shards=2,
             constrain=lambda x: jax.lax.with_sharding_constraint(x, logits_sharding),
         )  # fmt: skip
         return out.loss_sum

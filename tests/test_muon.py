@@ -32,14 +32,14 @@ from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
 from valkyrie.optim import Schedule, Training, convert_old_settings, learning_rate_schedule, make_optimizer
 from valkyrie.optim.families.muon import AdamGroup, Config, momentum_schedule
-from valkyrie.optim.muon import Recipe, muon, orthogonalize
+from valkyrie.optim.muon import MuonSettings, muon, orthogonalize
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train.memory import MemoryEstimator, expected_memory, to_candidates
 from valkyrie.train.program import StepProgram
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
-PUBLISHED = Recipe(lambda _: 0.02, lambda _: 0.9, lambda _: 0.1, 0.9, "float32")
+PUBLISHED = MuonSettings(lambda _: 0.02, lambda _: 0.9, lambda _: 0.1, 0.9, "float32")
 """The hyperparameters in goldens/make_nanochat.py."""
 
 

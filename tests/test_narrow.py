@@ -15,7 +15,7 @@ import pytest
 from helpers import initial_state, make_batch, make_program, run_two_steps, small_overrides, small_run
 from valkyrie.axes import UNSHARDED
 from valkyrie.ops.linear import Numerics, linear
-from valkyrie.ops.narrow import narrow_einsum, scale_to
+from valkyrie.ops.narrow import narrow_einsum, quantize
 
 TOLERANCES = {"int8": 0.02, "float8_e4m3fn": 0.06}
 """Allowed error of a product by dtype, relative to the largest value of the exact product."""
@@ -39,7 +39,7 @@ def test_a_narrow_product_is_close_to_the_exact_one(equation: str, dtype: str):
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_zero_rows_and_the_largest_number_are_exact(dtype: str):
-    narrow, scale = scale_to(jnp.asarray([[0.0, 0.0], [-3.0, 1.0]]), dtype, (1,))
+    narrow, scale = quantize(jnp.asarray([[0.0, 0.0], [-3.0, 1.0]]), dtype, (1,))
     assert narrow.dtype == dtype
     np.testing.assert_array_equal(narrow[0].astype(jnp.float32), 0)
     np.testing.assert_allclose(narrow[1, 0].astype(jnp.float32) * scale[1, 0], -3.0, rtol=1e-6)

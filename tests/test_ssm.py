@@ -71,7 +71,7 @@ def test_hippo_eigenvalues_are_conjugate_pairs_of_the_expected_size(n: int, larg
 def test_blocks_are_diagonalised_before_half_of_the_states_is_dropped() -> None:
     hippo = block_hippo(24, 3, conjugate_symmetric=True)
     Lambda, V = hippo_n(8)
-    assert (hippo.state_count, hippo.state_size, hippo.blocks) == (12, 24, 3)
+    assert (hippo.state_count, hippo.state_size, hippo.block_count) == (12, 24, 3)
     np.testing.assert_array_equal(hippo.Lambda, np.concatenate([Lambda[:4]] * 3))
     np.testing.assert_array_equal(hippo.V, V[:, :4])
     np.testing.assert_array_equal(hippo.Vinv, V[:, :4].conj().T)

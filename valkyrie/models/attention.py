@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from valkyrie.axes import Size
 from valkyrie.models.block import ActivationSpec, Block, BlockContext, SavedActivation, Weight, saved, weight
-from valkyrie.ops.choices import CONTEXT, AttentionImpl, Bias, RopeStretch
+from valkyrie.ops.choices import ATTENTION_OUTPUT, AttentionImpl, Bias, RopeStretch
 from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor
 
 
@@ -156,8 +156,8 @@ class Attention(Block):
             saved("heads", "head_dim", name="query", product=True),
             saved("kv_heads", "head_dim", name="key", product=True),
             saved("kv_heads", "head_dim", name="value", product=True),
-            saved("heads", "head_dim", name=CONTEXT),
-            saved("heads", name=CONTEXT, float32=True),
+            saved("heads", "head_dim", name=ATTENTION_OUTPUT),
+            saved("heads", name=ATTENTION_OUTPUT, float32=True),
             saved("embed", name="out", product=True, result=True),
             saved("heads", "head_dim", count=2),
             saved("kv_heads", "head_dim", count=2),

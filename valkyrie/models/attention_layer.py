@@ -23,7 +23,7 @@ from valkyrie.ops.attention import (
     init_cache,
     sharded_attention,
 )
-from valkyrie.ops.choices import CONTEXT, Bias
+from valkyrie.ops.choices import ATTENTION_OUTPUT, Bias
 from valkyrie.ops.linear import Numerics
 from valkyrie.ops.rotary import rotate
 
@@ -123,7 +123,7 @@ class AttentionLayer(nnx.Module):
             k_global, v_global = self.globals.keys_values(x, positions, shard)
             inputs += [q_global, k_global, v_global]
             axes += [(batch_axes, None, "heads", "head_dim"), key_axes, key_axes]
-        with jax.named_scope(CONTEXT):
+        with jax.named_scope(ATTENTION_OUTPUT):
             mixed = shard.map(self._local_attention(segment_ids is not None, shard), axes, query_axes)(*inputs)
         out = project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics, name="out")
         return add_bias(out, self.out_bias, shard) if self.config.bias is Bias.all else out

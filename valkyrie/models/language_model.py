@@ -327,7 +327,7 @@ class LanguageModel(nnx.Module):
             chunk=self.config.loss_chunk,
             z_loss=self.config.z_loss,
             soft_cap=self.config.logits_soft_cap,
-            shards=shards,
+            seq_shards=shards,
             batch_shards=shard.shard_count("batch"),
             constrain=lambda logits: shard(logits, "batch", position_axes, "vocab"),
             gather=lambda table: shard.gather_for_use(table, "vocab", channel_axis),

@@ -14,7 +14,7 @@ from valkyrie.axes import UNSHARDED, Parameter, Shard
 from valkyrie.models.block import BLOCK_INPUT
 from valkyrie.models.families.trm import Config
 from valkyrie.models.layers import Checkpoint, parameter, project
-from valkyrie.ops.choices import CONTEXT
+from valkyrie.ops.choices import ATTENTION_OUTPUT
 from valkyrie.ops.linear import Numerics, lookup
 from valkyrie.ops.rotary import rotate
 from valkyrie.ops.ssm import truncated_normal
@@ -89,7 +89,7 @@ class RecursiveLayer(nnx.Module):
             return checkpoint_name(shard(y, "batch", "seq", "heads", "head_dim"), name)
 
         query, key, value = project_heads("query"), project_heads("key"), project_heads("value")
-        with jax.named_scope(CONTEXT):
+        with jax.named_scope(ATTENTION_OUTPUT):
             mixed = jax.nn.dot_product_attention(query, key, value, implementation="xla")
         return project("bshd,ehd->bse", mixed, weights("out"), shard=shard, numerics=self.numerics, name="out")
 

@@ -18,7 +18,7 @@ from enum import Enum
 
 from valkyrie.axes import Size
 from valkyrie.models.block import ActivationSpec, Block, BlockContext, SavedActivation, Weight, saved, weight
-from valkyrie.ops.choices import STATES, CInit, Discretization, ScanImpl
+from valkyrie.ops.choices import SCAN_STATES, CInit, Discretization, ScanImpl
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 
@@ -140,8 +140,8 @@ class S5(Block):
         """Return the inputs and states of the scan, the products with C, and the factors of the gate."""
         direction_count, matrices = 1 + self.bidirectional, self.activation.matrix_count
         return [
-            saved("state", name="driven", count=2, float32=True, product=True, needed_for=STATES),
-            saved("state", name=STATES, count=2 * direction_count, float32=True),
+            saved("state", name="driven", count=2, float32=True, product=True, needed_for=SCAN_STATES),
+            saved("state", name=SCAN_STATES, count=2 * direction_count, float32=True),
             saved("embed", count=2 * direction_count, float32=True, product=True),
             saved("embed", name="read"),
             *(saved("embed", name=name, product=True) for name in ("s5_gate", "s5_out")[:matrices]),
@@ -150,4 +150,4 @@ class S5(Block):
         ]
 
     def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        return [(activation, 1) for activation in self.saved_activations(context) if activation.name == STATES]
+        return [(activation, 1) for activation in self.saved_activations(context) if activation.name == SCAN_STATES]

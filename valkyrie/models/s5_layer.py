@@ -12,7 +12,7 @@ from valkyrie.axes import UNSHARDED, Axes, Shard
 from valkyrie.models.block import BlockContext
 from valkyrie.models.layers import Boundaries, normal, parameter, project
 from valkyrie.models.s5 import S5, Activation
-from valkyrie.ops.choices import STATES
+from valkyrie.ops.choices import SCAN_STATES
 from valkyrie.ops.linear import FLOAT32, Numerics, linear
 from valkyrie.ops.scan import linear_recurrence, recurrence_step, sharded_linear_recurrence, supports_vma_check
 from valkyrie.ops.scan_complex import Carry, Eigenvalues, States, mul
@@ -125,7 +125,7 @@ class S5Layer(nnx.Module):
         keep_axes = None if keep is None else ("batch", "seq")
         check_vma = supports_vma_check(c.scan, shard.backend)
         run = shard.map(scan_shard, [("state",), state_axes, keep_axes], [state_axes, state_axes], check_vma=check_vma)
-        with jax.named_scope(STATES):
+        with jax.named_scope(SCAN_STATES):
             re, im = run(lam_bar, bu, keep)
         return re, im
 

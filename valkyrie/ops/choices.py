@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-CONTEXT, STATES = "context", "states"
+ATTENTION_OUTPUT, SCAN_STATES = "context", "states"
 """Checkpoint names of the output and softmax sums of attention, and of the states of a recurrence.
 
 The custom derivatives attach these names to their residuals. A `jax.checkpoint` policy that saves the names thus saves

@@ -58,7 +58,7 @@ def cross_entropy(
     chunk: int,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
-    shards: int = 1,
+    seq_shards: int = 1,
     batch_shards: int = 1,
     constrain: ArrayFunction | None = None,
     gather: ArrayFunction | None = None,
@@ -78,13 +78,13 @@ def cross_entropy(
         chunk: Positions of each sequence shard that are computed at a time.
         z_loss: Factor of the squared log-sum-exp in `z_sum` (PaLM, arXiv 2204.02311, section 5).
         soft_cap: Bound c of the logits: c * tanh(logit / c). None: no bound.
-        shards: Number of shards of the sequence.
+        seq_shards: Number of shards of the sequence.
         batch_shards: Number of shards of the batch.
-        constrain: Applied to the logits of each chunk, (batch, shards * chunk, vocab).
+        constrain: Applied to the logits of each chunk, (batch, seq_shards * chunk, vocab).
         gather: Applied to the unembedding after its cast to the dtype of `hidden`, in the forward pass and again in the
             backward pass, so that the gathered array is not saved. The gradient of the unembedding stays float32 until
             it is cast to the dtype of `unembed`.
-        sum_gradient: Sums the float32 gradient of the unembedding, (batch_shards, shards, vocab, embed), over its
+        sum_gradient: Sums the float32 gradient of the unembedding, (batch_shards, seq_shards, vocab, embed), over its
             first two dimensions. None: an ordinary sum.
     """
     batch, seq, _ = hidden.shape
@@ -93,9 +93,10 @@ def cross_entropy(
             f"vocab_size={vocab_size} must be at least 1 and at most {unembed.shape[0]}, the number of rows of the "
             "unembedding."
         )
-    if seq % shards:
+    if seq % seq_shards:
         raise ValueError(
-            f"a sequence of length {seq} does not split into shards={shards}. Use a length divisible by {shards}."
+            f"a sequence of length {seq} does not split into seq_shards={seq_shards}. Use a length "
+            f"divisible by {seq_shards}."
         )
     if batch % batch_shards:
         raise ValueError(
@@ -103,12 +104,12 @@ def cross_entropy(
         )
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: the loss is computed for `chunk` positions at a time. Use chunk=1 or more.")
-    shard_length = seq // shards
+    shard_length = seq // seq_shards
     chunk = min(chunk, shard_length)
-    settings = _Settings(vocab_size, soft_cap, constrain, gather, sum_gradient, batch_shards, shards)
-    split = functools.partial(_split_chunks, shards=shards, chunk=chunk)
+    settings = _Settings(vocab_size, soft_cap, constrain, gather, sum_gradient, batch_shards, seq_shards)
+    split = functools.partial(_split_chunks, seq_shards=seq_shards, chunk=chunk)
     token_losses: Any = _token_losses(settings, split(hidden), unembed, split(targets))
-    nll, log_sum = (_merge_chunks(x, shards, batch, seq) for x in token_losses)
+    nll, log_sum = (_merge_chunks(x, seq_shards, batch, seq) for x in token_losses)
     has_weight = weights != 0
     nll, log_sum = jnp.where(has_weight, nll, 0.0), jnp.where(has_weight, log_sum, 0.0)
     weights = weights.astype(jnp.float32)
@@ -116,20 +117,20 @@ def cross_entropy(
     return CrossEntropy(jnp.sum(weights * nll), jnp.sum(weights), z_sum, nll)
 
 
-def _split_chunks(x: Array, shards: int, chunk: int) -> Array:
-    """Reshape (batch, seq, ...) to (chunks, batch, shards * chunk, ...), padding each shard to whole chunks."""
+def _split_chunks(x: Array, seq_shards: int, chunk: int) -> Array:
+    """Reshape (batch, seq, ...) to (chunks, batch, seq_shards * chunk, ...), padding each shard to whole chunks."""
     batch, seq = x.shape[:2]
-    x = x.reshape(batch, shards, seq // shards, *x.shape[2:])
+    x = x.reshape(batch, seq_shards, seq // seq_shards, *x.shape[2:])
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % chunk)) + ((0, 0),) * (x.ndim - 3))
-    x = jnp.moveaxis(x.reshape(batch, shards, -1, chunk, *x.shape[3:]), 2, 0)
-    return x.reshape(x.shape[0], batch, shards * chunk, *x.shape[4:])
+    x = jnp.moveaxis(x.reshape(batch, seq_shards, -1, chunk, *x.shape[3:]), 2, 0)
+    return x.reshape(x.shape[0], batch, seq_shards * chunk, *x.shape[4:])
 
 
-def _merge_chunks(x: Array, shards: int, batch: int, seq: int) -> Array:
-    """Reshape (chunks, batch, shards * chunk, ...) to (batch, seq, ...), and drop the padding of `_split_chunks`."""
+def _merge_chunks(x: Array, seq_shards: int, batch: int, seq: int) -> Array:
+    """Reshape (chunks, batch, seq_shards * chunk, ...) to (batch, seq, ...), without the padding of `_split_chunks`."""
     chunks = x.shape[0]
-    x = jnp.moveaxis(x.reshape(chunks, batch, shards, -1, *x.shape[3:]), 0, 2)
-    x = x.reshape(batch, shards, -1, *x.shape[4:])[:, :, : seq // shards]
+    x = jnp.moveaxis(x.reshape(chunks, batch, seq_shards, -1, *x.shape[3:]), 0, 2)
+    x = x.reshape(batch, seq_shards, -1, *x.shape[4:])[:, :, : seq // seq_shards]
     return x.reshape(batch, seq, *x.shape[3:])
 
 
@@ -190,8 +191,8 @@ def _token_losses_forward(settings, hidden, unembed, targets):
     return losses, (hidden, unembed, targets, losses[1])
 
 
-def _token_losses_backward(settings, saved, cotangents):
-    hidden, unembed, targets, log_sum = saved
+def _token_losses_backward(settings, residuals, cotangents):
+    hidden, unembed, targets, log_sum = residuals
     d_nll, d_log_sum = cotangents
     dtype, unembed = unembed.dtype, _gather_unembed(settings, hidden, unembed)
 

@@ -25,13 +25,13 @@ class Numerics(NamedTuple):
         parameter: Dtype of stored parameters.
         compute: Dtype of the operands of matrix products.
         reduction: Dtype of gradient sums.
-        products: Dtype of quantised operands (`valkyrie.ops.narrow`), or None to leave them in `compute`.
+        product: Dtype of quantised operands (`valkyrie.ops.narrow`), or None to leave them in `compute`.
     """
 
     parameter: str
     compute: str
     reduction: str
-    products: str | None = None
+    product: str | None = None
 
     @staticmethod
     def from_policy(policy: PolicyConfig) -> Numerics:
@@ -59,20 +59,20 @@ def linear(
     (`shard.gather_for_use`). The backward pass gathers it again. The parameter's gradient is computed in the reduction
     dtype and sharded like the stored parameter, which is a reduce-scatter under a fully sharded partition.
 
-    With `numerics.products`, `narrow_einsum` computes the result and the gradient of `x`, but not the gradient of `w`.
+    With `numerics.product`, `narrow_einsum` computes the result and the gradient of `x`, but not the gradient of `w`.
 
     Every index of `x` or `w` must appear in the other operand or in the result.
     """
     operands, out = equation.split("->")
     x_indices, w_indices = operands.split(",")
 
-    def cast(w: Array) -> Array:
+    def cast_and_gather(w: Array) -> Array:
         return shard.gather_for_use(w.astype(numerics.compute), *axes)
 
     def multiply(equation: str, x: Array, w: Array) -> Array:
-        if numerics.products is None:
-            return jnp.einsum(equation, x, cast(w))
-        return narrow_einsum(equation, x, w, numerics.products, lambda narrow: shard.gather_for_use(narrow, *axes))
+        if numerics.product is None:
+            return jnp.einsum(equation, x, cast_and_gather(w))
+        return narrow_einsum(equation, x, w, numerics.product, lambda narrow: shard.gather_for_use(narrow, *axes))
 
     @jax.custom_vjp
     def product(x: Array, w: Array) -> Array:
@@ -85,8 +85,8 @@ def linear(
     def weight_gradient(x: Array, g: Array) -> Array:
         return jnp.einsum(f"{x_indices},{out}->{w_indices}", x, g, preferred_element_type=jnp.dtype(numerics.reduction))
 
-    def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-        x, w = saved
+    def backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+        x, w = residuals
         dx = multiply(f"{out},{w_indices}->{x_indices}", g, w)
         dw = shard.gradient(weight_gradient, (x, g), *axes, reduction_dtype=numerics.reduction)
         return dx.astype(x.dtype), dw.astype(w.dtype)
@@ -115,8 +115,8 @@ def lookup(
     def table_gradient(tokens: Array, g: Array) -> Array:
         return jnp.zeros(table.shape, ACCUMULATOR_DTYPE.value).at[tokens].add(g.astype(ACCUMULATOR_DTYPE.value))
 
-    def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
-        table, tokens = saved
+    def backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, None]:
+        table, tokens = residuals
         total = shard.gradient(
             table_gradient, (tokens, g), *axes, reduction_dtype=numerics.reduction, full_gradient=True
         )

@@ -26,15 +26,15 @@ def narrow_einsum(
     """
     operands, out = equation.split("->")
     x_indices, w_indices = operands.split(",")
-    narrow_x, x_scale = scale_to(x, dtype, _summed_axes(x_indices, out))
-    narrow_w, w_scale = scale_to(w, dtype, _summed_axes(w_indices, out))
+    narrow_x, x_scale = quantize(x, dtype, _summed_axes(x_indices, out))
+    narrow_w, w_scale = quantize(w, dtype, _summed_axes(w_indices, out))
     accumulator = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
     total = jnp.einsum(equation, narrow_x, gather(narrow_w), preferred_element_type=accumulator)
     result = total.astype(jnp.float32) * _align_scale(x_scale, x_indices, out) * _align_scale(w_scale, w_indices, out)
     return result.astype(x.dtype)
 
 
-def scale_to(
+def quantize(
     x: Float[Array, "..."], dtype: str, axes: tuple[int, ...]
 ) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
     """Quantise `x` to `dtype`. Returns the quantised array and its float32 scale, which has length 1 along `axes`.

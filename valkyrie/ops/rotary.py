@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.choices import RopeStretch
 
-UNSTRETCHED = RopeStretch()
+NO_STRETCH = RopeStretch()
 """The default `stretch` of `rotate`, which leaves the frequencies unchanged."""
 
 
@@ -27,7 +27,7 @@ def rotate(
     positions: Int[Array, "batch seq"] | Int[Array, " seq"],
     theta: float,
     backend: str | None = None,
-    stretch: RopeStretch = UNSTRETCHED,
+    stretch: RopeStretch = NO_STRETCH,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotate queries or keys by their positions, in x's dtype. Angles and products are float32.
 
@@ -47,7 +47,7 @@ def rotate(
     angles = (positions[..., None].astype(jnp.float32) * frequencies)[..., None, :]
     cos, sin = (jnp.concatenate([f(angles)] * 2, axis=-1) for f in (jnp.cos, jnp.sin))
     by_product = get_platform(backend or jax.default_backend()).rotates_by_product
-    return _rotate_pairs(_quarter_turn_by_product if by_product else _quarter_turn, x, cos, sin)
+    return _rotate_pairs(_rotate_half_by_product if by_product else _rotate_half, x, cos, sin)
 
 
 def _stretch_frequencies(frequencies: Float[Array, " half"], stretch: RopeStretch) -> Float[Array, " half"]:
@@ -58,31 +58,31 @@ def _stretch_frequencies(frequencies: Float[Array, " half"], stretch: RopeStretc
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rotate_pairs(quarter_turn, x: Array, cos: Array, sin: Array) -> Array:
+def _rotate_pairs(rotate_half, x: Array, cos: Array, sin: Array) -> Array:
     """Rotate `x` by the angles with these cosines and sines. The backward pass is the inverse rotation."""
-    return (x.astype(jnp.float32) * cos + quarter_turn(x).astype(jnp.float32) * sin).astype(x.dtype)
+    return (x.astype(jnp.float32) * cos + rotate_half(x).astype(jnp.float32) * sin).astype(x.dtype)
 
 
-def _rotate_pairs_forward(quarter_turn, x: Array, cos: Array, sin: Array):
-    return _rotate_pairs(quarter_turn, x, cos, sin), (cos, sin)
+def _rotate_pairs_forward(rotate_half, x: Array, cos: Array, sin: Array):
+    return _rotate_pairs(rotate_half, x, cos, sin), (cos, sin)
 
 
-def _rotate_pairs_backward(quarter_turn, saved: tuple[Array, Array], g: Array):
-    cos, sin = saved
-    return _rotate_pairs(quarter_turn, g, cos, -sin), None, None
+def _rotate_pairs_backward(rotate_half, residuals: tuple[Array, Array], g: Array):
+    cos, sin = residuals
+    return _rotate_pairs(rotate_half, g, cos, -sin), None, None
 
 
 _rotate_pairs.defvjp(_rotate_pairs_forward, _rotate_pairs_backward)
 
 
-def _quarter_turn(x: Array) -> Array:
+def _rotate_half(x: Array) -> Array:
     """Rotate every pair by a quarter turn: (first, second) becomes (-second, first)."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([-second, first], axis=-1)
 
 
-def _quarter_turn_by_product(x: Array) -> Array:
-    """`_quarter_turn` as a matrix product. `highest` precision keeps float32 exact; bfloat16 is exact in one pass."""
+def _rotate_half_by_product(x: Array) -> Array:
+    """`_rotate_half` as a matrix product. `highest` precision keeps float32 exact; bfloat16 is exact in one pass."""
     half = x.shape[-1] // 2
     matrix = np.zeros((2 * half, 2 * half), np.float32)
     matrix[np.arange(half) + half, np.arange(half)] = -1

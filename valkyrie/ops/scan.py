@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32
 
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.ops.choices import STATES, ScanImpl
+from valkyrie.ops.choices import SCAN_STATES, ScanImpl
 from valkyrie.ops.scan_complex import (
     Carry,
     Eigenvalues,
@@ -171,30 +171,30 @@ _Residuals = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
 def _forward(
     settings: _ScanSettings, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, _Residuals]:
-    h, entering = _evaluate(settings, lam_bar, bu, h0, keep)
-    h = checkpoint_name(h[0], STATES), checkpoint_name(h[1], STATES)
+    h, entering_state = _evaluate(settings, lam_bar, bu, h0, keep)
+    h = checkpoint_name(h[0], SCAN_STATES), checkpoint_name(h[1], SCAN_STATES)
     # The returned states must differ from the saved ones by an operation, here a no-op. Otherwise a policy that saves
     # the states saves them twice inside `jax.shard_map`: as a residual and as a result.
     returned = jnp.expand_dims(h[0], 0).squeeze(0), jnp.expand_dims(h[1], 0).squeeze(0)
-    return returned, (lam_bar, h, h0, entering, keep)
+    return returned, (lam_bar, h, h0, entering_state, keep)
 
 
 def _backward(
     settings: _ScanSettings, residuals: _Residuals, g: States
 ) -> tuple[Eigenvalues, States, Carry | None, Float32[Array, "batch seq"] | None]:
     """Return the gradients. The gradient of bu is a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}."""
-    lam_bar, h, h0, entering, keep = residuals
+    lam_bar, h, h0, entering_state, keep = residuals
     a, _ = _evaluate(
         settings._replace(reverse=not settings.reverse), conj(lam_bar), g, None, _next_visited_keep(settings, keep)
     )
-    first, all_but_last, all_but_first = _visit_slices(settings.reverse)
+    first_index, all_but_last, all_but_first = _visit_slices(settings.reverse)
     products = mul(conj(index_parts(h, all_but_last)), index_parts(a, all_but_first))
     keep_weights = None if keep is None else keep[all_but_first][:, :, None]
     products = scale_by(keep_weights, products)
     d_lam = products[0].sum((0, 1)), products[1].sum((0, 1))
-    a_first = scale_by(None if keep is None else keep[first][:, None], index_parts(a, first))
-    if entering is not None:
-        entry_products = mul(conj(entering), a_first)
+    a_first = scale_by(None if keep is None else keep[first_index][:, None], index_parts(a, first_index))
+    if entering_state is not None:
+        entry_products = mul(conj(entering_state), a_first)
         d_lam = add(d_lam, (entry_products[0].sum(0), entry_products[1].sum(0)))
     d_h0 = None
     if h0 is not None:
@@ -218,20 +218,20 @@ def _evaluate(
     if not settings.axis_names:
         return form(lam_bar, bu, h0, keep, settings.reverse, settings.block), h0
     local_states = form(lam_bar, bu, None, keep, settings.reverse, settings.block)
-    entering = _entering_state(settings, lam_bar, local_states, h0, keep)
+    entering_state = _entering_state(settings, lam_bar, local_states, h0, keep)
     decay = index_parts(powers(lam_bar, bu[0].shape[1]), slice(None, None, -1 if settings.reverse else 1))
-    carried_in = mul(decay, (entering[0][:, None], entering[1][:, None]))
+    carried_in = mul(decay, (entering_state[0][:, None], entering_state[1][:, None]))
     if keep is not None:
         carried_in = scale_by(jax.lax.cumprod(keep, axis=1, reverse=settings.reverse)[:, :, None], carried_in)
-    return add(local_states, carried_in), entering
+    return add(local_states, carried_in), entering_state
 
 
 def _entering_state(
-    settings: _ScanSettings, lam_bar: Eigenvalues, local: States, h0: Carry | None, keep: Keep
+    settings: _ScanSettings, lam_bar: Eigenvalues, local_states: States, h0: Carry | None, keep: Keep
 ) -> Carry:
     """Return the state before this device's positions, from the last states of the shards before it."""
-    last_states = index_parts(local, (slice(None), 0 if settings.reverse else -1))
-    shard_decay = power(lam_bar, local[0].shape[1])
+    last_states = index_parts(local_states, (slice(None), 0 if settings.reverse else -1))
+    shard_decay = power(lam_bar, local_states[0].shape[1])
     gather = partial(jax.lax.all_gather, axis_name=settings.axis_names)
     shards_last = gather(last_states[0]), gather(last_states[1])
     shards_keep = None if keep is None else gather(keep.prod(axis=1))
@@ -247,8 +247,8 @@ def _entering_state(
     if settings.reverse:
         positions = positions[::-1]
     start = zeros_like(last_states) if h0 is None else h0
-    entering, _ = jax.lax.scan(advance, start, (positions, shards_keep, shards_last), reverse=settings.reverse)
-    return entering
+    entering_state, _ = jax.lax.scan(advance, start, (positions, shards_keep, shards_last), reverse=settings.reverse)
+    return entering_state
 
 
 def _next_visited_keep(settings: _ScanSettings, keep: Keep) -> Keep:
@@ -258,14 +258,14 @@ def _next_visited_keep(settings: _ScanSettings, keep: Keep) -> Keep:
     """
     if keep is None:
         return None
-    first, _, all_but_first = _visit_slices(settings.reverse)
+    first_index, _, all_but_first = _visit_slices(settings.reverse)
     if settings.axis_names:
         neighbour = -1 if settings.reverse else 1
         last = _shard_count(settings) - 1
         pairs = [(shard, shard - neighbour) for shard in range(last + 1) if 0 <= shard - neighbour <= last]
-        neighbour_keep = jax.lax.ppermute(keep[first], settings.axis_names, pairs)
+        neighbour_keep = jax.lax.ppermute(keep[first_index], settings.axis_names, pairs)
     else:
-        neighbour_keep = jnp.ones_like(keep[first])
+        neighbour_keep = jnp.ones_like(keep[first_index])
     parts = (
         [neighbour_keep[:, None], keep[all_but_first]]
         if settings.reverse

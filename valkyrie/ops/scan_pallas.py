@@ -39,10 +39,10 @@ TIME_BLOCKS = (512, 256, 128)
 UNROLL = 4
 """Tiles per loop iteration. With 8, registers spill."""
 
-DOUBLINGS = (1, 2, 4)
+DOUBLING_DISTANCES = (1, 2, 4)
 """Distance, in positions, that each doubling step looks back."""
 
-STEPS = len(DOUBLINGS) + 1
+STEP_COUNT = len(DOUBLING_DISTANCES) + 1
 """Number of multiply-adds per state and position: one for each doubling step, and one for the previous tile."""
 
 
@@ -67,7 +67,7 @@ def kernel(
     row_padding, lane_padding = -seq % LANES, -state % LANES
     row_widths = (row_padding, 0) if reverse else (0, row_padding)
     factors = [lam_bar]
-    for _ in DOUBLINGS:
+    for _ in DOUBLING_DISTANCES:
         factors.append(mul(factors[-1], factors[-1]))
     table = jnp.stack([factor[part] for factor in factors for part in (0, 1)])
     inputs: list[Array] = [
@@ -99,7 +99,7 @@ def _keep_products(keep: Float32[Array, "batch seq"], reverse: bool) -> Float32[
     The position itself counts as the last visited one.
     """
     seq, products = keep.shape[1], [keep]
-    for distance in DOUBLINGS:
+    for distance in DOUBLING_DISTANCES:
         shift = min(distance, seq)
         earlier = products[-1][:, shift:] if reverse else products[-1][:, : seq - shift]
         padding = ((0, 0), (0, shift) if reverse else (shift, 0))
@@ -117,22 +117,22 @@ def _build_call(shape: jax.ShapeDtypeStruct, has_h0: bool, has_keep: bool, rever
     def visited_block(t: Any) -> Any:
         return last_block - t if reverse else t
 
-    states = pl.BlockSpec((1, time_block, state_block), lambda b, p, t: (b, visited_block(t), p))
-    specs = [pl.BlockSpec((2 * STEPS, state_block), lambda b, p, t: (0, p)), states, states]
+    state_spec = pl.BlockSpec((1, time_block, state_block), lambda b, p, t: (b, visited_block(t), p))
+    specs = [pl.BlockSpec((2 * STEP_COUNT, state_block), lambda b, p, t: (0, p)), state_spec, state_spec]
     if has_h0:
         specs += [pl.BlockSpec((1, 1, state_block), lambda b, p, t: (b, 0, p))] * 2
     scratch = [
-        pltpu.VMEM((len(DOUBLINGS), 2, state_block // LANES, TILE + time_block, LANES), jnp.float32),
+        pltpu.VMEM((len(DOUBLING_DISTANCES), 2, state_block // LANES, TILE + time_block, LANES), jnp.float32),
         pltpu.VMEM((2, TILE, state_block), jnp.float32),
     ]
     if has_keep:
-        specs += [pl.BlockSpec((1, STEPS, time_block), lambda b, p, t: (b, 0, visited_block(t)))]
-        scratch += [pltpu.VMEM((STEPS, time_block, LANES), jnp.float32)]
+        specs += [pl.BlockSpec((1, STEP_COUNT, time_block), lambda b, p, t: (b, 0, visited_block(t)))]
+        scratch += [pltpu.VMEM((STEP_COUNT, time_block, LANES), jnp.float32)]
     return pl.pallas_call(
         partial(_block_kernel, has_h0=has_h0, has_keep=has_keep, reverse=reverse),
         grid=(batch, state // state_block, seq // time_block),
         in_specs=specs,
-        out_specs=[states, states],
+        out_specs=[state_spec, state_spec],
         out_shape=[shape, shape],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
@@ -145,19 +145,19 @@ def _build_call(shape: jax.ShapeDtypeStruct, has_h0: bool, has_keep: bool, rever
 def _estimate_cost(
     batch: int, seq: int, state: int, state_blocks: int, has_h0: bool, has_keep: bool
 ) -> pl.CostEstimate:
-    """Return the kernel's cost: 8 FLOPs (10 with `keep`) for each of the `STEPS` steps, per state and position.
+    """Return the kernel's cost: 8 FLOPs (10 with `keep`) for each of the `STEP_COUNT` steps, per state and position.
 
     Each array is moved once, except that `keep` is read for every block of states and the table of eigenvalue powers
     for every sequence.
     """
-    state_numbers = batch * seq * state
-    read_numbers = 2 * state_numbers + 2 * STEPS * batch * state
+    state_elements = batch * seq * state
+    read_elements = 2 * state_elements + 2 * STEP_COUNT * batch * state
     if has_h0:
-        read_numbers += 2 * batch * state
+        read_elements += 2 * batch * state
     if has_keep:
-        read_numbers += STEPS * batch * seq * state_blocks
-    flops = (10 if has_keep else 8) * STEPS * state_numbers
-    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=4 * (read_numbers + 2 * state_numbers))
+        read_elements += STEP_COUNT * batch * seq * state_blocks
+    flops = (10 if has_keep else 8) * STEP_COUNT * state_elements
+    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=4 * (read_elements + 2 * state_elements))
 
 
 def _block_kernel(table: Any, bu_re: Any, bu_im: Any, *refs: Any, has_h0: bool, has_keep: bool, reverse: bool) -> None:
@@ -168,39 +168,45 @@ def _block_kernel(table: Any, bu_re: Any, bu_im: Any, *refs: Any, has_h0: bool, 
     `has_keep`, `keep` broadcast over lanes.
     """
     remaining_refs = list(refs)
-    entering = [remaining_refs.pop(0) for _ in range(2 if has_h0 else 0)]
+    entering_state = [remaining_refs.pop(0) for _ in range(2 if has_h0 else 0)]
     keep = remaining_refs.pop(0) if has_keep else None
     out_re, out_im, stages, carry, *rest = remaining_refs
     keep_broadcast = rest[0] if has_keep else None
     time_block, state_block = bu_re.shape[1:]
     columns = [pl.ds(start, LANES) for start in range(0, state_block, LANES)]
-    tile_before, last_tile = (time_block, 0) if reverse else (0, time_block)
+    previous_tile_start, last_tile_start = (time_block, 0) if reverse else (0, time_block)
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
-        _write_entering_state(stages, carry, entering, pl.ds(tile_before, TILE), 0 if reverse else TILE - 1)
+        _write_entering_state(
+            stages, carry, entering_state, pl.ds(previous_tile_start, TILE), 0 if reverse else TILE - 1
+        )
 
     if keep is not None and keep_broadcast is not None:
-        for step in range(STEPS):
+        for step in range(STEP_COUNT):
             keep_broadcast[step] = jnp.broadcast_to(keep[0, step : step + 1], (LANES, time_block)).T
-    factors = [[_broadcast_factor(table, step, column) for step in range(STEPS)] for column in columns]
+    factors = [[_broadcast_factor(table, step, column) for step in range(STEP_COUNT)] for column in columns]
 
     def run_tiles(index: Any, h: list[Complex]) -> list[Complex]:
         for unrolled in range(UNROLL):
             tile = index * UNROLL + unrolled
             base = pl.multiple_of((time_block // TILE - 1 - tile if reverse else tile) * TILE, TILE)
             rows = pl.ds(base, TILE)
-            keep_factors = None if keep_broadcast is None else [keep_broadcast[step, rows, :] for step in range(STEPS)]
+            keep_factors = (
+                None if keep_broadcast is None else [keep_broadcast[step, rows, :] for step in range(STEP_COUNT)]
+            )
             for c, column in enumerate(columns):
-                by_step = (
+                step_factors = (
                     factors[c]
                     if keep_factors is None
-                    else [scale_by(keep_factors[s], factors[c][s]) for s in range(STEPS)]
+                    else [scale_by(keep_factors[s], factors[c][s]) for s in range(STEP_COUNT)]
                 )
                 value = bu_re[0, rows, column], bu_im[0, rows, column]
-                for step in range(len(DOUBLINGS)):
-                    value = _doubling_step(stages.at[step, :, c], value, by_step[step], base, DOUBLINGS[step], reverse)
-                h[c] = add(value, mul(by_step[-1], h[c]))
+                for step in range(len(DOUBLING_DISTANCES)):
+                    value = _doubling_step(
+                        stages.at[step, :, c], value, step_factors[step], base, DOUBLING_DISTANCES[step], reverse
+                    )
+                h[c] = add(value, mul(step_factors[-1], h[c]))
                 out_re[0, rows, column], out_im[0, rows, column] = h[c]
         return h
 
@@ -208,24 +214,24 @@ def _block_kernel(table: Any, bu_re: Any, bu_im: Any, *refs: Any, has_h0: bool, 
     last_states = jax.lax.fori_loop(0, time_block // TILE // UNROLL, run_tiles, first_states)
     for c, column in enumerate(columns):
         carry[0, :, column], carry[1, :, column] = last_states[c]
-    stages[:, :, :, pl.ds(tile_before, TILE), :] = stages[:, :, :, pl.ds(last_tile, TILE), :]
+    stages[:, :, :, pl.ds(previous_tile_start, TILE), :] = stages[:, :, :, pl.ds(last_tile_start, TILE), :]
 
 
-def _write_entering_state(stages: Any, carry: Any, entering: list[Any], tile: Any, row: int) -> None:
+def _write_entering_state(stages: Any, carry: Any, entering_state: list[Any], tile: Any, row: int) -> None:
     """Write the tile before the first block to `carry` and to the slice `tile` of every stage.
 
-    Row `row` of this tile, which the recurrence visits last, is the entering state, or zero if `entering` is empty. The
+    Row `row` of this tile, which the recurrence visits last, is the entering state, or zero if `entering_state` is empty. The
     other rows are zero. All stages get the same values, because no earlier inputs contribute to them.
     """
     at_row = jax.lax.broadcasted_iota(jnp.int32, carry.shape[1:], 0) == row
     for part in range(2):
-        before = jnp.zeros(carry.shape[1:], jnp.float32)
-        if entering:
-            before = jnp.where(at_row, jnp.broadcast_to(entering[part][0], before.shape), before)
-        carry[part] = before
+        tile_values = jnp.zeros(carry.shape[1:], jnp.float32)
+        if entering_state:
+            tile_values = jnp.where(at_row, jnp.broadcast_to(entering_state[part][0], tile_values.shape), tile_values)
+        carry[part] = tile_values
         for step in range(stages.shape[0]):
             for c in range(stages.shape[2]):
-                stages[step, part, c, tile, :] = before[:, c * LANES : (c + 1) * LANES]
+                stages[step, part, c, tile, :] = tile_values[:, c * LANES : (c + 1) * LANES]
 
 
 def _broadcast_factor(table: Any, step: int, column: Any) -> Complex:

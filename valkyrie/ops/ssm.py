@@ -31,7 +31,7 @@ _SERIES_TERMS = 9
 
 @dataclass(frozen=True, eq=False)
 class BlockHippo:
-    """Diagonalised initial state matrix of a layer, made of `blocks` identical HiPPO-N blocks.
+    """Diagonalised initial state matrix of a layer, made of `block_count` identical HiPPO-N blocks.
 
     With conjugate symmetry, only the eigenvalues with negative imaginary part are stored, so `V` is rectangular.
 
@@ -39,13 +39,13 @@ class BlockHippo:
         Lambda: Stored eigenvalues of all blocks.
         V: Eigenvectors of one block, as columns.
         Vinv: Conjugate transpose of `V`.
-        blocks: Number of blocks.
+        block_count: Number of blocks.
     """
 
     Lambda: Complex128[np.ndarray, " state"]
     V: Complex128[np.ndarray, "block kept"]
     Vinv: Complex128[np.ndarray, "kept block"]
-    blocks: int
+    block_count: int
 
     @property
     def state_count(self) -> int:
@@ -55,7 +55,7 @@ class BlockHippo:
     @property
     def state_size(self) -> int:
         """Number of real states before diagonalisation: `state_count`, or twice that with conjugate symmetry."""
-        return self.blocks * self.V.shape[0]
+        return self.block_count * self.V.shape[0]
 
 
 @lru_cache(maxsize=16)
@@ -97,8 +97,8 @@ def block_hippo(state_size: int, blocks: int, conjugate_symmetric: bool = True) 
             f"{equal}. Use state_size={below} or state_size={below + multiple}."
         )
     Lambda, V = hippo_n(state_size // blocks)
-    stored = len(Lambda) // divisor
-    return BlockHippo(np.tile(Lambda[:stored], blocks), V[:, :stored], V[:, :stored].conj().T, blocks)
+    stored_count = len(Lambda) // divisor
+    return BlockHippo(np.tile(Lambda[:stored_count], blocks), V[:, :stored_count], V[:, :stored_count].conj().T, blocks)
 
 
 def init_Lambda(hippo: BlockHippo) -> Eigenvalues:
@@ -112,7 +112,7 @@ def init_B_tilde(key: Array, hippo: BlockHippo, embed: int) -> Float32[Array, "s
     B is real and sampled from a truncated normal distribution of variance 1 / state_size.
     """
     B = truncated_normal(key, (hippo.state_size, embed), math.sqrt(1 / hippo.state_size))
-    B = B.reshape(hippo.blocks, -1, embed)
+    B = B.reshape(hippo.block_count, -1, embed)
     rotated = [_einsum_float32("kn,bnh->bkh", part, B) for part in (np.real(hippo.Vinv), np.imag(hippo.Vinv))]
     return jnp.stack(rotated, axis=-1).reshape(hippo.state_count, embed, 2)
 
@@ -128,7 +128,9 @@ def init_C_tilde(key: Array, hippo: BlockHippo, embed: int, method: CInit) -> Fl
     if method is CInit.complex_normal:
         return jax.random.normal(key, (embed, hippo.state_count, 2), jnp.float32) * math.sqrt(0.5)
     fan_in = hippo.state_size * (embed if method is CInit.lecun_normal else 1)
-    C = truncated_normal(key, (embed, hippo.state_size, 2), math.sqrt(1 / fan_in)).reshape(embed, hippo.blocks, -1, 2)
+    C = truncated_normal(key, (embed, hippo.state_size, 2), math.sqrt(1 / fan_in)).reshape(
+        embed, hippo.block_count, -1, 2
+    )
     re, im = C[..., 0], C[..., 1]
 
     def rotate(part: np.ndarray, matrix: Array) -> Array:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from valkyrie.optim.muon import StackSharding
 
-NOT_AVERAGED = frozenset({"puzzle", "fixed"})
+UNAVERAGED_GROUPS = frozenset({"puzzle", "fixed"})
 """Groups that `ema_decay` does not average: tables with rarely updated rows, and parameters that never change."""
 
 _RULE_GROUPS = dict.fromkeys(("matrix", "vector", "ssm")).keys()
@@ -148,10 +148,10 @@ class OptimizerConfig:
         from valkyrie.ops.atan2 import sign_descent_on_used_rows
 
         all_rules: dict[Hashable, optax.GradientTransformation] = {**rules}
-        if NOT_AVERAGED & set(jax.tree.leaves(labels)):
+        if UNAVERAGED_GROUPS & set(jax.tree.leaves(labels)):
             ratio = (self.puzzle_learning_rate or self.learning_rate) / self.learning_rate
-            steps = optax.scale_by_learning_rate(scale_schedule(rate, ratio))
-            all_rules["puzzle"] = optax.chain(sign_descent_on_used_rows(self.weight_decay), steps)
+            scale_by_rate = optax.scale_by_learning_rate(scale_schedule(rate, ratio))
+            all_rules["puzzle"] = optax.chain(sign_descent_on_used_rows(self.weight_decay), scale_by_rate)
             all_rules["fixed"] = optax.set_to_zero()
         return optax.partition(all_rules, labels)
 
@@ -216,8 +216,8 @@ class AdamLike(OptimizerConfig, ABC):
         import optax
 
         def rule(ratio: float, decay: float) -> optax.GradientTransformation:
-            steps = optax.scale_by_learning_rate(scale_schedule(rate, ratio))
-            return optax.chain(self.directions(), optax.add_decayed_weights(decay), steps)
+            scale_by_rate = optax.scale_by_learning_rate(scale_schedule(rate, ratio))
+            return optax.chain(self.directions(), optax.add_decayed_weights(decay), scale_by_rate)
 
         ssm = rule(self.ssm_learning_rate_ratio, 0.0)
         return {"matrix": rule(1.0, self.weight_decay), "vector": rule(1.0, 0.0), "ssm": ssm}
@@ -231,16 +231,16 @@ class AdamLike(OptimizerConfig, ABC):
 FAMILIES = Families("optimizer.family", "valkyrie.optim.families", OptimizerConfig)
 
 
-def convert_old_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+def convert_old_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the optimizer settings of an old `run.yaml` to the current keys.
 
     Before optimizers had families, all shared one set of keys: `kind` named the optimizer, and `muon` held the settings
     of Muon. Keys that the optimizer does not use are dropped. Settings without `kind` are current and stay unchanged.
     """
-    if "kind" not in saved:
-        return dict(saved)
-    family = str(saved["kind"])
-    values = {**saved, **(saved.get("muon") or {}), "family": family}
+    if "kind" not in settings:
+        return dict(settings)
+    family = str(settings["kind"])
+    values = {**settings, **(settings.get("muon") or {}), "family": family}
     field_names = FAMILIES.config_class(family).__dataclass_fields__
     return {key: value for key, value in values.items() if key in field_names}
 
@@ -314,13 +314,13 @@ def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> o
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     inner = optax.chain(*clip, config.transformation(specs, training))
 
-    def to_accumulated(tree: Any) -> Any:
+    def cast_to_accumulator(tree: Any) -> Any:
         return optax.tree.cast(tree, ACCUMULATOR_DTYPE.value)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return inner.update(to_accumulated(updates), state, to_accumulated(params))
+        return inner.update(cast_to_accumulator(updates), state, cast_to_accumulator(params))
 
-    return optax.GradientTransformation(lambda params: inner.init(to_accumulated(params)), update)
+    return optax.GradientTransformation(lambda params: inner.init(cast_to_accumulator(params)), update)
 
 
 def check_bytes(config: OptimizerConfig, parameters: Iterable[Parameter]) -> None:
@@ -341,4 +341,4 @@ def _label(parameter: Parameter) -> str:
     group = parameter.group
     if group in ("embedding", "unembedding", "value_embedding"):
         return "matrix"
-    return group if group in ("matrix", "ssm", *NOT_AVERAGED) else "vector"
+    return group if group in ("matrix", "ssm", *UNAVERAGED_GROUPS) else "vector"

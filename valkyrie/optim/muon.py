@@ -39,19 +39,19 @@ class StackSharding(NamedTuple):
     """Sharding of stacks of matrices. The default is for a single device.
 
     Args:
-        devices: Number of devices that a stack is split over.
+        device_count: Number of devices that a stack is split over.
         sharding_key: Returns a key that is equal for parameters with equally sharded matrices.
         shard_as_stored: Shards a stack (matrices, rows, columns) as the parameter is sharded between steps.
         shard_by_matrix: Shards the first dimension of a stack over all devices.
     """
 
-    devices: int = 1
+    device_count: int = 1
     sharding_key: Callable[[Parameter], Hashable] = lambda spec: None
     shard_as_stored: Callable[[Array, Parameter], Array] = lambda stack, spec: stack
     shard_by_matrix: Callable[[Array], Array] = lambda stack: stack
 
 
-class Recipe(NamedTuple):
+class MuonSettings(NamedTuple):
     """Settings of Muon's update.
 
     Args:
@@ -59,14 +59,14 @@ class Recipe(NamedTuple):
         momentum: Momentum by step.
         decay: Weight decay by step.
         beta2: Decay of NorMuon's mean squares, or None for plain Muon.
-        compute: Dtype of the orthogonalization.
+        compute_dtype: Dtype of the orthogonalization.
     """
 
     rate: Callable[[Any], Any]
     momentum: Callable[[Any], Any]
     decay: Callable[[Any], Any]
     beta2: float | None
-    compute: str
+    compute_dtype: str
 
 
 class MuonState(NamedTuple):
@@ -83,8 +83,8 @@ class MuonState(NamedTuple):
     second: Any
 
 
-def muon(recipe: Recipe, specs: Any, sharding: StackSharding | None = None) -> optax.GradientTransformation:
-    """Build the optax transformation for Muon, or for NorMuon if `recipe.beta2` is set.
+def muon(settings: MuonSettings, specs: Any, sharding: StackSharding | None = None) -> optax.GradientTransformation:
+    """Build the optax transformation for Muon, or for NorMuon if `settings.beta2` is set.
 
     Its updates include the learning rate and weight decay. `specs` is a tree with the `Parameter` of each matrix and
     `optax.MaskedNode` for all other parameters.
@@ -95,30 +95,32 @@ def muon(recipe: Recipe, specs: Any, sharding: StackSharding | None = None) -> o
 
     def init(params: Any) -> MuonState:
         mean_squares = None
-        if recipe.beta2 is not None:
+        if settings.beta2 is not None:
             mean_squares = jax.tree.map(lambda p, s: jnp.zeros(_second_moment_shape(s), jnp.float32), params, specs)
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), mean_squares)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
-        beta = recipe.momentum(state.count)
+        beta = settings.momentum(state.count)
         momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.momentum, updates)
         lookahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, momentum, updates)
         leaves, structure = jax.tree.flatten(lookahead)
         leaf_specs = jax.tree.leaves(jax.tree.map(lambda _, s: s, lookahead, specs), is_leaf=is_parameter)
-        values = jax.tree.leaves(params)
+        param_leaves = jax.tree.leaves(params)
         mean_squares = [None] * len(leaves) if state.second is None else jax.tree.leaves(state.second)
         directions: list[Any] = [None] * len(leaves)
-        for members in _group_into_stacks(leaf_specs, sharding):
-            stacked = [leaves[i] for i in members], [mean_squares[i] for i in members], [leaf_specs[i] for i in members]
-            for i, direction, new_squares in zip(members, *_directions(*stacked, recipe, sharding), strict=True):
+        for indices in _group_into_stacks(leaf_specs, sharding):
+            stacked = [leaves[i] for i in indices], [mean_squares[i] for i in indices], [leaf_specs[i] for i in indices]
+            for i, direction, new_squares in zip(
+                indices, *_orthogonal_directions(*stacked, settings, sharding), strict=True
+            ):
                 directions[i], mean_squares[i] = direction, new_squares
-        rate, decay = recipe.rate(state.count), recipe.decay(state.count)
-        steps = [
+        rate, decay = settings.rate(state.count), settings.decay(state.count)
+        new_updates = [
             _leaf_update(d, p, rate * _rate_factor(s), decay)
-            for d, p, s in zip(directions, values, leaf_specs, strict=True)
+            for d, p, s in zip(directions, param_leaves, leaf_specs, strict=True)
         ]
         new_mean_squares = None if state.second is None else jax.tree.unflatten(structure, mean_squares)
-        return jax.tree.unflatten(structure, steps), MuonState(state.count + 1, momentum, new_mean_squares)
+        return jax.tree.unflatten(structure, new_updates), MuonState(state.count + 1, momentum, new_mean_squares)
 
     return optax.GradientTransformation(init, update)
 
@@ -134,8 +136,12 @@ def _group_into_stacks(specs: list[Parameter], sharding: StackSharding) -> list[
     return list(groups.values())
 
 
-def _directions(
-    leaves: list[Array], mean_squares: list[Any], specs: list[Parameter], recipe: Recipe, sharding: StackSharding
+def _orthogonal_directions(
+    leaves: list[Array],
+    mean_squares: list[Any],
+    specs: list[Parameter],
+    settings: MuonSettings,
+    sharding: StackSharding,
 ) -> tuple[list[Array], list[Any]]:
     """Return the orthogonalized direction of each parameter in a stack and its new mean squares (None for plain Muon).
 
@@ -143,15 +149,15 @@ def _directions(
     """
     spec, counts = specs[0], [matrix_shape(s)[0] for s in specs]
     _, rows, columns = matrix_shape(spec)
-    stack = jnp.concatenate([leaf.astype(recipe.compute).reshape(-1, rows, columns) for leaf in leaves])
-    padding = -len(stack) % sharding.devices
+    stack = jnp.concatenate([leaf.astype(settings.compute_dtype).reshape(-1, rows, columns) for leaf in leaves])
+    padding = -len(stack) % sharding.device_count
     stack = jnp.pad(sharding.shard_as_stored(stack, spec), ((0, padding), (0, 0), (0, 0)))
     directions = orthogonalize(sharding.shard_by_matrix(stack), spec.output_first)
-    if recipe.beta2 is not None:
+    if settings.beta2 is not None:
         old_squares = jnp.pad(
             jnp.concatenate([s.reshape(-1, s.shape[-1]) for s in mean_squares]), ((0, padding), (0, 0))
         )
-        directions, new_squares = _normalise(directions, old_squares, recipe.beta2, _second_moment_axis(spec))
+        directions, new_squares = _normalise(directions, old_squares, settings.beta2, _second_moment_axis(spec))
         new_squares = jnp.split(new_squares[: len(new_squares) - padding], _split_points(counts))
         mean_squares = [squares.reshape(_second_moment_shape(s)) for squares, s in zip(new_squares, specs, strict=True)]
     directions = sharding.shard_as_stored(sharding.shard_by_matrix(directions), spec)
@@ -165,9 +171,9 @@ def orthogonalize(stack: Float[Array, "n rows columns"], output_first: bool) -> 
     First scales the output vectors (rows if `output_first`, else columns) to equal norms (MuonEq, arXiv 2603.28254).
     The results have the Frobenius norm sqrt(min(rows, columns)).
     """
-    as_float32, rows = stack.astype(jnp.float32), stack.shape[-2 if output_first else -1]
-    norms = jnp.linalg.norm(as_float32, axis=-1 if output_first else -2, keepdims=True)
-    target_norm = jnp.linalg.norm(as_float32, axis=(-2, -1), keepdims=True) / rows**0.5
+    stack_f32, output_count = stack.astype(jnp.float32), stack.shape[-2 if output_first else -1]
+    norms = jnp.linalg.norm(stack_f32, axis=-1 if output_first else -2, keepdims=True)
+    target_norm = jnp.linalg.norm(stack_f32, axis=(-2, -1), keepdims=True) / output_count**0.5
     balanced = stack * (target_norm / jnp.maximum(norms, 1e-6)).astype(stack.dtype)
     result = jax.vmap(lambda x: orthogonalize_via_newton_schulz(x, jnp.asarray(_COEFFICIENTS, x.dtype), eps=1e-6))(
         balanced

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from valkyrie.optim import NOT_AVERAGED
+from valkyrie.optim import UNAVERAGED_GROUPS
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.train.state import TrainState, copy_to_device
 
@@ -49,7 +49,7 @@ def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[T
 
 
 def _update_ema(decay: float, average: jax.Array, parameter: jax.Array, group: str) -> jax.Array:
-    if group in NOT_AVERAGED:
+    if group in UNAVERAGED_GROUPS:
         return parameter.astype(average.dtype)
     return decay * average + (1 - decay) * parameter.astype(average.dtype)
 

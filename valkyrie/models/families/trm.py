@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from valkyrie.axes import SHARED_AXES, Arrays, Parameter, Size, Tensor
 from valkyrie.models.block import BLOCK_INPUT, SavedActivation, tensor
-from valkyrie.ops.choices import CONTEXT
+from valkyrie.ops.choices import ATTENTION_OUTPUT
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Config:
         """Return the activations that the backward pass of one layer needs. Norms keep their input in float32."""
 
         def saved(*dims: str | int, count: int = 1, float32: bool = False, name: str | None = None) -> SavedActivation:
-            is_product = name is not None and name not in (BLOCK_INPUT, CONTEXT)
+            is_product = name is not None and name not in (BLOCK_INPUT, ATTENTION_OUTPUT)
             activation = tensor(("batch", "seq", *dims), self._sizes)
             return SavedActivation(activation, count, float32, name=name, product=is_product)
 

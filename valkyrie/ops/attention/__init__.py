@@ -21,7 +21,7 @@ from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Pattern
 from valkyrie.ops.attention.reference import reference_attention
 from valkyrie.ops.attention.sharded import sharded_attention
 from valkyrie.ops.attention.streaming import GlobalStep, KVCache, attention_step, init_cache
-from valkyrie.ops.choices import CONTEXT, AttentionImpl
+from valkyrie.ops.choices import ATTENTION_OUTPUT, AttentionImpl
 from valkyrie.problems import nearest_divisor
 
 __all__ = [
@@ -83,7 +83,7 @@ def attention(
     impl = choose_implementation(impl, backend, q.shape[1], request)
     if impl is AttentionImpl.dense:
         out = reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
-        return checkpoint_name(out, CONTEXT)
+        return checkpoint_name(out, ATTENTION_OUTPUT)
     options = LocalOptions(
         kernel=get_platform(backend).attention if impl is AttentionImpl.kernel else None, chunk_size=chunk
     )

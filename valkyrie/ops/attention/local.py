@@ -32,7 +32,7 @@ from valkyrie.ops.attention.pattern import (
     joint_attention,
     same_segment,
 )
-from valkyrie.ops.choices import CONTEXT
+from valkyrie.ops.choices import ATTENTION_OUTPUT
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
 """Bounds on the number of queries per chunk that `pick_chunk_size` chooses."""
@@ -71,7 +71,7 @@ def local_attention(
         out = jax.nn.dot_product_attention(
             q, k, v, is_causal=pattern.causal, local_window_size=window, implementation="cudnn"
         )
-        return checkpoint_name(out, CONTEXT)
+        return checkpoint_name(out, ATTENTION_OUTPUT)
     return chunked_attention(q, k, v, pattern=pattern, key_range=key_range, chunk_size=options.chunk_size)
 
 
@@ -143,7 +143,7 @@ def chunked_attention(
 
     _, out = jax.lax.scan(chunk_step, None, (_query_chunks(q, key_range, chunk_size), scanned_keys))
     out = out.swapaxes(0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :seq]
-    return checkpoint_name(out, CONTEXT)
+    return checkpoint_name(out, ATTENTION_OUTPUT)
 
 
 class _Chunk(NamedTuple):

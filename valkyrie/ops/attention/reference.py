@@ -24,19 +24,21 @@ def reference_attention(
     """Return attention in q's dtype, computed with one full matrix of logits per head (two with global tokens)."""
     positions = jnp.arange(q.shape[1])
     row, column = positions[:, None], positions[None, :]
-    allowed = jnp.ones((1, 1, 1), bool) if segment_ids is None else segment_ids[:, :, None] == segment_ids[:, None, :]
+    is_allowed = (
+        jnp.ones((1, 1, 1), bool) if segment_ids is None else segment_ids[:, :, None] == segment_ids[:, None, :]
+    )
     if pattern.causal:
-        allowed = allowed & (column <= row)
+        is_allowed = is_allowed & (column <= row)
     in_window = pattern.sees(row, column)[None]
     if global_tokens is None:
-        return _masked_attention(q, k, v, allowed & in_window, pattern.soft_cap)
+        return _masked_attention(q, k, v, is_allowed & in_window, pattern.soft_cap)
     tokens = global_tokens
     is_entry = tokens.valid[:, :, None] & (tokens.positions[:, :, None] == positions)
     is_global = is_entry.any(1)
-    local = _masked_attention(q, k, v, allowed & (in_window | is_global[:, None, :]), pattern.soft_cap)
+    local = _masked_attention(q, k, v, is_allowed & (in_window | is_global[:, None, :]), pattern.soft_cap)
     entry = jnp.argmax(is_entry, axis=1)
     q_global = jax.vmap(lambda rows, index: rows[index])(tokens.q, entry)
-    global_mask = jnp.broadcast_to(allowed, (1, *in_window.shape[1:]) if segment_ids is None else allowed.shape)
+    global_mask = jnp.broadcast_to(is_allowed, (1, *in_window.shape[1:]) if segment_ids is None else is_allowed.shape)
     global_rows = _masked_attention(q_global, tokens.k, tokens.v, global_mask, pattern.soft_cap)
     return jnp.where(is_global[:, :, None, None], global_rows, local)
 

@@ -116,8 +116,10 @@ def _full_splash_attention(
         query_segments=None if segments is None else swap(segments),
         global_keys=None if global_keys is None else global_keys._replace(visible=swap(global_keys.visible)),
     )
-    halves = [{owner: half for half, owner in enumerate(_half_owners(shard_count)) if half % 2 == i} for i in range(2)]
-    starts = tuple((halves[0][i] * (seq // 2), halves[1][i] * (seq // 2)) for i in range(shard_count))
+    half_by_owner = [
+        {owner: half for half, owner in enumerate(_half_owners(shard_count)) if half % 2 == i} for i in range(2)
+    ]
+    starts = tuple((half_by_owner[0][i] * (seq // 2), half_by_owner[1][i] * (seq // 2)) for i in range(shard_count))
     return swap(attend(swap(q), k, v, chunks=QueryChunks(starts, shard), key_range=swapped), inverse=True)
 
 
@@ -151,19 +153,19 @@ def _extend_keys(
 ) -> tuple[Array, Array, KeyRange]:
     """Return (keys, values, key range) of this shard, extended by the neighbours' keys within the window."""
     batch, seq = k.shape[:2]
-    before = min(pattern.reach(), (shard_count - 1) * seq)
-    after = 0 if pattern.causal else before
+    keys_before = min(pattern.reach(), (shard_count - 1) * seq)
+    keys_after = 0 if pattern.causal else keys_before
     # The range starts a multiple of the dilation before the first query, so that residues of keys and queries agree.
-    padding = -before % pattern.dilation
+    padding = -keys_before % pattern.dilation
 
     def extend(x: Array) -> Array:
-        x = _add_halo(x, before, after, axis_names, shard_count)
+        x = _add_halo(x, keys_before, keys_after, axis_names, shard_count)
         return jnp.pad(x, ((0, 0), (padding, 0)) + ((0, 0),) * (x.ndim - 2))
 
     keys_values = extend(jnp.stack([k, v], axis=2))
     segments = key_range.query_segments
     key_range = key_range._replace(
-        keys_before=padding + before,
+        keys_before=padding + keys_before,
         key_valid=extend(jnp.ones((batch, seq), bool)),
         key_segments=None if segments is None else extend(segments),
     )

@@ -27,7 +27,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float, Int
 
 from valkyrie.ops.attention.pattern import GlobalKeys, KeyRange, Keys, Pattern, Queries, apply_soft_cap
-from valkyrie.ops.choices import CONTEXT
+from valkyrie.ops.choices import ATTENTION_OUTPUT
 
 LANES = 128
 """Lanes of a TPU vector register. Lengths up to `BLOCK` are padded to a multiple of this."""
@@ -60,15 +60,15 @@ def splash_window(
 
     `interpret` runs the kernel without a TPU, slowly, for tests.
     """
-    before, global_keys = key_range.keys_before, key_range.global_keys
-    assert pattern.dilation == 1 and isinstance(before, int)
+    keys_before, global_keys = key_range.keys_before, key_range.global_keys
+    assert pattern.dilation == 1 and isinstance(keys_before, int)
     batch, seq, heads, head_dim = q.shape
-    rows_padded = _padded_length(seq)
+    padded_rows = _padded_length(seq)
     # Every row, including padding, keeps the key at its position. A row without any block would divide zero by zero.
-    keys_padded = _padded_length(max(k.shape[1], before + rows_padded))
-    kernel = _splash_kernel(heads, head_dim, rows_padded, keys_padded, pattern, before, interpret)
-    segments = _segment_ids(key_range, pattern.causal, batch, seq, k.shape[1], rows_padded, keys_padded)
-    return _run_kernel(kernel, q, k, v, segments, global_keys, rows_padded, keys_padded)
+    padded_keys = _padded_length(max(k.shape[1], keys_before + padded_rows))
+    kernel = _splash_kernel(heads, head_dim, padded_rows, padded_keys, pattern, keys_before, interpret)
+    segments = _segment_ids(key_range, pattern.causal, batch, seq, k.shape[1], padded_rows, padded_keys)
+    return _run_kernel(kernel, q, k, v, segments, global_keys, padded_rows, padded_keys)
 
 
 class QueryChunks(NamedTuple):
@@ -99,27 +99,27 @@ def splash_causal_shard(
     (`needs_no_padding`).
     """
     head_dim, length = q.shape[3], q.shape[1] // len(chunks.starts[0])
-    length_padded, keys_padded = _padded_length(length), _padded_length(k.shape[1])
-    assert len(chunks.starts[0]) == 1 or length == length_padded
-    rows_padded = length_padded * len(chunks.starts[0])
-    blocks = _block_sizes(length_padded, keys_padded, head_dim, None)
+    padded_length, padded_keys = _padded_length(length), _padded_length(k.shape[1])
+    assert len(chunks.starts[0]) == 1 or length == padded_length
+    padded_rows = padded_length * len(chunks.starts[0])
+    blocks = _block_sizes(padded_length, padded_keys, head_dim, None)
     offsets = jnp.asarray(chunks.starts, jnp.int32)[chunks.shard][:, None]
-    positions = (offsets + jnp.arange(length_padded, dtype=jnp.int32)).reshape(-1)
+    positions = (offsets + jnp.arange(padded_length, dtype=jnp.int32)).reshape(-1)
 
-    def tables(block_q: int | None, block_kv: int | None, by_key: bool = False) -> mask_info.MaskInfo:
+    def make_tables(block_q: int | None, block_kv: int | None, by_key: bool = False) -> mask_info.MaskInfo:
         assert block_q is not None and block_kv is not None
-        next_visible, visibility = _block_tables(chunks.starts, length_padded, keys_padded, block_q, block_kv, by_key)
+        next_visible, visibility = _block_tables(chunks.starts, padded_length, padded_keys, block_q, block_kv, by_key)
         shard_next, shard_visibility = (jnp.asarray(table)[chunks.shard] for table in (next_visible, visibility))
         return mask_info.MaskInfo(shard_next, None, shard_visibility, None, positions)  # pyright: ignore[reportArgumentType]
 
     kernel = splash.SplashAttentionKernel(
-        tables(blocks.block_q, blocks.block_kv),
-        None if blocks.use_fused_bwd_kernel else tables(blocks.block_q_dq, blocks.block_kv_dq),
-        tables(blocks.block_q_dkv, blocks.block_kv_dkv, by_key=True),
+        make_tables(blocks.block_q, blocks.block_kv),
+        None if blocks.use_fused_bwd_kernel else make_tables(blocks.block_q_dq, blocks.block_kv_dq),
+        make_tables(blocks.block_q_dkv, blocks.block_kv_dkv, by_key=True),
         **_kernel_options(blocks, _causal_mask, soft_cap, interpret),
     )
-    segments = _segment_ids(key_range, True, q.shape[0], q.shape[1], k.shape[1], rows_padded, keys_padded)
-    return _run_kernel(kernel, q, k, v, segments, key_range.global_keys, rows_padded, keys_padded)
+    segments = _segment_ids(key_range, True, q.shape[0], q.shape[1], k.shape[1], padded_rows, padded_keys)
+    return _run_kernel(kernel, q, k, v, segments, key_range.global_keys, padded_rows, padded_keys)
 
 
 def needs_no_padding(length: int) -> bool:
@@ -161,10 +161,10 @@ def _next_visible(visibility: np.ndarray) -> np.ndarray:
     """
     count = visibility.shape[-1]
     next_visible = np.zeros(visibility.shape, np.int64)
-    upcoming = np.argmax(visibility > 0, axis=-1)
+    next_index = np.argmax(visibility > 0, axis=-1)
     for i in range(count - 1, -1, -1):
-        upcoming = np.where(visibility[..., i] > 0, i, upcoming)
-        next_visible[..., i] = upcoming
+        next_index = np.where(visibility[..., i] > 0, i, next_index)
+        next_visible[..., i] = next_index
     return next_visible
 
 
@@ -177,7 +177,7 @@ def _kernel_options(
         "save_residuals": False,
         "mask_value": splash.DEFAULT_MASK_VALUE,
         "attn_logits_soft_cap": soft_cap,
-        "residual_checkpoint_name": CONTEXT,
+        "residual_checkpoint_name": ATTENTION_OUTPUT,
         "mask_function": mask_function,
         "interpret": interpret,
     }
@@ -190,20 +190,20 @@ def _run_kernel(
     v: Keys,
     segments: splash.SegmentIds | None,
     global_keys: GlobalKeys | None,
-    rows_padded: int,
-    keys_padded: int,
+    padded_rows: int,
+    padded_keys: int,
 ) -> Queries:
     """Pad queries and keys, run the kernel, and merge its output with attention over the global keys."""
     seq = q.shape[1]
     scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
-    queries = _pad_length(scaled, rows_padded).swapaxes(1, 2)
-    keys, values = (_pad_length(x, keys_padded).swapaxes(1, 2) for x in (k, v))
+    queries = _pad_length(scaled, padded_rows).swapaxes(1, 2)
+    keys, values = (_pad_length(x, padded_keys).swapaxes(1, 2) for x in (k, v))
     if global_keys is None:
         out = jax.vmap(lambda *x: kernel(*x))(queries, keys, values, segments)
     else:
         global_output, global_log_sum = _global_keys_attention(q, global_keys, kernel.kwargs["attn_logits_soft_cap"])
-        global_output = jnp.pad(global_output, ((0, 0), (0, 0), (0, rows_padded - seq), (0, 0)))
-        global_log_sum = jnp.pad(global_log_sum, ((0, 0), (0, 0), (0, rows_padded - seq)), constant_values=-jnp.inf)
+        global_output = jnp.pad(global_output, ((0, 0), (0, 0), (0, padded_rows - seq), (0, 0)))
+        global_log_sum = jnp.pad(global_log_sum, ((0, 0), (0, 0), (0, padded_rows - seq)), constant_values=-jnp.inf)
         masks = _MaskTables(kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
         run_merged = functools.partial(_merged_attention, tuple(sorted(kernel.kwargs.items())), masks)
         out = jax.vmap(run_merged)(queries, keys, values, segments, global_output, global_log_sum)
@@ -211,7 +211,7 @@ def _run_kernel(
 
 
 def _segment_ids(
-    key_range: KeyRange, causal: bool, batch: int, seq: int, keys: int, rows_padded: int, keys_padded: int
+    key_range: KeyRange, causal: bool, batch: int, seq: int, keys: int, padded_rows: int, padded_keys: int
 ) -> splash.SegmentIds | None:
     """Return segment ids that also hide padding and invalid keys, or None if the causal mask suffices."""
     row_segments, key_segments, valid = key_range.query_segments, key_range.key_segments, key_range.key_valid
@@ -221,8 +221,8 @@ def _segment_ids(
         row_segments, key_segments = jnp.zeros((batch, seq), jnp.int32), jnp.zeros((batch, keys), jnp.int32)
     # Real segments become even numbers, so that odd ones are free for keys that no row may see.
     key_segments = 2 * key_segments if valid is None else jnp.where(valid, 2 * key_segments, -1)
-    row_segments, key_segments = 2 * row_segments, _pad_length(key_segments, keys_padded, fill=-1)
-    return splash.SegmentIds(q=_pad_length(row_segments, rows_padded, fill=-1), kv=key_segments)
+    row_segments, key_segments = 2 * row_segments, _pad_length(key_segments, padded_keys, fill=-1)
+    return splash.SegmentIds(q=_pad_length(row_segments, padded_rows, fill=-1), kv=key_segments)
 
 
 def _padded_length(length: int) -> int:
@@ -244,26 +244,27 @@ def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> spl
         return size if length % size == 0 else min(BLOCK, length)
 
     wide_block = WIDE_BLOCK if window is None and head_dim <= MAX_WIDE_HEAD_DIM else BLOCK
-    forward = wide_block if min(rows, keys) >= MIN_WIDE_LENGTH else BLOCK
-    row_block, key_block = fit_block(forward, rows), fit_block(forward, keys)
-    backward = fit_block(2 * wide_block if wide_block > BLOCK and keys >= MIN_LONG_LENGTH else wide_block, keys)
-    fused = keys // backward <= MAX_DQ_WRITES
-    compute = BLOCK // 2 if fused and backward > wide_block else wide_block  # smaller, to fit into v4's VMEM
+    forward_block = wide_block if min(rows, keys) >= MIN_WIDE_LENGTH else BLOCK
+    row_block, key_block = fit_block(forward_block, rows), fit_block(forward_block, keys)
+    backward_block = fit_block(2 * wide_block if wide_block > BLOCK and keys >= MIN_LONG_LENGTH else wide_block, keys)
+    is_fused = keys // backward_block <= MAX_DQ_WRITES
+    # Smaller if the backward block is doubled, to fit into v4's VMEM.
+    compute_block = BLOCK // 2 if is_fused and backward_block > wide_block else wide_block
     return splash.BlockSizes(
         block_q=row_block,
         block_kv=key_block,
         block_q_dkv=row_block,
-        block_kv_dkv=backward if fused else fit_block(wide_block, keys),
-        block_kv_dkv_compute=fit_block(compute, keys),
-        block_q_dq=None if fused else row_block,
-        block_kv_dq=None if fused else key_block,
-        use_fused_bwd_kernel=fused,
+        block_kv_dkv=backward_block if is_fused else fit_block(wide_block, keys),
+        block_kv_dkv_compute=fit_block(compute_block, keys),
+        block_q_dq=None if is_fused else row_block,
+        block_kv_dq=None if is_fused else key_block,
+        use_fused_bwd_kernel=is_fused,
     )
 
 
 @functools.lru_cache(maxsize=64)
 def _splash_kernel(
-    heads: int, head_dim: int, rows: int, keys: int, pattern: Pattern, before: int, interpret: bool
+    heads: int, head_dim: int, rows: int, keys: int, pattern: Pattern, keys_before: int, interpret: bool
 ) -> splash.SplashAttentionKernel:
     """Return the kernel for a shape. Cached, because building its mask takes host time."""
     blocks = _block_sizes(rows, keys, head_dim, pattern.window)
@@ -271,7 +272,7 @@ def _splash_kernel(
         mask: splash_mask.Mask = splash_mask.FullMask((rows, keys))
     else:
         reach = None if pattern.window is None else pattern.window - 1
-        mask = splash_mask.LocalMask((rows, keys), (reach, 0 if pattern.causal else reach), offset=before)
+        mask = splash_mask.LocalMask((rows, keys), (reach, 0 if pattern.causal else reach), offset=keys_before)
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
             splash_mask.MultiHeadMask([mask] * heads),
@@ -279,7 +280,7 @@ def _splash_kernel(
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=pattern.soft_cap,
-            residual_checkpoint_name=CONTEXT,
+            residual_checkpoint_name=ATTENTION_OUTPUT,
             interpret=interpret,
         )
 
@@ -334,16 +335,16 @@ def _merged_attention_forward(options, masks, q, k, v, segments, global_output, 
     log_sum = jnp.logaddexp(local_log_sum, global_log_sum)
     global_share = jnp.exp(global_log_sum - log_sum)[..., None]
     out = (local.astype(jnp.float32) * (1 - global_share) + global_output * global_share).astype(q.dtype)
-    out, log_sum = checkpoint_name(out, CONTEXT), checkpoint_name(log_sum, CONTEXT)
+    out, log_sum = checkpoint_name(out, ATTENTION_OUTPUT), checkpoint_name(log_sum, ATTENTION_OUTPUT)
     return out, (masks, q, k, v, segments, global_output, global_share, out, log_sum)
 
 
-def _merged_attention_backward(options, saved, cotangent):
+def _merged_attention_backward(options, forward_residuals, cotangent):
     """Run the kernel's backward pass with the output and log-sum-exp of the merged softmax.
 
     The kernel then returns the gradients of its part of that softmax.
     """
-    masks, q, k, v, segments, global_output, global_share, out, log_sum = saved
+    masks, q, k, v, segments, global_output, global_share, out, log_sum = forward_residuals
     residuals = (q, k, v, segments, None, out, log_sum, masks.dq, masks.dkv)
     kernel_options: dict[str, Any] = {**dict(options), "save_residuals": False}
     cotangents = splash._splash_attention_bwd(**kernel_options, res=residuals, do=cotangent)

@@ -62,10 +62,10 @@ def init_cache(
     max_slots = -(-max_len // dilation)
     slots = max_slots if window is None else min(window, max_slots)
     k, v = (jnp.zeros((batch, dilation, slots, kv_heads, head_dim), dtype) for _ in range(2))
-    first = None
+    global_cache = None
     if global_tokens:
-        first = GlobalCache(*(jnp.zeros((batch, global_tokens, kv_heads, head_dim), dtype) for _ in range(4)))
-    return KVCache(k, v, jnp.zeros((), jnp.int32), first)
+        global_cache = GlobalCache(*(jnp.zeros((batch, global_tokens, kv_heads, head_dim), dtype) for _ in range(4)))
+    return KVCache(k, v, jnp.zeros((), jnp.int32), global_cache)
 
 
 def attention_step(
@@ -85,12 +85,14 @@ def attention_step(
     """
     _, dilation, slots = cache.k.shape[:3]
     position = cache.position
-    residue, step = position % dilation, position // dilation
-    index = (0, residue, step % slots, 0, 0)
+    residue, ring_step = position % dilation, position // dilation
+    index = (0, residue, ring_step % slots, 0, 0)
     keys = jax.lax.dynamic_update_slice(cache.k, k[:, None, None].astype(cache.k.dtype), index)
     values = jax.lax.dynamic_update_slice(cache.v, v[:, None, None].astype(cache.v.dtype), index)
-    slot_age = (step - jnp.arange(slots)) % slots
-    ring = KeyBlock(_select_slots(keys, residue), _select_slots(values, residue), (slot_age <= step)[None, None, :])
+    slot_age = (ring_step - jnp.arange(slots)) % slots
+    ring = KeyBlock(
+        _select_slots(keys, residue), _select_slots(values, residue), (slot_age <= ring_step)[None, None, :]
+    )
     grouped_query = heads_first(q[:, None], k.shape[1])
     global_cache = cache.global_cache
     if global_cache is None:
@@ -125,8 +127,8 @@ def _store_global_token(
     position: Int[Array, ""],
     k: Float[Array, "batch kv_heads head_dim"],
     v: Float[Array, "batch kv_heads head_dim"],
-    step: GlobalStep,
+    global_step: GlobalStep,
 ) -> GlobalCache:
     """Store a token in the cache of global tokens. Does nothing for positions after the global ones."""
-    pairs = zip(global_cache, (k, v, step.k, step.v), strict=True)
+    pairs = zip(global_cache, (k, v, global_step.k, global_step.v), strict=True)
     return GlobalCache(*(cached.at[:, position].set(new.astype(cached.dtype), mode="drop") for cached, new in pairs))

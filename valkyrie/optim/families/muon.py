@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from valkyrie.axes import LAYERS, PARAMETER_GROUPS, Parameter
-from valkyrie.optim import NOT_AVERAGED, OptimizerConfig, Training, is_parameter, learning_rate_schedule, scale_schedule
+from valkyrie.optim import (
+    UNAVERAGED_GROUPS,
+    OptimizerConfig,
+    Training,
+    is_parameter,
+    learning_rate_schedule,
+    scale_schedule,
+)
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
@@ -37,7 +44,7 @@ class AdamGroup:
     weight_decay: float = 0.0
 
 
-_ADAMW_GROUPS = [name for name in PARAMETER_GROUPS if name not in ("matrix", *NOT_AVERAGED)]
+_ADAMW_GROUPS = [name for name in PARAMETER_GROUPS if name not in ("matrix", *UNAVERAGED_GROUPS)]
 """The groups that AdamW updates."""
 
 
@@ -82,7 +89,7 @@ class Config(OptimizerConfig):
         import jax.numpy as jnp
         import optax
 
-        from valkyrie.optim.muon import Recipe, muon
+        from valkyrie.optim.muon import MuonSettings, muon
 
         schedule = learning_rate_schedule(self, training.steps)
         length = self.decay_steps or training.steps
@@ -96,10 +103,10 @@ class Config(OptimizerConfig):
 
         labels = jax.tree.map(_label, specs, is_leaf=is_parameter)
         matrices = jax.tree.map(lambda s, label: s if label == "matrix" else optax.MaskedNode(), specs, labels)
-        recipe = Recipe(schedule, momentum_schedule(self, length), decay, self.beta2, training.compute)
+        settings = MuonSettings(schedule, momentum_schedule(self, length), decay, self.beta2, training.compute)
         present = set(jax.tree.leaves(labels))
         rules = {name: adamw(group) for name, group in sorted(self.groups.items()) if name in present}
-        return self.partition({"matrix": muon(recipe, matrices, training.stack_sharding), **rules}, labels, schedule)
+        return self.partition({"matrix": muon(settings, matrices, training.stack_sharding), **rules}, labels, schedule)
 
     def state_bytes(self, parameter: Parameter) -> float:
         """Return the bytes of state per element: 4 for matrices (momentum), 8 for other parameters (two moments).
