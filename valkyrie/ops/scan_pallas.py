@@ -220,8 +220,8 @@ def _block_kernel(table: Any, bu_re: Any, bu_im: Any, *refs: Any, has_h0: bool, 
 def _write_entering_state(stages: Any, carry: Any, entering_state: list[Any], tile: Any, row: int) -> None:
     """Write the tile before the first block to `carry` and to the slice `tile` of every stage.
 
-    Row `row` of this tile, which the recurrence visits last, is the entering state, or zero if `entering_state` is empty. The
-    other rows are zero. All stages get the same values, because no earlier inputs contribute to them.
+    Row `row` of this tile, which the recurrence visits last, is `entering_state`, or zero if that is empty. The other
+    rows are zero. All stages get the same values, because no earlier inputs contribute to them.
     """
     at_row = jax.lax.broadcasted_iota(jnp.int32, carry.shape[1:], 0) == row
     for part in range(2):
