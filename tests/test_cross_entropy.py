@@ -60,8 +60,8 @@ def gradients(f, hidden, unembed):
         (12, 5, {"z_loss": 0.1}),
         (11, 4, {"soft_cap": 1.5}),
         (12, 100, {"soft_cap": 3.0, "z_loss": 0.5}),
-        (12, 2, {"shards": 3, "batch_shards": 2}),
-        (10, 3, {"shards": 2, "z_loss": 0.2}),
+        (12, 2, {"seq_shards": 3, "batch_shards": 2}),
+        (10, 3, {"seq_shards": 2, "z_loss": 0.2}),
     ],
 )
 def test_chunked_cross_entropy_equals_the_plain_formula(inputs, seq, chunk, options):
@@ -175,7 +175,7 @@ def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk():
     ("options", "pattern"),
     [
         ({"vocab_size": 25}, r"\bvocab_size=25\b.* 24\b"),
-        ({"shards": 5}, r"\bsequence\b.* 12\b.* 5\b"),
+        ({"seq_shards": 5}, r"\bsequence\b.* 12\b.* 5\b"),
         ({"batch_shards": 3}, r"\bbatch\b.* 4\b.* 3\b"),
         ({"chunk": 0}, "chunk=0"),
     ],

@@ -21,7 +21,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.models.stack import Stack
 from valkyrie.modes.compile import Config as CompileMode
-from valkyrie.parallel.axis_links import undominated_placements
+from valkyrie.parallel.axis_links import pareto_placements
 from valkyrie.parallel.mesh import abstract_mesh, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import load_remat
@@ -233,7 +233,7 @@ def test_a_device_processes_the_requested_number_of_sequences() -> None:
     assert run.problems() == []
     for entry in evenly_spaced(ranking, 4):
         layout = entry.run(run).layout
-        assert layout.microbatches * layout.shards("batch") * 4 == 64, entry.candidate.overrides
+        assert layout.microbatches * layout.shard_count("batch") * 4 == 64, entry.candidate.overrides
         assert layout_problems(run, entry) == []
     _, ranking = rank_layouts("target=v5e-8", "model=gpt_tiny", "batch=16", "device_batch=4", "partition=fsdp")
     (problem,) = ranking.space.refused
@@ -301,7 +301,7 @@ def test_a_ring_through_hosts_is_limited_by_their_network_cards() -> None:
     run = parse_run(["target=h100-16", "model=gpt_1b", "mesh=1x1x16", "partition=fsdp", "batch=32", "mode=show"])
     layouts = stack_runs([run])
     links = layouts.links["z"]
-    assert (links.inner[0], links.outer[0]) == (8.0, 2.0)
+    assert (links.inner_size[0], links.outer_size[0]) == (8.0, 2.0)
     network = replace(
         collective_model(known_chips()["h100"], Efficiency()), start_s=0.0, outer_start_s=0.0, outer_efficiency=1.0
     )
@@ -313,8 +313,8 @@ def test_placements_with_fewer_links_for_every_axis_are_skipped() -> None:
     from valkyrie.hardware.target import build_topology
 
     topology = build_topology(parse_target("v4-128"))  # 4x4x4, every axis a ring
-    placements = undominated_placements((1, 4, 4, 4), topology, True)
-    assert [[axis.links for axis in entry.axes] for entry in placements] == [[0.0, 2.0, 2.0, 2.0]]
+    placements = pareto_placements((1, 4, 4, 4), topology, True)
+    assert [[axis.links_per_chip for axis in entry.axes] for entry in placements] == [[0.0, 2.0, 2.0, 2.0]]
     assert placements[0].entries(["w", "x", "y", "z"], [1, 4, 4, 4]) == ["x", "y", "z"]
 
 

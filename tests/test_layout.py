@@ -20,7 +20,7 @@ from valkyrie.models import known_axes
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
-from valkyrie.parallel.partition import Memory, PartitionConfig
+from valkyrie.parallel.partition import MemoryKind, PartitionConfig
 from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import read_group
 from valkyrie.problems import Problem, ProblemCode
@@ -90,9 +90,9 @@ def test_a_layout_without_problems_divides_every_array(
         return
     assert layout is not None
     stages = 1 if layout.pipeline is None else layout.pipeline.stages
-    assert batch % layout.shards("batch") == 0, "a pipeline's stages split the batch outside of it"
-    assert batch % (layout.shards("batch") // stages * microbatches) == 0
-    assert seq % layout.shards("seq") == 0
+    assert batch % layout.shard_count("batch") == 0, "a pipeline's stages split the batch outside of it"
+    assert batch % (layout.shard_count("batch") // stages * microbatches) == 0
+    assert seq % layout.shard_count("seq") == 0
     for tensor in ARRAYS[model].parameters:
         for sharding in (
             layout.stored_axes(tensor.axes),
@@ -166,7 +166,7 @@ def test_layout_names_are_short_and_distinct():
     assert (
         legal_layout("4x4x2", partition, microbatches=2, remat=load_remat("full")).name == "4x4x2-2d_tp-mb2-remat_full"
     )
-    switched = replace(partition, zero1=True, parameter_memory=Memory.host, optimizer_memory=Memory.host)
+    switched = replace(partition, zero1=True, parameter_memory=MemoryKind.host, optimizer_memory=MemoryKind.host)
     assert legal_layout("4x4x2", switched).name == "4x4x2-2d_tp-zero1-params_on_host-optim_on_host"
     placed = replace(parse_mesh("4x4x2"), placement=["z", "x", "y"])
     layout, problems = try_layout(placed, partition)

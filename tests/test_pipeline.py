@@ -90,7 +90,7 @@ def test_a_compiled_step_has_the_sends_of_the_formula(overrides: tuple[str, ...]
     assert {(use.kind, use.mesh_axes) for use in uses} == {("collective-permute", ("z",))}
     pipeline = run.layout.pipeline
     assert pipeline is not None
-    assert sum(use.calls for use in uses) == pipeline.permutes == sends
+    assert sum(use.calls for use in uses) == pipeline.sends_per_step == sends
     assert pipeline.stored_microbatches == stored_microbatches
 
 

@@ -140,7 +140,7 @@ def test_a_described_placement_matches_the_device_positions(shape: list[int], wr
     entries = every_placement[data.draw(st.integers(0, len(every_placement) - 1))]
     cells = arrange(np.arange(topology.devices), entries, axes)
     for dimension, (axis, axis_placement) in enumerate(describe_entries(entries, axes, topology).items()):
-        assert axis_placement.straight and axis_placement.size == axes[axis]
+        assert axis_placement.is_straight and axis_placement.size == axes[axis]
         assert math.prod(factor.size for factor in axis_placement.factors) == axis_placement.size
         first = np.moveaxis(cells, dimension, -1).reshape(-1, axes[axis])[0]
         block = {(0,) * len(shape)}
@@ -150,7 +150,7 @@ def test_a_described_placement_matches_the_device_positions(shape: list[int], wr
                 tuple(i * factor.stride * (k == torus_axis) for k in range(len(shape))) for i in range(factor.size)
             ]
             block = {tuple(a + b for a, b in zip(p, q, strict=True)) for p in block for q in steps}
-            assert factor.ring == (wrap and factor.size * factor.stride == shape[torus_axis] > 2)
+            assert factor.is_ring == (wrap and factor.size * factor.stride == shape[torus_axis] > 2)
         assert {tuple(int(n) for n in np.unravel_index(cell, shape)) for cell in first} == block
 
 
@@ -195,10 +195,10 @@ def test_a_placement_is_described_in_words(entries: list[str], topology: Topolog
 def test_links_are_counted_per_chip():
     axes = {"x": 16, "y": 4, "z": 1}
     axis_placements = describe_entries(["x", "y"], axes, torus(4, 4, 4, wrap=True))
-    assert (axis_placements["x"].links, axis_placements["x"].ring) == (4.0, True)
+    assert (axis_placements["x"].links_per_chip, axis_placements["x"].is_ring) == (4.0, True)
     assert axis_placements["y"].factors == (Factor("c", 4, 1, 4, True),)
     assert str(axis_placements["z"]).endswith("one device")
-    assert (axis_placements["z"].links, axis_placements["z"].ring) == (0, False)
+    assert (axis_placements["z"].links_per_chip, axis_placements["z"].is_ring) == (0, False)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_devices_that_fill_no_block_are_called_scattered():
     mesh: Any = SimpleNamespace(devices=devices[corners], axis_names=("x", "y"))
     axis_placements = describe_placement(mesh, torus(2, 2))
     assert "a,b (scattered" in str(axis_placements["y"])
-    assert not axis_placements["y"].straight
+    assert not axis_placements["y"].is_straight
     assert find_placement(mesh, torus(2, 2)) is None
 
 

@@ -14,7 +14,7 @@ from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, build_topology
 from valkyrie.machine.torus import Torus
-from valkyrie.parallel.axis_links import undominated_placements
+from valkyrie.parallel.axis_links import pareto_placements
 from valkyrie.parallel.placement import describe_entries
 from valkyrie.search.request import parse_request
 
@@ -86,13 +86,13 @@ def test_an_untwisted_torus_has_no_shift() -> None:
 def test_an_axis_that_wraps_to_other_chips_is_a_line() -> None:
     axes = {"x": 4, "y": 4, "z": 8}
     axis_links = describe_entries(["x", "y", "z"], axes, make_topology((4, 4, 8)))
-    assert {name: (axis.ring, axis.links) for name, axis in axis_links.items()} == {
+    assert {name: (axis.is_ring, axis.links_per_chip) for name, axis in axis_links.items()} == {
         "x": (False, 1),
         "y": (False, 1),
         "z": (True, 2),
     }
     plane_links = describe_entries(["x", "y"], {"x": 4, "y": 32}, make_topology((4, 4, 8)))
-    assert (plane_links["y"].ring, plane_links["y"].links) == (True, 4)
+    assert (plane_links["y"].ring, plane_links["y"].links_per_chip) == (True, 4)
 
 
 def test_a_collective_over_a_plane_uses_a_ring_around_it() -> None:
@@ -108,10 +108,12 @@ def test_a_collective_over_a_plane_uses_a_ring_around_it() -> None:
 @pytest.mark.parametrize("sizes", [(4, 4, 8), (16, 8), (4, 32), (2, 8, 8), (128,)], ids=str)
 def test_estimates_place_mesh_axes_like_layouts(sizes: tuple[int, ...]) -> None:
     names = ["x", "y", "z"][: len(sizes)]
-    for placement in undominated_placements(sizes, make_topology((4, 4, 8)), True):
+    for placement in pareto_placements(sizes, make_topology((4, 4, 8)), True):
         entries = placement.entries(names, sizes)
         axis_links = describe_entries(entries, dict(zip(names, sizes, strict=True)), make_topology((4, 4, 8)))
-        assert [axis.links for axis in placement.axes] == [axis_links[name].links for name in names], entries
+        assert [axis.links_per_chip for axis in placement.axes] == [
+            axis_links[name].links_per_chip for name in names
+        ], entries
 
 
 def test_a_twisted_slice_is_named_as_google_cloud_names_it() -> None:

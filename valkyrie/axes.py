@@ -173,7 +173,7 @@ class Shard(Protocol):
         """Shard a parameter or its gradient for storage between steps."""
         ...
 
-    def gradient(
+    def compute_gradient(
         self,
         f: Callable[..., jax.Array],
         operands: Sequence[jax.Array],
@@ -193,7 +193,7 @@ class Shard(Protocol):
         """
         ...
 
-    def mesh_axes_of(self, axis: str) -> tuple[str, ...]:
+    def activation_mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes of size above 1 that shard a logical axis of activations."""
         ...
 
@@ -253,7 +253,7 @@ class Unsharded:
         """Return `x` itself."""
         return x
 
-    def gradient(
+    def compute_gradient(
         self,
         f: Callable[..., jax.Array],
         operands: Sequence[jax.Array],
@@ -264,7 +264,7 @@ class Unsharded:
         """Return `f(*operands)`."""
         return f(*operands)
 
-    def mesh_axes_of(self, axis: str) -> tuple[str, ...]:
+    def activation_mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return no axes, as nothing is sharded."""
         return ()
 

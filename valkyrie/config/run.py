@@ -242,8 +242,8 @@ class Run:
             roles=layout.describe_roles(),
             axis_roles=layout.roles,
             degrees=layout.degrees,
-            sharding=layout.sharding,
-            pipeline=None if layout.pipeline is None else layout.pipeline.record(),
+            sharding=layout.sharding_hash,
+            pipeline=None if layout.pipeline is None else layout.pipeline.to_record(),
         )
 
     def values(self) -> dict[str, str]:
@@ -317,7 +317,7 @@ class Run:
     def _batch_sizes(self) -> BatchSizes:
         c = self.config
         has_shards = c.device_batch is not None and not c.mesh.problems() and not self.config.mode.ignores_layout
-        shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if has_shards else 1
+        shards = self.layout_on(c.mesh, c.partition).shard_count(BATCH) if has_shards else 1
         return resolve_batches(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
 
     def problems(self, *, advise: bool = True) -> list[Problem]:
@@ -424,7 +424,7 @@ class Run:
             batch=c.batch,
             seq=c.seq,
             known_axes=known_axes(),
-            nearest=self._nearest_legal_values,
+            find_nearest=self._nearest_legal_values,
             advise=advise,
         )
 

@@ -143,7 +143,7 @@ class AttentionLayer(nnx.Module):
 
         It takes q, k and v, then segment ids if `has_segments`, then q, k and v of the global tokens, if there are any.
         """
-        c, sequence_axes, (_, query_only_axes) = self.config, shard.mesh_axes_of("seq"), _key_head_axes(shard)
+        c, sequence_axes, (_, query_only_axes) = self.config, shard.activation_mesh_axes("seq"), _key_head_axes(shard)
         group_size = c.heads // c.kv_heads
 
         def mix(q: Array, k: Array, v: Array, *rest: Array) -> Array:
@@ -235,7 +235,10 @@ def _batch_axes(shard: Shard, batch: int) -> Axis:
     these axes would compute the same attention. Sharding the batch over these axes divides the work among them. This
     requires that the mesh axes of `embed` shard no heads, and that the batch is divisible.
     """
-    free = not set(shard.mesh_axes_of("embed")) & {*shard.mesh_axes_of("heads"), *shard.mesh_axes_of("kv_heads")}
+    free = not set(shard.activation_mesh_axes("embed")) & {
+        *shard.activation_mesh_axes("heads"),
+        *shard.activation_mesh_axes("kv_heads"),
+    }
     divisible = (
         free
         and shard.shard_count("embed") > 1
@@ -251,7 +254,7 @@ def _key_head_axes(shard: Shard) -> tuple[str | None, tuple[str, ...]]:
     query heads, key heads stay sharded. Otherwise, all key heads are gathered, and the logical axis is None. In both
     cases, each device then selects the key heads that its query heads use (`_select_key_heads`).
     """
-    heads, key_heads = shard.mesh_axes_of("heads"), shard.mesh_axes_of("kv_heads")
+    heads, key_heads = shard.activation_mesh_axes("heads"), shard.activation_mesh_axes("kv_heads")
     if heads[: len(key_heads)] == key_heads:
         return "kv_heads", heads[len(key_heads) :]
     return None, heads

@@ -388,7 +388,7 @@ class LanguageModel(nnx.Module):
 
         def sum_shards(shard_gradients: Array) -> Array:
             axes, dtype = ("vocab", "embed"), self.numerics.reduction
-            return shard.gradient(
+            return shard.compute_gradient(
                 lambda gradients: gradients.sum((0, 1)), (shard_gradients,), *axes, reduction_dtype=dtype
             )
 
@@ -453,7 +453,7 @@ def _loss_sharding(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
         The logical axes of the positions, the number of shards of the positions, and the logical axis of the channels,
         or None if channels are not sharded.
     """
-    embed_axes, vocab_axes = shard.mesh_axes_of("embed"), shard.mesh_axes_of("vocab")
+    embed_axes, vocab_axes = shard.activation_mesh_axes("embed"), shard.activation_mesh_axes("vocab")
     shards = shard.shard_count("seq") * shard.shard_count("embed")
     if embed_axes and not set(embed_axes) & set(vocab_axes) and seq % shards == 0:
         return ("seq", "embed"), shards, None

@@ -107,7 +107,7 @@ class S5Layer(nnx.Module):
         *,
         reverse: bool,
     ) -> States:
-        c, axis_names = self.config, shard.mesh_axes_of("seq")
+        c, axis_names = self.config, shard.activation_mesh_axes("seq")
 
         def scan_shard(lam_bar: Eigenvalues, bu: States, keep: Array | None) -> list[Array]:
             options = {

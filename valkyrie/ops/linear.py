@@ -88,7 +88,7 @@ def linear(
     def backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
         x, w = residuals
         dx = multiply(f"{out},{w_indices}->{x_indices}", g, w)
-        dw = shard.gradient(weight_gradient, (x, g), *axes, reduction_dtype=numerics.reduction)
+        dw = shard.compute_gradient(weight_gradient, (x, g), *axes, reduction_dtype=numerics.reduction)
         return dx.astype(x.dtype), dw.astype(w.dtype)
 
     product.defvjp(forward, backward)
@@ -117,7 +117,7 @@ def lookup(
 
     def backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array, None]:
         table, tokens = residuals
-        total = shard.gradient(
+        total = shard.compute_gradient(
             table_gradient, (tokens, g), *axes, reduction_dtype=numerics.reduction, full_gradient=True
         )
         return total.astype(table.dtype), None

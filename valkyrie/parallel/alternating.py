@@ -93,9 +93,9 @@ class _StageState(NamedTuple):
     """State of a stage between turns.
 
     Args:
-        waiting: Stream that enters the first layer, by microbatch. On the first stage, the gradient of an entry
+        queued_streams: Stream that enters the first layer, by microbatch. On the first stage, the gradient of an entry
             replaces it when the microbatch finishes its backward pass.
-        received: Stream from the previous stage.
+        received_stream: Stream from the previous stage.
         received_gradient: Gradient of the stream, from the next stage.
         inputs: Inputs of this stage's layers, of shape (slot, layer, ...). Microbatch m uses slot
             m % `stored_microbatches`.
@@ -106,8 +106,8 @@ class _StageState(NamedTuple):
         sums: Sums that the head returns, such as the loss, over the microbatches so far.
     """
 
-    waiting: Any
-    received: Any
+    queued_streams: Any
+    received_stream: Any
     received_gradient: Any
     inputs: Any
     layer_gradients: list[jax.Array]
@@ -142,18 +142,20 @@ class _Stage:
         The gradients of each argument are a list with one entry per leaf: an array, or None if it has no gradient.
         """
         pipeline = self._pipeline
-        stages, count, axis = pipeline.stages, pipeline.microbatches, pipeline.axis
+        stages, microbatches, axis = pipeline.stages, pipeline.microbatches, pipeline.axis
         self._shard, self._stage_index = self._make_stage_shard(), jax.lax.axis_index(axis)
         self._layers, self._parameters = layers, parameters
         self._head_rows = jax.tree.map(self._split_microbatches, head_rows)
         self._rows = jax.tree.map(self._gather_rows, jax.tree.map(self._split_microbatches, rows))
-        state = self._start(jax.tree.map(self._gather_rows, jax.tree.map(self._split_microbatches, x)))
+        state = self._init_state(jax.tree.map(self._gather_rows, jax.tree.map(self._split_microbatches, x)))
         state, _ = jax.lax.scan(lambda state, t: (self._forward(state, t)[0], None), state, jnp.arange(stages - 1))
-        state, by_row = jax.lax.scan(self._turn, state, jnp.arange(stages - 1, stages - 1 + count))
-        zeros, last_turns = _zeros_like(state.received_gradient), jnp.arange(stages - 1 + count, pipeline.turns)
+        state, by_row = jax.lax.scan(self._run_turn, state, jnp.arange(stages - 1, stages - 1 + microbatches))
+        zeros, last_turns = _zeros_like(state.received_gradient), jnp.arange(stages - 1 + microbatches, pipeline.turns)
         state, _ = jax.lax.scan(lambda state, t: (self._backward(state, zeros, t), None), state, last_turns)
         is_first = self._stage_index == 0
-        stream_gradients = [self._scatter_rows(jnp.where(is_first, g, 0)) for g in jax.tree.leaves(state.waiting)]
+        stream_gradients = [
+            self._scatter_rows(jnp.where(is_first, g, 0)) for g in jax.tree.leaves(state.queued_streams)
+        ]
         next_row_gradient, next_layer_gradient = iter(state.row_gradients), iter(state.layer_gradients)
         row_gradients = [
             self._scatter_rows(next(next_row_gradient)) if has_gradient else None for has_gradient in self._has_gradient
@@ -163,36 +165,36 @@ class _Stage:
         values = jax.lax.psum(state.sums, axis), jax.tree.map(self._join_microbatches, by_row)
         return values, (layer_gradients, stream_gradients, row_gradients, parameter_gradients)
 
-    def _start(self, waiting: Any) -> _StageState:
+    def _init_state(self, queued_streams: Any) -> _StageState:
         """Return the state before the first turn."""
-        pipeline, stream = self._pipeline, _zeros_like(index_tree(waiting, 0))
+        pipeline, stream = self._pipeline, _zeros_like(index_tree(queued_streams, 0))
         repeats = jax.tree.leaves(self._layers)[0].shape[0]
         inputs = jax.tree.map(lambda x: jnp.zeros((pipeline.stored_microbatches, repeats, *x.shape), x.dtype), stream)
-        own_rows, head_rows = jax.tree.map(self._scatter_microbatch, stream), index_tree(self._head_rows, 0)
-        sums, _ = jax.eval_shape(lambda p, x: self._head.f(p, x, head_rows, self._shard), self._parameters, own_rows)
-        learned = [leaf for leaf in jax.tree.leaves(self._layers) if _is_float(leaf)]
+        local_rows, head_rows = jax.tree.map(self._scatter_microbatch, stream), index_tree(self._head_rows, 0)
+        sums, _ = jax.eval_shape(lambda p, x: self._head.f(p, x, head_rows, self._shard), self._parameters, local_rows)
+        float_leaves = [leaf for leaf in jax.tree.leaves(self._layers) if _is_float(leaf)]
         return _StageState(
-            waiting,
+            queued_streams,
             stream,
             stream,
             inputs,
-            _zero_sums(learned),
+            _zero_sums(float_leaves),
             _zero_sums(self._differentiable_rows(self._rows)),
             _zero_sums(self._parameters),
             _zeros_like(sums),
         )
 
-    def _turn(self, state: _StageState, t: jax.Array) -> tuple[_StageState, Any]:
+    def _run_turn(self, state: _StageState, t: jax.Array) -> tuple[_StageState, Any]:
         """Run a turn with a forward and a backward pass. Returns the new state, and the row values of `head`."""
-        state, leaving = self._forward(state, t)
+        state, output_stream = self._forward(state, t)
         microbatch = t - (self._pipeline.stages - 1)
         is_last = self._stage_index == self._pipeline.stages - 1
-        own_rows = jax.tree.map(lambda x: self._scatter_microbatch(jnp.where(is_last, x, 0)), leaving)
+        local_rows = jax.tree.map(lambda x: self._scatter_microbatch(jnp.where(is_last, x, 0)), output_stream)
 
         def head(parameters: Any, x: Any) -> Any:
             return self._head.f(parameters, x, index_tree(self._head_rows, microbatch), self._shard)
 
-        (sums, row_values), vjp = jax.vjp(head, self._parameters, own_rows)
+        (sums, row_values), vjp = jax.vjp(head, self._parameters, local_rows)
         (objective_sum, *other_leaves), structure = jax.tree.flatten((sums, row_values))
         cotangents = jax.tree.unflatten(structure, [jnp.ones_like(objective_sum), *map(jnp.zeros_like, other_leaves)])
         parameter_gradients, stream_gradient = vjp(cotangents)
@@ -203,46 +205,50 @@ class _Stage:
 
     def _forward(self, state: _StageState, t: jax.Array) -> tuple[_StageState, Any]:
         """Run a microbatch forward. Returns the new state and the stream that leaves this stage."""
-        number = t - self._stage_index
-        microbatch, valid = self._clip_microbatch(number)
+        unclipped_microbatch = t - self._stage_index
+        microbatch, valid = self._clip_microbatch(unclipped_microbatch)
         rows = index_tree(self._rows, microbatch)
 
         def body(x: Any, layer: Any) -> tuple[Any, Any]:
             return self._f(x, layer, rows, self._shard), x
 
-        entering = where_tree(self._stage_index == 0, index_tree(state.waiting, microbatch), state.received)
-        leaving, inputs = jax.lax.scan(body, entering, fold_in_keys(self._layers, microbatch))
+        input_stream = where_tree(
+            self._stage_index == 0, index_tree(state.queued_streams, microbatch), state.received_stream
+        )
+        output_stream, inputs = jax.lax.scan(body, input_stream, fold_in_keys(self._layers, microbatch))
         inputs = update_slot(state.inputs, inputs, microbatch % self._pipeline.stored_microbatches, valid)
-        return state._replace(inputs=inputs, received=self._exchange(leaving, 1)), leaving
+        return state._replace(inputs=inputs, received_stream=self._exchange(output_stream, 1)), output_stream
 
     def _backward(self, state: _StageState, head_gradient: Any, t: jax.Array) -> _StageState:
         """Run a microbatch backward. Returns the new state. Only the last stage uses `head_gradient`."""
         stages = self._pipeline.stages
-        number = t - 2 * (stages - 1) + self._stage_index
-        microbatch, valid = self._clip_microbatch(number)
+        unclipped_microbatch = t - 2 * (stages - 1) + self._stage_index
+        microbatch, valid = self._clip_microbatch(unclipped_microbatch)
         rows = index_tree(self._rows, microbatch)
-        differentiable, replace_rows = self._differentiable_rows(rows), self._rows_with(rows)
+        differentiable_rows, replace_rows = self._differentiable_rows(rows), self._make_replace_rows(rows)
 
         def body(carry: tuple[Any, Any], scanned: tuple[Any, Any]) -> tuple[tuple[Any, Any], Any]:
             (g, row_gradients), (layer, x) = carry, scanned
             leaves, structure = jax.tree.flatten(layer)
 
-            def apply_layer(x: Any, learned: list[jax.Array], differentiable: list[jax.Array]) -> Any:
-                next_leaf = iter(learned)
+            def apply_layer(x: Any, float_leaves: list[jax.Array], differentiable_rows: list[jax.Array]) -> Any:
+                next_leaf = iter(float_leaves)
                 all_leaves = [next(next_leaf) if _is_float(leaf) else leaf for leaf in leaves]
-                return self._f(x, jax.tree.unflatten(structure, all_leaves), replace_rows(differentiable), self._shard)
+                return self._f(
+                    x, jax.tree.unflatten(structure, all_leaves), replace_rows(differentiable_rows), self._shard
+                )
 
-            _, vjp = jax.vjp(apply_layer, x, [leaf for leaf in leaves if _is_float(leaf)], differentiable)
+            _, vjp = jax.vjp(apply_layer, x, [leaf for leaf in leaves if _is_float(leaf)], differentiable_rows)
             g, layer_gradients, more_row_gradients = vjp(g)
             return (g, _add_trees(row_gradients, more_row_gradients)), layer_gradients
 
         g = where_tree(self._stage_index == stages - 1, head_gradient, state.received_gradient)
         inputs = index_tree(state.inputs, microbatch % self._pipeline.stored_microbatches)
-        start, scanned = (g, _zero_sums(differentiable)), (fold_in_keys(self._layers, microbatch), inputs)
+        start, scanned = (g, _zero_sums(differentiable_rows)), (fold_in_keys(self._layers, microbatch), inputs)
         (g, row_gradients), stacked_gradients = jax.lax.scan(body, start, scanned, reverse=True)
         earlier_row_gradients = index_tree(state.row_gradients, microbatch)
         return state._replace(
-            waiting=update_slot(state.waiting, g, microbatch, valid & (self._stage_index == 0)),
+            queued_streams=update_slot(state.queued_streams, g, microbatch, valid & (self._stage_index == 0)),
             received_gradient=self._exchange(g, -1),
             layer_gradients=_add_trees(state.layer_gradients, stacked_gradients, valid),
             row_gradients=update_slot(
@@ -267,12 +273,12 @@ class _Stage:
             leaf for leaf, has_gradient in zip(jax.tree.leaves(rows), self._has_gradient, strict=True) if has_gradient
         ]
 
-    def _rows_with(self, rows: Any) -> Any:
+    def _make_replace_rows(self, rows: Any) -> Any:
         """Return a function that replaces the leaves of `rows` that have a gradient, and returns the new tree."""
         leaves, structure = jax.tree.flatten(rows)
 
         def replace_rows(differentiable: list[jax.Array]) -> Any:
-            next_leaf = iter(differentiable)
+            next_leaf = iter(differentiable_rows)
             pairs = zip(leaves, self._has_gradient, strict=True)
             return jax.tree.unflatten(
                 structure, [next(next_leaf) if has_gradient else leaf for leaf, has_gradient in pairs]
@@ -285,14 +291,18 @@ class _Stage:
 
         Each device along the other mesh axes gets rows of every microbatch.
         """
-        parts, count = self._shard.shard_count(BATCH), self._pipeline.microbatches
-        split = x.reshape(parts, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
+        batch_shards, microbatches = self._shard.shard_count(BATCH), self._pipeline.microbatches
+        split = (
+            x.reshape(batch_shards, microbatches, -1, *x.shape[1:])
+            .swapaxes(0, 1)
+            .reshape(microbatches, -1, *x.shape[1:])
+        )
         return constrain_rows(self._shard, split, 1)
 
     def _join_microbatches(self, x: jax.Array) -> jax.Array:
         """Reshape (microbatch, rows, ...) to (rows of a stage, ...). Inverts `_split_microbatches`."""
-        parts, count = self._shard.shard_count(BATCH), self._pipeline.microbatches
-        return x.reshape(count, parts, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
+        batch_shards, microbatches = self._shard.shard_count(BATCH), self._pipeline.microbatches
+        return x.reshape(microbatches, batch_shards, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
     def _gather_rows(self, x: jax.Array) -> jax.Array:
         """Gather (microbatch, rows of one stage, ...) to (microbatch, rows of all stages, ...) on every stage."""
@@ -300,16 +310,16 @@ class _Stage:
 
     def _gather_microbatch(self, x: jax.Array) -> jax.Array:
         """Gather the rows of a microbatch from all stages. Devices along other mesh axes keep their rows."""
-        parts, shape = self._shard.shard_count(BATCH), x.shape[1:]
-        own_rows = constrain_rows(self._shard, x.reshape(parts, -1, *shape), 0)
-        stage_rows = gather_stages(self._pipeline, own_rows).swapaxes(0, 1)
+        batch_shards, shape = self._shard.shard_count(BATCH), x.shape[1:]
+        local_rows = constrain_rows(self._shard, x.reshape(batch_shards, -1, *shape), 0)
+        stage_rows = gather_stages(self._pipeline, local_rows).swapaxes(0, 1)
         return constrain_rows(self._shard, stage_rows, 0).reshape(-1, *shape)
 
     def _scatter_microbatch(self, x: jax.Array) -> jax.Array:
         """Sum a microbatch over stages, and return the rows of this stage. The transpose of `_gather_microbatch`."""
         stage_rows = x.reshape(self._shard.shard_count(BATCH), self._pipeline.stages, -1, *x.shape[1:])
-        own_rows = scatter_sum(self._pipeline, constrain_rows(self._shard, stage_rows, 0).swapaxes(0, 1))
-        return constrain_rows(self._shard, own_rows, 0).reshape(-1, *x.shape[1:])
+        local_rows = scatter_sum(self._pipeline, constrain_rows(self._shard, stage_rows, 0).swapaxes(0, 1))
+        return constrain_rows(self._shard, local_rows, 0).reshape(-1, *x.shape[1:])
 
     def _scatter_rows(self, x: jax.Array) -> jax.Array:
         """Sum an array (microbatch, rows, ...) over stages, and return this stage's part (rows, ...)."""

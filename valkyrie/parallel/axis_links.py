@@ -35,22 +35,22 @@ class Factor(NamedTuple):
         size: Number of positions along the factor.
         stride: Distance from one position to the next along the physical axis.
         length: Number of positions of the whole physical axis.
-        ring: Whether the positions form a ring around the physical axis.
+        is_ring: Whether the positions form a ring around the physical axis.
     """
 
     physical_axis: str
     size: int
     stride: int
     length: int
-    ring: bool
+    is_ring: bool
 
     @property
-    def links(self) -> float:
+    def links_per_chip(self) -> float:
         """One-way links per chip, or 0 if the factor is not on the torus.
 
         A ring uses two links and a line one. `stride` interleaved rings or lines share these links.
         """
-        return (2 if self.ring else 1) / self.stride if self.physical_axis in TORUS_AXES else 0.0
+        return (2 if self.is_ring else 1) / self.stride if self.physical_axis in TORUS_AXES else 0.0
 
     @property
     def hops(self) -> float:
@@ -58,7 +58,7 @@ class Factor(NamedTuple):
 
         `size * stride` along a line. A ring needs half of that, because data travels in both directions.
         """
-        return self.size * self.stride / (2 if self.ring else 1) if self.physical_axis in TORUS_AXES else 0.0
+        return self.size * self.stride / (2 if self.is_ring else 1) if self.physical_axis in TORUS_AXES else 0.0
 
     def __str__(self) -> str:
         span_text = self.physical_axis if self.size == self.length else f"{self.physical_axis}*{self.size}"
@@ -69,12 +69,12 @@ class Factor(NamedTuple):
 class AxisPlacement:
     """Placement of a mesh axis on physical axes.
 
-    `straight` is False if the devices of the axis fill only a part of the block that `factors` span.
+    `is_straight` is False if the devices of the axis fill only a part of the block that `factors` span.
     """
 
     size: int
     factors: tuple[Factor, ...]
-    straight: bool = True
+    is_straight: bool = True
 
     @property
     def torus_factors(self) -> tuple[Factor, ...]:
@@ -82,24 +82,24 @@ class AxisPlacement:
         return tuple(factor for factor in self.factors if factor.physical_axis in TORUS_AXES)
 
     @property
-    def ring(self) -> bool:
+    def is_ring(self) -> bool:
         """Whether the mesh axis forms a ring along each torus axis that it spans. False if it is not on the torus."""
-        return bool(self.torus_factors) and self.straight and all(factor.ring for factor in self.torus_factors)
+        return bool(self.torus_factors) and self.is_straight and all(factor.is_ring for factor in self.torus_factors)
 
     @property
-    def links(self) -> float:
+    def links_per_chip(self) -> float:
         """One-way links per chip that a collective over the axis uses.
 
-        0 if the axis is not on the torus, and 1 if it is not `straight`.
+        0 if the axis is not on the torus, and 1 if it is not `is_straight`.
         """
         if not self.torus_factors:
             return 0.0
-        return sum((factor.links for factor in self.factors), 0.0) if self.straight else 1.0
+        return sum((factor.links_per_chip for factor in self.factors), 0.0) if self.is_straight else 1.0
 
     @property
     def ring_links(self) -> float:
         """One-way links per chip that a single ring through all devices uses: at most those of one torus axis."""
-        return min(self.links, max((factor.links for factor in self.factors), default=0.0))
+        return min(self.links_per_chip, max((factor.links_per_chip for factor in self.factors), default=0.0))
 
     @property
     def hops(self) -> float:
@@ -107,7 +107,7 @@ class AxisPlacement:
         return sum((factor.hops for factor in self.factors), 0.0)
 
     @property
-    def outer(self) -> int:
+    def outer_size(self) -> int:
         """Number of slices or hosts that the axis spans."""
         return math.prod(factor.size for factor in self.factors if factor.physical_axis == DCN)
 
@@ -115,14 +115,15 @@ class AxisPlacement:
         """Describe size and placement, such as `4 on torus b (ring, 2 links)`."""
         parts = []
         if self.torus_factors:
-            shape = "ring" if self.ring else "line" if len(self.torus_factors) == 1 else "no ring"
-            if any(factor.ring for factor in self.torus_factors) and not self.ring:
-                shape = f"ring on {','.join(factor.physical_axis for factor in self.torus_factors if factor.ring)} only"
-            links = f"{self.links:.3g} link{'s' * (self.links != 1)}"
+            shape = "ring" if self.is_ring else "line" if len(self.torus_factors) == 1 else "no ring"
+            if any(factor.is_ring for factor in self.torus_factors) and not self.is_ring:
+                rings = ",".join(factor.physical_axis for factor in self.torus_factors if factor.is_ring)
+                shape = f"ring on {rings} only"
+            links = f"{self.links_per_chip:.3g} link{'s' * (self.links_per_chip != 1)}"
             factor_text = ",".join(
-                str(factor) if self.straight else factor.physical_axis for factor in self.torus_factors
+                str(factor) if self.is_straight else factor.physical_axis for factor in self.torus_factors
             )
-            parts.append(f"torus {factor_text} ({f'{shape}, {links}' if self.straight else 'scattered, 1 link'})")
+            parts.append(f"torus {factor_text} ({f'{shape}, {links}' if self.is_straight else 'scattered, 1 link'})")
         if any(factor.physical_axis == CORE for factor in self.factors):
             parts.append("the cores of a chip")
         if any(factor.physical_axis == DCN for factor in self.factors):
@@ -151,13 +152,13 @@ class Placement:
 
 def placement_entries(factors: Sequence[tuple[str, int]], axes: Mapping[str, int]) -> list[str]:
     """Format factors as in `mesh.placement`. Joins adjacent factors of an axis, and names whole axes without a size."""
-    joined: list[tuple[str, int]] = []
+    joined_factors: list[tuple[str, int]] = []
     for axis, factor in factors:
-        if joined and joined[-1][0] == axis:
-            joined[-1] = (axis, joined[-1][1] * factor)
+        if joined_factors and joined_factors[-1][0] == axis:
+            joined_factors[-1] = (axis, joined_factors[-1][1] * factor)
         else:
-            joined.append((axis, factor))
-    return [axis if factor == axes[axis] else f"{axis}:{factor}" for axis, factor in joined]
+            joined_factors.append((axis, factor))
+    return [axis if factor == axes[axis] else f"{axis}:{factor}" for axis, factor in joined_factors]
 
 
 def physical_axes(topology: Topology) -> list[tuple[str, int, bool]]:
@@ -175,25 +176,26 @@ def make_factor(physical_axis: str, size: int, stride: int, length: int, wrap: b
 
 
 def close_rings(factors: Sequence[Factor], topology: Topology) -> tuple[Factor, ...]:
-    """Return the factors of a mesh axis, with `ring` cleared where a twisted torus does not close the ring.
+    """Return the factors of a mesh axis, with `is_ring` cleared where a twisted torus does not close the ring.
 
     On a twisted torus, the link past the end of an axis leads to other positions on the longer axes. The ring closes
     only if the mesh axis includes these positions.
     """
     if not topology.twisted:
         return tuple(factors)
-    axis_spans = {TORUS_AXES.index(f.physical_axis): (f.size, f.stride) for f in factors if f.ring}
+    axis_spans = {TORUS_AXES.index(f.physical_axis): (f.size, f.stride) for f in factors if f.is_ring}
     return tuple(
-        f._replace(ring=f.ring and topology.closes_ring(TORUS_AXES.index(f.physical_axis), axis_spans)) for f in factors
+        f._replace(is_ring=f.is_ring and topology.closes_ring(TORUS_AXES.index(f.physical_axis), axis_spans))
+        for f in factors
     )
 
 
 @cache
-def undominated_placements(sizes: tuple[int, ...], topology: Topology, has_torus: bool) -> tuple[Placement, ...]:
+def pareto_placements(sizes: tuple[int, ...], topology: Topology, has_torus: bool) -> tuple[Placement, ...]:
     """Return the Pareto-optimal placements of mesh axes on one slice.
 
-    Drops every placement for which another one is at least as good for each mesh axis, in `links`, `ring_links`,
-    `hops` and `outer` of `AxisPlacement`. Only the first `MAX_PLACEMENTS` placements are compared.
+    Drops every placement for which another one is at least as good for each mesh axis, in `links_per_chip`,
+    `ring_links`, `hops` and `outer_size` of `AxisPlacement`. Only the first `MAX_PLACEMENTS` placements are compared.
 
     Args:
         sizes: Sizes of the mesh axes.
@@ -216,22 +218,22 @@ def undominated_placements(sizes: tuple[int, ...], topology: Topology, has_torus
 def _sorted_placements(sizes: tuple[int, ...], topology: Topology, has_torus: bool) -> tuple[Placement, ...]:
     """Return the Pareto-optimal placements for sizes in descending order.
 
-    Cached separately from `undominated_placements`, so that all orders of the same sizes share the result.
+    Cached separately from `pareto_placements`, so that all orders of the same sizes share the result.
     """
-    physical = physical_axes(topology)[1:] if has_torus else [(HOST, topology.devices, False)]
+    axis_specs = physical_axes(topology)[1:] if has_torus else [(HOST, topology.devices, False)]
     best_placements: dict[tuple[float, ...], Placement] = {}
     for number, filling in enumerate(
-        iterate_fillings(tuple(length for _, length, _ in physical), sizes, MAX_SHARING_AXES)
+        iterate_fillings(tuple(length for _, length, _ in axis_specs), sizes, MAX_SHARING_AXES)
     ):
         if number == MAX_PLACEMENTS:
             break
         axes = tuple(
-            AxisPlacement(size, _torus_factors(i, filling, physical, topology))
+            AxisPlacement(size, _torus_factors(i, filling, axis_specs, topology))
             if has_torus
             else AxisPlacement(size, _host_factors(i, filling, topology))
             for i, size in enumerate(sizes)
         )
-        score = tuple(x for axis in axes for x in (axis.links, axis.ring_links, -axis.outer, -axis.hops))
+        score = tuple(x for axis in axes for x in (axis.links_per_chip, axis.ring_links, -axis.outer_size, -axis.hops))
         if score not in best_placements:
             best_placements[score] = Placement(
                 tuple(factor for axis_factors in filling for factor in axis_factors), axes
@@ -248,13 +250,13 @@ Filling = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def _torus_factors(
-    axis: int, filling: Filling, physical: Sequence[tuple[str, int, bool]], topology: Topology
+    axis: int, filling: Filling, axis_specs: Sequence[tuple[str, int, bool]], topology: Topology
 ) -> tuple[Factor, ...]:
     factors = []
-    for (physical_axis, length, wrap), axis_factors in zip(physical, filling, strict=True):
+    for (physical_axis, length, wrap), axis_factors in zip(axis_specs, filling, strict=True):
         stride = 1
-        for other, size in reversed(axis_factors):
-            if other == axis:
+        for factor_axis, size in reversed(axis_factors):
+            if factor_axis == axis:
                 factors.append(make_factor(physical_axis, size, stride, length, wrap))
             stride *= size
     return close_rings(factors, topology)
@@ -263,8 +265,8 @@ def _torus_factors(
 def _host_factors(axis: int, filling: Filling, topology: Topology) -> tuple[Factor, ...]:
     """Return a mesh axis's factors over hosts and over the devices of a host, or () for an axis of size 1."""
     stride, host_size = 1, math.prod(topology.host_bounds)
-    for other, size in reversed(filling[0]):
-        if other == axis:
+    for factor_axis, size in reversed(filling[0]):
+        if factor_axis == axis:
             host_part = max(min(host_size // stride, size), 1)
             hosts = topology.devices // host_size
             return Factor(DCN, size // host_part, 1, hosts, False), Factor(HOST, host_part, stride, host_size, False)
@@ -292,7 +294,7 @@ def iterate_fillings(
 
 
 def _fill_axis(
-    length: int, sizes: tuple[int, ...], max_axes: int | None, used: frozenset[int]
+    length: int, sizes: tuple[int, ...], max_axes: int | None, used_axes: frozenset[int]
 ) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]]:
     """Yield every way to fill a physical axis of this length with mesh axes.
 
@@ -303,7 +305,7 @@ def _fill_axis(
         length: Number of positions of the physical axis.
         sizes: Sizes of the mesh axes.
         max_axes: Maximum number of mesh axes, or None. Sets the order of the factors too (`iterate_fillings`).
-        used: Numbers of the mesh axes that the next factor cannot come from.
+        used_axes: Numbers of the mesh axes that the next factor cannot come from.
     """
     if length == 1:
         yield (), sizes
@@ -311,9 +313,9 @@ def _fill_axis(
     if max_axes == 0:
         return
     for axis, size in enumerate(sizes):
-        divisor = 1 if axis in used else math.gcd(length, size)
+        divisor = 1 if axis in used_axes else math.gcd(length, size)
         factors = [d for d in range(2, divisor + 1) if divisor % d == 0]
-        next_used = frozenset({axis}) if max_axes is None else used | {axis}
+        next_used = frozenset({axis}) if max_axes is None else used_axes | {axis}
         for factor in factors if max_axes is None else reversed(factors):
             remaining = (*sizes[:axis], size // factor, *sizes[axis + 1 :])
             for other_factors, final_sizes in _fill_axis(

@@ -20,18 +20,18 @@ class AxisLinks:
     """Links of a mesh axis, with one entry per layout.
 
     Args:
-        inner: Number of the axis's devices in each group that fast links join: a TPU slice, or a GPU host.
+        inner_size: Number of the axis's devices in each group that fast links join: a TPU slice, or a GPU host.
         inner_rate: Bytes per second that a device sends over fast links.
-        outer: Number of these groups that the axis spans.
+        outer_size: Number of these groups that the axis spans.
         outer_rate: Bytes per second that a device sends between groups.
         hops: Hops until data from one device has reached all others of the axis on the torus (`AxisPlacement.hops`).
         ring_rate: Bytes per second that a device sends in a single ring through all inner devices. It uses the links
             of only one torus axis.
     """
 
-    inner: np.ndarray
+    inner_size: np.ndarray
     inner_rate: np.ndarray
-    outer: np.ndarray
+    outer_size: np.ndarray
     outer_rate: np.ndarray
     hops: np.ndarray
     ring_rate: np.ndarray
@@ -45,7 +45,7 @@ class Candidates:
         sizes: Devices along each mesh axis.
         links: Links of each mesh axis.
         rounds: Groups of layers per pipeline stage under the circular schedule, else 1.
-        batches: Number of sequences in each layout's global batch, or None if all layouts use the batch of the run.
+        batch_sizes: Number of sequences in each layout's global batch, or None if all layouts use the batch of the run.
         sums_once: Gradients are summed over devices once, after the last microbatch (PyTorch), instead of after each.
         shares_loss: Stages share the computation of the logits. Otherwise the last stage does all of it.
         sends_parts: Devices with the same activations each send a part of them to the next stage, which gathers them
@@ -60,7 +60,7 @@ class Candidates:
     links: Mapping[str, AxisLinks]
     microbatches: np.ndarray
     rounds: np.ndarray
-    batches: np.ndarray | None = None
+    batch_sizes: np.ndarray | None = None
     sums_once: bool = False
     shares_loss: bool = True
     sends_parts: bool = False
@@ -77,12 +77,12 @@ class Candidates:
             )
         sizes = {axis: size[selection] for axis, size in self.sizes.items()}
         microbatches, rounds = self.microbatches[selection], self.rounds[selection]
-        batches = None if self.batches is None else self.batches[selection]
+        batch_sizes = None if self.batch_sizes is None else self.batch_sizes[selection]
         return replace(
-            self, sizes=sizes, links=selected_links, microbatches=microbatches, rounds=rounds, batches=batches
+            self, sizes=sizes, links=selected_links, microbatches=microbatches, rounds=rounds, batch_sizes=batch_sizes
         )
 
-    def parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
+    def axes_size(self, mesh_axes: Sequence[str]) -> np.ndarray:
         """Return the number of parts into which these mesh axes split an array, for each layout."""
 
         def product() -> np.ndarray:
@@ -92,7 +92,7 @@ class Candidates:
 
     @cached_property
     def _cache(self) -> dict[tuple[object, ...], np.ndarray]:
-        """Results of `parts` and `count_parts` by their arguments. Estimates request the same ones many times."""
+        """Results of `axes_size` and `count_parts` by their arguments. Estimates request the same ones many times."""
         return {}
 
     def _cached(self, key: tuple[object, ...], compute: Callable[[], np.ndarray]) -> np.ndarray:
@@ -104,7 +104,7 @@ class Candidates:
     @property
     def devices(self) -> np.ndarray:
         """Number of devices of each layout."""
-        return self.parts(tuple(self.sizes))
+        return self.axes_size(tuple(self.sizes))
 
     @cached_property
     def data_axes(self) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ class Candidates:
     @cached_property
     def stages(self) -> np.ndarray:
         """Number of pipeline stages of each layout."""
-        return self.parts(self.parameters.get(LAYERS, ()))
+        return self.axes_size(self.parameters.get(LAYERS, ()))
 
     def stored_axes(self, logical: str | None) -> tuple[str, ...]:
         """Return the mesh axes over which a parameter's logical axis is split in storage."""
@@ -166,7 +166,7 @@ class Candidates:
         axes = {"stored": self.stored_axes, "used": self.used_axes, "active": self.activations.__getitem__}[kind](
             logical
         )
-        parts = self.parts(axes)
+        parts = self.axes_size(axes)
         if logical not in self.arrays.sharded_like:
             return parts
         rules = self.activations if kind == "active" else self.parameters
@@ -174,7 +174,7 @@ class Candidates:
             return parts
         divisible_parts = np.ones(len(self), np.int64)
         for end in range(1, len(axes) + 1):
-            more_parts = self.parts(axes[:end])
+            more_parts = self.axes_size(axes[:end])
             divisible_parts = np.where(length % more_parts == 0, more_parts, divisible_parts)
         return divisible_parts
 
@@ -226,7 +226,7 @@ class Candidates:
         return self.partition.schedule is PipelineSchedule["1f1b"]
 
     @property
-    def in_flight(self) -> np.ndarray:
+    def in_flight_microbatches(self) -> np.ndarray:
         """Number of microbatches for which a stage stores the inputs of all its layers. 1 without a pipeline.
 
         This is `Pipeline.stored_microbatches` divided by the rounds, because each round runs only a part of the layers.

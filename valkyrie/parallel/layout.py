@@ -10,7 +10,7 @@ from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis
 from valkyrie.checksums import digest
 from valkyrie.parallel.mesh import MeshConfig, resize_axis
 from valkyrie.parallel.partition import (
-    Memory,
+    MemoryKind,
     PartitionConfig,
     Role,
     RoleKind,
@@ -54,7 +54,7 @@ class Layout:
         if self.partition.zero1:
             parts.append("zero1")
         for memory, word in ((self.partition.parameter_memory, "params"), (self.partition.optimizer_memory, "optim")):
-            if memory is Memory.host:
+            if memory is MemoryKind.host:
                 parts.append(f"{word}_on_host")
         if self.pipeline is not None and self.pipeline.label:
             parts.append(self.pipeline.label)
@@ -91,7 +91,7 @@ class Layout:
         return axes, fuse_axes(axes, sizes, rules)
 
     @property
-    def sharding(self) -> str:
+    def sharding_hash(self) -> str:
         """A hash that is equal for layouts of a model that shard every array in the same way.
 
         It ignores the names of mesh axes, device order, ZeRO-1 and host memory.
@@ -123,9 +123,9 @@ class Layout:
         """Return the roles of the mesh axes: `x=4 MP1(mlp,heads,vocab) · y=4 MP2(embed) · z=2 DP(batch)`."""
         return describe_roles(self.mesh.axes, self.roles)
 
-    def shards(self, logical: str) -> int:
+    def shard_count(self, logical: str) -> int:
         """Return the number of parts into which a logical axis of activations is split."""
-        return self.parts(self.activations[logical])
+        return self.axes_size(self.activations[logical])
 
     def stored_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split a stored parameter with these logical axes."""
@@ -163,7 +163,7 @@ class Layout:
                         break
         return tuple(entries)
 
-    def parts(self, mesh_axes: Sequence[str]) -> int:
+    def axes_size(self, mesh_axes: Sequence[str]) -> int:
         """Return the number of parts into which these mesh axes split an array."""
         return math.prod(self.mesh.axes[axis] for axis in mesh_axes)
 
@@ -173,7 +173,7 @@ class Layout:
         `length` is ignored. This method has the arguments of `Candidates.count_parts`, so that `size_checks` can call
         either.
         """
-        return self.parts((self.activations if kind == "active" else self.parameters)[logical])
+        return self.axes_size((self.activations if kind == "active" else self.parameters)[logical])
 
     def format_axes(self, mesh_axes: Sequence[str]) -> str:
         """Format mesh axes with their sizes: `x=4·y=2`."""
@@ -202,8 +202,8 @@ def find_gathered_axes(
     """
     if logical is None or logical in dispatched_axes:
         return ()
-    data = {*activations[BATCH], *activations[SEQ]} - {*parameters.get(LAYERS, ())}
-    return tuple(axis for axis in parameters[logical] if axis in data)
+    data_axes = {*activations[BATCH], *activations[SEQ]} - {*parameters.get(LAYERS, ())}
+    return tuple(axis for axis in parameters[logical] if axis in data_axes)
 
 
 def make_layout(
@@ -216,7 +216,7 @@ def make_layout(
     batch: int,
     seq: int,
     known_axes: Collection[str],
-    nearest: FindNearest | None = None,
+    find_nearest: FindNearest | None = None,
     advise: bool = True,
 ) -> tuple[Layout | None, list[Problem]]:
     """Return the layout of a model's arrays and a list of all its problems.
@@ -232,7 +232,7 @@ def make_layout(
         batch: Number of sequences in the global batch.
         seq: Number of tokens per sequence.
         known_axes: Logical axes of all models, for which a partition may have rules.
-        nearest: Searches legal values of a problem's config key (`FindNearest`), or None to suggest the nearest
+        find_nearest: Searches legal values of a problem's config key (`FindNearest`), or None to suggest the nearest
             multiples.
         advise: Whether to search for legal values, which takes longer than finding the problems.
     """
@@ -247,13 +247,13 @@ def make_layout(
         return layout, list(dict.fromkeys(problems))
     identities = {problem.identity for problem in problems}
 
-    def legal_sizes(problem: Problem) -> list[int]:
+    def find_legal_sizes(problem: Problem) -> list[int]:
         """Return the sizes up to 64 of the problem's mesh axis that remove the problem and cause no other."""
         (axis,), other_problems = problem.mesh_axes, identities - {problem.identity}
         divisors = [n for n in range(1, 65) if problem.size % n == 0]
         return [n for n in divisors if {p.identity for p in layout_on(resize_axis(mesh, axis, n))[1]} <= other_problems]
 
-    return layout, list(dict.fromkeys(add_advice(problem, nearest, legal_sizes) for problem in problems))
+    return layout, list(dict.fromkeys(add_advice(problem, find_nearest, find_legal_sizes) for problem in problems))
 
 
 def layout_with_problems(
@@ -285,9 +285,9 @@ def derive_layout(
 ) -> tuple[Layout, list[Problem]]:
     """Return the layout of a partition on a mesh, even if it is illegal, and all problems of the partition's rules."""
     parameters, activations, problems = resolve_rules(partition, mesh, arrays.axes, known_axes)
-    stages = parameters.get(LAYERS, ())
-    if stages:  # outside the stacked layers, the pipeline's axis splits the rows of the batch
-        activations[BATCH] = tuple(dict.fromkeys((*stages, *activations[BATCH])))
+    stage_axes = parameters.get(LAYERS, ())
+    if stage_axes:  # outside the stacked layers, the pipeline's axis splits the rows of the batch
+        activations[BATCH] = tuple(dict.fromkeys((*stage_axes, *activations[BATCH])))
     layout = Layout(
         mesh, partition, parameters, activations, microbatches, remat, dispatched_axes=arrays.dispatched_axes
     )
@@ -303,18 +303,18 @@ def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
     adds a line to `Layout.notes`.
     """
     notes = []
-    for axis, leading in arrays.sharded_like.items():
+    for axis, lead_axis in arrays.sharded_like.items():
         sizes = {n for t in arrays.parameters for a, n in zip(t.axes, t.shape, strict=True) if a == axis}
         for kind in ("parameters", "activations"):
             rules: Rules = getattr(layout, kind)
             new_rule = rule = rules[axis]
-            while rule == rules[leading] and any(n % layout.parts(new_rule) for n in sizes):
+            while rule == rules[lead_axis] and any(n % layout.axes_size(new_rule) for n in sizes):
                 new_rule = new_rule[:-1]
             if new_rule != rule:
                 parts, unsplit = layout.parts(rule), layout.format_axes(rule[len(new_rule) :])
                 indivisible = ", ".join(str(n) for n in sorted(sizes) if n % parts)
                 notes.append(
-                    f"{axis} ({indivisible}) is replicated over {unsplit}, unlike {leading}, because its size is not "
+                    f"{axis} ({indivisible}) is replicated over {unsplit}, unlike {lead_axis}, because its size is not "
                     f"divisible by {parts}"
                 )
                 layout = replace(layout, **{kind: {**rules, axis: new_rule}})
@@ -332,10 +332,10 @@ def fuse_axes(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tup
             groups[-1].append(axis)
         else:
             groups.append([axis])
-    number = {group[0]: i for i, group in enumerate(groups)}
+    index_by_axis = {group[0]: i for i, group in enumerate(groups)}
     return (
         tuple(math.prod(sizes[axis] for axis in group) for group in groups),
-        tuple(tuple(number[axis] for axis in rule if axis in number) for rule in rules),
+        tuple(tuple(index_by_axis[axis] for axis in rule if axis in index_by_axis) for rule in rules),
     )
 
 

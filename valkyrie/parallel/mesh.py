@@ -104,25 +104,25 @@ def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshCo
     Fewer than three sizes are padded with 1. The roles in `TPU_AXIS_NAMES=data,model,fsdp` become `names`. Raises
     ValueError if the sizes are not a valid mesh, or if there are more or fewer names than sizes.
     """
-    sizes = environment.get("TPU_MESH_CONFIG")
-    if not sizes:
+    sizes_text = environment.get("TPU_MESH_CONFIG")
+    if not sizes_text:
         return None
     try:
-        shape = [int(n) for n in sizes.split(",")]
+        shape = [int(n) for n in sizes_text.split(",")]
     except ValueError:
-        raise ValueError(f"TPU_MESH_CONFIG={sizes}: separate the sizes by commas, such as 4,4,2.") from None
+        raise ValueError(f"TPU_MESH_CONFIG={sizes_text}: separate the sizes by commas, such as 4,4,2.") from None
     axis_names = environment.get("TPU_AXIS_NAMES")
     names = [n.strip() for n in axis_names.split(",")] if axis_names else None
     if names is not None and len(names) != len(shape):
         raise ValueError(
-            f"TPU_MESH_CONFIG={sizes} has {count_text(len(shape), 'size')}, but TPU_AXIS_NAMES={axis_names} has "
+            f"TPU_MESH_CONFIG={sizes_text} has {count_text(len(shape), 'size')}, but TPU_AXIS_NAMES={axis_names} has "
             f"{count_text(len(names), 'name')}. Give one name per size."
         )
     padding = 3 - len(shape)
     try:
         mesh = parse_mesh("x".join(str(n) for n in shape + [1] * padding))
     except ValueError as error:
-        raise ValueError(f"TPU_MESH_CONFIG={sizes}: {error}") from None
+        raise ValueError(f"TPU_MESH_CONFIG={sizes_text}: {error}") from None
     mesh.names = None if names is None else names + [f"unused{i}" for i in range(padding)]
     return mesh
 
@@ -141,31 +141,31 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     mesh_devices = list(devices)[: config.size]
     if len(mesh_devices) < config.size:
         raise ValueError(f"mesh={config.name} needs {config.size} devices, but there are {len(mesh_devices)}.")
-    slices_present = len({getattr(d, "slice_index", 0) or 0 for d in mesh_devices})
+    slice_count = len({getattr(d, "slice_index", 0) or 0 for d in mesh_devices})
     if config.placement is not None:
-        return placed_mesh(axes, mesh_devices, config.placement)
-    if slices_present > 1 and (config.slices > 1 or get_platform(mesh_devices[0].platform).has_torus):
-        if config.slices != slices_present:
+        return place_mesh(axes, mesh_devices, config.placement)
+    if slice_count > 1 and (config.slices > 1 or get_platform(mesh_devices[0].platform).has_torus):
+        if config.slices != slice_count:
             raise ValueError(
                 f"mesh={config.name} is for {count_text(config.slices, 'slice')}, but its {config.size} devices are in "
-                f"{slices_present} slices. Write the number of slices first, such as "
-                f"mesh={slices_present}s{config.size // slices_present}x1x1, or set mesh.placement."
+                f"{slice_count} slices. Write the number of slices first, such as "
+                f"mesh={slice_count}s{config.size // slice_count}x1x1, or set mesh.placement."
             )
-        return placed_mesh(axes, mesh_devices, slices=config.slices)
-    return placed_mesh(axes, mesh_devices)
+        return place_mesh(axes, mesh_devices, slices=config.slices)
+    return place_mesh(axes, mesh_devices)
 
 
-def placed_mesh(
+def place_mesh(
     axes: Mapping[str, int], devices: Sequence[Any], placement: Sequence[str] | None = None, slices: int = 1
 ) -> jax.sharding.Mesh:
-    """Return the JAX mesh of these axes over all devices, placed by `placed_grid`."""
+    """Return the JAX mesh of these axes over all devices, placed by `place_devices`."""
     import jax
 
-    grid = placed_grid(axes, devices, placement, slices)
+    grid = place_devices(axes, devices, placement, slices)
     return jax.sharding.Mesh(grid, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
 
 
-def placed_grid(
+def place_devices(
     axes: Mapping[str, int], devices: Sequence[Any], placement: Sequence[str] | None = None, slices: int = 1
 ) -> np.ndarray:
     """Return the devices as an array with one dimension per axis, placed as described at `build_mesh`.
@@ -188,7 +188,7 @@ def placed_grid(
 def abstract_mesh(config: MeshConfig) -> jax.sharding.AbstractMesh:
     """Return the mesh without devices, for specs, shardings and lowering.
 
-    As in `placed_mesh`, the compiler propagates shardings (`AxisType.Auto`). JAX's defaults for `Mesh` and
+    As in `place_mesh`, the compiler propagates shardings (`AxisType.Auto`). JAX's defaults for `Mesh` and
     `AbstractMesh` differ.
     """
     import jax

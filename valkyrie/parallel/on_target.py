@@ -42,24 +42,28 @@ def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:
 
     Suggests a mesh of the target's size, and targets of the mesh's size or, if there are none, of the nearest sizes.
     """
-    chips, per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
-    noun = "chip" if target.chip and per_chip == 1 else "device"
-    target_size = count_text(chips, "chip" if per_chip > 1 else noun)
-    target_size += f" with {per_chip} JAX devices{' each' * (chips > 1)}" if per_chip > 1 else ""
+    chips, devices_per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
+    noun = "chip" if target.chip and devices_per_chip == 1 else "device"
+    target_size = count_text(chips, "chip" if devices_per_chip > 1 else noun)
+    target_size += f" with {devices_per_chip} JAX devices{' each' * (chips > 1)}" if devices_per_chip > 1 else ""
     if target.chip and target.chip.units_in_name > 1 and target.name.endswith(f"-{mesh.size}"):
         target_size += f" ({target.name} counts {target.chip.units_in_name} cores per chip)"
     if target.slices > 1 and not target.topology and (single := target.resized(target.devices or 0)):
         target_size += f" (the same as target={single.name})"  # without a torus, a network joins all hosts anyway
     slice_prefix = f"{target.slices}s" if target.slices > 1 else ""
     mesh_hint = f", such as mesh={slice_prefix}{_torus_mesh_name(target)}" if target.chip and target.topology else ""
-    resized = target.resized(mesh.size)
+    resized_target = target.resized(mesh.size)
     nearest = " and ".join(f"target={other.describe()}" for other in target.nearest_slices(mesh.size))
     fitting_hint = f" No slice has {count_text(mesh.size, noun)}. Nearest: {nearest}." if nearest else ""
     mesh_remedy = f"a mesh of {count_text(target.devices or 0, 'device')}{mesh_hint}."
-    remedy = f" Use {mesh_remedy}" if resized is None else f" Use target={resized.describe()}, or {mesh_remedy}"
+    remedy = (
+        f" Use {mesh_remedy}"
+        if resized_target is None
+        else f" Use target={resized_target.describe()}, or {mesh_remedy}"
+    )
     if slices_hint := _slices_hint(target, mesh):
         fitting_hint, remedy = slices_hint, f" Or use {mesh_remedy}"
-    elif resized is not None:
+    elif resized_target is not None:
         fitting_hint = ""
     return (
         f"target={target.describe()} has {target_size}, but mesh={mesh.name} needs {count_text(mesh.size, 'device')}."
@@ -74,11 +78,11 @@ def _slices_hint(target: TargetConfig, mesh: MeshConfig) -> str:
     or if no slice has `mesh.size / mesh.slices` devices.
     """
     slice_size = mesh.size // mesh.slices
-    resized = target.resized(slice_size) if target.topology and mesh.slices not in (1, target.slices) else None
-    if resized is None:
+    resized_target = target.resized(slice_size) if target.topology and mesh.slices not in (1, target.slices) else None
+    if resized_target is None:
         return ""
     slice_text = count_text(slice_size, "device")
-    return f" For {mesh.slices} slices of {slice_text}, use target={resized.name} target.slices={mesh.slices}."
+    return f" For {mesh.slices} slices of {slice_text}, use target={resized_target.name} target.slices={mesh.slices}."
 
 
 def _torus_mesh_name(target: TargetConfig) -> str:

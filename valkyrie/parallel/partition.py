@@ -24,7 +24,7 @@ ROLE_SYNONYMS = {
 """Maps names that other launch scripts use in `TPU_AXIS_NAMES` to roles of the shipped partitions."""
 
 
-class Memory(Enum):
+class MemoryKind(Enum):
     """Where an array is stored between steps: on the device, or in host memory (`memory_kind="pinned_host"`)."""
 
     device = "device"
@@ -87,8 +87,8 @@ class PartitionConfig:
     roles: dict[str, list[str]] = field(default_factory=dict)
     zero1: bool = False
     gradient_sum: GradientSum = GradientSum.auto
-    parameter_memory: Memory = Memory.device
-    optimizer_memory: Memory = Memory.device
+    parameter_memory: MemoryKind = MemoryKind.device
+    optimizer_memory: MemoryKind = MemoryKind.device
     schedule: PipelineSchedule = PipelineSchedule.gpipe
     rounds: int = 1
 
@@ -247,19 +247,19 @@ def assign_roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dic
     """
     roles = {}
     for axis, size in mesh.axes.items():
-        split = [logical for logical, axes in parameters.items() if axis in axes]
+        split_axes = [logical for logical, axes in parameters.items() if axis in axes]
         splits_batch = axis in activations.get("batch", ())
         splits_sequence = axis in activations.get("seq", ())
         if size == 1:
             roles[axis] = Role(RoleKind.unused)
-        elif LAYERS in split:
-            roles[axis] = Role(RoleKind.PP, tuple(split))
+        elif LAYERS in split_axes:
+            roles[axis] = Role(RoleKind.PP, tuple(split_axes))
         elif splits_batch:
-            roles[axis] = Role(RoleKind.FSDP if split else RoleKind.DP, (BATCH, *split))
+            roles[axis] = Role(RoleKind.FSDP if split_axes else RoleKind.DP, (BATCH, *split_axes))
         elif splits_sequence:
-            roles[axis] = Role(RoleKind.SP, (SEQ, *split))
-        elif split:
-            roles[axis] = Role(RoleKind.MP2 if set(split) == {"embed"} else RoleKind.MP1, tuple(split))
+            roles[axis] = Role(RoleKind.SP, (SEQ, *split_axes))
+        elif split_axes:
+            roles[axis] = Role(RoleKind.MP2 if set(split_axes) == {"embed"} else RoleKind.MP1, tuple(split_axes))
         else:
             roles[axis] = Role(RoleKind.idle)
     return roles

@@ -48,24 +48,26 @@ def run_pipeline(
         shard, stage_index = make_stage_shard(), jax.lax.axis_index(pipeline.axis)
         rows = _gather_microbatches(pipeline, shard, rows)
         layer_groups = _deal_layers(pipeline, layers, stage_index)
-        last = pipeline.rounds * pipeline.microbatches - 1
+        last_index = pipeline.rounds * pipeline.microbatches - 1
 
-        def turn(carry: tuple[Any, Any], t: jax.Array) -> tuple[tuple[Any, Any], None]:
-            waiting, received = carry
+        def run_turn(carry: tuple[Any, Any], t: jax.Array) -> tuple[tuple[Any, Any], None]:
+            queued_streams, received_stream = carry
             received_turn = t - pipeline.stages
-            waiting = update_slot(waiting, received, received_turn % pipeline.microbatches, received_turn >= 0)
-            number = jnp.clip(t - stage_index, 0, last)
-            microbatch, layer_group = number % pipeline.microbatches, number // pipeline.microbatches
-            entering = where_tree(stage_index == 0, index_tree(waiting, microbatch), received)
+            queued_streams = update_slot(
+                queued_streams, received_stream, received_turn % pipeline.microbatches, received_turn >= 0
+            )
+            work_index = jnp.clip(t - stage_index, 0, last_index)
+            microbatch, layer_group = work_index % pipeline.microbatches, work_index // pipeline.microbatches
+            input_stream = where_tree(stage_index == 0, index_tree(queued_streams, microbatch), received_stream)
             stage_layers = layer_groups if pipeline.rounds == 1 else index_tree(layer_groups, layer_group)
             stage_layers = fold_in_keys(stage_layers, microbatch)
-            leaving = scan_layers(apply_layer, stage_layers, entering, index_tree(rows, microbatch), shard)
-            return (waiting, _send_to_next(pipeline, leaving)), None
+            output_stream = scan_layers(apply_layer, stage_layers, input_stream, index_tree(rows, microbatch), shard)
+            return (queued_streams, _send_to_next(pipeline, output_stream)), None
 
-        waiting = _gather_microbatches(pipeline, shard, x)
-        start, turns = (waiting, index_tree(waiting, 0)), jnp.arange(pipeline.forward_turns)
-        (waiting, received), _ = jax.lax.scan(turn, start, turns)
-        waiting = update_slot(waiting, received, last % pipeline.microbatches, True)
+        queued_streams = _gather_microbatches(pipeline, shard, x)
+        start, turns = (queued_streams, index_tree(queued_streams, 0)), jnp.arange(pipeline.forward_turns)
+        (queued_streams, received_stream), _ = jax.lax.scan(run_turn, start, turns)
+        queued_streams = update_slot(queued_streams, received_stream, last_index % pipeline.microbatches, True)
         return _scatter_rows(pipeline, shard, waiting, stage_index == 0)
 
     stage_spec = PartitionSpec(pipeline.axis)
@@ -100,13 +102,13 @@ def _gather_microbatches(pipeline: Pipeline, shard: Shard, tree: Any) -> Any:
     Arrays (rows of a stage, ...) become (microbatch, rows, ...) on every stage. The rows of each microbatch are spread
     over all batch shards, so that rows move only between stages.
     """
-    parts = shard.shard_count(BATCH)
+    batch_shards = shard.shard_count(BATCH)
 
     def split(x: jax.Array) -> jax.Array:
         stage_rows = gather_stages(pipeline, constrain_rows(shard, x, 0))
-        stage_rows = stage_rows.reshape(pipeline.stages, parts, -1, *x.shape[1:])
+        stage_rows = stage_rows.reshape(pipeline.stages, batch_shards, -1, *x.shape[1:])
         stage_rows = constrain_rows(shard, stage_rows, 1).swapaxes(0, 1)
-        split_rows = stage_rows.reshape(parts, pipeline.microbatches, -1, *x.shape[1:]).swapaxes(0, 1)
+        split_rows = stage_rows.reshape(batch_shards, pipeline.microbatches, -1, *x.shape[1:]).swapaxes(0, 1)
         split_rows = split_rows.reshape(pipeline.microbatches, -1, *x.shape[1:])
         return constrain_rows(shard, split_rows, 1)
 
@@ -118,13 +120,15 @@ def _scatter_rows(pipeline: Pipeline, shard: Shard, tree: Any, has_rows: jax.Arr
 
     `has_rows` is True on the stage that sends.
     """
-    parts = shard.shard_count(BATCH)
+    batch_shards = shard.shard_count(BATCH)
 
     def scatter(x: jax.Array) -> jax.Array:
-        split_rows = jnp.where(has_rows, x, 0).reshape(pipeline.microbatches, parts, -1, *x.shape[2:]).swapaxes(0, 1)
-        stage_rows = constrain_rows(shard, split_rows.reshape(parts, pipeline.stages, -1, *x.shape[2:]), 0)
-        own_rows = scatter_sum(pipeline, stage_rows.swapaxes(0, 1))
-        return constrain_rows(shard, own_rows, 0).reshape(-1, *x.shape[2:])
+        split_rows = (
+            jnp.where(has_rows, x, 0).reshape(pipeline.microbatches, batch_shards, -1, *x.shape[2:]).swapaxes(0, 1)
+        )
+        stage_rows = constrain_rows(shard, split_rows.reshape(batch_shards, pipeline.stages, -1, *x.shape[2:]), 0)
+        local_rows = scatter_sum(pipeline, stage_rows.swapaxes(0, 1))
+        return constrain_rows(shard, local_rows, 0).reshape(-1, *x.shape[2:])
 
     return jax.tree.map(scatter, tree)
 
@@ -161,8 +165,8 @@ def _deal_layers(pipeline: Pipeline, layers: Any, stage_index: jax.Array) -> Any
     stages, rounds = pipeline.stages, pipeline.rounds
     if rounds == 1:
         return layers
-    common = stages // math.gcd(rounds, stages)
-    sent_round = np.array([[(k + s // common) % rounds for s in range(stages)] for k in range(rounds)])
+    stages_per_shift = stages // math.gcd(rounds, stages)
+    sent_round = np.array([[(k + s // stages_per_shift) % rounds for s in range(stages)] for k in range(rounds)])
     layer_group = np.arange(stages) * rounds + sent_round
     arrival_round = np.zeros((stages, rounds), int)
     for k in range(rounds):
@@ -172,9 +176,11 @@ def _deal_layers(pipeline: Pipeline, layers: Any, stage_index: jax.Array) -> Any
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(deal(jax.random.key_data(x)))
         layer_groups = x.reshape(rounds, -1, *x.shape[1:])
-        leaving = [index_tree(layer_groups, jnp.asarray(sent_round[k])[stage_index]) for k in range(rounds)]
-        received = [jax.lax.ppermute(leaving[k], pipeline.axis, _pairs(layer_group[k] % stages)) for k in range(rounds)]
-        return jnp.stack(received)[jnp.asarray(arrival_round)[stage_index]]
+        sent_groups = [index_tree(layer_groups, jnp.asarray(sent_round[k])[stage_index]) for k in range(rounds)]
+        received_groups = [
+            jax.lax.ppermute(sent_groups[k], pipeline.axis, _pairs(layer_group[k] % stages)) for k in range(rounds)
+        ]
+        return jnp.stack(received_groups)[jnp.asarray(arrival_round)[stage_index]]
 
     return jax.tree.map(deal, layers)
 
@@ -190,13 +196,13 @@ def _pairs(targets: Any) -> list[tuple[int, int]]:
     return [(stage, int(target)) for stage, target in enumerate(targets)]
 
 
-def update_slot(tree: Any, new: Any, slot: Any, valid: Any) -> Any:
-    """Write `new` to index `slot` of the first dimension of each array if `valid`. Returns the new arrays."""
+def update_slot(tree: Any, entry: Any, slot: Any, valid: Any) -> Any:
+    """Write `entry` to index `slot` of the first dimension of each array if `valid`. Returns the new arrays."""
 
-    def update(x: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(x, jnp.where(valid, new, index_tree(x, slot)), slot, 0)
+    def update(x: jax.Array, entry: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(x, jnp.where(valid, entry, index_tree(x, slot)), slot, 0)
 
-    return jax.tree.map(update, tree, new)
+    return jax.tree.map(update, tree, entry)
 
 
 def constrain_rows(shard: Shard, x: jax.Array, dimension: int) -> jax.Array:
@@ -205,7 +211,7 @@ def constrain_rows(shard: Shard, x: jax.Array, dimension: int) -> jax.Array:
     The dimensions before it are replicated, and those after it unconstrained.
     """
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - dimension - 1)
-    spec = PartitionSpec(*[None] * dimension, shard.mesh_axes_of(BATCH) or None, *free)
+    spec = PartitionSpec(*[None] * dimension, shard.activation_mesh_axes(BATCH) or None, *free)
     return jax.lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
 
 
@@ -233,6 +239,6 @@ def index_tree(tree: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def where_tree(condition: jax.Array, yes: Any, no: Any) -> Any:
-    """Return the tree `yes` if `condition` is true, else `no`. Both must have the same structure and shapes."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+def where_tree(condition: jax.Array, if_true: Any, if_false: Any) -> Any:
+    """Return the tree `if_true` if `condition` is true, else `if_false`. Both have the same structure and shapes."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

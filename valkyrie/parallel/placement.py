@@ -56,11 +56,11 @@ def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: 
     return [Problem(ProblemCode.placement, "mesh.placement", ",".join(placement), details=details)]
 
 
-def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, int]) -> np.ndarray:
+def arrange(values: np.ndarray, placement: Sequence[str], axes: Mapping[str, int]) -> np.ndarray:
     """Arrange values in physical order into an array with one dimension per mesh axis, following a placement."""
     factors = _parse_factors(placement, axes)
     order = [i for axis in axes for i, (name, _) in enumerate(factors) if name == axis]
-    grid = ordered.reshape([factor for _, factor in factors]).transpose(order)
+    grid = values.reshape([factor for _, factor in factors]).transpose(order)
     return grid.reshape(list(axes.values()))
 
 
@@ -104,23 +104,23 @@ def find_placement(mesh: Any, topology: Topology) -> list[str] | None:
     import numpy as np
 
     indices, names = _device_indices(mesh.devices, topology), list(mesh.axis_names)
-    index = np.stack(np.unravel_index(np.argsort(indices, axis=None), indices.shape), axis=-1)
-    weight = np.ones(len(names), int)
+    mesh_coords = np.stack(np.unravel_index(np.argsort(indices, axis=None), indices.shape), axis=-1)
+    factor_products = np.ones(len(names), int)
     stride, factors = 1, []
-    while stride < len(index):
-        axis = int(np.argmax(index[stride] > 0))
-        step = np.eye(len(names), dtype=int)[axis] * weight[axis]
-        repeats = index[::stride] == step * np.arange(len(index) // stride)[:, None]
+    while stride < len(mesh_coords):
+        axis = int(np.argmax(mesh_coords[stride] > 0))
+        step = np.eye(len(names), dtype=int)[axis] * factor_products[axis]
+        repeats = mesh_coords[::stride] == step * np.arange(len(mesh_coords) // stride)[:, None]
         matches = repeats.all(axis=-1)
         factor = len(matches) if matches.all() else int(np.argmin(matches))
-        if factor < 2 or len(index) % (stride * factor):
+        if factor < 2 or len(mesh_coords) % (stride * factor):
             return None
         factors.append((names[axis], factor))
-        weight[axis] *= factor
+        factor_products[axis] *= factor
         stride *= factor
     axes = dict(zip(names, indices.shape, strict=True))
     entries = placement_entries(factors[::-1], axes)
-    if placement_problems(entries, axes, "") or (arrange(np.arange(len(index)), entries, axes) != indices).any():
+    if placement_problems(entries, axes, "") or (arrange(np.arange(len(mesh_coords)), entries, axes) != indices).any():
         return None
     return entries
 
@@ -181,22 +181,22 @@ def _device_indices(devices: np.ndarray, topology: Topology) -> np.ndarray:
 def _describe_indices(indices: np.ndarray, names: Sequence[str], topology: Topology) -> dict[str, AxisPlacement]:
     import numpy as np
 
-    physical = physical_axes(topology)
+    axis_specs = physical_axes(topology)
     coordinates = np.unravel_index(indices, _lengths(topology))
     described = {}
     for dimension, axis in enumerate(names):
         size = indices.shape[dimension]
         factors: list[Factor] = []
-        straight, covered_size = True, 1
-        for (physical_axis, length, wrap), coordinate in zip(physical, coordinates, strict=True):
+        is_straight, covered_size = True, 1
+        for (physical_axis, length, wrap), coordinate in zip(axis_specs, coordinates, strict=True):
             groups = np.moveaxis(coordinate, dimension, -1).reshape(-1, size)
             values = np.sort(groups - groups.min(axis=1, keepdims=True), axis=1)
             progressions = _progressions(np.unique(values[0])) if (values == values[0]).all() else None
             if progressions is None:
-                straight, progressions = False, [(len(np.unique(values)), 1)]
+                is_straight, progressions = False, [(len(np.unique(values)), 1)]
             covered_size *= math.prod(count for count, _ in progressions)
             factors += [make_factor(physical_axis, count, stride, length, wrap) for count, stride in progressions]
-        described[axis] = AxisPlacement(size, close_rings(factors, topology), straight and covered_size == size)
+        described[axis] = AxisPlacement(size, close_rings(factors, topology), is_straight and covered_size == size)
     return described
 
 

@@ -39,20 +39,22 @@ def is_removed_by(problem: Problem, value: int, arrays: Arrays) -> bool:
     return not any(n % problem.parts for n in sizes or [value])
 
 
-def add_advice(problem: Problem, nearest: FindNearest | None, find_sizes: Callable[[Problem], list[int]]) -> Problem:
+def add_advice(
+    problem: Problem, find_nearest: FindNearest | None, find_sizes: Callable[[Problem], list[int]]
+) -> Problem:
     """Return a copy of a divisibility problem, with values of its config key and sizes of its mesh axis that remove it.
 
     Args:
         problem: Problem of a layout. Returned unchanged unless it is about divisibility.
-        nearest: Searches values of the problem's key. If it is None or the problem has no key, the nearest multiples of
-            `problem.parts` are suggested.
+        find_nearest: Searches values of the problem's key. If it is None or the problem has no key, the nearest
+            multiples of `problem.parts` are suggested.
         find_sizes: Searches sizes of the problem's mesh axis. Used only if there is exactly one such axis, and the key
             is neither the batch nor the sequence length.
     """
     if problem.code not in DIVISIBILITY_CODES:
         return problem
-    if nearest is not None and problem.key is not None:
-        values = nearest(problem)
+    if find_nearest is not None and problem.key is not None:
+        values = find_nearest(problem)
     else:
         lower = problem.size // problem.parts * problem.parts
         values = [lower, lower + problem.parts] if lower else [problem.parts]
@@ -69,9 +71,9 @@ def nearest_legal(value: int, parts: int, is_legal: Callable[[int], bool], least
     """
     # Sizes may be half of their key, or rounded up to a multiple of 128, so multiples of `parts` alone miss some.
     coarse = [unit * (value // unit + i) for unit in (parts, 64 * parts, 128 * parts) for i in range(-16, 18)]
-    near = sorted({*coarse, *range(value - 32, value + 33)})
-    below = (n for n in reversed(near) if least <= n < value and is_legal(n))
-    above = (n for n in near if n > value and is_legal(n))
+    candidate_values = sorted({*coarse, *range(value - 32, value + 33)})
+    below = (n for n in reversed(candidate_values) if least <= n < value and is_legal(n))
+    above = (n for n in candidate_values if n > value and is_legal(n))
     return [n for n in (next(below, None), next(above, None)) if n is not None]
 
 
@@ -107,8 +109,8 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
     partition, microbatches, rounds = layouts.partition, layouts.microbatches, layouts.partition.rounds
     batch_axes, seq_axes = layouts.activations[BATCH], layouts.activations[SEQ]
     layer_axes = layouts.parameters.get(LAYERS, ())
-    stages, seq_parts = layouts.parts(layer_axes), layouts.parts(seq_axes)
-    shards = layouts.parts([axis for axis in batch_axes if axis not in layer_axes])
+    stages, seq_parts = layouts.axes_size(layer_axes), layouts.axes_size(seq_axes)
+    shards = layouts.axes_size([axis for axis in batch_axes if axis not in layer_axes])
 
     def check(
         code: ProblemCode,
@@ -124,18 +126,18 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
     # Stages and microbatches both split the rows of a device. Under 1f1b, stages share the losses of each microbatch,
     # otherwise those of the whole batch.
     is_1f1b = partition.schedule is PipelineSchedule["1f1b"]
-    rows = shards * (stages * microbatches if is_1f1b else _least_common_multiple(stages, microbatches))
+    batch_parts = shards * (stages * microbatches if is_1f1b else _least_common_multiple(stages, microbatches))
     details = {"microbatch_count": microbatches, "stage_axes": layer_axes}
     code = ProblemCode.batch_not_divisible
-    yield check(code, BATCH, batch_axes, batch % rows != 0, rows, size=batch, details=details)
-    circular = partition.schedule is PipelineSchedule.circular and rounds > 1
-    if circular:
+    yield check(code, BATCH, batch_axes, batch % batch_parts != 0, batch_parts, size=batch, details=details)
+    is_circular = partition.schedule is PipelineSchedule.circular and rounds > 1
+    if is_circular:
         code, key = ProblemCode.too_few_microbatches, "microbatches"
         yield check(code, key, layer_axes, microbatches < stages, stages, value=microbatches)
     if not arrays.stack_lengths:
         yield check(ProblemCode.no_stack, None, layer_axes, stages > 1)
     yield check(ProblemCode.seq_not_divisible, SEQ, seq_axes, seq % seq_parts != 0, seq_parts, size=seq)
-    for repeats in dict.fromkeys(arrays.stack_lengths) if circular else ():
+    for repeats in dict.fromkeys(arrays.stack_lengths) if is_circular else ():
         group_count = stages * rounds
         has_problem = (repeats % stages == 0) & (repeats % group_count != 0) & (stages > 1)
         fields = {"axes": (LAYERS,), "size": repeats, "details": {"rounds": rounds}}
@@ -183,13 +185,13 @@ def layout_problems(layout: Layout, arrays: Arrays, batch: int, seq: int) -> lis
             split_axes = [axis for axis in check.problem.mesh_axes if layout.mesh.axes[axis] > 1]
             size_problems[check.problem.code].append(_with_mesh_axes(layout, check.problem, split_axes, check.parts))
     idle = [axis for axis, role in layout.roles.items() if role.kind is RoleKind.idle]
-    code, partition = ProblemCode, layout.partition.name
+    partition = layout.partition.name
     return [
         *(_pipeline_problems(layout, arrays, size_problems) or _axes_used_twice(layout, arrays)),
-        *size_problems[code.not_divisible],
-        *size_problems[code.batch_not_divisible],
-        *size_problems[code.seq_not_divisible],
-        *(_with_mesh_axes(layout, Problem(code.idle_mesh_axis, partition=partition), [axis]) for axis in idle),
+        *size_problems[ProblemCode.not_divisible],
+        *size_problems[ProblemCode.batch_not_divisible],
+        *size_problems[ProblemCode.seq_not_divisible],
+        *(_with_mesh_axes(layout, Problem(ProblemCode.idle_mesh_axis, partition=partition), [axis]) for axis in idle),
     ]
 
 
@@ -209,14 +211,14 @@ def _pipeline_problems(
     pipeline, partition = layout.pipeline, layout.partition
     if pipeline is None:
         return []
-    schedule, rounds, problems, code = partition.schedule.value, partition.rounds, [], ProblemCode
+    schedule, rounds, problems = partition.schedule.value, partition.rounds, []
 
     def stage_problem(code: ProblemCode, key: str, **fields: Any) -> Problem:
         return _with_mesh_axes(layout, Problem(code, key, partition=partition.name, **fields), [pipeline.axis])
 
     if other_axes := [axis for axis in layout.parameters[LAYERS] if layout.mesh.axes[axis] > 1][1:]:
         details = {"also": layout.format_axes(other_axes)}
-        problems.append(stage_problem(code.several_stage_axes, "partition.parameters.layers", details=details))
+        problems.append(stage_problem(ProblemCode.several_stage_axes, "partition.parameters.layers", details=details))
     for kind, rules, expected_axis in (
         ("parameters", layout.parameters, LAYERS),
         ("activations", layout.activations, BATCH),
@@ -226,17 +228,17 @@ def _pipeline_problems(
         ):
             details = {"kind": kind}
             problems.append(
-                stage_problem(code.stage_axis_shared, f"partition.{kind}", axes=other_logical, details=details)
+                stage_problem(ProblemCode.stage_axis_shared, f"partition.{kind}", axes=other_logical, details=details)
             )
-    problems += size_problems[code.no_stack]
+    problems += size_problems[ProblemCode.no_stack]
     if rounds < 1 or (rounds == 1) == (schedule == "circular"):
-        problems.append(Problem(code.wrong_rounds, "partition.rounds", rounds, details={"schedule": schedule}))
-    problems += size_problems[code.too_few_microbatches]
+        problems.append(Problem(ProblemCode.wrong_rounds, "partition.rounds", rounds, details={"schedule": schedule}))
+    problems += size_problems[ProblemCode.too_few_microbatches]
     if pipeline.is_1f1b and len(arrays.stack_lengths) > 1:
-        problems.append(stage_problem(code.several_stacks, "partition.schedule", size=len(arrays.stack_lengths)))
+        problems.append(stage_problem(ProblemCode.several_stacks, "partition.schedule", size=len(arrays.stack_lengths)))
     if pipeline.is_1f1b and (layout.remat.save or layout.remat.offload):
-        problems.append(Problem(code.remat_with_1f1b, "remat", layout.remat.label))
-    return problems + size_problems[code.rounds_not_divisible]
+        problems.append(Problem(ProblemCode.remat_with_1f1b, "remat", layout.remat.label))
+    return problems + size_problems[ProblemCode.rounds_not_divisible]
 
 
 def _axes_used_twice(layout: Layout, arrays: Arrays) -> list[Problem]:

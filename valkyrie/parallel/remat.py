@@ -49,18 +49,18 @@ class RematConfig:
         the config in `conf/remat` that has the same lists as this one. If there is none, the label lists the
         activations, or is `custom_` and a hash if the list is longer than 40 characters.
         """
-        shipped = _shipped_lists()
-        own_lists = (frozenset(self.save), frozenset(self.offload))
-        if shipped.get(self.name, own_lists) == own_lists:
+        lists_by_name = _shipped_lists()
+        current_lists = (frozenset(self.save), frozenset(self.offload))
+        if lists_by_name.get(self.name, current_lists) == current_lists:
             return self.name
-        if own_lists in shipped.values():
-            return next(name for name, shipped_lists in shipped.items() if shipped_lists == own_lists)
-        words = zip(("save", "offload"), own_lists, strict=True)
+        if current_lists in lists_by_name.values():
+            return next(name for name, shipped_lists in lists_by_name.items() if shipped_lists == current_lists)
+        words = zip(("save", "offload"), current_lists, strict=True)
         text = "_".join(f"{word}_{'+'.join(sorted(names))}" for word, names in words if names)
         return text if len(text) <= _MAX_LABEL_LENGTH else f"custom_{digest(text)[:6]}"
 
     @property
-    def keeps_everything(self) -> bool:
+    def saves_everything(self) -> bool:
         """Whether all activations stay on the device: none is recomputed or offloaded."""
         return ALL_ACTIVATIONS in self.save and not self.offload
 
@@ -97,12 +97,12 @@ class RematConfig:
                     f"Use {legal}{also}."
                 )
                 problems.append(Problem(ProblemCode.unknown_name, f"remat.{key}", unknown, text))
-        if in_both := [name for name in dict.fromkeys(self.save) if name in self.offload]:
+        if duplicate_names := [name for name in dict.fromkeys(self.save) if name in self.offload]:
             text = (
-                f"remat.save and remat.offload both list {', '.join(in_both)}. An activation is stored either on the "
-                "device or in host memory: remove it from one list."
+                f"remat.save and remat.offload both list {', '.join(duplicate_names)}. An activation is stored either "
+                "on the device or in host memory: remove it from one list."
             )
-            problems.append(Problem(ProblemCode.conflict, "remat.save", in_both, text))
+            problems.append(Problem(ProblemCode.conflict, "remat.save", duplicate_names, text))
         return problems
 
 
@@ -111,7 +111,7 @@ SAVE_EVERYTHING = RematConfig("none", [ALL_ACTIVATIONS])
 
 
 @cache
-def shipped_remats() -> tuple[str, ...]:
+def shipped_remat_names() -> tuple[str, ...]:
     """Return the names of the configs in `conf/remat`."""
     return tuple(config_names("remat"))
 
@@ -131,5 +131,5 @@ def _shipped_names() -> frozenset[str]:
 @cache
 def _shipped_lists() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     """Return a dict from the name of each config in `conf/remat` to its lists (`save`, `offload`)."""
-    remats = {name: load_remat(name) for name in shipped_remats()}
+    remats = {name: load_remat(name) for name in shipped_remat_names()}
     return {name: (frozenset(remat.save), frozenset(remat.offload)) for name, remat in remats.items()}

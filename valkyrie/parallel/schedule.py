@@ -40,16 +40,16 @@ class Pipeline:
         rounds = f" of {self.rounds} rounds" if self.rounds > 1 else ""
         return (
             f"{self.stages} stages over {self.axis}, {self.schedule.value}{rounds}, microbatches={self.microbatches}: "
-            f"idle time is {100 * self.bubble:.1f}% of working time; each stage sends {self.permutes} times per step "
-            f"and stores the layer inputs of {self.stored_microbatches} microbatches"
+            f"idle time is {100 * self.bubble:.1f}% of working time; each stage sends {self.sends_per_step} times per "
+            f"step and stores the layer inputs of {self.stored_microbatches} microbatches"
         )
 
-    def record(self) -> PipelineRecord:
+    def to_record(self) -> PipelineRecord:
         """Return the settings and derived values (bubble, stored microbatches, ...) as saved in a run folder."""
         return PipelineRecord(
             **vars(self),
             bubble=self.bubble,
-            permutes=self.permutes,
+            permutes=self.sends_per_step,
             kept=self.stored_microbatches,
             described=self.describe(),
         )
@@ -84,7 +84,7 @@ class Pipeline:
         return (self.stages - 1) / (self.rounds * self.microbatches)
 
     @property
-    def permutes(self) -> int:
+    def sends_per_step(self) -> int:
         """Number of times that a stage sends a microbatch per step, forward and backward, including idle turns."""
         return 2 * self.forward_turns
 

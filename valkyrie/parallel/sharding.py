@@ -20,9 +20,9 @@ from valkyrie.parallel.pipeline import run_pipeline, save_without_copies
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
-def to_spec(split: Sequence[tuple[str, ...]]) -> PartitionSpec:
+def to_spec(dim_axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
     """Return the PartitionSpec for per-dimension tuples of mesh axes."""
-    return PartitionSpec(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in split))
+    return PartitionSpec(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in dim_axes))
 
 
 class MeshShard:
@@ -40,11 +40,13 @@ class MeshShard:
         self.mesh = mesh
         self.backend = backend
         self._gradient_sum, configured = gradient_sum, layout.partition.gradient_sum
-        self._sends_parts = (gradient_sum if configured is GradientSum.auto else configured) is GradientSum.all_to_all
+        self._uses_all_to_all = (
+            gradient_sum if configured is GradientSum.auto else configured
+        ) is GradientSum.all_to_all
 
-    def sharding(self, split: Sequence[tuple[str, ...]], memory_kind: str | None = None) -> NamedSharding:
+    def sharding(self, dim_axes: Sequence[tuple[str, ...]], memory_kind: str | None = None) -> NamedSharding:
         """Return the NamedSharding of per-dimension tuples of mesh axes on this mesh."""
-        return NamedSharding(self.mesh, to_spec(split), memory_kind=memory_kind)  # pyright: ignore[reportArgumentType]
+        return NamedSharding(self.mesh, to_spec(dim_axes), memory_kind=memory_kind)  # pyright: ignore[reportArgumentType]
 
     def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Constrain `x` to the sharding of activations with these logical axes."""
@@ -68,7 +70,7 @@ class MeshShard:
         """Constrain a parameter, or its gradient, to its sharding between steps."""
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored_axes(axes)))
 
-    def gradient(
+    def compute_gradient(
         self,
         f: Callable[..., jax.Array],
         operands: Sequence[jax.Array],
@@ -92,40 +94,42 @@ class MeshShard:
             full_gradient: Whether each device computes a full-size gradient of its part of the batch before the sum. If
                 False, the compiler chooses when to sum. Ignored for an all-to-all.
         """
-        data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
-        split = [tuple(m for m in entry if m in data) for entry in self.layout.gathered_axes(axes)]
-        sends_parts = self._sends_parts and any(split)
-        if not sends_parts or any(self.layout.mesh.axes[m] > 1 for entry in self.layout.used_axes(axes) for m in entry):
+        data_axes = {*self.activation_mesh_axes(BATCH), *self.activation_mesh_axes(SEQ)}
+        dim_axes = [tuple(m for m in entry if m in data_axes) for entry in self.layout.gathered_axes(axes)]
+        uses_all_to_all = self._uses_all_to_all and any(dim_axes)
+        if not uses_all_to_all or any(
+            self.layout.mesh.axes[m] > 1 for entry in self.layout.used_axes(axes) for m in entry
+        ):
             total = f(*operands)
             return self.shard_for_storage(self.gather_for_use(total, *axes) if full_gradient else total, *axes)
-        scattered = {m for entry in split for m in entry}
-        other_data_axes = tuple(m for m in self.layout.mesh.axes if m in data and m not in scattered)
-        rows = to_spec((self.mesh_axes_of(BATCH), self.mesh_axes_of(SEQ)))
+        scattered_axes = {m for entry in dim_axes for m in entry}
+        other_data_axes = tuple(m for m in self.layout.mesh.axes if m in data_axes and m not in scattered_axes)
+        row_spec = to_spec((self.activation_mesh_axes(BATCH), self.activation_mesh_axes(SEQ)))
 
-        def sum_own_part(*local: jax.Array) -> jax.Array:
+        def sum_local_part(*local: jax.Array) -> jax.Array:
             total = f(*local)
-            for dim, entry in enumerate(split):
+            for dim, entry in enumerate(dim_axes):
                 if entry:
                     total = _scatter(total.astype(reduction_dtype), entry, dim)
             return jax.lax.psum(total.astype(reduction_dtype), other_data_axes) if other_data_axes else total
 
         parts = jax.shard_map(
-            sum_own_part,
+            sum_local_part,
             mesh=self.mesh,  # pyright: ignore[reportArgumentType]
-            in_specs=tuple(rows for _ in operands),
-            out_specs=to_spec(split),
-            axis_names=data,
+            in_specs=tuple(row_spec for _ in operands),
+            out_specs=to_spec(dim_axes),
+            axis_names=data_axes,
             check_vma=False,
         )(*operands)
         return self.shard_for_storage(parts, *axes)
 
-    def mesh_axes_of(self, axis: str) -> tuple[str, ...]:
+    def activation_mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes, of size above 1, over which a logical axis of activations is split."""
         return tuple(m for m in self.layout.activations[axis] if self.layout.mesh.axes[m] > 1)
 
     def shard_count(self, axis: str) -> int:
         """Return the number of shards of a logical axis of activations."""
-        return self.layout.shards(axis)
+        return self.layout.shard_count(axis)
 
     def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
         """Apply `f` once per layer, in a scan or, if a mesh axis splits the layers, in a pipeline. Then apply `head`.
@@ -137,7 +141,7 @@ class MeshShard:
             return apply_head(head, scan_layers(f, layers, x, rows, self), self)
         if head is not None and pipeline.is_1f1b:
             return run_1f1b(pipeline, self.mesh, self._make_stage_shard, self, f, layers, x, rows, head)
-        if self.layout.remat.keeps_everything:
+        if self.layout.remat.saves_everything:
             f = save_without_copies(f)
         return apply_head(head, run_pipeline(pipeline, self.mesh, self._make_stage_shard, f, layers, x, rows), self)
 

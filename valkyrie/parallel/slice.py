@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, build_topology
-from valkyrie.parallel.mesh import placed_grid, placed_mesh
+from valkyrie.parallel.mesh import place_devices, place_mesh
 from valkyrie.parallel.placement import placement_problems
 from valkyrie.precision import DType
 from valkyrie.problems import refuse, require_type
@@ -67,14 +67,14 @@ class Slice(TargetConfig):
             )
         axes = self.axes(shape, names, placement)
         devices = get_platform(self.platform).devices_to_compile_for(self, math.prod(shape))
-        return placed_mesh(axes, devices, placement, self.slices)
+        return place_mesh(axes, devices, placement, self.slices)
 
     def positions(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
         """Return the positions of a mesh's devices, flattened in row-major order. Needs no libtpu.
 
         Raises ValueError if the mesh does not fit this slice.
         """
-        grid = placed_grid(self.axes(shape, names, None), list_device_stubs(self), slices=self.slices)
+        grid = place_devices(self.axes(shape, names, None), list_device_stubs(self), slices=self.slices)
         return tuple(Position(d.slice_index, tuple(d.coords), d.core_on_chip) for d in grid.flat)
 
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:

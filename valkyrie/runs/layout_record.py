@@ -38,8 +38,8 @@ class LayoutRecord:
         roles: Role of each mesh axis, as text.
         axis_roles: Role of each mesh axis. None in older records.
         degrees: Product of the sizes of the mesh axes with each kind of role, such as `DP`.
-        sharding: Hash that layouts of a model share if they shard every array in the same way (`Layout.sharding`).
-        pipeline: `Pipeline.record()`, or None without a pipeline.
+        sharding: Hash that layouts of a model share if they shard every array in the same way (`Layout.sharding_hash`).
+        pipeline: `Pipeline.to_record()`, or None without a pipeline.
         predicted_by: Digest of the code and compiler of a predicted trial of a sweep, else None.
     """
 

@@ -23,7 +23,7 @@ from valkyrie.models import LayeredModel
 from valkyrie.models.block import BLOCK_INPUT, SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.partition import Memory, resolve_rules
-from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remats
+from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remat_names
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
 
@@ -127,7 +127,7 @@ class MemoryEstimator:
     @cached_property
     def activations(self) -> list[tuple[SavedActivation, np.ndarray]]:
         """Activations that a backward pass may read, with their bytes per device for all microbatches in flight."""
-        microbatches = self.layouts.in_flight / self.layouts.stages
+        microbatches = self.layouts.in_flight_microbatches / self.layouts.stages
         return [
             (activation, self._bytes(activation) * microbatches) for activation in self.run.model.saved_activations()
         ]
@@ -142,7 +142,7 @@ class MemoryEstimator:
             if LAYERS in spec.axes and data_axes:
                 layers = spec.shape[spec.axes.index(LAYERS)] / layouts.stages
                 total = total + itemsize * (layouts.shard_elements(spec, "used") / layers) * (
-                    layouts.parts(data_axes) > 1
+                    layouts.axes_size(data_axes) > 1
                 )
         return total
 
@@ -190,7 +190,7 @@ class MemoryEstimator:
         the first group of layers, for one microbatch. All sizes are per device.
         """
         layouts, model, activations, group_bytes = self.layouts, self.run.model, [], np.zeros(len(self.layouts))
-        local_positions = self.run.config.seq / layouts.parts(layouts.activations[SEQ])
+        local_positions = self.run.config.seq / layouts.axes_size(layouts.activations[SEQ])
         for number, (group, repeats) in enumerate(model.segments() if isinstance(model, LayeredModel) else ()):
             for layer in group:
                 for activation, window in layer.mixer.neighbours(layer.context):
@@ -198,7 +198,7 @@ class MemoryEstimator:
                     positions = positions if window is None else np.minimum(positions, window)
                     bytes_ = self._bytes(activation) * positions / local_positions
                     unnamed = replace(activation, name=None, product=False)
-                    activations.append((unnamed, repeats * bytes_ * layouts.in_flight / layouts.stages))
+                    activations.append((unnamed, repeats * bytes_ * layouts.in_flight_microbatches / layouts.stages))
                     group_bytes = group_bytes + bytes_ * (number == 0)
         return activations, group_bytes
 
@@ -210,7 +210,7 @@ class MemoryEstimator:
         stream = next((a for a in self.run.model.saved_activations() if a.name == BLOCK_INPUT), None)
         if stream is None or not axes:
             return np.zeros(len(layouts))
-        return self._bytes(replace(stream, count=1)) * np.where(layouts.parts(axes) > 1, layouts.parts(axes), 0)
+        return self._bytes(replace(stream, count=1)) * np.where(layouts.axes_size(axes) > 1, layouts.axes_size(axes), 0)
 
     @cached_property
     def _working_sets(self) -> tuple[np.ndarray, np.ndarray]:
@@ -232,13 +232,13 @@ class MemoryEstimator:
         """Return the bytes per device of an activation's arrays for one microbatch, as if one stage had all layers."""
         config, layouts, axes = self.run.config, self.layouts, activation.tensor.axes
         assert axes[:2] == (BATCH, SEQ), axes
-        positions = config.seq / layouts.parts(layouts.activations[SEQ])
+        positions = config.seq / layouts.axes_size(layouts.activations[SEQ])
         if activation.positions is not None:  # the logits of a chunk of positions
-            shards = layouts.parts(layouts.loss_axes)
+            shards = layouts.axes_size(layouts.loss_axes)
             positions = np.where(positions % shards == 0, positions / shards, positions)
             positions = np.minimum(positions, activation.positions)
-        batch = config.batch if layouts.batches is None else layouts.batches
-        elements = batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH]) * positions
+        batch = config.batch if layouts.batch_sizes is None else layouts.batch_sizes
+        elements = batch / layouts.microbatches / layouts.axes_size(layouts.activations[BATCH]) * positions
         for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
             elements = elements * length / layouts.count_parts(axis, "active", length)
         if activation.name is not None:
@@ -319,7 +319,7 @@ def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
 
 def legal_remats(run: Run) -> dict[str, RematConfig]:
     """Return the remat policies that are legal for a run, by label: the shipped ones and the run's own."""
-    remats = {name: load_remat(name) for name in shipped_remats()}
+    remats = {name: load_remat(name) for name in shipped_remat_names()}
     remats.setdefault(run.config.remat.label, run.config.remat)
     return {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problem_identities()}
 

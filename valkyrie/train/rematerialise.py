@@ -19,7 +19,7 @@ def make_block_checkpoint(remat: RematConfig, backend: str) -> Checkpoint:
 
     If the policy saves everything, the function returns the group unchanged.
     """
-    if remat.keeps_everything:
+    if remat.saves_everything:
         return lambda block: block
     policy = _policy(remat, backend)
     return lambda block: jax.checkpoint(block, policy=policy, prevent_cse=False)

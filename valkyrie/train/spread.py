@@ -30,7 +30,7 @@ def matrix_stack_sharding(shard: MeshShard) -> StackSharding:
         return jax.lax.with_sharding_constraint(stack, shard.sharding(split))
 
     return StackSharding(
-        device_count=shard.layout.parts(mesh_axes),
+        device_count=shard.layout.axes_size(mesh_axes),
         sharding_key=row_column_axes,
         shard_as_stored=lambda stack, spec: constrain(stack, ((), *row_column_axes(spec))),
         shard_by_matrix=lambda stack: constrain(stack, (mesh_axes, (), ())),

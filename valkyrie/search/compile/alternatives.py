@@ -93,9 +93,9 @@ def _bytes_sent_for_data(run: Run) -> int | None:
     compute_itemsize, reduction_itemsize = (
         jnp.dtype(dtype.value).itemsize for dtype in (policy.compute, policy.reduction)
     )
-    batch_shards, bytes_sent = layout.shards(BATCH), 0.0
+    batch_shards, bytes_sent = layout.shard_count(BATCH), 0.0
     for spec in run.model.parameters().values():
-        stored_shards = math.prod(layout.parts(axes) for axes in layout.stored_axes(spec.axes))
+        stored_shards = math.prod(layout.axes_size(axes) for axes in layout.stored_axes(spec.axes))
         gathered = compute_itemsize * (1 - 1 / stored_shards)
         reduced = reduction_itemsize * (1 - 1 / batch_shards)
         bytes_sent += 2 * math.prod(spec.shape) * (gathered + reduced)

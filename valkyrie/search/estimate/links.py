@@ -38,13 +38,13 @@ def axis_links(
     link_rate = (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices if has_torus else (chip.switch_gbs or 1.0) * 1e9
     for index, name in enumerate(names):
         column = [axes[index] for axes in placements]
-        link_counts = [max(axis.links, min_links) if axis.torus_factors else 0.0 for axis in column]
+        link_counts = [max(axis.links_per_chip, min_links) if axis.torus_factors else 0.0 for axis in column]
         rates, ring_rates = (
             np.array([link_rate * (n or assumptions.CORE_BANDWIDTH_RATIO) if has_torus else link_rate for n in counts])
             for counts in (link_counts, [axis.ring_links for axis in column])
         )
-        outer = np.array([axis.outer for axis in column], float)
-        inner = np.array([axis.size // axis.outer for axis in column], float)
+        outer = np.array([axis.outer_size for axis in column], float)
+        inner = np.array([axis.size // axis.outer_size for axis in column], float)
         hops = np.array([axis.hops for axis in column], float)
         links_by_axis[name] = AxisLinks(inner, rates, outer, np.full(len(column), host_rate), hops, ring_rates)
     return links_by_axis

@@ -76,8 +76,8 @@ class CollectiveModel:
             links, size = layouts.links[axis], layouts.sizes[axis]
             inner_s = sent_bytes / (links.inner_rate * self.gather_efficiency)
             outer_s = sent_bytes / (links.outer_rate * self.outer_efficiency)
-            start = self.start_s + np.where(links.outer > 1, self.outer_start_s, 0.0)
-            seconds += np.where(size > 1, start + np.where(links.outer > 1, outer_s, inner_s), 0.0)
+            start = self.start_s + np.where(links.outer_size > 1, self.outer_start_s, 0.0)
+            seconds += np.where(size > 1, start + np.where(links.outer_size > 1, outer_s, inner_s), 0.0)
         return seconds
 
     def _seconds(
@@ -87,10 +87,10 @@ class CollectiveModel:
         rate, outer_rate, hops = np.zeros(len(layouts)), np.full(len(layouts), np.inf), np.zeros(len(layouts))
         for axis in axes:
             links = layouts.links[axis]
-            inner, outer = inner * links.inner, outer * links.outer
-            axis_rate = np.where(links.inner > 1, links.ring_rate if one_ring else links.inner_rate, 0.0)
+            inner, outer = inner * links.inner_size, outer * links.outer_size
+            axis_rate = np.where(links.inner_size > 1, links.ring_rate if one_ring else links.inner_rate, 0.0)
             rate = rate + axis_rate if self.adds_up and not one_ring else np.maximum(rate, axis_rate)
-            outer_rate = np.where(links.outer > 1, np.minimum(outer_rate, links.outer_rate), outer_rate)
+            outer_rate = np.where(links.outer_size > 1, np.minimum(outer_rate, links.outer_rate), outer_rate)
             hops = hops + links.hops
         members = inner * outer
         latency = self.start_s * (members > 1) + hops * self.hop_s + self.outer_start_s * np.log2(outer)

@@ -102,7 +102,7 @@ class GroupEstimates:
 
         The time of a step or, if the search varies the batch, of `MAX_DEVICE_TOKENS` sequences.
         """
-        batches = self.group.candidates.batches
+        batches = self.group.candidates.batch_sizes
         # Not the time of one sequence, because `Ranking.order` rounds to 0.1 microseconds, which may be longer.
         return self.times.step_s if batches is None else self.times.step_s * (MAX_DEVICE_TOKENS / batches)
 
@@ -112,7 +112,7 @@ class GroupEstimates:
         usable = usable_hbm(self.group.target.chip)
         if usable is None:
             return np.ones(len(self.times.step_s), bool)
-        share = 1.0 if self.group.candidates.batches is None else SEARCHED_BATCH_MEMORY_SHARE
+        share = 1.0 if self.group.candidates.batch_sizes is None else SEARCHED_BATCH_MEMORY_SHARE
         return self.memory.total.astype(np.int64) <= share * usable
 
 
@@ -141,7 +141,7 @@ class Ranking:
         axis_class_counts = np.repeat([e.group.axis_class_count for e in self.estimates], sizes)
         offloads = np.repeat([len(e.remat.offload) for e in self.estimates], sizes)
         order = np.lexsort((layout_index, offloads, axis_class_counts, np.round(step_s, 7)))
-        if any(e.group.candidates.batches is not None for e in self.estimates):
+        if any(e.group.candidates.batch_sizes is not None for e in self.estimates):
             order = order[np.concatenate([e.fit_mask for e in self.estimates])[order]]
         return list(zip(group_index[order].tolist(), layout_index[order].astype(int).tolist(), strict=True))
 

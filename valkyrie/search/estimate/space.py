@@ -18,7 +18,7 @@ from valkyrie.axes import BATCH, LAYERS
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, build_topology
-from valkyrie.parallel.axis_links import Placement, undominated_placements
+from valkyrie.parallel.axis_links import Placement, pareto_placements
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import layout_with_problems
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh, resize_axis
@@ -98,7 +98,7 @@ class LayoutGroup:
 
     def batch(self, index: int) -> int | None:
         """Return the sequences of the global batch of layout `index`, or None if the search does not vary it."""
-        batches = self.candidates.batches
+        batches = self.candidates.batch_sizes
         return None if batches is None else int(batches[index])
 
     def candidate(self, index: int, remat: RematConfig) -> Candidate:
@@ -308,7 +308,7 @@ def _partition_space(
         if not pairs:
             continue
         inner_sizes = tuple(n for axis, n in sizes.items() if axis != SLICE_AXIS)
-        placements = undominated_placements(inner_sizes, topology, has_torus)
+        placements = pareto_placements(inner_sizes, topology, has_torus)
         for placement in placements:
             indices += [len(placed_meshes)] * len(pairs)
             batches_and_counts += pairs
@@ -320,7 +320,7 @@ def _partition_space(
     )
     batches, microbatches = np.array(batches_and_counts).T
     candidates = replace(
-        candidates, microbatches=microbatches, batches=batches if microbatch_options.search_batch else None
+        candidates, microbatches=microbatches, batch_sizes=batches if microbatch_options.search_batch else None
     )
     legal_mask = np.ones(len(candidates), bool)
     # Searched batches are divisible by construction. A batch of 0 passes that check.

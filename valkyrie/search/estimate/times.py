@@ -75,9 +75,9 @@ class StepEstimator:
         self.peak_flops = peak * 1e12 / chip.devices
         self.hbm_bandwidth = (chip.hbm_gbs or 1.0) * 1e9 / chip.devices * efficiency.hbm
         self.host_bandwidth = chip.host_gbs * 1e9
-        tokens = work.tokens if layouts.batches is None else layouts.batches * work.run.config.seq
+        tokens = work.tokens if layouts.batch_sizes is None else layouts.batch_sizes * work.run.config.seq
         self.local_tokens = tokens / (
-            layouts.parts(layouts.activations[BATCH]) * layouts.parts(layouts.activations[SEQ])
+            layouts.axes_size(layouts.activations[BATCH]) * layouts.axes_size(layouts.activations[SEQ])
         )
         self.local_tokens = self.local_tokens / layouts.microbatches
         """Tokens per device and microbatch."""
@@ -152,7 +152,7 @@ class StepEstimator:
         model = self.work.run.model
         rows = (
             self.local_tokens
-            / self.layouts.parts(self.layouts.loss_axes)
+            / self.layouts.axes_size(self.layouts.loss_axes)
             / (self.layouts.stages if self.layouts.shares_loss else 1)
         )
         n = model.vocab_rows / self.layouts.count_parts("vocab", "used", model.vocab_rows)
@@ -189,7 +189,7 @@ class StepEstimator:
         activations = self.layouts.activations
         split = [a for axis in mixing.axes for a in activations[axis]]
         free = [a for a in activations["embed"] if a not in split] if mixing.shards_rows_over_embed else []
-        return self.layouts.parts(tuple(dict.fromkeys([*split, *free])))
+        return self.layouts.axes_size(tuple(dict.fromkeys([*split, *free])))
 
     def _moved_bytes(self, remat: RematConfig) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of activations that a microbatch moves through HBM, and the bytes offloaded to the host."""
@@ -300,8 +300,8 @@ class StepEstimator:
         """
         layouts, stored = self.layouts, self.layouts.stored_axes(logical)
         data_axes = tuple(axis for axis in stored if axis in layouts.data_axes)
-        parts = layouts.parts(data_axes)
-        is_split_twice = (parts > 1) & (layouts.parts(layouts.used_axes(logical)) > 1)
+        parts = layouts.axes_size(data_axes)
+        is_split_twice = (parts > 1) & (layouts.axes_size(layouts.used_axes(logical)) > 1)
         seconds = self.network.all_gather(layouts, data_axes, factor_bytes * parts)
         return np.where(is_split_twice, self.efficiency.whole_batches * seconds, 0.0)
 
@@ -313,7 +313,7 @@ class StepEstimator:
             bytes_per_token = activation.count * (4 if activation.float32 else self.work.itemsize)
             for axis, n in zip(activation.tensor.axes[2:], activation.tensor.shape[2:], strict=True):
                 bytes_per_token = bytes_per_token * n / layouts.count_parts(axis, "active", n)
-            per_position = bytes_per_token * self.local_tokens / (seq / layouts.parts(axes))
+            per_position = bytes_per_token * self.local_tokens / (seq / layouts.axes_size(axes))
             if positions is None:
                 seconds += self.network.all_gather(layouts, axes, per_position * seq)
             else:
@@ -328,7 +328,7 @@ class StepEstimator:
         """
         layouts, vocab = self.layouts, self.layouts.used_axes("vocab")
         stream = self.local_tokens * self.work.embed * self.work.itemsize
-        rows = stream / layouts.parts(layouts.loss_axes)
+        rows = stream / layouts.axes_size(layouts.loss_axes)
         return 2 * self.network.all_reduce(layouts, vocab, rows)
 
     @cached_property
@@ -362,7 +362,7 @@ class StepEstimator:
             seconds += self.network.reduce_scatter(layouts, split, bytes_)
             scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
             reduce = self.network.reduce_scatter if scattered else self.network.all_reduce
-            seconds += reduce(layouts, summed_axes, bytes_ / layouts.parts(split))
+            seconds += reduce(layouts, summed_axes, bytes_ / layouts.axes_size(split))
         has_pipeline = layouts.stages > 1
         ticks = np.where(self.efficiency.loop_sums > 0, layouts.microbatches + layouts.stages - 1, 1)
         sum_count = np.where(has_pipeline, ticks, layouts.microbatches)
@@ -391,7 +391,9 @@ class StepEstimator:
         seconds = np.zeros(len(self.layouts))
         if self.layouts.partition.zero1:
             for spec in self.work.parameters.values():
-                bytes_ = 4 * self.layouts.shard_elements(spec, "used") / self.layouts.parts(self._gathered_axes(spec))
+                bytes_ = (
+                    4 * self.layouts.shard_elements(spec, "used") / self.layouts.axes_size(self._gathered_axes(spec))
+                )
                 seconds += self.network.all_gather(
                     self.layouts, self.layouts.zero1_axes(spec.axes), bytes_, one_ring=True
                 )
@@ -412,7 +414,7 @@ class StepEstimator:
         if layouts.sends_parts:
             split = (*axes, *layouts.data_axes, *layouts.activations["embed"])
             replicated = [axis for axis in layouts.sizes if axis not in split]
-            send_s = self.network.exchange(layouts, axes, bytes_ / layouts.parts(replicated))
+            send_s = self.network.exchange(layouts, axes, bytes_ / layouts.axes_size(replicated))
             return 2 * layouts.rounds * (send_s + self.network.all_gather(layouts, replicated, bytes_))
         return 2 * layouts.rounds * self.network.exchange(layouts, axes, bytes_)
 
