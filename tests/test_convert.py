@@ -27,7 +27,7 @@ from valkyrie.convert.load import import_folder
 from valkyrie.convert.save import export_run
 from valkyrie.data.tokenizer_json import train_tokenizer
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.ending import EXIT_INTERRUPTED
 from valkyrie.processes.locks import write_lock
 from valkyrie.train.program import StepProgram
 from valkyrie.trees import override_text
@@ -460,7 +460,7 @@ def test_a_folder_in_conversion_is_in_use_and_ctrl_c_deletes_it(
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("valkyrie.convert.load._save_checkpoint", convert_again)
-    with pytest.raises(SystemExit, match=str(INTERRUPTED)):
+    with pytest.raises(SystemExit, match=str(EXIT_INTERRUPTED)):
         main([*load])
     (message,) = messages
     assert re.match(

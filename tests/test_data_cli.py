@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from valkyrie.cli.data import main
-from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.ending import EXIT_INTERRUPTED
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_sigterm_deletes_the_unfinished_shards(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("valkyrie.data.manifest.write_manifest", lambda _: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(SystemExit, match=str(INTERRUPTED)):
+    with pytest.raises(SystemExit, match=str(EXIT_INTERRUPTED)):
         main(["prepare", "text", str(corpus)])
     assert not [path for path in (tmp_path / "cache" / "data").iterdir() if path.is_dir()]
     assert capsys.readouterr().err == "valkyrie-data: stopped\n"

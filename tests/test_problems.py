@@ -24,7 +24,7 @@ from valkyrie.parallel.mesh import AXIS_NAMES, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, resolve_rules
 from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import read_group
-from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range, refuse
+from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range, raise_problems
 
 GOLDEN = Path(__file__).parent / "goldens" / "problems.txt"
 SMALL = "model=valkyrie_tiny mesh=2x2x2 partition=2d_tp"
@@ -194,9 +194,9 @@ def test_numbers_out_of_range_are_problems(bounds: dict[str, Any], inside: float
 
 def test_an_error_lists_each_problem_once():
     problem = Problem(ProblemCode.malformed, "k", text="k: no.")
-    refuse([])
+    raise_problems([])
     with pytest.raises(ProblemError) as error:
-        refuse([problem, problem])
+        raise_problems([problem, problem])
     assert error.value.problems == (problem,)
 
 

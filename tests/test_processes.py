@@ -22,7 +22,7 @@ from runs import TINY_ARGUMENTS, needs_sandbox, start_python, start_training
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.child import module_command
 from valkyrie.processes.distributed import DistributedConfig, find_process
-from valkyrie.processes.ending import LOST, PREEMPTED
+from valkyrie.processes.ending import EXIT_LOST, EXIT_PREEMPTED
 from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, ConnectedTeam, ProcessInfo, Team
 from valkyrie.runs.tracking import read_metrics
@@ -137,7 +137,7 @@ def test_the_other_processes_end_if_one_is_lost(lost_index: int, signal: int, me
             assert member.stdout is not None and member.stdout.readline() == "met\n"
         members[lost_index].send_signal(signal)
         survivor = members[1 - lost_index]
-        assert survivor.wait(30) == LOST
+        assert survivor.wait(30) == EXIT_LOST
         assert survivor.stderr is not None and message in survivor.stderr.read()
     finally:
         for member in members:
@@ -263,7 +263,7 @@ def test_a_preemption_of_one_process_saves_on_all_at_the_same_step(preempted_ind
     wait_for_step(tmp_path / "runs/run", 5)
     processes[preempted_index].terminate()
     start = time.monotonic()
-    assert [status for status, _, _ in wait_for_processes(processes)] == [PREEMPTED] * 2
+    assert [status for status, _, _ in wait_for_processes(processes)] == [EXIT_PREEMPTED] * 2
     assert time.monotonic() - start < 30
     (step,) = (int(path.name) for path in (tmp_path / "runs/run/checkpoints").iterdir())
     assert step >= 5
@@ -281,7 +281,7 @@ def test_the_others_end_if_a_process_is_killed_and_the_run_resumes(killed_index:
     processes[killed_index].kill()
     start = time.monotonic()
     survivor = wait_for_processes(processes)[1 - killed_index]
-    assert survivor[0] in (LOST, -6) and time.monotonic() - start < 15  # -6: JAX's own end, where it is faster
+    assert survivor[0] in (EXIT_LOST, -6) and time.monotonic() - start < 15  # -6: JAX's own end, where it is faster
     again = wait_for_processes(start_processes(2, *overrides, "steps=40", cwd=tmp_path))
     assert [status for status, _, _ in again] == [0, 0] and "continuing run" in again[0][1]
 

@@ -25,7 +25,7 @@ from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.paths import DiskError
 from valkyrie.problems import ProblemCode
-from valkyrie.processes.ending import REFUSED
+from valkyrie.processes.ending import EXIT_REFUSED
 from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, make_answer_row, print_answer, rank_layouts, train_command
@@ -827,7 +827,7 @@ def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
 
     monkeypatch.setattr(mode, "compile_best", refuse)
     status, answer, _, printed = search()
-    assert status == REFUSED and not answer and printed.splitlines()[-1] == "LIBTPU_INIT_ARGS has a wrong flag."
+    assert status == EXIT_REFUSED and not answer and printed.splitlines()[-1] == "LIBTPU_INIT_ARGS has a wrong flag."
 
 
 def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., FinishedSearch]) -> None:

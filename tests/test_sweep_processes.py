@@ -11,7 +11,7 @@ import pytest
 
 from processes import free_address, start_processes, wait_for_processes
 from runs import TINY_ARGUMENTS, start_training
-from valkyrie.processes.ending import LOST
+from valkyrie.processes.ending import EXIT_LOST
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 SWEEP = [*TINY_ARGUMENTS, "-m", "mode=measure", "partition=dp", "batch=12", "mode.repeats=2", "name=many"]
@@ -59,7 +59,7 @@ def test_a_killed_process_ends_the_multirun_and_the_next_one_continues(tmp_path:
         time.sleep(0.05)
     os.kill(processes[1].pid, signal.SIGKILL)
     (status, _, err), _ = wait_for_processes(processes)
-    assert status == LOST and "same command" in err, err
+    assert status == EXIT_LOST and "same command" in err, err
     assert trials(tmp_path)["2x1x1"].status is Status.ok
     assert [status for status, _, _ in wait_for_processes(start_processes(2, *arguments, cwd=tmp_path))] == [0, 0]
     assert {trial.status for trial in trials(tmp_path).values()} == {Status.ok}

@@ -355,7 +355,7 @@ def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, delay_s: float) -
 
 
 @pytest.mark.parametrize(
-    ("worth_saving", "signals", "status", "message"),
+    ("has_progress", "signals", "status", "message"),
     [
         (False, "SIGTERM", 75, "nothing to save"),
         (True, "SIGTERM", 0, "stopping after"),
@@ -365,13 +365,13 @@ def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, delay_s: float) -
     ],
 )
 def test_a_signal_aborts_the_first_step_but_waits_for_later_steps(
-    worth_saving: bool, signals: str, status: int, message: str
+    has_progress: bool, signals: str, status: int, message: str
 ) -> None:
     training = (
         "import os, signal, time\nfrom valkyrie.processes.interrupt import Interrupt\n"
-        f"interrupt = Interrupt()\nwith interrupt.handle_signals():\n  interrupt.worth_saving = {worth_saving}\n"
+        f"interrupt = Interrupt()\nwith interrupt.handle_signals():\n  interrupt.has_progress = {has_progress}\n"
         f"  interrupt.should_stop(7)\n  interrupt.set_checkpoints(None, lambda: 5)\n  for name in {signals.split()}:\n"
-        "    os.kill(os.getpid(), getattr(signal, name))\n    time.sleep(0.3)\n  assert interrupt.requested"
+        "    os.kill(os.getpid(), getattr(signal, name))\n    time.sleep(0.3)\n  assert interrupt.stop_requested"
     )
     result = subprocess.run([sys.executable, "-c", training], capture_output=True, text=True, timeout=60)
     line = result.stderr.strip().splitlines()[-1]

@@ -15,7 +15,15 @@ import pytest
 from helpers import compose_run
 from runs import run_train
 from sweeps import FakeMultirun
-from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, record_ending
+from valkyrie.processes.ending import (
+    EXIT_INTERRUPTED,
+    EXIT_LOST,
+    EXIT_PREEMPTED,
+    EXIT_REFUSED,
+    OUT_OF_MEMORY,
+    end_process,
+    on_process_end,
+)
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.sweep.child import capture_outcome
 from valkyrie.sweep.results import Outcome, last_error, outcome_from_exit_status, outcome_from_results, read_outcome
@@ -208,12 +216,12 @@ def test_the_reason_of_a_failure_is_the_last_error_in_the_log(tmp_path: Path):
 @pytest.mark.parametrize(
     ("code", "reason", "status"),
     [
-        (LOST, "step 3 hangs: nothing has finished for 60 s", Status.failed),
-        (REFUSED, "batch=7 is not divisible by 2", Status.refused),
-        (REFUSED, "its data is named out of memory", Status.refused),
-        (DOES_NOT_FIT, "gpt_tiny under 1x1x1-dp has no room", Status.does_not_fit),
-        (PREEMPTED, "stopped by a signal", Status.killed),
-        (INTERRUPTED, "stopped by a signal", Status.killed),
+        (EXIT_LOST, "step 3 hangs: nothing has finished for 60 s", Status.failed),
+        (EXIT_REFUSED, "batch=7 is not divisible by 2", Status.refused),
+        (EXIT_REFUSED, "its data is named out of memory", Status.refused),
+        (OUT_OF_MEMORY, "gpt_tiny under 1x1x1-dp has no room", Status.does_not_fit),
+        (EXIT_PREEMPTED, "stopped by a signal", Status.killed),
+        (EXIT_INTERRUPTED, "stopped by a signal", Status.killed),
     ],
 )
 def test_a_process_that_ends_itself_leaves_its_outcome(
@@ -223,7 +231,7 @@ def test_a_process_that_ends_itself_leaves_its_outcome(
     (tmp_path / "output.log").write_text(TRACEBACK)
     monkeypatch.setattr("os._exit", sys.exit)
     with (
-        record_ending(lambda code, reason: outcome_from_exit_status(code, reason).write(tmp_path)),
+        on_process_end(lambda code, reason: outcome_from_exit_status(code, reason).write(tmp_path)),
         pytest.raises(SystemExit),
     ):
         end_process(code, reason)

@@ -71,10 +71,10 @@ def test_a_process_is_ended_if_its_id_cannot_be_recorded(tmp_path: Path, monkeyp
 
 def test_a_lock_is_held_until_its_file_is_closed(tmp_path: Path):
     with (tmp_path / "file").open("w") as first, (tmp_path / "file").open("w") as other:
-        assert lock(first) is LockState.ours
-        assert lock(other, wait=False) is LockState.another
+        assert lock(first) is LockState.acquired
+        assert lock(other, wait=False) is LockState.held
         first.close()
-        assert lock(other, wait=False) is LockState.ours
+        assert lock(other, wait=False) is LockState.acquired
 
 
 def test_a_file_system_without_locks_does_not_end_a_sweep(

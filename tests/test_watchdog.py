@@ -13,7 +13,7 @@ import pytest
 from helpers import compose_run
 from processes import free_address, run_teams, wait_for_processes
 from runs import TINY_ARGUMENTS, start_python
-from valkyrie.processes.ending import LOST
+from valkyrie.processes.ending import EXIT_LOST
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train.watchdog import FIRST_STEP_LIMIT_S, HANG_FACTOR, Watchdog, make_watchdog
@@ -126,7 +126,7 @@ def test_a_hanging_process_prints_its_stacks_and_ends(tmp_path: Path):
     result = subprocess.run(
         [sys.executable, "-c", HANGING_PROGRAM, str(log)], capture_output=True, text=True, timeout=60, check=False
     )
-    assert result.returncode == LOST and time.monotonic() - start < 30
+    assert result.returncode == EXIT_LOST and time.monotonic() - start < 30
     for text in (result.stderr, log.read_text()):
         assert "step 3 hangs" in text and "in where_it_hangs" in text
     assert "distributed.step_timeout_s" in result.stderr.splitlines()[-1]
@@ -139,7 +139,7 @@ def test_a_hang_is_announced_to_the_others_who_check_first():
         team.on_hang = lambda line: reports.update({team.index: line})
         team.wait("a step")
         if team.index == 1:
-            team.fail(LOST, "step 3 hangs")
+            team.fail(EXIT_LOST, "step 3 hangs")
         deadline = time.monotonic() + 10
         while len(reports) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -179,7 +179,7 @@ def test_all_processes_print_their_stacks_and_end_if_one_hangs(tmp_path: Path):
         for index in range(2)
     ]
     first, second = wait_for_processes(processes)
-    assert (first[0], second[0]) == (LOST, LOST), (first, second)
+    assert (first[0], second[0]) == (EXIT_LOST, EXIT_LOST), (first, second)
     logs = tmp_path / "runs/run/logs"
     for text in (first[2], (logs / "process-0.log").read_text(), (logs / "process-1.log").read_text()):
         assert " hangs: " in text and "in fit" in text, text

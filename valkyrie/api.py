@@ -24,9 +24,9 @@ from valkyrie.api_programs import check, predict, search_program
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_atomic
-from valkyrie.problems import refuse, require_type
+from valkyrie.problems import raise_problems, require_type
 from valkyrie.processes.child import module_command, run_streamed
-from valkyrie.processes.ending import INTERRUPTED, REFUSED
+from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained, TrialRow, Trials
 from valkyrie.runs.folder import key_values, split_flags, split_override
 from valkyrie.search.comparison import Comparison
@@ -125,7 +125,7 @@ def named_slice(name: str, *, slices: int = 1) -> Slice:
     require_type(name, str, 'slice takes a name, such as slice("v5e-8")')
     require_type(slices, int, "slices= takes a whole number")
     target = dataclasses.replace(get_target(name), slices=slices)
-    refuse(target.problems())
+    raise_problems(target.problems())
     return Slice.from_target(target)
 
 
@@ -188,11 +188,11 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
     from valkyrie.search.mode import find_layouts
 
     outcome = find_layouts(run, _console(quiet))
-    if outcome.status == INTERRUPTED:
+    if outcome.status == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if outcome.answer is None:
         raise ValueError(outcome.reason)
-    if outcome.status == REFUSED:
+    if outcome.status == EXIT_REFUSED:
         raise ValueError(outcome.answer.why)
     return Answer(outcome.answer, outcome.folder.absolute())  # a notebook may change its folder
 
@@ -452,7 +452,7 @@ def _run_command(
             print(line, flush=True)
 
     status, errors = run_streamed(module_command(f"valkyrie.cli.{name}", *arguments), print_line)
-    if status == INTERRUPTED:
+    if status == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if has_result():
         if not quiet:
@@ -489,7 +489,7 @@ def _require_run(function: str, run: object) -> None:
 
 
 def _refuse_illegal(run: Run) -> Run:
-    refuse(run.problems())
+    raise_problems(run.problems())
     return run
 
 

@@ -15,7 +15,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
-from valkyrie.problems import check_range, refuse, require_type, suggest
+from valkyrie.problems import check_range, raise_problems, require_type, suggest
 from valkyrie.results import Result
 from valkyrie.search.comparison import Comparison, refuse_other_folder, refuse_other_search
 from valkyrie.search.compile.fault import Fault
@@ -346,7 +346,7 @@ def _parse_budget(budget: str | float | int | None) -> float | int | None:
     budget_s = parse_seconds(budget) if isinstance(budget, str) else budget
     if budget_s is None:
         raise ValueError(f'budget={budget} is not a time. Use seconds, or a time such as "90s", "5min" or "1h".')
-    refuse(check_range("budget", budget_s, above=0))
+    raise_problems(check_range("budget", budget_s, above=0))
     return budget_s
 
 
@@ -374,7 +374,7 @@ def _check_program_arguments(slice: Slice | None, *, unit: str, **settings: Any)
     require_type(unit, str, 'unit= takes a string that says what tokens= counts, such as "images"')
     if not unit.strip() or unit != "tokens" and settings["tokens"] is None:
         raise ValueError(f'unit={unit!r} must name what tokens= counts. Pass both: tokens=512, unit="images".')
-    refuse(
+    raise_problems(
         [problem for key in ("tokens", "flops", "time_limit_s") for problem in check_range(key, settings[key], above=0)]
     )
     if (tokens := settings["tokens"]) is not None and tokens > _MAX_TOKENS:
@@ -399,7 +399,7 @@ def _refuse_unknown_layouts(measured_s: Mapping[str, float | int] | None, layout
         if layout not in layouts:
             raise ValueError(f'measured_s["{layout}"]: there is no such layout. Use {", ".join(layouts)}.')
         require_type(step_s, Real, usage)
-        refuse(check_range(f'measured_s["{layout}"]', step_s, above=0))
+        raise_problems(check_range(f'measured_s["{layout}"]', step_s, above=0))
 
 
 def _as_result(predicted_program: PredictedProgram) -> Result:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Schema = TypeVar("Schema")
 
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 _PROBE_BYTES = 4 * 2**20
 """Bytes that must be free for a cache. A compiled step takes one to ten MiB."""
 
@@ -40,13 +40,13 @@ def cache_root() -> Path:
 
     Raises ValueError if the variable names a file, or if the path starts with `~` and the user has no home folder.
     """
-    variable = os.environ.get("VALKYRIE_CACHE")
+    env_value = os.environ.get("VALKYRIE_CACHE")
     try:
-        path = Path(variable or "~/.cache/valkyrie").expanduser()
+        path = Path(env_value or "~/.cache/valkyrie").expanduser()
     except RuntimeError:
         raise ValueError("This user has no home folder for caches. Set VALKYRIE_CACHE=DIR, or HOME.") from None
     if path.is_file():
-        name, remedy = (f"VALKYRIE_CACHE={path}", ", or unset it") if variable else (path, "")
+        name, remedy = (f"VALKYRIE_CACHE={path}", ", or unset it") if env_value else (path, "")
         raise ValueError(f"{name} is a file, not a folder for caches. Set VALKYRIE_CACHE=DIR{remedy}.")
     return path
 
@@ -77,17 +77,17 @@ def write_atomic(path: Path, content: str | bytes, alternative: str | None = Non
         with disk_errors(path, alternative):
             path.write_bytes(body)
         return path
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    partial_path = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
-        with disk_errors(path, alternative), partial.open("wb") as file:
+        with disk_errors(path, alternative), partial_path.open("wb") as file:
             file.write(body)
             file.flush()
             os.fsync(file.fileno())
         with disk_errors(path, alternative):
-            partial.replace(path)
+            partial_path.replace(path)
     finally:
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
     return path
 
 
@@ -122,22 +122,22 @@ def disk_errors(path: Path, alternative: str | None = None) -> Iterator[None]:
         raise DiskError(f"{path} cannot be written ({error_reason(error)}). {remedy}") from error
 
 
-def publish_folder(partial: Path, final: Path) -> None:
+def publish_folder(partial_folder: Path, final_folder: Path) -> None:
     """Rename a complete folder to its final name.
 
-    If another process has already published the final folder, keeps that one and leaves `partial` in place.
+    If another process has already published the final folder, keeps that one and leaves `partial_folder` in place.
     """
     try:
-        partial.rename(final)
+        partial_folder.rename(final_folder)
     except OSError:
-        if not final.is_dir() or not any(final.iterdir()):
+        if not final_folder.is_dir() or not any(final_folder.iterdir()):
             raise
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Return whether an error of the system or of a library means that a disk or a quota is full."""
     number = error.errno if isinstance(error, OSError) else None
-    return number in _DISK_FULL or os.strerror(errno.ENOSPC) in str(error)
+    return number in _DISK_FULL_ERRNOS or os.strerror(errno.ENOSPC) in str(error)
 
 
 def error_reason(error: BaseException) -> str:
@@ -172,20 +172,20 @@ def source_digest(*names: str) -> str:
     because users edit them while a notebook runs.
     """
     package = Path(__file__).resolve().parent
-    digest = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in names:
         path = package / name
         digest_sources = _digest_package_sources if path.is_relative_to(package) else _digest_sources
-        digest.update(f"{name}\0{digest_sources(path)}\0".encode())
-    return digest.hexdigest()
+        hasher.update(f"{name}\0{digest_sources(path)}\0".encode())
+    return hasher.hexdigest()
 
 
 def _digest_sources(path: Path) -> str:
     """Return a digest of a module, or of a folder's modules and their relative paths."""
-    digest = hashlib.sha256()
+    hasher = hashlib.sha256()
     for file in sorted(_iter_modules(path, set())) if path.is_dir() else [path]:
-        digest.update(f"{file.relative_to(path)}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()
+        hasher.update(f"{file.relative_to(path)}\0".encode() + file.read_bytes() + b"\0")
+    return hasher.hexdigest()
 
 
 _digest_package_sources = cache(_digest_sources)
@@ -240,13 +240,13 @@ def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
 
     path = conf_dir() / group / f"{name}.yaml"
     path = path if path.is_file() else config_files(group)[name]
-    value = OmegaConf.to_object(_parsed_config(path, path.stat().st_mtime_ns, schema))
+    value = OmegaConf.to_object(_parse_config(path, path.stat().st_mtime_ns, schema))
     assert isinstance(value, schema), path
     return value
 
 
 @cache
-def _parsed_config(path: Path, modified_ns: int, schema: type) -> DictConfig:
+def _parse_config(path: Path, modified_ns: int, schema: type) -> DictConfig:
     """Parse a config. Cached until the file changes, because a search reads every partition for every request."""
     from omegaconf import DictConfig, OmegaConf
 

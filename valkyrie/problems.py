@@ -176,7 +176,7 @@ class Problem:
         words = self.code.value.replace("_", " ")
         return f"{words}: {where}" if where else words
 
-    def record(self) -> ProblemRecord:
+    def to_record(self) -> ProblemRecord:
         """Return the identity as a record for files."""
         return ProblemRecord(self.code.value, self.key, self.axes, self.mesh_axes)
 
@@ -187,7 +187,7 @@ class Problem:
         if self.allowed is not None:
             needed = self.allowed.describe(self.value) + (f", or {self.otherwise}" if self.otherwise else "")
             return f"{self.key}={_number_text(self.value)}: {needed}."
-        words = {
+        placeholders = {
             "axes": ", ".join(self.axes),
             "axis": next(iter(self.mesh_axes), ""),
             "over": self.mesh_axes_text,
@@ -195,7 +195,7 @@ class Problem:
             "value": _number_text(self.value),
             **{name: make(self) for name, make in _CLAUSES.get(self.code, {}).items()},
         }
-        return _TEMPLATES[self.code].format(self=self, **words, **self.details) + _advice(self)
+        return _TEMPLATES[self.code].format(self=self, **placeholders, **self.details) + _advice(self)
 
     @property
     def mesh_axes_text(self) -> str:
@@ -211,7 +211,7 @@ class ProblemError(ValueError):
         super().__init__("\n".join(map(str, self.problems)))
 
 
-def refuse(problems: Sequence[Problem]) -> None:
+def raise_problems(problems: Sequence[Problem]) -> None:
     """Raise ProblemError if there are any problems."""
     if problems:
         raise ProblemError(problems)
@@ -269,7 +269,7 @@ def nearest_divisor(number: int, value: int) -> int:
     return min(divisors, key=lambda n: abs(n - value))
 
 
-def alternatives(key: str | None, values: Iterable[object]) -> str:
+def format_alternatives(key: str | None, values: Iterable[object]) -> str:
     """Format alternatives: `x=1, x=2 or x=4`, or `1, 2 or 4` without a key."""
     *first, last = (f"{key}={value}" if key else str(value) for value in values)
     return f"{', '.join(first)} or {last}" if first else last
@@ -430,23 +430,27 @@ def _advice(problem: Problem) -> str:
     if problem.code is not ProblemCode.not_divisible and problem.code is not ProblemCode.rounds_not_divisible:
         if not values and problem.code is ProblemCode.device_batch_not_divisible:
             return f" Use a batch that is a multiple of {problem.parts}."
-        return f" Use {alternatives(problem.key, values)}." if values else ""
+        return f" Use {format_alternatives(problem.key, values)}." if values else ""
     advice = []
     if len(problem.mesh_axes) == 1 and problem.legal_sizes is not None:
         advice += (
-            [f"a mesh with {alternatives(problem.mesh_axes[0], problem.legal_sizes)}"] if problem.legal_sizes else []
+            [f"a mesh with {format_alternatives(problem.mesh_axes[0], problem.legal_sizes)}"]
+            if problem.legal_sizes
+            else []
         )
     else:
         divisors = [n for n in range(1, 65) if problem.size % n == 0]
         product, listed = "·".join(problem.mesh_axes), ", ".join(map(str, divisors[:8]))
         advice.append(f"a mesh where {product} divides {problem.size} ({listed})")
     if values:
-        advice.append(alternatives(problem.key, values) + ("" if problem.key else f" for {', '.join(problem.axes)}"))
+        advice.append(
+            format_alternatives(problem.key, values) + ("" if problem.key else f" for {', '.join(problem.axes)}")
+        )
     return f" Use {', or '.join(advice)}." if advice else ""
 
 
 def _first_names(names: Sequence[str]) -> str:
     """Return the first three names and the number of others. Omits activations if there are parameters."""
-    parameters = [name for name in dict.fromkeys(names) if not name.startswith("activation")] or list(names)
-    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
-    return ", ".join(parameters[:3]) + more
+    shown_names = [name for name in dict.fromkeys(names) if not name.startswith("activation")] or list(names)
+    more = f" and {len(shown_names) - 3} more" if len(shown_names) > 3 else ""
+    return ", ".join(shown_names[:3]) + more

@@ -42,7 +42,7 @@ from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.parts import format_category
 from valkyrie.paths import write_atomic
-from valkyrie.problems import refuse
+from valkyrie.problems import raise_problems
 from valkyrie.search.compile.cache import request_key
 from valkyrie.search.compile.correction import PUBLISHED_FILE, PublishedRun, as_json, published_runs
 from valkyrie.search.modes import compile_and_summarise
@@ -169,7 +169,7 @@ def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
     """Return the run of a row. Raises ValueError with all problems if the run is illegal."""
     folder = [] if config_dir is None else ["--config-dir", str(config_dir.resolve())]
     run = parse_run([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile"])
-    refuse(run.problems())
+    raise_problems(run.problems())
     return run
 
 

@@ -18,7 +18,7 @@ from valkyrie.data.files import empty_rows_note
 from valkyrie.data.readers import COLUMN_SUFFIXES, FIELD_SUFFIXES
 from valkyrie.data.sources import text
 from valkyrie.paths import cache_root
-from valkyrie.problems import alternatives, suggest
+from valkyrie.problems import format_alternatives, suggest
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.units import count_text
 
@@ -182,7 +182,7 @@ def _refuse_unread_options(config: text.Config) -> None:
         file_suffixes = {file.suffix for file in config.list_files().files}
         if file_suffixes.isdisjoint(suffixes):
             remedy = "Leave it out." if file_suffixes.isdisjoint(other_suffixes) else f"Write --{other_key} {value}."
-            raise ValueError(f"--{key} {value} applies only to {alternatives(None, suffixes)} files. {remedy}")
+            raise ValueError(f"--{key} {value} applies only to {format_alternatives(None, suffixes)} files. {remedy}")
 
 
 def _train_tokenizer(arguments: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ from valkyrie.config.unread import replacement_notes, unread_notes
 from valkyrie.extensions import add_import_path
 from valkyrie.paths import cache_root
 from valkyrie.problems import Problem
-from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.ending import EXIT_INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.runs.folder import command_name, key_values, split_flags
 from valkyrie.sweep.end import SweepEndError, print_results_at_end
@@ -103,7 +103,7 @@ def dispatch() -> None:
         fail(COMMAND, str(error), SWEEP_FAILED)
     except KeyboardInterrupt:
         print(f"{COMMAND}: stopped", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def _compose(primary_config: PrimaryConfig, command: str) -> DictConfig | None:

@@ -46,7 +46,7 @@ def _doctor(words: list[str]) -> int:
     from valkyrie.config.mistakes import refuse_typos
     from valkyrie.config.saved import CONFIG_FLAGS
     from valkyrie.doctor.examine import examine
-    from valkyrie.problems import refuse
+    from valkyrie.problems import raise_problems
     from valkyrie.runs.folder import split_flags
     from valkyrie.train.screen import make_console
 
@@ -55,7 +55,7 @@ def _doctor(words: list[str]) -> int:
         if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS:
             parser.refuse_argument(flag)
     run = parse_run(overrides)
-    refuse(run.problems())
+    raise_problems(run.problems())
     return examine(run, make_console(), options.dry_run)
 
 

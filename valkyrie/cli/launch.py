@@ -17,7 +17,7 @@ from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.engine import EngineConfig, SliceConfig, add_name, is_single_training
 from valkyrie.launch.plan import ACTIONS, CommandStep, shell_text
 from valkyrie.launch.supervisor import print_message
-from valkyrie.problems import refuse
+from valkyrie.problems import raise_problems
 from valkyrie.processes.child import module_command
 from valkyrie.runs.folder import key_values, split_flags
 
@@ -184,7 +184,7 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
     elif rented_target is not None:
         _refuse_other_target(training_run.config.target, rented_target)
     try:
-        refuse(training_run.problems())
+        raise_problems(training_run.problems())
     except ValueError as error:
         if isinstance(config, SliceConfig) and config.slice != config.target:
             raise ValueError(f"{config.slice_setting}: {error}") from error  # the user has not typed target=SLICE

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from valkyrie.paths import error_reason
 from valkyrie.problems import suggest
-from valkyrie.processes.ending import INTERRUPTED, REFUSED, limit_failed_exit
+from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED, limit_failed_exit
 from valkyrie.processes.interrupt import repair_std_streams
 from valkyrie.units import escape_control_characters
 
@@ -50,7 +50,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
-        self.exit(REFUSED, f"{self.prog}: {message}\n")
+        self.exit(EXIT_REFUSED, f"{self.prog}: {message}\n")
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, OneLineParser]:
@@ -101,7 +101,7 @@ def _run_command(command: str, body: Callable[[list[str]], int | None], argv: Se
         fail(command, error_text(error))
     except KeyboardInterrupt:
         print(f"{command}: stopped", file=sys.stderr)
-        status = INTERRUPTED
+        status = EXIT_INTERRUPTED
     if status is not None:
         sys.exit(status)
 
@@ -150,7 +150,7 @@ def output_error(error: Exception) -> str | None:
     return None
 
 
-def fail(command: str, message: str, status: int = REFUSED) -> NoReturn:
+def fail(command: str, message: str, status: int = EXIT_REFUSED) -> NoReturn:
     """Print an error message of `command` to stderr, as a list if it has several lines, and exit with `status`."""
     lines = escape_control_characters(message).splitlines() or ["unknown error"]
     head = f"{command}: " if len(lines) == 1 else f"{command}: {len(lines)} problems\n  - "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.paths import require_suffix
-from valkyrie.problems import alternatives
+from valkyrie.problems import format_alternatives
 from valkyrie.units import escape_control_characters
 
 if TYPE_CHECKING:
@@ -209,7 +209,9 @@ def _find_function(module: ModuleType, function: str, file: Path) -> Callable[..
     if callable(value):
         return value
     functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-    remedy = f"Use {alternatives(None, functions)}." if functions else "Define one that returns (jitted, arguments)."
+    remedy = (
+        f"Use {format_alternatives(None, functions)}." if functions else "Define one that returns (jitted, arguments)."
+    )
     raise ValueError(f"{file} has no function {function}. {remedy}")
 
 

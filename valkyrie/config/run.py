@@ -36,7 +36,7 @@ from valkyrie.parallel.problems import is_removed_by, nearest_legal
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group, write_atomic
 from valkyrie.precision import PolicyConfig
-from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range, refuse
+from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range, raise_problems
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.columns import html_facts
 from valkyrie.runs.layout_record import LayoutRecord
@@ -281,11 +281,11 @@ class Run:
                 )
             folders.append(families.user_folder(family))
         try:
-            merged_config = OmegaConf.merge(_run_schema(tuple(classes.items())), composed_config)
-            OmegaConf.resolve(merged_config)
-            assert isinstance(merged_config, DictConfig)
-            refuse(refusals.unknown_key_problems(merged_config) or refusals.nested_value_problems(merged_config))
-            typed_config = OmegaConf.to_object(merged_config)
+            full_config = OmegaConf.merge(_run_schema(tuple(classes.items())), composed_config)
+            OmegaConf.resolve(full_config)
+            assert isinstance(full_config, DictConfig)
+            raise_problems(refusals.unknown_key_problems(full_config) or refusals.nested_value_problems(merged_config))
+            typed_config = OmegaConf.to_object(full_config)
         except OmegaConfBaseException as error:
             raise ProblemError(
                 [refusals.find_wrong_interpolation(composed_config, error) or refusals.problem_from_error(error)]

@@ -22,7 +22,7 @@ from valkyrie.convert.names import DERIVED_SUFFIXES, GPT2_PREFIX, TensorSlice, t
 from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size, tokenizer_identity
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors, write_atomic
-from valkyrie.problems import Problem, refuse
+from valkyrie.problems import Problem, raise_problems
 from valkyrie.processes.locks import WRITER_FILE, write_lock
 from valkyrie.runs.folder import choose_run_folder, package_versions, split_override, write_run_files
 from valkyrie.trees import override_text
@@ -143,7 +143,7 @@ def _make_run(
     run = parse_run([o for o in overrides if split_override(o)[0] != "name"], derived_arguments=arguments)
     groups = {_group(split_override(override)[0]) for override in overrides}
     problems = [problem for problem in run.problems() if _prevents_conversion(problem, groups)]
-    refuse(run.model.problems() or list(map(_without_model_sizes, problems)))
+    raise_problems(run.model.problems() or list(map(_without_model_sizes, problems)))
     return run
 
 

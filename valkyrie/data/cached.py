@@ -39,7 +39,7 @@ def ensure_cached_folder(
     if problem_text := cache_problem(cache, alternative):
         raise DiskError(problem_text)
     with open_to_append(cache / f".{name}.lock") as file:
-        has_lock = lock(file) is LockState.ours  # False if the file system has no locks
+        has_lock = lock(file) is LockState.acquired  # False if the file system has no locks
         if folder.is_dir():
             return folder
         if has_lock:

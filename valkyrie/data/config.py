@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.buckets import url_scheme
 from valkyrie.extensions import Families, has_key
-from valkyrie.problems import Problem, check_range, refuse
+from valkyrie.problems import Problem, check_range, raise_problems
 from valkyrie.processes.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class DataConfig(ABC):
 
     def raise_problems(self) -> None:
         """Raise ProblemError, listing all `problems` of the settings, if there are any."""
-        refuse(self.problems())
+        raise_problems(self.problems())
 
     def with_full_paths(self) -> DataConfig:
         """Return a copy of this config that is valid in any working directory.

@@ -23,7 +23,7 @@ from valkyrie.data.files import Listing
 from valkyrie.data.git_lfs import refuse_git_lfs_pointer
 from valkyrie.data.vocabulary import SPLIT_PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 from valkyrie.paths import cache_root, disk_errors, write_atomic
-from valkyrie.problems import alternatives
+from valkyrie.problems import format_alternatives
 from valkyrie.records import RecordError, read_record
 
 BOS = "<|bos|>"
@@ -143,7 +143,7 @@ def load_tokenizer_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
     if bos_id is None:
         raise ValueError(
             f"tokenizer={name} has no known token for the beginning of a document. Its special tokens: "
-            f"{', '.join(added_ids) or 'none'}. Add {alternatives(None, _BOS_TOKENS)} to its "
+            f"{', '.join(added_ids) or 'none'}. Add {format_alternatives(None, _BOS_TOKENS)} to its "
             "added_tokens, or use another tokenizer."
         )
     encoding = _as_tiktoken(name, content, added_ids)

@@ -121,7 +121,7 @@ def _check_lock_file() -> tuple[str, ...] | None:
     """Return a failure if libtpu's lock file prevents a start, else None."""
     try:
         with LOCK_FILE.open("r+") as file:
-            if lock(file, wait=False) is not LockState.another:
+            if lock(file, wait=False) is not LockState.held:
                 return None
     except FileNotFoundError:
         return None

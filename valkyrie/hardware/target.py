@@ -19,7 +19,7 @@ from valkyrie.hardware.slices import (
     parse_shape,
 )
 from valkyrie.precision import DType
-from valkyrie.problems import Problem, ProblemCode, check_range, refuse
+from valkyrie.problems import Problem, ProblemCode, check_range, raise_problems
 
 AUTO_TARGET = "auto"
 """Name of the default target: the devices of this machine."""
@@ -153,7 +153,7 @@ class ChipConfig:
     @property
     def slices(self) -> Slices:
         """The slices that exist for the chip. Raises ProblemError if one of its settings is illegal (`problems`)."""
-        refuse(self.problems())
+        raise_problems(self.problems())
         bounds = tuple(self.host_bounds)
         return Slices(
             self.ici_axes, WrapRule.parse(self.wrap), self.max_chips, bounds, self.single_host_chips, self.twists
@@ -460,7 +460,7 @@ def build_topology(target: TargetConfig) -> Topology:
 
     Raises ValueError if the target does not name a number of chips (`auto`), or if its torus does not exist.
     """
-    refuse(target.problems())
+    raise_problems(target.problems())
     if target.chips is None:
         raise ValueError(
             f"target={target.name} does not name its hardware, so its links are unknown. Use a target such as "

@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from valkyrie.processes.child import ChildProcess, wait_for
-from valkyrie.processes.ending import DONE, INTERRUPTED, LOST, PREEMPTED, REFUSED, describe_status
+from valkyrie.processes.ending import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_LOST,
+    EXIT_PREEMPTED,
+    EXIT_REFUSED,
+    describe_status,
+)
 from valkyrie.processes.hub import free_port
 from valkyrie.processes.interrupt import on_signals
 from valkyrie.processes.team import ProcessInfo
@@ -24,7 +31,7 @@ from valkyrie.processes.team import ProcessInfo
 RESTARTS_VARIABLE = "VALKYRIE_LAUNCH_RESTARTS"
 """Environment variable with the number of restarts so far, set for the processes of a training run."""
 
-_FINAL_STATUSES = (DONE, REFUSED, INTERRUPTED)
+_FINAL_STATUSES = (EXIT_DONE, EXIT_REFUSED, EXIT_INTERRUPTED)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -88,11 +95,11 @@ class Supervisor:
             received_signals: list[int] = []
             with on_signals(received_signals.append, _SIGNALS):
                 status = self._run_once(specs, start_count, received_signals)
-            if status != DONE:
+            if status != EXIT_DONE:
                 self.clean_up()
             if received_signals or status in _FINAL_STATUSES:
                 return status
-            has_saved = status == PREEMPTED and time.monotonic() - start_time >= self.min_uptime_s
+            has_saved = status == EXIT_PREEMPTED and time.monotonic() - start_time >= self.min_uptime_s
             has_crashed = not (has_saved or self.is_preempted())
             crash_count += has_crashed
             if crash_count > self.restarts:
@@ -117,7 +124,7 @@ class Supervisor:
     def _watch(self, processes: Sequence[ChildProcess], received_signals: Sequence[int]) -> int:
         while True:
             statuses = {process: process.status for process in processes}
-            failed_processes = [process for process, status in statuses.items() if status not in (None, DONE)]
+            failed_processes = [process for process, status in statuses.items() if status not in (None, EXIT_DONE)]
             if received_signals:
                 return self._stop(processes, received_signals)
             if failed_processes:
@@ -125,24 +132,24 @@ class Supervisor:
                 first_failure = min(failed_processes, key=lambda process: (statuses[process] or 0) >= 0)
                 return self._report_failure(first_failure, processes, received_signals)
             if None not in statuses.values():
-                return DONE
+                return EXIT_DONE
             time.sleep(0.02)
 
     def _report_failure(
         self, failed_process: ChildProcess, processes: Sequence[ChildProcess], received_signals: Sequence[int]
     ) -> int:
         """Wait for the other processes after one has failed, report the failure, and return the exit status."""
-        is_saving = failed_process.status in (PREEMPTED, INTERRUPTED)
+        is_saving = failed_process.status in (EXIT_PREEMPTED, EXIT_INTERRUPTED)
         wait_for(processes, self.notice_s if is_saving else self.grace_s)
         if received_signals:
             return self._stop(processes, received_signals)
-        if failed_process.status == LOST:  # another process failed first, or a step hung
+        if failed_process.status == EXIT_LOST:  # another process failed first, or a step hung
             failed_process = next(
-                (process for process in processes if process.status not in (None, DONE, LOST)), failed_process
+                (process for process in processes if process.status not in (None, EXIT_DONE, EXIT_LOST)), failed_process
             )
         status, peers = failed_process.status, [process for process in processes if process is not failed_process]
         assert status is not None
-        outcome = "was preempted and has saved" if status == PREEMPTED else f"ended {describe_status(status)}"
+        outcome = "was preempted and has saved" if status == EXIT_PREEMPTED else f"ended {describe_status(status)}"
         position = f", the first of {len(processes)}" if peers else ""
         running_text = _describe_running(peers)
         if len(processes) > 1 or status not in _FINAL_STATUSES:
@@ -150,8 +157,10 @@ class Supervisor:
             print_message(f"process {failed_process.index} {outcome}{position}{killing}")
         if not is_saving and processes[0].status != status and (lines := failed_process.last_lines()):
             print_message(f"the last lines of {failed_process.log}:", *(f"  {line}" for line in lines))
-        failed_statuses = [process.status for process in peers if process.status not in (None, DONE, PREEMPTED)]
-        return failed_statuses[0] or status if status == PREEMPTED and failed_statuses else status
+        failed_statuses = [
+            process.status for process in peers if process.status not in (None, EXIT_DONE, EXIT_PREEMPTED)
+        ]
+        return failed_statuses[0] or status if status == EXIT_PREEMPTED and failed_statuses else status
 
     def _stop(self, processes: Sequence[ChildProcess], received_signals: Sequence[int]) -> int:
         """Forward the launcher's signal to all processes, wait until they have saved, and return the exit status."""
@@ -169,10 +178,10 @@ class Supervisor:
             print_message(f"killing {still_running} without waiting longer for a save")
         statuses = {process.status for process in processes}
         if is_ctrl_c:
-            return INTERRUPTED
-        if statuses == {DONE}:
-            return DONE
-        return PREEMPTED if statuses <= {DONE, PREEMPTED} else 128 + signal.SIGTERM
+            return EXIT_INTERRUPTED
+        if statuses == {EXIT_DONE}:
+            return EXIT_DONE
+        return EXIT_PREEMPTED if statuses <= {EXIT_DONE, EXIT_PREEMPTED} else 128 + signal.SIGTERM
 
 
 def print_message(*lines: str) -> None:

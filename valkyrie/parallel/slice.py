@@ -14,7 +14,7 @@ from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.parallel.mesh import place_devices, place_mesh
 from valkyrie.parallel.placement import placement_problems
 from valkyrie.precision import DType
-from valkyrie.problems import refuse, require_type
+from valkyrie.problems import raise_problems, require_type
 from valkyrie.runs.columns import html_facts
 from valkyrie.units import count_text
 
@@ -106,7 +106,7 @@ class Slice(TargetConfig):
             )
         axes = dict(zip(names, map(int, shape), strict=True))
         if placement is not None:
-            refuse(placement_problems(placement, axes, "x".join(map(str, shape))))
+            raise_problems(placement_problems(placement, axes, "x".join(map(str, shape))))
         if placement is None and shape[0] % self.slices:
             raise ValueError(
                 f"{mesh_text}: the first axis spans the slices, but {names[0]}={shape[0]} is not divisible by "

@@ -54,9 +54,9 @@ class ChildProcess:
             if log is not None:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 output = files.enter_context(open_to_append(log))
-                self._log_starts_at = output.tell()
+                self._log_offset = output.tell()
             self._process = subprocess.Popen(
-                _kill_with_parent(command) if dies_with_parent else command,
+                _wrap_to_die_with_parent(command) if dies_with_parent else command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -84,10 +84,10 @@ class ChildProcess:
         self.send(signal.SIGKILL)
         self._process.wait()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds` for the process to end, or forever if None. Returns whether it has ended."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait at most `timeout_s` seconds for the process to end, or forever if None. Returns whether it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
+            self._process.wait(timeout_s)
             return True
         return False
 
@@ -96,7 +96,7 @@ class ChildProcess:
         if self.log is None:
             return []
         with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(max(self._log_starts_at, self.log.stat().st_size - _MAX_LOG_BYTES))
+            file.seek(max(self._log_offset, self.log.stat().st_size - _MAX_LOG_BYTES))
             return file.read().decode(errors="replace").splitlines()[-MAX_LOG_LINES:]
         return []
 
@@ -107,12 +107,12 @@ def run_streamed(command: Sequence[str], on_line: Callable[[str], object]) -> tu
     On Ctrl-C, interrupts the command, waits until it has ended and raises KeyboardInterrupt. Another Ctrl-C kills it.
     Raises FileNotFoundError if the program is not installed.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr_file:
         process = subprocess.Popen(
-            _kill_with_parent(command),
+            _wrap_to_die_with_parent(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=stderr_file,
             text=True,
             errors="replace",
             start_new_session=True,
@@ -134,8 +134,8 @@ def run_streamed(command: Sequence[str], on_line: Callable[[str], object]) -> tu
             if process.poll() is None:
                 signal_group(process.pid, signal.SIGKILL)
                 process.wait()
-        errors.seek(0)
-        return status, errors.read()
+        stderr_file.seek(0)
+        return status, stderr_file.read()
 
 
 def module_command(name: str, *arguments: str) -> tuple[str, ...]:
@@ -152,14 +152,14 @@ def signal_group(pid: int, signum: int) -> None:
         os.killpg(pid, signum)
 
 
-def wait_for(processes: Sequence[ChildProcess], seconds: float, poll_s: float = 0.02) -> None:
-    """Wait until all processes have ended, at most `seconds`. Leaves the remaining processes running."""
-    deadline = time.monotonic() + seconds
+def wait_for(processes: Sequence[ChildProcess], timeout_s: float, poll_s: float = 0.02) -> None:
+    """Wait until all processes have ended, at most `timeout_s` seconds. Leaves the remaining processes running."""
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and any(process.status is None for process in processes):
         time.sleep(poll_s)
 
 
-def _kill_with_parent(command: Sequence[str]) -> list[str]:
+def _wrap_to_die_with_parent(command: Sequence[str]) -> list[str]:
     """Wrap a command so that the kernel kills it when this process dies. Outside of Linux, returns it unchanged.
 
     Raises FileNotFoundError if the program is not installed.

@@ -82,32 +82,37 @@ def find_process(
         return _check_process(
             ProcessInfo(str(config.coordinator), config.processes, int(config.process or 0)), "distributed"
         )
-    count, index = (
+    count_variable, index_variable = (
         next((n for n in names if environment.get(n)), None) for names in (_COUNT_VARIABLES, _INDEX_VARIABLES)
     )
-    if count is None and index is None:
+    if count_variable is None and index_variable is None:
         in_cluster = accelerators or any(name in environment for name in _CLUSTER_VARIABLES)
-        detected = _detect_process(config) if in_cluster else None
-        if detected is not None or not environment.get(COORDINATOR_VARIABLE):
-            return detected
-    if count is not None and environment[count] == "1":
+        detected_process = _detect_process(config) if in_cluster else None
+        if detected_process is not None or not environment.get(COORDINATOR_VARIABLE):
+            return detected_process
+    if count_variable is not None and environment[count_variable] == "1":
         return None
     address = environment.get(COORDINATOR_VARIABLE)
-    if not address or count is None or index is None:
-        variables = ((COORDINATOR_VARIABLE, address), (_COUNT_VARIABLES[0], count), (_INDEX_VARIABLES[0], index))
+    if not address or count_variable is None or index_variable is None:
+        variables = (
+            (COORDINATOR_VARIABLE, address),
+            (_COUNT_VARIABLES[0], count_variable),
+            (_INDEX_VARIABLES[0], index_variable),
+        )
         missing = [name for name, value in variables if not value]
         raise ValueError(
-            f"the environment has {count or index or COORDINATOR_VARIABLE} but not {' and '.join(missing)}. Set all of "
-            f"{COORDINATOR_VARIABLE}, {_COUNT_VARIABLES[0]} and {_INDEX_VARIABLES[0]}, or unset all of them to run a "
-            "single process."
+            f"the environment has {count_variable or index_variable or COORDINATOR_VARIABLE} but not "
+            f"{' and '.join(missing)}. Set all of {COORDINATOR_VARIABLE}, {_COUNT_VARIABLES[0]} and "
+            f"{_INDEX_VARIABLES[0]}, or unset all of them to run a single process."
         )
     try:
-        process_info = ProcessInfo(address, int(environment[count]), int(environment[index]))
+        process_info = ProcessInfo(address, int(environment[count_variable]), int(environment[index_variable]))
     except ValueError:
         raise ValueError(
-            f"{count}={environment[count]} and {index}={environment[index]} must be whole numbers."
+            f"{count_variable}={environment[count_variable]} and {index_variable}={environment[index_variable]} must "
+            "be whole numbers."
         ) from None
-    return _check_process(process_info, count)
+    return _check_process(process_info, count_variable)
 
 
 def join_team(config: DistributedConfig, *, accelerators: int = 0) -> ConnectedTeam | None:

@@ -1,6 +1,6 @@
 """Exit statuses of `valkyrie-train`, and functions that end a process without Python's normal exit.
 
-Python's normal exit may wait for other processes or for threads. `record_ending` registers a function that
+Python's normal exit may wait for other processes or for threads. `on_process_end` registers a function that
 `end_process` calls with the reason, for example to write it to the record of a trial.
 """
 
@@ -15,52 +15,52 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
-DONE = 0
+EXIT_DONE = 0
 """The training reached its last step."""
-REFUSED = 2
+EXIT_REFUSED = 2
 """A setting or argument is wrong, or a file cannot be read or written. All processes of the run exit with this
 status."""
-DOES_NOT_FIT = 3
+OUT_OF_MEMORY = 3
 """The run does not fit into device memory. Not an exit status: `end_process` passes it to the functions registered with
-`record_ending`, then exits with `REFUSED`."""
-LOST = 69
+`on_process_end`, then exits with `EXIT_REFUSED`."""
+EXIT_LOST = 69
 """A process hangs, or another process of the run failed. Start all processes again."""
-PREEMPTED = 75
+EXIT_PREEMPTED = 75
 """The machine is being preempted (EX_TEMPFAIL). The training stopped, after saving if a step had finished. Start it
 again."""
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 """The user stopped the process with Ctrl-C or closed its terminal. Shells report Ctrl-C with the same status."""
 
 EXIT_LIMIT_S = 20.0
 """Seconds that a failed process may take for Python's normal exit. Then `limit_exit` ends it."""
 
-_recorders: list[Callable[[int, str], object]] = []
+_end_callbacks: list[Callable[[int, str], object]] = []
 
 
 @contextlib.contextmanager
-def record_ending(record: Callable[[int, str], object]) -> Iterator[None]:
-    """Call `record(status, reason)` if `end_process` ends the process inside this context."""
-    _recorders.append(record)
+def on_process_end(callback: Callable[[int, str], object]) -> Iterator[None]:
+    """Call `callback(status, reason)` if `end_process` ends the process inside this context."""
+    _end_callbacks.append(callback)
     try:
         yield
     finally:
-        _recorders.remove(record)
+        _end_callbacks.remove(callback)
 
 
 def end_process(status: int, reason: str) -> NoReturn:
     """End the process immediately, without cleaning up. May be called from any thread.
 
-    First calls the functions registered with `record_ending`, unless `status` is 0. The exit status is `status`, except
-    that `DOES_NOT_FIT` becomes `REFUSED`.
+    First calls the functions registered with `on_process_end`, unless `status` is 0. The exit status is `status`,
+    except that `OUT_OF_MEMORY` becomes `EXIT_REFUSED`.
     """
-    for record in _recorders if status else ():
+    for callback in _end_callbacks if status else ():
         with contextlib.suppress(OSError):
-            record(status, reason)
-    os._exit(REFUSED if status == DOES_NOT_FIT else status)
+            callback(status, reason)
+    os._exit(EXIT_REFUSED if status == OUT_OF_MEMORY else status)
 
 
-def limit_exit(status: int, seconds: float = EXIT_LIMIT_S) -> None:
-    """End the process with this status if its exit takes longer than `seconds`.
+def limit_exit(status: int, limit_s: float = EXIT_LIMIT_S) -> None:
+    """End the process with this status if its exit takes longer than `limit_s` seconds.
 
     Python waits for threads and thread pools at exit, and those of storage libraries retry for minutes on a bucket that
     cannot be reached or a disk without free inodes.
@@ -72,7 +72,7 @@ def limit_exit(status: int, seconds: float = EXIT_LIMIT_S) -> None:
 
     def wait(pool: ThreadPoolExecutor = pool) -> None:  # holds the pool, whose worker ends with it
         idle_worker.join()
-        time.sleep(seconds)
+        time.sleep(limit_s)
         os._exit(status)
 
     threading.Thread(target=wait, name="limit of the exit", daemon=True).start()
@@ -87,7 +87,7 @@ def limit_failed_exit() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if status:

@@ -38,7 +38,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Value:
+class ExchangeValue:
     """The JSON-serializable value that one process sends in the exchange `name`."""
 
     name: str
@@ -46,7 +46,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Values:
+class ExchangeResult:
     """The values of all processes in the exchange `name`, in the order of the processes."""
 
     name: str
@@ -65,10 +65,10 @@ class Goodbye:
 class Lost:
     """Sent to all processes when one has failed or is lost.
 
-    `line` is the message for the user. `status` is the exit status of the failed process, or None if unknown.
+    `reason` is the message for the user. `status` is the exit status of the failed process, or None if unknown.
     """
 
-    line: str
+    reason: str
     status: int | None
 
 
@@ -77,7 +77,7 @@ class Heartbeat:
     """Sent every `heartbeat_s / 5` seconds in both directions, to show that the sender is alive."""
 
 
-Message = Hello | Started | Refused | Value | Values | Goodbye | Lost | Heartbeat
+Message = Hello | Started | Refused | ExchangeValue | ExchangeResult | Goodbye | Lost | Heartbeat
 _MESSAGES: dict[str, type[Message]] = {message.__name__: message for message in get_args(Message)}
 
 
@@ -103,10 +103,10 @@ class Connection:
         if not line:
             return None
         fields = json.loads(line)
-        message = _MESSAGES.get(str(fields.pop("type", ""))) if isinstance(fields, dict) else None
-        if message is None:
+        message_type = _MESSAGES.get(str(fields.pop("type", ""))) if isinstance(fields, dict) else None
+        if message_type is None:
             raise ValueError("the message is not from Valkyrie")
-        return decode(message, fields, "message")
+        return decode(message_type, fields, "message")
 
     def set_timeout(self, seconds: float | None) -> None:
         """Set the timeout of `read` and `send`, in seconds, or None to wait forever."""
@@ -154,7 +154,7 @@ class Hub:
         self._exchanges: dict[str, dict[int, Any]] = {}
         self._lock = threading.Lock()
         self._readers: list[threading.Thread] = []
-        self._closed = False
+        self._has_ended = False
         self._address = address
         _, port = parse_address(address)
         self._listener = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
@@ -172,54 +172,54 @@ class Hub:
             ) from None
         threading.Thread(target=self._accept_all, name="team-hub", daemon=True).start()
 
-    def fail(self, index: int, reason: str, status: int | None = None) -> None:
+    def report_failure(self, index: int, reason: str, status: int | None = None) -> None:
         """Tell all processes that process `index` ended with an error. Does nothing after an earlier failure."""
         self._report(index, f"ended: {reason}", status)
 
     def _report(self, index: int, event: str, status: int | None = None) -> None:
         """Send `Lost` to all processes. Only the first failure is sent, because later ones are its consequences."""
         with self._lock:
-            if self._closed:
+            if self._has_ended:
                 return
-            self._closed = True
+            self._has_ended = True
         self._send_all(Lost(f"process {index} (on {self._hosts[index]}) {event}", status))
 
     def close(self) -> None:
         """Wait until every process has left or is lost, at most `heartbeat_s` seconds for each."""
         for reader in self._readers:
             reader.join(self._heartbeat_s)
-        self._closed = True
+        self._has_ended = True
 
     def _accept_all(self) -> None:
         """Accept all processes, then start relaying. After a problem, refuse every process, including later ones."""
         connections: list[Connection] = []
-        problem, hello_count = None, 0
+        reason, hello_count = None, 0
         while hello_count < self._count and len(self._connections) < self._count:
             self._listener.settimeout(max(self._deadline - time.monotonic(), 0.001))
             try:
                 sock, _ = self._listener.accept()
             except TimeoutError:
-                problem = problem or self._missing_message()
+                reason = reason or self._missing_message()
                 break
             connection = Connection(sock)
             connection.set_timeout(5.0)
             connections.append(connection)
             with contextlib.suppress(OSError, ValueError):  # from a port scanner, or a process that was killed
                 if isinstance(hello := connection.read(), Hello):
-                    problem, hello_count = problem or self._admit(connection, hello), hello_count + 1
-            if problem:
-                self._refuse(connections, problem)
+                    reason, hello_count = reason or self._admit(connection, hello), hello_count + 1
+            if reason:
+                self._refuse(connections, reason)
         self._listener.close()
-        if problem:
-            self._refuse(connections, problem)
+        if reason:
+            self._refuse(connections, reason)
         else:
             self._start_relays()
 
-    def _refuse(self, connections: list[Connection], problem: str) -> None:
+    def _refuse(self, connections: list[Connection], reason: str) -> None:
         while connections:
             connection = connections.pop()
             with contextlib.suppress(OSError):
-                connection.send(Refused(problem))
+                connection.send(Refused(reason))
             connection.close()
 
     def _start_relays(self) -> None:
@@ -259,9 +259,9 @@ class Hub:
             while (message := connection.read()) is not None:
                 if isinstance(message, Goodbye):
                     if message.reason is not None:
-                        self.fail(index, message.reason, message.status)
+                        self.report_failure(index, message.reason, message.status)
                     return
-                if isinstance(message, Value):
+                if isinstance(message, ExchangeValue):
                     self._collect(index, message)
         except TimeoutError:
             reason = f"it sent nothing for {self._heartbeat_s:g} s"
@@ -271,14 +271,14 @@ class Hub:
             connection.close()
         self._report(index, f"is lost: {reason}")
 
-    def _collect(self, index: int, message: Value) -> None:
+    def _collect(self, index: int, message: ExchangeValue) -> None:
         with self._lock:
             values = self._exchanges.setdefault(message.name, {})
             values[index] = message.value
             if len(values) < self._count:
                 return
             del self._exchanges[message.name]
-        self._send_all(Values(message.name, [values[i] for i in range(self._count)]))
+        self._send_all(ExchangeResult(message.name, [values[i] for i in range(self._count)]))
 
     def _send_all(self, message: Message) -> None:
         for connection in self._connections.values():
@@ -286,6 +286,6 @@ class Hub:
                 connection.send(message)
 
     def _send_heartbeats(self) -> None:
-        while not self._closed:
+        while not self._has_ended:
             self._send_all(Heartbeat())
             time.sleep(self._heartbeat_s / 5)

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from valkyrie.processes.ending import INTERRUPTED, PREEMPTED, end_process
+from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_PREEMPTED, end_process
 
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
@@ -38,7 +38,7 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
         return
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    handlers = {
+    previous_handlers = {
         signum: signal.signal(signum, _no_op_handler)
         for signum in signals
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN  # nohup ignores SIGHUP
@@ -47,17 +47,17 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
     def listen() -> None:
         while numbers := receiver.recv(64):
             for signum in numbers:
-                if signum in handlers:
+                if signum in previous_handlers:
                     react(signum)
 
-    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    previous_wakeup_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=listen, name="interrupt", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(wakeup)
-        for signum, handler in handlers.items():
+        signal.set_wakeup_fd(previous_wakeup_fd)
+        for signum, handler in previous_handlers.items():
             signal.signal(signum, handler)
         sender.close()
         thread.join()
@@ -67,7 +67,7 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
 class Interrupt:
     """Stops a training run on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. After any of them, SIGINT ends the process at once.
 
-    Until `worth_saving` is set, the first signal also ends the process immediately. Otherwise, it would not be possible
+    Until `has_progress` is set, the first signal also ends the process immediately. Otherwise, it would not be possible
     to stop a first step that never finishes because devices wait for each other.
 
     With `multiprocess`, the process sends itself SIGTERM after the first signal, so that JAX's preemption service stops
@@ -75,14 +75,14 @@ class Interrupt:
     """
 
     def __init__(self, *, multiprocess: bool = False) -> None:
-        self.requested = False
+        self.stop_requested = False
         """Whether this process received a signal to stop.
 
         With `multiprocess`, `force` in `should_stop` also sets it, but SIGTERM does not, because JAX handles it.
         """
-        self.worth_saving = False
+        self.has_progress = False
         """Set by the training loop once a step has finished."""
-        self.preempted = False
+        self.is_preempted = False
         """Whether SIGTERM or SIGUSR1, the signals of a preemption, caused the stop.
 
         With `multiprocess`, also true if only other processes received a signal, even if that was SIGINT.
@@ -125,27 +125,27 @@ class Interrupt:
         """
         self._step = step
         if not self._multiprocess:
-            return self.requested or force
+            return self.stop_requested or force
         from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-        if force and not self.requested:
-            self.requested = True
+        if force and not self.stop_requested:
+            self.stop_requested = True
             os.kill(os.getpid(), signal.SIGTERM)
         if not reached_preemption_sync_point(step):
             return False
-        self.preempted = self.preempted or not self.requested
+        self.is_preempted = self.is_preempted or not self.stop_requested
         return True
 
     def _stop(self, signum: int) -> None:
-        preempted = signum in (signal.SIGTERM, signal.SIGUSR1)
-        if self.requested and signum != signal.SIGINT:
+        is_preempted = signum in (signal.SIGTERM, signal.SIGUSR1)
+        if self.stop_requested and signum != signal.SIGINT:
             return
-        if self.requested or not self.worth_saving:
+        if self.stop_requested or not self.has_progress:
             with contextlib.suppress(OSError):
                 os.write(2, f"\nvalkyrie-train: {self._describe_loss()}\n".encode())
             show_cursor()
-            end_process(PREEMPTED if preempted else INTERRUPTED, "stopped by a signal")
-        self.requested, self.preempted = True, preempted
+            end_process(EXIT_PREEMPTED if is_preempted else EXIT_INTERRUPTED, "stopped by a signal")
+        self.stop_requested, self.is_preempted = True, is_preempted
         if self._multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
         with contextlib.suppress(OSError):  # the terminal may be gone
@@ -156,16 +156,16 @@ class Interrupt:
 
     def _describe_loss(self) -> str:
         """Return the message of an immediate stop: which step is lost, if any, and which checkpoint remains."""
-        if not self.requested:
-            kept = f"; the checkpoint at step {self._restored_step} is kept" if self._restored_step else ""
-            return f"stopped before the first step, so there is nothing to save{kept}"
-        lost = f"stopped at once; step {self._step} was not saved."
+        if not self.stop_requested:
+            kept_text = f"; the checkpoint at step {self._restored_step} is kept" if self._restored_step else ""
+            return f"stopped before the first step, so there is nothing to save{kept_text}"
+        lost_text = f"stopped at once; step {self._step} was not saved."
         if self._find_newest_step is None:
-            return lost
+            return lost_text
         newest_step = self._find_newest_step()
         if newest_step == self._step:
             return f"stopped at once; step {self._step} was saved."
-        return f"{lost} Newest checkpoint: {'none' if newest_step is None else f'step {newest_step}'}"
+        return f"{lost_text} Newest checkpoint: {'none' if newest_step is None else f'step {newest_step}'}"
 
 
 def show_cursor() -> None:
@@ -210,7 +210,7 @@ def clean_up_on_signals(command: str) -> Iterator[None]:
 
 def _end(command: str) -> None:
     os.write(2, f"{command}: stopped\n".encode())
-    end_process(INTERRUPTED, "stopped by a signal")
+    end_process(EXIT_INTERRUPTED, "stopped by a signal")
 
 
 @contextlib.contextmanager
@@ -225,18 +225,20 @@ def signals_as_exceptions(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {n: signal.getsignal(n) for n in signals}
-    replaced = {n: handler for n, handler in handlers.items() if handler in (signal.SIG_DFL, _no_op_handler)}
-    for signum in replaced:
+    previous_handlers = {n: signal.getsignal(n) for n in signals}
+    replaced_handlers = {
+        n: handler for n, handler in previous_handlers.items() if handler in (signal.SIG_DFL, _no_op_handler)
+    }
+    for signum in replaced_handlers:
         signal.signal(signum, _raise_keyboard_interrupt)
-    wakeup = signal.set_wakeup_fd(-1) if signal.SIGINT in replaced else None
+    previous_wakeup_fd = signal.set_wakeup_fd(-1) if signal.SIGINT in replaced_handlers else None
     try:
         yield
     finally:
-        for signum, handler in replaced.items():
+        for signum, handler in replaced_handlers.items():
             signal.signal(signum, handler)
-        if wakeup is not None:
-            signal.set_wakeup_fd(wakeup)
+        if previous_wakeup_fd is not None:
+            signal.set_wakeup_fd(previous_wakeup_fd)
 
 
 def _raise_keyboard_interrupt(signum: int, frame: FrameType | None) -> None:

@@ -33,8 +33,8 @@ _KILL_TIMEOUT_S = 10.0
 class LockState(Enum):
     """Result of a lock request."""
 
-    ours = "ours"
-    another = "another"  # held by another process
+    acquired = "acquired"
+    held = "held"  # held by another process
     unsupported = "unsupported"  # the file system has no locks
 
 
@@ -49,16 +49,16 @@ class LockHolder:
 def lock(file: IO[bytes] | IO[str] | int, *, wait: bool = True) -> LockState:
     """Lock an open file until this process and every process that inherited it have closed it.
 
-    Returns `another` if another process holds the lock and `wait` is false. Returns `unsupported` on Lustre without
+    Returns `held` if another process holds the lock and `wait` is false. Returns `unsupported` on Lustre without
     `-o flock` and on NFS without a lock daemon. Callers then continue without a lock and may print a warning.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
-        return LockState.another
+        return LockState.held
     except OSError:
         return LockState.unsupported
-    return LockState.ours
+    return LockState.acquired
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def write_lock(folder: Path, alternative: str = "another name=", file_name: str 
     path = folder / file_name
     with open_to_append(path) as file:
         state, writer = lock(file, wait=False), _read_holder(file)
-        if state is LockState.another or (state is LockState.unsupported and _may_run(writer)):
+        if state is LockState.held or (state is LockState.unsupported and _may_be_running(writer)):
             raise ValueError(_in_use_message(folder, path, writer, state, alternative))
         _write_holder(file, os.getpid())
         try:
@@ -102,7 +102,7 @@ class TrialLock:
         folder.mkdir(parents=True, exist_ok=True)
         sweep_file = open_to_append(folder / ".sweep")
         state = lock(sweep_file, wait=False)
-        if state is LockState.another:
+        if state is LockState.held:
             sweep_file.close()
             return None
         if state is LockState.unsupported:
@@ -128,7 +128,7 @@ class TrialLock:
 
 def _try_lock(file: IO[bytes]) -> bool:
     """Lock a file without waiting. Returns False only if another process holds the lock."""
-    return lock(file, wait=False) is not LockState.another
+    return lock(file, wait=False) is not LockState.held
 
 
 def _end_orphan(file: IO[bytes]) -> bool:
@@ -166,7 +166,7 @@ def _write_holder(file: IO[bytes], pid: int) -> None:
     file.flush()
 
 
-def _may_run(writer: LockHolder | None) -> bool:
+def _may_be_running(writer: LockHolder | None) -> bool:
     """Return whether a writer may still be running: False if None or this process, True if it is on another host."""
     if writer is None or writer.host != socket.gethostname():
         return writer is not None

@@ -17,17 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from valkyrie.checksums import digest
-from valkyrie.processes.ending import DOES_NOT_FIT, LOST, REFUSED, end_process
+from valkyrie.processes.ending import EXIT_LOST, EXIT_REFUSED, OUT_OF_MEMORY, end_process
 from valkyrie.processes.hub import (
     Connection,
+    ExchangeResult,
+    ExchangeValue,
     Goodbye,
     Heartbeat,
     Hello,
     Hub,
     Lost,
     Refused,
-    Value,
-    Values,
     parse_address,
 )
 
@@ -185,7 +185,7 @@ class ConnectedTeam(Team):
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
         """Send a JSON-serializable value and return what each process sent under this name, in process order."""
-        self._connection.send(Value(name, value))
+        self._connection.send(ExchangeValue(name, value))
         with self._values_received:
             # Waits without a timeout, because `_listen` detects a loss.
             self._values_received.wait_for(lambda: name in self._exchanged_values)
@@ -206,7 +206,7 @@ class ConnectedTeam(Team):
         """
         self._leave(Goodbye(reason, status))
         if self._hub is not None:
-            self._hub.fail(0, reason, status)
+            self._hub.report_failure(0, reason, status)
         self._connection.close()
 
     def _leave(self, goodbye: Goodbye) -> None:
@@ -232,13 +232,15 @@ class ConnectedTeam(Team):
         try:
             while (message := self._connection.read()) is not None:
                 if isinstance(message, Lost):
-                    if message.status == LOST and not self._has_left:
-                        self.on_hang(f"process {self.index}: {message.line}")
+                    if message.status == EXIT_LOST and not self._has_left:
+                        self.on_hang(f"process {self.index}: {message.reason}")
                         if self._hub is not None:
                             time.sleep(HANG_REPORT_S)
                     status = message.status
-                    return self._report_loss(message.line, status if status in (REFUSED, DOES_NOT_FIT) else LOST)
-                if isinstance(message, Values):
+                    return self._report_loss(
+                        message.reason, status if status in (EXIT_REFUSED, OUT_OF_MEMORY) else EXIT_LOST
+                    )
+                if isinstance(message, ExchangeResult):
                     self._has_left = self._has_left or message.name == _FINAL_EXCHANGE
                     with self._values_received:
                         self._exchanged_values[message.name] = message.values
@@ -255,7 +257,7 @@ class ConnectedTeam(Team):
                 self._connection.send(Heartbeat())
             time.sleep(heartbeat_s / 5)
 
-    def _report_loss(self, line: str, status: int = LOST) -> None:
+    def _report_loss(self, line: str, status: int = EXIT_LOST) -> None:
         if not self._has_left:
             self.on_loss(line, status)
 

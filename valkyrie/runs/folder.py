@@ -27,7 +27,7 @@ from valkyrie.extensions import check_modules
 from valkyrie.hardware.chips import add_shipped_figures
 from valkyrie.optim import OptimizerConfig, convert_old_settings, learning_rate_schedule
 from valkyrie.paths import disk_errors, unused_path, write_atomic
-from valkyrie.problems import first_line, refuse, suggest
+from valkyrie.problems import first_line, raise_problems, suggest
 from valkyrie.processes.locks import WRITER_FILE, write_lock
 from valkyrie.trees import override_text
 
@@ -66,7 +66,7 @@ def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
     or finished checkpoints in the folder itself. `key` is the text before the value of `resume` in messages. Raises
     ValueError if there is no such folder.
     """
-    refuse(file_problems("runs", str(runs)))
+    raise_problems(file_problems("runs", str(runs)))
     # A training whose start failed may leave only the identity or the pointer of its checkpoints.
     candidates = [
         f

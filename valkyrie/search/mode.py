@@ -15,7 +15,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.problems import DIVISIBILITY_CODES
-from valkyrie.processes.ending import INTERRUPTED, REFUSED
+from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
 from valkyrie.report.search import explain_command
@@ -66,7 +66,7 @@ class SearchResult:
     """Result of a search.
 
     Args:
-        status: Exit status of the command: 0, `NO_STEP_TIME`, `INTERRUPTED` or `REFUSED`.
+        status: Exit status of the command: 0, `NO_STEP_TIME`, `EXIT_INTERRUPTED` or `EXIT_REFUSED`.
         folder: Folder of the search.
         answer: The answer, or None if no layout fits.
         reason: Reason why there is no answer, or None.
@@ -308,12 +308,12 @@ def _compile(
             )
     except KeyboardInterrupt:
         console.print("interrupted; the best so far:", style="yellow")
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     console.print(
         f"{len(compiled_layouts.layouts)} compiled: {compiled_layouts.stop_reason}", markup=False, soft_wrap=True
     )
     if compiled_layouts.is_refused:
-        return REFUSED
+        return EXIT_REFUSED
     if compiled_layouts.layouts:
         return 0 if compiled_layouts.best(request) is not None else NO_STEP_TIME
     advice = (
@@ -345,7 +345,7 @@ def _measure(
             measure_best(request, shortlist, compiled_layouts, folder, measured_trials, print_result)
     except KeyboardInterrupt:
         console.print("interrupted; the best so far:", style="yellow")
-        status = INTERRUPTED
+        status = EXIT_INTERRUPTED
     console.print(measurement_summary(measured_trials), highlight=False, soft_wrap=True)
     return status
 

@@ -25,7 +25,7 @@ from valkyrie.machine.timeline import write_timeline
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.paths import DiskError
-from valkyrie.problems import Problem, ProblemCode, refuse
+from valkyrie.problems import Problem, ProblemCode, raise_problems
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import choose_run_folder, claim_run_folder, write_run_files
 from valkyrie.search import NO_STEP_TIME
@@ -66,7 +66,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
         compiled_run, prediction, replay = compile_and_summarise(run, console, watch)
         if prediction.status is CompileStatus.refused:
             variable, reason = compiled_run.outcome.variable, prediction.reason or ""
-            refuse([Problem(ProblemCode.unsupported, variable, text=reason)] if variable else [])
+            raise_problems([Problem(ProblemCode.unsupported, variable, text=reason)] if variable else [])
             raise ValueError(reason)
         try:
             write_run_files(run, folder)

@@ -18,7 +18,7 @@ from valkyrie.parallel.on_target import target_problems
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
-from valkyrie.problems import refuse
+from valkyrie.problems import raise_problems
 from valkyrie.runs.folder import split_flags, split_override
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts, partition_variants
@@ -169,7 +169,7 @@ def parse_request(run: Run) -> SearchRequest:
         )
     targets = tuple(_requested_slices(run, mode))
     if mesh := config.mesh if "mesh" in keys else None:
-        refuse([problem for target in targets for problem in target_problems(target, mesh)])
+        raise_problems([problem for target in targets for problem in target_problems(target, mesh)])
     names_remat = any(key.partition(".")[0] == "remat" for key in keys)
     return SearchRequest(
         run=run,
@@ -210,7 +210,7 @@ def _requested_slices(run: Run, mode: SearchMode) -> list[TargetConfig]:
     parsed = {t.name: t for t in (parse_target(name, target_names=config_names("target")) for name in named)}
     named_slices = [replace(_apply_chip_settings(target.chip, t), slices=target.slices) for t in parsed.values()]
     targets = named_slices or [target]
-    refuse([problem for t in targets for problem in t.problems()])
+    raise_problems([problem for t in targets for problem in t.problems()])
     for t in targets:
         platform, compute = get_platform(t.platform), run.config.precision.compute.value
         if t.chip is not None and (missing := platform.missing_figures_message(t.chip, compute)):

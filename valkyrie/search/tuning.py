@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.ending import EXIT_INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.search.compiling import CompiledLayout, make_compile_run
 from valkyrie.search.request import SearchRequest
@@ -20,8 +20,8 @@ from valkyrie.units import duration_text
 def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, console: Console) -> tuple[int, list[str]]:
     """Tune the best layout for up to `budget_s` seconds. Returns (status, overrides).
 
-    The status is 0, or `INTERRUPTED` after Ctrl-C. The overrides are those with the shortest step so far, and empty if
-    Ctrl-C came before the first result.
+    The status is 0, or `EXIT_INTERRUPTED` after Ctrl-C. The overrides are those with the shortest step so far, and
+    empty if Ctrl-C came before the first result.
     """
     run = make_compile_run(request, best.estimate)
     results: list[TunedRun] = []
@@ -40,7 +40,7 @@ def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, con
         with signals_as_exceptions():
             results.append(tune(run, None, budget_s, print_attempt))
     except KeyboardInterrupt:
-        status = INTERRUPTED
+        status = EXIT_INTERRUPTED
     if not results:
         return status, []
     tuned_run = results[-1]

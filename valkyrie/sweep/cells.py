@@ -22,7 +22,7 @@ from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, Role, RoleKind
 from valkyrie.parallel.placement import SLICE_AXIS, arrange, list_placements
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.problems import Problem, ProblemCode, refuse
+from valkyrie.problems import Problem, ProblemCode, raise_problems
 from valkyrie.search.estimate.space import divisions
 from valkyrie.sweep.space import ALL_CHOICES, DEFAULT_PLACEMENT, SPACE_KEY, MeshEquivalence, RunVariant, SpaceConfig
 
@@ -86,7 +86,7 @@ def enumerate_space(
     Raises:
         ValueError: The space has an invalid value, a pattern matches no mesh, or `devices` contradicts the target.
     """
-    refuse(space.problems())
+    raise_problems(space.problems())
     cells: list[Cell] = []
     skip_problems: list[Problem] = []
     for variant in variants:

@@ -19,7 +19,7 @@ from typing import TextIO
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.problems import ProblemError
-from valkyrie.processes.ending import record_ending
+from valkyrie.processes.ending import on_process_end
 from valkyrie.processes.interrupt import exit_on_ctrl_c
 from valkyrie.runs.folder import saved_config
 from valkyrie.search import NO_STEP_TIME
@@ -33,7 +33,7 @@ def main() -> None:
     """Run the trial in the folder named by the first argument. Exits with status 1 unless the trial is ok."""
     folder = Path(sys.argv[1])
     with (
-        record_ending(lambda status, reason: _write_outcome(outcome_from_exit_status(status, reason), folder)),
+        on_process_end(lambda status, reason: _write_outcome(outcome_from_exit_status(status, reason), folder)),
         exit_on_ctrl_c("trial"),
     ):
         outcome = capture_outcome(lambda: _run_mode(folder))
@@ -56,7 +56,7 @@ def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> O
         if isinstance(error, ValueError | OSError):  # the user's mistakes, as in a single run
             problems = error.problems if isinstance(error, ProblemError) else ()
             reason = " ".join(line.strip() for line in str(error).splitlines())
-            return Outcome(Status.refused, reason, problems=tuple(problem.record() for problem in problems))
+            return Outcome(Status.refused, reason, problems=tuple(problem.to_record() for problem in problems))
         failure = failed_outcome(f"{type(error).__name__}: {error}")
         return replace(failure, status=Status.does_not_fit) if is_out_of_memory(str(error)) else failure
 

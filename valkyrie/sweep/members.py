@@ -22,10 +22,10 @@ from valkyrie.config.compose import count_accelerators
 from valkyrie.config.modes import Needs
 from valkyrie.config.run import RunConfig
 from valkyrie.paths import write_atomic
-from valkyrie.problems import refuse
+from valkyrie.problems import raise_problems
 from valkyrie.processes.child import ChildProcess, module_command
 from valkyrie.processes.distributed import DistributedConfig, join_team
-from valkyrie.processes.ending import LOST, end_process
+from valkyrie.processes.ending import EXIT_LOST, end_process
 from valkyrie.processes.hub import free_port, parse_address
 from valkyrie.processes.team import ConnectedTeam, ProcessInfo
 from valkyrie.runs.folder import RUN_FILE, key_values
@@ -135,7 +135,7 @@ def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
         members.finish()
         raise
     except BaseException as error:
-        team.fail(LOST, f"the sweep ended ({type(error).__name__})")
+        team.fail(EXIT_LOST, f"the sweep ended ({type(error).__name__})")
         raise
     else:
         members.finish()
@@ -177,7 +177,7 @@ def _join_team(arguments: Sequence[str]) -> ConnectedTeam | None:
     config: Any = OmegaConf.to_object(
         OmegaConf.merge(OmegaConf.structured(DistributedConfig), OmegaConf.from_dotlist([*name, *settings]))
     )
-    refuse(config.problems())
+    raise_problems(config.problems())
     return join_team(config, accelerators=count_accelerators())
 
 

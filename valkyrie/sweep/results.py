@@ -15,7 +15,7 @@ from valkyrie.config.modes import MEASURE_FILE
 from valkyrie.config.run import Run
 from valkyrie.paths import write_atomic
 from valkyrie.problems import ProblemRecord
-from valkyrie.processes.ending import DOES_NOT_FIT, INTERRUPTED, PREEMPTED, REFUSED, describe_status
+from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_REFUSED, OUT_OF_MEMORY, describe_status
 from valkyrie.records import RecordError, decode, encode, load, read_record
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.tracking import read_metrics
@@ -73,11 +73,11 @@ def outcome_from_exit_status(exit_status: int, reason: str) -> Outcome:
     """Return the outcome of a process that ended itself, from its exit status and the reason that it gave.
 
     An interrupted or preempted process counts as killed, and its reason is replaced. A process with a status other than
-    these, `REFUSED` and `DOES_NOT_FIT` counts as failed.
+    these, `EXIT_REFUSED` and `OUT_OF_MEMORY` counts as failed.
     """
-    if exit_status in (INTERRUPTED, PREEMPTED):
+    if exit_status in (EXIT_INTERRUPTED, EXIT_PREEMPTED):
         return Outcome(Status.killed, "the process was interrupted by another program")
-    statuses = {REFUSED: Status.refused, DOES_NOT_FIT: Status.does_not_fit}
+    statuses = {EXIT_REFUSED: Status.refused, OUT_OF_MEMORY: Status.does_not_fit}
     return Outcome(statuses[exit_status], reason) if exit_status in statuses else failed_outcome(reason)
 
 
@@ -227,7 +227,7 @@ def last_error(output_file: Path) -> str:
 
 
 def _infer_outcome(returncode: int, last_line: str) -> Outcome:
-    if returncode in (INTERRUPTED, PREEMPTED):
+    if returncode in (EXIT_INTERRUPTED, EXIT_PREEMPTED):
         return outcome_from_exit_status(returncode, last_line)
     if returncode == -signal.SIGKILL:
         return Outcome(Status.killed, "SIGKILL ended the process: this host probably ran out of memory")

@@ -145,7 +145,7 @@ def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[
         elif earlier_trial is not None and earlier_trial.reason == plan.refusal:
             refused_trials.append((plan, earlier_trial))
         else:
-            problems = tuple(problem.record() for problem in plan.problems)
+            problems = tuple(problem.to_record() for problem in plan.problems)
             outcome = Outcome(Status.refused, plan.refusal, problems=problems)
             refused_trials.append((plan, plan.to_trial(outcome, datetime.now(UTC).isoformat(), 0.0)))
     log.append({t.key: t for _, t in refused_trials if recorded_trials.get(t.key) is not t}.values())

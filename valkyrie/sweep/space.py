@@ -17,7 +17,7 @@ from valkyrie.config.explain import unknown_choice_text
 from valkyrie.config.refusals import describe_unknown_key, problem_from_error
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import parse_mesh
-from valkyrie.problems import Problem, ProblemCode, check_range, first_line, refuse
+from valkyrie.problems import Problem, ProblemCode, check_range, first_line, raise_problems
 from valkyrie.sweep.composer import Composer
 from valkyrie.trees import override_text
 
@@ -178,7 +178,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
     space = OmegaConf.to_object(config_node)
     assert isinstance(space, SpaceConfig)
     space.vary = vary
-    refuse([*problems, *space.problems(), *_name_problems(space, composer)])
+    raise_problems([*problems, *space.problems(), *_name_problems(space, composer)])
     return SweepSpace(space, fixed_overrides)
 
 

@@ -17,7 +17,7 @@ from valkyrie.hardware.chips import chip_for_device_kind
 from valkyrie.hardware.platforms import get_platform, platforms
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import cache_problem, cache_root
-from valkyrie.problems import Problem, ProblemCode, refuse
+from valkyrie.problems import Problem, ProblemCode, raise_problems
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.train.host import simulation_refusal, unknown_flags_message
 from valkyrie.units import count_text
@@ -184,7 +184,7 @@ def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Tea
     If compiled programs cannot be cached, calls `say` (unless it is None) with the reason. Raises ValueError if an
     environment variable has an unusable value, or if this machine lacks the devices.
     """
-    refuse(machine_problems(run))
+    raise_problems(machine_problems(run))
     configure_jax(run, say)
     return acquire_devices(run, team)
 

@@ -1,4 +1,4 @@
-"""Memory of a training step on one device, for one layout or for thousands at once. Does not import JAX.
+"""MemoryKind of a training step on one device, for one layout or for thousands at once. Does not import JAX.
 
 The sizes of parameters, gradients, optimizer state and the average of parameters (EMA) follow from shapes. Sizes of
 activations are estimated from the `SavedActivation`s that the model's blocks declare.
@@ -22,7 +22,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.models import LayeredModel
 from valkyrie.models.block import BLOCK_INPUT, SavedActivation, padding_ratio
 from valkyrie.parallel.candidates import Candidates
-from valkyrie.parallel.partition import Memory, resolve_rules
+from valkyrie.parallel.partition import MemoryKind, resolve_rules
 from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat, shipped_remat_names
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
@@ -107,11 +107,11 @@ class MemoryEstimator:
     def estimate(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
         """Return the device memory under a remat policy. Omits arrays that the partition keeps in host memory."""
         partition, (parameters, gradients, moments, ema) = self.layouts.partition, self._array_bytes
-        on_device = partition.parameter_memory is Memory.device
+        on_device = partition.parameter_memory is MemoryKind.device
         return ExpectedMemory(
             parameters=parameters * on_device,
             gradients=gradients,
-            optimizer=moments * (partition.optimizer_memory is Memory.device),
+            optimizer=moments * (partition.optimizer_memory is MemoryKind.device),
             ema=ema * on_device,
             activations=self._activations(remat, gradients),
         )
@@ -272,7 +272,7 @@ def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = N
     partition keeps in host memory are omitted.
     """
     memory = MemoryEstimator(run, to_candidates([run])).estimate(remat or run.config.remat)
-    on_device = run.layout.partition.optimizer_memory is Memory.device
+    on_device = run.layout.partition.optimizer_memory is MemoryKind.device
     parts = {name: int(bytes_.item()) for name, bytes_ in vars(memory).items()}
     return ExpectedMemory(**parts | {"optimizer": _shard_bytes(abstract_state.optimizer) if on_device else 0})
 

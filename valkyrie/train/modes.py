@@ -18,7 +18,7 @@ from valkyrie.config.modes import CODE_EVAL_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.optim import rate_rises_if_extended
-from valkyrie.processes.ending import INTERRUPTED, PREEMPTED
+from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from valkyrie.processes.interrupt import Interrupt, clean_up_on_signals
 from valkyrie.runs.folder import choose_run_folder, resume_command, stored_text_file
 from valkyrie.runs.goodput import read_goodput
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 def train(run: Run) -> int:
     """Train, and print the results, a text sample and commands to continue.
 
-    Returns the exit status: 0 after the last step, 1 if the training failed, or `INTERRUPTED` or `PREEMPTED` from
-    `valkyrie.processes.ending` if it was stopped.
+    Returns the exit status: 0 after the last step, 1 if the training failed, or `EXIT_INTERRUPTED` or `EXIT_PREEMPTED`
+    from `valkyrie.processes.ending` if it was stopped.
     """
     start_time = time.time()
     with join_processes(run) as team:
@@ -81,7 +81,7 @@ def _train(run: Run, team: Team, start_time: float) -> int:
     command = resume_command(folder)
     if result.interrupted:
         console.print(f"stopped at step {result.summary['steps']}, saved in {folder}. Resume with: {command}")
-        return PREEMPTED if result.preempted else INTERRUPTED
+        return EXIT_PREEMPTED if result.preempted else EXIT_INTERRUPTED
     _report(console, result, inputs.devices)
     if (goodput := read_goodput(folder)) is not None:
         console.print(goodput.describe())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.config.run import Run
 from valkyrie.data.config import source_names
-from valkyrie.problems import check_range, refuse, require_type
+from valkyrie.problems import check_range, raise_problems, require_type
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import RUN_FILE, changed_settings, find_run, saved_config, saved_run
 from valkyrie.train.devices import acquire_devices, configure_jax, machine_problems
@@ -53,7 +53,7 @@ def prepare_run(
 def _prepare_data(
     run: Run, console: Console, team: Team, cleanup: contextlib.AbstractContextManager[None] | None
 ) -> tuple[Dataset, Tokenizer | None]:
-    refuse(machine_problems(run))
+    raise_problems(machine_problems(run))
     refuse_unsuitable_data(run)
     if run.config.mode.name == "train" and run.config.code_eval_every is not None:
         refuse_without_judge(run, team)
@@ -107,7 +107,7 @@ def refuse_unsuitable_data(run: Run) -> None:
         raise ValueError(
             f"model={run.model.name} trains on {task.data_kind}, but data={data.name} has {data.kind}. Use {choices}."
         )
-    refuse(task.data_problems(run.model, run.config.seq, data))
+    raise_problems(task.data_problems(run.model, run.config.seq, data))
 
 
 def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
@@ -172,8 +172,8 @@ def check_sampling(prompt: object, tokens: int, temperature: float, top_k: int |
     require_type(tokens, Integral, "tokens= takes a whole number")
     require_type(temperature, Real, "temperature= takes a number")
     require_type(top_k, Integral | None, "top_k= takes a whole number or None")
-    refuse([*check_range("tokens", tokens, least=0), *check_range("temperature", temperature, least=0)])
-    refuse(check_range("top_k", top_k, least=1))
+    raise_problems([*check_range("tokens", tokens, least=0), *check_range("temperature", temperature, least=0)])
+    raise_problems(check_range("top_k", top_k, least=1))
 
 
 def trained_folder(run: Run) -> Path:

@@ -17,7 +17,7 @@ from valkyrie.config.run import Run
 from valkyrie.paths import source_digest
 from valkyrie.problems import first_line
 from valkyrie.processes.distributed import join_team, start_jax
-from valkyrie.processes.ending import DOES_NOT_FIT, REFUSED, end_process
+from valkyrie.processes.ending import EXIT_REFUSED, OUT_OF_MEMORY, end_process
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import package_versions
 from valkyrie.trees import flatten
@@ -108,7 +108,7 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
 
     After ValueError or OSError, prints the name of the `command` and the message, and all processes end with status 2.
     SystemExit ends this process with its status. Any other exception is printed with its traceback and ends this
-    process with status 1. In these two cases, the other processes end with status `LOST`, or 2 if this one ends with 2.
+    process with status 1. In these two cases, the other processes end with status `EXIT_LOST`, or 2 if this one does.
     """
     try:
         yield
@@ -126,7 +126,7 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
             DoesNotFitError,
         )  # here because it imports NumPy, which help and `--cfg` do not need
 
-        _end_all(team, DOES_NOT_FIT if isinstance(error, DoesNotFitError) else REFUSED, str(explain(error, [])))
+        _end_all(team, OUT_OF_MEMORY if isinstance(error, DoesNotFitError) else EXIT_REFUSED, str(explain(error, [])))
     except BaseException as error:
         time.sleep(_ERROR_REPORT_DELAY_S)
         traceback.print_exc()

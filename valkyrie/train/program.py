@@ -22,7 +22,7 @@ from valkyrie.models.builder import ModelBuilder
 from valkyrie.models.layers import Checkpoint
 from valkyrie.ops.linear import Numerics
 from valkyrie.optim import Training, is_parameter, learning_rate_schedule, make_optimizer
-from valkyrie.parallel.partition import GradientSum, Memory
+from valkyrie.parallel.partition import GradientSum, MemoryKind
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
 from valkyrie.tasks import Array
@@ -287,7 +287,7 @@ def _check_memory_kinds(parameters: Memory, optimizer: Memory, mesh: jax.shardin
     on_host = get_platform(device.platform).runs_on_host
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     for key, memory in (("parameter_memory", parameters), ("optimizer_memory", optimizer)):
-        if memory is Memory.host and ("pinned_host" not in kinds or on_host):
+        if memory is MemoryKind.host and ("pinned_host" not in kinds or on_host):
             available = "use the memory of the host" if on_host else f"have {', '.join(kinds)}"
             raise ValueError(
                 f"partition.{key}=host needs devices with separate memory and memory_kind=pinned_host, but "

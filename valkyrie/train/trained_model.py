@@ -13,7 +13,7 @@ import numpy as np
 from valkyrie.axes import BATCH, SEQ
 from valkyrie.config.run import Run
 from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.problems import refuse
+from valkyrie.problems import raise_problems
 from valkyrie.train.generate import generate
 from valkyrie.train.prepare import check_sampling
 from valkyrie.train.program import StepProgram
@@ -59,7 +59,7 @@ class TrainedModel:
         if ids.min() < 0 or ids.max() >= vocab_size:
             invalid_token = ids.min() if ids.min() < 0 else ids.max()
             raise ValueError(f"tokens= contains {invalid_token}, but the vocabulary has ids 0 to {vocab_size - 1:,}.")
-        refuse(self.run.task.problems(self.run.model, seq))
+        raise_problems(self.run.task.problems(self.run.model, seq))
         shard, pipeline = self.program.shard, self.program.layout.pipeline
         row_parts = shard.shard_count(BATCH) * (1 if pipeline is None else pipeline.microbatches)
         padded_ids = np.pad(ids, ((0, -rows % row_parts), (0, -seq % shard.shard_count(SEQ)))).astype(np.int32)

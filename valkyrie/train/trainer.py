@@ -74,8 +74,8 @@ class FitResult:
         state: The last state.
         summary: The run's summary, as in `metrics.jsonl`.
         interrupted: Whether the training was stopped before its last step.
-        preempted: Whether a preemption of the machine requested a stop (`Interrupt.preempted`). If that was during the
-            last step, `interrupted` is false.
+        preempted: Whether a preemption of the machine requested a stop (`Interrupt.is_preempted`). If that was during
+            the last step, `interrupted` is false.
     """
 
     program: StepProgram
@@ -172,7 +172,9 @@ def fit(
             SamplingCallback(evaluator),
         ]
         if tokenizer is not None and config.code_eval_every is not None:
-            callbacks.append(CodeEvaluationCallback(CodeEvaluation(program, tokenizer), lambda: interrupt.requested))
+            callbacks.append(
+                CodeEvaluationCallback(CodeEvaluation(program, tokenizer), lambda: interrupt.stop_requested)
+            )
         callbacks.append(LoggingCallback())
         stack.callback(lambda: recorder.write(progress.step, progress.end_status))
         recorder.count_setup(start_step)  # counts what came after the compile as setup
@@ -182,10 +184,10 @@ def fit(
         progress.warn(tracker.lost_records_note)
         if checkpoint_callback.save_error:
             raise NotSavedError(checkpoint_callback.save_error)
-        progress.end_status = FINISHED if not is_stopped else PREEMPTED if interrupt.preempted else STOPPED
+        progress.end_status = FINISHED if not is_stopped else PREEMPTED if interrupt.is_preempted else STOPPED
         if progress.is_finished:
             checkpoints.mark_complete()
-    return FitResult(program, folder, progress.state, summary, is_stopped, interrupt.preempted)
+    return FitResult(program, folder, progress.state, summary, is_stopped, interrupt.is_preempted)
 
 
 @contextlib.contextmanager
@@ -222,7 +224,7 @@ def _train_steps(
         if metrics is not None:
             values = jax.device_get(metrics)
             meter.record_step()
-            interrupt.worth_saving = True
+            interrupt.has_progress = True
             step_metrics = _step_metrics(values, progress)
             for callback in callbacks:
                 callback.on_metrics(progress, step_metrics)

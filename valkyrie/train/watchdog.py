@@ -15,7 +15,7 @@ from types import TracebackType
 
 from valkyrie.config.run import Debug, Run
 from valkyrie.paths import open_to_append
-from valkyrie.processes.ending import LOST, end_process
+from valkyrie.processes.ending import EXIT_LOST, end_process
 from valkyrie.processes.interrupt import show_cursor
 from valkyrie.processes.team import ALONE, HANG_REPORT_S, Team
 from valkyrie.runs.folder import resume_command
@@ -145,12 +145,12 @@ class Watchdog:
         """End all processes of the run after each has printed its stacks. `line` is the message of `check`."""
         prefix = f"process {self._team.index}: " if self._team.count > 1 else ""
         self.print_stacks(f"{prefix}{line}: stacks of all threads of this process:")
-        self._team.fail(LOST, line)
+        self._team.fail(EXIT_LOST, line)
         if self._team.count > 1 and self._team.is_leader:
             time.sleep(HANG_REPORT_S)
         with contextlib.suppress(OSError):
             os.write(2, f"valkyrie-train: {prefix}{line}. {self._remedy}\n".encode())
-        self._end(LOST, line)
+        self._end(EXIT_LOST, line)
 
     def _write(self, heading: str) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -17,7 +17,7 @@ from valkyrie.launch.engine import RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator_type, resource_name
 from valkyrie.launch.plan import Command, CommandStep, FileStep, Plan, flags, shell_text, to_yaml
 from valkyrie.launch.supervisor import RESTARTS_VARIABLE
-from valkyrie.processes.ending import INTERRUPTED, REFUSED
+from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 
 _RESTARTS_ANNOTATION = "jobset.sigs.k8s.io/restart-attempt"
 """Pod annotation that holds the number of restarts of the job."""
@@ -133,7 +133,7 @@ def manifest(config: Config, overrides: Sequence[str]) -> str:
         "nodeSelector": selector,
         "containers": [container],
     }
-    user_errors = {"containerName": "train", "operator": "In", "values": [REFUSED, INTERRUPTED]}
+    user_errors = {"containerName": "train", "operator": "In", "values": [EXIT_REFUSED, EXIT_INTERRUPTED]}
     job = {
         "parallelism": hardware.hosts,
         "completions": hardware.hosts,

@@ -16,7 +16,7 @@ from valkyrie.launch import remote
 from valkyrie.launch.engine import COORDINATOR_PORT, RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator_type, has_usual_shape, resource_name
 from valkyrie.launch.plan import CommandStep, FileStep, Plan, shell_text, to_yaml
-from valkyrie.processes.ending import PREEMPTED
+from valkyrie.processes.ending import EXIT_PREEMPTED
 from valkyrie.processes.team import COORDINATOR_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE
 
 
@@ -71,7 +71,7 @@ def task(config: Config, overrides: Sequence[str]) -> str:
         resources["accelerators"] = f"{chip.rented_as['skypilot']}:{hardware.chips // hardware.hosts}"
     if config.spot:
         resources["use_spot"] = True
-    resources["job_recovery"] = {"max_restarts_on_errors": config.restarts, "recover_on_exit_codes": [PREEMPTED]}
+    resources["job_recovery"] = {"max_restarts_on_errors": config.restarts, "recover_on_exit_codes": [EXIT_PREEMPTED]}
     nodes = 1 if platform.rented_as_slices else hardware.hosts
     sync = shell_text(("python3", "-m", "uv", *remote.sync_arguments(platform.extra or "cuda", quiet=True)))
     fields = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from valkyrie.launch.engine import SliceConfig
 from valkyrie.launch.plan import CommandStep, FileStep, Plan, shell_text
 from valkyrie.launch.supervisor import RESTARTS_VARIABLE
-from valkyrie.processes.ending import DONE, INTERRUPTED, PREEMPTED, REFUSED
+from valkyrie.processes.ending import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_REFUSED
 
 NOTICE_S = 120
 """Seconds between the signal to save and the time limit of the job."""
@@ -89,7 +89,7 @@ def script(config: Config, overrides: Sequence[str]) -> str:
         "signal": f"USR1@{NOTICE_S}",
     }
     lines = [f"#SBATCH --{key}={value}" for key, value in settings.items() if value is not None]
-    final_statuses = " | ".join(str(status) for status in (DONE, REFUSED, INTERRUPTED))
+    final_statuses = " | ".join(str(status) for status in (EXIT_DONE, EXIT_REFUSED, EXIT_INTERRUPTED))
     return "\n".join(
         [
             "#!/bin/bash",
@@ -100,7 +100,7 @@ def script(config: Config, overrides: Sequence[str]) -> str:
             "status=$?",
             "case $status in",
             f"  {final_statuses}) ;;",
-            f'  {PREEMPTED}) scontrol requeue "$SLURM_JOB_ID" ;;',
+            f'  {EXIT_PREEMPTED}) scontrol requeue "$SLURM_JOB_ID" ;;',
             f'  *) [ "${RESTARTS_VARIABLE}" -ge {config.restarts} ] || scontrol requeue "$SLURM_JOB_ID" ;;',
             "esac",
             "exit $status",

@@ -32,7 +32,7 @@ from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.hardware.target import build_topology, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import write_atomic
-from valkyrie.processes.ending import LOST, end_process
+from valkyrie.processes.ending import EXIT_LOST, end_process
 from valkyrie.records import write_record
 from valkyrie.runs.folder import saved_config
 from valkyrie.search.compile.cache import (
@@ -78,7 +78,7 @@ def exit_with_parent(parent: int, folder: Path) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     shutil.rmtree(folder, ignore_errors=True)
-    end_process(LOST, "its parent process has ended")
+    end_process(EXIT_LOST, "its parent process has ended")
 
 
 def _compile_run(folder: Path, ignore_cache: bool) -> CompileOutcome:

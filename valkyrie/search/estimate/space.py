@@ -25,7 +25,7 @@ from valkyrie.parallel.mesh import MeshConfig, parse_mesh, resize_axis
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, RoleKind, Rules, assign_roles, resolve_rules
 from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.problems import DIVISIBILITY_CODES, Problem, ProblemCode, ProblemError, alternatives
+from valkyrie.problems import DIVISIBILITY_CODES, Problem, ProblemCode, ProblemError, format_alternatives
 from valkyrie.search.estimate.links import axis_links, slice_axis_links
 from valkyrie.train.memory import saved_location
 
@@ -235,7 +235,9 @@ def _indivisible_problem(batch: int, microbatches: int, targets: Sequence[Target
     lower_batch = batch // required_divisor * required_divisor
     batches = [n for n in (lower_batch, lower_batch + required_divisor) if n]
     suggestions = [*(f"microbatches={n}" for n in nearest), *(f"batch={n}" for n in batches)]
-    text = f"batch={batch} is not divisible by microbatches={microbatches}. Use {alternatives(None, suggestions)}."
+    text = (
+        f"batch={batch} is not divisible by microbatches={microbatches}. Use {format_alternatives(None, suggestions)}."
+    )
     return Problem(ProblemCode.batch_not_divisible, "batch", batch, text, size=batch, parts=microbatches)
 
 

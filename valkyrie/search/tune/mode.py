@@ -12,7 +12,7 @@ from valkyrie.config.modes import ATTEMPTS_FILE, TUNED_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.modes.tune import Config as TuneMode
 from valkyrie.paths import write_atomic
-from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.ending import EXIT_INTERRUPTED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.records import write_record
 from valkyrie.runs.columns import Column, terminal_line
@@ -73,7 +73,7 @@ def tune_mode(run: Run) -> int:
     write_record(folder / ATTEMPTS_FILE, TuneRecord.from_results(tuned_run, package_versions()))
     write_atomic(folder / TUNED_FILE, experiment_yaml(tuned_run))
     _print_results(tuned_run, folder, is_interrupted, console)
-    return INTERRUPTED if is_interrupted else 0
+    return EXIT_INTERRUPTED if is_interrupted else 0
 
 
 def _describe_baseline(run: Run) -> str:
