@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.models.builder import ModelBuilder
-from valkyrie.parallel.partition import Memory
+from valkyrie.parallel.partition import MemoryKind
 from valkyrie.parallel.sharding import MeshShard
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.tasks import Array
@@ -84,7 +84,7 @@ def state_shardings(
     Arrays that the partition keeps in host memory have the memory kind `pinned_host`.
     """
     layout, specs = shard.layout, builder.specs
-    memory_kinds = {Memory.host: "pinned_host", Memory.device: None}
+    memory_kinds = {MemoryKind.host: "pinned_host", MemoryKind.device: None}
     parameter_memory_kind = memory_kinds[layout.partition.parameter_memory]
     optimizer_memory_kind = memory_kinds[layout.partition.optimizer_memory]
     replicated = NamedSharding(shard.mesh, PartitionSpec())  # pyright: ignore[reportArgumentType] - abstract meshes work too
