@@ -311,7 +311,7 @@ def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
             while rule == rules[lead_axis] and any(n % layout.axes_size(new_rule) for n in sizes):
                 new_rule = new_rule[:-1]
             if new_rule != rule:
-                parts, unsplit = layout.parts(rule), layout.format_axes(rule[len(new_rule) :])
+                parts, unsplit = layout.axes_size(rule), layout.format_axes(rule[len(new_rule) :])
                 indivisible = ", ".join(str(n) for n in sorted(sizes) if n % parts)
                 notes.append(
                     f"{axis} ({indivisible}) is replicated over {unsplit}, unlike {lead_axis}, because its size is not "
