@@ -284,7 +284,7 @@ class Run:
             full_config = OmegaConf.merge(_run_schema(tuple(classes.items())), composed_config)
             OmegaConf.resolve(full_config)
             assert isinstance(full_config, DictConfig)
-            raise_problems(refusals.unknown_key_problems(full_config) or refusals.nested_value_problems(merged_config))
+            raise_problems(refusals.unknown_key_problems(full_config) or refusals.nested_value_problems(full_config))
             typed_config = OmegaConf.to_object(full_config)
         except OmegaConfBaseException as error:
             raise ProblemError(

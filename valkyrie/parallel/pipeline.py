@@ -68,7 +68,7 @@ def run_pipeline(
         start, turns = (queued_streams, index_tree(queued_streams, 0)), jnp.arange(pipeline.forward_turns)
         (queued_streams, received_stream), _ = jax.lax.scan(run_turn, start, turns)
         queued_streams = update_slot(queued_streams, received_stream, last_index % pipeline.microbatches, True)
-        return _scatter_rows(pipeline, shard, waiting, stage_index == 0)
+        return _scatter_rows(pipeline, shard, queued_streams, stage_index == 0)
 
     stage_spec = PartitionSpec(pipeline.axis)
     run = jax.shard_map(

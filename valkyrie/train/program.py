@@ -282,7 +282,7 @@ def _gradient_sum(chip: ChipConfig | None) -> GradientSum:
 _ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
 
 
-def _check_memory_kinds(parameters: Memory, optimizer: Memory, mesh: jax.sharding.Mesh) -> None:
+def _check_memory_kinds(parameters: MemoryKind, optimizer: MemoryKind, mesh: jax.sharding.Mesh) -> None:
     device = mesh.devices.flat[0]
     on_host = get_platform(device.platform).runs_on_host
     kinds = sorted(memory.kind for memory in device.addressable_memories())
