@@ -92,7 +92,7 @@ def test_an_axis_that_wraps_to_other_chips_is_a_line() -> None:
         "z": (True, 2),
     }
     plane_links = describe_entries(["x", "y"], {"x": 4, "y": 32}, make_topology((4, 4, 8)))
-    assert (plane_links["y"].ring, plane_links["y"].links_per_chip) == (True, 4)
+    assert (plane_links["y"].is_ring, plane_links["y"].links_per_chip) == (True, 4)
 
 
 def test_a_collective_over_a_plane_uses_a_ring_around_it() -> None:
