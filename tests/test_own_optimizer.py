@@ -190,5 +190,5 @@ def test_an_optimizer_with_the_name_of_a_module_of_python_is_refused(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("VALKYRIE_MODULES", raising=False)
     add_import_path([tmp_path])
-    with pytest.raises(ValueError, match="optimizer.family=json: .*/json.py would be ignored, because json is also a"):
+    with pytest.raises(ValueError, match="optimizer.family=json: .*/json.py would be ignored, because Python has "):
         valkyrie.optim.FAMILIES.config_class("json")

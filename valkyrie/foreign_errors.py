@@ -13,7 +13,7 @@ from enum import Enum
 
 
 def parse_abstract_class(message: str) -> tuple[str, list[str]] | None:
-    """Return the names of a class that Python cannot instantiate and of its missing abstract methods, or None."""
+    """Return the class and its missing methods from Python's error for an abstract class, or None for other errors."""
     pattern = r"Can't instantiate abstract class (\w+) with(?:out an implementation for)? abstract methods? (.+)"
     match = re.match(pattern, message)
     return (match[1], re.findall(r"\w+", match[2])) if match else None

@@ -125,8 +125,8 @@ def format_pair_table(results: Iterable[Result], rows: Iterable[Row]) -> str:
 
     A pair is two predicted rows of one model and chip with different measured tokens/s/chip. The first column counts
     only pairs that differ by more than `_MIN_RATE_DIFFERENCE`, the second all pairs. Equal predictions count as missed.
-    All missed pairs are listed below the table. The constant MFU is left out, because it predicts a row from the
-    measured times of other rows, including the other row of the pair.
+    All missed pairs are listed below the table. The constant-MFU guess is left out, because it predicts a
+    row from the measured times of other rows, including the other row of the pair.
     """
     by_name = {row.row: row for row in rows}
     predictions = {r["row"]: r.get("seconds_by", {}).get("predicted") for r in results if r["row"] in by_name}

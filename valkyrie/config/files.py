@@ -127,9 +127,9 @@ def check_defaults_order(path: Path, group: str, defaults: Sequence[object]) -> 
 
 
 def check_family(path: Path, families: Families, entries: Sequence[str], values: Mapping[Any, object]) -> None:
-    """Raise ValueError if a user's config with `NAME_schema` in its defaults list selects another family than NAME.
+    """Raise ValueError if a user's config lists `NAME_schema` in its defaults but selects a family other than NAME.
 
-    A missing or unimportable module NAME is reported when Hydra loads the schema.
+    Also raises ValueError if the module NAME exists but has no usable `Config`. Hydra reports a missing module.
     """
     key = families.field_name
     for name in (entry.removesuffix("_schema") for entry in entries if entry.endswith("_schema")):

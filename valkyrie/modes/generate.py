@@ -16,8 +16,8 @@ class Config(ModeConfig):
     """Settings of `mode=generate`.
 
     Args:
-        keep: name of the text and the model's state in the run folder. The next call with this name
-            continues the text.
+        keep: name under which to save the text and the model's state in the run folder. The next call with
+            this name continues the text. null to save nothing.
     """
 
     description: ClassVar[str] = "continue a prompt with a trained run"

@@ -79,7 +79,7 @@ def _best_on_chips(
 ) -> list[tuple[EstimatedLayout, RankedLayout]]:
     """Return up to `count` layouts on one kind and number of chips: the fastest compiled ones, then estimated ones.
 
-    Leaves out estimated layouts that were compiled on another torus and are no faster on this one, by estimate.
+    Leaves out an estimated layout if it was compiled on another torus and its estimate there is at least as fast.
     """
     timed_layouts = [
         c for c in compiled_layouts.layouts if c.step_s is not None and describe_chips(c.target) == chips_text

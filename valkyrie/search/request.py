@@ -32,7 +32,7 @@ _PARTITION_KEYS = ("zero1", "gradient_sum", "parameter_memory", "optimizer_memor
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """The request of a search. Layout settings that the command names are fixed, and the others vary.
+    """What to search. Layout settings on the command line are fixed, and all others vary.
 
     Args:
         run: Provides model, batch and precision.

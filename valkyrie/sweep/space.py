@@ -110,7 +110,9 @@ def _vary_problems(key: str, values: Any) -> Iterator[Problem]:
     if len(keys) == 1 and isinstance(values, str | int | float):
         return
     if not isinstance(values, list) or not values:
-        text = f"{name}={values}: must be a list with at least one value, such as [512,1024]."
+        example = "[512,1024]" if len(keys) == 1 else f"a list of one value for each of {', '.join(keys)}"
+        kind = "value, such as" if len(keys) == 1 else "entry:"
+        text = f"{name}={values}: must be a list with at least one {kind} {example}."
         yield Problem(ProblemCode.malformed, name, values, text)
     elif len(keys) > 1:
         for row in values:

@@ -46,6 +46,8 @@ def attend_with_global_tokens(
 ) -> Queries:
     """Return windowed attention in which every query also sees the global tokens, and global tokens see all keys.
 
+    Both ignore only the window: causal attention still sees no later position, and no query sees another segment.
+
     Args:
         attend: Computes windowed attention for a key range, and also attends to the keys in its `global_keys`.
         k: Keys of this shard.

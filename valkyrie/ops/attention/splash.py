@@ -36,7 +36,11 @@ BLOCK = 512
 """Number of queries or keys in a block where wide blocks are not used."""
 
 WIDE_BLOCK = 1024
-"""Number of queries or keys in a wide block, used without a window if it divides the length and the limits allow it."""
+"""Number of queries or keys in a wide block.
+
+Attention without a window uses wide blocks if this divides the length, subject to `MIN_WIDE_LENGTH` and
+`MAX_WIDE_HEAD_DIM`.
+"""
 
 MIN_WIDE_LENGTH = 4096
 """Minimum number of queries and of keys for wide blocks. Does not apply to the key blocks of the dk and dv pass."""

@@ -71,8 +71,8 @@ class OtherPartition:
         partition: Name of the partition.
         axis_roles: Role of each mesh axis.
         needs: Estimated memory of one device in bytes.
-        sends: Estimated bytes that a device sends per step. None if a mesh axis splits weights, sequence or layers,
-            because collectives on activations are not estimated.
+        sends: Estimated bytes that a device sends per step for DP or FSDP. None with tensor, sequence or pipeline
+            parallelism, because collectives on activations are not estimated.
     """
 
     partition: str
@@ -320,7 +320,7 @@ class LayoutResult:
 
     @property
     def unit(self) -> str:
-        """Unit of the throughput: `tokens` for the step of a run, else the unit of the program."""
+        """Unit of the throughput: `tokens`, unless a subclass overrides it."""
         return "tokens"
 
     @property

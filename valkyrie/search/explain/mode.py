@@ -161,7 +161,7 @@ def _parse_layout(run: Run, request: str) -> Run | Prediction:
 
 
 def _refuse_uncompilable(run: Run) -> None:
-    """Raise ValueError with all problems if a run is illegal, or cannot be compiled or timed for its target here."""
+    """Raise ValueError with all problems if a run is illegal, or if this machine cannot predict its step time."""
     target, problems = run.config.target, [str(problem) for problem in run.problems()]
     platform = get_platform(target.platform)
     if platform.replay is None:
