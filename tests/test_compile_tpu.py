@@ -18,7 +18,7 @@ pytestmark = [needs_libtpu, pytest.mark.timeout(600)]
 TINY_OVERRIDES = ("mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "model=valkyrie_tiny", "batch=8")
 
 
-def compile_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_train_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "VALKYRIE_CACHE": str(folder / "cache"), "COLUMNS": "200"}
     command = [sys.executable, "-m", "valkyrie.cli.train", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first_result(folder: Path) -> subprocess.CompletedProcess[str]:
-    return compile_command(folder, *TINY_OVERRIDES, "name=first", "mode.hlo=true")
+    return run_train_process(folder, *TINY_OVERRIDES, "name=first", "mode.hlo=true")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_module_is_written_to_the_requested_path(folder: Path, prediction: d
 
 
 def test_an_equal_layout_is_not_compiled_again(folder: Path, prediction: dict[str, Any]):
-    again = compile_command(folder, *TINY_OVERRIDES, "name=again")
+    again = run_train_process(folder, *TINY_OVERRIDES, "name=again")
     second = json.loads((folder / "runs" / "again" / "compile.json").read_text())
     assert second["compile"]["cached"] and not prediction["compile"]["cached"]
     assert second["step"] == prediction["step"], again.stdout
@@ -89,7 +89,7 @@ def test_an_equal_layout_is_not_compiled_again(folder: Path, prediction: dict[st
 @pytest.mark.slow
 def test_a_layout_that_does_not_fit_is_a_result(folder: Path):
     large = ("model=gpt_125m", "batch=4096", "remat=none", "name=large")
-    result = compile_command(folder, *TINY_OVERRIDES, *large)
+    result = run_train_process(folder, *TINY_OVERRIDES, *large)
     assert (result.returncode, result.stderr) == (3, "")
     line = next(line for line in result.stdout.splitlines() if line.startswith("does not fit: needs "))
     assert "15.8 GiB usable" in line and "largest: activations" in line

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helpers import assert_golden_message, compose_run
 from machines import compile_devices, needs_libtpu
-from valkyrie.hardware.chips import add_shipped_figures, known_chips
+from valkyrie.hardware.chips import fill_missing_chip_fields, known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.platforms import tpu as tpu_platform
@@ -234,7 +234,7 @@ def test_chips_with_other_slice_rules_need_no_code():
 def test_a_saved_chip_without_a_new_figure_gets_the_shipped_one():
     v4 = known_chips()["v4"]
     saved = {"name": "v4", "hbm_gbs": 1000.0, "host_gbs": 8.0}
-    filled = add_shipped_figures(saved)
+    filled = fill_missing_chip_fields(saved)
     assert (filled["cores"], filled["host_gbs"], filled["hbm_gbs"]) == (2, 8.0, 1000.0)
     assert filled["splash_bundles"]["dq"]["step"] == v4.splash_bundles["dq"].step
-    assert add_shipped_figures({"name": "mine"}) == {"name": "mine"}
+    assert fill_missing_chip_fields({"name": "mine"}) == {"name": "mine"}

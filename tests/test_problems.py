@@ -1,4 +1,4 @@
-"""Tests of a run's problems as data (code, key at fault, value), with a golden file of all texts."""
+"""Tests of the `Problem` of each invalid setting: its code, key and value, and a golden file of the messages."""
 
 from __future__ import annotations
 

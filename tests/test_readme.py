@@ -18,7 +18,7 @@ import pytest
 from helpers import PARTITIONS, compose_config, compose_run, config_names
 from machines import needs_libtpu
 from sweeps import fake_outcomes
-from test_compile_tpu import compile_command
+from test_compile_tpu import run_train_process
 from test_folder import make_run
 from valkyrie.cli.convert import _parser as convert_parser
 from valkyrie.cli.data_commands import _parser as data_parser
@@ -379,7 +379,7 @@ def compile_output(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     folder = tmp_path_factory.mktemp("compiled")
 
     def call(line: str) -> str:
-        return flatten_text(compile_command(folder, *arguments_of(line)).stdout)
+        return flatten_text(run_train_process(folder, *arguments_of(line)).stdout)
 
     return call
 

@@ -555,7 +555,7 @@ def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: Scaled
 
 def test_a_mesh_in_the_command_is_the_only_one() -> None:
     named, full_request = make_request("mesh=1x4x2"), make_request()
-    assert request_digest(named) != request_digest(full_request) and "mesh=1x4x2" not in named.command
+    assert request_digest(named) != request_digest(full_request) and "mesh=1x4x2" not in named.arguments
     layouts = list(rank(named.run, named.space()))
     assert {entry.candidate.mesh for entry in layouts} == {"1x4x2"}
     step_s = {tuple(entry.candidate.overrides): entry.step_s for entry in rank(full_request.run, full_request.space())}
@@ -580,7 +580,7 @@ def test_a_partition_setting_applies_to_all_partitions() -> None:
     partitions = [group.candidates.partition for group in ranking.space.groups]
     assert len({partition.name for partition in partitions}) > 3 and all(p.zero1 for p in partitions)
     best = next(iter(ranking))
-    assert "partition.zero1=true" in best.candidate.overrides and "partition.zero1=true" not in request.command
+    assert "partition.zero1=true" in best.candidate.overrides and "partition.zero1=true" not in request.arguments
     assert best.run(request.run).config.partition.zero1
 
 

@@ -46,9 +46,9 @@ def test_generated_puzzles_have_one_solution(side: int, count: int, clues: int):
     assert (clue_cells.sum(1) == clues).all() if clues else clue_cells.sum(1).max() < 32
     if not clues:  # none can lose another clue
         row, cells = puzzles.givens[:1], np.flatnonzero(puzzles.givens[0])
-        fewer = np.repeat(row, len(cells), axis=0)
-        fewer[np.arange(len(cells)), cells] = 0
-        assert (count_solutions(fewer, side) == 2).all()
+        one_clue_removed = np.repeat(row, len(cells), axis=0)
+        one_clue_removed[np.arange(len(cells)), cells] = 0
+        assert (count_solutions(one_clue_removed, side) == 2).all()
     again = generate(np.random.default_rng(0), count, side, clues)
     assert all((a == b).all() for a, b in zip(puzzles, again, strict=True))
 

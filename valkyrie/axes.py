@@ -201,7 +201,7 @@ class Shard(Protocol):
         """Return the number of shards of a logical axis of activations."""
         ...
 
-    def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
+    def apply_layers(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
         """Apply `f` to the stream `x` once per layer, then `head`.
 
         Returns the result of `head.f` (sums and row values), or the last stream if `head` is None.
@@ -272,8 +272,8 @@ class Unsharded:
         """Return 1, as nothing is sharded."""
         return 1
 
-    def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
-        """Apply `f` once per layer in one scan, then `head`. Returns the same as `Shard.repeat`."""
+    def apply_layers(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
+        """Apply `f` once per layer in one scan, then `head`. Returns the same as `Shard.apply_layers`."""
         return apply_head(head, scan_layers(f, layers, x, rows, self), self)
 
     def map(

@@ -41,7 +41,7 @@ def bucket_problems(key: str, path: str) -> list[Problem]:
 
 
 def file_problems(key: str, path: str) -> list[Problem]:
-    """Return a problem if the path of `key`, a folder on disk that may not exist yet, is a file or is below one."""
+    """Return a problem if `path`, the folder that `key` sets, is a file or is inside one. It need not exist yet."""
     folder = Path(os.path.expanduser(path))
     file = next((parent for parent in (folder, *folder.parents) if os.path.isfile(parent)), None)
     if file is None:

@@ -271,7 +271,7 @@ def collective_kind(opcode: str) -> str:
 
 
 def is_between_slices(instruction: Instruction) -> bool:
-    """Return whether an instruction starts a collective between slices in the host's runtime."""
+    """Return whether an instruction is a `send` that starts a collective between slices, which the hosts execute."""
     return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.attributes
 
 

@@ -44,7 +44,7 @@ def chips_rented_as(key: str) -> list[str]:
     return [chip.name for chip in known_chips().values() if key in chip.rented_as]
 
 
-def add_shipped_figures(record: Mapping[str, object]) -> dict[str, object]:
+def fill_missing_chip_fields(record: Mapping[str, object]) -> dict[str, object]:
     """Return the chip of a `run.yaml` with missing `cores`, `host_gbs` and `splash_bundles` added.
 
     Older files lack these keys. Their values come from the chip's file in `conf/target/chip`; without such a file,

@@ -261,7 +261,9 @@ class LanguageModel(nnx.Module):
         stream: Any = ResidualStream(x, self.zero_values(x, shard))
         for i, group in enumerate(self.segments):
             segment_head = head if i == self.segment_count - 1 else None
-            stream = shard.repeat(run, (group, split_key_over_repeats(key, i, group)), stream, boundaries, segment_head)
+            stream = shard.apply_layers(
+                run, (group, split_key_over_repeats(key, i, group)), stream, boundaries, segment_head
+            )
         return stream if head is not None else self.head_input(stream)
 
     def zero_values(self, x: Float[Array, "batch seq embed"], shard: Shard) -> AuxiliaryValues:

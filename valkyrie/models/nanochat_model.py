@@ -173,7 +173,7 @@ class NanochatModel(LanguageModel):
 
             scan_inputs = (group, keys, jnp.arange(middle_layer.repeats))
             segment_head = head if i == self.segment_count - 1 else None
-            stream = shard.repeat(body, scan_inputs, stream, (boundaries, first_stream), segment_head)
+            stream = shard.apply_layers(body, scan_inputs, stream, (boundaries, first_stream), segment_head)
         return stream if head is not None else self.head_input(stream)
 
     def head_input(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:

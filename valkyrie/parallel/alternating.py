@@ -51,7 +51,7 @@ def run_1f1b(
         mesh: Mesh that has the pipeline's axis.
         make_stage_shard: Returns the `Shard` within a stage.
         shard: The `Shard` outside of the stages. Used by `head` if nothing is differentiated.
-        f: Applies one layer, as in `Shard.repeat`.
+        f: Applies one layer, as in `Shard.apply_layers`.
         layers: Parameters, stacked on a leading axis.
         x: Stream that enters the first layer.
         rows: Inputs that every layer gets, with one entry per row of the batch.
@@ -101,7 +101,7 @@ class _StageState(NamedTuple):
             m % `stored_microbatches`.
         layer_gradients: Gradients of the floating-point leaves of the layers, summed over the microbatches so far.
         row_gradients: Gradients of the differentiable leaves of `rows` (the per-sequence inputs of every layer, see
-            `Shard.repeat`), by microbatch.
+            `Shard.apply_layers`), by microbatch.
         head_gradients: Gradients of the parameters of the head, summed over the microbatches so far.
         sums: Sums that the head returns, such as the loss, over the microbatches so far.
     """

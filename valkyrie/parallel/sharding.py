@@ -131,7 +131,7 @@ class MeshShard:
         """Return the number of shards of a logical axis of activations."""
         return self.layout.shard_count(axis)
 
-    def repeat(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
+    def apply_layers(self, f: LayerFunction, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
         """Apply `f` once per layer, in a scan or, if a mesh axis splits the layers, in a pipeline. Then apply `head`.
 
         Returns the results of `head`, or the stream after the last layer if `head` is None.

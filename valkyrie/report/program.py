@@ -69,7 +69,7 @@ class _Recorder(Console):
         self.blocks: list[str | TextTable] = []
 
     def print(self, *objects: Any, markup: bool | None = None, **_: Any) -> None:
-        """Collect tables as `TextTable`, and other objects as text, without their markup unless `markup` is False."""
+        """Collect tables as `TextTable` and other objects as text. Removes rich markup unless `markup` is False."""
         for item in objects:
             if isinstance(item, Table):
                 self.blocks.append(_text_table(item))

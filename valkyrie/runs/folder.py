@@ -24,7 +24,7 @@ from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER, finished_steps_in
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.extensions import check_modules
-from valkyrie.hardware.chips import add_shipped_figures
+from valkyrie.hardware.chips import fill_missing_chip_fields
 from valkyrie.optim import OptimizerConfig, convert_old_settings, learning_rate_schedule
 from valkyrie.paths import disk_errors, unused_path, write_atomic
 from valkyrie.problems import first_line, raise_problems, suggest
@@ -268,7 +268,7 @@ def read_settings(file: Path, *, has_hydra: bool = True) -> DictConfig:
         config.optimizer = convert_old_settings(old_optimizer)
     if isinstance(OmegaConf.select(config, "target.chip", throw_on_missing=False), DictConfig):
         chip: Any = OmegaConf.to_container(config.target.chip, resolve=False)
-        config.target.chip = add_shipped_figures(chip)
+        config.target.chip = fill_missing_chip_fields(chip)
     return config
 
 

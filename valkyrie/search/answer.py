@@ -191,7 +191,7 @@ def describe_work(request: SearchRequest) -> str:
 def train_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str:
     """Return the command that trains a layout. `options` are additional overrides (`SearchAnswer.options`)."""
     overrides = [f"target={row.candidate.target}", *row.overrides[1:], *options]
-    return "valkyrie-train " + shlex.join([*request.train_command(row.candidate.batch), *overrides])
+    return "valkyrie-train " + shlex.join([*request.train_arguments(row.candidate.batch), *overrides])
 
 
 def launch_command(request: SearchRequest, row: RankedLayout, options: Sequence[str] = ()) -> str | None:

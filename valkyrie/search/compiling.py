@@ -294,7 +294,7 @@ def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: Estimate
 
     `folder` is the folder of the search, and `run` has the layout.
     """
-    flags, overrides = split_flags(request.command)
+    flags, overrides = split_flags(request.arguments)
     overrides = [*overrides, f"mode={run.config.mode.name}", *layout.candidate.overrides]
     return plan_run(run, SweepContext(folder, tuple(flags)), overrides)
 

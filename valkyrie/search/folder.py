@@ -34,7 +34,7 @@ def request_digest(request: SearchRequest) -> str:
     """
     config = request.run.config
     slices = [(target.name, target.slices) for target in request.targets]
-    request_fields = [request.command, slices, repr(request.run.model), asdict(config.precision), config.device_batch]
+    request_fields = [request.arguments, slices, repr(request.run.model), asdict(config.precision), config.device_batch]
     request_fields += [
         config.batch,
         config.seq,

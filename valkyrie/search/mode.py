@@ -160,7 +160,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         too_large=_count_too_large(ranking, compiled_layouts),
         compile_outcomes=dict(Counter(layout.trial.status.value for layout in compiled_layouts.layouts)),
         remarks=remarks,
-        explain=explain_command(request.command, rows[0].overrides, rows[1].overrides) if len(rows) > 1 else None,
+        explain=explain_command(request.arguments, rows[0].overrides, rows[1].overrides) if len(rows) > 1 else None,
         tokens=request.tokens,
         budget_usd=request.budget_usd,
         train=train_command(request, rows[0], options),

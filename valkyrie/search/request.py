@@ -25,7 +25,7 @@ from valkyrie.search.estimate.space import LayoutSpace, enumerate_layouts, parti
 from valkyrie.units import parse_seconds
 
 SEARCH_KEYS = ("mode", "target", "mesh", "partition", "remat", "microbatches", "device_batch", "name")
-"""Keys that training commands in the answer do not repeat: those that a layout sets, and those of the search itself."""
+"""Keys that are not copied to the training commands of an answer: those of a layout, and those of the search itself."""
 _PARTITION_KEYS = ("zero1", "gradient_sum", "parameter_memory", "optimizer_memory", "schedule", "rounds")
 """Settings that every partition has. A command that sets one of them does not fix the choice of partition."""
 
@@ -104,18 +104,18 @@ class SearchRequest:
         return settings_for(SearchMode, self.run.config.mode)
 
     @property
-    def command(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """The user's arguments that apply to all layouts (see `shared_arguments`)."""
         return shared_arguments(self.run.arguments)
 
-    def train_command(self, batch: int | None) -> list[str]:
-        """Return `command` with `steps=` added to train on `tokens`.
+    def train_arguments(self, batch: int | None) -> list[str]:
+        """Return `arguments` with `steps=` added to train on `tokens`.
 
         Adds nothing if `tokens` is None. `batch` is the batch of the layout, or None if the search does not vary it.
         """
         if self.tokens is None:
-            return self.command
-        return [*self.command, f"steps={math.ceil(self.tokens / self.step_tokens(batch))}"]
+            return self.arguments
+        return [*self.arguments, f"steps={math.ceil(self.tokens / self.step_tokens(batch))}"]
 
 
 def shared_arguments(arguments: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from valkyrie.sweep.trial import PAGE_FILE, Status, Trial
 from valkyrie.units import count_text, memory_text
 
 NO_RESULT_STATUSES = (Status.failed, Status.killed, Status.timeout)
-"""Statuses of trials that have no result for a reason other than the layout."""
+"""Statuses of trials that ended without a result, for a reason other than the layout."""
 
 
 def describe_result(trial: Trial) -> str:

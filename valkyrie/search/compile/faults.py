@@ -408,7 +408,7 @@ def _is_only_converted(gather: Instruction, users: Mapping[Instruction, Sequence
 
 
 def _used_share(all_reduce: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> float:
-    """Return the largest share of an array that one of its uses reads, or 1 if unknown."""
+    """Return the share of an all-reduce's result that its users read: the largest over the users, or 1 if unknown."""
     shares, queue = [], list(users.get(all_reduce, ()))
     while queue:
         user = queue.pop()
