@@ -277,7 +277,7 @@ class _Stage:
         """Return a function that replaces the leaves of `rows` that have a gradient, and returns the new tree."""
         leaves, structure = jax.tree.flatten(rows)
 
-        def replace_rows(differentiable: list[jax.Array]) -> Any:
+        def replace_rows(differentiable_rows: list[jax.Array]) -> Any:
             next_leaf = iter(differentiable_rows)
             pairs = zip(leaves, self._has_gradient, strict=True)
             return jax.tree.unflatten(

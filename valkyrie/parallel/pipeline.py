@@ -34,10 +34,10 @@ def run_pipeline(
     """Apply `f` once per layer, in stages along the pipeline's axis. Returns the stream after the last layer.
 
     `f`, `layers`, `x` and `rows` are as in `Shard.apply_layers`. In turn t, stage s computes its layers for microbatch
-    t - s and sends the result to the next stage (`ppermute`). With `rounds` above 1, the last stage sends to the first until
-    each microbatch has passed all stages `rounds` times (circular schedule). An idle stage computes on an arbitrary
-    microbatch, and the result is discarded. JAX reverses the scan over turns for the backward pass, and saves its
-    residuals for all microbatches (GPipe).
+    t - s and sends the result to the next stage (`ppermute`). With `rounds` above 1, the last stage sends to the first
+    until each microbatch has passed all stages `rounds` times (circular schedule). An idle stage computes on an
+    arbitrary microbatch, and the result is discarded. JAX reverses the scan over turns for the backward pass, and saves
+    its residuals for all microbatches (GPipe).
     """
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, layers)
 
