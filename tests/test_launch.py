@@ -60,7 +60,7 @@ def run_launch(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 
 def parse_config(line: str, restart_count: int = 3) -> Any:
-    return parse_engine_config(line.split(), restarts)
+    return parse_engine_config(line.split(), restart_count)
 
 
 @pytest.mark.parametrize("case", CASES)
