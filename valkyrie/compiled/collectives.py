@@ -169,7 +169,7 @@ class CollectiveReader:
     Args:
         module: The compiled program.
         mesh_axes: Names and sizes of the mesh axes, slowest varying first over the program's devices.
-        slices: The slice of each device of the mesh, or None for contiguous blocks of equal size.
+        slice_by_device: The slice of each device of the mesh, or None for contiguous blocks of equal size.
     """
 
     def __init__(self, module: Module, mesh_axes: dict[str, int], slice_by_device: Sequence[int] | None = None) -> None:

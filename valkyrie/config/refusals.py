@@ -232,9 +232,9 @@ def _likely_keys(name: str, parent: Any, prefix: str) -> list[str]:
 
 
 def _top_level_keys(name: str, root: Any) -> list[str]:
-    """Return a list with the top-level key that the user probably meant by a key of a group. Empty if there is none.
+    """Return `[key]` for the top-level key that the user probably meant by the unknown key `GROUP.name`, else [].
 
-    This is the key with the same name, or Valkyrie's key for a name of another framework.
+    For `optimizer.steps` this is `steps`. Names of other frameworks, such as `max_steps`, are translated.
     """
     return [key for key in (name, _SYNONYMS.get(name.lower())) if key in _direct_keys(root)][:1]
 

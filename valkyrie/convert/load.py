@@ -34,9 +34,9 @@ PREFIX_FILE = "prefix"
 _UNEMBEDDING = "lm_head.weight"
 """Tensor of the output matrix. Folders of models with tied embeddings may have it as a copy of the embedding."""
 _ADJUSTABLE_SETTINGS = ("name", "context", "attention.rope_theta")
-"""Model settings that overrides may change: they change neither the tensors nor the architecture.
+"""Model settings that overrides may change, because they affect neither the tensors nor the architecture.
 
-Without `attention.rope_theta`, `context` is fixed, because it is the length of the table of learned positions.
+A model without rotary embeddings (GPT-2) has a fixed `context`: the length of its table of learned positions.
 """
 _LAYOUT_GROUPS = ("mesh", "partition", "target")
 _MAX_SEQ = 2048

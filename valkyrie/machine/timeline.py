@@ -50,7 +50,7 @@ def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[TraceEvent]:
     """Return the Chrome trace events of `spans`, after metadata events that name the process and its tracks.
 
     Times are relative to the start of the step. Events of one track never overlap: if two collectives over the same
-    axes are in flight, the later one goes to another track of that name.
+    axes are in flight, the later one goes to a track of its own, such as `collectives over x (2)`.
     """
     track_by_label: dict[str, str] = {}
     events: list[TraceEvent] = []

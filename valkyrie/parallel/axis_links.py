@@ -279,9 +279,10 @@ def iterate_fillings(
 ) -> Iterator[Filling]:
     """Yield all ways to fill physical axes of these lengths with factors of mesh axes of these sizes.
 
-    With `max_axes`, at most that many mesh axes share a physical axis, each with one factor. Large factors are tried
-    first. The last physical axis takes all remaining mesh axes. Without `max_axes`, any number of mesh axes share a
-    physical axis, a mesh axis may have several factors on it, and small factors are tried first.
+    - Without `max_axes`, any number of mesh axes share a physical axis, each with one or more factors. Small factors
+      are tried first.
+    - With `max_axes`, at most that many mesh axes share a physical axis, each with one factor. The last physical axis
+      takes all remaining mesh axes. Large factors are tried first.
     """
     if not lengths:
         if math.prod(sizes) == 1:

@@ -18,15 +18,14 @@ from valkyrie.train.program import StepProgram
 
 
 def memory_savings(run: Run, missing_bytes: int, count: int = 5) -> tuple[Saving, ...]:
-    """Suggest up to `count` legal changes that save memory, sorted by largest saving.
+    """Suggest up to `count` legal changes that save memory, the largest saving first.
 
-    Each change sets microbatches, partition or remat. A change is sufficient if it saves at least `missing_bytes`.
+    The candidates are more microbatches, other partitions, and up to four other remat policies: with and without
+    offload, the one that saves most and the sufficient one that saves least. A change is sufficient if it saves at
+    least `missing_bytes`.
 
-    - If one is sufficient, the list includes the sufficient change with the smallest saving.
-    - Otherwise, the list starts with a change of two settings, if one is sufficient: full remat with more microbatches.
-      Of several sufficient ones, this is the one with the smallest saving.
-    - At most two of the other changes set a remat policy with offload: the one with the largest saving, and the
-      sufficient one with the smallest saving. The same holds for policies without offload.
+    - If a candidate is sufficient, the list includes the sufficient one with the smallest saving.
+    - Otherwise, the list starts with full remat and just enough more microbatches, if that is sufficient.
 
     Savings are the estimates of `mode=show`, in which activations can be off by a factor of two.
     """

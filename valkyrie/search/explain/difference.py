@@ -32,7 +32,7 @@ _COMMUNICATION = {
     PartKind.exposed: "waiting for communication",
     PartKind.collectives: "time in collectives, waiting included",
 }
-"""What the sentence calls each kind of communication. Measured steps have only `collectives`."""
+"""Phrase for each kind of communication in an explanation. Measured steps have only `collectives`."""
 _SUBJECTS = {
     PartKind.memory: "Memory-bound operations",
     PartKind.compute: "Other arithmetic",
