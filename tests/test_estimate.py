@@ -126,7 +126,7 @@ def test_indivisible_layouts_are_refused_with_the_reason() -> None:
 
 def layout_problems(run: Run, entry: EstimatedLayout) -> list[Problem]:
     """Return the problems of the single run that results from the search's command and the overrides of a layout."""
-    flags, overrides = split_flags(parse_request(run).command)
+    flags, overrides = split_flags(parse_request(run).arguments)
     return parse_run([*flags, *overrides, *entry.candidate.overrides, "mode=show"]).problems(advise=False)
 
 
@@ -143,7 +143,7 @@ def test_several_slices_get_a_mesh_axis_between_them(target: str) -> None:
         assert layout.activations["batch"][0] == "s" or layout.pipeline is not None
     assert (
         "target.slices=2" in checked_entries[0].candidate.overrides
-        and "target.slices=2" not in parse_request(run).command
+        and "target.slices=2" not in parse_request(run).arguments
     )
 
 
