@@ -208,7 +208,7 @@ def test_a_folder_without_a_run_is_named(working_folder: Path):
 
 
 def test_a_run_is_loaded_by_name_or_as_the_latest(working_folder: Path):
-    with pytest.raises(ValueError, match=r"^latest: there is no run with a checkpoint"):
+    with pytest.raises(ValueError, match=r"^latest: no run in .* has a checkpoint"):
         valkyrie.load("latest")
     folder = working_folder / "runs" / "mine"
     folder.mkdir(parents=True)
@@ -261,7 +261,7 @@ untyped_valkyrie: Any = valkyrie
         (lambda: untyped_valkyrie.search_layouts("model=gpt_tiny"), "search_layouts takes a Run"),
         (
             lambda: untyped_valkyrie.explain(3, "runs"),
-            "first= takes a Run .*, a Result of predict, or a folder .*, not 3",
+            "first= takes a Run .*, a Result of predict, or a run folder .*, not 3",
         ),
         (
             lambda: untyped_valkyrie.run_sweep(["mesh=2x2x2"]),
