@@ -341,7 +341,7 @@ def test_a_sandbox_failure_does_not_end_a_training(
 
 def test_the_mode_needs_a_run_and_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_train("mode=code_eval", f"runs={tmp_path}") == 2
-    assert "resume=latest: there is no" in capfd.readouterr().err
+    assert "resume=latest: no run in" in capfd.readouterr().err
     folder = copy_run(trained_run(), tmp_path)
     capfd.readouterr()
     assert run_train("mode=code_eval", f"resume={folder}", "code_eval.problems=none.jsonl") == 2
