@@ -260,5 +260,5 @@ def assert_same_steps(steps: StepResults, expected: StepResults, rtol: float = 2
     for step, (metrics, expected_metrics) in enumerate(zip(steps.metrics, expected.metrics, strict=True)):
         for key in ("loss", "grad_norm", "tokens"):
             np.testing.assert_allclose(metrics[key], expected_metrics[key], rtol=rtol, err_msg=f"{key} of step {step}")
-        norms = np.sqrt(metrics["leaf_norms"]), np.sqrt(expected_metrics["leaf_norms"])
+        norms = np.sqrt(metrics["squared_grad_norms"]), np.sqrt(expected_metrics["squared_grad_norms"])
         np.testing.assert_allclose(*norms, rtol=rtol, atol=1e-8, err_msg=f"gradient norms by parameter, step {step}")

@@ -59,7 +59,7 @@ def test_values_and_gradients_equal_those_of_one_device(folder, single_device_st
         for name in ("loss", *AUXILIARY_NAMES):
             np.testing.assert_allclose(metrics[name], expected[name], rtol=2e-5, err_msg=name)
         np.testing.assert_allclose(
-            np.sqrt(metrics["leaf_norms"]), np.sqrt(expected["leaf_norms"]), rtol=2e-5, atol=1e-8
+            np.sqrt(metrics["squared_grad_norms"]), np.sqrt(expected["squared_grad_norms"]), rtol=2e-5, atol=1e-8
         )
 
 

@@ -217,7 +217,7 @@ def test_a_deleted_run_folder_ends_the_training(
     monkeypatch.setattr(screen.Screen, "show_step", shown)
     assert run_train(*tiny_arguments(tmp_path, "steps=100000")) == 1
     out, err = capfd.readouterr()
-    assert "step 4: " in err and f"{tmp_path / 'run'} no longer exists" in err
+    assert "step 4: " in err and f"{tmp_path / 'run' / 'metrics.jsonl'} no longer exists" in err
     assert "Traceback" not in out + err and not (tmp_path / "run").exists()
 
 

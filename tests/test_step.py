@@ -87,7 +87,7 @@ def test_uneven_microbatches_average_over_tokens():
             place_state(program, initial_state(small_overrides("gpt_tiny"))), program.place(batch)
         )
         results.append(jax.device_get(metrics))
-    for key in ("loss", "grad_norm", "tokens", "leaf_norms"):
+    for key in ("loss", "grad_norm", "tokens", "squared_grad_norms"):
         np.testing.assert_allclose(results[1][key], results[0][key], rtol=2e-5)
     assert results[0]["tokens"] == batch["weights"].sum()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -32,6 +33,22 @@ def test_records_are_written_line_by_line(tmp_path: Path) -> None:
     run_tracker.write_summary({"steps": 1})
     run_tracker.close()
     assert read_metrics(tmp_path / "metrics.jsonl")[-1] == {"summary": {"steps": 1}}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_metrics_file_on_a_disk_that_is_gone_counts_as_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    run_tracker = make_tracker(tmp_path)
+    assert not run_tracker.is_gone
+
+    def stat(path: Path, **options: bool) -> Any:
+        raise OSError(number, "the disk is gone", str(path))
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert run_tracker.is_gone
+    monkeypatch.undo()
+    run_tracker.close()
 
 
 def test_a_line_cut_off_by_a_crash_does_not_damage_later_records(tmp_path: Path) -> None:

@@ -150,19 +150,24 @@ def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, parameter: str) -> Non
     monkeypatch.setattr(trainer, "compile_step", poisoned)
 
 
+@pytest.mark.parametrize(("at_step", "checkpoint"), [(4, "step 2"), (3, "step 2 (its parameters were not checked)")])
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    at_step: int,
+    checkpoint: str,
 ) -> None:
-    poison(monkeypatch, at_step=4, parameter="log_step")
+    poison(monkeypatch, at_step=at_step, parameter="log_step")
     assert run_train(*tiny_arguments(tmp_path, "steps=8", "checkpoint.every=2")) == 1
     out, err = capfd.readouterr()
-    assert "step 4: " in err and "nan" in err and "checkpoint: step 2." in err, "the last good checkpoint is named"
+    assert f"step {at_step}: " in err and "nan" in err and f"Newest checkpoint: {checkpoint}." in err
     assert re.search(r"\d+ of \d+ gradients are not finite, starting with \w+", err), (
         "the first parameter without a finite gradient is named"
     )
     assert "Traceback" not in out + err
     folder = tmp_path / "run"
-    assert sorted(training_records(folder)) == [1, 2, 3]
+    assert sorted(training_records(folder)) == [*range(1, at_step)]
     assert os.listdir(folder / "checkpoints") == ["2"]
     assert all(np.isfinite(a).all() for a in saved_arrays(folder).values() if a.dtype.kind == "f")
 

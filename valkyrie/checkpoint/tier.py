@@ -213,8 +213,9 @@ class Tier(ABC):
         _capture_logged_errors().clear()  # they hold the arrays that were not written
         with contextlib.suppress(Exception):  # it raises the same error again
             self._manager.close()
-        for folder in self._unfinished_folders() if self._cleans_up else ():
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the disk may be gone
+            for folder in self._unfinished_folders() if self._cleans_up else ():
+                shutil.rmtree(folder, ignore_errors=True)
         self.last_saved_step, newest_note = None, "earlier checkpoints cannot be listed"
         with contextlib.suppress(Exception):  # an unreachable bucket raises many kinds of errors
             self.last_saved_step = max(finished_steps_in(self.path), default=None)

@@ -101,10 +101,10 @@ def _steps_finding(
     """Return a failure if a step has a loss or gradient that is not finite, else the losses and step time."""
     for step, values in enumerate(metrics, 1):
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-            nonfinite_leaves = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
+            nonfinite_gradients = np.flatnonzero(~np.isfinite(values["squared_grad_norms"]))
             source = (
-                f"; first gradient that is not finite: {program.parameter_names[nonfinite_leaves[0]]}"
-                if nonfinite_leaves.size
+                f"; first gradient that is not finite: {program.parameter_names[nonfinite_gradients[0]]}"
+                if nonfinite_gradients.size
                 else ""
             )
             text = f"step {step}: loss {float(values['loss'])}, gradient norm {float(values['grad_norm'])}{source}"

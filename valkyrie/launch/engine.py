@@ -95,7 +95,7 @@ class EngineConfig(ABC):
         return 0
 
     def log_folder(self, overrides: Sequence[str]) -> Path:
-        """Return the folder for the logs of all supervised processes except the first, which writes to the terminal."""
+        """Return the folder for the logs of supervised workers; the leader writes to the terminal."""
         return Path(key_values(overrides).get("runs", "runs")) / f"{self.name}.launch"
 
 

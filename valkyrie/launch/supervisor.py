@@ -44,7 +44,7 @@ class ProcessSpec:
 
 
 def local_processes(command: Sequence[str], processes: int) -> list[ProcessSpec]:
-    """Return the specs of `processes` processes that run `command` on this machine.
+    """Return the specs of `processes` processes that run `command` on this host.
 
     Several processes connect through a free port. A single process connects to no other.
     """
@@ -63,7 +63,7 @@ class Supervisor:
     Args:
         prepare: prepares the hosts and returns the processes to start, given the number of earlier starts.
         restarts: maximum number of restarts after crashes.
-        logs: folder for the output of all processes except the first.
+        logs: folder for the output of workers.
         send_signal: sends a signal to the processes on other hosts; None to signal the local processes instead.
         clean_up: called after a failed attempt.
         is_preempted: returns whether the hosts were preempted, which does not count as a crash.

@@ -88,9 +88,12 @@ class Tracker:
         return self._file is not None
 
     @property
-    def is_deleted(self) -> bool:
-        """Whether `metrics.jsonl` was deleted, for example with its folder. False on processes that do not write it."""
-        return self.writes and not self.file.is_file()
+    def is_gone(self) -> bool:
+        """Whether `metrics.jsonl` was deleted or cannot be read. False on processes that do not write it."""
+        try:
+            return self.writes and not self.file.is_file()
+        except OSError:  # EIO or ESTALE, for example from an NFS server that has restarted
+            return True
 
     def log(self, record: Mapping[str, object], step: int) -> str | None:
         """Append a record of scalars for a step.

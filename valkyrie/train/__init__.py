@@ -4,7 +4,8 @@
 
 1. `program.StepProgram`: the jitted functions (`init`, `step`, `evaluate`) with their shapes and shardings; no arrays.
    `room.check_memory_fit` refuses a run whose parameters, optimizer state and gradients do not fit.
-2. `checkpoint.Checkpoints` and `_restore_or_init`: the newest checkpoint that can be read, or new parameters.
+2. `checkpoint.Checkpoints` and `_restore_or_init`: the newest undamaged checkpoint, or new parameters if the run has
+   saved none. ValueError if every checkpoint is damaged, or if the newest undamaged one does not fit the run.
 3. `compiled.compile_step`: the executable of the step.
 4. `_train_steps`: the loop. It dispatches a step and then reads the metrics of the one before, so that devices do
    not wait for Python except at evaluations, saves and samples. Callbacks (`callbacks.py`) check, profile, evaluate,

@@ -1,4 +1,4 @@
-"""Callbacks of the training loop: profiling, evaluation, saving, sampling and logging."""
+"""Callbacks of the training loop: divergence, profiling, evaluation, saving, sampling, code evaluation and logging."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DivergedError(RuntimeError):
 
 
 class FolderGoneError(RuntimeError):
-    """The run folder was deleted during the training, or its disk is gone."""
+    """`metrics.jsonl` no longer exists or cannot be read: the run folder was deleted, or its disk is gone."""
 
 
 @dataclass
@@ -145,7 +145,11 @@ class Callback:
 
 @dataclass
 class DivergenceCheck(Callback):
-    """Raises DivergedError when the loss or the gradient norm of a step is not finite."""
+    """Raises DivergedError when the loss or the gradient norm of a step is not finite.
+
+    Updated parameters are first checked by the loss and gradients of the next step, and may be saved before that. So
+    the newest checkpoint may have parameters that are not finite.
+    """
 
     checkpoints: Checkpoints
 
@@ -153,19 +157,21 @@ class DivergenceCheck(Callback):
         values, names = metrics.values, progress.program.parameter_names
         if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
             return
-        nonfinite_leaves = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
+        nonfinite_gradients = np.flatnonzero(~np.isfinite(values["squared_grad_norms"]))
         finding = (
-            f"{len(nonfinite_leaves)} of {len(names)} gradients are not finite, starting with "
-            f"{names[nonfinite_leaves[0]]}"
-            if nonfinite_leaves.size
+            f"{len(nonfinite_gradients)} of {len(names)} gradients are not finite, starting with "
+            f"{names[nonfinite_gradients[0]]}"
+            if nonfinite_gradients.size
             else "All gradients are finite"
         )
-        last_saved_step = self.checkpoints.last_step
-        last_good = "none" if last_saved_step is None else f"step {last_saved_step}"
+        saved_step = self.checkpoints.last_step
+        newest_checkpoint = "none" if saved_step is None else f"step {saved_step}"
+        if saved_step == metrics.step - 1:  # no finished step has used its parameters
+            newest_checkpoint += " (its parameters were not checked)"
         raise DivergedError(
             f"step {metrics.step}: loss={float(values['loss'])}, gradient norm={float(values['grad_norm'])}. "
-            f"{finding}. Last good checkpoint: {last_good}. Lower optimizer.learning_rate, or set debug=nans to find "
-            "the operation that produces the NaN."
+            f"{finding}. Newest checkpoint: {newest_checkpoint}. Lower optimizer.learning_rate, or set debug=nans to "
+            "find the operation that produces the NaN."
         )
 
 
@@ -189,7 +195,8 @@ class ProfilerCallback(Callback):
                 progress.screen.say(line)
 
     def on_end(self, progress: Progress) -> None:
-        self.on_step(progress)  # writes an incomplete trace; runs after the save, because a preemption may be near
+        # Writes an incomplete trace. The last save has begun (`CheckpointCallback.on_step`), but may still be running.
+        self.on_step(progress)
 
 
 @dataclass
@@ -217,10 +224,13 @@ class EvaluationCallback(Callback):
 
 @dataclass
 class CheckpointCallback(Callback):
-    """Saves durable and fast checkpoints.
+    """Saves durable checkpoints, which a run restores under any layout, and fast ones.
+
+    A fast checkpoint can only be restored by a run with the same shards on each process.
 
     A failed save is reported, and training continues. With several processes, a failed durable save instead raises
-    NotSavedError, which ends the run. Raises FolderGoneError when the run folder was deleted.
+    NotSavedError, which ends the run. At steps that are logged, the leader raises FolderGoneError if `metrics.jsonl` no
+    longer exists or cannot be read.
     """
 
     checkpoints: Checkpoints
@@ -231,12 +241,12 @@ class CheckpointCallback(Callback):
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
         if not metrics.is_logged:
             return
-        progress.warn(self.checkpoints.poll())
-        if progress.tracker.is_deleted:
+        if progress.tracker.is_gone:
             raise FolderGoneError(
-                f"step {metrics.step}: the run folder {progress.tracker.folder} no longer exists. Training stopped "
-                "because it cannot be saved."
+                f"step {metrics.step}: {progress.tracker.file} no longer exists or cannot be read. Training stopped "
+                "because the run folder was deleted or its disk is gone, so that nothing can be saved."
             )
+        progress.warn(self.checkpoints.poll())
 
     def is_due(self, progress: Progress) -> bool:
         return self._is_fast_due(progress) or self._is_durable_due(progress)
@@ -304,7 +314,8 @@ class SamplingCallback(Callback):
 class CodeEvaluationCallback(Callback):
     """Evaluates the model on coding problems every `code_eval_every` steps.
 
-    `should_stop` is called repeatedly during an evaluation. Once it returns true, the evaluation is abandoned.
+    `should_stop` is called repeatedly during an evaluation. Once it returns true, the evaluation is abandoned. With
+    several processes, it is called only by the leader while it runs the tests; sampling always runs to its end.
     """
 
     evaluation: CodeEvaluation
@@ -324,7 +335,11 @@ class CodeEvaluationCallback(Callback):
 
 
 class LoggingCallback(Callback):
-    """Writes step metrics to the tracker and the screen, and step times to the goodput recorder."""
+    """Writes step metrics to the tracker and the screen, and the time of steps to `goodput.jsonl`.
+
+    `GoodputRecorder.record_step` writes a line every 1 to 60 s. `fit` writes others after the restore, before the
+    first step and at the end, and `CheckpointCallback` before each save.
+    """
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
         progress.goodput_recorder.record_step(metrics.step)

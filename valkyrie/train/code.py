@@ -1,4 +1,4 @@
-"""Code evaluation: the model completes functions, and process 0 compiles them and runs their tests."""
+"""Code evaluation: the model completes functions, and the leader compiles them and runs their tests."""
 
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ class CodeEvaluation:
     ) -> tuple[dict[str, float], str]:
         """Evaluate the parameters and write every completion to `code_eval.json` in `folder`.
 
+        `should_stop` can end the sampling of a single process. With several processes, it can only end the tests, on
+        the leader.
+
         Returns the metrics (see `judge.summary`) and a one-line description. The metrics are empty if `should_stop`
-        returns true or the sandbox fails, and always on processes other than the first.
+        ended the evaluation or the sandbox failed, and always on workers.
         """
         if self._device is not None:
             parameters = jax.device_put(parameters, self._device)
@@ -61,7 +64,7 @@ class CodeEvaluation:
             batch=min(self.config.batch, len(problems)),
             seed=self._program.run.config.seed,
             is_complete=lambda number, text: is_complete(problems[number], text),
-            should_stop=should_stop if jax.process_count() == 1 else lambda: False,  # all processes sample together
+            should_stop=should_stop if jax.process_count() == 1 else lambda: False,  # the processes sample together
         )
         rates, line = {}, ""
         if jax.process_index() == 0:

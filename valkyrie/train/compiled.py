@@ -27,13 +27,13 @@ class StepExecutable(NamedTuple):
         advance: The function (state, batch) -> (state, metrics).
         compiled: The compiled program.
         compile_s: Seconds to lower and compile the step.
-        hbm_gib: Peak memory per device in GiB, or None if unknown.
+        peak_gib: Peak memory per device in GiB, or None if unknown.
     """
 
     advance: Any
     compiled: jax.stages.Compiled
     compile_s: float
-    hbm_gib: float | None
+    peak_gib: float | None
 
     def traffic(self, mesh: AnyMesh, say: Callable[[str], object]) -> Communication | None:
         """Return the bytes that a device sends per step, in total and by the mesh axes over which they are sent.

@@ -110,7 +110,7 @@ def load_text(path: Path, template: Any) -> Text:
 def pad_state(state: Any, template: Any) -> Any:
     """Pad every array of a state with zeros at the end, to its shape in `template`, a state for longer sequences.
 
-    This is correct for key caches: they are filled from the start, and a cache overwrites old entries only if it has
+    This is correct for KV caches: they are filled from the start, and a cache overwrites old entries only if it has
     the size of its window, which does not grow.
     """
 

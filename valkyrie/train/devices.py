@@ -64,7 +64,7 @@ class Devices:
 
 
 def machine_problems(run: Run) -> list[Problem]:
-    """Return problems with the environment variables or, only if there are none, with the machine's devices."""
+    """Return problems with the environment variables or, only if there are none, with the host's devices."""
     return environment_problems() or device_problems(run)
 
 
@@ -83,9 +83,9 @@ def environment_problems() -> list[Problem]:
 
 
 def device_problems(run: Run) -> list[Problem]:
-    """Check that this machine has or can simulate the run's devices. Returns at most one problem. Does not import JAX.
+    """Check that this host has or can simulate the run's devices. Returns at most one problem. Does not import JAX.
 
-    Checks `JAX_PLATFORMS`, the number of simulated devices (unless `force=true`), and whether the machine has device
+    Checks `JAX_PLATFORMS`, the number of simulated devices (unless `force=true`), and whether the host has device
     files of accelerators.
     """
     target, mesh = run.config.target, run.config.mesh
@@ -182,7 +182,7 @@ def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Tea
     """Configure JAX and return the run's devices.
 
     If compiled programs cannot be cached, calls `say` (unless it is None) with the reason. Raises ValueError if an
-    environment variable has an unusable value, or if this machine lacks the devices.
+    environment variable has an unusable value, or if this host lacks the devices.
     """
     raise_problems(machine_problems(run))
     configure_jax(run, say)
@@ -216,7 +216,7 @@ def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
 
 
 def only_libtpu_without_a_tpu() -> bool:
-    """Return whether libtpu is the only JAX plugin, on a machine without a TPU. False if `JAX_PLATFORMS` is set."""
+    """Return whether libtpu is the only JAX plugin, on a host without a TPU. False if `JAX_PLATFORMS` is set."""
     if os.environ.get("JAX_PLATFORMS") or count_accelerators():
         return False
     has_other_plugins = find_spec("jax_plugins") is not None or bool(entry_points(group="jax_plugins"))
@@ -233,7 +233,7 @@ def _configure_simulated_devices(count: int) -> None:
 
     With XLA's default of one thread per device, all threads can block in a collective before its last participant runs.
     `NPROC` overrides the number of cores that XLA counts. XLA's default timeout of collectives would end the process
-    after 40 s on a busy machine.
+    after 40 s on a busy host.
     """
     current_threads = int(os.environ["NPROC"]) if os.environ.get("NPROC", "").isdigit() else os.cpu_count() or 1
     os.environ["NPROC"] = str(max(_THREADS_PER_DEVICE * count, current_threads))

@@ -48,7 +48,7 @@ def generate(
     """Yield the continuation of `prompt` as it is sampled: `tokens` tokens, or fewer if the document ends.
 
     A string is read after a BOS token. A `Text` is continued from its state, and updated with every token. Several
-    calls sample the same tokens as a single call, except for rounding differences: the size of the key cache, over
+    calls sample the same tokens as a single call, except for rounding differences: the size of the KV cache, over
     which attention without a window sums, depends on `tokens`. Incomplete UTF-8 characters are held back until their
     last byte. See `sample` for `temperature` and `top_k`.
     """

@@ -1,6 +1,6 @@
-"""MemoryKind of a training step on one device, for one layout or for thousands at once. Does not import JAX.
+"""Memory of a training step on one device, for one layout or for thousands at once. Does not import JAX.
 
-The sizes of parameters, gradients, optimizer state and the average of parameters (EMA) follow from shapes. Sizes of
+The sizes of parameters, gradients, optimizer state and the EMA of the parameters follow from shapes. Sizes of
 activations are estimated from the `SavedActivation`s that the model's blocks declare.
 """
 
@@ -28,7 +28,7 @@ from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
 
 ERRORS_FILE = Path(__file__).with_name("memory.json")
-"""Errors of the estimate against the compiler (`MemoryErrors`), written by experiments/memory.py."""
+"""Errors of the estimate against the compiler (`EstimateErrors`), written by experiments/memory.py."""
 UNNAMED = "everything else"
 """Key for the saved bytes of activations without a name."""
 
@@ -39,7 +39,7 @@ Bytes = TypeVar("Bytes", int, np.ndarray)
 class ExpectedMemory(Generic[Bytes]):
     """Peak memory of a step by part, in bytes per device: numbers for one layout, or arrays for several.
 
-    `ema` is the average of parameters (EMA), 0 if the run has none.
+    `ema` is the EMA (exponential moving average) of the parameters, 0 if the run has none.
     """
 
     parameters: Bytes
@@ -50,7 +50,7 @@ class ExpectedMemory(Generic[Bytes]):
 
     @property
     def persistent(self) -> Bytes:
-        """Bytes per device in use between steps: parameters, optimizer state and the average of parameters."""
+        """Bytes per device in use between steps: parameters, optimizer state and the EMA of the parameters."""
         return self.parameters + self.optimizer + self.ema
 
     @property
@@ -78,7 +78,7 @@ class SavedBytes:
 
 
 @dataclass(frozen=True)
-class MemoryErrors:
+class EstimateErrors:
     """Ratios of the compiler's to the estimated peak memory: the smallest (`low`), the largest (`high`) and the median.
 
     `layouts` and `models` are the numbers of layouts and models compared. `within_15_percent` is the number of layouts
@@ -106,12 +106,12 @@ class MemoryEstimator:
 
     def estimate(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
         """Return the device memory under a remat policy. Omits arrays that the partition keeps in host memory."""
-        partition, (parameters, gradients, moments, ema) = self.layouts.partition, self._array_bytes
+        partition, (parameters, gradients, optimizer_state, ema) = self.layouts.partition, self._array_bytes
         on_device = partition.parameter_memory is MemoryKind.device
         return ExpectedMemory(
             parameters=parameters * on_device,
             gradients=gradients,
-            optimizer=moments * (partition.optimizer_memory is MemoryKind.device),
+            optimizer=optimizer_state * (partition.optimizer_memory is MemoryKind.device),
             ema=ema * on_device,
             activations=self._activations(remat, gradients),
         )
@@ -148,18 +148,18 @@ class MemoryEstimator:
 
     @cached_property
     def _array_bytes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Bytes per device of parameters, gradients, optimizer state and the average of parameters."""
+        """Bytes per device of parameters, gradients, optimizer state and the EMA of the parameters."""
         layouts, config = self.layouts, self.run.config
-        parameters, reduced_gradients, accumulators, moments, ema = (np.zeros(len(layouts)) for _ in range(5))
+        parameters, reduced_gradients, accumulators, optimizer_state, ema = (np.zeros(len(layouts)) for _ in range(5))
         for spec in self.run.model.parameters().values():
             elements = layouts.shard_elements(spec, "stored")
             parameters += elements * (4 if spec.float32 else config.precision.parameter.itemsize)
             reduced_gradients += elements * config.precision.reduction.itemsize
             accumulators += elements * ACCUMULATOR_DTYPE.itemsize
-            moments += config.optimizer.state_bytes(spec) * layouts.state_shard_elements(spec)
+            optimizer_state += config.optimizer.state_bytes(spec) * layouts.state_shard_elements(spec)
             ema += elements * ACCUMULATOR_DTYPE.itemsize * (config.optimizer.ema_decay is not None)
         gradients = np.minimum(parameters, reduced_gradients) + np.where(layouts.microbatches > 1, accumulators, 0)
-        return parameters, gradients, moments, ema
+        return parameters, gradients, optimizer_state, ema
 
     def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
         """Return the bytes of activations at the peak of a step, from the saved activations and `_working_sets`."""
@@ -168,22 +168,22 @@ class MemoryEstimator:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved_total = saved_total + bytes_
                 unnamed_total = unnamed_total + (bytes_ if activation.name is None else 0.0)
-        fetched_activations, fetched_group_bytes = self._fetched_activations
-        for activation, bytes_ in fetched_activations:
+        gathered_activations, gathered_group_bytes = self._gathered_activations
+        for activation, bytes_ in gathered_activations:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved_total = saved_total + bytes_
         logits_bytes, group_bytes = self._working_sets
-        # In the backward pass of a group: fetched keys and values with their gradients, and the gathered inputs of a
+        # In the backward pass of a group: gathered keys and values with their gradients, and the gathered inputs of a
         # mixer and a feed-forward with theirs.
-        gathered_bytes = self.gathered_bytes + 2 * fetched_group_bytes + 4 * self._gathered_stream_bytes
+        gathered_bytes = self.gathered_bytes + 2 * gathered_group_bytes + 4 * self._gathered_stream_bytes
         platform = get_platform(self.run.config.target.platform)
         return platform.activation_bytes(
             saved_total, unnamed_total, logits_bytes, group_bytes, gradients, gathered_bytes
         )
 
     @cached_property
-    def _fetched_activations(self) -> tuple[list[tuple[SavedActivation, np.ndarray]], np.ndarray]:
-        """Activations that a device fetches from other shards of the sequence, such as keys and values.
+    def _gathered_activations(self) -> tuple[list[tuple[SavedActivation, np.ndarray]], np.ndarray]:
+        """Activations that a device gathers from other shards of the sequence, such as keys and values.
 
         A pair. Its first item lists (activation, bytes) for each layer of each group. The activations have no name, and
         the bytes count all repetitions of the group and all microbatches in flight. The second item is the bytes of
@@ -342,6 +342,6 @@ def _is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
 
 
 @cache
-def memory_estimate_errors() -> MemoryErrors:
+def memory_estimate_errors() -> EstimateErrors:
     """Return the errors of the estimate against the TPU compiler, as stored in `ERRORS_FILE`."""
-    return read_record(MemoryErrors, ERRORS_FILE)
+    return read_record(EstimateErrors, ERRORS_FILE)

@@ -50,8 +50,9 @@ if TYPE_CHECKING:
 def train(run: Run) -> int:
     """Train, and print the results, a text sample and commands to continue.
 
-    Returns the exit status: 0 after the last step, 1 if the training failed, or `EXIT_INTERRUPTED` or `EXIT_PREEMPTED`
-    from `valkyrie.processes.ending` if it was stopped.
+    Returns the exit status: 0 after the last step, 1 if the training failed, or `EXIT_INTERRUPTED` (130) or
+    `EXIT_PREEMPTED` (75) if it was stopped. ValueError (also for out of memory) and OSError end the process with
+    `EXIT_REFUSED` (2). The watchdog ends it with `EXIT_LOST` (69) if a step hangs.
     """
     start_time = time.time()
     with join_processes(run) as team:
@@ -213,7 +214,7 @@ def _continue_saved_text(
     from valkyrie.train.continued import begin_text, load_text, save_text
 
     prompt = program.run.config.prompt
-    if not team.broadcast_from_leader("kept text", path.exists):
+    if not team.broadcast_from_leader("saved text", path.exists):
         text = begin_text(tokenizer, prompt, step)
     else:
         text = load_text(path, jax.eval_shape(lambda p: program.builder.module(p).init_state(1, 1), parameters))

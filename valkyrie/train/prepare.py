@@ -43,7 +43,7 @@ def prepare_run(
     `cleanup` is the context of the preparation of the data. It lets a signal delete partial data before the process
     ends.
 
-    Raises ValueError if this machine lacks the devices or cannot judge code that the run evaluates, or if the model
+    Raises ValueError if this host lacks the devices or cannot judge code that the run evaluates, or if the model
     does not match the data or the tokenizer.
     """
     data, tokenizer = _prepare_data(run, console, team, cleanup)

@@ -23,7 +23,7 @@ from valkyrie.runs.folder import package_versions
 from valkyrie.trees import flatten
 
 LOGS_FOLDER = "logs"
-"""Subfolder of a run folder for the output of all processes except the first."""
+"""Subfolder of a run folder for the output of workers."""
 
 
 _ERROR_REPORT_DELAY_S = 2.0
@@ -67,7 +67,7 @@ def agree_on_configuration(team: Team, run: Run) -> None:
 
 
 def silence_workers(team: Team) -> None:
-    """Hide the standard output of all processes except the first, where only output of native libraries is hidden."""
+    """Hide the standard output of workers, and on the leader only that of native libraries."""
     if team.is_leader:
         _hide_native_output()
     else:
@@ -96,7 +96,7 @@ def check_shared_folder(team: Team, folder: Path) -> None:
 
 
 def redirect_to_log(team: Team, folder: Path) -> None:
-    """Redirect the output of all processes except the first to log files in the run folder."""
+    """Redirect the output of workers to log files in the run folder."""
     if not team.is_leader:
         (folder / LOGS_FOLDER).mkdir(parents=True, exist_ok=True)
         _redirect_output(folder / LOGS_FOLDER / f"process-{team.index}.log", include_stderr=True)
@@ -126,6 +126,7 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
             DoesNotFitError,
         )  # here because it imports NumPy, which help and `--cfg` do not need
 
+        # Only trial records see OUT_OF_MEMORY: the process exits with EXIT_REFUSED.
         _end_all(team, OUT_OF_MEMORY if isinstance(error, DoesNotFitError) else EXIT_REFUSED, str(explain(error, [])))
     except BaseException as error:
         time.sleep(_ERROR_REPORT_DELAY_S)

@@ -192,10 +192,12 @@ class StepProgram:
         )
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Return the global arrays of a batch on the mesh, from the rows that this process has (`local_rows`)."""
+        """Make global arrays on the mesh from a batch, of which this process has the rows `local_rows`."""
         return {name: self._place_array(array, batch[name]) for name, array in self.abstract_batch.items()}
 
     def _place_array(self, array: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
+        """Make a global array from the rows of this process."""
+
         def read_rows(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "an array of the batch has dimensions"
             start, stop, _ = index[0].indices(array.shape[0])

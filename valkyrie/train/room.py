@@ -39,7 +39,7 @@ def check_memory_fit(
 ) -> None:
     """Check that a run fits in the memory of its devices. Does nothing if the size of the memory is unknown.
 
-    Raises DoesNotFitError if the parameters, their average, the optimizer state and the gradients alone exceed the
+    Raises DoesNotFitError if the parameters, their EMA, the optimizer state and the gradients alone exceed the
     memory, unless `force=true`. Simulated devices share the host's free memory; for them, the error is a plain
     ValueError. Warns if the estimate with activations exceeds the memory, or half of the memory for simulated devices
     (`_CPU_ESTIMATE_FACTOR`).
@@ -134,7 +134,7 @@ def _known_bytes(estimate: ExpectedMemory[int], is_training: bool) -> int:
 
 
 def _suggest_smaller_state(run: Run, devices: Devices, available_bytes: int, is_training: bool) -> str:
-    """Suggest a partition or a model that fits. Without `is_training`, suggest a larger machine or mesh."""
+    """Suggest a partition or a model that fits. Without `is_training`, suggest a larger host or mesh."""
     from valkyrie.train.program import StepProgram
 
     devices_per_memory = devices.devices_per_memory

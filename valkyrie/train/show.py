@@ -108,7 +108,7 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
         "parameters": memory.parameters,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        **({"average of parameters (EMA)": memory.ema} if memory.ema else {}),
+        **({"EMA of the parameters": memory.ema} if memory.ema else {}),
         "activations (estimate)": memory.activations,
     }
     for name, size in parts.items():

@@ -79,7 +79,7 @@ def state_shardings(
 ) -> TrainState:
     """Return the sharding of every array of the state. `abstract_state` has the shapes of the state.
 
-    Parameters and their average follow the partition. Optimizer state with the shape of its parameter is sharded like
+    Parameters and their EMA follow the partition. Optimizer state with the shape of its parameter is sharded like
     it, and under ZeRO-1 over the data axes too. The carry is sharded like activations. Everything else is replicated.
     Arrays that the partition keeps in host memory have the memory kind `pinned_host`.
     """

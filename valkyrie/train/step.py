@@ -23,17 +23,17 @@ def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[T
     """Run one optimizer step. Returns (new state, metrics).
 
     The metrics are the task's (`loss`, `tokens` and others), `grad_norm` (before clipping), `learning_rate`, and
-    `leaf_norms` (a vector of squared gradient norms, one per parameter in `program.parameter_names`).
+    `squared_grad_norms` (a vector, one per parameter in `program.parameter_names`, before clipping).
     """
     shardings = program.shardings
     parameters = copy_to_device(state.parameters, shardings.parameters)
-    moments = copy_to_device(state.optimizer, shardings.optimizer)
+    optimizer_state = copy_to_device(state.optimizer, shardings.optimizer)
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     gradients, sums, carry = _gradients(program, parameters, batch, state.carry, key)
     weight = jnp.maximum(sums["weight"], 1.0)
     gradients = jax.tree.map(lambda g: g.astype(ACCUMULATOR_DTYPE.value) / weight, gradients)
-    leaf_norms = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)])
-    updates, moments = program.optimizer.update(gradients, moments, parameters)
+    squared_grad_norms = jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)])
+    updates, optimizer_state = program.optimizer.update(gradients, optimizer_state, parameters)
     parameters = optax.apply_updates(parameters, updates)
     ema, decay = state.ema, program.run.config.optimizer.ema_decay
     if ema is not None and decay is not None:
@@ -41,11 +41,11 @@ def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[T
         ema = jax.tree.map(partial(_update_ema, decay), ema, parameters, program.groups)
     metrics = {
         **program.task.metrics(sums),
-        "grad_norm": jnp.sqrt(leaf_norms.sum()),
+        "grad_norm": jnp.sqrt(squared_grad_norms.sum()),
         "learning_rate": jnp.asarray(program.schedule(state.step), jnp.float32),
-        "leaf_norms": leaf_norms,
+        "squared_grad_norms": squared_grad_norms,
     }
-    return TrainState(state.step + 1, parameters, moments, ema, state.key, carry), metrics
+    return TrainState(state.step + 1, parameters, optimizer_state, ema, state.key, carry), metrics
 
 
 def _update_ema(decay: float, average: jax.Array, parameter: jax.Array, group: str) -> jax.Array:
@@ -74,7 +74,7 @@ def _gradients(
 ) -> tuple[Any, dict[str, jax.Array], Any]:
     """Return (gradients, metric sums, carry). Gradients and metrics are sums over the batch, not means.
 
-    Gradients of several microbatches are added in float32.
+    With several microbatches, gradients are added in float32, and metric sums in their own dtypes.
     """
     needs_key = program.run.model.dropout > 0 or program.task.needs_key
 

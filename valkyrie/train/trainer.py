@@ -73,9 +73,9 @@ class FitResult:
         folder: The run folder.
         state: The last state.
         summary: The run's summary, as in `metrics.jsonl`.
-        interrupted: Whether the training was stopped before its last step.
-        preempted: Whether a preemption of the machine requested a stop (`Interrupt.is_preempted`). If that was during
-            the last step, `interrupted` is false.
+        interrupted: Whether the training was stopped before its last step, by the user or by a preemption.
+        preempted: Whether SIGTERM or SIGUSR1 requested a stop or, with several processes, any signal that only another
+            process received (`Interrupt.is_preempted`). If that was during the last step, `interrupted` is false.
     """
 
     program: StepProgram
@@ -102,7 +102,7 @@ def fit(
     team: Team = ALONE,
     start_time: float | None = None,
 ) -> FitResult:
-    """Train the run in its folder, from its newest checkpoint if there is one.
+    """Train the run in its folder, from its newest undamaged checkpoint if it has saved any.
 
     Args:
         run: A run without problems (`Run.problems`).
@@ -112,14 +112,16 @@ def fit(
         folder: The run folder, from `choose_run_folder`. If this is a new folder that another run has created in the
             meantime, a different one is used.
         console: Where progress is printed.
-        interrupt: Requests a stop on a signal. The training then finishes its step, saves and returns. None in
-            notebooks, which handle signals themselves; this also disables the watchdog.
+        interrupt: Requests a stop on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. The training then finishes its step, saves and
+            returns. A further Ctrl-C (SIGINT), or a signal before the first step has finished, ends the process at
+            once; other further signals are ignored (see `Interrupt`). None in notebooks, which handle signals
+            themselves; this also disables the watchdog.
         team: The processes of the run.
         start_time: Unix time when the command started, or None for now.
 
     Raises:
         DivergedError: Loss or gradients are no longer finite.
-        FolderGoneError: The run folder was deleted.
+        FolderGoneError: The run folder was deleted, or its disk is gone.
         FloatingPointError: With `debug=nans`, an operation produced a NaN.
         NotSavedError: The last state could not be saved, or a durable save failed in a run with several processes.
         DiskError: The run folder cannot be written, or the bucket in `checkpoint.folder` cannot be reached.
@@ -162,8 +164,8 @@ def fit(
         screen.say(_opening_line(start_step, config.steps, None if executable is None else executable.compile_s))
         progress.warn(profile_window.missed_warning(start_step))
         evaluator, checkpoint_callback = Evaluator(program, dataset, tokenizer), CheckpointCallback(checkpoints, loader)
-        # The order matters: metrics are checked before a state is saved, evaluations come before the save because
-        # `keep_best` needs them, and the slow samples and code evaluations come after it.
+        # The order matters: the loss and gradients of a step are checked before its updated state is saved, evaluations
+        # come before the save because `keep_best` needs them, and the slow samples and code evaluations come after it.
         callbacks = [
             DivergenceCheck(checkpoints),
             ProfilerCallback(profile_window),
@@ -272,7 +274,7 @@ def _step_metrics(values: dict[str, np.ndarray], progress: Progress) -> StepMetr
 def _record_program(progress: Progress, executable: StepExecutable) -> None:
     """Record facts about the compiled step during the first step, so that a killed run has them too."""
     with progress.meter.paused("setup"):
-        progress.extra_summary |= {"compile_s": executable.compile_s, "hbm_gib": executable.hbm_gib}
+        progress.extra_summary |= {"compile_s": executable.compile_s, "hbm_gib": executable.peak_gib}
         if progress.tracker.writes:
             if (traffic := executable.traffic(progress.program.mesh, progress.warn)) is not None:
                 progress.extra_summary[COMMUNICATION_KEY] = {
@@ -285,7 +287,10 @@ def _record_program(progress: Progress, executable: StepExecutable) -> None:
 def _restore_or_init(
     program: StepProgram, checkpoints: Checkpoints, loader: Loader[Any], folder: Path, console: Console
 ) -> tuple[int, TrainState]:
-    """Restore the newest checkpoint and its data position, or initialise. Returns (number of finished steps, state).
+    """Restore the newest undamaged checkpoint and its data position, or initialise if the run has saved none.
+
+    Returns (number of finished steps, state). Raises ValueError if every checkpoint is damaged, or if the newest
+    undamaged one cannot be read or does not fit the run (see `Checkpoints.try_restore`).
 
     Converted weights have neither optimizer state nor data position, so both start from the beginning. For a continued
     run, prints the step, the settings that changed, and any jump of the learning rate.
