@@ -30,19 +30,20 @@ from valkyrie.records import decode, encode, read_record, write_record
 from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, make_answer_row, print_answer, rank_layouts, train_command
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
-from valkyrie.search.baselines import FASTEST_FSDP, PAPER_RULE, Baseline, find_baselines, format_comparison
+from valkyrie.search.baselines import FSDP_BASELINE, PAPER_RULE, Baseline, find_baselines, format_comparison
 from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport, read_prediction
 from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
 from valkyrie.search.folder import lock_folder, request_digest, save_answer
 from valkyrie.search.request import SearchRequest, parse_request
-from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, torus_free_candidate
+from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import TRIALS_FILE, Status, StepResult, Trial, TrialLog, TrialResult
 from valkyrie.train.options import TO_FIT, USER, Option
+from valkyrie.units import memory_text
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
 
@@ -120,7 +121,7 @@ def compile_shortlist(
     compiler: ScaledCompiler, request: SearchRequest, shortlist: Shortlist, folder: Path, max_compiles: int = 50
 ) -> CompiledLayouts:
     """Compile at most `max_compiles` layouts with the fake compiler, and return them."""
-    entries = [*shortlist.fitting, *shortlist.doubtful]
+    entries = [*shortlist.fitting, *shortlist.may_fit]
     compiler.steps = {tuple(entry.candidate.overrides): entry.step_s for entry in entries}
     compiles = CompiledLayouts()
     compile_best(
@@ -238,7 +239,7 @@ def test_compiles_of_earlier_searches_are_found_in_their_records(
     TrialLog(tmp_path).append(entry.trial for entry in compiled_layouts)
     trials = {entry.trial.key: entry.trial for entry in compiled_layouts}
     monkeypatch.setattr(compiling, "settle", lambda plans: (trials, []))
-    compiling.add_recorded_layouts(request, [*shortlist.fitting, *shortlist.doubtful], tmp_path, recorded)
+    compiling.add_recorded_layouts(request, [*shortlist.fitting, *shortlist.may_fit], tmp_path, recorded)
     assert {entry.trial.key for entry in recorded.layouts} == {*trials}
 
 
@@ -322,12 +323,31 @@ def test_a_better_estimate_is_listed_first_if_few_layouts_were_compiled(
     compiles.layouts.append(CompiledLayout(slow, compiler(plan, lambda: None)))
     rows = rank_layouts(request, shortlist, compiles, 10)
     assert (rows[0].stage.value, rows[0].overrides) == ("estimate", fast.candidate.overrides)
-    comparison = format_comparison(Baseline(FASTEST_FSDP, slow), compiles, rows[0])
-    assert "(by estimate)" in comparison and f"{slow.step_s / fast.step_s:.2f} times " in comparison
+    comparison = format_comparison(Baseline(FSDP_BASELINE, slow), compiles, rows[0])
+    assert "(compiled step)" in comparison and f"{slow.step_s / fast.step_s:.2f} times " in comparison
     compiler.steps[tuple(slow.candidate.overrides)] *= 3
     corrected = CompiledLayouts([CompiledLayout(slow, compiler(plan, lambda: None))])
-    comparison = format_comparison(Baseline(FASTEST_FSDP, slow), corrected, rows[0])
+    comparison = format_comparison(Baseline(FSDP_BASELINE, slow), corrected, rows[0])
     assert f"{3 * slow.step_s / fast.step_s:.2f} times " in comparison
+
+
+def test_an_estimate_that_beats_ten_compiled_layouts_takes_the_place_of_the_slowest(
+    compiler: ScaledCompiler, tmp_path: Path
+) -> None:
+    request = make_request()
+    shortlist, compiler.factor, compiles = make_shortlist(request), 3.0, CompiledLayouts()
+    fast = shortlist.fitting[0]
+    others = {mesh_partition(e): e for e in shortlist.fitting if mesh_partition(e) != mesh_partition(fast)}
+    for entry in [*others.values()][:10]:
+        compiler.steps[tuple(entry.candidate.overrides)] = entry.step_s
+        trial = compiler(compiling.plan_compile(request, entry, tmp_path), lambda: None)
+        compiles.layouts.append(CompiledLayout(entry, trial))
+    rows = rank_layouts(request, shortlist, compiles, 10)
+    assert len(compiles.layouts) == len(rows) == 10 and rows[0].overrides == fast.candidate.overrides
+    estimated = [row for row in rows if row.stage.value == "estimate"]
+    compiled_s = sorted(entry.step_s for entry in compiles.layouts)
+    assert rows[: len(estimated)] == estimated and all(row.high_s < compiled_s[0] for row in estimated)
+    assert [row.step_s for row in rows[len(estimated) :]] == compiled_s[: 10 - len(estimated)]
 
 
 def test_the_cheapest_slice_is_compiled_first_if_prices_are_known(compiler: ScaledCompiler, tmp_path: Path) -> None:
@@ -384,11 +404,9 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Scale
     assert len({target.topology for target in request.targets}) > 1
     shortlist = make_shortlist(request)
     best = shortlist.best(describe_chips(request.targets[0]), 10)
-    assert len({torus_free_candidate(entry) for entry in best}) == len(best) == 10
+    assert len({without_torus(entry) for entry in best}) == len(best) == 10
     several = next(entry for entry in best if shortlist.equally_fast_slices(entry))
-    equivalents = [
-        e for e in shortlist.fitting if torus_free_candidate(e) == torus_free_candidate(several) and e is not several
-    ]
+    equivalents = [e for e in shortlist.fitting if without_torus(e) == without_torus(several) and e is not several]
     assert set(shortlist.equally_fast_slices(several)) <= {e.group.target.name for e in equivalents}
     compiles = compile_shortlist(compiler, request, shortlist, tmp_path, max_compiles=4)
     assert len({mesh_partition(entry.estimate) for entry in compiles.layouts}) == 4, "another torus is no other layout"
@@ -419,20 +437,20 @@ def test_baselines_are_for_one_slice() -> None:
         "target=v4-64", "model=gpt_1b", "batch=64", "partition.zero1=false", "mode.targets=[v4-8,v4-64]"
     )
     assert baselines[PAPER_RULE][0] == ["target=v4-64", "mesh=4x4x2", "partition=2d_tp"]
-    assert baselines[FASTEST_FSDP][0] == ["target=v4-64", "mesh=32x1x1", "partition=fsdp"]
+    assert baselines[FSDP_BASELINE][0] == ["target=v4-64", "mesh=32x1x1", "partition=fsdp"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (("target=v4-8", "batch=32", "partition=pp"), {}),
-        (("target=v4-8", "batch=7", "partition=fsdp"), {FASTEST_FSDP: "no legal layout"}),
+        (("target=v4-8", "batch=7", "partition=fsdp"), {FSDP_BASELINE: "no legal layout"}),
         (
             ("target=v4-8", "batch=32", "target.chip.usable_hbm_gib=0.0001"),
-            {PAPER_RULE: "no layout fits", FASTEST_FSDP: "no layout fits"},
+            {PAPER_RULE: "no layout fits", FSDP_BASELINE: "no layout fits"},
         ),
-        (("target=v5e-8", "batch=32"), {FASTEST_FSDP: ""}),
-        (("target=h100-8", "batch=32"), {FASTEST_FSDP: ""}),
+        (("target=v5e-8", "batch=32"), {FSDP_BASELINE: ""}),
+        (("target=h100-8", "batch=32"), {FSDP_BASELINE: ""}),
     ],
 )
 def test_an_excluded_baseline_is_omitted_and_others_have_a_reason(
@@ -549,7 +567,7 @@ def test_a_compiled_batch_replaces_slower_batches_of_its_layout(compiler: Scaled
     assert best is not None and best.estimate.ranking_s == min(entry.estimate.ranking_s for entry in compiles.layouts)
     rows = rank_layouts(request, make_shortlist(request), compiles, 10)
     slower = next(entry for entry in compiles.layouts if entry is not best)
-    compared = format_comparison(Baseline(FASTEST_FSDP, slower.estimate), compiles, rows[0])
+    compared = format_comparison(Baseline(FSDP_BASELINE, slower.estimate), compiles, rows[0])
     assert f"{slower.estimate.ranking_s / best.estimate.ranking_s:.2f} times as long per token" in compared
 
 
@@ -562,7 +580,7 @@ def test_a_mesh_in_the_command_is_the_only_one() -> None:
     known = [entry for entry in layouts if tuple(entry.candidate.overrides) in step_s]
     assert known and all(entry.step_s == step_s[tuple(entry.candidate.overrides)] for entry in known)
     baselines = find_baselines(named, rank(named.run, named.space()), named.targets[0])
-    assert [baseline.name for baseline in baselines] == [FASTEST_FSDP]
+    assert [baseline.name for baseline in baselines] == [FSDP_BASELINE]
     ((idle, _),) = make_request("mesh=1x4x2", "partition=dp", "partition.activations.batch=[z]").space().refused.items()
     assert (idle.code, idle.mesh_axes, idle.mesh_sizes) == (ProblemCode.idle_mesh_axis, ("y",), (4,))
 
@@ -707,7 +725,9 @@ def test_a_search_can_use_only_estimates(search: Callable[..., FinishedSearch]) 
     train = train_command(parse_request(run), decode(RankedLayout, best, ANSWER_FILE))
     assert f"train it: {train}" in printed
     assert f" steps={math.ceil(1e9 / (run.config.batch * run.config.seq))} " in train
-    assert "fastest fsdp layout: " in printed and "v4 paper's rule" not in printed, "v5e has a torus of two axes"
+    assert f"{FSDP_BASELINE}: " in printed and "v4 paper's rule" not in printed, "v5e has a torus of two axes"
+    printed = search("mode.compiles=0", "partition=fsdp", "name=fsdp").printed
+    assert "train it: " in printed and FSDP_BASELINE not in printed, "the best layout is not compared with its own kind"
 
 
 def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
@@ -812,12 +832,22 @@ def test_the_answer_if_no_layout_fits(
     assert text.splitlines()[0].endswith("target=v5e-16.") and "target=v4-" in text.splitlines()[1]
 
 
+def test_a_searched_batch_uses_95_percent_of_the_memory() -> None:
+    layout = make_shortlist(make_batch_request("partition=fsdp", "remat=full")).smallest[0]
+    gib = layout.peak_bytes / 0.97 / 2**30
+    request = make_batch_request("partition=fsdp", "remat=full", f"target.chip.usable_hbm_gib={gib}")
+    shortlist = make_shortlist(request)
+    assert not shortlist.fitting
+    text = mode._describe_no_fit(shortlist, request, CompiledLayouts(), request.space())
+    assert f" per device, and batch=auto uses at most {memory_text(0.95 * gib * 2**30)} (" in text
+
+
 def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
     monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]
 ) -> None:
     shortlist = make_shortlist(make_request())
-    doubtful = Shortlist([], shortlist.fitting[:3], shortlist.smallest)
-    monkeypatch.setattr(mode, "build_shortlist", lambda ranked: doubtful)
+    unsure = Shortlist([], shortlist.fitting[:3], shortlist.smallest)
+    monkeypatch.setattr(mode, "build_shortlist", lambda ranked: unsure)
     status, answer, _, printed = search("mode.compiles=0")
     assert status == NO_STEP_TIME and not answer and "3 uncompiled" in printed
 
@@ -841,11 +871,13 @@ def test_the_answer_if_no_layout_is_legal(search: Callable[..., FinishedSearch])
     for arguments, words in (
         (("batch=1", "partition=fsdp"), ("batch=1: no layout is legal, because no mesh divides both",)),
         (("partition=fsdp", "microbatches=32"), ("batch=32 microbatches=32: no layout is legal",)),
+        (("target.slices=100000",), ("because the batch has fewer sequences than there are slices (100,000)",)),
         ((*circular, "model.layers=16"), ("too few microbatches", "no layout is legal")),
     ):
         status, answer, _, printed = search(*arguments)
         assert status != 0 and not answer
         assert all(word in printed for word in words)
+        assert "reasons are above" not in printed or " refused: " in printed
     assert "no mesh divides" not in printed, "the microbatches are wrong, not the batch"
 
 
@@ -882,6 +914,12 @@ def test_the_ratio_of_a_compiled_layout_to_its_estimate(compiler: ScaledCompiler
     compiled_layout: CompiledLayout = compiles.layouts[0]
     entry: EstimatedLayout = compiled_layout.estimate
     assert compiles.ratio(mesh_partition(entry)) == pytest.approx(2.0)
+    compiler.factor, others = 3.0, [e for e in shortlist.fitting if mesh_partition(e) == mesh_partition(entry)]
+    trial = compiler(compiling.plan_compile(request, others[1], tmp_path), lambda: None)
+    for started, ratio in (("2025-12-31T00:00:00+00:00", 2.0), ("2026-01-02T00:00:00+00:00", 3.0)):
+        later = CompiledLayout(others[1], replace(trial, started=started))
+        compiles = CompiledLayouts([compiled_layout, later])
+        assert compiles.ratio(mesh_partition(entry)) == pytest.approx(ratio), "of the compile that started last"
 
 
 def test_the_command_of_the_best_layout_has_its_compiler_options(

@@ -23,7 +23,7 @@ from valkyrie.precision import DType
 from valkyrie.search import local_devices, measuring
 from valkyrie.search.answer import rank_layouts
 from valkyrie.search.answer_record import Stage
-from valkyrie.search.baselines import FASTEST_FSDP, Baseline, format_comparison
+from valkyrie.search.baselines import FSDP_BASELINE, Baseline, format_comparison
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, plan_compile
 from valkyrie.search.estimate.efficiency import chip_efficiency
@@ -92,7 +92,7 @@ def test_other_meshes_and_partitions_are_measured_before_variants(monkeypatch: p
     measures = measure_shortlist(FakeTrials(request), request, monkeypatch, tmp_path)
     assert len(measures.trials) == 6 and len({mesh_partition(entry.estimate) for entry in measures.trials[:3]}) == 3
     assert measures.trials[0].expected_s == min(entry.expected_s for entry in measures.trials)
-    assert measures.regret == 0 and measures.agreement == pytest.approx(1.0)
+    assert measures.regret == 0 and measures.rank_correlation == pytest.approx(1.0)
     assert measurement_summary(measures).endswith("; the layout predicted to be the fastest is the fastest")
 
 
@@ -134,7 +134,7 @@ def test_a_refused_measurement_ends_the_stage(monkeypatch: pytest.MonkeyPatch, t
     request = make_request()
     measures = measure_shortlist(FakeTrials(request, status=Status.refused), request, monkeypatch, tmp_path)
     assert len(measures.trials) == 1 and measures.stop_reason == "no such devices"
-    assert (measures.regret, measures.agreement) == (None, None)
+    assert (measures.regret, measures.rank_correlation) == (None, None)
 
 
 def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -168,14 +168,14 @@ def test_a_measured_baseline_is_compared_by_its_measurement(monkeypatch: pytest.
     baseline_layout = measures.timed_trials[1].estimate
     assert measures.step_s(baseline_layout) == pytest.approx(2 * baseline_layout.step_s)
     line = format_comparison(
-        Baseline(FASTEST_FSDP, baseline_layout), CompiledLayouts(), rows[0], measures.step_s(baseline_layout)
+        Baseline(FSDP_BASELINE, baseline_layout), CompiledLayouts(), rows[0], measures.step_s(baseline_layout)
     )
     ratio = baseline_layout.step_s / measures.timed_trials[0].estimate.step_s
     assert f"(measured), {ratio:.2f} times as long as the best;" in line
     other = make_shortlist(request).fitting[-1]
     assert measures.step_s(other) is None
     assert "(by estimate)" in format_comparison(
-        Baseline(FASTEST_FSDP, other), CompiledLayouts(), rows[0], measures.step_s(other)
+        Baseline(FSDP_BASELINE, other), CompiledLayouts(), rows[0], measures.step_s(other)
     )
 
 
@@ -190,7 +190,7 @@ def test_agreement_is_a_rank_correlation_with_shared_ranks_for_ties(
     steps = [TrialResult(step=StepResult(step_s=seconds)) for seconds in (1.0, 2.0, 3.0)]
     trials = [Trial("", "", "", "measure", Status.ok, None, [], None, "", 1.0, results=result) for result in steps]
     measures = MeasuredTrials([MeasuredTrial(entry, s, trial) for s, trial in zip(expected, trials, strict=True)])
-    assert measures.agreement == (None if agreement is None else pytest.approx(agreement, abs=1e-3))
+    assert measures.rank_correlation == (None if agreement is None else pytest.approx(agreement, abs=1e-3))
 
 
 def make_compiled_layout(request: SearchRequest, entry: EstimatedLayout, factor: float, folder: Path) -> CompiledLayout:
@@ -208,11 +208,11 @@ def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pyte
     (row, *_) = rank_measured_layouts(
         request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
     )
-    line = format_comparison(Baseline(FASTEST_FSDP, baseline_layout), compiles, row)
+    line = format_comparison(Baseline(FSDP_BASELINE, baseline_layout), compiles, row)
     times = baseline_layout.step_s / sum(row.parts_s.values())
     assert f"(by estimate), {times:.2f} times" in line
     compiles.layouts.append(make_compiled_layout(request, best, 4.0, tmp_path))
-    line = format_comparison(Baseline(FASTEST_FSDP, baseline_layout), compiles, row)
+    line = format_comparison(Baseline(FSDP_BASELINE, baseline_layout), compiles, row)
     assert f"), {5 * baseline_layout.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
     (row,) = rank_measured_layouts(request, [], measures, compiles)
     assert (row.stage, row.memory) == (Stage.measure, 2**30), "a measured layout without a row keeps its compiled peak"

@@ -1,6 +1,7 @@
 """Reads a lowered program before XLA partitions it: the shardings of its arguments, and the batch dimensions of arrays.
 
-A batch argument is one that the program does not return. Its batch dimensions are those that mesh axes split.
+A batch argument is one for which no result has the same shape and dtype (see `Argument.is_state`). Its batch dimensions
+are those that mesh axes split. Those of weights are dropped (see `_Tracer`).
 """
 
 from __future__ import annotations

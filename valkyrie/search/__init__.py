@@ -14,15 +14,19 @@ The function `mode.search_mode` runs `mode=search` in these steps:
    `mode=calibrate`) and one for the number of slices (published runs), which `compile.correction` computes.
 5. With `mode.tune`, `tuning.tune_best` tries compiler options and implementations on the best layout.
 6. `measuring` times the best few layouts if there is one target and this machine has its devices. This step is skipped
-   after Ctrl-C, or if layouts were compiled but none has a step time.
+   after Ctrl-C, if an environment variable makes every compile fail, or if layouts were compiled but none has a step
+   time.
 7. `answer.rank_layouts` ranks the layouts and corrects estimates by compiled times. `measuring.rank_measured_layouts`
-corrects
-   estimated and compiled times by measured ones. A table in README.md lists the corrections. `answer_record` defines
-   the answer that is stored in `search.json`.
+   corrects estimated and compiled times by measured ones. A table in README.md lists the corrections. `baselines`
+   compares the best layout with two others. `answer_record` defines the answer, which `folder` stores in `search.json`.
 
 Programs that are not a run's step are predicted by `compile.predict`: `compile.lowered` sends them to a child process
-(`compile.program_child`) and to the cache, and `compile.shortage` explains why one does not fit. `programs` predicts
-several layouts of a program or searches its meshes, and `comparison` ranks the layouts.
+(`compile.program_child`) and to the cache, `compile.faults` finds faults of the sharding, and `compile.shortage`
+explains why a program does not fit. `programs` predicts several layouts of a program or searches its meshes, and
+`comparison` ranks the layouts.
+
+`explain/` implements `mode=explain`, which compares two layouts. `calibrate/` implements `mode=calibrate`, which fits
+the constants of the estimate and the factor of a chip to the user's own trials.
 
 Some names are similar. `mode.py` implements `mode=search`, and `modes.py` implements `mode=compile` and `mode=measure`.
 The packages `compile/`, `measure/` and `tune/` compile, measure or tune one layout. The modules `compiling.py`,

@@ -19,7 +19,7 @@ from valkyrie.search.compiling import CompiledLayout, CompiledLayouts
 from valkyrie.search.estimate.rank import EstimatedLayout
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.request import SearchRequest, affordable_seconds, compute_price
-from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, torus_free_candidate
+from valkyrie.search.shortlist import Shortlist, describe_chips, estimate_errors, without_torus
 
 NEAR_LIMIT_SHARE = 0.95
 """The bottleneck of a layout also names memory if the peak exceeds this share of the usable memory."""
@@ -51,8 +51,9 @@ def rank_layouts(
 ) -> list[RankedLayout]:
     """Return up to `count` layouts: compiled ones, then estimated ones, each ordered by `SearchRequest.cost`.
 
-    An estimated layout precedes the compiled ones only if even the slow end of its interval beats the best of them.
-    The best layout on each kind and number of chips is always included, even beyond `count`.
+    An estimated layout precedes the compiled ones only if even the slow end of its interval beats the best of them. The
+    others fill the rows that compiled layouts leave free. The best layout on each kind and number of chips, and of
+    slices, is always included, even beyond `count`.
     """
     chip_kinds = list(dict.fromkeys(map(describe_chips, request.targets)))
     count_per_kind = max(-(-count // len(chip_kinds)), 2)
@@ -79,6 +80,9 @@ def _best_on_chips(
 ) -> list[tuple[EstimatedLayout, RankedLayout]]:
     """Return up to `count` layouts on one kind and number of chips: the fastest compiled ones, then estimated ones.
 
+    Estimated layouts fill the rows that compiled ones leave free. If even the slow end of an estimated layout's
+    interval beats the best compiled layout, it takes the place of the slowest compiled row.
+
     Leaves out an estimated layout if it was compiled on another torus and its estimate there is at least as fast.
     """
     timed_layouts = [
@@ -93,18 +97,22 @@ def _best_on_chips(
     estimated_layouts = [
         layout for layout in shortlist.best(chips_text, 2 * count) if layout.candidate not in compiled_candidates
     ]
-    compiled_s = {torus_free_candidate(layout.estimate): layout.estimate.ranking_s for layout in timed_layouts}
+    compiled_s = {without_torus(layout.estimate): layout.estimate.ranking_s for layout in timed_layouts}
     estimated_layouts = [
-        layout
-        for layout in estimated_layouts
-        if layout.ranking_s < compiled_s.get(torus_free_candidate(layout), math.inf)
+        layout for layout in estimated_layouts if layout.ranking_s < compiled_s.get(without_torus(layout), math.inf)
     ]
     estimated_layouts.sort(key=lambda layout: layout.per_sequence(compiled_layouts.corrected_s(layout)))
-    rows = [(layout.estimate, make_answer_row(request, layout.estimate, layout)) for layout in timed_layouts[:count]]
-    return rows + [
+    estimated_rows = [
         (layout, make_answer_row(request, layout).with_step_time(compiled_layouts.corrected_s(layout)))
-        for layout in estimated_layouts[: count - len(rows)]
+        for layout in estimated_layouts[:count]
     ]
+    best_s = min((c.estimate.per_sequence(c.step_s or 0.0) for c in timed_layouts), default=0.0)
+    faster_count = sum(layout.per_sequence(row.high_s) < best_s for layout, row in estimated_rows)
+    rows = [
+        (layout.estimate, make_answer_row(request, layout.estimate, layout))
+        for layout in timed_layouts[: max(count - faster_count, 1)]
+    ]
+    return rows + estimated_rows[: count - len(rows)]
 
 
 def make_answer_row(

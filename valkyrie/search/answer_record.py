@@ -145,7 +145,8 @@ class SearchAnswer:
         command: Arguments of the search.
         question: Digest of the request.
         layouts: Number of layouts that were estimated.
-        refused: Number of illegal layouts by reason.
+        refused: Number of illegal layouts by reason, which is the first problem of each. Lower bounds: see
+            `LayoutSpace.refused`.
         duplicates: Number of meshes that were skipped because they shard like another one.
         compiled: Number of compiled layouts, including those that do not fit or failed.
         why: Reason why no more layouts were compiled.

@@ -1,4 +1,7 @@
-"""Baselines for the best layout on its slice: the fastest `fsdp` layout, and the TPU v4 paper's rule of thumb."""
+"""Baselines for the best layout on its slice: an `fsdp` layout, and the TPU v4 paper's rule of thumb.
+
+Each is the layout of its kind with the shortest estimate, which need not be the fastest one.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from valkyrie.search.request import SearchRequest
 from valkyrie.units import duration_text
 
 PAPER_RULE = "the TPU v4 paper's rule (one torus axis each for MP1, MP2 and data)"
-FASTEST_FSDP = "fastest fsdp layout"
+FSDP_BASELINE = "fsdp layout with the shortest estimate"
 
 
 @dataclass(frozen=True)
 class Baseline:
     """A layout to compare the best layout with, or the reason why there is none.
 
-    `name` is its label, such as `fastest fsdp layout`. `layout` has the shortest estimate of this kind among those that
+    `name` is its label, such as `FSDP_BASELINE`. `layout` has the shortest estimate of this kind among those that
     fit. If no layout of the kind is legal or fits, it is None and `missing_reason` has the reason.
     """
 
@@ -32,7 +35,7 @@ class Baseline:
 
 
 def find_baselines(request: SearchRequest, ranking: Ranking, target: TargetConfig) -> list[Baseline]:
-    """Return the baselines on a slice: the TPU v4 paper's rule, and the fastest `fsdp` layout.
+    """Return the baselines on a slice: the TPU v4 paper's rule, and the `fsdp` layout with the shortest estimate.
 
     The rule is left out if the torus does not have three axes, or if the command sets a mesh. Each baseline is left out
     if the search does not include its partition (`2d_tp` or `fsdp`).
@@ -47,7 +50,7 @@ def find_baselines(request: SearchRequest, ranking: Ranking, target: TargetConfi
             )
         )
     if "fsdp" in partitions:
-        baselines.append(_make_baseline(FASTEST_FSDP, target_ranking.for_partition("fsdp")))
+        baselines.append(_make_baseline(FSDP_BASELINE, target_ranking.for_partition("fsdp")))
     return baselines
 
 
@@ -79,10 +82,9 @@ def format_comparison(
 ) -> str:
     """Format the speedup of the best layout over a baseline. `measured_s` is the baseline's measured step time or None.
 
-    Compares measured times if both layouts have one, otherwise compiled times if both have one. Otherwise, compares the
-    corrected estimate of the baseline with the compiled time or, without one, the corrected estimate of the best
-    layout. If the best layout was measured but not compiled, compares uncorrected estimates. With a searched batch, all
-    comparisons are per token.
+    Compares measured times if both layouts have one. Otherwise, compares the compiled time of each or, without one, its
+    corrected estimate. If the best layout was measured but not compiled, compares uncorrected estimates, even if the
+    baseline was compiled. With a searched batch, all comparisons are per token.
 
     For a baseline without a layout, the line has the reason. For one that was not measured and did not compile, it has
     the status of the compile.
@@ -104,13 +106,11 @@ def format_comparison(
         return f"{name}: {description}: {compiled.trial.status.value.replace('_', ' ')}"
     compiled_best = compiled_layouts.get(best.candidate)
     best_s = None if compiled_best is None else compiled_best.step_s
-    if compiled is not None and compiled.step_s is not None and best_s is not None:
-        slowdown = scale * compiled.step_s / best_s
-        step = f"{duration_text(compiled.step_s)} (compiled step)"
-        return f"{name}: {step}, {slowdown:.2f} times {as_long} as the best; {description}"
-    baseline_s, estimated_best_s = layout.step_s, sum(best.parts_s.values())
+    baseline_s, predicted_best_s, source = layout.step_s, sum(best.parts_s.values()), "by estimate"
     if best_s is not None or best.stage is Stage.estimate:  # a measured best has no corrected estimate
-        baseline_s, estimated_best_s = compiled_layouts.corrected_s(layout), best_s or best.step_s
-    slowdown = scale * baseline_s / estimated_best_s
+        baseline_s, predicted_best_s = compiled_layouts.corrected_s(layout), best_s or best.step_s
+        if compiled is not None and compiled.step_s is not None:
+            baseline_s, source = compiled.step_s, "compiled step"
+    slowdown = scale * baseline_s / predicted_best_s
     comparison = f"{slowdown:.2f} times {as_long} as the best"
-    return f"{name}: {duration_text(baseline_s)} (by estimate), {comparison}; {description}"
+    return f"{name}: {duration_text(baseline_s)} ({source}), {comparison}; {description}"

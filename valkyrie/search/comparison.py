@@ -144,11 +144,11 @@ class Comparison:
     def record(self) -> ComparisonRecord:
         """The content of `search.json`: rows, best layout and notes."""
         foreign_programs = [_prediction(result).program for result in self.results.values()]
-        described = next((program.described for program in foreign_programs if program), "")
+        description = next((program.described for program in foreign_programs if program), "")
         unit = next((program.unit for program in foreign_programs if program), "tokens")
         rows = tuple(self._row(name) for name in self.results)
         return ComparisonRecord(
-            described, self.best, rows, self.ratio, unit, (*self._failure_lines(), *self.notes), package_versions()
+            description, self.best, rows, self.ratio, unit, (*self._failure_lines(), *self.notes), package_versions()
         )
 
     def __str__(self) -> str:

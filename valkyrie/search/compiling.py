@@ -43,7 +43,7 @@ from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.options import settings_to_fit
 
 MIN_DISTINCT = 4
-"""Number of different meshes and partitions to compile before repeating one. Baselines do not follow this order."""
+"""Number of different meshes and partitions to compile before one is repeated. Baselines are exempt."""
 MIN_VARIANT_RATIO = 0.97
 """Assumed lower bound on the step time of a layout, as a multiple of its estimate scaled by `CompiledLayouts.ratio`.
 
@@ -89,7 +89,7 @@ class CompiledLayouts:
     """All compiled layouts of a search.
 
     Args:
-        layouts: The layouts, in the order of their compiles.
+        layouts: The layouts. Those that earlier searches compiled come first, in no particular order.
         stop_reason: Why no more layouts were compiled.
         is_refused: Whether compiling stopped because an environment variable of this machine makes every compile fail.
     """
@@ -99,16 +99,18 @@ class CompiledLayouts:
     is_refused: bool = False
 
     def best(self, request: SearchRequest) -> CompiledLayout | None:
-        """Return the fastest layout that fits (the cheapest if the search is by price), or None if none fits."""
+        """Return the layout that fits and has the lowest `SearchRequest.cost`, or None if none fits."""
         fitting = [layout for layout in self.layouts if layout.step_s is not None]
         return min(fitting, key=lambda layout: request.cost(layout.estimate, layout.step_s or 0.0), default=None)
 
     def ratio(self, key: MeshPartition) -> float | None:
         """Return the ratio of compiled to estimated step time for a mesh and partition, or None if unknown.
 
-        The ratio is that of the most recently compiled layout that fits and has this mesh and partition.
+        The ratio is that of the layout whose compile started last, of those that fit and have this mesh and partition.
+        Its start is in its record, so the ratio is the same after a resume.
         """
         matching = [c for c in self.layouts if mesh_partition(c.estimate) == key and c.step_s is not None]
+        matching.sort(key=lambda layout: layout.trial.started)
         return (matching[-1].step_s or 0.0) / matching[-1].estimate.step_s if matching else None
 
     def get(self, candidate: Candidate) -> CompiledLayout | None:
@@ -120,12 +122,12 @@ class CompiledLayouts:
         return layout.step_s * (self.ratio(mesh_partition(layout)) or 1.0)
 
     def filter_uncompiled_chips(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
-        """Return the layouts on kinds and numbers of chips for which no layout was compiled."""
+        """Return the layouts on kinds and numbers of chips, and of slices, for which no layout was compiled."""
         compiled = {describe_chips(layout.target) for layout in self.layouts}
         return [layout for layout in layouts if describe_chips(layout.group.target) not in compiled]
 
     def exclude_ruled_out(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
-        """Return the layouts that may fit, judging by those compiled, and of which no batch as fast was compiled."""
+        """Return the layouts for which `may_fit` is True and `has_faster_batch` is False."""
         return [layout for layout in layouts if self.may_fit(layout) and not self.has_faster_batch(layout)]
 
     def has_faster_batch(self, layout: EstimatedLayout) -> bool:
@@ -173,8 +175,8 @@ def compile_best(
 ) -> None:
     """Compile layouts until no other is likely to be better, the budget is spent, or `max_compiles` are compiled.
 
-    The next layout is the one with the lowest corrected estimate. Each kind and number of chips gets a compile before
-    any gets a second, and `MIN_DISTINCT` different meshes and partitions are compiled before one is repeated.
+    The next layout is the one with the lowest cost by its corrected estimate. Each kind and number of chips gets a
+    compile first. Then, except for baselines, no mesh and partition is repeated before `MIN_DISTINCT` are compiled.
 
     Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
     running when the budget ends is stopped and not recorded. After Ctrl-C (KeyboardInterrupt), `compiled_layouts` holds
@@ -193,7 +195,7 @@ def compile_best(
         on_wait: Called several times a second with the layout that is being compiled, the seconds since its start, and
             the seconds that the longest compile so far took.
     """
-    layouts = [*shortlist.fitting, *shortlist.doubtful]
+    layouts = [*shortlist.fitting, *shortlist.may_fit]
     pending_layouts = [layout for layout in layouts if compiled_layouts.get(layout.candidate) is None]
     stage_start, longest_s = time.monotonic(), 0.0
 
@@ -258,7 +260,9 @@ def add_recorded_layouts(
 
 
 def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
-    """Compile the layout of a plan in a child process, or return the record of an earlier search that has compiled it.
+    """Compile the layout of a plan, or return the record of an earlier search that has compiled it.
+
+    The trial runs in this process. Only the compiler runs in a child process.
 
     `watch` is called several times a second, and can stop the compile by raising an exception.
     """
@@ -309,10 +313,10 @@ def _settings_to_fit(trial_folder: Path) -> tuple[str, ...]:
 def _pick_next(
     request: SearchRequest, pending_layouts: Iterable[EstimatedLayout], compiled_layouts: CompiledLayouts
 ) -> EstimatedLayout | None:
-    """Return the layout with the lowest expected cost, or None if none is left.
+    """Return the layout with the lowest cost by its corrected estimate, or None if none is left.
 
     Kinds and numbers of chips without a compile come first. Until `MIN_DISTINCT` meshes and partitions are compiled,
-    none is repeated.
+    none is repeated as long as another is left.
     """
     compiled = {mesh_partition(layout.estimate) for layout in compiled_layouts.layouts}
     untried = compiled_layouts.filter_uncompiled_chips(pending_layouts)

@@ -61,7 +61,7 @@ class MeasuredTrials:
         return sorted((trial for trial in self.trials if trial.step_s is not None), key=lambda trial: trial.ranking_s)
 
     @property
-    def agreement(self) -> float | None:
+    def rank_correlation(self) -> float | None:
         """Spearman's rank correlation of predicted and measured step times.
 
         None for fewer than three layouts, or if all predictions or all measurements are equal.
@@ -71,8 +71,8 @@ class MeasuredTrials:
             return None
         from scipy.stats import spearmanr  # takes a second
 
-        agreement: Any = spearmanr(expected_s, step_s)
-        return float(agreement.statistic)
+        correlation: Any = spearmanr(expected_s, step_s)
+        return float(correlation.statistic)
 
     @property
     def regret(self) -> float | None:
@@ -190,8 +190,8 @@ def measurement_summary(measured_trials: MeasuredTrials) -> str:
     text = f"{len(timed_trials)} measured{f' ({measured_trials.stop_reason})' if measured_trials.stop_reason else ''}"
     if measured_trials.regret is None or len(timed_trials) < 2:
         return text
-    if measured_trials.agreement is not None:
-        text += f": rank correlation with predictions {measured_trials.agreement:.2f} (Spearman)"
+    if measured_trials.rank_correlation is not None:
+        text += f": rank correlation with predictions {measured_trials.rank_correlation:.2f} (Spearman)"
     slower = f"{100 * measured_trials.regret:.1f}% slower than the fastest" if measured_trials.regret else "the fastest"
     return f"{text}; the layout predicted to be the fastest is {slower}"
 
@@ -202,7 +202,7 @@ def measure_report(measured_trials: MeasuredTrials) -> MeasureReport:
         MeasuredLayout(trial.estimate.candidate.overrides, trial.expected_s, trial.step_s, trial.trial.status.value)
         for trial in measured_trials.trials
     ]
-    return MeasureReport(layouts, measured_trials.agreement, measured_trials.regret, measured_trials.stop_reason)
+    return MeasureReport(layouts, measured_trials.rank_correlation, measured_trials.regret, measured_trials.stop_reason)
 
 
 def format_result(trial: MeasuredTrial) -> str:

@@ -22,7 +22,7 @@ from valkyrie.report.search import explain_command
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, print_answer, rank_layouts, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
-from valkyrie.search.baselines import baseline_layouts, find_baselines, format_comparison
+from valkyrie.search.baselines import FSDP_BASELINE, baseline_layouts, find_baselines, format_comparison
 from valkyrie.search.compiling import (
     CompiledLayout,
     CompiledLayouts,
@@ -109,7 +109,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     _print_space(space, time.perf_counter() - start_time, request, console)
     shortlist = build_shortlist(ranking)
     compiled_layouts, measured_trials, status = CompiledLayouts(), MeasuredTrials(), 0
-    if not shortlist.fitting and not shortlist.doubtful:
+    if not shortlist.fitting and not shortlist.may_fit:
         reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
         return _report_no_fit(NO_STEP_TIME, folder, reason, console)
     will_measure = request.mode.measure > 0 and can_measure(request)
@@ -118,9 +118,9 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
         _print_missing_compilers(missing_compilers, request, console)
     compiled_targets = [target.name for target in request.targets if target.name not in missing_compilers]
     compilable = shortlist.for_targets(compiled_targets)
-    if compilable.fitting or compilable.doubtful:
+    if compilable.fitting or compilable.may_fit:
         status = _compile(request, ranking, compilable, folder, compiled_layouts, console)
-    shortlist = shortlist.select(compiled_layouts.may_fit)  # what the compiles have ruled out is no answer
+    shortlist = shortlist.select(compiled_layouts.may_fit)  # the answer omits layouts that compiles show do not fit
     best, options = compiled_layouts.best(request), []
     tune_s = None if request.mode.tune is None else parse_seconds(request.mode.tune)
     if status == 0 and best is not None and tune_s is not None:
@@ -216,7 +216,8 @@ def _collect_remarks(
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append("Plain FSDP is the best layout found.")
     for baseline in find_baselines(request, ranking, _target_slice(best, request)):
-        if baseline.layout is not None and baseline.layout.candidate == best.candidate:
+        is_best = baseline.layout is not None and baseline.layout.candidate == best.candidate
+        if is_best or (baseline.name == FSDP_BASELINE and best.candidate.partition == "fsdp"):
             continue
         measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
@@ -232,7 +233,7 @@ def _count_too_large(ranking: Ranking, compiled_layouts: CompiledLayouts) -> int
 
 
 def _suggest_wider_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> WiderHeads | None:
-    layouts = [*shortlist.fitting, *shortlist.doubtful]
+    layouts = [*shortlist.fitting, *shortlist.may_fit]
     layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
     if layout is None:
         return None
@@ -255,7 +256,7 @@ def _compile(
         return baseline_layouts(find_baselines(request, ranking, target))
 
     limit = request.mode.compiles
-    add_recorded_layouts(request, [*shortlist.fitting, *shortlist.doubtful], folder, compiled_layouts)
+    add_recorded_layouts(request, [*shortlist.fitting, *shortlist.may_fit], folder, compiled_layouts)
     if compiled_layouts.layouts:
         console.print(
             f"{len(compiled_layouts.layouts)} compiled by earlier searches in {folder}", markup=False, soft_wrap=True
@@ -395,9 +396,10 @@ def _describe_no_fit(
     for layout in shortlist.smallest:
         no_fit = "no compiled layout fits, although the smallest is estimated to need only"
         prefix = no_fit if layout.fits else "nothing fits: the smallest layout needs"
-        usable, chip = memory_text(usable_hbm(layout.group.target.chip)), chip_name(layout)
+        limit, chip = memory_text(layout.memory_limit), chip_name(layout)
+        usable_text = f"{limit} are usable" if layout.batch is None else f"batch=auto uses at most {limit}"
         needs, overrides = memory_text(layout.peak_bytes), " ".join(layout.candidate.overrides)
-        text = f"{prefix} {needs} per device, and {usable} are usable ({overrides})"
+        text = f"{prefix} {needs} per device, and {usable_text} ({overrides})"
         text += _describe_untried(
             shortlist.for_targets([t.name for t in request.targets if t.chip and t.chip.name == chip]), compiled_layouts
         )
@@ -408,7 +410,7 @@ def _describe_no_fit(
 def _describe_untried(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -> str:
     """Return a clause with the number of uncompiled layouts that may fit, for a message, or "" if there are none."""
     compiled_candidates = {compiled.estimate.candidate for compiled in compiled_layouts.layouts}
-    untried_count = len([layout for layout in shortlist.doubtful if layout.candidate not in compiled_candidates])
+    untried_count = len([layout for layout in shortlist.may_fit if layout.candidate not in compiled_candidates])
     return (
         f"; {untried_count:,} uncompiled layout{'s' * (untried_count > 1)} may fit, given the errors of estimates"
         if untried_count
@@ -424,6 +426,12 @@ def _describe_no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str
             f"no layout is legal: no batch of up to {MAX_DEVICE_TOKENS:,} tokens per device splits evenly over the "
             "mesh. Remove mesh=, microbatches= or device_batch= from the command."
         )
+    slices = min(target.slices for target in request.targets)
+    if not request.search_batch and config.batch < slices:
+        return (
+            f"batch={config.batch}: no layout is legal, because the batch has fewer sequences than there are slices "
+            f"({slices:,}). Use a batch that is a multiple of the number of devices, or fewer slices."
+        )
     if not DIVISIBILITY_CODES.issuperset(problem.code for problem in space.refused):
         return (
             "no layout is legal, for the reasons listed above. Change the settings they mention, or remove those "
@@ -435,7 +443,8 @@ def _describe_no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str
     settings = "".join(f" {key}={value}" for key, value in parts.items() if value is not None)
     return (
         f"batch={config.batch}{settings}: no layout is legal, because no mesh divides both the batch and the axes of "
-        f"{model}. The reasons are above. Use a batch that is a multiple of the number of devices."
+        f"{model}. {'The reasons are above. ' if space.refused else ''}Use a batch that is a multiple of the number of "
+        "devices."
     )
 
 

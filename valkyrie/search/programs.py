@@ -287,7 +287,8 @@ class ProgramSearch:
         options: Compiler options.
         time_limit_s: Time limit of each compile in seconds, or None.
         budget_s: Time limit of the search in seconds, or None. The search does not start a compile that would likely
-            exceed the limit, judging by the longest so far, and stops a compile that exceeds it.
+            exceed the limit, judging by the longest so far, and stops a compile that exceeds it. It does not stop
+            `build`, the lowering, or a compile in this process (see `predict_function`).
         note: Why the search ended before all programs were compiled, or empty if all were.
     """
 

@@ -18,7 +18,10 @@ from valkyrie.search.estimate.space import Candidate
 ERRORS_FILE = Path(__file__).parent / "estimate" / "errors.json"
 """File with the errors of estimates relative to compiled steps, written by experiments/search/table.py."""
 MAX_CANDIDATES = 500
-"""Maximum number of fitting layouts per slice in a shortlist, and separately of doubtful ones."""
+"""Maximum number of fitting layouts per slice in a shortlist, and separately of those that may fit.
+
+Layouts slower than the last of these fitting ones are ignored, even if they may fit.
+"""
 MAX_EXAMINED = 10_000
 """Number of layouts per slice to examine, the fastest by estimate. Slower ones are ignored, even if they fit."""
 MAX_BATCHES = 3
@@ -45,8 +48,8 @@ def mesh_partition(layout: EstimatedLayout) -> MeshPartition:
 
     The estimates of layouts that agree in all three have similar errors. After one of them is compiled, its ratio of
     compiled to estimated step time therefore corrects the estimates of the others. The ratio of measured to predicted
-    step time corrects them only to choose the next layout to measure. In the answer, the median of this ratio corrects
-    all layouts that were not measured.
+    step time corrects them only to choose the next layout to measure. In the answer, the times of all layouts that were
+    not measured are multiplied by the median ratio over all measured layouts.
     """
     candidate, chips_text = layout.candidate, describe_chips(layout.group.target)
     return MeshPartition(chips_text, candidate.mesh, f"{candidate.partition} {candidate.schedule.value}")
@@ -62,7 +65,7 @@ def chip_name(layout: EstimatedLayout) -> str:
     return layout.group.target.chip.name if layout.group.target.chip else layout.group.target.name
 
 
-def torus_free_candidate(layout: EstimatedLayout) -> Candidate:
+def without_torus(layout: EstimatedLayout) -> Candidate:
     """Return a layout without its torus, its placement and, if the search varies it, its batch.
 
     The same layout on two tori with the same number and kind of chips then compares equal. `target` becomes the text of
@@ -101,25 +104,26 @@ class Shortlist:
 
     Args:
         fitting: Layouts that fit by estimate, the fastest first.
-        doubtful: Layouts that do not fit by estimate, but may fit given the errors of estimates.
+        may_fit: Layouts that do not fit by estimate, but whose estimated peak times `EstimateErrors.memory_low` (a 25%
+            quantile) is at most the usable memory. Always empty if the search varies the batch.
         smallest: For each kind of chip, the layout that needs the least memory.
     """
 
     fitting: list[EstimatedLayout] = field(default_factory=list)
-    doubtful: list[EstimatedLayout] = field(default_factory=list)
+    may_fit: list[EstimatedLayout] = field(default_factory=list)
     smallest: list[EstimatedLayout] = field(default_factory=list)
 
     def for_targets(self, targets: Collection[str]) -> Shortlist:
         """Return a copy with only the layouts on these slices."""
-        fitting, doubtful, smallest = (
+        fitting, may_fit, smallest = (
             [layout for layout in layouts if layout.group.target.name in targets]
-            for layouts in (self.fitting, self.doubtful, self.smallest)
+            for layouts in (self.fitting, self.may_fit, self.smallest)
         )
-        return Shortlist(fitting, doubtful, smallest)
+        return Shortlist(fitting, may_fit, smallest)
 
     def select(self, condition: Callable[[EstimatedLayout], bool]) -> Shortlist:
         """Return a copy with only the layouts that meet a condition, and the same `smallest`."""
-        return replace(self, fitting=[*filter(condition, self.fitting)], doubtful=[*filter(condition, self.doubtful)])
+        return replace(self, fitting=[*filter(condition, self.fitting)], may_fit=[*filter(condition, self.may_fit)])
 
     def best(self, chips_text: str, count: int) -> list[EstimatedLayout]:
         """Return up to `count` of the fastest fitting layouts, at most `MAX_VARIANTS` with the same mesh and partition.
@@ -131,11 +135,11 @@ class Shortlist:
         best: dict[Candidate, EstimatedLayout] = {}
         for layout in (e for e in self.fitting if describe_chips(e.group.target) == chips_text):
             key = mesh_partition(layout)
-            if torus_free_candidate(layout) in best:
+            if without_torus(layout) in best:
                 continue
             variant_counts[key] = variant_counts.get(key, 0) + 1
             if variant_counts[key] <= MAX_VARIANTS:
-                best[torus_free_candidate(layout)] = layout
+                best[without_torus(layout)] = layout
             if len(best) == count:
                 break
         return list(best.values())
@@ -145,9 +149,9 @@ class Shortlist:
 
         These slices have the same number and kind of chips, but another torus. See `EQUALLY_FAST_RATIO`.
         """
-        candidate, longest = torus_free_candidate(layout), EQUALLY_FAST_RATIO * layout.step_s
+        candidate, longest = without_torus(layout), EQUALLY_FAST_RATIO * layout.step_s
         same_batch = (e for e in self.fitting if e.batch == layout.batch and e.step_s <= longest)
-        same_candidates = (e for e in same_batch if torus_free_candidate(e) == candidate)
+        same_candidates = (e for e in same_batch if without_torus(e) == candidate)
         return [
             target
             for target in dict.fromkeys(e.group.target.name for e in same_candidates)
@@ -163,7 +167,7 @@ def build_shortlist(ranking: Ranking) -> Shortlist:
         if (layout := ranking.for_target(target).smallest_layout()) is not None:
             smallest_so_far = smallest.setdefault(chip_name(layout), layout)
             smallest[chip_name(layout)] = min(smallest_so_far, layout, key=lambda e: e.peak_bytes)
-        fitting, doubtful, batch_counts = [], [], Counter[Candidate]()
+        fitting, may_fit, batch_counts = [], [], Counter[Candidate]()
         for layout in itertools.islice(ranking.for_target(target), MAX_EXAMINED):
             usable = usable_hbm(layout.group.target.chip)
             if layout.batch is not None:
@@ -172,12 +176,12 @@ def build_shortlist(ranking: Ranking) -> Shortlist:
                     continue
             if layout.fits:
                 fitting.append(layout)
-            elif usable is not None and layout.peak_bytes * memory_low <= usable and len(doubtful) < MAX_CANDIDATES:
-                doubtful.append(layout)
+            elif usable is not None and layout.peak_bytes * memory_low <= usable and len(may_fit) < MAX_CANDIDATES:
+                may_fit.append(layout)
             if len(fitting) == MAX_CANDIDATES:
                 break
         result.fitting += fitting
-        result.doubtful += doubtful
+        result.may_fit += may_fit
     result.fitting.sort(key=lambda layout: layout.ranking_s)
     result.smallest = list(smallest.values())
     return result

@@ -90,14 +90,14 @@ def _describe_axis_order(module: Module, axes: Mapping[str, int]) -> list[str]:
 
 def _require_positions(places: Sequence[Position], positions: Sequence[Position], target: Slice) -> None:
     """Raise ValueError if `places` are not the `positions` of the slice, in any order."""
-    name, (place, count) = target.describe(), (Counter(places) or Counter(positions)).most_common(1)[0]
+    name, (position, count) = target.describe(), (Counter(places) or Counter(positions)).most_common(1)[0]
     if other := sorted(set(places) - set(positions)):
         raise ValueError(
             f"places has {other[0]}, which is not a device of {name}. List each of the {len(positions)} devices of "
             f"{name} once."
         )
-    missing = [str(position) for position in sorted(set(positions) - set(places))]
-    problems = [f"{place} is listed {count} times"] if count > 1 else []
+    missing = [str(other) for other in sorted(set(positions) - set(places))]
+    problems = [f"{position} is listed {count} times"] if count > 1 else []
     problems += [f"missing: {', '.join([*missing[:3], *(['...'] if len(missing) > 3 else [])])}"] if missing else []
     if problems:
         raise ValueError(f"places: {'; '.join(problems)}. List each of the {len(positions)} devices of {name} once.")

@@ -74,7 +74,10 @@ def find_faults(program: PartitionedProgram) -> tuple[Fault, ...]:
 
 
 class _Origin(NamedTuple):
-    """Source line and name of a JAX operation, which are the same before and after partitioning."""
+    """Source line and name of a JAX operation, which are the same before and after partitioning.
+
+    Used only to find `whole_batch`. Other faults compare source lines, or only the partitioned program.
+    """
 
     source: str
     name: str

@@ -123,12 +123,12 @@ def _compile_in_child(
     run.save(folder / "run.yaml")
     command = [*module_command("valkyrie.search.compile.child", str(folder), str(os.getpid()))]
     command += ["--ignore-cache"] * (not use_cache)
-    described = run.config.target.describe()
+    description = run.config.target.describe()
     failure = run_compiler(
         ChildProcess(command, get_platform(run.config.target.platform).compile_environment(), folder / "compiler.log"),
         time_limit_s,
         "mode.time_limit_s",
-        lambda elapsed: progress(f"compiling for {described}: {elapsed:.0f} s"),
+        lambda elapsed: progress(f"compiling for {description}: {elapsed:.0f} s"),
         lambda: (folder / OUTCOME_FILE).is_file(),
     )
     return failure or read_record(CompileOutcome, folder / OUTCOME_FILE)

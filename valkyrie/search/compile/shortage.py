@@ -43,10 +43,10 @@ class ListedArgument:
         return self.bytes - self.bytes // math.prod(self.replicated_over.values())
 
 
-def list_arguments(whole: UnpartitionedProgram, axes: Mapping[str, int]) -> list[ListedArgument]:
+def list_arguments(unpartitioned: UnpartitionedProgram, axes: Mapping[str, int]) -> list[ListedArgument]:
     """Return the arguments that have a sharding, the largest on a device first. `axes` maps mesh axes to sizes."""
     arguments = []
-    for argument in whole.arguments:
+    for argument in unpartitioned.arguments:
         if not argument.axis_parts:  # no sharding, or a scalar
             continue
         shape, replicated, elements = argument.shape, dict(axes), 1

@@ -26,7 +26,8 @@ class Efficiency:
         launch_s: Fixed cost of an operation, in seconds.
         hidden_*: Largest share of each kind of communication that overlaps with compute: gathering weights, gathering
             ZeRO-1 updates, summing gradients, collectives on activations, sends between pipeline stages, and transfers
-            to the host.
+            to the host. Each kind overlaps at most for the whole compute time, regardless of the other kinds. For
+            ZeRO-1 updates and sends, the compute time is no limit.
         gathers, sums: Share of the fast links' rate (within a torus or host) that all-gathers and all-reduces achieve.
         outside: Share of the slow links' rate (between slices or hosts) that collectives achieve.
         scatters: Time of a reduce-scatter relative to an all-gather. 2 if the compiler implements it as an all-reduce

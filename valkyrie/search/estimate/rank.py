@@ -70,12 +70,17 @@ class EstimatedLayout:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits the usable memory, or `SEARCHED_BATCH_MEMORY_SHARE` of it for a searched batch.
+        """Whether the peak is at most `memory_limit`. True if the limit is unknown."""
+        return self.memory_limit is None or self.peak_bytes <= self.memory_limit
 
-        True if the usable memory is unknown.
+    @property
+    def memory_limit(self) -> float | None:
+        """Maximum estimated peak memory per device in bytes, or None if unknown.
+
+        The usable memory, or `SEARCHED_BATCH_MEMORY_SHARE` of it if the search varies the batch.
         """
         usable, share = usable_hbm(self.group.target.chip), 1.0 if self.batch is None else SEARCHED_BATCH_MEMORY_SHARE
-        return usable is None or self.peak_bytes <= share * usable
+        return None if usable is None else share * usable
 
     @cached_property
     def candidate(self) -> Candidate:

@@ -135,8 +135,12 @@ class LayoutGroup:
 class LayoutSpace:
     """All legal layouts, in groups.
 
-    `refused` counts illegal layouts by their first problem. `duplicates` is the number of meshes that were skipped
-    because they shard like another one.
+    `refused` counts illegal layouts by their first problem. The counts are lower bounds: a partition that is illegal on
+    every mesh counts as one layout, and remat policies that are illegal for a partition are not counted if another
+    policy is legal. Meshes that leave no number of microbatches to try are not counted either: those that split the
+    batch into more parts than it has sequences, or have too many pipeline stages.
+
+    `duplicates` is the number of meshes that were skipped because they shard like another one.
     """
 
     groups: list[LayoutGroup]

@@ -20,7 +20,11 @@ LETTERS = ("A", "B")
 KEYS = ("first=", "second=")
 """Settings of the first and the second layout, in error messages."""
 _MIN_SHARE = 0.1
-"""The explanation mentions parts of a step that make up at least this share of the difference in step time."""
+"""The explanation mentions parts of a step that make up at least this share of the difference in step time.
+
+Other sentences have other thresholds: executed FLOPs have `_MIN_FLOPS_DIFFERENCE`, and recomputed activations and peak
+memory have none.
+"""
 _MAIN_SHARE = 0.5
 """The content of memory that differs most is named if it makes up at least this share of the difference in peaks."""
 _MIN_FLOPS_DIFFERENCE = 0.03
