@@ -195,6 +195,10 @@ def refusal_message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ({"mlp_bias": True}, "config.json: mlp_bias=true "),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "config.json: rope_parameters.rope_type=yarn "),
         (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 4}},
+            "config.json: rope_scaling and rope_parameters differ. Remove the wrong one.",
+        ),
+        (
             {"rope_theta": 500000, "rope_parameters": {"rope_theta": 10000}},
             "config.json: rope_theta=500000 and rope_parameters.rope_theta=10000 differ. Remove the wrong one.",
         ),

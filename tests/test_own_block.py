@@ -182,6 +182,9 @@ def test_wrong_problems_name_the_module_of_the_block(tmp_path):
     (folder / "gated_unit.py").write_text(code.replace(config, f"from other_unit import GatedUnit\n\n\n{config}"))
     refusal = train_with(folder, *OWN_FEED_FORWARD, "mode=show")
     assert f"gated_unit: GatedUnit.problems() of {other_module} returned None" in refusal.stderr, refusal.stderr
+    other_module.write_text(code.replace("return 6.0", "6.0"))
+    refusal = train_with(folder, *OWN_FEED_FORWARD, "mode=show")
+    assert f"GatedUnit.flops() of {other_module} returned None, not a number." in refusal.stderr, refusal.stderr
 
 
 def test_new_fields_may_have_an_earlier_name():

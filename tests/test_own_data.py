@@ -13,6 +13,8 @@ import pytest
 
 from own_folder import train_with, write_listings
 from runs import run_train
+from valkyrie.data.config import SOURCES
+from valkyrie.data.prepare import find_dataset
 
 PACKAGE = Path(__file__).parent.parent / "valkyrie"
 SMALL = ("model=gpt_tiny", "model.layers=1", "mesh=1x1x1", "partition=dp", "batch=2", "seq=16", "eval_every=100")
@@ -40,7 +42,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
-def test_a_users_source_and_task_train(folder: Path):
+def test_a_users_source_and_task_train(folder: Path, monkeypatch: pytest.MonkeyPatch):
     data = ("data.paths=[tickets.db]", f"data.cache_dir={folder}/cache")
     result = train(folder, *data, "name=source", "steps=2")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -50,6 +52,14 @@ def test_a_users_source_and_task_train(folder: Path):
     first, second = losses(folder, "source"), losses(folder, "task")
     assert len(first) == len(second) == 2 and first != second
     assert len(list((folder / "cache").glob("tickets-*"))) == 1, "found again"
+    module = folder / "tickets.py"
+    code = module.read_text()
+    module.write_text(f"{code}\n# An edited module reads its documents again.\n")
+    monkeypatch.syspath_prepend(str(folder))
+    config = SOURCES.config_class("tickets")(paths=[str(folder.parent / "tickets.db")], cache_dir=f"{folder}/cache")
+    assert find_dataset(config, "bytes") is None
+    module.write_text(code)
+    assert find_dataset(config, "bytes") is not None
     # From another folder and without --config-dir: the run folder knows its modules and the paths in full.
     command = [sys.executable, "-m", "valkyrie.cli.train", f"resume={folder.parent}/runs/task", "steps=3"]
     resumed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
@@ -105,6 +115,12 @@ def add_source(folder: Path, source: str, correct: str, wrong: str) -> Path:
             "return Listing(",
             "return (",
             "list_files() of FILE returned a value of type tuple, not a Listing.",
+        ),
+        (
+            "tickets_7",
+            "def read_documents(",
+            "def read_documents(self, listing):\n        self.texts(listing)\n\n    def texts(",
+            "read_documents() of FILE returned None, not an iterable of Document.",
         ),
         (
             "tickets_4",

@@ -129,6 +129,12 @@ def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
             "Config defines neither `rules` nor `transformation`. Define one of them.",
         ),
         (
+            "lion_17",
+            "def rules(",
+            "def rules(self, rate):\n        self.other_rules(rate)\n\n    def other_rules(",
+            "rules() of FILE returned None, not a mapping from groups to rules.",
+        ),
+        (
             "lion_14",
             "beta1: float = 0.9",
             'beta1: "OptimizerConfig.Foo" = 1',

@@ -17,7 +17,6 @@ from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import empty_rows_note
 from valkyrie.data.readers import COLUMN_SUFFIXES, FIELD_SUFFIXES
 from valkyrie.data.sources import text
-from valkyrie.paths import cache_root
 from valkyrie.problems import format_alternatives, suggest
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.units import count_text
@@ -88,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     prepare_parser.add_argument("--field", default=defaults.field, help="JSON key of the text in .jsonl files")
     prepare_parser.add_argument("--column", default=defaults.column, help="column of the text in .parquet files")
-    prepare_parser.add_argument("--cache-dir", default=str(cache_root() / "data"), help="folder of the shards")
+    prepare_parser.add_argument("--cache-dir", default=defaults.cache_dir, help="folder of the shards")
 
     tokenizer_parser = commands.add_parser(
         "tokenizer", help="train a tokenizer on text and write it to a tokenizer.json"

@@ -93,7 +93,9 @@ def _run_command(command: str, body: Callable[[list[str]], int | None], argv: Se
     current_folder(command)
     status = None
     try:
-        status = body(strip_comment(sys.argv[1:] if argv is None else argv))
+        arguments = strip_comment(sys.argv[1:] if argv is None else argv)
+        refuse_empty_argument(arguments)
+        status = body(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         exit_on_broken_pipe()
@@ -104,6 +106,15 @@ def _run_command(command: str, body: Callable[[list[str]], int | None], argv: Se
         status = EXIT_INTERRUPTED
     if status is not None:
         sys.exit(status)
+
+
+def refuse_empty_argument(arguments: Sequence[str]) -> None:
+    """Raise ValueError if an argument is an empty string, which as a path would mean the current folder."""
+    if "" in arguments:
+        position = list(arguments).index("")
+        words = arguments[max(position - 1, 0) : position]
+        name = f"{words[0]} ''" if words and words[0].startswith("-") else f"argument {position + 1} ('')"
+        raise ValueError(f"{name}: an empty string is not a value. Write one, such as . for the current folder.")
 
 
 def current_folder(command: str) -> str:

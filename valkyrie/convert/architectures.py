@@ -312,15 +312,26 @@ def _rope_scaling(stretch: RopeStretch) -> Mapping[str, object] | None:
     }
 
 
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _without_rope_base(rope: Mapping[str, Any]) -> Mapping[str, object]:
+    entries = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
+    return entries | {"rope_type": _rope_type(rope)}
+
+
 def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Setting], list[str]]:
     """Return the RoPE base and scaling settings, and a message for each unsupported value."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(key) or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = _rope_type(rope)
     settings: dict[str, Setting] = {
         "attention.rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     }
     refusals = []
+    if (scaling := config.get("rope_scaling")) and _without_rope_base(scaling) != _without_rope_base(rope):
+        refusals.append("rope_scaling and rope_parameters differ. Remove the wrong one")
     if (outer := config.get("rope_theta")) and (inner := rope.get("rope_theta", outer)) != outer:
         refusals.append(f"rope_theta={outer} and {key}.rope_theta={inner} differ. Remove the wrong one")
     if rope_type == "llama3" and (missing_keys := [name for name in _ROPE_STRETCH_KEYS if name not in rope]):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.buckets import url_scheme
 from valkyrie.extensions import Families, has_key
+from valkyrie.paths import cache_root
 from valkyrie.problems import Problem, check_range, raise_problems
 from valkyrie.processes.team import ALONE, Team
 
@@ -135,6 +136,11 @@ class DataConfig(ABC):
 
 SOURCES = Families("data.source", "valkyrie.data.sources", DataConfig)
 """Data sources by name: modules with a dataclass `Config` derived from `DataConfig`."""
+
+
+def default_cache_dir() -> str:
+    """Return the default folder of prepared data, inside `cache_root`."""
+    return str(cache_root() / "data")
 
 
 def full_path(path: str) -> str:

@@ -7,14 +7,14 @@ import dataclasses
 import shutil
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valkyrie.buckets import bucket_problems
 from valkyrie.data.chunks import Chunking, chunk_problems
-from valkyrie.data.config import SOURCES, DataCheck, DataConfig, full_path, is_tokenizer_file
+from valkyrie.data.config import SOURCES, DataCheck, DataConfig, default_cache_dir, full_path, is_tokenizer_file
 from valkyrie.data.files import Listing, read_files
 from valkyrie.data.readers import Document, ReadOptions
 from valkyrie.paths import DiskError
@@ -68,7 +68,7 @@ class DocumentConfig(TextConfig):
     """
 
     validation_fraction: float = 0.05
-    cache_dir: str = "~/.cache/valkyrie/data"
+    cache_dir: str = dataclasses.field(default_factory=default_cache_dir)
     shard_tokens: int = 64 * 1024 * 1024
     workers: int | None = None
 
@@ -87,7 +87,10 @@ class DocumentConfig(TextConfig):
         """Yield the documents of `read_documents`. Errors while reading get a note with the document's number."""
         number = 1
         try:
-            for document in self.read_documents(listing):
+            documents = self.read_documents(listing)
+            if not isinstance(documents, Iterable):
+                raise SOURCES.wrong_result_error(self, "read_documents", documents, "an iterable of Document")
+            for document in documents:
                 yield document
                 number += 1
         except Exception as error:

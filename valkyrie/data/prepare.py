@@ -6,6 +6,7 @@ core, and they avoid forking a process that runs JAX. The shards do not depend o
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from valkyrie.data.files import Listing
 from valkyrie.data.manifest import EMPTY_ROWS, UNDECODABLE, PreparedText, Split, open_dataset, read_manifest
 from valkyrie.data.tokenizer import Tokenizer, load_tokenizer, read_fingerprint
 from valkyrie.data.writer import ShardWriter, encode_in_threads
+from valkyrie.paths import source_digest
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes of text processed so far and the total to process (None for a source without files)."""
@@ -133,6 +135,9 @@ def _cache_key(config: DocumentConfig, listing: Listing, tokenizer: str) -> str:
         "split": [config.validation_fraction, config.shard_tokens, config.byte_limit],
         **config.cache_identity(),
     }
+    if config.source not in SOURCES.names():  # `_ALGORITHM_VERSION` covers the sources that ship with Valkyrie
+        file = Path(inspect.getfile(type(config)))
+        inputs["code"] = source_digest(str(file.parent if file.stem == "__init__" else file))
     return digest(inputs)
 
 

@@ -119,14 +119,18 @@ def list_remote(pattern: str, key: str = "data.paths") -> list[RemoteFile]:
 
 
 def path_problems(paths: Iterable[str], key: str = "data.paths") -> list[Problem]:
-    """Return a problem for each URL with an unknown scheme, or a scheme that needs a package that is not installed.
+    """Return a problem for each path that is empty, or a URL whose scheme is unknown or needs a missing package.
 
     `key` is the setting that error messages name.
     """
-    schemes = [(path, url_scheme(path)) for path in paths]
-    return [
-        problem for path, scheme in schemes if scheme is not None for problem in _scheme_problems(key, path, scheme)
-    ]
+    problems: list[Problem] = []
+    for path in paths:
+        if not path:
+            text = f"{key}: an empty string is not a path. Use . for the current folder."
+            problems.append(Problem(ProblemCode.missing, key, path, text))
+        elif (scheme := url_scheme(path)) is not None:
+            problems += _scheme_problems(key, path, scheme)
+    return problems
 
 
 def fetch_ahead(files: Iterable[AnyFile]) -> Iterator[AnyFile]:

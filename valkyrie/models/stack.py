@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -192,7 +193,11 @@ class Stack:
                     problems += self._block_problems(block, "model" if kind == DENSE else f"model.{kind}")
         if not problems:
             known_axes, blocks = self._axes(), {kind: pair for layer in layers for kind, pair in layer.blocks.items()}
-            problems += [p for block, context in blocks.values() for p in block.axis_problems(context, known_axes)]
+            for block, context in blocks.values():
+                problems += block.axis_problems(context, known_axes)
+                if not isinstance(flops := block.flops(context, self.context), Real):
+                    method = f"{type(block).__name__}.flops"
+                    raise models.FAMILIES.wrong_result_error(self, method, flops, "a number", block)
         return problems
 
     def _block_problems(self, block: Block, key: str) -> list[Problem]:

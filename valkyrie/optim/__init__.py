@@ -116,6 +116,8 @@ class OptimizerConfig:
 
         rate = learning_rate_schedule(self, training.steps)
         rules, labels = self.rules(rate), jax.tree.map(_label, specs, is_leaf=is_parameter)
+        if not isinstance(rules, Mapping):
+            raise FAMILIES.wrong_result_error(self, "rules", rules, "a mapping from groups to rules")
         if unknown := [str(group) for group in rules if group not in _RULE_GROUPS]:
             text = (
                 f"the unknown group{'s' * (len(unknown) > 1)} {', '.join(unknown)}. Groups: {', '.join(_RULE_GROUPS)}."

@@ -63,7 +63,7 @@ class Config(CorpusConfig):
     def prepared_folder(self) -> Path | None:
         from valkyrie.data.manifest import MANIFEST_FILE
 
-        if len(self.paths) != 1 or url_scheme(self.paths[0]):
+        if len(self.paths) != 1 or not self.paths[0] or url_scheme(self.paths[0]):
             return None
         path = Path(self.paths[0]).expanduser()
         return path if os.access(path / MANIFEST_FILE, os.F_OK) else None  # False for a folder without permissions

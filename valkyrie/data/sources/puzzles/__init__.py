@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from valkyrie.buckets import bucket_problems
-from valkyrie.data.config import PUZZLES, DataCheck, DataConfig
+from valkyrie.data.config import PUZZLES, DataCheck, DataConfig, default_cache_dir
 from valkyrie.data.remote import path_problems
 from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.processes.team import ALONE, Team
@@ -64,7 +64,7 @@ class PuzzleConfig(DataConfig):
 
     kind: ClassVar[str] = PUZZLES
 
-    cache_dir: str = "~/.cache/valkyrie/data"
+    cache_dir: str = dataclasses.field(default_factory=default_cache_dir)
     augment: bool = True
 
     @abstractmethod
