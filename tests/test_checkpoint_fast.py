@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -187,6 +188,18 @@ def test_a_save_that_fails_on_one_of_several_processes_aborts_the_run(tmp_path: 
         checkpoints.save(3, make_state(3), DATA_POSITION)
         with pytest.raises(NotSavedError, match="at step 3"):
             checkpoints.wait()
+
+
+def test_a_save_to_a_disk_that_is_gone_returns_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from valkyrie.checkpoint.tier import Tier
+
+    def raise_stale(self: Tier) -> list[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Tier, "_unfinished_folders", raise_stale)
+    with closing(Checkpoints(tmp_path / "run", CheckpointConfig())) as checkpoints:
+        error_message = checkpoints.save(3, make_state(3), DATA_POSITION) or checkpoints.wait()
+    assert error_message is not None and "at step 3 could not be saved" in error_message
 
 
 def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_path: Path):
