@@ -174,6 +174,26 @@ def test_an_incomplete_block_is_refused(tmp_path):
         assert refusal.returncode == 2 and message in refusal.stderr, refusal.stderr
 
 
+def test_an_error_in_the_module_of_a_block_is_located(tmp_path):
+    folder = write_folder(tmp_path / "folder")
+    module = folder / "gated_unit.py"
+    code = module.read_text()
+    for old, new, status, message in (
+        ("split(key, 3)", "split(key, 4)", 1, ", in __init__: ValueError: zip() argument 2 is longer than argument 1"),
+        (
+            "return y,",
+            "return y[..., :16],",
+            2,
+            "unit (FILE) returned (16, 48, 16). It must return an array of shape (batch, seq, embed) = (16, 48, 32).",
+        ),
+    ):
+        assert code.count(old) == 1
+        module.write_text(code.replace(old, new))
+        refusal = train_with(folder, *OWN_FEED_FORWARD, "steps=1", "mesh=1x1x1", "model.layers=2")
+        assert refusal.returncode == status and message.replace("FILE", str(module)) in refusal.stderr, refusal.stderr
+        assert refusal.stderr.splitlines()[-1].startswith("valkyrie-train: ") and str(module) in refusal.stderr
+
+
 def test_wrong_problems_name_the_module_of_the_block(tmp_path):
     folder = write_folder(tmp_path / "folder")
     code, other_module = (folder / "gated_unit.py").read_text(), folder / "other_unit.py"

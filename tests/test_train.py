@@ -363,10 +363,11 @@ def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, delay_s: float) -
     ("has_progress", "signals", "status", "message"),
     [
         (False, "SIGTERM", 75, "nothing to save"),
-        (True, "SIGTERM", 0, "stopping after"),
+        (True, "SIGTERM", 0, "then saving.\n"),
         (True, "SIGTERM SIGTERM SIGUSR1", 0, "stopping after"),
         (True, "SIGINT SIGTERM", 0, "stopping after"),
-        (True, "SIGTERM SIGINT", 130, "stopped at once; step 7 was not saved. Newest checkpoint: step 5"),
+        (True, "SIGTERM SIGINT", 0, "Press Ctrl-C again to stop immediately"),
+        (True, "SIGTERM SIGINT SIGINT", 130, "stopped at once; step 7 was not saved. Newest checkpoint: step 5"),
     ],
 )
 def test_a_signal_aborts_the_first_step_but_waits_for_later_steps(
@@ -376,10 +377,11 @@ def test_a_signal_aborts_the_first_step_but_waits_for_later_steps(
         "import os, signal, time\nfrom valkyrie.processes.interrupt import Interrupt\n"
         f"interrupt = Interrupt()\nwith interrupt.handle_signals():\n  interrupt.has_progress = {has_progress}\n"
         f"  interrupt.should_stop(7)\n  interrupt.set_checkpoints(None, lambda: 5)\n  for name in {signals.split()}:\n"
-        "    os.kill(os.getpid(), getattr(signal, name))\n    time.sleep(0.3)\n  assert interrupt.stop_requested"
+        "    os.kill(os.getpid(), getattr(signal, name))\n    time.sleep(0.3)\n  assert interrupt.stop_requested\n"
+        f"  assert interrupt.is_preempted == {signals.startswith('SIGTERM')}"
     )
     result = subprocess.run([sys.executable, "-c", training], capture_output=True, text=True, timeout=60)
-    line = result.stderr.strip().splitlines()[-1]
+    line = result.stderr.splitlines(keepends=True)[-1]
     assert result.returncode == status and message in line
 
 

@@ -225,6 +225,23 @@ def _remembered_file() -> Path:
     return cache_root() / "modules.txt"
 
 
+def describe_user_error(error: Exception) -> str | None:
+    """Return `FILE, line N, in FUNCTION: ValueError: TEXT` if a user's module raised a ValueError, or else None.
+
+    Errors that Valkyrie raises in a call from a user's module are Valkyrie's.
+    """
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, ValueError) else ()
+    for frame in reversed(frames):
+        file = Path(os.path.realpath(frame.filename))
+        if file.is_relative_to(_PACKAGE):
+            return None
+        if any(file.is_relative_to(folder) for folder in _command_folders()) and "site-packages" not in file.parts:
+            notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("---")]  # not those of JAX
+            text = "; ".join(map(str, (error, *notes))).replace("\n", " ")
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {type(error).__name__}: {text}"
+    return None
+
+
 def has_key(config: object, key: str) -> bool:
     """Return whether a dataclass has a key. A dotted key such as `sudoku.side` is in the nested dataclass `sudoku`."""
     name, _, inner = key.partition(".")

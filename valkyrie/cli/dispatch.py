@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.cli.parser import current_folder, error_text, exit_on_broken_pipe, fail, strip_comment
+from valkyrie.cli.parser import USER_CODE_FAILED, current_folder, error_text, exit_on_broken_pipe, fail, strip_comment
 from valkyrie.config.arguments import add_later_problems, composition_errors, expand_shorthand, read_arguments
 from valkyrie.config.compose import ENVIRONMENT_MESH, register
 from valkyrie.config.explain import explain
@@ -26,7 +26,7 @@ from valkyrie.config.mistakes import bytes_not_utf8, refuse_typos, refuse_unknow
 from valkyrie.config.run import Run
 from valkyrie.config.saved import PrimaryConfig, config_dirs, find_primary_config
 from valkyrie.config.unread import replacement_notes, unread_notes
-from valkyrie.extensions import add_import_path
+from valkyrie.extensions import add_import_path, describe_user_error
 from valkyrie.paths import cache_root
 from valkyrie.problems import Problem
 from valkyrie.processes.ending import EXIT_INTERRUPTED
@@ -46,8 +46,8 @@ SWEEP_FAILED = 1
 def dispatch() -> None:
     """Run `valkyrie-train` with the arguments in `sys.argv`, and exit with the status of the run's mode.
 
-    For a user error, prints a message without a traceback and exits with status 2. With HYDRA_FULL_ERROR=1, raises the
-    error instead.
+    For a user error, prints a message without a traceback and exits with status 2, or 1 if a user's module raised it.
+    With HYDRA_FULL_ERROR=1, raises the error instead.
     """
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = strip_comment(sys.argv[1:])
@@ -93,6 +93,8 @@ def dispatch() -> None:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
+        if user_error := describe_user_error(error):
+            fail(COMMAND, f"{user_error} ({FULL_ERROR}=1 shows the traceback)", USER_CODE_FAILED)
         # Hydra's MissingConfigException is an OSError too, and needs an explanation.
         if not isinstance(error, OSError) or isinstance(error, HydraException):
             error = add_later_problems(explain(error, config_dirs(sys.argv[1:])), arguments)

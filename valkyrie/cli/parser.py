@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
+from valkyrie.extensions import describe_user_error
 from valkyrie.paths import error_reason
 from valkyrie.problems import suggest
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED, limit_failed_exit
@@ -19,7 +20,8 @@ from valkyrie.units import escape_control_characters
 
 BROKEN_PIPE_STATUS = 141
 """Exit status after the reader of our output closed the pipe. Shells report the same status for SIGPIPE."""
-
+USER_CODE_FAILED = 1
+"""Exit status after an error in a user's module."""
 
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF}
 """Errors of failed writes to stdout: a full disk or quota, a terminal that is gone, a closed descriptor."""
@@ -76,7 +78,8 @@ def _advice(parser: argparse.ArgumentParser, word: str) -> str:
 def run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:
     """Run a command, and exit the process if `body` returns a status or fails.
 
-    For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2. If `argv` is
+    For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2, or 1 if a
+    user's module raised it. If `argv` is
     None and the command fails, also forces the process to exit if the interpreter's exit hangs (`limit_failed_exit`).
 
     Args:
@@ -100,6 +103,8 @@ def _run_command(command: str, body: Callable[[list[str]], int | None], argv: Se
     except BrokenPipeError:
         exit_on_broken_pipe()
     except (ValueError, OSError) as error:
+        if user_error := describe_user_error(error):
+            fail(command, user_error, USER_CODE_FAILED)
         fail(command, error_text(error))
     except KeyboardInterrupt:
         print(f"{command}: stopped", file=sys.stderr)

@@ -5,6 +5,7 @@ The three parts are separate methods, because tasks and pipelines call them sepa
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +33,7 @@ from valkyrie.models.layers import (
 from valkyrie.ops.attention.pattern import apply_soft_cap
 from valkyrie.ops.cross_entropy import cross_entropy
 from valkyrie.ops.linear import Numerics, lookup
+from valkyrie.problems import describe_value
 
 if TYPE_CHECKING:
     from valkyrie.models.stack import Stack
@@ -109,26 +111,38 @@ class ResidualBlock(nnx.Module):
         """Like `__call__`, but does not give the input a checkpoint name."""
         keys = (None, None) if key is None else jax.random.split(key)
         normed, auxiliary_values = self.norm(x), {}
-        y = self._take_output(self.mixer(normed, boundaries, shard), self.kinds[0], auxiliary_values)
+        y = self._run(self.mixer, normed, boundaries, shard, auxiliary_values)
         if self.has_feed_forward and self.is_parallel:
-            z = self._take_output(self.feed_forward(normed, boundaries, shard), self.kinds[1], auxiliary_values)
+            z = self._run(self.feed_forward, normed, boundaries, shard, auxiliary_values)
             y = dropout(y, self.dropout_rate, keys[0]) + dropout(z, self.dropout_rate, keys[1])
             return shard(x + y, "batch", "seq", "embed"), self._check_values(auxiliary_values)
         x = shard(x + dropout(y, self.dropout_rate, keys[0]), "batch", "seq", "embed")
         if self.has_feed_forward:
-            z = self.feed_forward(self.feed_forward_norm(x), boundaries, shard)
-            z = self._take_output(z, self.kinds[1], auxiliary_values)
+            z = self._run(self.feed_forward, self.feed_forward_norm(x), boundaries, shard, auxiliary_values)
             x = shard(x + dropout(z, self.dropout_rate, keys[1]), "batch", "seq", "embed")
         return x, self._check_values(auxiliary_values)
 
-    def _take_output(
-        self, result: Any, kind: str, auxiliary_values: AuxiliaryValues
+    def _run(
+        self,
+        module: Any,
+        x: Float[Array, "batch seq embed"],
+        boundaries: Boundaries,
+        shard: Shard,
+        values: dict[str, Any],
     ) -> Float[Array, "batch seq embed"]:
-        """Return the output in the result of a block's module, and add the rest of the result to `auxiliary_values`."""
-        if not isinstance(result, tuple):
-            return result
-        output, auxiliary = result
-        auxiliary_values |= {f"{kind}/{name}": value for name, value in auxiliary.items()}
+        """Return the output of the mixer or the feed-forward, and add its auxiliary values to `values`.
+
+        Raises ValueError if the output has another shape than `x`.
+        """
+        kind, result = self.kinds[module is not self.mixer], module(x, boundaries, shard)
+        output, auxiliary = result if isinstance(result, tuple) else (result, {})
+        if (shape := getattr(output, "shape", None)) != x.shape:
+            raise ValueError(
+                f"block {kind} ({inspect.getfile(type(module))}) returned "
+                f"{describe_value(output) if shape is None else shape}. It must return an array of shape (batch, seq, "
+                f"embed) = {x.shape}."
+            )
+        values |= {f"{kind}/{name}": value for name, value in auxiliary.items()}
         return output
 
     def _check_values(self, auxiliary_values: AuxiliaryValues) -> AuxiliaryValues:
@@ -155,7 +169,7 @@ class ResidualBlock(nnx.Module):
 
     def feed_forward_step(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
         """Return the output of the feed-forward for one position."""
-        return self._take_output(self.feed_forward(x[:, None], Boundaries(), UNSHARDED), self.kinds[1], {})[:, 0]
+        return self._run(self.feed_forward, x[:, None], Boundaries(), UNSHARDED, {})[:, 0]
 
 
 class BlockGroup(nnx.Module):

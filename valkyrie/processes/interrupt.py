@@ -65,7 +65,7 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
 
 
 class Interrupt:
-    """Stops a training run on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. After any of them, SIGINT ends the process at once.
+    """Stops a training run on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. A second SIGINT ends the process at once.
 
     Until `has_progress` is set, the first signal also ends the process immediately. Otherwise, it would not be possible
     to stop a first step that never finishes because devices wait for each other.
@@ -87,6 +87,7 @@ class Interrupt:
 
         With `multiprocess`, also true if only other processes received a signal, even if that was SIGINT.
         """
+        self._ctrl_c_pressed = False
         self._restored_step: int | None = None
         self._find_newest_step: Callable[[], int | None] | None = None
         self._step = 0
@@ -137,21 +138,23 @@ class Interrupt:
         return True
 
     def _stop(self, signum: int) -> None:
-        is_preempted = signum in (signal.SIGTERM, signal.SIGUSR1)
-        if self.stop_requested and signum != signal.SIGINT:
+        is_ctrl_c = signum == signal.SIGINT
+        if self.stop_requested and not is_ctrl_c:
             return
-        if self.stop_requested or not self.has_progress:
+        if not self.has_progress or (is_ctrl_c and self._ctrl_c_pressed):
             with contextlib.suppress(OSError):
                 os.write(2, f"\nvalkyrie-train: {self._describe_loss()}\n".encode())
             show_cursor()
+            is_preempted = signum in (signal.SIGTERM, signal.SIGUSR1)
             end_process(EXIT_PREEMPTED if is_preempted else EXIT_INTERRUPTED, "stopped by a signal")
-        self.stop_requested, self.is_preempted = True, is_preempted
-        if self._multiprocess:
-            os.kill(os.getpid(), signal.SIGTERM)
+        self._ctrl_c_pressed = is_ctrl_c
+        if not self.stop_requested:
+            self.stop_requested, self.is_preempted = True, signum in (signal.SIGTERM, signal.SIGUSR1)
+            if self._multiprocess:
+                os.kill(os.getpid(), signal.SIGTERM)
+        advice = " Press Ctrl-C again to stop immediately without saving." if is_ctrl_c else ""
         with contextlib.suppress(OSError):  # the terminal may be gone
-            sys.stderr.write(
-                "\nstopping after this step, then saving. Press Ctrl-C again to stop immediately without saving.\n"
-            )
+            sys.stderr.write(f"\nstopping after this step, then saving.{advice}\n")
             sys.stderr.flush()
 
     def _describe_loss(self) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from valkyrie.config.compose import count_accelerators
 from valkyrie.config.explain import explain
 from valkyrie.config.run import Run
+from valkyrie.extensions import describe_user_error
 from valkyrie.paths import source_digest
 from valkyrie.problems import first_line
 from valkyrie.processes.distributed import join_team, start_jax
@@ -120,14 +121,15 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
     except (ValueError, OSError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-        prefix = "" if team.is_leader else f"process {team.index}: "
-        print(f"{command}: {prefix}{explain(error, [])}", file=sys.stderr)
+        prefix, text = "" if team.is_leader else f"process {team.index}: ", describe_user_error(error)
+        text = text or str(explain(error, []))
+        print(f"{command}: {prefix}{text}", file=sys.stderr)
         from valkyrie.train.room import (
             DoesNotFitError,
         )  # here because it imports NumPy, which help and `--cfg` do not need
 
         # Only trial records see OUT_OF_MEMORY: the process exits with EXIT_REFUSED.
-        _end_all(team, OUT_OF_MEMORY if isinstance(error, DoesNotFitError) else EXIT_REFUSED, str(explain(error, [])))
+        _end_all(team, OUT_OF_MEMORY if isinstance(error, DoesNotFitError) else EXIT_REFUSED, text)
     except BaseException as error:
         time.sleep(_ERROR_REPORT_DELAY_S)
         traceback.print_exc()
