@@ -207,6 +207,13 @@ def test_a_folder_without_a_run_is_named(working_folder: Path):
     assert str(error.value).startswith(f"{working_folder / 'nothing'} does not exist")
 
 
+def test_a_run_that_was_not_trained_is_not_read_as_the_newest(working_folder: Path):
+    run = valkyrie.compose(*TINY_ARGUMENTS)
+    for function in (valkyrie.evaluate, lambda run: valkyrie.generate(run, "def ")):
+        with pytest.raises(ValueError, match=r"^this run has not been trained\. Use valkyrie\.load\(FOLDER\), or"):
+            function(run)
+
+
 def test_a_run_is_loaded_by_name_or_as_the_latest(working_folder: Path):
     with pytest.raises(ValueError, match=r"^latest: no run in .* has a checkpoint"):
         valkyrie.load("latest")

@@ -243,14 +243,14 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
 def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
     """Evaluate a trained run on its whole validation split. Returns its metrics by name, such as `eval_loss`.
 
-    Uses the trained run that `resume=` or `name=` selects, or else the one with the newest checkpoint. Raises
-    ValueError if there is no such run, if devices, data or checkpoint do not match it, or if `seq` is longer than in
+    Uses the trained run that `resume=` or `name=` selects, as in a run of `load`. Raises ValueError if the run sets
+    neither, if there is no such run, if devices, data or checkpoint do not match it, or if `seq` is longer than in
     training and the validation split does not fill one row of that length.
     """
     _require_run("evaluate", run)
-    from valkyrie.train.prepare import prepare_evaluation, restore, trained_folder
+    from valkyrie.train.prepare import prepare_evaluation, restore, selected_folder
 
-    folder = trained_folder(run)
+    folder = selected_folder(run)
     inputs = prepare_evaluation(run, folder, _console(quiet))
     from valkyrie.train.evaluate import Evaluator
 
@@ -261,10 +261,10 @@ def evaluate(run: Run, *, quiet: bool = True) -> dict[str, float]:
 def generate(run: Run, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int | None = 40) -> str:
     """Generate up to `tokens` tokens that continue `prompt`, with a trained model. Returns the text without the prompt.
 
-    The run's `resume` or `name` setting selects the checkpoint's run folder. If neither is set, the run with the newest
-    checkpoint is used. Each token is sampled from the `top_k` most likely ones, or from all if `top_k` is None.
-    `temperature=0` always takes the most likely token. Raises ValueError if no trained run is found or a sampling
-    argument is invalid.
+    The run's `resume` or `name` setting selects the checkpoint's run folder, as in a run of `load`. Each token is
+    sampled from the `top_k` most likely ones, or from all if `top_k` is None. `temperature=0` always takes the most
+    likely token. Raises ValueError if the run sets neither, if no trained run is found or a sampling argument is
+    invalid.
     """
     _require_run("generate", run)
     from valkyrie.train.prepare import check_sampling
@@ -286,9 +286,9 @@ def load_model(folder: str | Path, *overrides: str) -> TrainedModel:
 
 def _restore_model(run: Run) -> TrainedModel:
     from valkyrie.train.devices import prepare_devices
-    from valkyrie.train.prepare import load_run_tokenizer, restore, trained_folder
+    from valkyrie.train.prepare import load_run_tokenizer, restore, selected_folder
 
-    folder, tokenizer = trained_folder(run), load_run_tokenizer(run)
+    folder, tokenizer = selected_folder(run), load_run_tokenizer(run)
     devices = prepare_devices(run)
     from valkyrie.train.trained_model import TrainedModel
 

@@ -185,6 +185,16 @@ def trained_folder(run: Run) -> Path:
     return find_run(Path(config.runs), config.resume or config.name or "latest")
 
 
+def selected_folder(run: Run) -> Path:
+    """Return the run folder that `resume` or `name` selects.
+
+    Raises ValueError if there is none, or if the run sets neither: the newest run may have other settings.
+    """
+    if run.config.resume is None and run.config.name is None:
+        raise ValueError("this run has not been trained. Use valkyrie.load(FOLDER), or compose it with resume=latest.")
+    return trained_folder(run)
+
+
 def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tuple[StepProgram, int, Any]:
     """Return (program, step, parameters) of a trained run, with averaged parameters if the run has them.
 
