@@ -87,6 +87,30 @@ def test_a_result_that_cannot_be_stored_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize("mode", ["compile", "measure"])
+def test_a_result_of_another_layout_is_not_replaced(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(measure, "measure", lambda run, *_: Measurement(run.layout_record(), CompileStatus.failed, "x"))
+
+    def compile_run(run: Run, *_: Any) -> Any:
+        return None, Prediction(run.layout_record(), CompileStatus.failed, "x"), None
+
+    monkeypatch.setattr(modes, "compile_and_summarise", compile_run)
+    arguments = (*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, f"mode={mode}", f"runs={tmp_path}", "name=mine")
+    for _ in range(2):  # the same layout is compiled or timed again
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        assert run_train(*arguments, "force=true") == 3
+        timeline = tmp_path / "mine" / "timeline.json"
+        assert mode == "measure" or not timeline.exists(), "the timeline of an earlier compile is deleted"
+        timeline.touch()
+    capsys.readouterr()
+    assert run_train(*arguments, "batch=6", "seq=8") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"valkyrie-train: name=mine: {tmp_path}/mine/{mode}.json is the result of another run, with")
+    assert "batch=" in last and "seq=" in last and last.endswith(". Use another name=.")
+
+
+@pytest.mark.parametrize("mode", ["compile", "measure"])
 def test_a_result_is_printed_although_the_disk_is_full(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -252,6 +276,20 @@ def test_a_page_is_rendered_if_the_cache_cannot_be_written(blocking_file: Path, 
     pytest.importorskip("vl_convert")
     monkeypatch.setenv("VALKYRIE_CACHE", str(blocking_file / "cache"))
     assert "vegaEmbed" in _vega_script()
+
+
+def test_a_damaged_script_in_the_cache_is_bundled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    vl_convert = pytest.importorskip("vl_convert")
+    monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path))
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda _: "vegaEmbed = 1;\n\r\n")
+    script = _vega_script()
+    (bundle,) = (tmp_path / "report").iterdir()
+    content = bundle.read_bytes()
+    for damaged in (content[:-4], b"", b"\xff\xfe", script.encode()):
+        bundle.write_bytes(damaged)
+        assert _vega_script() == script and bundle.read_bytes() == content
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda _: pytest.fail("bundled"))
+    assert _vega_script() == script
 
 
 def test_a_file_in_place_of_the_default_cache_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

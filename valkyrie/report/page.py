@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from valkyrie.checksums import digest
 from valkyrie.config.arguments import abbreviate_search
 from valkyrie.parts import PART_LABELS
 from valkyrie.paths import cache_root, write_atomic
@@ -280,14 +281,19 @@ def read_asset(name: str) -> str:
 
 
 def _vega_script() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script. It is bundled once per version if the cache is writable."""
+    """Return Vega, Vega-Lite and vega-embed as one script. It is bundled once per version if the cache is writable.
+
+    The first line of the cached file is a digest of the rest, so that a damaged file is bundled again.
+    """
     import vl_convert
 
     bundle = cache_root() / "report" / f"vega-{version('vl-convert-python')}.js"
-    if bundle.is_file():
-        return bundle.read_text(encoding="utf-8")
+    with contextlib.suppress(OSError):
+        first_line, _, cached_script = bundle.read_bytes().partition(b"\n")
+        if first_line == f"// {digest(cached_script)}".encode():
+            return cached_script.decode()
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     with contextlib.suppress(OSError):
         bundle.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(bundle, script)
+        write_atomic(bundle, f"// {digest(script)}\n{script}")
     return script

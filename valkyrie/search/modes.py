@@ -15,6 +15,7 @@ from valkyrie.config.modes import (
     HLO_TEXT_FILE,
     MEASURE_FILE,
     MODULE_FILE,
+    SHAPING_KEYS,
     TIMELINE_FILE,
     TRACE_FOLDER,
     settings_for,
@@ -27,7 +28,7 @@ from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.paths import DiskError
 from valkyrie.problems import Problem, ProblemCode, raise_problems
 from valkyrie.records import RecordError, read_record, write_record
-from valkyrie.runs.folder import choose_run_folder, claim_run_folder, write_run_files
+from valkyrie.runs.folder import changed_settings, choose_run_folder, claim_run_folder, write_run_files
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.compile.cache import package_digest, requests_folder
 from valkyrie.search.compile.hints import layout_hints
@@ -49,6 +50,7 @@ PREDICTION_FILE = "prediction.json"
 
 def compile_mode(run: Run) -> int:
     """Compile the run's step for its target, print its predicted time by part, and return the exit status."""
+    _refuse_other_results(run, COMPILE_FILE)
     return compile_into_folder(run, make_console())
 
 
@@ -68,6 +70,8 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
             variable, reason = compiled_run.outcome.variable, prediction.reason or ""
             raise_problems([Problem(ProblemCode.unsupported, variable, text=reason)] if variable else [])
             raise ValueError(reason)
+        for name in (TIMELINE_FILE, MODULE_FILE, HLO_TEXT_FILE):  # of an earlier compile
+            (folder / name).unlink(missing_ok=True)
         try:
             write_run_files(run, folder)
             write_record(folder / COMPILE_FILE, prediction)
@@ -103,6 +107,7 @@ def _measure(run: Run, team: Team) -> int:
     with contextlib.ExitStack() as stack:
 
         def create_folder() -> str:
+            _refuse_other_results(run, MEASURE_FILE)
             return str(stack.enter_context(_create_folder(run)))
 
         folder = Path(team.broadcast_from_leader("run folder", create_folder))
@@ -123,6 +128,21 @@ def _measure(run: Run, team: Team) -> int:
         console.print(f"trace: {trace}")
     console.print(f"report: {folder / MEASURE_FILE}")
     return status
+
+
+def _refuse_other_results(run: Run, file_name: str) -> None:
+    """Raise ValueError if `name=` is a folder with results of other work or another layout in the file `file_name`."""
+    if run.config.name is None or run.config.resume is not None:
+        return
+    file = choose_run_folder(run) / file_name
+    changes = changed_settings(run, file.parent) if file.is_file() else {}
+    saved = [f"{key}={value}" for key, (_, value) in changes.items() if key.partition(".")[0] in SHAPING_KEYS]
+    if saved:
+        others = f" and {len(saved) - 3} other settings" if len(saved) > 3 else ""
+        raise ValueError(
+            f"name={run.config.name}: {file} is the result of another run, with {', '.join(saved[:3])}{others}. Use "
+            "another name=."
+        )
 
 
 @contextlib.contextmanager
