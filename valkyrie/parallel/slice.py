@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING
 
 from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.platforms.tpu import refuse_wrong_flags
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, build_topology
 from valkyrie.parallel.mesh import place_devices, place_mesh
@@ -66,6 +67,7 @@ class Slice(TargetConfig):
                 value, list | tuple, 'mesh takes lists of sizes and names, such as mesh((4, 2), ("data", "model"))'
             )
         axes = self.axes(shape, names, placement)
+        refuse_wrong_flags()
         devices = get_platform(self.platform).devices_to_compile_for(self, math.prod(shape))
         return place_mesh(axes, devices, placement, self.slices)
 

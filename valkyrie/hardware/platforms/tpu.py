@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from valkyrie.foreign_errors import topology_reason
+from valkyrie.foreign_errors import flag_refusal_reason, topology_reason
 from valkyrie.hardware.platforms import Platform, argument_output_bytes
 from valkyrie.hardware.slices import TWISTED_SUFFIX, format_shape, nearest_hint
 from valkyrie.hardware.target import TargetConfig, Topology, build_topology, topology_override
@@ -168,6 +171,27 @@ def _refusal_message(target: TargetConfig, topology: Topology, error: Exception)
     assert target.chip is not None
     nearest = nearest_hint(target.chip.slices.similar_shapes(topology.shape), topology_override)
     return f"target={target.describe()} is refused by libtpu: {topology_reason(error)}. {nearest}"
+
+
+def flag_problem(lines: Iterable[str]) -> str | None:
+    """Return the message for a flag in LIBTPU_INIT_ARGS that libtpu refuses in its output, or None."""
+    reason = next(filter(None, map(flag_refusal_reason, map(str.strip, lines))), None)
+    value = os.environ.get(LIBTPU_FLAGS_VARIABLE, "")
+    return reason and f"{LIBTPU_FLAGS_VARIABLE}={value}: libtpu {reason}. Change the variable, or unset it."
+
+
+def refuse_wrong_flags() -> None:
+    """Raise ValueError if libtpu refuses LIBTPU_INIT_ARGS. Loads it in a child process, because it ends the process."""
+    if (value := os.environ.get(LIBTPU_FLAGS_VARIABLE)) and (problem := _flag_problem_in_child(value)):
+        raise ValueError(problem)
+
+
+@functools.cache
+def _flag_problem_in_child(value: str) -> str | None:
+    load = 'from jax.experimental import topologies as t; t.get_topology_desc("v5e:2x2", platform="tpu")'
+    environment = {**ENVIRONMENT, **os.environ, LIBTPU_FLAGS_VARIABLE: value}
+    child = subprocess.run([sys.executable, "-c", load], env=environment, capture_output=True, check=False)
+    return flag_problem((child.stdout + child.stderr).decode(errors="replace").splitlines())
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from valkyrie.checksums import digest
 from valkyrie.compiled.hlo import Module
 from valkyrie.config.modes import MODULE_FILE
 from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.platforms.tpu import refuse_wrong_flags
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import cache_problem, write_atomic
@@ -216,6 +217,7 @@ def has_slice_devices(mesh: jax.sharding.Mesh, target: Slice) -> bool:
         descriptions = sorted([str([getattr(device, name, None) for name in attributes]) for device in devices])
         return descriptions, xla_client.get_topology_for_devices(list(devices)).fingerprint()
 
+    refuse_wrong_flags()
     devices = get_platform(target.platform).devices_to_compile_for(target, mesh.size)
     return describe(list(mesh.devices.flat)) == describe(devices)
 

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from valkyrie.config.modes import MODULE_FILE, settings_for
 from valkyrie.config.run import Run
-from valkyrie.foreign_errors import flag_refusal_reason
 from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS_VARIABLE
+from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS_VARIABLE, flag_problem
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import cache_problem
 from valkyrie.processes.child import ChildProcess, module_command
@@ -166,9 +165,7 @@ def run_compiler(
     if is_finished():
         return None
     lines = [line.strip() for line in child.last_lines() if line.strip()]
-    if flag := next(filter(None, map(flag_refusal_reason, lines)), None):
-        value = os.environ.get(LIBTPU_FLAGS_VARIABLE, "")
-        reason = f"{LIBTPU_FLAGS_VARIABLE}={value}: libtpu {flag}. Change the variable, or unset it."
+    if reason := flag_problem(lines):
         return CompileOutcome(CompileStatus.refused, reason, variable=LIBTPU_FLAGS_VARIABLE)
     last_line = lines[-1][:400] if lines else "no output"
     reason = f"the compiler process ended {describe_status(status)}: {last_line}"
