@@ -27,6 +27,7 @@ from valkyrie.parts import PartKind
 from valkyrie.paths import DiskError
 from valkyrie.search.compile.executable import device_positions, without_cache
 from valkyrie.search.compile.layers import merge_layers
+from valkyrie.search.compile.prediction import CompileStatus, MemoryReport
 from valkyrie.search.programs import describe_error
 from valkyrie.train.program import serialised_module
 
@@ -246,6 +247,10 @@ def unjitted():
 def two(a, b):
     return a, b
 
+def pmapped():
+    import jax
+    return jax.pmap(abs), ()
+
 def exiting():
     raise SystemExit
 """
@@ -266,6 +271,13 @@ def test_the_command_predicts_a_function_of_a_file(
     (tmp_path / "damaged.py").write_text("import no_such_library\n")
     (tmp_path / "folder.py").mkdir()
     (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "stopped.py").write_text(
+        "try:\n    raise KeyboardInterrupt\nexcept KeyboardInterrupt as error:\n    raise ImportError('x') from error\n"
+    )
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "optax.py").touch()
+    (tmp_path / "below" / "step.py").write_text("import optax\noptax.adam\n")
+    monkeypatch.delitem(sys.modules, "optax", raising=False)
 
     def run(name: str, *more: str) -> tuple[object, str]:
         with pytest.raises(SystemExit) as error:
@@ -277,6 +289,7 @@ def test_the_command_predicts_a_function_of_a_file(
     assert (function.__name__, name, settings["scale"], settings["name"]) == ("jitted", "v5e-8", 2, "jitted")
     assert (settings["tokens"], settings["unit"], settings["time_limit_s"]) == (512, "images", 60)
     assert run("builders.py:without_slice") == (0, "") and len(calls[1][0]) == 1
+    assert run("stopped.py:step") == (130, "valkyrie-predict: stopped\n")
     for argument, message in (
         ("builders.py", "name the function that returns the step and its arguments: "),
         ("builders.py:nope", "builders.py has no function nope. Use step, without_slice, failing, "),
@@ -284,6 +297,8 @@ def test_the_command_predicts_a_function_of_a_file(
         ("builders.py:value_error", "builders.py:value_error: no such layer (builders.py:14)"),
         ("builders.py:wrong", "must return (jitted, arguments) or (jitted, arguments, keywords)"),
         ("builders.py:unjitted", "builders.py:unjitted must return a jitted function, not <built-in function len>."),
+        ("builders.py:pmapped", "builders.py:pmapped returns a jax.pmap. Use jax.jit with shardings over slice.mesh"),
+        ("below/step.py:step", f". {tmp_path}/below/optax.py hides the package optax. Rename it."),
         ("builders.py:two", "builders.py:two requires the arguments a, b, but only the slice is passed"),
         ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
         ("ends.py:step", "ends.py ended while it was imported (sys.exit(0)). Put the exiting call behind `if __name__"),
@@ -298,6 +313,32 @@ def test_the_command_predicts_a_function_of_a_file(
         status, err = run(argument)
         assert status == 2 and message in err and err.count("\n") == 1, (argument, err)
     assert len(calls) == 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-builders.py").write_text(BUILDERS)
+    with pytest.raises(SystemExit) as error:
+        main(["--target", "v5e-8", "--", "-builders.py:without_slice"])
+    assert error.value.code == 0 and len(calls) == 3
+    assert (
+        run("builders.py:step", "--quiet")[1]
+        == "valkyrie-predict: --quiet is not an argument. See valkyrie-predict --help.\n"
+    )
+    memory = MemoryReport(needed=3 * 2**30, usable=2**30)
+    result = valkyrie.Result(replace(result.record, status=CompileStatus.does_not_fit, step=None, memory=memory))
+    page = tmp_path / "big.html"
+    with pytest.raises(SystemExit) as error:
+        main(
+            [
+                str(tmp_path / "builders.py:step"),
+                "--target",
+                "v5e-8",
+                "--timeline",
+                str(tmp_path / "t.json"),
+                "--html",
+                str(page),
+            ]
+        )
+    assert error.value.code == 3 and page.is_file() and not (tmp_path / "t.json").exists()
+    assert "no timeline, because the program does not fit\n" in capsys.readouterr().out
 
 
 def test_mesh_axes_in_the_wrong_order_are_noted(step: Path):
@@ -346,6 +387,8 @@ def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, ca
             write(folder.with_suffix(suffix))
         with pytest.raises(ValueError, match=rf"mine\.py: the name must end in {suffix}"):
             write(tmp_path / "mine.py")
+        with pytest.raises(ValueError, match=rf"mine{suffix}\.gz: .* such as mine{suffix}\.$"):
+            write(tmp_path / f"mine{suffix}.gz")
 
 
 HOST = """  t = token[] after-all()

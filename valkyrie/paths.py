@@ -99,7 +99,9 @@ def require_suffix(path: str | Path, suffix: str, key: str = "") -> Path:
     """
     path = Path(path)
     if path.suffix.lower() != suffix and not (path.is_char_device() or path.is_fifo()):
-        raise ValueError(f"{key}{path}: the name must end in {suffix}, such as {path.stem or 'report'}{suffix}.")
+        raise ValueError(
+            f"{key}{path}: the name must end in {suffix}, such as {path.stem.removesuffix(suffix) or 'report'}{suffix}."
+        )
     return path
 
 

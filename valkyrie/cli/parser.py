@@ -35,6 +35,9 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> Any:
         """Parse the arguments. The error for an unknown argument suggests a correction."""
         words = sys.argv[1:] if args is None else list(args)
+        if "--" in words:  # intermixed parsing drops the words after it
+            index = words.index("--")
+            words[index:] = [f"./{word}" if word.startswith("-") else word for word in words[index + 1 :]]
         command, subcommands = self, _subcommands(self)
         if subcommands and words and words[0] in subcommands:
             command, words = subcommands[words[0]], words[1:]
@@ -71,8 +74,9 @@ def _advice(parser: argparse.ArgumentParser, word: str) -> str:
     for action in parser._actions:
         if not action.option_strings and flag.startswith("-") and flag.lstrip("-") == action.dest:
             return f": write the {action.dest} without {flag}."
-    nearest = suggest(flag, (name for action in parser._actions for name in action.option_strings))
-    return f". Did you mean {nearest}?" if nearest else f". See {parser.prog} --help."
+    flags = {name.lstrip("-"): name for action in parser._actions for name in action.option_strings}
+    nearest = suggest(flag.lstrip("-"), flags, cutoff=0.7)
+    return f". Did you mean {flags[nearest]}?" if nearest else f". See {parser.prog} --help."
 
 
 def run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:

@@ -105,7 +105,10 @@ def _predict(words: list[str]) -> int:
     sys.stdout.write(escape_control_characters(str(result)))
     if options.json is not None:
         write_atomic(options.json, dump(result.record), "--json FILE")
-    if options.timeline is not None:
+    if options.timeline is not None and result.status != "ok":
+        reason = "does not fit" if result.status == "does_not_fit" else "was not compiled"
+        print(f"no timeline, because the program {reason}")
+    elif options.timeline is not None:
         print(f"timeline: {result.timeline(options.timeline)} (open it at https://ui.perfetto.dev)")
     if options.html is not None:
         print(f"page: {result.html(options.html)}")
@@ -139,6 +142,7 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
     """
     from valkyrie import api
     from valkyrie.hardware.platforms import get_platform
+    from valkyrie.runs.folder import package_versions
 
     for variable, value in get_platform(target.platform).compile_environment().items():
         os.environ.setdefault(variable, value)  # the file may use JAX when it is imported
@@ -152,7 +156,13 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
         try:
             module = _import_module(file)
         except Exception as error:  # of the user's code
-            raise ValueError(f"{file} cannot be imported: {describe_error(error)}") from error
+            _raise_interrupt(error)
+            advice = "".join(
+                f". {path} hides the package {path.stem}. Rename it."
+                for path in map(file.with_name, [f"{package}.py" for package in package_versions()])
+                if path.exists()
+            )
+            raise ValueError(f"{file} cannot be imported: {describe_error(error)}{advice}") from error
     build = _find_function(module, function, file)
     required_parameters = [
         parameter for parameter in inspect.signature(build).parameters.values() if parameter.default is parameter.empty
@@ -180,6 +190,15 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
             raise
         except Exception as error:  # of tracing the user's code
             raise ValueError(f"{source}: {describe_error(error)}") from error
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """Raise KeyboardInterrupt if Ctrl-C caused an error. C extensions turn it into ImportError."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        cause = cause.__cause__ or cause.__context__
 
 
 def _require_file(file: Path) -> None:

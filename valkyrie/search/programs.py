@@ -22,6 +22,7 @@ from valkyrie.search.compile.predict import (
     ProgramWork,
     foreign_program,
     is_jitted,
+    is_pmapped,
     predict_function,
     require_function,
 )
@@ -110,6 +111,8 @@ def parse_builder_result(value: Any, source: str) -> ProgramCall:
     if isinstance(value, list | tuple) and len(value) in (2, 3):
         function, arguments, keywords = (*value, {})[:3]
         if isinstance(arguments, list | tuple) and isinstance(keywords, Mapping):
+            if is_pmapped(function):
+                raise ValueError(f"{source} returns a jax.pmap. Use jax.jit with shardings over slice.mesh(...).")
             if not is_jitted(function):
                 actual = describe_value(function)
                 raise ValueError(f"{source} must return a jitted function, not {actual}. Use jax.jit(step).")

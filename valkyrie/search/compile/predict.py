@@ -376,6 +376,11 @@ def is_jitted(function: object) -> bool:
     return is_lowerable or isinstance(function, jax.stages.Compiled | jax.stages.Lowered)
 
 
+def is_pmapped(function: object) -> bool:
+    """Return whether `function` is the result of `jax.pmap`, which is a plain function with a method `lower`."""
+    return getattr(getattr(function, "lower", None), "__module__", None) == "jax._src.pmap"
+
+
 def _option_texts(options: Mapping[str, Any]) -> dict[str, str]:
     """Format compiler options for the compiler, without those that are None.
 
