@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +100,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     assert "is a file" in error_output(capsys, tmp_path / "notes.txt")
     for file, message in (
         ("run.yaml", " is a run without metrics.jsonl: no training step has finished."),
+        ("compile.json", f" is the run folder of a compile, with its report in {tmp_path}/compile.json."),
         ("search.json", "/search.json is damaged, or was written by another version"),
     ):
         (tmp_path / file).write_text("")
@@ -146,6 +149,7 @@ def test_a_damaged_line_is_reported_once_with_its_file(tmp_path: Path, capsys, l
     log.path.write_text(f"{log.path.read_text()}{line}\n{TP.to_json()}\n")
     err = error_output(capsys, tmp_path)
     assert err.startswith(f"valkyrie-report: {log.path}, line 2, ") and err.count(str(log.path)) == 1
+    assert "Delete that line and run the sweep command again" in err
     log.path.write_text(f"{TP.to_json()}\n{line}")  # without a newline
     main([str(tmp_path)])
     assert capsys.readouterr().err == f"{log.path}: skipped the last line, which is incomplete\n"
@@ -154,6 +158,17 @@ def test_a_damaged_line_is_reported_once_with_its_file(tmp_path: Path, capsys, l
     log.path.unlink()
     log.path.mkdir()
     assert error_output(capsys, tmp_path) == f"valkyrie-report: {log.path}: is a directory.\n"
+
+
+def test_a_damaged_line_has_a_reason_and_a_remedy(tmp_path: Path, capsys):
+    log = TrialLog(write_sweep(tmp_path, [FSDP]))
+    text = log.path.read_text()
+    log.path.write_bytes(gzip.compress(text.encode()) + b"\n")
+    assert "line 1, cannot be read: it is not UTF-8 text. Convert the file" in error_output(capsys, tmp_path)
+    log.path.write_text(text, encoding="utf-16")
+    assert "line 1, cannot be read: it is not UTF-8 text. Convert the file" in error_output(capsys, tmp_path)
+    log.path.write_text(re.sub(r'"seconds": [\d.]+', '"seconds": Infinity', text))
+    assert "seconds must be a finite number, not Infinity." in error_output(capsys, tmp_path)
 
 
 @pytest.mark.parametrize("count", [1, 400])
@@ -209,7 +224,9 @@ def test_a_training_has_its_own_page(tmp_path: Path, capsys):
     assert 0 < float(row["goodput"]) < 1 and 0 <= float(row["data_wait"]) <= 1
     (folder / "run.yaml").write_text("model: {")
     main([str(folder), "--format", "md"])
-    assert "run.yaml is damaged" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "run.yaml is damaged" in output.out and output.err.startswith(f"{folder}/run.yaml is damaged")
+    main(["--compare", str(folder), str(write_sweep(tmp_path / "mine", [FSDP])), "--format", "md"])
 
 
 def test_a_killed_training_has_the_numbers_of_its_records(tmp_path: Path, capsys):
@@ -226,10 +243,11 @@ def test_a_killed_training_has_the_numbers_of_its_records(tmp_path: Path, capsys
     assert row.bytes_by_axes["x,y"] == 300 and row.goodput is not None and row.goodput.restarts == 0
     capsys.readouterr()
     main([str(folder), "--format", "md"])
-    assert capsys.readouterr().err == ""
+    torn_note = f"{metrics}: skipped the last line, which is incomplete\n"
+    assert capsys.readouterr().err == torn_note
     metrics.write_text('{"step\n' + metrics.read_text())
     main([str(folder)])
-    assert capsys.readouterr().err == f"{metrics}: skipped 1 damaged line\n"
+    assert capsys.readouterr().err == f"{metrics}: skipped 1 damaged line\n{torn_note}"
     metrics.write_text("")
     (row,) = read_rows([folder])
     assert row.status == "killed" and "no step has" in str(row.reason)

@@ -179,7 +179,12 @@ def compare(rows: Sequence[Row], a: str, b: str) -> SweepComparison:
     by_sweep: list[dict[tuple[object, ...], Row]] = []
     slower_duplicates: list[Row] = []
     for name in (a, b):
-        members = [row for row in rows if name == row.trial.sweep or Path(name).resolve() == row.source.resolve()]
+        path = Path(name).resolve()  # of a sweep, or of the run folder of a training
+        members = [
+            row
+            for row in rows
+            if name == row.trial.sweep or path in (row.source.resolve(), row.folder and row.folder.resolve())
+        ]
         if not members:
             choices = ", ".join(dict.fromkeys(f"{row.trial.sweep} ({row.source})" for row in rows))
             raise ValueError(f"--compare {a} {b}: {name} is not one of these sweeps. Choose from: {choices}.")

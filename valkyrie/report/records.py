@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from valkyrie.config.modes import ANSWER_FILE, METRICS_FILE
+from valkyrie.config.modes import ANSWER_FILE, COMPILE_FILE, MEASURE_FILE, METRICS_FILE
 from valkyrie.records import RecordError, read_record
 from valkyrie.runs.folder import RUN_FILE
 from valkyrie.runs.layout_record import LayoutRecord
@@ -89,6 +89,9 @@ def _describe_missing_results(path: Path) -> str:
         return f"{path} is a search that only estimated its layouts: they are in its report.html and {ANSWER_FILE}"
     if (path / ANSWER_FILE).is_file():
         return f"{path / ANSWER_FILE} is damaged, or was written by another version of Valkyrie"
+    for file, kind in ((COMPILE_FILE, "compile"), (MEASURE_FILE, "measurement")):
+        if (path / file).is_file():
+            return f"{path} is the run folder of a {kind}, with its report in {path / file}"
     if (path / RUN_FILE).is_file():
         return f"{path} is a run without {METRICS_FILE}: no training step has finished"
     return f"no {TRIALS_FILE} in {path} or its subfolders"
@@ -171,7 +174,7 @@ def read_training(folder: Path, say: Callable[[str], object] | None = None) -> T
     """Read the training run in a folder as a trial.
 
     The trial's status is `failed` if the settings or the metrics cannot be read, and `killed` if no step has finished.
-    `say` is called with a message about damaged lines of the metrics, if any.
+    `say` is called with that reason, or with a message about damaged lines of the metrics, if any.
     """
     from valkyrie.runs.folder import saved_run
 
@@ -181,6 +184,8 @@ def read_training(folder: Path, say: Callable[[str], object] | None = None) -> T
         about, values = run.layout_record(), run.values()
         results = training_results(folder / METRICS_FILE, run, say)
     except ValueError as error:
+        if say is not None:
+            say(str(error))
         return _trial(folder, Status.failed, str(error), about, values, TrialResult())
     reason = "no step has finished yet" if results.step == StepResult() else None
     return _trial(folder, Status.killed if reason else Status.ok, reason, about, values, results)

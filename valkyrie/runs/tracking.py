@@ -183,10 +183,9 @@ def _record_step(line: bytes, default: int) -> int:
 def read_metrics(path: Path, say: Callable[[str], object] | None = None) -> list[dict[str, Any]]:
     """Return the records in a `metrics.jsonl`, oldest first, without damaged lines.
 
-    `say` is called with a message about the damaged lines, if any. An incomplete last line is not damaged: the run may
-    be writing it.
+    `say` is called with a message about the damaged lines, and with one about an incomplete last line, if any.
     """
-    records, damaged_count = [], 0
+    records, damaged_count, line = [], 0, ""
     for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:
             record = json.loads(line)
@@ -198,4 +197,6 @@ def read_metrics(path: Path, say: Callable[[str], object] | None = None) -> list
             damaged_count += 1
     if damaged_count and say is not None:
         say(f"{path}: skipped {count_text(damaged_count, 'damaged line')}")
+    if line.strip() and not line.endswith("\n") and say is not None:
+        say(f"{path}: skipped the last line, which is incomplete")
     return records

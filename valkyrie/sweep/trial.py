@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -207,7 +208,13 @@ class Trial:
     def from_json(line: str | bytes) -> Trial:
         """Parse a line. Raises ValueError for a newer schema or a malformed line, with advice in the message."""
         try:
-            values = json.loads(line)
+            text = line if isinstance(line, str) else line.decode()
+            values = json.loads(text)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                "it is not UTF-8 text. Convert the file if it is compressed or in another encoding, or restore it from "
+                "a backup."
+            ) from error
         except ValueError as error:
             raise _malformed_line(f"it is not JSON ({error})") from error
         if not isinstance(values, dict) or "schema" not in values:
@@ -220,6 +227,10 @@ class Trial:
         try:
             trial = decode(Trial, upgrade_record(values) | {"about": values.get("about") or None}, TRIALS_FILE)
         except RecordError as error:
+            missing = re.search(r"missing required field `(\w+)`", error.reason)
+            # `upgrade_record` has dropped a number that is not finite.
+            if missing and (number := re.search(rf'"{missing[1]}": *(NaN|-?Infinity)', text)):
+                raise _malformed_line(f"{missing[1]} must be a finite number, not {number[1]}") from error
             raise _malformed_line(f"{error.field.removeprefix('$.') or 'the line'}: {error.reason}") from error
         about = trial.about
         return trial if about is None else replace(trial, about=with_hardware(about, key_values(trial.overrides)))
