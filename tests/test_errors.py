@@ -99,6 +99,8 @@ MISTAKES |= {
         "partition=[fsdp]",
         "partition=[fsdp,dp]",
         "mode=tune target=[v5e-4,v5e-8]",
+        "mode=search target=[v5e-4,v5e-8",
+        "mode=compile tokens=1e9",
         "partition=null",
         "mesh.name=4x4x2",
         "partition.name=dp",

@@ -830,6 +830,11 @@ def test_the_answer_if_no_layout_fits(
     text = mode._describe_no_fit(make_shortlist(request), request, CompiledLayouts(), request.space())
     assert [line.partition(":")[0] for line in text.splitlines()] == ["v5e", "v4"]
     assert text.splitlines()[0].endswith("target=v5e-16.") and "target=v4-" in text.splitlines()[1]
+    monkeypatch.setattr(mode, "build_shortlist", lambda ranked: Shortlist([], [], []))
+    assert mode._suggest_chips(request, "v5e").startswith("No slice up to 256 chips (target=v5e-256) is enough. ")
+    request = make_request("batch=1")
+    text = "No slice up to 256 chips (target=v5e-256) is enough. Use a smaller model."
+    assert mode._suggest_chips(request, "v5e") == text
 
 
 def test_a_searched_batch_uses_95_percent_of_the_memory() -> None:

@@ -160,6 +160,8 @@ def _refuse_wrong_choice(argument: str, key: str, value: str, in_python: bool) -
     is_name_key = group in _GROUPS and key == f"{group}.name"
     if is_name_key and (group in ("mesh", "target") or value in config_names(group)):
         raise ValueError(f"{argument} changes only the name, not the settings. Write {group}={value}.")
+    if key in _GROUPS and value.startswith("[") and not value.endswith("]"):
+        raise ValueError(f"{argument}: the ] at the end is missing. Write {argument}].")
     if key in _GROUPS and value.startswith("["):
         raise ValueError(f"{argument}: {key}= takes one choice, not a list{_choice_hint(key, value, in_python)}")
     if key != "mesh" and re.fullmatch(r"[+-]?[\d.]+(e\d+)?|true|false", value) and (names := config_names(key)):
