@@ -28,6 +28,7 @@ from valkyrie.launch.engines import gke, skypilot, slurm, ssh, tpu_vm
 from valkyrie.launch.engines.local import PROCESSES_PER_CORE
 from valkyrie.launch.gcloud import accelerator_type, resource_name
 from valkyrie.launch.plan import CommandStep, FileStep, Plan, command_text
+from valkyrie.launch.remote import config_folder_notes
 
 GOLDENS = Path(__file__).parent / "goldens" / "launch"
 NAME_AND_RUNS = "name=mine runs=/mnt/shared/runs"
@@ -260,6 +261,7 @@ def test_a_long_command_is_wrapped_before_its_flags():
         "target=v4-64 -- model=gpt_tiny mesh=4x4x2 distributed=off",
         "target=ssh hosts=[a,b] -- distributed=off",
         "target=local -- distributed=off",
+        "target=v5e-8 -- resume=latest name=aa",
         "logs target=v4-64",
         "delete target=local name=a",
         "list target=ssh hosts=[a]",
@@ -398,23 +400,56 @@ def test_a_config_folder_outside_the_clone_is_noted(target: str):
         assert sum("is not a relative path inside the clone" in note for note in plan.notes) == note_count
 
 
+def test_a_config_folder_that_is_not_committed_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("committed", "changed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").touch()
+    user = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), (*user, "commit", "-qm", "a")):
+        subprocess.run(["git", *words], check=True)
+    (tmp_path / "changed" / "b.py").touch()
+    (tmp_path / "ignored").mkdir()
+    (tmp_path / "ignored" / "a.py").touch()
+    (tmp_path / "committed" / "__pycache__").mkdir()
+    (tmp_path / "committed" / "__pycache__" / "a.pyc").touch()
+    (tmp_path / ".git" / "info" / "exclude").write_text("ignored\n__pycache__\n")
+    notes = config_folder_notes(("--config-dir", "nosuch", "-cd=committed", "modules=[changed,committed,ignored]"))
+    faults = (
+        "--config-dir nosuch does not exist",
+        "modules=changed has files that are not committed",
+        "modules=ignored has files that are not committed",
+    )
+    assert all(note.startswith(fault) for note, fault in zip(notes, faults, strict=True)), notes
+
+
 @pytest.mark.parametrize(
     ("override", "expected_note"),
     [
         ("data.paths=[docs/*.txt,gs://b/c]", "data.paths=docs/*.txt is read from the disk of each machine"),
         ("data.paths=['docs/a b.txt', \"more\"]", "data.paths=docs/a b.txt,more is read from the disk of each machine"),
         ("data.paths=[gs://b/c,/mnt/nfs/docs]", None),
+        ("data.paths=[/tmp/docs]", "data.paths=/tmp/docs is read from the disk of each machine"),
+        ("data.tokenizer=mine.json", "data.tokenizer=mine.json is read from the disk of each machine"),
+        ("data.tokenizer=/mnt/nfs/mine.json", None),
+        ("data.tokenizer=gpt2", None),
+        ("data.tokenizer=trained", "data.tokenizer=trained was trained on this machine"),
         (f"data.paths=[{Path.home()}/docs]", f"data.paths={Path.home()}/docs is read from the disk of each machine"),
         ("checkpoint.folder=saves", "checkpoint.folder=saves is on the local disk of each machine"),
         ("checkpoint.folder=/mnt/nfs/saves", None),
         (f"runs={Path.home()}/runs", f"runs={Path.home()}/runs is on the local disk of each machine"),
     ],
 )
-def test_local_folders_that_a_slice_does_not_have_are_noted(override: str, expected_note: str | None):
+def test_local_folders_that_a_slice_does_not_have_are_noted(
+    override: str, expected_note: str | None, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path))
+    (tmp_path / "tokenizers").mkdir()
+    (tmp_path / "tokenizers" / "trained.json").touch()
     notes = disk_notes(["model=gpt_tiny", "runs=/mnt/shared/runs", override])
     assert [note[: len(expected_note or "")] for note in notes] == ([expected_note] if expected_note else [])
     key = override.partition("=")[0]
-    assert all(f"Set {key}=DIR to a folder" in note for note in notes if key != "data.paths")
+    assert all(f"Set {key}=DIR to a folder" in note for note in notes if not key.startswith("data."))
 
 
 def test_a_run_name_is_added_if_a_restart_would_start_over(capsys: pytest.CaptureFixture[str]):

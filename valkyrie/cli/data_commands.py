@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, run_command
-from valkyrie.data.config import SOURCES
+from valkyrie.data.config import SOURCES, trained_tokenizer_path
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import empty_rows_note
 from valkyrie.data.readers import COLUMN_SUFFIXES, FIELD_SUFFIXES
@@ -186,7 +186,7 @@ def _refuse_unread_options(config: text.Config) -> None:
 
 def _train_tokenizer(arguments: argparse.Namespace) -> None:
     from valkyrie.data.tokenizer import check_tokenizer_name, read_fingerprint
-    from valkyrie.data.tokenizer_json import TextCounts, train_tokenizer, trained_tokenizer_path, training_texts
+    from valkyrie.data.tokenizer_json import TextCounts, train_tokenizer, training_texts
 
     is_path = arguments.save.endswith(".json")
     if not is_path:

@@ -88,12 +88,18 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
 def _refuse_useless_launch(config: EngineConfig, overrides: Sequence[str]) -> None:
     """Raise ValueError if the launch would not do what the user expects.
 
-    Refuses `--run` after the `--`, `distributed=off` with several processes, and, if the target is a slice, a mode that
-    does not use devices.
+    Refuses `--run` after the `--`, different runs in `resume=` and `name=`, `distributed=off` with several processes,
+    and, if the target is a slice, a mode that does not use devices.
     """
     if "--run" in overrides:
         raise ValueError("--run: valkyrie-train has no such flag. Write --run before the --.")
     values = key_values(overrides)
+    resume, name = values.get("resume", "null"), values.get("name", "null")
+    if is_single_training(overrides) and "null" not in (resume, name) and Path(resume).name != name:
+        raise ValueError(
+            f"resume={resume} and name={name} name different runs. Leave out name= to continue {resume}, or leave out "
+            f"resume= to train {name}."
+        )
     if values.get("distributed") == "off" and (count := config.process_count) > 1:
         raise ValueError(
             f"distributed=off: each of the {count} processes of target={config.target} would train alone. Leave it out."

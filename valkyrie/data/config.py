@@ -7,6 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.buckets import url_scheme
@@ -151,6 +152,11 @@ def full_path(path: str) -> str:
 def is_tokenizer_file(tokenizer: str) -> bool:
     """Return whether a tokenizer is named by a path, such as `gpt2.tiktoken`, `mine.tiktoken:r50k` or `folder/mine`."""
     return tokenizer.endswith((".tiktoken", ".json")) or ".tiktoken:" in tokenizer or "/" in tokenizer
+
+
+def trained_tokenizer_path(name: str) -> Path:
+    """Return the path of a trained tokenizer. It is in the cache, so `data.tokenizer=NAME` works from every folder."""
+    return cache_root() / "tokenizers" / f"{name}.json"
 
 
 def source_names(kind: str) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 import tiktoken
 from jaxtyping import Int32
 
+from valkyrie.data.config import trained_tokenizer_path
 from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.files import Listing
 from valkyrie.data.git_lfs import refuse_git_lfs_pointer
@@ -53,11 +54,6 @@ def tokenizer_json_path(name: str) -> Path | None:
     if "/" not in name and (trained_file := trained_tokenizer_path(name)).is_file():
         return trained_file
     return path / "tokenizer.json" if (path / "tokenizer.json").is_file() else None
-
-
-def trained_tokenizer_path(name: str) -> Path:
-    """Return the path of a trained tokenizer. It is in the cache, so `data.tokenizer=NAME` works from every folder."""
-    return cache_root() / "tokenizers" / f"{name}.json"
 
 
 def trained_tokenizer_names() -> list[str]:

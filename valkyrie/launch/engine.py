@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
+from valkyrie.data.config import is_tokenizer_file, trained_tokenizer_path
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import ChipConfig, TargetConfig
-from valkyrie.launch.plan import CommandStep, Plan, check_plan
+from valkyrie.launch.plan import CommandStep, Plan, check_plan, list_items
 from valkyrie.launch.supervisor import print_message
 from valkyrie.runs.folder import key_values
 from valkyrie.units import count_text
@@ -226,11 +228,21 @@ def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machi
         risk: what happens to checkpoints on such a disk. The warning has this text after the word "checkpoints".
     """
     values, notes = key_values(overrides), []
-    paths = [path.strip(" '\"") for path in values.get("data.paths", "null").strip("[]").split(",")]
-    if local_paths := [path for path in paths if path not in ("", "null") and _is_local(path)]:
+    tokenizer = values.get("data.tokenizer", "null").strip("'\"")
+    local_paths = {
+        "data.paths": [path for path in list_items(values.get("data.paths", "")) if _is_local(path)],
+        "data.tokenizer": [tokenizer] if is_tokenizer_file(tokenizer) and _is_local(tokenizer) else [],
+    }
+    notes += [
+        f"{key}={','.join(paths)} is read from the disk of each machine, which only has the files of the last commit. "
+        f"Use {'gs://BUCKET/..., or ' if key == 'data.paths' else ''}a disk that all hosts mount."
+        for key, paths in local_paths.items()
+        if paths
+    ]
+    if "/" not in tokenizer and (file := trained_tokenizer_path(tokenizer)).is_file():
         notes.append(
-            f"data.paths={','.join(local_paths)} is read from the disk of each machine, which only has the files of "
-            "the last commit. Use gs://BUCKET/..., or a disk that all hosts mount."
+            f"data.tokenizer={tokenizer} was trained on this machine, and the others do not have it. Copy {file} to a "
+            "disk that all hosts mount, and set data.tokenizer to its path there."
         )
     key = "runs" if values.get("checkpoint.folder", "null") == "null" else "checkpoint.folder"
     folder = values.get(key, "runs")
@@ -243,9 +255,10 @@ def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machi
 
 
 def _is_local(path: str) -> bool:
-    """Return whether a path is relative or inside the home folder, and therefore on the local disk of one machine.
+    """Return whether a path is on the local disk of one machine: a relative path, or one in the home or temp folder.
 
     URLs are not local. Other absolute paths may be on a shared disk.
     """
-    may_be_shared = Path(path).is_absolute() and not Path(path).is_relative_to(Path.home())
+    local_folders = (Path.home(), Path(tempfile.gettempdir()))
+    may_be_shared = Path(path).is_absolute() and not any(map(Path(path).is_relative_to, local_folders))
     return not may_be_shared and "://" not in path

@@ -205,6 +205,11 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _ReadableDumper.add_representer(str, _represent_text)
 
 
+def list_items(value: str) -> list[str]:
+    """Return the items of a list as typed after `KEY=`, such as `[a,'b c']`. Empty for an empty string or `null`."""
+    return [item for item in (item.strip(" '\"") for item in value.strip("[]").split(",")) if item not in ("", "null")]
+
+
 def to_yaml(mapping: Mapping[str, object]) -> str:
     """Return a mapping as ASCII YAML, because PyYAML reads some other characters as line breaks."""
     return yaml.dump(dict(mapping), Dumper=_ReadableDumper, sort_keys=False, width=1000)

@@ -8,9 +8,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from valkyrie.launch.plan import CommandStep, shell_text, step_error
+from valkyrie.launch.plan import CommandStep, list_items, shell_text, step_error
 from valkyrie.launch.supervisor import print_message
-from valkyrie.runs.folder import split_override
+from valkyrie.runs.folder import key_values, split_override
 
 ARCHIVE_COMMAND = ("git", "archive", "--format=tar.gz")
 """Command that packs the tracked files of a commit. Runs, data and secrets are not tracked."""
@@ -37,21 +37,36 @@ def check_clone() -> None:
 
 
 def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return a warning for each `--config-dir` that is not a relative path inside the clone.
+    """Return a warning for each folder of `--config-dir` and `modules=` that is not in the clone's last commit.
 
-    The hosts get only the files of the clone.
+    The hosts get only the files of that commit.
     """
     flags = ("--config-dir", "-cd")
     folders = [
         folder for flag, separator, folder in (word.partition("=") for word in overrides) if separator and flag in flags
     ]
     folders += [value for word, value in zip(overrides, overrides[1:], strict=False) if word in flags]
+    settings = [(f"--config-dir {folder}", folder) for folder in folders]
+    settings += [(f"modules={folder}", folder) for folder in list_items(key_values(overrides).get("modules", ""))]
     return tuple(
-        f"--config-dir {folder} is not a relative path inside the clone. The hosts get only the clone's last commit: "
-        "commit the folder there and name it by its relative path, or create it on every host."
-        for folder in folders
-        if folder.startswith(("/", "~", ".."))
+        f"{setting} {fault}. The hosts get only the clone's last commit: commit the folder there and name it by its "
+        "relative path, or create it on every host."
+        for setting, folder in settings
+        if (fault := _commit_fault(folder)) is not None
     )
+
+
+def _commit_fault(folder: str) -> str | None:
+    """Return why the last commit does not have a folder as it is on this machine, or None if it does."""
+    if folder.startswith(("/", "~", "..")):
+        return "is not a relative path inside the clone"
+    if not Path(folder).exists():
+        return f"does not exist (current folder: {Path.cwd()})"
+    command = ("git", "status", "--porcelain", "--ignored", "--", folder, ":(exclude)*__pycache__*")
+    changes = subprocess.run(command, capture_output=True, text=True, check=False)
+    if changes.returncode == 0 and changes.stdout:
+        return "has files that are not committed"
+    return None
 
 
 def unpack_command(folder: str, archive: str | None = None) -> str:
