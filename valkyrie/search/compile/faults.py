@@ -76,7 +76,7 @@ def find_faults(program: PartitionedProgram) -> tuple[Fault, ...]:
 class _Origin(NamedTuple):
     """Source line and name of a JAX operation, which are the same before and after partitioning.
 
-    Used only to find `whole_batch`. Other faults compare source lines, or only the partitioned program.
+    Only `whole_batch` matches operations by both: `gathered_batch` matches lines and shapes, `repeated_compute` lines.
     """
 
     source: str
