@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def test_a_users_source_and_task_train(folder: Path, monkeypatch: pytest.MonkeyP
     module.write_text(f"{code}\n# An edited module reads its documents again.\n")
     monkeypatch.syspath_prepend(str(folder))
     config = SOURCES.config_class("tickets")(paths=[str(folder.parent / "tickets.db")], cache_dir=f"{folder}/cache")
+    assert SOURCES.config_class("tickets")().cache_dir == os.environ["VALKYRIE_CACHE"] + "/data"
     assert find_dataset(config, "bytes") is None
     module.write_text(code)
     assert find_dataset(config, "bytes") is not None
@@ -80,7 +82,10 @@ def test_the_doctor_checks_a_users_source_and_does_not_suggest_valkyrie_data(fol
     command.append(f"data.cache_dir={folder}/unused")
     result = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
     checked = " ".join(result.stdout.split())
-    assert "data=tickets is not prepared yet: process 0 prepares it when the run starts" in checked, result.stderr
+    assert (
+        "data=tickets is not prepared yet, so its text was not read: process 0 prepares it when the run starts"
+        in checked
+    ), result.stderr
     assert "valkyrie-data prepare" not in checked
 
 

@@ -15,9 +15,10 @@ from valkyrie.records import encode, load
 from valkyrie.trees import flatten, leaf_names
 
 _INFO_FILE = "about/metadata"
+_POSITION_FILE = "data/metadata"
 """The file with a checkpoint's metadata."""
 _UNREADABLE_INFO = Problem(ProblemCode.damaged, value=_INFO_FILE, text=f"{_INFO_FILE} cannot be read")
-_REQUIRED_FILES = (_INFO_FILE, METADATA_FILE, "data/metadata", "state/_METADATA")
+_REQUIRED_FILES = (_INFO_FILE, METADATA_FILE, _POSITION_FILE, "state/_METADATA")
 """Files that every checkpoint has."""
 PARAMETERS_ONLY = "parameters"
 """Value of `CheckpointInfo.holds` in checkpoints without optimizer state."""
@@ -73,6 +74,11 @@ def read_info(path: Any) -> CheckpointInfo:
             f"The checkpoint {path} is damaged ({type(error).__name__}: {first_line(error)[:200]}). Delete that folder "
             "to continue from an older one."
         ) from error
+
+
+def read_data_position(path: Any) -> Mapping[str, Any]:
+    """Return the saved position of the data loader (`Loader.state`). Raises OSError or ValueError if it is damaged."""
+    return json.loads((path / _POSITION_FILE).read_text())
 
 
 def find_damage(path: Any) -> Problem | None:

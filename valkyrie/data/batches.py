@@ -18,6 +18,11 @@ Batch = dict[str, np.ndarray]
 """The arrays of a batch, with rows as the first dimension. Text has `tokens`, `targets`, `segment_ids` (int32) and
 `weights` (float32), each [rows, seq]."""
 _BATCHES_AHEAD = 2
+OTHER_DATA = (
+    "data= differs from the data that this run was trained on: the files, their text, the tokenizer or the validation "
+    "split changed. Use the same data, or start a new run with another name=."
+)
+"""The error message for a run that continues on other data."""
 
 
 @dataclass(frozen=True)
@@ -196,10 +201,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
 
 def _position_refusal(field: str, saved_value: object, current_value: object, seed_key: str) -> str:
     if field == "content":
-        return (
-            "data= differs from the data that this run was trained on: the files, their text, the tokenizer or the "
-            "validation split changed. Use the same data, or start a new run with another name=."
-        )
+        return OTHER_DATA
     key = seed_key if field == "seed" else field if field in ("seq", "split", "batch") else f"data.{field}"
     alternative = f" or data.shuffle_seed={saved_value}" if key == "seed" else ""
     return (

@@ -168,7 +168,7 @@ class DocumentConfig(TextConfig):
                 next_step += (
                     f". To prepare it now, use `valkyrie-data prepare {self.source}` with this run's paths and options"
                 )
-            return DataCheck(f"data={self.name} is not prepared yet: {next_step}")
+            return DataCheck(f"data={self.name} is not prepared yet, so its text was not read: {next_step}")
         epochs = steps * batch / count_rows(data, "train", batch, seq)
         shards, content = len(data.train.shards), data.content[:12]
         text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} (hash {content})"

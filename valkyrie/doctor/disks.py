@@ -15,10 +15,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from valkyrie.checkpoint.contents import newest_undamaged_step, read_info, refuse_other_model
+from valkyrie.checkpoint.contents import (
+    newest_undamaged_step,
+    read_data_position,
+    read_info,
+    refuse_other_model,
+    refuse_other_tokenizer,
+)
 from valkyrie.checkpoint.location import all_steps_in, checkpoint_root, in_bucket, parse_path
 from valkyrie.config.run import Run
+from valkyrie.data.batches import OTHER_DATA
 from valkyrie.data.config import DataCheck
+from valkyrie.data.tokenizer import tokenizer_identity
 from valkyrie.doctor.findings import FAILURE, OK, WARNING, CheckContext, CheckResults
 from valkyrie.paths import cache_problem, cache_root, disk_errors, error_reason
 from valkyrie.runs.folder import choose_run_folder
@@ -121,7 +129,7 @@ def _checkpoint_location(run: Run) -> tuple[str, str]:
 
 
 def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
-    """Check the files and the model of the checkpoint to resume from.
+    """Check the files, the model, the tokenizer and, if it is prepared, the data of the checkpoint to resume from.
 
     Only process 0 runs this check. It is skipped if neither `resume` nor `name` is set, because such a run is new.
     A damaged checkpoint is a warning if an older one is undamaged, or if the run may have fast checkpoints.
@@ -143,7 +151,14 @@ def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
         yield severity, message, remedy
     if step is not None:
         shapes = {name: spec.shape for name, spec in context.run.model.parameters().items()}
-        refuse_other_model(root / str(step), read_info(root / str(step)).parameters, shapes)
+        path = root / str(step)
+        info = read_info(path)
+        refuse_other_model(path, info.parameters, shapes)
+        refuse_other_tokenizer(path, info.tokenizer, tokenizer_identity(context.run.tokenizer))
+        content = _prepared_content(context.run)
+        if content and not read_data_position(path).get("content", content).startswith(content):
+            yield FAILURE, OTHER_DATA, ""
+            return
         files_text = (
             "; the bucket verifies its files itself, so they were not checked"
             if in_bucket(root)
@@ -225,10 +240,8 @@ def check_data(context: CheckContext) -> CheckResults:
 
 def check_same_data(context: CheckContext) -> CheckResults:
     """Compare the prepared data of all processes. Skipped unless this process and another one have prepared it."""
-    content, team = None, context.team
-    with contextlib.suppress(ValueError, OSError):  # `check_data` reports them
-        content = _data_check(context.run).content
-    by_process = team.exchange("content of the data", content)
+    team = context.team
+    by_process = team.exchange("content of the data", _prepared_content(context.run))
     hashes = {index: content for index, content in enumerate(by_process) if content is not None}
     if len(hashes) < 2 or team.index not in hashes:
         return
@@ -245,6 +258,13 @@ def check_same_data(context: CheckContext) -> CheckResults:
 def _data_check(run: Run) -> DataCheck:
     config = run.config
     return config.data.check(run.tokenizer, config.batch, config.seq, config.steps)
+
+
+def _prepared_content(run: Run) -> str | None:
+    """Return the beginning of the hash of the prepared data, or None if it is not prepared or cannot be used."""
+    with contextlib.suppress(ValueError, OSError):  # `check_data` reports them
+        return _data_check(run).content
+    return None
 
 
 def check_wandb_key(context: CheckContext) -> CheckResults:
