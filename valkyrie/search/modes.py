@@ -136,7 +136,11 @@ def _refuse_other_results(run: Run, file_name: str) -> None:
         return
     file = choose_run_folder(run) / file_name
     changes = changed_settings(run, file.parent) if file.is_file() else {}
-    saved = [f"{key}={value}" for key, (_, value) in changes.items() if key.partition(".")[0] in SHAPING_KEYS]
+    saved = [
+        f"{key.removesuffix('.name')}={value}"
+        for key, (_, value) in changes.items()
+        if key.partition(".")[0] in SHAPING_KEYS
+    ]
     if saved:
         others = f" and {len(saved) - 3} other settings" if len(saved) > 3 else ""
         raise ValueError(

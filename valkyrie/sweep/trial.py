@@ -210,12 +210,13 @@ class Trial:
         try:
             text = line if isinstance(line, str) else line.decode()
             values = json.loads(text)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                "it is not UTF-8 text. Convert the file if it is compressed or in another encoding, or restore it from "
-                "a backup."
-            ) from error
         except ValueError as error:
+            # Compressed files and UTF-16 begin so; later, a single line is damaged.
+            if isinstance(error, UnicodeDecodeError) and error.start < 2:
+                raise ValueError(
+                    "it is not UTF-8 text. Convert the file if it is compressed or in another encoding, or restore it "
+                    "from a backup."
+                ) from error
             raise _malformed_line(f"it is not JSON ({error})") from error
         if not isinstance(values, dict) or "schema" not in values:
             raise _malformed_line("it is not a trial")
