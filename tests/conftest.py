@@ -230,7 +230,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
     def call(*arguments: str) -> CommandResult:
         runs: list[Any] = []
-        monkeypatch.setattr(dispatch, "_run_mode", lambda run: runs.append(run) or 0)
+        monkeypatch.setattr(dispatch, "run_mode", lambda run: runs.append(run) or 0)
         monkeypatch.setattr("sys.argv", ["valkyrie-train", *arguments])
         capsys.readouterr()
         status = 0

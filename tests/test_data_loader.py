@@ -342,3 +342,16 @@ def test_a_program_exits_at_once_with_an_open_loader(range_dataset: PreparedText
         program.send_signal(signal.SIGINT)
     out, errors = program.communicate(timeout=60)
     assert (program.returncode, first, out, errors) == (0, "(8, 16)\n", "0\n" if ending == "wait" else "", "")
+
+
+def test_a_script_without_a_main_guard_trains_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, valkyrie\n"
+        "run = valkyrie.compose('model=gpt_tiny', 'mesh=1x1x1', 'tracking=off')\n"
+        "if __name__ == '__mp_main__':\n    valkyrie.fit(run)\n"
+        "process = multiprocessing.get_context('spawn').Process(target=print)\nprocess.start()\nprocess.join()\n"
+    )
+    result = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    (line,) = result.stderr.splitlines()
+    assert "`if __name__ == '__main__':`, or set data.workers=0" in line and not (tmp_path / "runs").exists()

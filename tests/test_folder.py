@@ -21,6 +21,7 @@ from valkyrie.runs.folder import (
     RUN_FILE,
     changed_settings,
     choose_run_folder,
+    claim_run_folder,
     command_name,
     describe_schedule_change,
     find_run,
@@ -269,6 +270,19 @@ def test_a_folder_with_other_files_is_refused_as_a_run_folder(tmp_path: Path):
     make_run(tmp_path, "ours")
     (tmp_path / "ours" / RUN_FILE).unlink()  # it still has a checkpoint
     assert choose_run_folder(compose_run("model=s5_tiny", f"runs={tmp_path}", "name=ours")) == tmp_path / "ours"
+
+
+def test_the_folder_of_a_sweep_is_refused_as_a_run_folder(tmp_path: Path):
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / "trials.jsonl").touch()
+    with pytest.raises(ValueError, match=r"swept is the folder of a sweep\. Use another name=\."):
+        choose_run_folder(compose_run("model=s5_tiny", f"runs={tmp_path}", "name=swept"))
+
+
+def test_a_folder_in_place_of_the_metrics_is_refused(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a folder, but .* Move or delete it"):
+        claim_run_folder(compose_run("model=s5_tiny", "name=a"), tmp_path)
 
 
 def test_links_in_a_run_folder_are_not_written_through(tmp_path: Path):

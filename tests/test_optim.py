@@ -103,6 +103,7 @@ def test_adam_uses_the_configured_betas() -> None:
         ("epsilon", 0.0),
         ("weight_decay", -1.0),
         ("final_ratio", -1.0),
+        ("final_ratio", 5.0),
         ("ssm_learning_rate_ratio", math.inf),
         ("warmup_steps", -1),
         ("decay_steps", 0),

@@ -36,6 +36,19 @@ def test_a_users_mode_runs_with_its_key(folder: Path, capfd: pytest.CaptureFixtu
     )
 
 
+@pytest.mark.parametrize(("result", "status"), [("None", 0), ("3", 3), ("False", 2), ("'done'", 2), ("256", 2)])
+def test_the_result_of_a_users_mode_is_its_exit_status(
+    folder: Path, capfd: pytest.CaptureFixture[str], result: str, status: int
+) -> None:
+    name = f"count_{status}_{len(result)}"
+    file, settings = folder / f"{name}.py", (folder / "mode" / "count.yaml").read_text()
+    file.write_text((folder / "count.py").read_text().replace("return 0", f"return {result}"))
+    (folder / "mode" / f"{name}.yaml").write_text(settings.replace("count", name))
+    assert run_train(f"mode={name}", "--config-dir", str(folder), *SMALL) == status
+    err = capfd.readouterr().err
+    assert (f"run() of {file} returned {result}, not an exit status from 0 to 255." in err) == (status == 2), err
+
+
 def test_a_users_mode_is_listed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_train("--help", "--config-dir", str(folder)) == 0
     assert "mode=count" in capfd.readouterr().out

@@ -172,6 +172,17 @@ def test_a_yaml_without_its_family_is_refused(command: Any, folder: Path) -> Non
     assert (result.status, result.err) == (2, f"valkyrie-train: {message}\n")
 
 
+def test_a_field_without_a_type_is_named(command: Any, tmp_path: Path) -> None:
+    write_listings(tmp_path, README)
+    file = (tmp_path / "lion.py").rename(tmp_path / "untyped.py")
+    file.write_text(file.read_text().replace("beta1: float = 0.9", "beta1 = 0.9"))
+    settings = (tmp_path / "optimizer" / "lion.yaml").read_text()
+    (tmp_path / "optimizer" / "lion.yaml").unlink()
+    (tmp_path / "optimizer" / "untyped.yaml").write_text(settings.replace("lion", "untyped"))
+    result = command("--config-dir", str(tmp_path), *SMALL, "optimizer=untyped", "optimizer.beta1=0.8")
+    assert f" {file} has beta1 without a type. Write beta1: float = 0.9. " in result.err
+
+
 def test_a_missing_module_is_named_with_its_yaml(tmp_path: Path) -> None:
     (tmp_path / "mine" / "optimizer").mkdir(parents=True)
     file = tmp_path / "mine" / "optimizer" / "foo.yaml"

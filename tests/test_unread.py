@@ -103,6 +103,21 @@ def test_unread_settings_are_reported(arguments: list[str], note: str, capfd: py
     assert note in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        (["warmup_steps=50"], "steps=10). The warm-up takes 9 steps"),
+        (["warmup_steps=9"], None),
+        (["warmup_steps=5", "decay_steps=4"], "optimizer.decay_steps=4). The warm-up takes 3 steps"),
+        (["warmup_steps=8", "schedule=trapezoid", "warmdown=0.5"], "steps=10). The warm-up takes 5 steps"),
+        (["learning_rate=0.1"], None),
+    ],
+)
+def test_a_warmup_that_the_schedule_shortens_is_reported(settings: list[str], note: str | None):
+    run = valkyrie.compose("model=gpt_tiny", "steps=10", *(f"optimizer.{setting}" for setting in settings))
+    assert [text.partition("schedule (")[2] for text in unread_notes(run)] == ([note] if note else [])
+
+
 def test_a_batch_that_an_experiment_replaces_is_reported():
     arguments = ("experiment=nanochat_v5e8", "batch=8")
     for mode in ("mode=compile", "mode=search"):

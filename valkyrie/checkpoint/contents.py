@@ -173,7 +173,7 @@ def refuse_other_state(
         return
     # a changed number keeps the arrays; adding or removing an optimizer, average or clipping does not
     optimizer_changes = {
-        key: values
+        key.removesuffix(".name"): values  # the choice of the optimizer
         for key, values in changed_settings.items()
         if key == "optimizer.name" or (key.startswith("optimizer.") and "null" in values)
     }

@@ -23,6 +23,7 @@ from valkyrie.config.compose import ENVIRONMENT_MESH, register
 from valkyrie.config.explain import explain
 from valkyrie.config.files import check_folder
 from valkyrie.config.mistakes import bytes_not_utf8, refuse_typos, refuse_unknown_flags, version_text
+from valkyrie.config.modes import run_mode
 from valkyrie.config.run import Run
 from valkyrie.config.saved import PrimaryConfig, config_dirs, find_primary_config
 from valkyrie.config.unread import replacement_notes, unread_notes
@@ -87,7 +88,7 @@ def dispatch() -> None:
                 raise ValueError(_describe_problems(run, problems))
             for note in (*unread_notes(run), *replacement_notes(run)):
                 print(f"note: {note}", file=sys.stderr)
-            sys.exit(_run_mode(run))
+            sys.exit(run_mode(run))
     except BrokenPipeError:
         exit_on_broken_pipe()
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -139,10 +140,6 @@ def _compose(primary_config: PrimaryConfig, command: str) -> DictConfig | None:
     finally:
         os.environ.pop(FULL_ERROR) if user_setting is None else os.environ.update({FULL_ERROR: user_setting})
     return composed[0] if composed else None
-
-
-def _run_mode(run: Run) -> int:
-    return run.config.mode.run(run)
 
 
 def _mesh_origin(text: str, arguments: Sequence[str]) -> str:

@@ -190,6 +190,17 @@ MODES = Families("mode.name", "valkyrie.modes", ModeConfig)
 Schema = TypeVar("Schema", bound=ModeConfig)
 
 
+def run_mode(run: Run) -> int:
+    """Execute the mode of a run and return its exit status, 0 if the mode returns None.
+
+    Raises ValueError if a user's mode returns anything else.
+    """
+    status = run.config.mode.run(run)
+    if status is not None and (type(status) is not int or not 0 <= status < 256):
+        raise MODES.wrong_result_error(run.config.mode, "run", status, "an exit status from 0 to 255")
+    return status or 0
+
+
 def get_mode(name: str | None) -> type[ModeConfig] | None:
     """Return the config class of a mode, or None if there is no such mode or `name` is None."""
     return MODES.config_class(name) if name is not None and name in MODES else None

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from inspect import getsourcefile
 from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
@@ -194,6 +195,11 @@ def describe_unknown_key(full_key: str, parent: Any) -> Problem:
         if prefix == group:
             family = parent.get(families.key.removeprefix(f"{group}."))
             description = f"a key of {group if group == 'mode' else families.key}={family}"
+    config_class = OmegaConf.get_type(parent) if isinstance(parent, DictConfig) else dict
+    if is_dataclass(config_class) and key_name in vars(config_class):
+        value = vars(config_class)[key_name]
+        declaration = f"{key_name}: {type(value).__name__} = {value!r}"
+        hint = f" {getsourcefile(config_class)} has {key_name} without a type. Write {declaration}."
     if full_key in LAYOUT_SWEEPER_KEYS:
         hint = " To set it, add hydra/sweeper=layouts."
     in_prefix = f" in {prefix}" if prefix else ""

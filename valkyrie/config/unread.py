@@ -8,6 +8,7 @@ from pathlib import Path
 
 from valkyrie.config.modes import NEUTRAL_KEYS, ModeConfig
 from valkyrie.config.run import Run, RunConfig
+from valkyrie.optim import longest_warmup
 from valkyrie.runs.folder import changed_settings, find_run, key_values, split_flags, split_override
 from valkyrie.units import escape_control_characters
 
@@ -42,6 +43,13 @@ def unread_notes(run: Run) -> list[str]:
             f"TPU_MESH_CONFIG={sizes} has no effect: mode=search tries all meshes. To search only this one, add "
             "mesh=environment"
         )
+    warmup_text, optimizer, longest = settings_by_key.get("optimizer.warmup_steps"), run.config.optimizer, 0
+    if warmup_text and optimizer.warmup_steps > (longest := longest_warmup(optimizer, run.config.steps)):
+        length = (
+            f"optimizer.decay_steps={optimizer.decay_steps}" if optimizer.decay_steps else f"steps={run.config.steps}"
+        )
+        if mode_reads(run.config.mode, "optimizer") and mode_reads(run.config.mode, "steps"):
+            notes.append(f"{warmup_text} is too long for the schedule ({length}). The warm-up takes {longest} steps")
     values = key_values(run.arguments)
     if values.get("size") == "tiny" and (model := values.get("model")) and not model.endswith("_tiny"):
         notes.append(

@@ -110,7 +110,7 @@ class OptimizerConfig:
             training: Properties of the run.
 
         Raises:
-            ValueError: `rules` returns a rule for an unknown group, or none for a group that the model has.
+            ValueError: `rules` returns no mapping, a rule for an unknown group, or none for a group that the model has.
         """
         import jax
 
@@ -182,7 +182,8 @@ class OptimizerConfig:
         return [
             *self.check("learning_rate", above=0),
             *self.check("puzzle_learning_rate", above=0, otherwise="null for learning_rate"),
-            *self.check("final_ratio", "weight_decay", "warmup_steps", least=0),
+            *self.check("weight_decay", "warmup_steps", least=0),
+            *self.check("final_ratio", least=0, most=1),
             *self.check("decay_steps", least=1, otherwise="null for `steps`"),
             *self.check("clip_norm", above=0, otherwise="null for no clipping"),
             *self.check("ema_decay", above=0, below=1, otherwise="null for no average"),
@@ -250,15 +251,14 @@ def convert_old_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the learning rate by step: linear warm-up to the peak, then decay to `final_ratio` of the peak.
 
-    The schedule takes `config.decay_steps` steps, or `steps` if that is None. Warm-up is shortened to leave at least
-    one step for a cosine, or all steps of the linear decay for `trapezoid`.
+    The schedule takes `config.decay_steps` steps, or `steps` if that is None. Warm-up is shortened to `longest_warmup`.
     """
     import optax
 
     length = config.decay_steps or steps
     if Schedule(config.schedule) is Schedule.trapezoid:
         return _trapezoid(config, length)
-    warmup = min(config.warmup_steps, max(length - 1, 0))
+    warmup = min(config.warmup_steps, longest_warmup(config, steps))
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (warmup + 1),
         peak_value=config.learning_rate,
@@ -266,6 +266,13 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         decay_steps=max(length, warmup + 1),
         end_value=config.learning_rate * config.final_ratio,
     )
+
+
+def longest_warmup(config: OptimizerConfig, steps: int) -> int:
+    """Return the maximum number of warm-up steps: all but one step for a cosine, or but the decay for `trapezoid`."""
+    length = config.decay_steps or steps
+    is_trapezoid = Schedule(config.schedule) is Schedule.trapezoid
+    return max(length - (_linear_decay_steps(config, length) if is_trapezoid else 1), 0)
 
 
 def rate_rises_if_extended(config: OptimizerConfig, steps: int, extended_steps: int) -> bool:
@@ -281,12 +288,16 @@ def rate_rises_if_extended(config: OptimizerConfig, steps: int, extended_steps: 
     return bool(extended_rate > original_rate * (1 + 1e-6))  # both are float32
 
 
+def _linear_decay_steps(config: OptimizerConfig, length: int) -> int:
+    return max(round(config.warmdown * length), 1)
+
+
 def _trapezoid(config: OptimizerConfig, length: int) -> optax.Schedule:
     """Return a schedule of `length` steps: warm-up, the peak, and a linear decay over the last fraction `warmdown`."""
     import jax.numpy as jnp
 
-    decay_steps = max(round(config.warmdown * length), 1)
-    warmup = min(config.warmup_steps, length - decay_steps)
+    decay_steps = _linear_decay_steps(config, length)
+    warmup = min(config.warmup_steps, longest_warmup(config, length))
 
     def rate(step: Any) -> Any:
         remaining = jnp.clip((length - step) / decay_steps, 0, 1)

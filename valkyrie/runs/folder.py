@@ -21,7 +21,7 @@ from yaml import YAMLError
 from valkyrie.buckets import file_problems
 from valkyrie.checkpoint import is_resumable, latest_step
 from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER, finished_steps_in
-from valkyrie.config.modes import reads_run
+from valkyrie.config.modes import METRICS_FILE, reads_run
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.extensions import check_modules
 from valkyrie.hardware.chips import fill_missing_chip_fields
@@ -133,6 +133,8 @@ def choose_run_folder(run: Run, title: str | None = None) -> Path:
         needs_separate_folder = not uses_run_folder and latest_step(runs / name) is not None
         folder = runs / (f"{name}-{mode}" if needs_separate_folder else name)
         if _has_other_files(folder):
+            if (folder / "trials.jsonl").is_file():
+                raise ValueError(f"name={name}: {folder} is the folder of a sweep. Use another name=.")
             for file in folder.glob(f"*/{WRITER_FILE}"):
                 with write_lock(file.parent):  # refused while a from-hf is writing the folder
                     pass
@@ -150,12 +152,16 @@ def claim_run_folder(run: Run, folder: Path) -> Path:
 
     `choose_run_folder` returns the same new folder for two runs that start in the same second. The second one to claim
     it gets FOLDER-2. Folders selected by `name` or `resume` may exist. Raises DiskError if the folder cannot be
-    created.
+    created, and ValueError if its `metrics.jsonl` is a folder.
     """
     is_new = run.config.name is None and run.config.resume is None
     with disk_errors(folder):
         if not is_new:
             folder.mkdir(parents=True, exist_ok=True)
+            if (folder / METRICS_FILE).is_dir():
+                raise ValueError(
+                    f"{folder / METRICS_FILE} is a folder, but a run writes a file there. Move or delete it."
+                )
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         while True:

@@ -16,7 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+from valkyrie.config.modes import run_mode
 from valkyrie.config.run import Run
+from valkyrie.extensions import describe_user_error
 from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.problems import ProblemError
 from valkyrie.processes.ending import on_process_end
@@ -44,8 +46,9 @@ def main() -> None:
 def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> Outcome:
     """Call `work` and return its outcome, or convert its exception to an outcome.
 
-    The status is `does_not_fit` if memory is exceeded, `refused` for other ValueErrors and OSErrors, and `failed` for
-    other exceptions. Prints the traceback to `log`, or to stderr if `log` is None.
+    The status is `does_not_fit` if memory is exceeded, `refused` for other ValueErrors and OSErrors, except ValueErrors
+    that a user's module raises, and `failed` for other exceptions. Prints the traceback to `log`, or to stderr if `log`
+    is None.
     """
     try:
         return work()
@@ -53,6 +56,8 @@ def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> O
         traceback.print_exc(file=log)
         if isinstance(error, DoesNotFitError):
             return Outcome(Status.does_not_fit, str(error))
+        if user_error := describe_user_error(error):
+            return failed_outcome(user_error)
         if isinstance(error, ValueError | OSError):  # the user's mistakes, as in a single run
             problems = error.problems if isinstance(error, ProblemError) else ()
             reason = " ".join(line.strip() for line in str(error).splitlines())
@@ -63,7 +68,7 @@ def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> O
 
 def _run_mode(folder: Path) -> Outcome:
     run = Run.from_config(saved_config(folder))
-    status = run.config.mode.run(run)
+    status = run_mode(run)
     if status not in (0, NO_STEP_TIME):
         return outcome_from_exit_status(status, f"the process exited with status {status}")
     return Outcome(Status.ok) if sys.argv[2:] == [WORKER_ARGUMENT] else outcome_from_results(folder, run)

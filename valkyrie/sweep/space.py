@@ -225,12 +225,17 @@ class _OverrideText(str):
 def _values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [override.get_value_element_as_str()]
-    if not override.is_discrete_sweep():
+    refuse_interval(override)
+    return list(override.sweep_string_iterator())
+
+
+def refuse_interval(override: Override) -> None:
+    """Raise ValueError if an argument sweeps over an interval, which only `hydra/sweeper=optuna` can sample."""
+    if override.is_sweep_override() and not override.is_discrete_sweep():
         raise ValueError(
             f"{override.input_line}: this sweeper takes only discrete values. List the values as "
             f"{override.get_key_element()}=A,B or use range(A,B). For an interval, use hydra/sweeper=optuna."
         )
-    return list(override.sweep_string_iterator())
 
 
 def _set_layout_key(space: Any, key: str, values: Sequence[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import sys
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -32,6 +34,12 @@ class Inputs(NamedTuple):
     tokenizer: Tokenizer | None
 
 
+_UNGUARDED_SCRIPT = (
+    "valkyrie: the processes of data.workers import this script and would train, too. Put its calls under "
+    "`if __name__ == '__main__':`, or set data.workers=0."
+)
+
+
 def prepare_run(
     run: Run,
     console: Console,
@@ -46,6 +54,8 @@ def prepare_run(
     Raises ValueError if this host lacks the devices or cannot judge code that the run evaluates, or if the model
     does not match the data or the tokenizer.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that imports the user's script
+        sys.exit(_UNGUARDED_SCRIPT)
     data, tokenizer = _prepare_data(run, console, team, cleanup)
     return Inputs(_prepare_devices(run, console, team), data, tokenizer)
 

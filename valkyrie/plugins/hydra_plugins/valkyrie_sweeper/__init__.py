@@ -6,6 +6,7 @@ Every Hydra program in the environment imports this module, so Valkyrie itself i
 from collections.abc import Sequence
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # Hydra's own sweeper has no public name
+from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -18,6 +19,15 @@ class GridSweeper(BasicSweeper):
     The basic sweeper composes every job before it launches the first, to find mistakes early. This sweeper skips that
     step for `TrialLauncher`, which checks the jobs itself and composes once for many of them.
     """
+
+    @staticmethod
+    def split_arguments(overrides: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
+        """Return the arguments of every job. Raises ValueError for an interval."""
+        from valkyrie.sweep.space import refuse_interval
+
+        for override in overrides:
+            refuse_interval(override)
+        return BasicSweeper.split_arguments(overrides, max_batch_size)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Compose every job and raise its errors. Does nothing for a `TrialLauncher`, which checks jobs itself."""
