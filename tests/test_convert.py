@@ -231,12 +231,13 @@ def test_unsupported_settings_are_refused_by_their_key(changes, message, tmp_pat
         ("mode=eval", "mode=eval: from-hf only writes a new run. "),
         ("resume=x", "resume=x: from-hf only writes a new run. "),
         ("mesh=3x1x1", "2 problems"),
+        ("name=y", "name=y: --name model already names the run. "),
     ],
 )
 def test_overrides_that_cannot_apply_are_refused(override, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_published(tmp_path / "model", "llama")
-    text = refusal_message(capsys, "from-hf", "model", "--tokenizer", "bytes", override)
+    text = refusal_message(capsys, "from-hf", "model", "--name", "model", "--tokenizer", "bytes", override)
     assert text.startswith(message) and "model.embed=33" not in text
     assert not (tmp_path / "runs").exists()
 
@@ -315,6 +316,12 @@ def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model has no model-00001-of-00002.safetensors, listed in " in refusal_message(capsys, *load)
+    (folder / "model.safetensors").touch()
+    remedy = "there, or delete model.safetensors.index.json to use model.safetensors."
+    assert refusal_message(capsys, *load).endswith(remedy)
+    for outside in ("../a.safetensors", "/a.safetensors"):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": outside}}))
+        assert f"lists {outside}, outside of the folder" in refusal_message(capsys, *load)
     (folder / "config.json").unlink()
     message = refusal_message(capsys, *load)
     assert message.startswith("model has no config.json") and ".safetensors" not in message

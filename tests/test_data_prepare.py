@@ -320,6 +320,11 @@ def test_a_cached_dataset_without_a_manifest_and_an_unreadable_folder_are_named(
     config.paths = [str(tmp_path)]
     with pytest.raises(ValueError, match=rf"^data\.paths: {tmp_path} cannot be read \(permission denied\)"):
         prepare(config, "bytes")
+    file = tmp_path / "a.txt"
+    file.touch()
+    config.paths = [str(file)]
+    with pytest.raises(ValueError, match=rf"^{file} cannot be read \(permission denied\). Run chmod u\+r on it"):
+        prepare(config, "bytes")
 
 
 def test_a_directory_without_a_manifest_is_not_a_dataset(tmp_path: Path) -> None:

@@ -54,6 +54,42 @@ def test_a_users_mode_is_listed(folder: Path, capfd: pytest.CaptureFixture[str])
     assert "mode=count" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "encoding", "correct", "wrong", "message"),
+    [
+        ("count_1", "utf-16", "unit", "unit", "FILE is UTF-16 or binary, not UTF-8. Save it as UTF-8."),
+        (
+            "count_2",
+            "utf-8",
+            "    unit: int = 1",
+            "    unit: int = 1\n    run: int = 1",
+            "has a field run, which is a method",
+        ),
+        (
+            "count-3",
+            "utf-8",
+            "unit",
+            "unit",
+            "FILE would be ignored, because count-3 is not the name of a Python module",
+        ),
+    ],
+)
+def test_slips_in_a_users_mode_are_refused(
+    folder: Path, capfd: pytest.CaptureFixture[str], name: str, encoding: str, correct: str, wrong: str, message: str
+) -> None:
+    file = folder / f"{name}.py"
+    code = (folder / "count.py").read_text()
+    assert correct in code
+    file.write_text(code.replace(correct, wrong), encoding=encoding)
+    settings = (folder / "mode" / "count.yaml").read_text()
+    (folder / "mode" / f"{name}.yaml").write_text(settings.replace("count", name))
+    assert run_train(f"mode={name}", "--config-dir", str(folder), *SMALL) == 2
+    err = capfd.readouterr().err
+    assert message.replace("FILE", str(file)) in err and err.count("\n") == 1, err
+    file.unlink()
+    (folder / "mode" / f"{name}.yaml").unlink()
+
+
 def test_the_run_folder_of_a_users_mode_loads(folder: Path, tmp_path: Path) -> None:
     parse_run(["--config-dir", str(folder), "mode=count", "mode.unit=7", *SMALL]).save(tmp_path / "run.yaml")
     saved = Run.from_config(saved_config(tmp_path)).config

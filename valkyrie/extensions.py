@@ -67,8 +67,8 @@ class Families:
         """Import a family and return its `Config` class.
 
         Raises ValueError if there is no such module, it cannot be imported or would be ignored, or its `Config` is
-        missing, does not derive from `base`, lacks a method of `base`, or has fields but no `@dataclass`. Does not
-        check families that ship with Valkyrie.
+        missing, does not derive from `base`, lacks a method of `base`, has a field with the name of a method, or has
+        fields but no `@dataclass`. Does not check families that ship with Valkyrie.
         """
         if name in self.names():
             return import_module(f"{self.package}.{name}").Config
@@ -97,6 +97,12 @@ class Families:
             raise ValueError(
                 f"{self.key}={name}: the class Config of the module {name} does not define {', '.join(missing)}, which "
                 f"{base_name} requires."
+            )
+        field_names = getattr(config_class, "__dataclass_fields__", {})
+        if methods := [field_name for field_name in field_names if callable(getattr(self.base, field_name, None))]:
+            raise ValueError(
+                f"{self.key}={name}: the class Config of the module {name} has a field {methods[0]}, which is a method "
+                f"of {base_name}. Rename the field."
             )
         return config_class
 
@@ -161,6 +167,12 @@ class Families:
         try:
             return import_module(name)
         except (Exception, SystemExit) as error:
+            spec = find_spec(name)
+            if isinstance(error, SyntaxError) and spec and b"\0" in Path(spec.origin or os.devnull).read_bytes():
+                raise ValueError(
+                    f"{self.key}={name} cannot be imported: {spec.origin} is UTF-16 or binary, not UTF-8. Save it as "
+                    "UTF-8."
+                ) from error
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[:1] != "<"]
             frames = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)] or frames
             if folder := self.user_folder(name):  # not a line of a library that the module calls

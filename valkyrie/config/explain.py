@@ -183,6 +183,10 @@ def _missing_module_text(group: str, schema: str, folders: Sequence[str]) -> str
     files = [file for folder in folders for file in sorted((Path(folder) / group).glob("*.yaml"))]
     file = next((file for file in files if schema in read_defaults(file)), None)
     name, folder = schema.removesuffix("_schema"), file.parent.parent if file else Path("FOLDER")
+    try:
+        FAMILIES[group].refuse_ignored_module(name)
+    except ValueError as error:  # a module such as my-mode.py
+        return str(error)
     nearest_name = suggest(name, FAMILIES[group].names())
     hint = f" Did you mean {nearest_name}_schema?" if nearest_name else ""
     return f"{file or group} needs {schema}, but there is no {folder / name}.py with a class Config.{hint}"

@@ -123,7 +123,8 @@ class Weights:
 def _weight_files(folder: Path) -> list[str]:
     """Return the names of the safetensors files of a folder.
 
-    Raises ValueError if there are none, if the index is damaged, or if a file in the index is missing.
+    Raises ValueError if there are none, if the index is damaged, or if a file in the index is missing or is outside of
+    the folder.
     """
     if (folder / INDEX_FILE).is_file():
         index = _read_json(folder / INDEX_FILE, folder)
@@ -131,10 +132,16 @@ def _weight_files(folder: Path) -> list[str]:
         if not isinstance(file_by_tensor, dict) or not all(isinstance(file, str) for file in file_by_tensor.values()):
             raise ValueError(f"{folder / INDEX_FILE} is damaged (weight_map must name files). Copy it again.")
         files = sorted({*file_by_tensor.values()})
+        if outside_files := [file for file in files if Path(file).is_absolute() or ".." in Path(file).parts]:
+            raise ValueError(
+                f"{folder / INDEX_FILE} lists {_first_names(outside_files)}, outside of the folder. Copy the weights "
+                "into the folder, and correct the index."
+            )
         if missing_files := [file for file in files if not (folder / file).is_file()]:
+            alternative = f", or delete {INDEX_FILE} to use {WEIGHTS_FILE}" if (folder / WEIGHTS_FILE).is_file() else ""
             raise ValueError(
                 f"{folder} has no {_first_names(missing_files)}, listed in {INDEX_FILE}. Copy all files of the model "
-                "there."
+                f"there{alternative}."
             )
         if files:
             return files

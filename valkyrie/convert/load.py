@@ -126,7 +126,10 @@ def _make_run(
     Raises ValueError if they or the overrides are invalid, or if there is no tokenizer.
     """
     _refuse_overrides(overrides, settings)
-    name = name or dict(map(split_override, overrides)).get("name") or _run_name(folder.resolve().name)
+    typed_name = dict(map(split_override, overrides)).get("name")
+    if name and typed_name:
+        raise ValueError(f"name={typed_name}: --name {name} already names the run. Leave one of them out.")
+    name = name or typed_name or _run_name(folder.resolve().name)
     context = settings["context"]
     assert isinstance(context, int)
     tokenizer_file = folder / "tokenizer.json"

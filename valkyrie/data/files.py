@@ -202,6 +202,11 @@ def walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
 
 
 def local_file(name: str, path: Path) -> SourceFile:
-    """Return the `SourceFile` for a local file. Messages refer to it as `name`."""
+    """Return the `SourceFile` for a local file. Messages refer to it as `name`.
+
+    Raises ValueError if this user may not read the file.
+    """
     status = path.stat()
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{name} cannot be read (permission denied). Run chmod u+r on it, or ask its owner.")
     return SourceFile(name, path.resolve(), status.st_size, status.st_mtime_ns)

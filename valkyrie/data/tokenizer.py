@@ -147,8 +147,12 @@ def _find_file(name: str) -> _TokenizerFile | None:
     encodings = tiktoken.list_encoding_names()
     if name not in encodings:
         choices = ", ".join(["bytes", *sorted(encodings), *trained_tokenizer_names()])
+        path = Path(name).expanduser()
+        fault = "is a folder without a tokenizer.json" if path.is_dir() else "is unknown"
+        if path.is_file():
+            fault = "is a file, but its name ends in neither .tiktoken nor .json"
         raise ValueError(
-            f"tokenizer={name} is unknown. Use one of {choices}, or the path of a .tiktoken file or tokenizer.json."
+            f"tokenizer={name} {fault}. Use one of {choices}, or the path of a .tiktoken file or tokenizer.json."
         )
     return None
 
