@@ -102,7 +102,7 @@ def test_the_output_says_simulated_and_names_the_next_command(
     assert f"run folder: {tmp_path / 'run'}" in out
     next_command = re.findall(r"next: (.*)", out)[0]
     assert shlex.split(next_command, comments=True) == ["valkyrie-train", f"resume={tmp_path / 'run'}", "steps=12"]
-    assert "# continues to step 12, " in next_command and ";" not in next_command
+    assert "# continues to step 12. " in next_command and ";" not in next_command
     assert "step 6: validation" in out
 
 

@@ -226,7 +226,8 @@ class EvaluationCallback(Callback):
 class CheckpointCallback(Callback):
     """Saves durable checkpoints, which a run restores under any layout, and fast ones.
 
-    A fast checkpoint can only be restored by a run with the same shards on each process.
+    A fast checkpoint can only be restored by a run with the same shards on each process. A run that reaches its last
+    step deletes its fast checkpoints.
 
     A failed save is reported, and training continues. With several processes, a failed durable save instead raises
     NotSavedError, which ends the run. At steps that are logged, the leader raises FolderGoneError if `metrics.jsonl` no

@@ -74,7 +74,8 @@ def _gradients(
 ) -> tuple[Any, dict[str, jax.Array], Any]:
     """Return (gradients, metric sums, carry). Gradients and metrics are sums over the batch, not means.
 
-    With several microbatches, gradients are added in float32, and metric sums in their own dtypes.
+    Without a pipeline, microbatches run one after another: gradients are added in float32, and metric sums in their own
+    dtypes. A pipeline splits the batch itself, and its microbatches are differentiated together.
     """
     needs_key = program.run.model.dropout > 0 or program.task.needs_key
 

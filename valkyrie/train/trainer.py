@@ -102,7 +102,7 @@ def fit(
     team: Team = ALONE,
     start_time: float | None = None,
 ) -> FitResult:
-    """Train the run in its folder, from its newest undamaged checkpoint if it has saved any.
+    """Train the run in its folder, from its newest usable checkpoint if it has one.
 
     Args:
         run: A run without problems (`Run.problems`).
@@ -113,8 +113,8 @@ def fit(
             meantime, a different one is used.
         console: Where progress is printed.
         interrupt: Requests a stop on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. The training then finishes its step, saves and
-            returns. A further Ctrl-C (SIGINT), or a signal before the first step has finished, ends the process at
-            once; other further signals are ignored (see `Interrupt`). None in notebooks, which handle signals
+            returns. A second Ctrl-C (SIGINT) ends the process at once, as does any signal before the first step has
+            finished (except SIGTERM with several processes); see `Interrupt`. None in notebooks, which handle signals
             themselves; this also disables the watchdog.
         team: The processes of the run.
         start_time: Unix time when the command started, or None for now.
@@ -125,8 +125,8 @@ def fit(
         FloatingPointError: With `debug=nans`, an operation produced a NaN.
         NotSavedError: The last state could not be saved, or a durable save failed in a run with several processes.
         DiskError: The run folder cannot be written, or the bucket in `checkpoint.folder` cannot be reached.
-        ValueError: The run does not fit in memory, another process writes its folder, its checkpoints are missing or
-            damaged, or its checkpoint, its data or `checkpoint.best` does not match it.
+        ValueError: The run does not fit in memory, another process writes its folder, its durable checkpoints are
+            missing or damaged, or its durable checkpoint, its data or `checkpoint.best` does not match it.
     """
     config, start_time = run.config, start_time or time.time()
     handles_signals, interrupt = interrupt is not None, interrupt or Interrupt(multiprocess=team.count > 1)
@@ -188,7 +188,7 @@ def fit(
             raise NotSavedError(checkpoint_callback.save_error)
         progress.end_status = FINISHED if not is_stopped else PREEMPTED if interrupt.is_preempted else STOPPED
         if progress.is_finished:
-            checkpoints.mark_complete()
+            checkpoints.mark_complete()  # `close` then deletes the fast checkpoints
     return FitResult(program, folder, progress.state, summary, is_stopped, interrupt.is_preempted)
 
 
@@ -287,10 +287,11 @@ def _record_program(progress: Progress, executable: StepExecutable) -> None:
 def _restore_or_init(
     program: StepProgram, checkpoints: Checkpoints, loader: Loader[Any], folder: Path, console: Console
 ) -> tuple[int, TrainState]:
-    """Restore the newest undamaged checkpoint and its data position, or initialise if the run has saved none.
+    """Restore the newest checkpoint that all processes can use, with its data position, or initialise.
 
-    Returns (number of finished steps, state). Raises ValueError if every checkpoint is damaged, or if the newest
-    undamaged one cannot be read or does not fit the run (see `Checkpoints.try_restore`).
+    Initialises if there is neither a durable checkpoint nor a usable fast one: damaged fast ones, and those of another
+    layout or model, are skipped. Returns (number of finished steps, state). Raises ValueError if all durable
+    checkpoints are damaged, or if the newest undamaged one does not fit the run (see `Checkpoints.try_restore`).
 
     Converted weights have neither optimizer state nor data position, so both start from the beginning. For a continued
     run, prints the step, the settings that changed, and any jump of the learning rate.
