@@ -165,6 +165,13 @@ def test_programs_without_shardings_are_not_checked(program: Any, more: dict[str
         valkyrie.check(program, slice=SLICE, **more)
 
 
+def test_a_program_that_left_no_module_is_not_called_sound(monkeypatch: pytest.MonkeyPatch):
+    large = SimpleNamespace(status="does_not_fit", reason="21 GiB of 16 GiB", replay=None, faults=())
+    monkeypatch.setattr("valkyrie.api_programs.predict", lambda *_, **__: large)
+    with pytest.raises(RuntimeError, match="not checked, because it does not fit, .* 21 GiB"):
+        valkyrie.check(step, slice=SLICE)
+
+
 def test_arguments_belong_into_the_layouts():
     with pytest.raises(ValueError, match="pass the arguments there"):
         valkyrie.predict(step, 0.1, layouts=LAYOUTS, slice=SLICE)

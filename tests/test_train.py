@@ -484,4 +484,4 @@ def test_the_validation_split_of_a_folder_with_shards_is_not_reported(tmp_path: 
     splits = [Split(1, tokens, tokens, ()) for tokens in (67, 33)]
     data = PreparedText("text", "", "", {}, "bytes", "", 257, 256, "uint16", *splits, path=tmp_path)
     assert text_source.Config(validation_fraction=0.025, paths=[str(tmp_path)]).note(data) is None
-    assert "instead of the 2.5% of" in str(text_source.Config(validation_fraction=0.025).note(data))
+    assert "0.025: the validation split has 33% of" in str(text_source.Config(validation_fraction=0.025).note(data))

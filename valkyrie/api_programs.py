@@ -412,7 +412,7 @@ def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tupl
     A fault has a code, a text, a remedy, the source line, and its cost in seconds and bytes. `assert not
     valkyrie.check(step, *shapes, slice=slice)` is a test that a sharding has no known fault. Takes the arguments of
     `predict` for a function, except `layouts`, and raises the same errors. Also raises RuntimeError if the compile
-    fails or exceeds `time_limit_s`, and TypeError for a `Run`, a compiled function or a dumped module.
+    fails, exceeds `time_limit_s` or leaves no module, and TypeError for a `Run`, a compiled function or a dumped module.
     """
     import jax
 
@@ -428,6 +428,8 @@ def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tupl
     result = predict(function, *arguments, slice=slice, **keywords)
     if result.status in ("failed", "timeout"):
         raise RuntimeError(f"The program was not checked, because it was not compiled: {result.reason}")
+    if result.status == "does_not_fit" and result.replay is None:
+        raise RuntimeError(f"The program was not checked, because it does not fit, and has no module: {result.reason}")
     return result.faults
 
 

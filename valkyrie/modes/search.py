@@ -22,7 +22,7 @@ class Config(CompilingMode, MeasuringMode):
         targets: slices to compare. If empty, searches only the slice of `target`.
         shapes: whether to search every shape of a slice.
         search_batch: whether to search the global batch as well (`batch=auto` for short).
-        device_batches: values to try for the number of sequences that a device processes at a time
+        device_batches: values to try for the number of sequences that a device processes at a time, per pipeline stage
             (`device_batch=[2,4]` for short). If empty, the number of microbatches varies, unless the command sets it.
         compiles: maximum number of layouts to compile.
         measure: maximum number of layouts to measure, if the devices are available. Measurements do not use the options

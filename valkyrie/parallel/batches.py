@@ -35,7 +35,7 @@ def resolve_batches(
         seq: Number of tokens per sequence.
         shards: Number of parts into which the partition splits a batch.
         batch_tokens: Number of tokens in the global batch, or None.
-        device_batch: Number of sequences that a device processes at a time, or None.
+        device_batch: Number of sequences that a device processes at a time (per pipeline stage), or None.
     """
     problems = []
     if batch_tokens is not None:

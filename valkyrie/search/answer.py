@@ -83,7 +83,8 @@ def _best_on_chips(
     Estimated layouts fill the rows that compiled ones leave free. If even the slow end of an estimated layout's
     interval beats the best compiled layout, it takes the place of the slowest compiled row.
 
-    Leaves out an estimated layout if it was compiled on another torus and its estimate there is at least as fast.
+    Leaves out an estimated layout if it was compiled with another torus, placement or batch, and its estimate with
+    those is at least as fast.
     """
     timed_layouts = [
         c for c in compiled_layouts.layouts if c.step_s is not None and describe_chips(c.target) == chips_text

@@ -129,7 +129,7 @@ class Shortlist:
         """Return up to `count` of the fastest fitting layouts, at most `MAX_VARIANTS` with the same mesh and partition.
 
         `chips_text` selects the kind and number of chips, as formatted by `describe_chips` (`1 x 64 v4`). Each layout
-        is listed once, with the torus and the searched batch for which it is fastest.
+        is listed once, with its fastest torus, placement and searched batch.
         """
         variant_counts: dict[MeshPartition, int] = {}
         best: dict[Candidate, EstimatedLayout] = {}

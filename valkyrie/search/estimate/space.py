@@ -173,8 +173,8 @@ def enumerate_layouts(
         microbatches: The only count to try, or None to try several.
         mesh: The only mesh to try, with as many devices and slices as each target, or None to try all. Its placement
             varies.
-        device_batches: Allowed numbers of sequences per device and microbatch, or empty for any. If not empty,
-            they override `microbatches`, except with `search_batch`, where both apply.
+        device_batches: Allowed values of batch / (batch shards x stages x microbatches), or empty for any. If not
+            empty, they override `microbatches`, except with `search_batch`, where both apply.
         search_batch: Whether to combine each layout with all of `searched_batches` that split evenly over its shards
             and microbatches, instead of with the batch of the run. Without a pipeline, layouts then have one microbatch
             unless `microbatches` is set, because accumulating gradients over a larger batch always takes slightly
@@ -433,8 +433,8 @@ class _MicrobatchCounts:
 
     Args:
         microbatches: The only count, or None for several.
-        device_batches: Allowed numbers of sequences per device and microbatch, or empty for any. If not empty,
-            they override `microbatches`, except with `search_batch`, where both apply.
+        device_batches: Allowed values of batch / (batch shards x stages x microbatches), or empty for any. If not
+            empty, they override `microbatches`, except with `search_batch`, where both apply.
         search_batch: Whether the search varies the batch.
     """
 
