@@ -412,7 +412,8 @@ def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tupl
     A fault has a code, a text, a remedy, the source line, and its cost in seconds and bytes. `assert not
     valkyrie.check(step, *shapes, slice=slice)` is a test that a sharding has no known fault. Takes the arguments of
     `predict` for a function, except `layouts`, and raises the same errors. Also raises RuntimeError if the compile
-    fails, exceeds `time_limit_s` or leaves no module, and TypeError for a `Run`, a compiled function or a dumped module.
+    fails, exceeds `time_limit_s` or leaves no module, and TypeError for a `Run`, a compiled function or a dumped
+    module.
     """
     import jax
 
