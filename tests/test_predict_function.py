@@ -300,5 +300,5 @@ def test_meshes_of_one_slice_have_the_same_devices() -> None:
 def test_a_mesh_that_differs_from_the_shardings_is_refused() -> None:
     slice = valkyrie.slice("v5e-8")
     jitted_step, arguments = products(slice.mesh((2, 4), ("data", "model")))
-    with pytest.raises(ValueError, match=r"data=8, model=1 differs from .* data=2, model=4.*build receives"):
+    with pytest.raises(ValueError, match=r"data=8, model=1, but .* has data=2, model=4.*build\(mesh\) receives"):
         valkyrie.predict(jitted_step, *arguments, slice=slice, mesh={"data": 8, "model": 1})

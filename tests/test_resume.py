@@ -158,7 +158,7 @@ def test_the_refusal_of_another_optimizer_names_the_differing_option(
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
-        ("seed=1", r": seed=1 .* seed=0\b.*data\.shuffle_seed=0\b"),
+        ("seed=1", r": seed=1, .* seed=0\b.*data\.shuffle_seed=0\b"),
         ("seq=8", r": seq=8 .*[ =]16\b"),
         ("data.documents=61", r"\bfiles\b"),
     ],
