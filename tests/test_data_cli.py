@@ -100,6 +100,7 @@ def test_skipped_files_are_noted_if_the_work_fails(
         (["prepare", "text", "c.jsonl"], ["c.jsonl is UTF-16, UTF-32 or binary"]),
         (["prepare", "text", "-1.txt"], ["-1.txt is not an argument, but there is such a file. Write ./-1.txt."]),
         (["prepare", "--cache-dir", ""], [": --cache-dir '': an empty string is not a value. "]),
+        (["prepare", "text", "corpus", "--field="], [": --field= '': an empty string"]),
         (["prepare", "text", "corpus", ""], [": argument 4 (''): an empty string", ". for the current folder"]),
         (["prepare", "--workers", "many"], ["--workers", "'many'"]),
         (["verify", "nowhere"], ["nowhere ", "no such folder"]),

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
@@ -119,11 +120,11 @@ def _run_command(command: str, body: Callable[[list[str]], int | None], argv: Se
 
 def refuse_empty_argument(arguments: Sequence[str]) -> None:
     """Raise ValueError if an argument is an empty string, which as a path would mean the current folder."""
-    if "" in arguments:
-        position = list(arguments).index("")
-        words = arguments[max(position - 1, 0) : position]
-        name = f"{words[0]} ''" if words and words[0].startswith("-") else f"argument {position + 1} ('')"
-        raise ValueError(f"{name}: an empty string is not a value. Write one, such as . for the current folder.")
+    for position, word in enumerate(arguments):
+        if re.fullmatch(r"(--[a-z-]+=)?", word):
+            flag = word or arguments[max(position - 1, 0)]
+            name = f"{flag} ''" if flag.startswith("-") else f"argument {position + 1} ('')"
+            raise ValueError(f"{name}: an empty string is not a value. Write one, such as . for the current folder.")
 
 
 def current_folder(command: str) -> str:
