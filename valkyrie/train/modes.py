@@ -96,7 +96,7 @@ def _train(run: Run, team: Team, start_time: float) -> int:
     total_steps = 2 * max(run.config.steps, result.summary["steps"])
     rate_rises = rate_rises_if_extended(run.config.optimizer, result.summary["steps"], total_steps)
     # No semicolon: interactive zsh does not know comments, and would run what follows as a second command.
-    rate_note = ". The learning rate rises first, because its decay now ends there" if rate_rises else ""
+    rate_note = f". The learning rate jumps up, because its decay now takes {total_steps} steps" if rate_rises else ""
     console.print(f"next: {command} steps={total_steps}   # continues to step {total_steps}{rate_note}")
     console.print(f'      {command} mode=generate prompt="class "' if is_text else f"      {command} mode=eval")
     return 0
