@@ -186,7 +186,8 @@ def describe_unknown_key(full_key: str, parent: Any) -> Problem:
     candidates = candidates or ([f"{dotted_prefix}{nearest}"] if nearest else _longer_keys(key_name, root))
     hint = f" Did you mean {candidates[0]}?" if candidates else ""
     if modes_with_key := [name for name in MODES.names() if full_key in MODES.config_class(name).short_keys]:
-        hint = f" {full_key}= belongs to {' and '.join(f'mode={name}' for name in modes_with_key)}."
+        hint = hint if candidates and "." not in candidates[0] else ""
+        hint += f" {full_key}= belongs to {' and '.join(f'mode={name}' for name in modes_with_key)}."
     group, description = prefix.partition(".")[0], "a key"
     families = {families.key.partition(".")[0]: families for families in (MODES, SOURCES, optim.FAMILIES)}.get(group)
     if families is not None:
