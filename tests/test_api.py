@@ -405,7 +405,8 @@ def test_rows_have_the_columns_of_csv_files():
 
 def test_a_streamed_command_ends_on_ctrl_c_with_its_last_lines():
     script = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores SIGINT
 try:
     print("ready", flush=True)
     time.sleep(60)
