@@ -76,7 +76,8 @@ def _advice(parser: argparse.ArgumentParser, word: str) -> str:
         if not action.option_strings and flag.startswith("-") and flag.lstrip("-") == action.dest:
             return f": write the {action.dest} without {flag}."
     flags = {name.lstrip("-"): name for action in parser._actions for name in action.option_strings}
-    nearest = suggest(flag.lstrip("-"), flags, cutoff=0.7)
+    text = flag.lstrip("-")
+    nearest = next((name for name in flags if text and name.startswith(text)), None) or suggest(text, flags, cutoff=0.7)
     return f". Did you mean {flags[nearest]}?" if nearest else f". See {parser.prog} --help."
 
 
@@ -84,8 +85,8 @@ def run_command(command: str, body: Callable[[list[str]], int | None], argv: Seq
     """Run a command, and exit the process if `body` returns a status or fails.
 
     For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2, or 1 if a
-    user's module raised it. If `argv` is
-    None and the command fails, also forces the process to exit if the interpreter's exit hangs (`limit_failed_exit`).
+    user's module raised it. If `argv` is None and the command fails, also forces the process to exit if the
+    interpreter's exit hangs (`limit_failed_exit`).
 
     Args:
         command: Name of the command, for messages.
