@@ -159,8 +159,17 @@ class Families:
         return list(result)
 
     def names_with_key(self, key: str) -> list[str]:
-        """Return the names of all families, including the user's, with a key such as `repeats` or `sudoku.side`."""
-        return [name for name in (*self.names(), *self.user_names()) if has_key(self.config_class(name), key)]
+        """Return the names of all families, including the user's, with a key such as `repeats` or `sudoku.side`.
+
+        Leaves out families whose module or `Config` cannot be used.
+        """
+        return [name for name in (*self.names(), *self.user_names()) if self._has_key(name, key)]
+
+    def _has_key(self, name: str, key: str) -> bool:
+        try:
+            return has_key(self.config_class(name), key)
+        except ValueError:
+            return False
 
     def _import(self, name: str) -> ModuleType:
         """Import a user's module. Raises ValueError with the file, the line and the error if it cannot be imported."""
