@@ -69,7 +69,7 @@ def test_the_output_is_no_record_of_the_sweep(tmp_path: Path, capsys):
         valkyrie.write_report(folder, output=folder / "trials.jsonl")
     assert {path: path.read_bytes() for path in records} == records
     assert "but the format is md" in error_output(capsys, folder, "--format", "md", "--output", "all.csv")
-    assert "Is a shell variable not set?" in error_output(capsys, "")
+    assert "an empty string is not a value" in error_output(capsys, "")
 
 
 def test_the_output_folder_is_created(tmp_path: Path, capsys):
