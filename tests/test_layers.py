@@ -10,7 +10,7 @@ from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "valkyrie").rglob("*.py"))
-LONG = {"fit": 150}
+LONG = {"fit": 90}
 """Functions that may be longer than 80 lines, because they read best from top to bottom, and their limits in lines."""
 
 

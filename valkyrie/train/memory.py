@@ -28,7 +28,7 @@ from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
 
 ERRORS_FILE = Path(__file__).with_name("memory.json")
-"""Errors of the estimate against the compiler (`EstimateErrors`), written by experiments/memory.py."""
+"""Errors of the estimate against the compiler (`MemoryRatios`), written by experiments/memory.py."""
 UNNAMED = "everything else"
 """Key for the saved bytes of activations without a name."""
 
@@ -78,7 +78,7 @@ class SavedBytes:
 
 
 @dataclass(frozen=True)
-class EstimateErrors:
+class MemoryRatios:
     """Ratios of the compiler's to the estimated peak memory: the smallest (`low`), the largest (`high`) and the median.
 
     `layouts` and `models` are the numbers of layouts and models compared. `within_15_percent` is the number of layouts
@@ -342,6 +342,6 @@ def _is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
 
 
 @cache
-def memory_estimate_errors() -> EstimateErrors:
+def memory_estimate_errors() -> MemoryRatios:
     """Return the errors of the estimate against the TPU compiler, as stored in `ERRORS_FILE`."""
-    return read_record(EstimateErrors, ERRORS_FILE)
+    return read_record(MemoryRatios, ERRORS_FILE)

@@ -112,10 +112,9 @@ def fit(
         folder: The run folder, from `choose_run_folder`. If this is a new folder that another run has created in the
             meantime, a different one is used.
         console: Where progress is printed.
-        interrupt: Requests a stop on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. The training then finishes its step, saves and
-            returns. A second Ctrl-C (SIGINT) ends the process at once, as does any signal before the first step has
-            finished (except SIGTERM with several processes); see `Interrupt`. None in notebooks, which handle signals
-            themselves; this also disables the watchdog.
+        interrupt: Requests a stop on a signal (see `Interrupt`). The training then finishes its step, saves and
+            returns. A second Ctrl-C ends the process at once, as does any signal before the first step has finished.
+            None in notebooks, which handle signals themselves; this also disables the watchdog.
         team: The processes of the run.
         start_time: Unix time when the command started, or None for now.
 
@@ -136,8 +135,7 @@ def fit(
         stack.enter_context(explain_oom(run, devices))
         # The loader may refuse the data, so it comes before the run folder is created.
         loader = stack.enter_context(program.loader(dataset, "train"))
-        claimed_folder = team.broadcast_from_leader("claimed run folder", lambda: str(claim_run_folder(run, folder)))
-        folder = Path(claimed_folder)
+        folder = Path(team.broadcast_from_leader("claimed run folder", lambda: str(claim_run_folder(run, folder))))
         checkpoints = stack.enter_context(_open_run_folder(program, folder, team))
         meter = stack.enter_context(contextlib.closing(_make_meter(run, devices)))
         recorder = GoodputRecorder(folder, start_time, meter.seconds_by_kind, is_writer=team.is_leader)
@@ -167,17 +165,10 @@ def fit(
         # The order matters: the loss and gradients of a step are checked before its updated state is saved, evaluations
         # come before the save because `keep_best` needs them, and the slow samples and code evaluations come after it.
         callbacks = [
-            DivergenceCheck(checkpoints),
-            ProfilerCallback(profile_window),
-            EvaluationCallback(evaluator),
-            checkpoint_callback,
-            SamplingCallback(evaluator),
+            *(DivergenceCheck(checkpoints), ProfilerCallback(profile_window), EvaluationCallback(evaluator)),
+            *(checkpoint_callback, SamplingCallback(evaluator), *_code_evaluations(program, tokenizer, interrupt)),
+            LoggingCallback(),
         ]
-        if tokenizer is not None and config.code_eval_every is not None:
-            callbacks.append(
-                CodeEvaluationCallback(CodeEvaluation(program, tokenizer), lambda: interrupt.stop_requested)
-            )
-        callbacks.append(LoggingCallback())
         stack.callback(lambda: recorder.write(progress.step, progress.end_status))
         recorder.count_setup(start_step)  # counts what came after the compile as setup
         _train_steps(progress, executable, loader, callbacks, interrupt, watchdog)
@@ -190,6 +181,13 @@ def fit(
         if progress.is_finished:
             checkpoints.mark_complete()  # `close` then deletes the fast checkpoints
     return FitResult(program, folder, progress.state, summary, is_stopped, interrupt.is_preempted)
+
+
+def _code_evaluations(program: StepProgram, tokenizer: Tokenizer | None, interrupt: Interrupt) -> list[Callback]:
+    """Return the callback of code evaluations in a list, which is empty if the run has none."""
+    if tokenizer is None or program.run.config.code_eval_every is None:
+        return []
+    return [CodeEvaluationCallback(CodeEvaluation(program, tokenizer), lambda: interrupt.stop_requested)]
 
 
 @contextlib.contextmanager
