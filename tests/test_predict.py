@@ -166,7 +166,8 @@ def test_a_module_for_another_chip_or_device_count_is_refused(step: Path):
     assert "over two cores" in refusal(step, split)
     step.write_text(STEP)
     prediction = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
-    assert "does not record its chip" in prediction.record.notes[-1] and "compiled for v5e" in str(prediction)
+    assert "does not record its chip" in prediction.record.notes[-1]
+    assert "holds only if the module was compiled for v5e" in str(prediction)
     slow = valkyrie.predict(step, slice=valkyrie.slice("v6e-8"), mesh=MESH)
     assert any("for this chip" in note for note in slow.record.notes)
 
@@ -253,6 +254,11 @@ def pmapped():
 
 def exiting():
     raise SystemExit
+
+def with_options(slice, *more, **options):
+    return step(slice)
+
+without_signature = dict
 """
 
 
@@ -289,6 +295,7 @@ def test_the_command_predicts_a_function_of_a_file(
     assert (function.__name__, name, settings["scale"], settings["name"]) == ("jitted", "v5e-8", 2, "jitted")
     assert (settings["tokens"], settings["unit"], settings["time_limit_s"]) == (512, "images", 60)
     assert run("builders.py:without_slice") == (0, "") and len(calls[1][0]) == 1
+    assert run("builders.py:with_options") == (0, "") and calls.pop()[0][1:] == ("v5e-8",)
     assert run("stopped.py:step") == (130, "valkyrie-predict: stopped\n")
     for argument, message in (
         ("builders.py", "name the function that returns the step and its arguments: "),
@@ -300,6 +307,7 @@ def test_the_command_predicts_a_function_of_a_file(
         ("builders.py:pmapped", "builders.py:pmapped returns a jax.pmap. Use jax.jit with shardings over slice.mesh"),
         ("below/step.py:step", f". {tmp_path}/below/optax.py hides the package optax. Rename it."),
         ("builders.py:two", "builders.py:two requires the arguments a, b, but only the slice is passed"),
+        ("builders.py:without_signature", "builders.py:without_signature must return (jitted, arguments)"),
         ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
         ("ends.py:step", "ends.py ended while it was imported (sys.exit(0)). Put the exiting call behind `if __name__"),
         ("builders.py:exiting", "builders.py:exiting ended the process (sys.exit()). Return the step and its"),

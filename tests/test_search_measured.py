@@ -43,6 +43,7 @@ from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import Status, StepResult, Trial, TrialLog, TrialResult
+from valkyrie.units import duration_text
 
 CHIP = ChipConfig("cpu", "cpu", {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8], switch_gbs=0.5, device_kinds=["cpu"])
 
@@ -209,11 +210,13 @@ def test_a_compiled_baseline_is_compared_with_compiled_layouts(monkeypatch: pyte
         request, rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10), measures, CompiledLayouts()
     )
     line = format_comparison(Baseline(FSDP_BASELINE, baseline_layout), compiles, row)
-    times = baseline_layout.step_s / sum(row.parts_s.values())
-    assert f"(by estimate), {times:.2f} times" in line
+    best_s = sum(row.parts_s.values())
+    text = f"{baseline_layout.step_s / best_s:.2f} times as long as the best ({duration_text(best_s)} estimated);"
+    assert f"(by estimate), {text}" in line
     compiles.layouts.append(make_compiled_layout(request, best, 4.0, tmp_path))
     line = format_comparison(Baseline(FSDP_BASELINE, baseline_layout), compiles, row)
-    assert f"), {5 * baseline_layout.step_s / (4 * best.step_s):.2f} times as long as the best;" in line
+    text = f"{5 * baseline_layout.step_s / (4 * best.step_s):.2f} times as long as the best"
+    assert f"(compiled step), {text} ({duration_text(4 * best.step_s)} compiled);" in line
     (row,) = rank_measured_layouts(request, [], measures, compiles)
     assert (row.stage, row.memory) == (Stage.measure, 2**30), "a measured layout without a row keeps its compiled peak"
     failed = MeasuredTrials(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib.util
 import inspect
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 NO_STEP_TIME = 3
 """Exit status if the program does not fit, or if its compile failed or exceeded the time limit."""
+
+_VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -164,22 +167,25 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
             )
             raise ValueError(f"{file} cannot be imported: {describe_error(error)}{advice}") from error
     build = _find_function(module, function, file)
-    required_parameters = [
-        parameter for parameter in inspect.signature(build).parameters.values() if parameter.default is parameter.empty
-    ]
     if hasattr(build, "lower"):
         raise ValueError(
             f"{source} is a jitted function. Name a function that returns it and its arguments: (step, (w, x))."
         )
-    if len(required_parameters) > 1:
-        names = ", ".join(parameter.name for parameter in required_parameters)
+    required_names = list[str]()
+    with contextlib.suppress(TypeError, ValueError):  # of a function without a signature
+        required_names = [
+            parameter.name
+            for parameter in inspect.signature(build).parameters.values()
+            if parameter.default is parameter.empty and parameter.kind not in _VARIADIC_KINDS
+        ]
+    if len(required_names) > 1:
         raise ValueError(
-            f"{source} requires the arguments {names}, but only the slice is passed to it. Give the other arguments "
-            "default values."
+            f"{source} requires the arguments {', '.join(required_names)}, but only the slice is passed to it. Give "
+            "the other arguments default values."
         )
     with explain_exit(f"{source} ended the process", "Return the step and its arguments instead."):
         try:
-            built = build(target) if required_parameters else build()
+            built = build(target) if required_names else build()
         except Exception as error:  # of the user's code
             raise ValueError(f"{source}: {describe_error(error)}") from error
         call = parse_builder_result(built, source)

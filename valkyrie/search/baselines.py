@@ -111,6 +111,8 @@ def format_comparison(
         baseline_s, predicted_best_s = compiled_layouts.corrected_s(layout), best_s or best.step_s
         if compiled is not None and compiled.step_s is not None:
             baseline_s, source = compiled.step_s, "compiled step"
-    slowdown = scale * baseline_s / predicted_best_s
-    comparison = f"{slowdown:.2f} times {as_long} as the best"
-    return f"{name}: {duration_text(baseline_s)} ({source}), {comparison}; {description}"
+    slowdown, best_source = scale * baseline_s / predicted_best_s, "estimated" if best_s is None else "compiled"
+    best_text = f"the best ({duration_text(predicted_best_s)} {best_source})"
+    return (
+        f"{name}: {duration_text(baseline_s)} ({source}), {slowdown:.2f} times {as_long} as {best_text}; {description}"
+    )

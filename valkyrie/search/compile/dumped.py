@@ -63,7 +63,10 @@ def predict_file(
     program = foreign_program(work, work.name or dump.module.name.removeprefix("jit_"), target, axes)
     predicted_program = predict_module(program, dump.module, target, axes, positions, memory, work)
     rate = fastest_product_rate(dump.module, flops_per_cycle)
-    note = f"the module was compiled for {chip.name}. Check this, because a module does not record its chip"
+    note = (
+        f"this prediction holds only if the module was compiled for {chip.name}. Check this, because a module does not "
+        "record its chip"
+    )
     if rate is not None and rate < LOW_RATE:
         note = (
             f"the fastest product reaches only {100 * rate:.0f}% of the peak of {chip.name}. Check that the module was "
