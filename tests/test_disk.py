@@ -108,6 +108,9 @@ def test_a_result_of_another_layout_is_not_replaced(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"valkyrie-train: name=mine: {tmp_path}/mine/{mode}.json is the result of another run, with")
     assert "batch=" in last and "seq=" in last and last.endswith(". Use another name=.")
+    other_mode = {"compile": "measure", "measure": "compile"}[mode]
+    assert run_train(*arguments, f"mode={other_mode}", "batch=6") == 2, "run.yaml also describes the first result"
+    assert run_train(*arguments, f"mode={other_mode}") == 3
 
 
 @pytest.mark.parametrize("mode", ["compile", "measure"])

@@ -835,6 +835,10 @@ def test_the_answer_if_no_layout_fits(
     request = make_request("batch=1")
     text = "No slice up to 256 chips (target=v5e-256) is enough. Use a smaller model."
     assert mode._suggest_chips(request, "v5e") == text
+    for largest in (["mode.targets=[v5e-256]"], ["mode.targets=[v5e-128]", "target.slices=2"]):
+        request = parse_request(parse_run([*both, *largest, "partition=fsdp", "remat=full"]))
+        text = "No slice of v5e has more chips. Use a smaller model or batch."
+        assert mode._suggest_chips(request, "v5e") == text
 
 
 def test_a_searched_batch_uses_95_percent_of_the_memory() -> None:

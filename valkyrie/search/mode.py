@@ -451,21 +451,25 @@ def _describe_no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str
 def _suggest_chips(request: SearchRequest, chip: str) -> str:
     """Return a sentence that suggests the smallest larger slice where a layout fits by estimate.
 
-    Tries 2, 4, ..., 32 times the devices of the largest requested slice with this chip, and the largest slice of the
+    Tries 2, 4, ..., 32 times the devices of the largest requested target with this chip, and the largest slice of the
     chip. If none is enough, suggests a smaller model or batch.
     """
-    slices = [target for target in request.targets if target.chip is not None and target.chip.name == chip]
-    target = max(slices, key=lambda target: target.devices or 1)
-    sizes = [(target.devices or 1) * factor for factor in (2, 4, 8, 16, 32)]
+    targets = [target for target in request.targets if target.chip is not None and target.chip.name == chip]
+    target = max(targets, key=lambda target: target.devices or 1)
+    devices = target.devices or 1
+    sizes = {devices * factor for factor in (2, 4, 8, 16, 32)}
     if target.chip is not None and target.chip.slices.max_chips is not None:
-        sizes.append(target.chip.slices.max_chips * target.chip.devices)
-    slices = [target, *filter(None, (target.resized(size) for size in sorted({*sizes})))]
-    for larger in slices[1:]:
+        sizes.add(target.chip.slices.max_chips * target.chip.devices)
+    larger_slices = list(filter(None, (target.resized(size) for size in sorted(sizes) if size > devices)))
+    for larger in larger_slices:
         larger_request = replace(request, targets=(larger,))
         if build_shortlist(rank(request.run, larger_request.space())).fitting:
             return f"{larger.chips} chips are enough: target={larger.name}."
+    fact = f"No slice of {chip} has more chips."
+    if larger_slices:
+        fact = f"No slice up to {larger_slices[-1].chips} chips (target={larger_slices[-1].name}) is enough."
     smaller = "model" if request.search_batch or request.run.config.batch == 1 else "model or batch"
-    return f"No slice up to {slices[-1].chips} chips (target={slices[-1].name}) is enough. Use a smaller {smaller}."
+    return f"{fact} Use a smaller {smaller}."
 
 
 def _missing_compilers(request: SearchRequest) -> dict[str, str]:

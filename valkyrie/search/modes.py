@@ -50,7 +50,6 @@ PREDICTION_FILE = "prediction.json"
 
 def compile_mode(run: Run) -> int:
     """Compile the run's step for its target, print its predicted time by part, and return the exit status."""
-    _refuse_other_results(run, COMPILE_FILE)
     return compile_into_folder(run, make_console())
 
 
@@ -105,12 +104,7 @@ def _measure(run: Run, team: Team) -> int:
     from valkyrie.search.measure.measure import measure
 
     with contextlib.ExitStack() as stack:
-
-        def create_folder() -> str:
-            _refuse_other_results(run, MEASURE_FILE)
-            return str(stack.enter_context(_create_folder(run)))
-
-        folder = Path(team.broadcast_from_leader("run folder", create_folder))
+        folder = Path(team.broadcast_from_leader("run folder", lambda: str(stack.enter_context(_create_folder(run)))))
         trace = folder / TRACE_FOLDER if settings_for(MeasureMode, run.config.mode).trace else None
         if not console.is_terminal:
             console.print("compiling and timing the step")
@@ -130,12 +124,13 @@ def _measure(run: Run, team: Team) -> int:
     return status
 
 
-def _refuse_other_results(run: Run, file_name: str) -> None:
-    """Raise ValueError if `name=` is a folder with results of other work or another layout in the file `file_name`."""
+def _refuse_other_results(run: Run, folder: Path) -> None:
+    """Raise ValueError if `name=` is a folder with results of other work or another layout."""
     if run.config.name is None or run.config.resume is not None:
         return
-    file = choose_run_folder(run) / file_name
-    changes = changed_settings(run, file.parent) if file.is_file() else {}
+    # Both modes write run.yaml, which describes the results of both.
+    file = next(filter(Path.is_file, (folder / COMPILE_FILE, folder / MEASURE_FILE)), None)
+    changes = changed_settings(run, folder) if file else {}
     saved = [
         f"{key.removesuffix('.name')}={value}"
         for key, (_, value) in changes.items()
@@ -153,9 +148,11 @@ def _refuse_other_results(run: Run, file_name: str) -> None:
 def _create_folder(run: Run) -> Iterator[Path]:
     """Create the run folder before the body of the `with` statement runs, so that an unwritable path fails early.
 
-    If the body raises, removes a new folder that is still empty. Raises DiskError if the folder cannot be created.
+    If the body raises, removes a new folder that is still empty. Raises DiskError if the folder cannot be created, and
+    ValueError if it has results of another run.
     """
     requested = choose_run_folder(run)
+    _refuse_other_results(run, requested)
     existed = requested.exists()
     folder = claim_run_folder(run, requested)
     try:
