@@ -763,6 +763,9 @@ def test_the_refusal_of_a_key_of_another_choice_lists_the_choices_that_have_it(g
             parent[families.key.partition(".")[2]] = name
             message = str(describe_unknown_key(f"{group}.{key}", parent))
             assert text in message and all(f"{group}={other}" in message for other in names_with_key)
+        parent = OmegaConf.structured(families.config_class(name))
+        for member in vars(families.config_class(name)).keys() - group_keys:
+            assert "without a type" not in str(describe_unknown_key(f"{group}.{member}", parent))
 
 
 @pytest.mark.parametrize("key", ["tokens", "mode.tokens"])

@@ -180,6 +180,7 @@ def test_an_error_in_the_module_of_a_block_is_located(tmp_path):
     code = module.read_text()
     for old, new, status, message in (
         ("split(key, 3)", "split(key, 4)", 1, ", in __init__: ValueError: zip() argument 2 is longer than argument 1"),
+        ('"bse,eu->bsu", x,', '"bse,eu->bsu", x[..., :16],', 1, ", in project_in: ValueError: Size of label 'e' for"),
         (
             "return y,",
             "return y[..., :16],",

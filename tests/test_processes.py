@@ -9,6 +9,7 @@ import subprocess
 import textwrap
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from runs import TINY_ARGUMENTS, needs_sandbox, start_python, start_training
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.child import module_command
 from valkyrie.processes.distributed import DistributedConfig, find_process
-from valkyrie.processes.ending import EXIT_LOST, EXIT_PREEMPTED
+from valkyrie.processes.ending import EXIT_LOST, EXIT_PREEMPTED, USER_CODE_FAILED
 from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, ConnectedTeam, ProcessInfo, Team
 from valkyrie.runs.tracking import read_metrics
-from valkyrie.train.processes import check_shared_folder
+from valkyrie.train.processes import abort_all_on_error, check_shared_folder
 from valkyrie.train.program import StepProgram
 
 
@@ -368,3 +369,17 @@ def test_a_failed_write_on_one_process_ends_all_processes(tmp_path: Path):
     assert "process 1 (on " in err and "with status 1" in err
     log = (tmp_path / "runs/run/logs/process-1.log").read_text()
     assert "at step 3" in log and "no space left" in log
+
+
+def test_an_error_in_a_users_module_ends_a_run_with_its_own_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "failing_module.py").write_text("def fail(): raise ValueError('no')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VALKYRIE_MODULES", str(tmp_path))
+    statuses: list[int] = []
+    monkeypatch.setattr("valkyrie.train.processes.end_process", lambda status, reason: statuses.append(status))
+    with abort_all_on_error(ALONE):
+        import_module("failing_module").fail()
+    assert statuses == [USER_CODE_FAILED]
+    assert "in fail: ValueError: no (HYDRA_FULL_ERROR=1 shows" in capfd.readouterr().err

@@ -28,6 +28,9 @@ from valkyrie.problems import describe_value
 
 _PACKAGE = Path(__file__).parent
 
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""Environment variable that makes Hydra raise its errors. If the user sets it to 1, we show tracebacks."""
+TRACEBACK_HINT = f"({FULL_ERROR}=1 shows the traceback)"
 _MODULES_VARIABLE = "VALKYRIE_MODULES"
 """Environment variable that passes the folders of `modules=` and `--config-dir` to child processes."""
 
@@ -247,16 +250,19 @@ def _remembered_file() -> Path:
 
 
 def describe_user_error(error: Exception) -> str | None:
-    """Return `FILE, line N, in FUNCTION: ValueError: TEXT` if a user's module raised a ValueError, or else None.
+    """Return `FILE, line N, in FUNCTION: ValueError: TEXT` if a user's module caused a ValueError, or else None.
 
-    Errors that Valkyrie raises in a call from a user's module are Valkyrie's.
+    An error of a `raise` statement of Valkyrie in a call from a user's module is Valkyrie's. One that a library
+    raises in such a call is the user's.
     """
-    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, ValueError) else ()
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, ValueError) else []
+    folders = _command_folders()
     for frame in reversed(frames):
         file = Path(os.path.realpath(frame.filename))
-        if file.is_relative_to(_PACKAGE):
+        # JAX removes its own frames, so the last frame may be a call to JAX.
+        if frame is frames[-1] and file.is_relative_to(_PACKAGE) and (frame.line or "").startswith("raise "):
             return None
-        if any(file.is_relative_to(folder) for folder in _command_folders()) and "site-packages" not in file.parts:
+        if any(file.is_relative_to(folder) for folder in folders) and "site-packages" not in file.parts:
             notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("---")]  # not those of JAX
             text = "; ".join(map(str, (error, *notes))).replace("\n", " ")
             return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {type(error).__name__}: {text}"

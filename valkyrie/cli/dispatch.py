@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.cli.parser import USER_CODE_FAILED, current_folder, error_text, exit_on_broken_pipe, fail, strip_comment
+from valkyrie.cli.parser import current_folder, error_text, exit_on_broken_pipe, fail, strip_comment
 from valkyrie.config.arguments import add_later_problems, composition_errors, expand_shorthand, read_arguments
 from valkyrie.config.compose import ENVIRONMENT_MESH, register
 from valkyrie.config.explain import explain
@@ -27,10 +27,10 @@ from valkyrie.config.modes import run_mode
 from valkyrie.config.run import Run
 from valkyrie.config.saved import PrimaryConfig, config_dirs, find_primary_config
 from valkyrie.config.unread import replacement_notes, unread_notes
-from valkyrie.extensions import add_import_path, describe_user_error
+from valkyrie.extensions import FULL_ERROR, TRACEBACK_HINT, add_import_path, describe_user_error
 from valkyrie.paths import cache_root
 from valkyrie.problems import Problem
-from valkyrie.processes.ending import EXIT_INTERRUPTED
+from valkyrie.processes.ending import EXIT_INTERRUPTED, USER_CODE_FAILED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.runs.folder import command_name, key_values, split_flags
 from valkyrie.sweep.end import SweepEndError, print_results_at_end
@@ -38,8 +38,6 @@ from valkyrie.sweep.members import join_multirun
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
 
 COMMAND = "valkyrie-train"
-FULL_ERROR = "HYDRA_FULL_ERROR"
-"""Environment variable that makes Hydra raise its errors. If the user sets it to 1, we show tracebacks."""
 SWEEP_FAILED = 1
 """Exit status if the results of a sweep could not be printed."""
 
@@ -95,7 +93,7 @@ def dispatch() -> None:
         if show_traceback:
             raise
         if user_error := describe_user_error(error):
-            fail(COMMAND, f"{user_error} ({FULL_ERROR}=1 shows the traceback)", USER_CODE_FAILED)
+            fail(COMMAND, f"{user_error} {TRACEBACK_HINT}", USER_CODE_FAILED)
         # Hydra's MissingConfigException is an OSError too, and needs an explanation.
         if not isinstance(error, OSError) or isinstance(error, HydraException):
             error = add_later_problems(explain(error, config_dirs(sys.argv[1:])), arguments)

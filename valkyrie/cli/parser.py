@@ -15,14 +15,12 @@ from typing import Any, NoReturn
 from valkyrie.extensions import describe_user_error
 from valkyrie.paths import error_reason
 from valkyrie.problems import suggest
-from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED, limit_failed_exit
+from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED, USER_CODE_FAILED, limit_failed_exit
 from valkyrie.processes.interrupt import repair_std_streams
 from valkyrie.units import escape_control_characters
 
 BROKEN_PIPE_STATUS = 141
 """Exit status after the reader of our output closed the pipe. Shells report the same status for SIGPIPE."""
-USER_CODE_FAILED = 1
-"""Exit status after an error in a user's module."""
 
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF}
 """Errors of failed writes to stdout: a full disk or quota, a terminal that is gone, a closed descriptor."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from inspect import getsourcefile
+from inspect import get_annotations, getsourcefile
 from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
@@ -197,7 +197,7 @@ def describe_unknown_key(full_key: str, parent: Any) -> Problem:
             family = parent.get(families.key.removeprefix(f"{group}."))
             description = f"a key of {group if group == 'mode' else families.key}={family}"
     config_class = OmegaConf.get_type(parent) if isinstance(parent, DictConfig) else dict
-    if is_dataclass(config_class) and key_name in vars(config_class):
+    if is_dataclass(config_class) and _lacks_type(config_class, key_name):
         value = vars(config_class)[key_name]
         declaration = f"{key_name}: {type(value).__name__} = {value!r}"
         hint = f" {getsourcefile(config_class)} has {key_name} without a type. Write {declaration}."
@@ -214,6 +214,19 @@ def describe_unknown_key(full_key: str, parent: Any) -> Problem:
             valid_keys_text += f" To add one: +{full_key}=VALUE."
     text = f"{full_key} is not {description}.{hint} {valid_keys_text}"
     return Problem(ProblemCode.unknown_name, full_key, text=text)
+
+
+def _lacks_type(cls: type, name: str) -> bool:
+    """Return whether `cls` introduces a public value without an annotation, which `dataclass` does not make a field."""
+    value = vars(cls).get(name)
+    return (
+        name in vars(cls)
+        and not name.startswith("_")
+        and name not in get_annotations(cls)
+        and not any(hasattr(base, name) for base in cls.__bases__)
+        and not callable(value)
+        and not hasattr(value, "__get__")
+    )
 
 
 def advise_choice(group: str) -> str:

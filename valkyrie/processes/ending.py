@@ -17,6 +17,8 @@ from typing import NoReturn
 
 EXIT_DONE = 0
 """The training reached its last step."""
+USER_CODE_FAILED = 1
+"""A user's module raised an error. The other processes of the run exit with `EXIT_LOST`."""
 EXIT_REFUSED = 2
 """A setting or argument is wrong, or a file cannot be read or written. All processes of the run exit with this
 status."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from valkyrie.config.compose import count_accelerators
 from valkyrie.config.explain import explain
 from valkyrie.config.run import Run
-from valkyrie.extensions import describe_user_error
+from valkyrie.extensions import FULL_ERROR, TRACEBACK_HINT, describe_user_error
 from valkyrie.paths import source_digest
 from valkyrie.problems import first_line
 from valkyrie.processes.distributed import join_team, start_jax
-from valkyrie.processes.ending import EXIT_REFUSED, OUT_OF_MEMORY, end_process
+from valkyrie.processes.ending import EXIT_REFUSED, OUT_OF_MEMORY, USER_CODE_FAILED, end_process
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import package_versions
 from valkyrie.trees import flatten
@@ -108,8 +108,9 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
     """End all processes after an error in this one. JAX's own shutdown would wait for the others.
 
     After ValueError or OSError, prints the name of the `command` and the message, and all processes end with status 2.
-    SystemExit ends this process with its status. Any other exception is printed with its traceback and ends this
-    process with status 1. In these two cases, the other processes end with status `EXIT_LOST`, or 2 if this one does.
+    If a user's module raised the ValueError, this process ends with status `USER_CODE_FAILED`. SystemExit ends this
+    process with its status. Any other exception is printed with its traceback and ends this process with status 1. In
+    these three cases, the other processes end with status `EXIT_LOST`, or 2 if this one does.
     """
     try:
         yield
@@ -119,17 +120,18 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
             time.sleep(_ERROR_REPORT_DELAY_S)
         _end_all(team, status, f"it ended with status {status}")
     except (ValueError, OSError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if os.environ.get(FULL_ERROR) == "1":
             traceback.print_exc()
-        prefix, text = "" if team.is_leader else f"process {team.index}: ", describe_user_error(error)
-        text = text or str(explain(error, []))
+        prefix, user_error = "" if team.is_leader else f"process {team.index}: ", describe_user_error(error)
+        text = f"{user_error} {TRACEBACK_HINT}" if user_error else str(explain(error, []))
         print(f"{command}: {prefix}{text}", file=sys.stderr)
         from valkyrie.train.room import (
             DoesNotFitError,
         )  # here because it imports NumPy, which help and `--cfg` do not need
 
         # Only trial records see OUT_OF_MEMORY: the process exits with EXIT_REFUSED.
-        _end_all(team, OUT_OF_MEMORY if isinstance(error, DoesNotFitError) else EXIT_REFUSED, text)
+        status = OUT_OF_MEMORY if isinstance(error, DoesNotFitError) else EXIT_REFUSED
+        _end_all(team, USER_CODE_FAILED if user_error else status, text)
     except BaseException as error:
         time.sleep(_ERROR_REPORT_DELAY_S)
         traceback.print_exc()
