@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +18,9 @@ import pytest
 from helpers import compose_run, make_builder, mark_slow_except, small_overrides
 from valkyrie.data.tokenizer import load_tokenizer
 from valkyrie.models.builder import ModelBuilder
+from valkyrie.processes import interrupt
+from valkyrie.processes.team import ALONE
+from valkyrie.train import modes
 from valkyrie.train.continued import Text, begin_text, load_text, save_text
 from valkyrie.train.generate import Completer, generate, sample
 
@@ -216,6 +221,23 @@ def test_a_text_saved_before_the_model_reads_it_is_loaded(tmp_path: Path) -> Non
     save_text(begin_text(BYTES, "ab", step=3), tmp_path / "a.npz")
     loaded = load_text(tmp_path / "a.npz", [np.zeros(3)])
     assert (loaded.ids, loaded.prompt, loaded.step, loaded.state) == ([BYTES.bos_id, *b"ab"], "ab", 3, None)
+
+
+def test_ctrl_c_saves_the_text_generated_so_far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def print_and_interrupt(program: Any, parameters: Any, tokenizer: Any, text: Text) -> None:
+        text.append_token(ord("c"), tokenizer)
+        signal.raise_signal(signal.SIGINT)
+
+    def end(status: int, message: str) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(modes, "_print_continuation", print_and_interrupt)
+    monkeypatch.setattr(interrupt, "end_process", end)
+    program = SimpleNamespace(run=SimpleNamespace(config=SimpleNamespace(prompt="ab")))
+    with interrupt.exit_on_ctrl_c("valkyrie-train"), pytest.raises(SystemExit) as ended:
+        modes._continue_saved_text(program, 3, {}, BYTES, tmp_path / "a.npz", ALONE)  # pyright: ignore[reportArgumentType]
+    assert ended.value.code == 130
+    assert load_text(tmp_path / "a.npz", []).ids == [BYTES.bos_id, *b"abc"]
 
 
 PROMPTS = ["de", "", "class A:\n    x = 1\n", "é😀", "0"]

@@ -52,7 +52,7 @@ def test_a_step_that_takes_longer_than_the_limit_hangs():
     hung_after = clock.run_until_hang(1000)
     assert hung_after is not None and 60 < hung_after < 65
     line = clock.watchdog.check()
-    assert line is not None and line.startswith("step 11 hangs") and "2 s each" in line
+    assert line is not None and line.startswith("step 11 ") and "2 s each" in line
 
 
 def test_a_step_may_take_twenty_times_the_median():
@@ -128,7 +128,7 @@ def test_a_hanging_process_prints_its_stacks_and_ends(tmp_path: Path):
     )
     assert result.returncode == EXIT_LOST and time.monotonic() - start < 30
     for text in (result.stderr, log.read_text()):
-        assert "step 3 hangs" in text and "in where_it_hangs" in text
+        assert "step 3 or" in text and "in where_it_hangs" in text
     assert "distributed.step_timeout_s" in result.stderr.splitlines()[-1]
 
 

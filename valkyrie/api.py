@@ -161,11 +161,12 @@ def search_layouts(run: Run, *, quiet: bool = False) -> Answer:
     "mode=search", "budget=2min", "mode.compiles=4")`. A run of another mode is searched with default settings, and its
     `name` is not used. Layout settings that the run sets (`partition=fsdp`) are fixed, and the others vary.
 
-    The folder of the search keeps every compile and measurement. A later search with the same settings continues there;
-    only time budgets and limits on compiles and measurements may differ. An interrupt raises KeyboardInterrupt and
-    keeps the answer so far in `search.json`. Compiles and measurements run in child processes, which need the devices:
-    on a TPU or GPU, search before this process uses JAX. Raises ValueError if no layout fits (the message names a slice
-    that is large enough), if an environment variable makes every compile fail, or if the run sets `resume`.
+    The folder of the search keeps every compile and measurement. A later search with the same model, slices and layout
+    settings continues there; settings of the mode, such as `budget` and `tokens`, may differ. An interrupt raises
+    KeyboardInterrupt and keeps the answer so far in `search.json`. Compiles and measurements run in child processes,
+    which need the devices: on a TPU or GPU, search before this process uses JAX. Raises ValueError if no layout fits
+    (the message names a slice that is large enough), if an environment variable makes every compile fail, or if the run
+    sets `resume`.
     """
     from valkyrie.modes.search import Config as SearchMode
 

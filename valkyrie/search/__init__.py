@@ -14,8 +14,8 @@ The function `mode.search_mode` runs `mode=search` in these steps:
    `mode=calibrate`) and one for the number of slices (published runs), which `compile.correction` computes.
 5. With `mode.tune`, `tuning.tune_best` tries compiler options and implementations on the best layout.
 6. `measuring` times the best few layouts if there is one target and this machine has its devices. This step is skipped
-   after Ctrl-C, if an environment variable makes every compile fail, or if layouts were compiled but none has a step
-   time.
+   after Ctrl-C, if an environment variable makes every compile fail, or if the search may compile (`mode.compiles` is
+   not 0) and no compiled layout has a step time.
 7. `answer.rank_layouts` ranks the layouts and corrects estimates by compiled times. `measuring.rank_measured_layouts`
    corrects estimated and compiled times by measured ones. A table in README.md lists the corrections. `baselines`
    compares the best layout with two others. `answer_record` defines the answer, which `folder` stores in `search.json`.
@@ -34,7 +34,9 @@ The packages `compile/`, `measure/` and `tune/` compile, measure or tune one lay
 """
 
 NO_STEP_TIME = 3
-"""Exit status if no layout fits, or if no compile or measurement gave a step time.
+"""Exit status of a search if no layout fits, or if layouts were compiled and none of them has a step time.
 
-Differs from 1 and 2, because it reports a result and not an error.
+Also that of `mode=compile` and `mode=measure` if the compile or the measurement did not succeed, for example because
+the program does not fit. A search with nothing but estimates ends with 0. Differs from 1 and 2, because it reports a
+result and not an error.
 """

@@ -147,7 +147,8 @@ class SearchAnswer:
         layouts: Number of layouts that were estimated.
         refused: Number of illegal layouts by reason, which is the first problem of each. Lower bounds: see
             `LayoutSpace.refused`.
-        duplicates: Number of meshes that were skipped because they shard like another one.
+        duplicates: Number of meshes that were skipped because they shard like another one, summed over slices and
+            partition variants (ZeRO-1, pipeline schedules).
         compiled: Number of compiled layouts, including those that do not fit or failed.
         why: Reason why no more layouts were compiled.
         measured: The measured layouts.

@@ -30,7 +30,8 @@ def search_folder(request: SearchRequest) -> Path:
 def request_digest(request: SearchRequest) -> str:
     """Return a short digest of the slices and settings of a search.
 
-    Budgets and the maximum numbers of compiles and measurements do not change the digest.
+    Settings of the mode (`mode.*`, `budget=`, `tokens=`, `budget_usd=`) do not change the digest, except those that
+    change which layouts are searched (`device_batch=`, `batch=auto`).
     """
     config = request.run.config
     slices = [(target.name, target.slices) for target in request.targets]

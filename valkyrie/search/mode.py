@@ -81,7 +81,8 @@ class SearchResult:
 def search_mode(run: Run) -> int:
     """Find the fastest layouts of a run's model on its targets, print and store them, and return the exit status.
 
-    With several processes, the leader searches and the others take part in measurements.
+    With several processes, the leader searches. The others take part in what needs devices: measurements, and the
+    timing of CPU devices.
     """
     with join_multirun(run.arguments) as leads:
         return find_layouts(run, make_console()).status if leads else 0

@@ -40,8 +40,8 @@ class SearchRequest:
         partitions: Partitions to try. A setting such as `partition.zero1=true` applies to each of them.
         remats: Remat policies to try in addition to the run's.
         microbatches: The only count to try, or None to try several.
-        device_batches: Sequences per device and microbatch to try, which determine the microbatches of each layout.
-            Empty to use `microbatches`.
+        device_batches: Numbers of sequences that a device processes at a time, per pipeline stage, to try. They
+            determine the microbatches of each layout. Empty to use `microbatches`.
         search_batch: Whether to search the global batch too, instead of using that of the run.
         mesh: The only mesh to try, or None to try all.
         budget_s: Time limit in seconds for all compiles, and separately for all measurements. None for no limit.

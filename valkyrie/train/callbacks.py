@@ -226,8 +226,8 @@ class EvaluationCallback(Callback):
 class CheckpointCallback(Callback):
     """Saves durable checkpoints, which a run restores under any layout, and fast ones.
 
-    A fast checkpoint can only be restored by a run with the same shards on each process. A run that reaches its last
-    step deletes its fast checkpoints.
+    A fast checkpoint can only be restored by a run whose processes have all shards they need in their own files. A run
+    that reaches its last step deletes its fast checkpoints.
 
     A failed save is reported, and training continues. With several processes, a failed durable save instead raises
     NotSavedError, which ends the run. At steps that are logged, the leader raises FolderGoneError if `metrics.jsonl` no
@@ -338,7 +338,8 @@ class CodeEvaluationCallback(Callback):
 class LoggingCallback(Callback):
     """Writes step metrics to the tracker and the screen, and the time of steps to `goodput.jsonl`.
 
-    `GoodputRecorder.record_step` writes a line every 1 to 60 s. `fit` writes others after the restore, before the
+    `GoodputRecorder.record_step` writes a line after a step if the last line is older than 1% of the elapsed time (at
+    least 1 s, at most 60 s). `fit` writes others after the restore, before the
     first step and at the end, and `CheckpointCallback` before each save.
     """
 

@@ -233,7 +233,8 @@ def _configure_simulated_devices(count: int) -> None:
 
     With XLA's default of one thread per device, all threads can block in a collective before its last participant runs.
     `NPROC` overrides the number of cores that XLA counts. XLA's default timeout of collectives would end the process
-    after 40 s on a busy host.
+    after 40 s on a busy host. They are set on every host, because the platform is only known once JAX has started; they
+    do not affect accelerators.
     """
     current_threads = int(os.environ["NPROC"]) if os.environ.get("NPROC", "").isdigit() else os.cpu_count() or 1
     os.environ["NPROC"] = str(max(_THREADS_PER_DEVICE * count, current_threads))

@@ -103,7 +103,8 @@ _CHUNK_TOKENS = 16
 class Completer:
     """Continues many prompts in batches.
 
-    A continuation depends on its prompt, the index of the prompt and the seed, but not on other prompts in the batch.
+    The tokens of a continuation depend on its prompt, the index of the prompt and the seed, not on other prompts in the
+    batch. Its length may depend on them: see `is_complete` of a call.
     """
 
     def __init__(

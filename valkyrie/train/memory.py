@@ -1,4 +1,4 @@
-"""Memory of a training step on one device, for one layout or for thousands at once. Does not import JAX.
+"""Memory of a training step on one device, for one layout or for thousands at once. Only `expected_memory` imports JAX.
 
 The sizes of parameters, gradients, optimizer state and the EMA of the parameters follow from shapes. Sizes of
 activations are estimated from the `SavedActivation`s that the model's blocks declare.
@@ -158,6 +158,8 @@ class MemoryEstimator:
             accumulators += elements * ACCUMULATOR_DTYPE.itemsize
             optimizer_state += config.optimizer.state_bytes(spec) * layouts.state_shard_elements(spec)
             ema += elements * ACCUMULATOR_DTYPE.itemsize * (config.optimizer.ema_decay is not None)
+        # XLA converts gradients to the parameters' dtype as they are produced, if that is smaller. Microbatches, also
+        # those of a pipeline, add up in float32.
         gradients = np.minimum(parameters, reduced_gradients) + np.where(layouts.microbatches > 1, accumulators, 0)
         return parameters, gradients, optimizer_state, ema
 

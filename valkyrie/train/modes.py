@@ -5,6 +5,7 @@ JAX is imported after cheaper checks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -52,7 +53,8 @@ def train(run: Run) -> int:
 
     Returns the exit status: 0 after the last step, 1 if the training failed, or `EXIT_INTERRUPTED` (130) or
     `EXIT_PREEMPTED` (75) if it was stopped. ValueError (also for out of memory) and OSError end the process with
-    `EXIT_REFUSED` (2). The watchdog ends it with `EXIT_LOST` (69) if a step hangs.
+    `EXIT_REFUSED` (2), or with 1 if a user's module raised them. The watchdog ends it with `EXIT_LOST` (69) if a step
+    hangs.
     """
     start_time = time.time()
     with join_processes(run) as team:
@@ -206,8 +208,8 @@ def _continue_saved_text(
     If the prompt is not the one that began the saved text, it is appended before the continuation. If another
     checkpoint generated the saved text, the model reads the text again from the start.
 
-    Prints the text with its continuation, and saves both with the model's state. A single process also saves them after
-    Ctrl-C.
+    Prints the text with its continuation, and saves both with the model's state. Ctrl-C ends the process; a single
+    process first saves the text that it has generated, and the next command reads it again.
     """
     import jax
 
@@ -227,12 +229,12 @@ def _continue_saved_text(
         if prompt != text.prompt:
             text.append(tokenizer, prompt)
     sys.stdout.write(text.bytes(tokenizer).decode(errors="ignore"))
-    try:
-        _print_continuation(program, parameters, tokenizer, text)
-    except KeyboardInterrupt:
-        if team.count == 1:
-            save_text(text, path)
-        raise
+    with clean_up_on_signals("valkyrie-train") if team.count == 1 else contextlib.nullcontext():
+        try:
+            _print_continuation(program, parameters, tokenizer, text)
+        except KeyboardInterrupt:
+            save_text(text.without_state(step), path)  # the state is incomplete if a token was being read
+            raise
     save_text(text, path, is_writer=team.is_leader)
     ending = " The model has ended the text. To extend it, add prompt=TEXT." if text.ended else ""
     _to_stderr(f"saved in {path} ({len(text.ids) - 1:,} tokens).{ending}")

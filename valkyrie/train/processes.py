@@ -36,8 +36,8 @@ process reports its own and ends this one."""
 def join_processes(run: Run) -> Iterator[Team]:
     """Join the processes of a run and start JAX in them. Yields the team, or `ALONE` for a single process.
 
-    The processes first compare code versions and configurations. Only process 0 prints. An error ends all processes,
-    since those in a collective would wait forever.
+    The processes first compare code versions and configurations. Only process 0 writes to standard output. An error
+    ends all processes, since those in a collective would wait forever.
     """
     config = run.config.distributed
     team = join_team(config, accelerators=count_accelerators())

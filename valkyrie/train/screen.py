@@ -30,7 +30,9 @@ class _Console(Console):
 
 
 class Screen:
-    """A progress bar with loss, rate, MFU and time left, or one line every `log_every` steps in a file or a pipe.
+    """A progress bar with loss, rate, MFU and time left.
+
+    In a file or a pipe: one line for each logged step (`StepMetrics.is_logged`), without a bar.
 
     `is_closed`: whether the terminal or the reader of the output (such as `head`) is gone. Further output is dropped.
 

@@ -21,8 +21,8 @@ from valkyrie.trees import leaf_name
 class TrainState(NamedTuple):
     """The arrays that a step changes, or the same tree with shapes or shardings in place of the arrays.
 
-    Parameters have the dtypes of the precision policy; `optimizer` and `ema` are always float32
-    (`valkyrie.precision.ACCUMULATOR_DTYPE`).
+    Parameters have the dtypes of the precision policy. `ema` and the moments in `optimizer` are always float32
+    (`valkyrie.precision.ACCUMULATOR_DTYPE`); step counts in `optimizer` are int32.
 
     Args:
         step: Number of finished optimizer steps.

@@ -41,7 +41,8 @@ class TrainedModel:
         """Return float32 logits of shape (batch, seq, vocab), which predict the token after every position.
 
         `tokens` is an integer array of shape (batch, seq), and each row is one document. The mesh does not limit batch
-        or seq: both are padded to multiples of their shards. Each new shape is compiled once.
+        or seq: both are padded to multiples of their shards, the batch also to a multiple of the pipeline's
+        microbatches. Each new shape is compiled once.
 
         Raises ValueError if rows differ in length, if `tokens` is empty or not a two-dimensional integer array, if
         there are more positions than the model has, or if a token is not in its vocabulary.

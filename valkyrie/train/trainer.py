@@ -125,7 +125,8 @@ def fit(
         NotSavedError: The last state could not be saved, or a durable save failed in a run with several processes.
         DiskError: The run folder cannot be written, or the bucket in `checkpoint.folder` cannot be reached.
         ValueError: The run does not fit in memory, another process writes its folder, its durable checkpoints are
-            missing or damaged, or its durable checkpoint, its data or `checkpoint.best` does not match it.
+            missing or damaged (and no fast one is usable), or its durable checkpoint, its data or `checkpoint.best`
+            does not match it.
     """
     config, start_time = run.config, start_time or time.time()
     handles_signals, interrupt = interrupt is not None, interrupt or Interrupt(multiprocess=team.count > 1)
@@ -287,9 +288,10 @@ def _restore_or_init(
 ) -> tuple[int, TrainState]:
     """Restore the newest checkpoint that all processes can use, with its data position, or initialise.
 
-    Initialises if there is neither a durable checkpoint nor a usable fast one: damaged fast ones, and those of another
-    layout or model, are skipped. Returns (number of finished steps, state). Raises ValueError if all durable
-    checkpoints are damaged, or if the newest undamaged one does not fit the run (see `Checkpoints.try_restore`).
+    Initialises if there is neither a durable checkpoint nor a usable fast one. Fast ones of another layout or model are
+    not used. Damaged fast ones, and all fast ones of steps after the restored one, are deleted. Returns (number of
+    finished steps, state). Raises ValueError if no fast one is usable and all durable ones are damaged, or if the
+    newest undamaged durable one does not fit the run and no newer fast one is usable (see `Checkpoints.try_restore`).
 
     Converted weights have neither optimizer state nor data position, so both start from the beginning. For a continued
     run, prints the step, the settings that changed, and any jump of the learning rate.

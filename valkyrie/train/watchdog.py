@@ -103,9 +103,11 @@ class Watchdog:
         yield
 
     def check(self) -> str | None:
-        """Return a message if the step hangs, else None. Called about every `_poll_s` seconds.
+        """Return a message if a step hangs, else None. Called about every `_poll_s` seconds.
 
-        Time during which the process was stopped, for example by Ctrl-Z, does not count.
+        The message names the newest dispatched step. The step before it may be the one that hangs, because its metrics
+        are read after the newest step is dispatched. Time during which the process was stopped, for example by Ctrl-Z,
+        does not count.
         """
         now, last_check, step = self._clock(), self._checked_at, self._running_step
         self._checked_at = now
@@ -117,7 +119,7 @@ class Watchdog:
             return None
         step_times = tuple(self._step_times)[2:]
         usual_time = f"; earlier steps took {statistics.median(step_times):.3g} s each" if step_times else ""
-        return f"step {step[0]} hangs: nothing has finished for {self._waited_s:.3g} s{usual_time}"
+        return f"step {step[0]} or the one before it hangs: nothing has finished for {self._waited_s:.3g} s{usual_time}"
 
     def print_stacks(self, heading: str) -> None:
         """Print the line `heading` and the stacks of all threads to stderr, and append them to the log if there is one.

@@ -80,8 +80,9 @@ class Calibration:
 def calibrate_mode(run: Run) -> int:
     """Fit the constants of each chip to the trials in `mode.paths`, print them and write them to the run folder.
 
-    Trials that cannot be used, and chips with too few trials, are skipped with a message. Returns exit status 0. Raises
-    ValueError if there are no paths, if a path does not exist or has no trials, or if all chips are skipped.
+    Trials that cannot be used, and chips with too few trials, are skipped with a message. Trials without a step time,
+    on simulated devices or of training runs are ignored. Returns exit status 0. Raises ValueError if there are no
+    paths, if a path does not exist or has no trials, or if all chips are skipped.
     """
     console, paths = (
         make_console(),

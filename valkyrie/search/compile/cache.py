@@ -91,7 +91,8 @@ def program_key(
     """Return a digest of the compiler's input.
 
     `stablehlo` is the lowered program with debug information. Names of operations are part of the key, because reports
-    read them from the compiled module. Source locations are not, so reports on cached programs may name old lines.
+    read them from the compiled module. Source locations are not, so reports on cached training steps may name old
+    lines; `lowered.StoredProgram` corrects those of other programs.
     """
     compilers = {name: version for name, version in package_versions().items() if name in _COMPILER_PACKAGES}
     program = digest(_SOURCE_LOCATION_PATTERN.sub("", stablehlo))
@@ -171,7 +172,7 @@ def store_program(scratch: Path, folder: Path, overwrite: bool) -> None:
     """Move a compiled program from `scratch` to `folder` in the cache.
 
     Without `overwrite`, keeps an intact program that `folder` already has and leaves `scratch` as it is, unless only
-    `scratch` has the program as text. If two processes store the same program at once, the first one wins.
+    `scratch` has the program as text. If two processes store the same program at once, one of the two remains.
     """
     if not overwrite and read_program(folder, needs_hlo_text=(scratch / HLO_TEXT_FILE).is_file()) is not None:
         return

@@ -121,7 +121,8 @@ def published_interval(runs: Sequence[PublishedRun], chip: str, step_s: float) -
     `step_s` is the predicted time in seconds. Which errors are used depends on the runs on the chip:
 
     - Several recipes and at least `MIN_RUNS` runs: the range covers the cross-validated errors of these runs.
-    - One recipe, or fewer runs: the range covers the cross-validated errors of the runs on all chips.
+    - One recipe, or fewer runs: the range covers the cross-validated errors of all runs that have one. A run has one if
+      its chip has runs of another recipe, so the runs of a chip with one recipe do not count.
     - No runs: the prediction has no factor for the chip. The range extends in both directions by the largest error of
       predictions without such a factor on the other chips.
 

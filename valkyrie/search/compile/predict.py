@@ -62,7 +62,11 @@ class ProgramWork:
 
 @dataclass(frozen=True)
 class PredictedProgram:
-    """Prediction of a program. `replay` is None if the compile failed or found that the program does not fit."""
+    """Prediction of a program, and its replay.
+
+    `replay` is None if the compiler failed or refused the program as too large. A program that compiles but needs more
+    than the usable memory does not fit, and has a replay.
+    """
 
     prediction: Prediction
     replay: Replay | None

@@ -215,9 +215,11 @@ def describe_range(interval: StepInterval | None) -> str:
     if interval is None:
         return "unknown for this model. Ranges come from published runs of dense transformers, or mode=calibrate"
     runs_text = f"{interval.rows} published runs of {interval.models} model{'s' * (interval.models > 1)} "
-    runs_text += f"on {interval.chip}" if interval.chip else "on all chips (this one has too few)"
+    runs_text += f"on {interval.chip or 'other chips'}"
     if interval.is_new:
-        runs_text = f"no run on this chip is published, and {runs_text.removesuffix(' (this one has too few)')}"
+        runs_text = f"no run on this chip is published, and {runs_text}"
+    elif interval.chip is None:
+        runs_text += " (this one has too few runs or recipes)"
     if interval.yours:
         runs_text = f"your {interval.rows} measured steps on {interval.chip}"
     errors = f"{100 * (interval.low - 1):+.0f}% to {100 * (interval.high - 1):+.0f}%"

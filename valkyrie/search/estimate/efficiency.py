@@ -20,7 +20,8 @@ class Efficiency:
         hbm: Share of HBM bandwidth that a step achieves.
         passes: Number of times that a step moves each activation through HBM, whether it is saved or recomputed.
         passes_again, passes_kept: Additional times if the activation is recomputed, and if it is saved or offloaded.
-        logits_passes: Number of times that a step moves the logits through HBM.
+        logits_passes: Number of times that a step reads and writes the float32 logits in HBM (8 bytes per logit each
+            time).
         scores_passes: Number of times that a forward pass moves attention scores through HBM. 0 if a kernel keeps them
             on the chip.
         launch_s: Fixed cost of an operation, in seconds.

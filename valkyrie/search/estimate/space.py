@@ -140,7 +140,8 @@ class LayoutSpace:
     policy is legal. Meshes that leave no number of microbatches to try are not counted either: those that split the
     batch into more parts than it has sequences, or have too many pipeline stages.
 
-    `duplicates` is the number of meshes that were skipped because they shard like another one.
+    `duplicates` is the number of meshes that were skipped because they shard like another one, summed over slices and
+    partition variants (ZeRO-1, pipeline schedules).
     """
 
     groups: list[LayoutGroup]
