@@ -115,7 +115,7 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run):
     known = StepInterval(low_s=0.42, high_s=0.5, low=0.98, high=1.16, rows=6, models=3, chip="v4")
     text = describe_range(known)
     assert all(part in text for part in ("420.0 ms", "500.0 ms", "6 published", "3 models", "on v4", "-2% to +16%"))
-    assert "all chips" in describe_range(replace(known, chip=None))
+    assert "other chips" in describe_range(replace(known, chip=None))
     assert "mode=calibrate" in describe_range(None)
 
 

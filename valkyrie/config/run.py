@@ -91,8 +91,7 @@ class RunConfig:
         batch: sequences in the global batch.
         seq: tokens in a sequence.
         batch_tokens: tokens in the global batch, to compute `batch` from, or None.
-        device_batch: sequences that a device processes at a time, per pipeline stage, to compute `microbatches` from,
-            or None.
+        device_batch: sequences per device and pipeline stage at a time, to compute `microbatches` from, or None.
         modules: folders with the user's modules (models, data sources, tasks, optimizers, modes). Child processes of
             the run import them too.
         force: continue even if this machine has too little memory or too few cores.

@@ -124,9 +124,8 @@ def fit(
         FloatingPointError: With `debug=nans`, an operation produced a NaN.
         NotSavedError: The last state could not be saved, or a durable save failed in a run with several processes.
         DiskError: The run folder cannot be written, or the bucket in `checkpoint.folder` cannot be reached.
-        ValueError: The run does not fit in memory, another process writes its folder, its durable checkpoints are
-            missing or damaged (and no fast one is usable), or its durable checkpoint, its data or `checkpoint.best`
-            does not match it.
+        ValueError: The run does not fit in memory, another process writes its folder, its checkpoints are missing or
+            damaged, or its durable checkpoint, its data or `checkpoint.best` does not match it.
     """
     config, start_time = run.config, start_time or time.time()
     handles_signals, interrupt = interrupt is not None, interrupt or Interrupt(multiprocess=team.count > 1)
