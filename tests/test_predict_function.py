@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import valkyrie
@@ -64,6 +65,15 @@ def donating(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
         return w - gradient, loss
 
     return step, (struct(mesh, (512, 1024), "model"), struct(mesh, (256, 512), "data"))
+
+
+def test_a_program_of_nnx_jit_is_lowered_as_one_of_jax() -> None:
+    mesh = valkyrie.slice("v5e-8").mesh((2, 4), ("data", "model"))
+    jitted, arguments = products(mesh)
+    lowered = nnx.jit(jitted.__wrapped__).lower(*arguments)
+    for function, call in ((nnx.jit(jitted.__wrapped__), arguments), (lowered, ())):
+        program, _ = predict._lower(function, call, {}, None)
+        assert isinstance(program, jax.stages.Lowered) and capture_program(program, {}) is not None
 
 
 def manual(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:

@@ -152,14 +152,14 @@ def test_the_refusal_of_another_optimizer_names_the_differing_option(
     overrides = ("resume=run", f"runs={tmp_path}", "steps=8", "optimizer.learning_rate=1e-4", change)
     assert run_train(*overrides) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert "step 6" in line and str(folder / "checkpoints") in line and line.count(saved_setting) == 2
+    assert "step 6" in line and str(folder / "checkpoints") in line and saved_setting in line
 
 
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
         ("seed=1", r": seed=1, .* seed=0\b.*data\.shuffle_seed=0\b"),
-        ("seq=8", r": seq=8 .*[ =]16\b"),
+        ("seq=8", r": seq=8\b.*[ =]16\b"),
         ("data.documents=61", r"\bfiles\b"),
     ],
 )

@@ -348,6 +348,7 @@ def _lower(
     """Lower a function. Returns `(lowered, None)`, or `(None, compiled)` if it is already compiled."""
     import jax
 
+    function = _unwrap(function)
     if isinstance(function, jax.stages.Compiled | jax.stages.Lowered) and (arguments or kwargs):
         raise ValueError(
             "A lowered or compiled program takes no arguments of the function, because its shapes are fixed. Pass only "
@@ -360,7 +361,17 @@ def _lower(
     if isinstance(function, jax.stages.Lowered):
         return function, None
     require_function(function, "predict")
-    return function.lower(*arguments, **kwargs), None
+    return _unwrap(function.lower(*arguments, **kwargs)), None
+
+
+def _unwrap(program: Any) -> Any:
+    """Return JAX's object in a lowered or compiled program of a library, such as `flax.nnx.jit`, or `program` itself."""
+    import jax
+
+    for name, kind in (("lowered", jax.stages.Lowered), ("compiled", jax.stages.Compiled)):
+        if isinstance(wrapped := getattr(program, name, None), kind):
+            return wrapped
+    return program
 
 
 def require_function(function: object, name: str) -> None:
@@ -377,7 +388,7 @@ def is_jitted(function: object) -> bool:
     import jax
 
     is_lowerable = callable(function) and hasattr(function, "lower")
-    return is_lowerable or isinstance(function, jax.stages.Compiled | jax.stages.Lowered)
+    return is_lowerable or isinstance(_unwrap(function), jax.stages.Compiled | jax.stages.Lowered)
 
 
 def is_pmapped(function: object) -> bool:
