@@ -365,7 +365,7 @@ def _lower(
 
 
 def _unwrap(program: Any) -> Any:
-    """Return JAX's object in a lowered or compiled program of a library, such as `flax.nnx.jit`, or `program` itself."""
+    """Return the JAX object in a lowered or compiled program of `flax.nnx.jit`, or `program` itself."""
     import jax
 
     for name, kind in (("lowered", jax.stages.Lowered), ("compiled", jax.stages.Compiled)):
