@@ -190,8 +190,8 @@ print(jax.device_count())
         (["batch=0"], "batch=0:"),
         (["bach=8"], "mean batch?"),
         (["target=v4-63"], "v4-64"),
-        (["target=[v5e-8,v5e-16]"], "Use target=v5e-8 or target=v5e-16, or make a run for each."),
-        (["batch=8,16"], "takes one. Make a run for each."),
+        (["target=[v5e-8,v5e-16]"], "target=v5e-8 or target=v5e-16"),
+        (["batch=8,16"], "takes one"),
         (["model.name=gpt2"], "Write model=gpt2."),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_folder_without_a_run_is_named(working_folder: Path):
 def test_a_run_that_was_not_trained_is_not_read_as_the_newest(working_folder: Path):
     run = valkyrie.compose(*TINY_ARGUMENTS)
     for function in (valkyrie.evaluate, lambda run: valkyrie.generate(run, "def ")):
-        with pytest.raises(ValueError, match=r"^this run has not been trained\. Use valkyrie\.load\(FOLDER\), or"):
+        with pytest.raises(ValueError, match=r"not been trained.* valkyrie\.load\(FOLDER\)"):
             function(run)
 
 
@@ -221,13 +221,13 @@ def test_a_run_is_loaded_by_name_or_as_the_latest(working_folder: Path):
     folder.mkdir(parents=True)
     valkyrie.compose("model=gpt_tiny", "mesh=1x1x1", "seed=5").save(folder / "run.yaml")
     assert valkyrie.load("mine").config.seed == 5
-    with pytest.raises(ValueError, match=r"^runs/mine/run.yaml is a file. Pass its folder, runs/mine.$"):
+    with pytest.raises(ValueError, match=r"^runs/mine/run\.yaml .* runs/mine\b(?!/)"):
         valkyrie.load("runs/mine/run.yaml")
     checkpoint = folder / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
     assert valkyrie.load("latest").config.seed == 5
-    with pytest.raises(ValueError, match=r"^min: there is no such run .* Did you mean mine\?"):
+    with pytest.raises(ValueError, match=r"^min: .* mine\?"):
         valkyrie.load("min")
 
 
@@ -244,41 +244,41 @@ untyped_valkyrie: Any = valkyrie
         (lambda: untyped_valkyrie.compose({"model": "gpt_tiny"}), "compose takes strings"),
         (
             lambda: untyped_valkyrie.compose("model=gpt_tiny", config_dir=3),
-            "config_dir= takes the path of a folder, not 3",
+            "config_dir= takes .*, not 3",
         ),
-        (lambda: untyped_valkyrie.load(None), "load takes the path of a run folder, not None"),
+        (lambda: untyped_valkyrie.load(None), "load takes .*, not None"),
         (lambda: untyped_valkyrie.load("here", 3), "load takes overrides as strings"),
         (lambda: untyped_valkyrie.slice(8), "slice takes a name, .*, not 8"),
         (lambda: untyped_valkyrie.slice(None), "slice takes a name"),
         (lambda: untyped_valkyrie.slice(["v5e-8"]), "slice takes a name"),
         (lambda: untyped_valkyrie.slice("v5e-8", slices="2"), "slices= takes a whole number, not '2'"),
         (lambda: untyped_valkyrie.slice("v5e-8", slices=True), "slices= takes a whole number, not True"),
-        (lambda: untyped_valkyrie.slice("v5e-8").mesh(8, "a"), "mesh takes lists of sizes and names, .*, not 8"),
-        (lambda: untyped_valkyrie.slice("v5e-8").mesh((8,), "a"), "mesh takes lists of sizes and names, .*, not 'a'"),
-        (lambda: untyped_valkyrie.show("model=gpt_tiny"), "show takes a Run, such as valkyrie.compose"),
+        (lambda: untyped_valkyrie.slice("v5e-8").mesh(8, "a"), "mesh takes lists .*, not 8"),
+        (lambda: untyped_valkyrie.slice("v5e-8").mesh((8,), "a"), "mesh takes lists .*, not 'a'"),
+        (lambda: untyped_valkyrie.show("model=gpt_tiny"), "show takes a Run"),
         (lambda: untyped_valkyrie.fit("model=gpt_tiny"), "fit takes a Run"),
         (lambda: untyped_valkyrie.measure(None), "measure takes a Run, .*, not None"),
         (lambda: untyped_valkyrie.evaluate(None), "evaluate takes a Run"),
         (lambda: untyped_valkyrie.generate("def ", "def "), "generate takes a Run"),
-        (lambda: untyped_valkyrie.load_model(None), "load_model takes the path of a run folder, not None"),
-        (lambda: untyped_valkyrie.from_hf(3), "from_hf takes the path of a Hugging Face folder, not 3"),
+        (lambda: untyped_valkyrie.load_model(None), "load_model takes .*, not None"),
+        (lambda: untyped_valkyrie.from_hf(3), "from_hf takes .*, not 3"),
         (lambda: untyped_valkyrie.from_hf("llama", name=3), "name= takes a string, not 3"),
-        (lambda: untyped_valkyrie.to_hf(None, "out"), "to_hf takes the path of a run folder, not None"),
-        (lambda: untyped_valkyrie.search_layouts(print), "search_layouts takes a Run. .*, use search_program"),
+        (lambda: untyped_valkyrie.to_hf(None, "out"), "to_hf takes .*, not None"),
+        (lambda: untyped_valkyrie.search_layouts(print), "search_layouts takes a Run.* search_program"),
         (lambda: untyped_valkyrie.search_layouts("model=gpt_tiny"), "search_layouts takes a Run"),
         (
             lambda: untyped_valkyrie.explain(3, "runs"),
-            "first= takes a Run .*, a Result of predict, or a run folder .*, not 3",
+            "first= takes a Run .*, not 3",
         ),
         (
             lambda: untyped_valkyrie.run_sweep(["mesh=2x2x2"]),
             "run_sweep takes strings, such as .*, not \\['mesh=2x2x2'\\]",
         ),
-        (lambda: untyped_valkyrie.trials(None), "trials takes paths of sweep folders, not None"),
-        (lambda: untyped_valkyrie.write_report(None), "write_report takes paths of sweep folders, not None"),
+        (lambda: untyped_valkyrie.trials(None), "trials takes paths .*, not None"),
+        (lambda: untyped_valkyrie.write_report(None), "write_report takes paths .*, not None"),
         (lambda: predict(tokens="8192"), "tokens= takes a number, not '8192'"),
         (lambda: predict(tokens=True), "tokens= takes a number, not True"),
-        (lambda: predict(time_limit_s=False), "time_limit_s= takes a number of seconds, not False"),
+        (lambda: predict(time_limit_s=False), "time_limit_s= takes .*, not False"),
         (lambda: predict(options=["xla_x"]), "options= takes a dictionary"),
         (lambda: predict(places=3), "places= takes a list of positions"),
     ],
@@ -326,9 +326,9 @@ def test_a_search_of_a_training_run_fixes_what_it_sets(working_folder: Path, mon
     with_options = dataclasses.replace(answer, record=dataclasses.replace(answer.record, options=[option]))
     for row, count in zip(with_options.rows[:2], (1, 0), strict=True):
         assert with_options.run(row).arguments.count(option) == count, "of the best layout alone"
-    with pytest.raises(ValueError, match=r"^answer\.run takes one of answer\.rows, not <FoundLayout 99: "):
+    with pytest.raises(ValueError, match=r"^answer\.run .*<FoundLayout 99: "):
         answer.run(dataclasses.replace(answer.best, rank=99))
-    with pytest.raises(TypeError, match=r"^first= takes a Run \(such as answer.run\(row\)\)"):
+    with pytest.raises(TypeError, match=r"^first= .*answer\.run\(row\)"):
         untyped_valkyrie.explain(answer.best, second)
     assert repr(answer).startswith("<Answer mesh=2x4x1 partition=fsdp") and "<td" in answer._repr_html_()
     for row in answer.rows:
@@ -355,12 +355,12 @@ def test_a_search_in_which_nothing_fits_is_a_value_error(working_folder: Path):
 
 def test_layouts_that_cannot_be_explained_are_named(working_folder: Path):
     run = valkyrie.compose(*SEARCH_OVERRIDES, "mesh=2x4x1")
-    with pytest.raises(ValueError, match=r"^second: there is no run folder runs/nothing"):
+    with pytest.raises(ValueError, match=r"^second: .*runs/nothing\b"):
         valkyrie.explain(run, "nothing")
     (working_folder / "runs" / "empty").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"(?m)^second: runs/empty has no compile.json"):
+    with pytest.raises(ValueError, match=r"(?m)^second: runs/empty .*compile\.json"):
         valkyrie.explain(run, "empty")
-    with pytest.raises(ValueError, match=r"^first: target=auto has no predicted step time"):
+    with pytest.raises(ValueError, match=r"^first: target=auto "):
         valkyrie.explain(valkyrie.compose("model=gpt_tiny", "mesh=2x2x2"), run)
 
 
@@ -394,7 +394,7 @@ def test_a_sweep_returns_plain_rows_and_refuses_wrong_settings(
         assert all(isinstance(value, str | int | float | None) for value in vars(row).values())
     with pytest.raises(ValueError, match=r"^run_sweep needs settings"):
         valkyrie.run_sweep()
-    with pytest.raises(ValueError, match=r"^bach is not a key\. Did you mean batch\?"):
+    with pytest.raises(ValueError, match=r"^bach .*\bbatch\b"):
         valkyrie.run_sweep("bach=3,4", quiet=True)
     assert capsys.readouterr() == ("", "")
 

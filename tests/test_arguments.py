@@ -134,9 +134,7 @@ def test_a_users_chip_is_selected_by_name_and_number(own_folder: Path, chip: str
     if chip == "timed":
         assert target.chip.estimate["launch_s"] == 2.1e-06
     (chip_folder / "taken.yaml").write_text("defaults: [v5e, _self_]\nname: taken\naliases: [v4]\n")
-    with pytest.raises(
-        ValueError, match=r"^target\.chip=taken: .*taken\.yaml has the alias v4, but v4 is another chip"
-    ):
+    with pytest.raises(ValueError, match=r"^target\.chip=taken: .*taken\.yaml .*alias v4\b"):
         valkyrie.compose("--config-dir", str(own_folder), "model=gpt_tiny", "target=taken-8")
     with pytest.raises(ValueError, match=r"^target\.chip=tuned .*\btarget\.chips=N\b"):
         valkyrie.compose("--config-dir", str(own_folder), "target.chip=tuned")

@@ -148,7 +148,7 @@ def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None
             checkpoints.restore(abstract_state(state_with_ema), changed_settings=changed)
     assert "ema.block.w is only" in str(error_without_changes.value)
     assert " more differ" not in str(error_without_changes.value)
-    assert "use optimizer=adamw optimizer.ema_decay=null," in str(error_with_changes.value)
+    assert "optimizer=adamw optimizer.ema_decay=null" in str(error_with_changes.value)
     assert "0.9" in str(error_with_changes.value)
     for error in (error_without_changes, error_with_changes):
         assert "a different optimizer" in str(error.value) and f"resume={tmp_path.name}" in str(error.value)

@@ -445,12 +445,12 @@ def test_a_flag_that_libtpu_refuses_names_the_variable(tmp_path: Path, monkeypat
     child = ChildProcess(command, {}, tmp_path / "compiler.log")
     outcome = runner.run_compiler(child, 60, "mode.time_limit_s", lambda _: None, lambda: False)
     assert outcome is not None and outcome.status is CompileStatus.refused and outcome.variable == "LIBTPU_INIT_ARGS"
-    assert outcome.reason.startswith("LIBTPU_INIT_ARGS=--xla_foo=1: libtpu has no flag xla_foo.")
+    assert outcome.reason.startswith("LIBTPU_INIT_ARGS=--xla_foo=1: ") and "no flag xla_foo" in outcome.reason
 
 
 def test_a_flag_that_libtpu_refuses_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_foo=1")
     printed = subprocess.CompletedProcess([], 1, b"", b"WARNING\nERROR: Unknown command line flag 'xla_foo'\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: printed)
-    with pytest.raises(ValueError, match="^LIBTPU_INIT_ARGS=--xla_foo=1: libtpu has no flag xla_foo. Change"):
+    with pytest.raises(ValueError, match="^LIBTPU_INIT_ARGS=--xla_foo=1: .* flag "):
         valkyrie.slice("v5e-4").mesh((4,), ("data",))

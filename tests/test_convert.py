@@ -196,11 +196,11 @@ def refusal_message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "config.json: rope_parameters.rope_type=yarn "),
         (
             {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 4}},
-            "config.json: rope_scaling and rope_parameters differ. Remove the wrong one.",
+            "config.json: rope_scaling and rope_parameters ",
         ),
         (
             {"rope_theta": 500000, "rope_parameters": {"rope_theta": 10000}},
-            "config.json: rope_theta=500000 and rope_parameters.rope_theta=10000 differ. Remove the wrong one.",
+            "config.json: rope_theta=500000 and rope_parameters.rope_theta=10000 ",
         ),
         ({"model_type": "gpt2"}, "config.json: model_type=gpt2 contradicts architectures=['LlamaForCausalLM'], "),
         ({"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor=0.5 "),
@@ -253,15 +253,15 @@ def test_a_seq_beyond_the_positions_of_the_weights_is_noted_or_refused(tmp_path,
         import_folder(folder, name, "bytes", [f"runs={tmp_path}", "mesh=1x1x1", *overrides], say=lines.append)
 
     convert("llama", "a", "seq=4096")
-    note = "note: seq=4096: the weights were trained for at most 64 positions. Use seq=64, or model.context=4096 "
-    assert [line.startswith(note) for line in lines] == [True, False]
+    assert [line.startswith("note: seq=4096: ") for line in lines] == [True, False]
+    assert "seq=64" in lines[0] and "model.context=4096" in lines[0]
     lines.clear()
     convert("llama", "b", "seq=4096", "model.context=4096")
     convert("llama", "c", "seq=64")
     assert not any("note: " in line for line in lines)
-    with pytest.raises(ValueError, match=r"^seq=4096: model=gpt2 has 64 positions\. Use seq=64\.$"):
+    with pytest.raises(ValueError, match=r"^seq=4096: model=gpt2 .*\bseq=64\b"):
         convert("gpt2", "d", "seq=4096")
-    with pytest.raises(ValueError, match=r"^model\.context=4096: the architecture comes from config\.json\."):
+    with pytest.raises(ValueError, match=r"^model\.context=4096: .*config\.json\b"):
         convert("gpt2", "d", "seq=4096", "model.context=4096")
 
 
@@ -299,26 +299,25 @@ def test_an_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
         folder, **{name: np.zeros((32, 32), np.float32), "model.layers.0.self_attn.q_proj.bias": np.zeros(32)}
     )
     message = refusal_message(capsys, *load)
-    assert "does not have: model.layers.0.self_attn.q_proj.bias." in message and name not in message
+    assert "model.layers.0.self_attn.q_proj.bias" in message and name not in message
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:1000])
-    assert refusal_message(capsys, *load).startswith("model/model.safetensors is not a complete safetensors file ")
+    message = refusal_message(capsys, *load)
+    assert message.startswith("model/model.safetensors ") and "complete safetensors file" in message
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
     message = refusal_message(capsys, *load)
-    assert (
-        "model has no model.safetensors " in message
-        and "Load the model (pytorch_model.bin) with transformers" in message
-    )
+    assert "model has no model.safetensors " in message and "(pytorch_model.bin)" in message
     for damaged in ([1, 2], {"a": 5}):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": damaged}))
-        assert refusal_message(capsys, *load).startswith("model/model.safetensors.index.json is damaged (weight_map ")
+        message = refusal_message(capsys, *load)
+        assert message.startswith("model/model.safetensors.index.json ") and "weight_map" in message
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model has no model-00001-of-00002.safetensors, listed in " in refusal_message(capsys, *load)
+    message = refusal_message(capsys, *load)
+    assert "model-00001-of-00002.safetensors" in message and "delete" not in message
     (folder / "model.safetensors").touch()
-    remedy = "there, or delete model.safetensors.index.json to use model.safetensors."
-    assert refusal_message(capsys, *load).endswith(remedy)
+    assert "delete model.safetensors.index.json" in refusal_message(capsys, *load)
     for outside in ("../a.safetensors", "/a.safetensors"):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": outside}}))
         assert f"lists {outside}, outside of the folder" in refusal_message(capsys, *load)
@@ -342,23 +341,23 @@ def test_git_lfs_pointers_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = write_published(tmp_path / "model", "llama")
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
-    remedy = "Run `git lfs pull` in the folder it came from."
     load = ("from-hf", "model", "--tokenizer", "bytes")
     (folder / "tokenizer.json").write_text(pointer)
-    message = refusal_message(capsys, "from-hf", "model")
-    assert message == f"model/tokenizer.json is a git-lfs pointer, not the tokenizer. {remedy}"
+    messages = [refusal_message(capsys, "from-hf", "model")]
     (folder / "model.safetensors").write_text(pointer)
-    assert refusal_message(capsys, *load) == f"model/model.safetensors is a git-lfs pointer, not the weights. {remedy}"
+    messages.append(refusal_message(capsys, *load))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert refusal_message(capsys, *load) == f"model/pytorch_model.bin is a git-lfs pointer, not the weights. {remedy}"
+    messages.append(refusal_message(capsys, *load))
+    for message, file in zip(messages, ("tokenizer.json", "model.safetensors", "pytorch_model.bin"), strict=True):
+        assert message.startswith(f"model/{file} ") and "`git lfs pull`" in message
 
 
 def test_tied_embeddings_that_differ_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = write_published(tmp_path / "model", "llama", tie_word_embeddings=True)
     message = refusal_message(capsys, "from-hf", "model", "--tokenizer", "bytes")
-    assert message.startswith("model: lm_head.weight differs from model.embed_tokens.weight, but config.json ties them")
-    assert "Set tie_word_embeddings to false" in message and not (tmp_path / "runs").exists()
+    assert message.startswith("model: lm_head.weight ") and "model.embed_tokens.weight" in message
+    assert "tie_word_embeddings" in message and not (tmp_path / "runs").exists()
     change_tensors(folder, **{"lm_head.weight": read_tensors(folder)["model.embed_tokens.weight"]})
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
 
@@ -376,11 +375,10 @@ def test_a_number_beyond_the_range_of_the_dtype_is_refused(tmp_path, capsys, mon
     change_tensors(write_published(tmp_path / "model", "llama"), **{"model.norm.weight": norm})
     main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
     capsys.readouterr()
-    message = (
-        "model.norm.weight has 1 number beyond the range of float16 (up to 65,504). Use --dtype bfloat16 or float32."
-    )
     save_arguments = ("to-hf", "model", "out", "--dtype", "float16", "--file-gb", "1e-5")
-    assert refusal_message(capsys, *save_arguments) == message and not (tmp_path / "out").exists()
+    message = refusal_message(capsys, *save_arguments)
+    assert message.startswith("model.norm.weight has 1 number ") and "--dtype bfloat16" in message
+    assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir(mode=0o750)
     before = (tmp_path / "out").stat()
     assert refusal_message(capsys, *save_arguments) == message and not [*(tmp_path / "out").iterdir()]
@@ -396,11 +394,13 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys, monkeypatch):
     (root / "6").mkdir()
     capsys.readouterr()
     main(["to-hf", "model", "out"])
-    damage_message = "The durable checkpoint at step 6 in runs/model/checkpoints is damaged: the folder is empty."
-    assert capsys.readouterr().err == f"{damage_message} Converting step 0 instead.\n"
-    assert refusal_message(capsys, "to-hf", "model", "b", "--step", "6") == f"{damage_message} Use another --step."
+    err = capsys.readouterr().err
+    assert "step 6 in runs/model/checkpoints " in err and "damaged" in err and "step 0 instead" in err
+    message = refusal_message(capsys, "to-hf", "model", "b", "--step", "6")
+    assert "step 6 in runs/model/checkpoints " in message and "another --step" in message
     (root / "0" / "about" / "metadata").unlink()
-    assert refusal_message(capsys, "to-hf", "model", "b").endswith("metadata is missing. There is no other checkpoint.")
+    message = refusal_message(capsys, "to-hf", "model", "b")
+    assert "metadata" in message and "no other checkpoint" in message
     run_file = tmp_path / "runs" / "model" / "run.yaml"
     run_file.write_text(re.sub("rope_theta: .*", "rope_theta: null", run_file.read_text()))
     assert "rope_theta=null" in refusal_message(capsys, "to-hf", "model", "b"), (
@@ -446,9 +446,10 @@ def test_existing_files_are_not_overwritten(tmp_path, capsys, monkeypatch):
     assert refusal_message(capsys, "to-hf", "model", "model").startswith("model is not an empty folder. ")
     assert write_times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with write_lock(tmp_path / "c"):
-        assert re.match("c is in use by process .* use another FOLDER", refusal_message(capsys, "to-hf", "model", "c"))
+        assert re.match(r"c .*process \d+ .*\banother FOLDER\b", refusal_message(capsys, "to-hf", "model", "c"))
     main(["to-hf", "model", "c"])
-    assert "tokenizer=bytes has no tokenizer.json to copy. To convert c back, use " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "tokenizer=bytes " in out and "no tokenizer.json" in out
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"config.json", "model.safetensors"}
     assert refusal_message(capsys, "to-hf", "model", "b", "--step", "7").startswith("--step 7: ")
     assert refusal_message(capsys, "to-hf", "other", "b").startswith("other: ")
@@ -474,9 +475,7 @@ def test_a_folder_in_conversion_is_in_use_and_ctrl_c_deletes_it(
     with pytest.raises(SystemExit, match=str(EXIT_INTERRUPTED)):
         main([*load])
     (message,) = messages
-    assert re.match(
-        r"runs/model/huggingface is in use by process \d+ on .*\. Wait for it, or use another name=", message
-    )
+    assert re.match(r"runs/model/huggingface .*process \d+ .*\banother name=", message)
     assert not (tmp_path / "runs" / "model").exists()
     assert capsys.readouterr().err == "valkyrie-convert: stopped\n"
 
@@ -542,7 +541,7 @@ def test_python_converts_both_ways_and_names_its_own_arguments(tmp_path, capsys)
     tokens = np.random.default_rng(1).integers(0, VOCAB, (1, expected.shape[1]))
     np.testing.assert_allclose(model(tokens), expected, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(model(tokens[:, :7]), expected[:, :7], rtol=2e-5, atol=2e-6)
-    with pytest.raises(ValueError, match=r"llama already exists\. Use another name=NAME, "):
+    with pytest.raises(ValueError, match=r"llama already exists.* name=NAME\b"):
         valkyrie.from_hf(source, f"runs={tmp_path / 'runs'}", tokenizer="bytes", quiet=True)
     with pytest.raises(ValueError, match=r"^step=3: .* has no such checkpoint"):
         valkyrie.to_hf(folder, tmp_path / "back", step=3, quiet=True)

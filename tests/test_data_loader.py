@@ -354,4 +354,4 @@ def test_a_script_without_a_main_guard_trains_once(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     (line,) = result.stderr.splitlines()
-    assert "`if __name__ == '__main__':`, or set data.workers=0" in line and not (tmp_path / "runs").exists()
+    assert "`if __name__ == '__main__':`" in line and "data.workers=0" in line and not (tmp_path / "runs").exists()

@@ -235,7 +235,7 @@ def test_a_shard_size_that_needs_too_many_files_is_refused(
 ) -> None:
     monkeypatch.setattr(writer, "MAX_SMALL_SHARDS", 3)
     config.shard_tokens = 1
-    with pytest.raises(ValueError, match="data.shard_tokens=1: this data needs more than 3 files"):
+    with pytest.raises(ValueError, match=r"data\.shard_tokens=1: .* 3 files"):
         prepare(config, "bytes")
     assert [entry for entry in Path(config.cache_dir).iterdir() if entry.is_dir()] == []
 
@@ -314,7 +314,7 @@ def test_a_cached_dataset_without_a_manifest_and_an_unreadable_folder_are_named(
 ) -> None:
     path = prepare(config, "bytes").path
     (path / MANIFEST_FILE).unlink()
-    with pytest.raises(ValueError, match=rf"^{path} has no manifest\.json\. Delete the folder"):
+    with pytest.raises(ValueError, match=rf"^{path} .*\bmanifest\.json\. Delete"):
         prepare(config, "bytes")
     monkeypatch.setattr(os, "access", lambda *_: False)
     config.paths = [str(tmp_path)]
@@ -323,7 +323,7 @@ def test_a_cached_dataset_without_a_manifest_and_an_unreadable_folder_are_named(
     file = tmp_path / "a.txt"
     file.touch()
     config.paths = [str(file)]
-    with pytest.raises(ValueError, match=rf"^{file} cannot be read \(permission denied\). Run chmod u\+r on it"):
+    with pytest.raises(ValueError, match=rf"^{file} .*permission denied.*chmod u\+r "):
         prepare(config, "bytes")
 
 
