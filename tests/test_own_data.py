@@ -15,7 +15,7 @@ import pytest
 from own_folder import train_with, write_listings
 from runs import run_train
 from valkyrie.data.config import SOURCES
-from valkyrie.data.prepare import find_dataset
+from valkyrie.data.prepare import find_dataset, prepare
 
 PACKAGE = Path(__file__).parent.parent / "valkyrie"
 SMALL = ("model=gpt_tiny", "model.layers=1", "mesh=1x1x1", "partition=dp", "batch=2", "seq=16", "eval_every=100")
@@ -66,6 +66,31 @@ def test_a_users_source_and_task_train(folder: Path, monkeypatch: pytest.MonkeyP
     command = [sys.executable, "-m", "valkyrie.cli.train", f"resume={folder.parent}/runs/task", "steps=3"]
     resumed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert "steps 3 to" in resumed.stdout, resumed.stdout + resumed.stderr
+
+
+@pytest.mark.parametrize("helper_file", ["helper.py", "helper/__init__.py", "helper/inner.py"])
+def test_an_edited_helper_of_a_users_source_reads_its_documents_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper_file: str
+):
+    name = f"packed_{helper_file.count('/')}_{len(helper_file)}"
+    package, helper = tmp_path / name, tmp_path / helper_file
+    for file in (package / "__init__.py", helper, tmp_path / "unrelated.py"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("x = 1\n")
+    (package / "reader.py").write_text("def read():\n    import helper.inner\n")
+    (package / "__init__.py").write_text(
+        "from valkyrie.data.sources.text import Config as TextConfig\n\n\nclass Config(TextConfig):\n    pass\n"
+    )
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert SOURCES.user_folder(name) == tmp_path, "the folder to import it from"
+    config_class = SOURCES.config_class(name)
+    config = config_class(name=name, source=name, paths=[str(tmp_path / "a.jsonl")], cache_dir=str(tmp_path / "cache"))
+    prepare(config, "bytes")
+    (tmp_path / "unrelated.py").write_text("x = 2\n")
+    assert find_dataset(config, "bytes") is not None
+    helper.write_text("x = 2\n")
+    assert find_dataset(config, "bytes") is None
 
 
 def test_the_doctor_checks_a_users_source_and_does_not_suggest_valkyrie_data(folder: Path):
@@ -128,6 +153,12 @@ def add_source(folder: Path, source: str, correct: str, wrong: str) -> Path:
             "read_documents() of FILE returned None, not an iterable of Document.",
         ),
         (
+            "tickets_6",
+            "    query: str",
+            "    is_single_text: bool = False\n    query: str",
+            "the class Config of the module tickets_6 has a field is_single_text, which is a method",
+        ),
+        (
             "tickets_4",
             "return [*super().problems()",
             "[*super().problems()",
@@ -149,7 +180,7 @@ def test_a_slip_in_a_users_source_is_refused(
     data = (f"data={source}", "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
     assert run_train("--config-dir", str(folder), *SMALL, *data) == 2
     message = message.replace("FILE", str(module))
-    assert f"valkyrie-train: data.source={source}: {message}\n" in capfd.readouterr().err
+    assert f"valkyrie-train: data.source={source}: {message}" in capfd.readouterr().err
 
 
 def test_an_error_in_a_users_source_is_located(folder: Path):

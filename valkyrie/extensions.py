@@ -7,13 +7,14 @@ imported only if a command on this machine has named that folder.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
@@ -101,12 +102,12 @@ class Families:
                 f"{self.key}={name}: the class Config of the module {name} does not define {', '.join(missing)}, which "
                 f"{base_name} requires."
             )
-        field_names = getattr(config_class, "__dataclass_fields__", {})
-        if methods := [field_name for field_name in field_names if callable(getattr(self.base, field_name, None))]:
-            raise ValueError(
-                f"{self.key}={name}: the class Config of the module {name} has a field {methods[0]}, which is a method "
-                f"of {base_name}. Rename the field."
-            )
+        for field_name in getattr(config_class, "__dataclass_fields__", {}):
+            if owner := next((c for c in config_class.__mro__ if callable(vars(c).get(field_name))), None):
+                raise ValueError(
+                    f"{self.key}={name}: the class Config of the module {name} has a field {field_name}, which is a "
+                    f"method of {owner.__module__}.{owner.__name__}. Rename the field."
+                )
         return config_class
 
     def refuse_ignored_module(self, name: str) -> None:
@@ -196,9 +197,45 @@ class Families:
             raise ValueError(f"{self.key}={name} cannot be imported: {file}, line {line}: {reason}.") from error
 
     def user_folder(self, name: str) -> Path | None:
-        """Return the folder of a user's module. None for a family that ships with Valkyrie or if there is no module."""
+        """Return the folder that contains a user's module or package.
+
+        Returns None for a family that ships with Valkyrie or if there is no module.
+        """
         spec = None if name in self.names() else find_spec(name)
-        return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
+        if spec is None or spec.origin is None:
+            return None
+        file = Path(spec.origin).resolve()
+        return file.parent.parent if spec.submodule_search_locations else file.parent
+
+    def source_paths(self, name: str) -> list[Path]:
+        """Return the file or package folder of a user's module, and of those that it imports from the user's folders.
+
+        Follows imports in these modules too. Libraries, and modules that ship with Valkyrie, are left out.
+        """
+        own_folder = self.user_folder(name)
+        folders = [own_folder, *map(Path, _command_folders())] if own_folder is not None else []
+        paths, names = list[Path](), [name]
+        for module_name in names:  # grows by the names of imported modules
+            for folder in folders:
+                is_library = module_name == _PACKAGE.name or (module_name != name and "site-packages" in folder.parts)
+                package, file = folder / module_name, folder / f"{module_name}.py"
+                path = file if file.is_file() and not (package / "__init__.py").is_file() else package
+                if is_library or path in paths or not path.exists():
+                    continue
+                paths.append(path)
+                for module in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+                    names += _imported_names(module)
+        return paths
+
+
+def _imported_names(file: Path) -> Iterator[str]:
+    """Yield the first part of the name of each module that a file imports, except relative imports."""
+    with contextlib.suppress(SyntaxError, ValueError):  # a file that nothing imports may be no Python
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+                yield node.module.partition(".")[0]
 
 
 def add_import_path(folders: Iterable[str | Path]) -> None:

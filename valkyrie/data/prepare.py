@@ -6,7 +6,6 @@ core, and they avoid forking a process that runs JAX. The shards do not depend o
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -136,8 +135,7 @@ def _cache_key(config: DocumentConfig, listing: Listing, tokenizer: str) -> str:
         **config.cache_identity(),
     }
     if config.source not in SOURCES.names():  # `_ALGORITHM_VERSION` covers the sources that ship with Valkyrie
-        file = Path(inspect.getfile(type(config)))
-        inputs["code"] = source_digest(str(file.parent if file.stem == "__init__" else file))
+        inputs["code"] = source_digest(*map(str, SOURCES.source_paths(config.source)))
     return digest(inputs)
 
 
