@@ -68,10 +68,11 @@ def test_each_mode_reports_the_keys_that_it_does_not_read(mode: str):
         assert not [note for note in notes if not note.startswith(f"{key}=1 has no effect: ")], key
 
 
-def test_a_training_without_a_pipeline_reports_only_the_pipeline_keys():
+def test_a_training_reports_only_the_keys_of_other_schedules_and_layers():
     run = run_in("train")
     reported = {key for key in KEYS if unread_notes(replace(run, arguments=(f"{key}={run.config.batch}",)))}
-    assert reported == {"partition.schedule", "partition.rounds"}
+    attention_keys = {key for key in KEYS if key.startswith("model.attention.")}
+    assert reported == attention_keys | {"partition.schedule", "partition.rounds", "optimizer.warmdown"}
 
 
 @pytest.mark.parametrize("mode", ["compile", "measure"])
@@ -96,6 +97,11 @@ def test_a_trial_key_depends_on_exactly_the_keys_that_its_mode_reads(mode: str):
         (["mode=show", f"prompt={'a' * 100}"], "note: mode=show does not read prompt\n"),
         (["mode=show", "target.slices=2"], "target.slices=2 has no effect: target=auto does not name"),
         (["mode=show", "size=tiny", "model=gpt_125m"], "note: size=tiny keeps model=gpt_125m, because the command"),
+        (["mode=show", "model=s5_tiny", "model.attention.heads=8"], "model.attention.heads=8 has no effect: no layer"),
+        (
+            ["mode=show", "model.window_pattern=SL", "model=nanochat_tiny", "model.attention.windows=[8]"],
+            "[8] has no effect: model.",
+        ),
     ],
 )
 def test_unread_settings_are_reported(arguments: list[str], note: str, capfd: pytest.CaptureFixture[str]):
@@ -132,6 +138,23 @@ def test_used_settings_are_not_reported():
     assert unread_notes(valkyrie.compose(*TINY_ARGUMENTS, "model.layers=2", "sample_tokens=1", *pipeline)) == []
     assert unread_notes(valkyrie.compose("target=cpu8", "target.slices=2", "mesh=2s2x2x2", "mode=compile")) == []
     assert mode_reads(MODES.config_class("search")(), "seed")
+
+
+def test_processes_of_a_run_alone_are_reported():
+    alone = valkyrie.compose("model=gpt_tiny", "distributed=off", "distributed.timeout_s=9")
+    (note,) = unread_notes(alone)
+    assert note.startswith("distributed.timeout_s=9 has no effect: distributed=off ")
+
+
+def test_axis_names_that_the_partition_does_not_use_are_reported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TPU_MESH_CONFIG", "2,2,2")
+    monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,fsdp")
+    assert unread_notes(valkyrie.compose("model=gpt_tiny", "mode=show")) == []
+    (note,) = unread_notes(valkyrie.compose("model=gpt_tiny", "mode=show", "partition=fsdp"))
+    assert note.startswith("TPU_AXIS_NAMES=data,model,fsdp has no effect: partition=fsdp ")
+    monkeypatch.delenv("TPU_MESH_CONFIG")
+    typed = ("mesh=2x2x2", "partition=fsdp", "mesh.names=[data,model,fsdp]")
+    assert len(unread_notes(valkyrie.compose("model=gpt_tiny", "mode=show", *typed))) == 1
 
 
 def test_a_search_notes_that_it_ignores_the_mesh_of_the_environment(monkeypatch: pytest.MonkeyPatch):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from valkyrie.config.modes import NEUTRAL_KEYS, ModeConfig
 from valkyrie.config.run import Run, RunConfig
-from valkyrie.optim import longest_warmup
+from valkyrie.models import Model
+from valkyrie.models.stack import Stack
+from valkyrie.optim import AdamLike, Schedule, longest_warmup
 from valkyrie.runs.folder import changed_settings, find_run, key_values, split_flags, split_override
+from valkyrie.trees import flatten
 from valkyrie.units import escape_control_characters
 
 _ALWAYS_READ = NEUTRAL_KEYS | {"mode", "modules", "data", "task", "batch_tokens", "device_batch", "debug"}
@@ -19,7 +23,7 @@ _MAX_VALUE_LENGTH = 60
 
 
 def unread_notes(run: Run) -> list[str]:
-    """Return a note for each reason why settings on the command line or `TPU_MESH_CONFIG` have no effect on the run.
+    """Return a note for each reason why settings on the command line or in the environment have no effect on the run.
 
     The run must be legal. Settings in files get no note, because an experiment has settings for several modes.
     """
@@ -30,6 +34,8 @@ def unread_notes(run: Run) -> list[str]:
             settings_by_key[key] = _setting_text(argument)
     unread_settings = [text for key, text in settings_by_key.items() if not mode_reads(run.config.mode, key)]
     notes = [f"mode={run.config.mode.name} does not read {_join_settings(unread_settings)}"] if unread_settings else []
+    if run.config.mesh.names is not None and (axis_names := os.environ.get("TPU_AXIS_NAMES")):
+        settings_by_key["TPU_AXIS_NAMES"] = f"TPU_AXIS_NAMES={axis_names}"
     for keys, reason in _keys_without_effect(run):
         settings = [text for key, text in settings_by_key.items() if key in keys or key.partition(".")[0] in keys]
         if settings and not set(settings) & set(unread_settings):
@@ -101,9 +107,29 @@ def _keys_without_effect(run: Run) -> Iterable[tuple[tuple[str, ...], str]]:
     batch = key_values(run.arguments).get("batch", "")
     if batch.isdecimal() and int(batch) != config.batch:
         yield ("batch",), f"batch_tokens sets batch={config.batch}. Add batch_tokens=null"
+    if not mode.ignores_layout and config.mesh.names is not None and not config.partition.roles:
+        yield ("mesh.names", "TPU_AXIS_NAMES"), f"partition={config.partition.name} has no roles"
     if not mode.ignores_layout and run.layout.pipeline is None:
         reason = f"partition={config.partition.name} has no pipeline on mesh={config.mesh.name}"
         yield ("partition.schedule", "partition.rounds"), reason
+    if config.distributed.name == "off":
+        keys = tuple(f"distributed.{key}" for key in ("coordinator", "processes", "process", "timeout_s"))
+        yield keys, "distributed=off runs this process alone"
+    if isinstance(config.optimizer, AdamLike) and Schedule(config.optimizer.schedule) is Schedule.cosine:
+        yield ("optimizer.warmdown",), "it belongs to optimizer.schedule=trapezoid"
+    yield from _model_keys_without_effect(run.model)
+
+
+def _model_keys_without_effect(model: Model) -> Iterable[tuple[tuple[str, ...], str]]:
+    """Yield (keys, reason) for keys of a model that have no effect because of its other settings."""
+    if not isinstance(model, Stack):
+        return
+    for kind, block in model.mixer_blocks.items():
+        if kind not in model.used_mixers:
+            yield tuple(f"model.{kind}.{name}" for name in flatten(asdict(block))), f"no layer of the model has {kind}"
+    if (pattern := getattr(model, "window_pattern", None)) is not None:
+        reason = f"model.window_pattern={pattern} sets the windows. To use these, add model.window_pattern=null"
+        yield ("model.attention.windows",), reason
 
 
 def _setting_text(argument: str) -> str:
