@@ -18,7 +18,7 @@ from machines import compile_devices, needs_libtpu
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import Topology, build_topology
 from valkyrie.parallel.axis_links import Factor
-from valkyrie.parallel.mesh import MeshConfig, build_mesh, parse_mesh
+from valkyrie.parallel.mesh import MeshConfig, build_mesh, parse_mesh, place_mesh
 from valkyrie.parallel.placement import (
     arrange,
     describe_entries,
@@ -123,6 +123,13 @@ def test_every_placement_is_recognised_after_building():
             assert dict(mesh.shape) == axes
             assert find_placement(mesh, topology) == entries
             assert describe_placement(mesh, topology) == describe_entries(entries, axes, topology)
+
+
+def test_axes_may_have_any_name():
+    axes, entries = {"fsdp_2": 4, "Model": 2}, ["fsdp_2:2", "Model", "fsdp_2:2"]
+    assert placement_problems(entries, axes, "mesh") == []
+    assert placement_problems(["fsdp_2:2", "Model", "fsdp"], axes, "mesh") != []
+    assert find_placement(place_mesh(axes, jax.devices()[:8], entries), torus(2, 2, 2)) == entries
 
 
 sides = st.sampled_from([1, 2, 3, 4, 6])

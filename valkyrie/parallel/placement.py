@@ -40,7 +40,7 @@ def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: 
     mistakes = []
     factors_by_axis: dict[str, list[int]] = {axis: [] for axis in axes}
     for entry in placement:
-        match = re.fullmatch(r"([a-z]+)(?::([1-9][0-9]*))?", entry)
+        match = re.fullmatch(r"([^:]+)(?::([1-9][0-9]*))?", entry)
         if match is None or match[1] not in axes:
             mistakes.append(f"{entry} is neither an axis (x) nor part of an axis (x:2)")
         else:
