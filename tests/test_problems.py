@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, str | None, Any]] = {
     "remat=offload remat.save=[query]": ("conflict", "remat.save", ["query"]),
     "data=sudoku data.sudoku.side=4 data.sudoku.guesses=1 model=trm_tiny": ("conflict", "data.sudoku.guesses", 1),
     "distributed.processes=4": ("missing", "distributed.coordinator", None),
+    "distributed.coordinator=a:1 distributed.processes=2 distributed.process=2": ("conflict", "distributed.process", 2),
     "model.attention.causal=false": ("unsupported", "model", "valkyrie_tiny"),
     # meshes and targets
     "mesh=2x2x2 mesh.placement=[x,y]": ("placement", "mesh.placement", "x,y"),

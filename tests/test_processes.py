@@ -166,7 +166,8 @@ def test_the_command_line_overrides_the_environment():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"JAX_PROCESS_INDEX": "4"}, "process index 4"),
+        ({"JAX_PROCESS_INDEX": "4"}, "JAX_PROCESS_INDEX=4 "),
+        ({"JAX_PROCESS_COUNT": "0"}, "JAX_PROCESS_COUNT=0 "),
         ({"JAX_PROCESS_INDEX": "one"}, "JAX_PROCESS_INDEX=one "),
         ({"JAX_PROCESS_INDEX": ""}, "not JAX_PROCESS_INDEX."),
         ({"JAX_COORDINATOR_ADDRESS": ""}, "not JAX_COORDINATOR_ADDRESS."),

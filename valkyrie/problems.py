@@ -297,8 +297,8 @@ _TEMPLATES = {
         "{hint} This model has {known}."
     ),
     ProblemCode.unknown_role: (
-        "TPU_AXIS_NAMES gives mesh axis {over} the role {self.value}, but the roles of partition={self.partition} are "
-        "{known}."
+        "mesh.names (or TPU_AXIS_NAMES) gives mesh axis {over} the role {self.value}, but the roles of "
+        "partition={self.partition} are {known}. Use one of these."
     ),
     ProblemCode.missing_mesh_axis: (
         "partition={self.partition} puts {rule} on mesh axis {axis}, but mesh={mesh} has only {has}. "
@@ -357,18 +357,16 @@ _TEMPLATES = {
 
 def _microbatches_clause(problem: Problem) -> str:
     count, stage_axes = problem.details["microbatch_count"], problem.details["stage_axes"]
-    if stage_axis := next((axis for axis in problem.mesh_axes if axis in stage_axes), None):
-        sizes = zip(problem.mesh_axes, problem.mesh_sizes, strict=True)
-        others = "·".join(f"{axis}={size}" for axis, size in sizes if axis != stage_axis)
-        if others and count > 1:
-            return f", and each of its {count} microbatches over {others}"
     if not problem.mesh_axes:
-        return (
-            f"the pipeline stages and microbatches={count} split it"
-            if stage_axes
-            else f"microbatches={count} splits it"
-        )
-    return f", and microbatches={count} splits it too" if count > 1 else ""
+        return f"microbatches={count} splits it"
+    if count == 1:
+        return ""
+    sizes = dict(zip(problem.mesh_axes, problem.mesh_sizes, strict=True))
+    if not sizes.keys().isdisjoint(stage_axes):
+        axes = problem.details["microbatch_axes"]
+        if split := "·".join(f"{axis}={size}" for axis, size in sizes.items() if axis in axes):
+            return f", and each of its {count} microbatches over {split}"
+    return f", and microbatches={count} splits it too"
 
 
 def _batch_clause(problem: Problem) -> str:

@@ -40,7 +40,8 @@ def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
 def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:
     """Return the message for a mesh and a target with different numbers of devices.
 
-    Suggests a mesh of the target's size, and targets of the mesh's size or, if there are none, of the nearest sizes.
+    Suggests a mesh of the target's size, and targets of the mesh's size or, if there are none, of the nearest sizes. A
+    suggested target has as many slices as the mesh.
     """
     chips, devices_per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
     noun = "chip" if target.chip and devices_per_chip == 1 else "device"
@@ -52,15 +53,19 @@ def _wrong_size_message(target: TargetConfig, mesh: MeshConfig) -> str:
         target_size += f" (the same as target={single.name})"  # without a torus, a network joins all hosts anyway
     slice_prefix = f"{target.slices}s" if target.slices > 1 else ""
     mesh_hint = f", such as mesh={slice_prefix}{_torus_mesh_name(target)}" if target.chip and target.topology else ""
-    resized_target = target.resized(mesh.size)
-    nearest = " and ".join(f"target={other.describe()}" for other in target.nearest_slices(mesh.size))
-    fitting_hint = f" No slice has {count_text(mesh.size, noun)}. Nearest: {nearest}." if nearest else ""
+    slice_count = mesh.slices if target.topology else 1  # a network joins all hosts of a target without a torus
+    slice_size = mesh.size // slice_count
+
+    def request(other: TargetConfig) -> str:
+        if slice_count == target.slices:
+            return f"target={other.describe()}"
+        return f"target={other.name} target.slices={slice_count}"
+
+    resized_target = target.resized(slice_size)
+    nearest = " and ".join(map(request, target.nearest_slices(slice_size)))
+    fitting_hint = f" No slice has {count_text(slice_size, noun)}. Nearest: {nearest}." if nearest else ""
     mesh_remedy = f"a mesh of {count_text(target.devices or 0, 'device')}{mesh_hint}."
-    remedy = (
-        f" Use {mesh_remedy}"
-        if resized_target is None
-        else f" Use target={resized_target.describe()}, or {mesh_remedy}"
-    )
+    remedy = f" Use {mesh_remedy}" if resized_target is None else f" Use {request(resized_target)}, or {mesh_remedy}"
     if slices_hint := _slices_hint(target, mesh):
         fitting_hint, remedy = slices_hint, f" Or use {mesh_remedy}"
     elif resized_target is not None:

@@ -110,7 +110,8 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
     batch_axes, seq_axes = layouts.activations[BATCH], layouts.activations[SEQ]
     layer_axes = layouts.parameters.get(LAYERS, ())
     stages, seq_parts = layouts.axes_size(layer_axes), layouts.axes_size(seq_axes)
-    shards = layouts.axes_size([axis for axis in batch_axes if axis not in layer_axes])
+    row_axes = [axis for axis in batch_axes if axis not in layer_axes]
+    shards = layouts.axes_size(row_axes)
 
     def check(
         code: ProblemCode,
@@ -127,7 +128,8 @@ def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: i
     # otherwise those of the whole batch.
     is_1f1b = partition.schedule is PipelineSchedule["1f1b"]
     batch_parts = shards * (stages * microbatches if is_1f1b else _least_common_multiple(stages, microbatches))
-    details = {"microbatch_count": microbatches, "stage_axes": layer_axes}
+    microbatch_axes = batch_axes if is_1f1b else row_axes
+    details = {"microbatch_count": microbatches, "stage_axes": layer_axes, "microbatch_axes": microbatch_axes}
     code = ProblemCode.batch_not_divisible
     yield check(code, BATCH, batch_axes, batch % batch_parts != 0, batch_parts, size=batch, details=details)
     is_circular = partition.schedule is PipelineSchedule.circular and rounds > 1

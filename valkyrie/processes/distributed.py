@@ -57,6 +57,13 @@ class DistributedConfig:
             verb = "also need" if len(missing) == 1 else "needs"
             text = f"{present} {verb} {' and '.join(missing)}. Set all three or none."
             problems.append(Problem(ProblemCode.missing, missing[0], text=text))
+        index, count = self.process, self.processes
+        if not problems and index is not None and count is not None and index >= count:
+            text = (
+                f"distributed.process={self.process} must be below distributed.processes={self.processes}. The first "
+                "process has distributed.process=0."
+            )
+            problems.append(Problem(ProblemCode.conflict, "distributed.process", self.process, text))
         return problems
 
 
@@ -79,9 +86,8 @@ def find_process(
     if config.name == "off":
         return None
     if config.processes is not None:
-        return _check_process(
-            ProcessInfo(str(config.coordinator), config.processes, int(config.process or 0)), "distributed"
-        )
+        process_info = ProcessInfo(str(config.coordinator), config.processes, int(config.process or 0))
+        return _check_process(process_info, "distributed.processes", "distributed.process")
     count_variable, index_variable = (
         next((n for n in names if environment.get(n)), None) for names in (_COUNT_VARIABLES, _INDEX_VARIABLES)
     )
@@ -112,7 +118,7 @@ def find_process(
             f"{count_variable}={environment[count_variable]} and {index_variable}={environment[index_variable]} must "
             "be whole numbers."
         ) from None
-    return _check_process(process_info, count_variable)
+    return _check_process(process_info, count_variable, index_variable)
 
 
 def join_team(config: DistributedConfig, *, accelerators: int = 0) -> ConnectedTeam | None:
@@ -141,18 +147,17 @@ def start_jax(config: DistributedConfig, process_info: ProcessInfo) -> None:
     )
 
 
-def _check_process(process_info: ProcessInfo, source: str) -> ProcessInfo:
+def _check_process(process_info: ProcessInfo, count_source: str, index_source: str) -> ProcessInfo:
     """Return `process_info` if its address, count and index are valid. Raises ValueError otherwise.
 
-    `source` is the setting or environment variable that the message blames for a wrong count or index.
+    `count_source` and `index_source` are the settings or environment variables of the count and the index.
     """
     parse_address(process_info.coordinator)
     if process_info.count < 1:
-        raise ValueError(f"{source}: the number of processes is {process_info.count}. Use 1 or more.")
+        raise ValueError(f"{count_source}={process_info.count} must be at least 1.")
     if not 0 <= process_info.index < process_info.count:
         raise ValueError(
-            f"{source}: process index {process_info.index} must be at least 0 and below {process_info.count}, the "
-            "number of processes."
+            f"{index_source}={process_info.index} must be at least 0 and below {count_source}={process_info.count}."
         )
     return process_info
 
