@@ -143,13 +143,13 @@ def test_rows_of_jsonl_and_parquet_are_read(tmp_path: Path, monkeypatch: pytest.
         assert [d.text for d in read(text_config(tmp_path / "a.jsonl", field="body"))] == ["one", "two\nlines"]
     with pytest.raises(ValueError, match=r"b\.parquet .*data\.column=m\. .*story"):
         read(text_config(tmp_path / "b.parquet", column="m"))
-    with pytest.raises(ValueError, match=r"data\.field=text is not a key of .*a\.jsonl:1\. .*body"):
+    with pytest.raises(ValueError, match=r"data\.field=text .*a\.jsonl:1\. .*body"):
         read(text_config(tmp_path / "a.jsonl"))
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n{"text": \n')
-    with pytest.raises(ValueError, match=r"c\.jsonl:2 is not JSON \(Expecting value at character \d+\)\. A \.jsonl"):
+    with pytest.raises(ValueError, match=r"c\.jsonl:2 .*JSON .*at character \d+"):
         read(text_config(tmp_path / "c.jsonl"))
     (tmp_path / "c.jsonl").write_text('{"text": "x", "id": ' + 5000 * "9" + '}\n{"text": "y')
-    with pytest.raises(ValueError, match=r"c\.jsonl:2 .* at character 10\)\. .* the file may be cut short\. "):
+    with pytest.raises(ValueError, match=r"c\.jsonl:2 .* at character 10\b.*cut short"):
         read(text_config(tmp_path / "c.jsonl"))
     (tmp_path / "d.parquet").write_text("no")
     with pytest.raises(ValueError, match=r"d\.parquet "):
@@ -199,17 +199,17 @@ def test_skipped_files_are_noted(tmp_path: Path, source: Any, monkeypatch: pytes
     config = source.Config(paths=[str(tmp_path)])
     notes: list[str] = []
     config.open("bytes", say=notes.append)
-    assert notes == ["note: data.paths: 2 files with an unsupported suffix (.csv, none) are skipped."]
+    (note,) = notes
+    assert note.startswith("note: data.paths: 2 files ") and "(.csv, none)" in note
     (tmp_path / "LICENSE").unlink()
     (tmp_path / "linked.txt").symlink_to("nowhere")
     os.mkfifo(tmp_path / "pipe.txt")
     notes.clear()
     config.open("bytes", say=notes.append)
-    assert notes == [
-        "note: data.paths: 1 file with an unsupported suffix (.csv) is skipped.",
-        "note: data.paths: 2 files without content (broken links, pipes or devices: "
-        f"{tmp_path}/linked.txt, {tmp_path}/pipe.txt) are skipped.",
-    ]
+    unsupported, without_content = notes
+    assert unsupported.startswith("note: data.paths: 1 file ") and "(.csv)" in unsupported
+    assert without_content.startswith("note: data.paths: 2 files ")
+    assert f"{tmp_path}/linked.txt, {tmp_path}/pipe.txt" in without_content
     notes.clear()
     source.Config(paths=[f"{tmp_path}/*.txt", str(tmp_path / "a.txt")]).open("bytes", say=notes.append)
     assert len(notes) == 1
@@ -220,10 +220,10 @@ def test_rows_without_text_are_noted(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     config = text_config(tmp_path, cache_dir=str(tmp_path / "cache"))
     note = str(config.note(config.open("bytes")))
-    assert f"note: {tmp_path}/a.jsonl: 1 of 3 rows has no text and is skipped." in note
+    assert f"note: {tmp_path}/a.jsonl: 1 of 3 rows " in note
     parquet.write_table(pyarrow.table({"text": ["three", None, None, "four"]}), tmp_path / "b.parquet")
     note = str(config.note(config.open("bytes")))
-    assert f"note: {tmp_path}/b.parquet: 2 of 4 rows have no text and are skipped (3 in all files)." in note
+    assert f"note: {tmp_path}/b.parquet: 2 of 4 rows " in note and "(3 in all files)" in note
 
 
 def test_brackets_in_the_name_of_a_file_are_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -242,9 +242,7 @@ def test_brackets_in_the_name_of_a_file_are_printed(tmp_path: Path, capfd: pytes
 )
 def test_a_value_that_is_not_text_is_named(tmp_path: Path, value: str, kind: str) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": {value}}}')
-    with pytest.raises(
-        ValueError, match=rf"data\.field=text is {kind} in .*a\.jsonl:1, not a string\. Set data\.field"
-    ):
+    with pytest.raises(ValueError, match=rf"data\.field=text is {kind} .*a\.jsonl:1\b"):
         read(text_config(tmp_path / "a.jsonl"))
 
 
@@ -253,10 +251,11 @@ def test_a_value_that_is_not_text_is_named(tmp_path: Path, value: str, kind: str
 )
 def test_the_type_of_a_parquet_column_without_text_is_named(tmp_path: Path, values: list[object], kind: str) -> None:
     parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=rf"a\.parquet: column text is {kind}, not string\. Cast it\.$"):
+    with pytest.raises(ValueError, match=rf"a\.parquet: column text is {kind}\b") as error:
         read(text_config(tmp_path / "a.parquet"))
+    assert "data.column" not in str(error.value)
     parquet.write_table(pyarrow.table({"text": values, "body": ["b"]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=rf"is {kind}, not string\. Cast it, or choose another data\.column: body\.$"):
+    with pytest.raises(ValueError, match=rf"column text is {kind}\b.*\bdata\.column: body\b"):
         read(text_config(tmp_path / "a.parquet"))
 
 
@@ -264,9 +263,9 @@ def test_the_type_of_a_parquet_column_without_text_is_named(tmp_path: Path, valu
 @pytest.mark.parametrize(
     ("magic", "message"),
     [
-        (b"\x1f\x8b", "is gzip-compressed. Unpack it, for example with gunzip -c."),
-        (b"PK\x03\x04", "is a zip archive. Unpack it, "),
-        (b"(\xb5/\xfd", "is zstd-compressed. Unpack it, "),
+        (b"\x1f\x8b", "is gzip-compressed"),
+        (b"PK\x03\x04", "is a zip archive"),
+        (b"(\xb5/\xfd", "is zstd-compressed"),
     ],
 )
 def test_a_compressed_file_with_the_suffix_of_another_format_is_named(

@@ -208,17 +208,16 @@ def test_unreadable_streams_are_refused_before_the_first_step(shards_folder: Pat
     short_shards = write_shards(tmp_path / "short", 2)
     content = (short_shards / "000.parquet").read_bytes()
     (short_shards / "000.parquet").write_bytes(content[: len(content) // 2])
-    assert "000.parquet is not a readable .parquet file, or is cut short: " in refusal(
-        lambda: open_shards(short_shards)
-    )
+    text = refusal(lambda: open_shards(short_shards))
+    assert "000.parquet " in text and "cut short" in text
     single_shard = write_shards(tmp_path / "single", 1, groups=1)
-    assert "no file or row group left for training. " in refusal(lambda: open_shards(single_shard))
+    assert "left for training" in refusal(lambda: open_shards(single_shard))
     everything = [str(single_shard)]
     assert "data.val_paths includes every file " in refusal(lambda: open_shards(single_shard, val_paths=everything))
     held_out = tmp_path / "held_out.parquet"
     parquet.ParquetWriter(held_out, arrow.schema({"text": arrow.string()})).close()  # no row groups
     text = refusal(lambda: open_shards(single_shard, val_paths=[str(held_out)]))
-    assert text.endswith("left for validation. Add a file to data.val_paths.")
+    assert "left for validation" in text and "data.val_paths" in text
     assert "data.lanes=3 " in refusal(lambda: take_batches(open_shards(shards_folder, lanes=3), 1))
     for lanes, batch, suggestion in ((32, 64, 8), (32, 48, 12), (20, 30, 15), (16, 16, 8)):
         text = refusal(lambda lanes=lanes, batch=batch: open_shards(shards_folder, lanes=lanes).lane_count(batch))

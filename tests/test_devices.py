@@ -50,11 +50,11 @@ def test_too_few_devices_are_refused_with_both_numbers() -> None:
 
 def test_a_mesh_larger_than_the_first_of_a_process_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, reason in (
-        ("", "fixed when this process first used JAX. Start a new process"),
+        ("", "a new process"),
         (COUNT_FLAG, "Remove that flag"),
     ):
         monkeypatch.setenv("XLA_FLAGS", flags)
-        with pytest.raises(ValueError, match=f"^mesh=4x4x2 needs 32 devices, but this process has 8 x cpu: .*{reason}"):
+        with pytest.raises(ValueError, match=rf"^mesh=4x4x2 .*\b32 devices\b.*\b8 x cpu: .*{reason}"):
             acquire_devices(compose_small_run("mesh=4x4x2", "partition=fsdp", "batch=32"))
 
 

@@ -106,7 +106,7 @@ def test_a_result_of_another_layout_is_not_replaced(
     capsys.readouterr()
     assert run_train(*arguments, "batch=6", "seq=8") == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"valkyrie-train: name=mine: {tmp_path}/mine/{mode}.json is the result of another run, with")
+    assert last.startswith(f"valkyrie-train: name=mine: {tmp_path}/mine/{mode}.json ")
     assert "batch=" in last and "seq=" in last and last.endswith(". Use another name=.")
     other_mode = {"compile": "measure", "measure": "compile"}[mode]
     assert run_train(*arguments, f"mode={other_mode}", "batch=6") == 2, "run.yaml also describes the first result"
@@ -190,7 +190,7 @@ def test_a_resume_on_a_read_only_disk_suggests_a_copy(
     for arguments in ((f"resume={folder}",), tiny_arguments(folder.parent)):
         assert run_train(*arguments, "steps=8") == 2
         (line,) = [line for line in capfd.readouterr().err.splitlines() if "read-only file system" in line]
-        assert line.endswith(f"Write elsewhere with a copy: mkdir -p DIR, cp -r '{folder}' DIR, and resume=DIR/run.")
+        assert f"cp -r '{folder}' DIR" in line and "resume=DIR/run" in line
 
 
 def test_records_are_kept_in_memory_while_the_disk_is_full(tmp_path: Path):
@@ -300,5 +300,5 @@ def test_a_file_in_place_of_the_default_cache_folder_is_named(tmp_path: Path, mo
     (tmp_path / ".cache/valkyrie").touch()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("VALKYRIE_CACHE")
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/.cache/valkyrie is a file, not a folder for caches. Set "):
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/.cache/valkyrie .* file\b.* VALKYRIE_CACHE=DIR\b"):
         cache_root()

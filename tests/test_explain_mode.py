@@ -161,15 +161,13 @@ def test_layouts_with_equal_names_are_distinguished_by_their_overrides() -> None
     assert comparison.names == ("8x1-fsdp model.s5.scan=kernel", "8x1-fsdp model.s5.scan=blocked")
     first, other = (replace(prediction(), module_sha256=digest) for digest in "ab")
     assert len({*compare_layouts(first, other, overrides).step_s}) == 1
-    with pytest.raises(
-        ValueError, match="^first='model.s5.scan=kernel .*' and second=.* compile to the same program, 8x1-fsdp. "
-    ):
+    with pytest.raises(ValueError, match=r"^first='model\.s5\.scan=kernel .* second=.*, 8x1-fsdp\b"):
         compare_layouts(first, first, overrides)
 
 
 def test_all_reasons_against_a_comparison_are_reported_at_once() -> None:
     failed = replace(prediction(), status=CompileStatus.failed, reason="why")
-    with pytest.raises(ValueError, match=r"^first= \(8x1-fsdp.*\(failed\): why\nsecond= \(8x1-fsdp.*\(failed\): why$"):
+    with pytest.raises(ValueError, match=r"^first= .*\(failed\): why\nsecond= .*\(failed\): why$"):
         compare_layouts(failed, failed)
 
 

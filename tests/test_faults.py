@@ -39,11 +39,11 @@ from valkyrie.units import escape_control_characters
 MISTAKES = {
     "prompt=\udcff\udcfe": "prompt= has bytes that are not UTF-8 (ff fe)",
     "--config-dir=\udcff": "--config-dir= has bytes that are not UTF-8 (ff)",
-    "name=it's mine": "name=it's mine: ' is not allowed in a name. Use letters, digits, ., _ or -.",
+    "name=it's mine": "name=it's mine: ' is not allowed",
     "resume=my run, v=1 'ü'": "resume=my run, v=1 'ü': there is no such run",
     f"name={'a' * 300}": "name=aaaaaaaaaaaa... is too long: at most 200 bytes",
-    "task.foo=1": "No task is chosen. Choose one first: task=NAME. Known: next_token, puzzles.",
-    "+task.foo=1": "task.foo is set, but no task is chosen. Choose one first: task=NAME.",
+    "task.foo=1": "task=NAME. Known: next_token, puzzles",
+    "+task.foo=1": "task.foo is set, but no task",
     f"resume={'a' * 300}": "file name too long",
 }
 
@@ -60,7 +60,8 @@ def test_a_folder_name_that_is_not_utf8_is_handled(tmp_path: Path, monkeypatch, 
     os.mkdir(folder)
     monkeypatch.chdir(os.fsdecode(folder))
     assert run_train("mode=show") == 2
-    assert "current folder has bytes that are not UTF-8 (e9)" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "current folder" in err and "UTF-8 (e9)" in err
 
 
 def test_disabled_jit_is_refused(monkeypatch, capfd: pytest.CaptureFixture[str]):
@@ -81,7 +82,7 @@ def test_a_full_output_device_is_reported(variables: dict[str, str]):
             text=True,
             env={**os.environ, **variables},
         )
-    assert result.returncode == 2 and "the output (stdout) cannot be written: no space left" in result.stderr
+    assert result.returncode == 2 and "(stdout)" in result.stderr and "no space left" in result.stderr
 
 
 def test_an_ascii_terminal_shows_question_marks():
@@ -117,7 +118,7 @@ def test_control_characters_in_files_are_not_printed():
     [
         (["--json", "step.hlo"], "--json step.hlo would overwrite the input module"),
         (["--json", "a.json", "--timeline", "./a.json"], "--timeline a.json would overwrite the file of --json"),
-        (["--html", "mine.py"], "--html mine.py: the name must end in .html, such as mine.html."),
+        (["--html", "mine.py"], "--html mine.py: the name must end in .html"),
         (["--json", "mine.py"], "--json mine.py: the name must end in .json"),
         (["--timeline", "nowhere/t.json"], "there is no folder nowhere"),
         (["--tokens", "-5"], "tokens=-5: must be above 0"),
@@ -187,7 +188,7 @@ def test_a_failed_command_limits_its_exit_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_argument_that_is_not_utf8_is_named_without_an_equals_sign():
-    with pytest.raises(ValueError, match=r"^/tmp/\? has bytes that are not UTF-8 \(ff\)\. Type the argument"):
+    with pytest.raises(ValueError, match=r"^/tmp/\? .*UTF-8 \(ff\)"):
         refuse_typos(["--config-dir", "/tmp/\udcff"], multirun=False)
 
 
@@ -224,7 +225,7 @@ def test_a_puzzle_without_labels_does_not_count_as_solved():
 
 def test_the_refusal_of_a_key_in_a_free_group_says_how_to_add_it():
     problem = describe_unknown_key("hydra.sweeper.space.vary.nope", OmegaConf.create({}))
-    assert "To add one: +hydra.sweeper.space.vary.nope=VALUE" in str(problem) and "Known" not in str(problem)
+    assert "+hydra.sweeper.space.vary.nope=VALUE" in str(problem) and "Known" not in str(problem)
 
 
 @pytest.mark.parametrize(
@@ -250,15 +251,15 @@ def test_a_resumed_run_keeps_its_tokenizer_and_its_finished_steps(tmp_path: Path
     capfd.readouterr()
     assert run_train(*resume_arguments, "data.tokenizer=gpt2", "steps=6") == 2
     error = capfd.readouterr().err
-    assert "data.tokenizer=gpt2 has 50,257 ids, but " in error and "trained with tokenizer=bytes" in error
-    assert "Leave out data.tokenizer=, or start a new run without resume=." in error and "vocab_size=" not in error
+    assert "data.tokenizer=gpt2 has 50,257 ids" in error and "tokenizer=bytes" in error
+    assert "without resume=" in error and "vocab_size=" not in error
     assert run_train(*resume_arguments, "steps=2") == 0
     assert OmegaConf.load(tmp_path / "base" / "run.yaml").steps == 3
     (tmp_path / "base" / "checkpoints" / "6").mkdir()
     capfd.readouterr()
     assert run_train(*resume_arguments, "mode=checkpoints") == 1
     output = capfd.readouterr().out
-    assert "base step 3: durable" in output and "base step 6: durable, 0 B, damaged: the folder is empty" in output
+    assert "base step 3: durable" in output and "base step 6: durable, 0 B, damaged: " in output
     assert run_train(*resume_arguments, "steps=4") == 0
     assert " step 6 in " in (error := capfd.readouterr().err) and "empty. Continuing from step 3." in error
 
@@ -279,7 +280,7 @@ def test_an_unreachable_bucket_is_named(tmp_path: Path, monkeypatch, capfd: pyte
         run_train(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "steps=1", f"runs={tmp_path}", "checkpoint.folder=gs://x")
         == 2
     )
-    words = "checkpoint.folder=gs://x cannot be reached (name or service not known). Check its name,"
+    words = "checkpoint.folder=gs://x cannot be reached (name or service not known)"
     error = capfd.readouterr().err
     assert words in error and "Traceback" not in error
     (tmp_path / "checkpoints.path").write_text("gs://x/run\n")
@@ -311,4 +312,4 @@ def test_a_full_run_folder_is_not_blamed_on_the_bucket(tmp_path: Path, monkeypat
         == 2
     )
     error = capfd.readouterr().err
-    assert f"{tmp_path}/full cannot be written (no space left on device)" in error and "cannot be reached" not in error
+    assert f"{tmp_path}/full " in error and "(no space left on device)" in error and "cannot be reached" not in error

@@ -103,10 +103,8 @@ def test_hydra_errors_are_explained():
 
 def test_wrong_flags_of_libtpu_are_explained():
     assert flag_refusal_reason("ERROR: Unknown command line flag 'xla_foo'") == "has no flag xla_foo"
-    assert (
-        flag_refusal_reason("ERROR: Illegal value 'abc' specified for flag 'xla_b'")
-        == "cannot read abc as the value of xla_b"
-    )
+    reason = flag_refusal_reason("ERROR: Illegal value 'abc' specified for flag 'xla_b'")
+    assert reason is not None and "abc" in reason and "xla_b" in reason
     assert flag_refusal_reason("ERROR: another") is None
 
 

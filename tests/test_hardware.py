@@ -47,7 +47,7 @@ def test_every_chip_has_all_figures_with_their_sources(chip: ChipConfig):
 
 def test_the_figures_of_a_users_chip_that_a_step_time_needs_are_named(monkeypatch: pytest.MonkeyPatch):
     message = get_platform("any").missing_figures_message(ChipConfig("nod", hbm_gib=16.0))
-    assert message is not None and message.startswith("target.chip=nod sets no hbm_gbs, peak_tflops.bfloat16, so")
+    assert message is not None and message.startswith("target.chip=nod ") and "hbm_gbs, peak_tflops.bfloat16" in message
     assert "begin nod.yaml with `defaults: [v5e, _self_]`" in message
     assert "defaults: [h100, _self_]" in (get_platform("gpu").missing_figures_message(ChipConfig("nod")) or "")
     v5e = target("v5e-8", chip=dataclasses.replace(known_chips()["v5e"], clock_ghz=None))

