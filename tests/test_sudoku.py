@@ -171,6 +171,8 @@ REFUSED = {
     "an accent": ([(16 * ".", 15 * "1" + "é")], "train.csv line 2: the answer has characters that are not ASCII"),
     "a strange digit": ([(16 * ".", 16 * "1"), (16 * "7", 16 * "1")], "puzzle 2 "),
     "no answer": ("question,rating\n", "column answer"),
+    "no rating": ("question,answer,rating\n1,1,--5\n", "train.csv line 2: the rating '--5'"),
+    "an open quote": ('question,answer,rating\n1,1,"' + 200_000 * "1" + "\n", "train.csv line . is not CSV"),
     "nothing": (None, "train/dataset.json is missing"),
 }
 """Invalid data and a part of the error message, by case.
@@ -210,9 +212,26 @@ def test_the_refusal_of_a_damaged_folder_names_the_file(tmp_path: Path):
     np.save(file, np.ones((2, 16), int))
     with pytest.raises(ValueError, match="2 inputs, 3"):
         open_puzzles(tmp_path, "mine")
+    np.save(file, np.ones((3, 16), int))
+    np.save(tmp_path / "train" / "all__puzzle_identifiers.npy", np.array([0, -1, 0]))
+    with pytest.raises(ValueError, match="identifier -1"):
+        open_puzzles(tmp_path, "mine")
     file.write_bytes(b"no array")
     with pytest.raises(ValueError, match="all__inputs.npy is missing"):
         open_puzzles(tmp_path, "mine")
+
+
+def test_settings_that_do_not_suit_the_puzzles_are_named(tmp_path: Path):
+    for name in ("train", "test"):
+        write_folder(tmp_path / name, np.ones((3, 16), int), np.ones((3, 16), int), 6)
+    arguments = ("model=trm_tiny", "data=puzzles", f"data.paths=[{tmp_path}]", "model.puzzles=2")
+    refuse_unsuitable_data(compose_run(*arguments))
+    with pytest.raises(ValueError, match=r"Use seq=16\.$"):
+        refuse_unsuitable_data(compose_run(*arguments, "seq=8"))
+    metadata = tmp_path / "test" / "dataset.json"  # identifiers that only the validation puzzles have
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"num_puzzle_identifiers": 3}))
+    with pytest.raises(ValueError, match=r"Use model\.puzzles=3\.$"):
+        refuse_unsuitable_data(compose_run(*arguments))
 
 
 def test_puzzles_need_a_puzzle_model():

@@ -98,15 +98,16 @@ class Config(Task):
         """Return a problem unless `seq` is the number of cells and the model has enough values and identifiers."""
         assert isinstance(data, PuzzleConfig), "data of this kind"
         shape = data.shape()
-        needed = {"context": shape.cell_count, "vocab_size": shape.vocab_size, "puzzles": shape.identifier_count}
-        actual = {"context": seq, "vocab_size": model.vocab_size, "puzzles": model.puzzles}
-        if seq == shape.cell_count and all(actual[key] >= needed[key] for key in ("vocab_size", "puzzles")):
+        needed = {"vocab_size": shape.vocab_size, "puzzles": shape.identifier_count}
+        settings = {f"model.{key}": count for key, count in needed.items() if getattr(model, key) < count}
+        if seq != shape.cell_count:  # `seq` follows `model.context` unless it is set
+            settings = {"model.context" if seq == model.context else "seq": shape.cell_count} | settings
+        if not settings:
             return []
-        settings = " ".join(f"model.{key}={value}" for key, value in needed.items() if actual[key] != value)
         text = (
             f"data={data.name} has puzzles of {shape.cell_count} cells with {shape.vocab_size} values and "
-            f"{shape.identifier_count} identifiers, but model={model.name} is for {actual['context']} cells, "
-            f"{actual['vocab_size']} values and {actual['puzzles']} identifiers. Use {settings}."
+            f"{shape.identifier_count} identifiers, but model={model.name} is for {seq} cells, {model.vocab_size} "
+            f"values and {model.puzzles} identifiers. Use {' '.join(f'{key}={n}' for key, n in settings.items())}."
         )
         return [Problem(ProblemCode.conflict, "data", data.name, text)]
 

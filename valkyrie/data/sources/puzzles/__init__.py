@@ -108,15 +108,16 @@ class Config(PuzzleConfig):
         return problems
 
     def shape(self) -> PuzzleShape:
-        """Return the sizes of the puzzles, read from the first puzzle in `train.csv` or from the arrays of `train`."""
+        """Return the sizes of the puzzles, read from the first puzzle in `train.csv` or from `dataset.json`."""
         from valkyrie.data.sources.puzzles.folder import open_puzzles
         from valkyrie.data.sources.puzzles.tables import find_tables
 
         self.raise_problems()
         if tables := find_tables(self.folder):
             return PuzzleShape(tables["train"].cell_count, tables["train"].alphabet.vocab_size, 1)
-        train = open_puzzles(self.folder, self.name).train
-        return PuzzleShape(train.cell_count, train.vocab_size, train.identifier_count)
+        puzzles = open_puzzles(self.folder, self.name)
+        identifier_count = max(puzzles.train.identifier_count, puzzles.validation.identifier_count)
+        return PuzzleShape(puzzles.train.cell_count, puzzles.train.vocab_size, identifier_count)
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
         """Open the folder. CSV files are first converted to arrays in the cache, if they are not there yet."""

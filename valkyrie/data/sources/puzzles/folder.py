@@ -195,7 +195,7 @@ def _check_cells(array: np.ndarray, file: Path, metadata: _Metadata) -> np.ndarr
 
 
 def _check_indices(split: PuzzleSplit, path: Path) -> None:
-    """Raise ValueError if lengths or indices do not match, there are no examples, or an identifier is too large."""
+    """Raise ValueError if lengths or indices do not match, there are no examples, or an identifier is out of range."""
     example_count, puzzle_count = len(split.inputs), len(split.puzzle_identifiers)
     has_valid_puzzles = len(split.labels) == example_count and _is_index(
         split.puzzle_indices, puzzle_count, example_count
@@ -207,10 +207,10 @@ def _check_indices(split: PuzzleSplit, path: Path) -> None:
         )
     if not example_count:
         raise ValueError(f"{path} has no puzzles.")
-    if puzzle_count and split.puzzle_identifiers.max() >= split.identifier_count:
-        largest = split.puzzle_identifiers.max()
+    identifiers = (split.puzzle_identifiers.min(), split.puzzle_identifiers.max(), split.blank_identifier)
+    if invalid := [number for number in identifiers if not 0 <= number < split.identifier_count]:
         raise ValueError(
-            f"{path} has puzzle identifier {largest}, but identifiers must be below "
+            f"{path} has puzzle identifier {invalid[0]}, but identifiers must be at least 0 and below "
             f"num_puzzle_identifiers={split.identifier_count} of {METADATA_FILE}."
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -122,8 +123,11 @@ class PuzzleTable:
         return questions, answers
 
     def _rows(self) -> Iterator[tuple[int, str, str, str]]:
-        """Yield (line number, question, answer, rating) per row. Raises ValueError for missing columns or ratings."""
-        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
+        """Yield (line number, question, answer, rating) per row.
+
+        Raises ValueError for missing columns or ratings, and for a file that is not CSV.
+        """
+        with self.path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
             reader = csv.DictReader(file)
             missing_columns = [name for name in COLUMNS[1:] if name not in (reader.fieldnames or [])]
             if missing_columns:
@@ -131,13 +135,18 @@ class PuzzleTable:
                     f"{self.path} has no column {' and no column '.join(missing_columns)}. A table of "
                     f"puzzles needs the columns {', '.join(COLUMNS[1:])}."
                 )
-            for row in reader:
-                rating = row["rating"] or ""
-                if not rating.strip().lstrip("-").isdigit():
-                    raise ValueError(
-                        f"{self.path} line {reader.line_num}: the rating {rating!r} is not a whole number."
-                    )
-                yield reader.line_num, row["question"] or "", row["answer"] or "", rating
+            try:
+                for row in reader:
+                    rating = row["rating"] or ""
+                    if not re.fullmatch(r"\s*-?[0-9]+\s*", rating):
+                        raise ValueError(
+                            f"{self.path} line {reader.line_num}: the rating {rating!r} is not a whole number."
+                        )
+                    yield reader.line_num, row["question"] or "", row["answer"] or "", rating
+            except csv.Error as error:
+                raise ValueError(
+                    f"{self.path} line {reader.line_num} is not CSV ({error}). Check whether a quote is not closed."
+                ) from None
 
 
 def find_tables(folder: Path) -> dict[str, PuzzleTable] | None:
