@@ -127,6 +127,9 @@ def test_refusals_of_the_service_are_reported_with_a_remedy(
     monkeypatch.setattr(type(MEMORY_FILESYSTEM), "cat_file", refuse)
     with pytest.raises(ValueError, match=r"data\.paths=memory:.*/shelf/a\.txt .*Forbidden: .*storage\.objects\.list"):
         list(remote_config().read_documents(listing))
+    (validation_file,) = remote.list_remote(f"{remote_folder}/deep/b.md", "data.val_paths")
+    with pytest.raises(ValueError, match=r"^data\.val_paths=memory:"):
+        validation_file.read()
     monkeypatch.setattr(type(MEMORY_FILESYSTEM), "info", refuse)
     with pytest.raises(ValueError, match=r"/shelf/a\.txt.* storage\.objects\.list"):
         remote_config(f"{remote_folder}/a.txt").list_files()

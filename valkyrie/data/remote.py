@@ -54,6 +54,7 @@ class RemoteFile:
         path: its path in the file system.
         filesystem: the fsspec file system.
         content: the content if it was fetched ahead, else None.
+        key: the setting that error messages name.
     """
 
     id: str
@@ -62,6 +63,7 @@ class RemoteFile:
     path: str
     filesystem: Any = field(compare=False, repr=False)
     content: bytes | None = field(default=None, compare=False, repr=False)
+    key: str = field(default="data.paths", compare=False, repr=False)
 
     @property
     def suffix(self) -> str:
@@ -77,7 +79,7 @@ class RemoteFile:
         """Return all bytes of the file, downloading them unless they were fetched ahead."""
         if self.content is not None:
             return self.content
-        with _explain_errors(self.id):
+        with _explain_errors(self.id, self.key):
             return self.filesystem.cat_file(self.path)
 
     @contextmanager
@@ -86,7 +88,7 @@ class RemoteFile:
         if self.content is not None:
             yield io.BytesIO(self.content)
             return
-        with _explain_errors(self.id), self.filesystem.open(self.path, "rb") as file:
+        with _explain_errors(self.id, self.key), self.filesystem.open(self.path, "rb") as file:
             # fsspec's own line iterator copies a whole block for each line.
             yield io.BufferedReader(file, _BUFFER_BYTES)
 
@@ -113,7 +115,9 @@ def list_remote(pattern: str, key: str = "data.paths") -> list[RemoteFile]:
         filesystem, path = url_to_fs(pattern)
         filesystem.invalidate_cache()
         return [
-            RemoteFile(filesystem.unstrip_protocol(name), info.get("size") or 0, _version(info), name, filesystem)
+            RemoteFile(
+                filesystem.unstrip_protocol(name), info.get("size") or 0, _version(info), name, filesystem, key=key
+            )
             for name, info in _match(filesystem, path, pattern, key).items()
         ]
 
@@ -185,7 +189,7 @@ def _scheme_problems(key: str, path: str, scheme: str) -> list[Problem]:
 
 
 @contextmanager
-def _explain_errors(url: str, key: str = "data.paths") -> Iterator[None]:
+def _explain_errors(url: str, key: str) -> Iterator[None]:
     """Convert errors of remote services to ValueError with the setting, the URL and a remedy.
 
     Also silences the services' logs.
