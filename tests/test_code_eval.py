@@ -61,6 +61,13 @@ def test_the_packaged_problems_are_valid() -> None:
         assert solutions(name).keys() == {problem.name for problem in read_problems(name)}
 
 
+def test_a_line_ends_only_at_a_line_break(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    problem = ADD_PROBLEM | {"prompt": "# \u2028\x85\ndef f():\n"}
+    file.write_text(json.dumps(problem, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert [read_problem.prompt for read_problem in read_problems(str(file))] == [problem["prompt"]]
+
+
 @needs_sandbox
 @needs_compiler
 @pytest.mark.slow

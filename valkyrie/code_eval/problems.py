@@ -45,7 +45,7 @@ def read_problems(name: str) -> tuple[CodingProblem, ...]:
         sets = ", ".join(SHIPPED_SETS)
         raise ValueError(f"code_eval.problems={name}: there is no such file. Use {sets}, or the path of a .jsonl file.")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON strings may have other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"code_eval.problems={name} cannot be read as UTF-8 text ({error}).") from error
     numbered_problems = [(number, _parse_problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
