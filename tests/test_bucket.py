@@ -34,7 +34,7 @@ def test_a_training_saves_to_a_bucket_and_resumes_on_another_host(
     assert (folder / POINTER_FILE).read_text() == f"{bucket}/run\n" and not (folder / "checkpoints").exists()
     assert saved_steps(folder) == [4]
     assert run_train("mode=checkpoints", "resume=run", f"runs={tmp_path / 'one'}") == 0
-    assert "the bucket checks" in capfd.readouterr().out
+    assert "the bucket verifies" in capfd.readouterr().out
     assert run_train(*tiny_arguments(tmp_path / "other", "steps=6", "optimizer.decay_steps=4", *overrides)) == 0
     assert "from step 4" in capfd.readouterr().out
     assert (
@@ -115,6 +115,22 @@ def test_a_run_with_local_checkpoints_cannot_use_another_folder(tmp_path: Path):
     with pytest.raises(ValueError, match="checkpoint.folder=null"):
         write_pointer(tmp_path / "run", str(tmp_path / "shared"))
     assert checkpoint_root(tmp_path / "run") == tmp_path / "run" / "checkpoints"
+
+
+def test_a_new_path_counts_as_saved_to_only_if_it_has_checkpoints(tmp_path: Path):
+    folder = tmp_path / "run"
+    write_pointer(folder, str(tmp_path / "first"))
+    (folder / SAVED_FILE).touch()
+    write_pointer(folder, str(tmp_path / "empty"))
+    assert not (folder / SAVED_FILE).exists()
+    checkpoint = tmp_path / "moved" / "run" / "2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
+    write_pointer(folder, str(tmp_path / "moved"))
+    assert (folder / SAVED_FILE).exists()
+    (tmp_path / "moved").rename(tmp_path / "gone")
+    write_pointer(folder, None)
+    assert not (folder / SAVED_FILE).exists() and not (folder / POINTER_FILE).exists()
 
 
 @pytest.mark.parametrize(

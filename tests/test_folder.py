@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import valkyrie
 from helpers import assert_golden_message, compose_run
 from valkyrie.checkpoint.config import CheckpointConfig
-from valkyrie.checkpoint.location import IDENTITY_FILE
+from valkyrie.checkpoint.location import IDENTITY_FILE, POINTER_FILE, SAVED_FILE
 from valkyrie.checkpoint.tiers import Checkpoints
 from valkyrie.config.modes import MODES
 from valkyrie.config.unread import replacement_notes
@@ -53,6 +54,14 @@ def test_latest_is_the_run_with_the_newest_checkpoint(tmp_path: Path) -> None:
     newest = make_run(tmp_path, "new", mtime=30)
     make_run(tmp_path, "middle", mtime=20)
     assert find_run(tmp_path, "latest") == newest
+    elsewhere = make_run(tmp_path, "elsewhere")
+    shutil.rmtree(elsewhere / "checkpoints")
+    (elsewhere / POINTER_FILE).write_text(f"{tmp_path / 'bucket'}\n")
+    (elsewhere / SAVED_FILE).touch()
+    os.utime(elsewhere, (5, 5))
+    for time, latest in ((20, newest), (40, elsewhere)):
+        os.utime(elsewhere / SAVED_FILE, (time, time))
+        assert find_run(tmp_path, "latest") == latest
 
 
 def test_a_run_is_found_by_name_and_by_path(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from abc import ABCMeta, abstractmethod
 from dataclasses import field, make_dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
@@ -21,11 +22,13 @@ from valkyrie.foreign_errors import (
     flag_refusal_reason,
     is_key_of_null,
     is_out_of_memory,
+    missing_field,
     missing_group,
     needs_quotes,
     no_device_reason,
     parse_abstract_class,
     parse_scratch_memory,
+    parse_validation_error,
     parse_wrong_value,
     scalar_valued_group,
     topology_reason,
@@ -99,6 +102,17 @@ def test_hydra_errors_are_explained():
     with pytest.raises(OverrideParseException) as error:
         OverridesParser.create().parse_overrides(["modules=[é.txt]"])
     assert needs_quotes(str(error.value)) and not needs_quotes("no viable alternative at input '[3'")
+
+
+def test_msgspec_errors_about_fields_are_parsed():
+    part = make_dataclass("Part", [("size", int)])
+    whole = make_dataclass("Whole", [("parts", list[part])])
+    for parts, path, field_name in (([{}], "$.parts[0]", "size"), ([{"size": "x"}], "$.parts[0].size", None)):
+        with pytest.raises(msgspec.ValidationError) as error:
+            msgspec.convert({"parts": parts}, whole)
+        reason, error_path = parse_validation_error(str(error.value))
+        assert (error_path, missing_field(reason)) == (path, field_name)
+    assert parse_validation_error("Expected `object`, got `int`") == ("expected `object`, got `int`", "")
 
 
 def test_wrong_flags_of_libtpu_are_explained():

@@ -81,6 +81,9 @@ def test_records_of_repeated_steps_are_replaced(tmp_path: Path, capsys: pytest.C
     assert read_metrics(path, messages.append) == before
     expected = [f"{path}: skipped the last line, which is incomplete", f"{path}: skipped 1 damaged line"]
     assert sorted(messages) == sorted(expected), "blank and incomplete lines are not damaged"
+    messages.clear()
+    path.write_text('{"step": 1}')
+    assert read_metrics(path, messages.append) == [{"step": 1}] and messages == [], "only its newline is missing"
     assert capsys.readouterr().err == ""
 
 

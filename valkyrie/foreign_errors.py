@@ -160,6 +160,21 @@ def needs_quotes(message: str) -> bool:
     return message.startswith("LexerNoViableAltException")
 
 
+# msgspec 0.22: ValidationError.
+
+
+def parse_validation_error(message: str) -> tuple[str, str]:
+    """Return (reason, path) of a value that does not match its type. The path, such as `$.a[0]`, may be empty."""
+    reason, _, path = message.partition(" - at ")
+    return reason[:1].lower() + reason[1:], path.strip("`")
+
+
+def missing_field(reason: str) -> str | None:
+    """Return the field that a value lacks, or None for another `reason` from `parse_validation_error`."""
+    match = re.search(r"missing required field `(\w+)`", reason)
+    return match[1] if match else None
+
+
 # XLA: jaxlib 0.10, libtpu 0.0.42 to 0.0.50.
 
 _UNIT_BYTES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from valkyrie.foreign_errors import parse_validation_error
 from valkyrie.paths import write_atomic
 
 R = TypeVar("R")
@@ -94,8 +95,8 @@ def _convert(record_type: type[R], json_value: Any, source: str) -> R:
     try:
         record = msgspec.convert(json_value, record_type)
     except msgspec.ValidationError as error:
-        reason, _, field = str(error).partition(" - at ")
-        raise RecordError(source, field.strip("`"), reason[:1].lower() + reason[1:]) from error
+        reason, field = parse_validation_error(str(error))
+        raise RecordError(source, field, reason) from error
     _set_defaults(record)
     return record
 

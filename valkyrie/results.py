@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from valkyrie.config.modes import METRICS_FILE
 from valkyrie.config.run import Run
 from valkyrie.paths import require_suffix, write_atomic
 from valkyrie.runs.columns import Column, html_facts, html_table
@@ -214,7 +215,7 @@ class Trained:
         """Entries of `metrics.jsonl`: logged steps (`step`, `loss`, `learning_rate`, ...) and evaluations."""
         from valkyrie.runs.tracking import read_metrics
 
-        return [line for line in read_metrics(self.folder / "metrics.jsonl") if "step" in line]
+        return [line for line in read_metrics(self.folder / METRICS_FILE) if "step" in line]
 
 
 @dataclass(frozen=True)

@@ -126,11 +126,14 @@ def write_pointer(run_folder: Path, folder: str | None) -> None:
             f"checkpoint.folder={folder or 'null'}: the checkpoints of {run_folder} are in "
             f"{checkpoint_root(run_folder)}. Use {remedy}, or another name=."
         )
+    (run_folder / SAVED_FILE).unlink(missing_ok=True)  # it belongs to the previous path
     if configured_path is None:
         pointer.unlink()
     else:
         run_folder.mkdir(parents=True, exist_ok=True)
         write_atomic(pointer, f"{configured_path}\n")
+        if finished_steps_in(configured_root(run_folder, folder)):  # the checkpoints were moved there
+            (run_folder / SAVED_FILE).touch()
 
 
 def missing_remedy(run_folder: Path, restart: str = "start the run again, or resume another run") -> str:

@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from valkyrie.buckets import file_problems
 from valkyrie.checkpoint import is_resumable, latest_step
-from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER, finished_steps_in
+from valkyrie.checkpoint.location import CHECKPOINTS_FOLDER, SAVED_FILE, finished_steps_in
 from valkyrie.config.modes import METRICS_FILE, reads_run
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.extensions import check_modules
@@ -104,9 +104,12 @@ def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
 
 
 def _last_save_time(folder: Path) -> float:
-    """Return the modification time (Unix) of a run's checkpoint folder, or of the run folder if it has none."""
-    checkpoints = folder / CHECKPOINTS_FOLDER
-    return (checkpoints if checkpoints.exists() else folder).stat().st_mtime
+    """Return the Unix time of a run's last save, or the modification time of the run folder if it has never saved.
+
+    A run with `checkpoint.folder` touches `SAVED_FILE` at each save, so that buckets are not queried.
+    """
+    paths = [path for path in (folder / SAVED_FILE, folder / CHECKPOINTS_FOLDER) if path.exists()]
+    return max(path.stat().st_mtime for path in paths or [folder])
 
 
 def choose_run_folder(run: Run, title: str | None = None) -> Path:

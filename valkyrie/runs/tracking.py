@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from valkyrie.config.modes import METRICS_FILE
 from valkyrie.paths import error_reason, is_disk_full, open_to_append, write_atomic
 from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summary
@@ -62,7 +63,7 @@ class Tracker:
         start_step: int | None = None,
         is_writer: bool = True,
     ):
-        self.folder, self.file, self.note = folder, folder / "metrics.jsonl", None
+        self.folder, self.file, self.note = folder, folder / METRICS_FILE, None
         self._file = self._wandb = None
         self._pending_bytes = b""
         self._uncommitted_step: int | None = None
@@ -185,18 +186,19 @@ def read_metrics(path: Path, say: Callable[[str], object] | None = None) -> list
 
     `say` is called with a message about the damaged lines, and with one about an incomplete last line, if any.
     """
-    records, damaged_count, line = [], 0, ""
-    for line in path.read_text(errors="replace").splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        elif line.strip() and line.endswith("\n"):
-            damaged_count += 1
+    records, damaged_count = [], 0
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            elif line.strip() and line.endswith("\n"):
+                damaged_count += 1
+            elif line.strip() and say is not None:
+                say(f"{path}: skipped the last line, which is incomplete")
     if damaged_count and say is not None:
         say(f"{path}: skipped {count_text(damaged_count, 'damaged line')}")
-    if line.strip() and not line.endswith("\n") and say is not None:
-        say(f"{path}: skipped the last line, which is incomplete")
     return records
