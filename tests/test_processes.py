@@ -11,7 +11,9 @@ import threading
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -24,6 +26,7 @@ from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.child import module_command
 from valkyrie.processes.distributed import DistributedConfig, find_process
 from valkyrie.processes.ending import EXIT_LOST, EXIT_PREEMPTED, USER_CODE_FAILED
+from valkyrie.processes.hub import Connection, Goodbye, Hub, Lost
 from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, ConnectedTeam, ProcessInfo, Team
 from valkyrie.runs.tracking import read_metrics
@@ -144,6 +147,53 @@ def test_the_other_processes_end_if_one_is_lost(lost_index: int, signal: int, me
         for member in members:
             member.kill()
             member.communicate()
+
+
+def test_process_0_hears_of_a_failure_last():
+    """It then ends, and the hub with it."""
+    hub, order = object.__new__(Hub), []
+    hub._lock, hub._has_ended, hub._hosts = threading.Lock(), False, {2: "host"}
+    hub._connections = {i: SimpleNamespace(send=lambda message, i=i: order.append(i)) for i in range(3)}
+    hub.report_failure(2, "no", 2)
+    assert sorted(order) == [0, 1, 2] and order[-1] == 0
+
+
+def test_a_failure_of_process_0_is_sent_before_it_ends(monkeypatch: pytest.MonkeyPatch):
+    send, failing_threads, sending_threads = Connection.send, [], []
+
+    def record(self: Connection, message: Any) -> None:
+        if isinstance(message, Lost):
+            sending_threads.append(threading.current_thread())
+        send(self, message)
+        if isinstance(message, Goodbye):
+            time.sleep(0.2)  # the thread of the hub reads it in the meantime
+
+    def fail(team: Team) -> None:
+        if team.is_leader:
+            failing_threads.append(threading.current_thread())
+            team.fail(2, "no")
+        else:
+            time.sleep(0.5)
+
+    monkeypatch.setattr(Connection, "send", record)
+    run_teams(2, fail)
+    assert sending_threads == 2 * failing_threads
+
+
+def test_a_value_that_cannot_be_sent_means_that_process_0_is_lost(monkeypatch: pytest.MonkeyPatch):
+    statuses: list[int] = []
+
+    def talk(team: Any) -> None:
+        if team.is_leader:
+            time.sleep(0.5)
+        else:
+            team.on_loss = lambda line, status: statuses.append(status)
+            monkeypatch.setattr(team._connection, "send", Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
+            with pytest.raises(BrokenPipeError):
+                team.exchange("values")
+
+    run_teams(2, talk)
+    assert statuses[:1] == [EXIT_LOST]
 
 
 ENVIRONMENT = {"JAX_COORDINATOR_ADDRESS": "10.0.0.2:8476", "JAX_PROCESS_COUNT": "4", "JAX_PROCESS_INDEX": "3"}
@@ -292,9 +342,9 @@ def test_the_others_end_if_a_process_is_killed_and_the_run_resumes(killed_index:
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
-        (["steps=3"], r"\bsteps=3\b.* 1\b.* 4\b"),
+        (["steps=3"], r"\bsteps=4 on process 0\b.*\bsteps=3 on process 1\b"),
         (["mesh=1x2x1"], r"\bmesh\b"),
-        (["data.documents=61"], r"\bdata\.documents=61\b.* 1\b.* 60\b"),
+        (["data.documents=61"], r"\bdocuments=60 on process 0\b.*\bdata\.documents=61 on process 1\b"),
     ],
 )
 def test_every_process_refuses_mismatched_settings(change: list[str], pattern: str, tmp_path: Path):

@@ -31,7 +31,8 @@ EXIT_PREEMPTED = 75
 """The machine is being preempted (EX_TEMPFAIL). The training stopped, after saving if a step had finished. Start it
 again."""
 EXIT_INTERRUPTED = 130
-"""The user stopped the process with Ctrl-C or closed its terminal. Shells report Ctrl-C with the same status."""
+"""The user stopped the process with Ctrl-C or closed its terminal, or SIGTERM ended a command that does not train.
+Shells report Ctrl-C with the same status."""
 
 EXIT_LIMIT_S = 20.0
 """Seconds that a failed process may take for Python's normal exit. Then `limit_exit` ends it."""

@@ -281,9 +281,10 @@ class Hub:
         self._send_all(ExchangeResult(message.name, [values[i] for i in range(self._count)]))
 
     def _send_all(self, message: Message) -> None:
-        for connection in self._connections.values():
+        # Process 0 comes last: after `Lost`, it ends, and this hub with it.
+        for index in sorted(self._connections, reverse=True):
             with contextlib.suppress(OSError):
-                connection.send(message)
+                self._connections[index].send(message)
 
     def _send_heartbeats(self) -> None:
         while not self._has_ended:

@@ -172,9 +172,10 @@ class Interrupt:
 
 
 def show_cursor() -> None:
-    """Show the terminal's cursor again, which a live progress bar hides. For processes that end without cleaning up."""
-    if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), _SHOW_CURSOR)
+    """Show the terminal's cursor again, which a progress bar or spinner hides, for processes that do not clean up."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), _SHOW_CURSOR)
 
 
 def repair_std_streams() -> None:
@@ -212,7 +213,9 @@ def clean_up_on_signals(command: str) -> Iterator[None]:
 
 
 def _end(command: str) -> None:
-    os.write(2, f"{command}: stopped\n".encode())
+    show_cursor()
+    with contextlib.suppress(OSError):  # the terminal, or the reader of a pipe, may be gone
+        os.write(2, f"{command}: stopped\n".encode())
     end_process(EXIT_INTERRUPTED, "stopped by a signal")
 
 

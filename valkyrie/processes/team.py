@@ -185,7 +185,11 @@ class ConnectedTeam(Team):
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
         """Send a JSON-serializable value and return what each process sent under this name, in process order."""
-        self._connection.send(ExchangeValue(name, value))
+        try:
+            self._connection.send(ExchangeValue(name, value))
+        except OSError as error:  # `_listen` may not have noticed yet
+            self._report_loss(f"process 0 is lost: {error.strerror or error}")
+            raise
         with self._values_received:
             # Waits without a timeout, because `_listen` detects a loss.
             self._values_received.wait_for(lambda: name in self._exchanged_values)
@@ -204,8 +208,10 @@ class ConnectedTeam(Team):
 
         `status` is the exit status of this process.
         """
-        self._leave(Goodbye(reason, status))
-        if self._hub is not None:
+        if self._hub is None:
+            self._leave(Goodbye(reason, status))
+        else:  # not through the hub's thread, which may not have told all processes when this one ends
+            self._has_left = True
             self._hub.report_failure(0, reason, status)
         self._connection.close()
 
