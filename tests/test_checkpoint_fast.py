@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runs import assert_same_bits, run_train, saved_arrays, tiny_arguments, trained_run, training_records
 from test_checkpoint import DATA_POSITION, abstract_state, assert_equal, make_state
-from valkyrie.checkpoint import CheckpointConfig, Checkpoints, FastConfig, NotSavedError
+from valkyrie.checkpoint import CheckpointConfig, CheckpointInfo, Checkpoints, FastConfig, NotSavedError
 from valkyrie.checkpoint.fast import fast_folder
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.train import screen
@@ -224,6 +224,22 @@ def test_a_fast_checkpoint_of_another_layout_is_replaced_by_a_durable_one(tmp_pa
     assert "step 4" in restored.source
     assert_equal(restored.state, make_state(3))
     assert not (process_folder(tmp_path) / "4").exists(), "the run goes another way from here"
+
+
+def test_a_fast_checkpoint_with_another_tokenizer_is_refused(tmp_path: Path):
+    config = CheckpointConfig(fast=FastConfig(every=1, folder=str(tmp_path / "fast")))
+
+    def open_with(tokenizer: str) -> Any:
+        info = CheckpointInfo({}, tokenizer={"name": tokenizer, "fingerprint": f"hash of {tokenizer}"})
+        return closing(Checkpoints(tmp_path / "run", config, info=info))
+
+    with open_with("bytes") as checkpoints:
+        checkpoints.save_fast(4, make_state(4), DATA_POSITION)
+    refusal = r"^The fast checkpoint at step 4 in .* tokenizer=bytes, .* tokenizer=gpt2, "
+    with open_with("gpt2") as checkpoints, pytest.raises(ValueError, match=refusal):
+        checkpoints.restore(abstract_state(make_state(0)))
+    with open_with("bytes") as checkpoints:
+        assert checkpoints.restore(abstract_state(make_state(0))).step == 4
 
 
 class FakeTwoProcessTeam(Team):

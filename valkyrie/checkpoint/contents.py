@@ -196,12 +196,15 @@ def refuse_other_state(
 
 
 def refuse_other_tokenizer(
-    path: Any, saved_tokenizer: Mapping[str, str] | None, run_tokenizer: Mapping[str, str] | None
+    path: Any,
+    saved_tokenizer: Mapping[str, str] | None,
+    run_tokenizer: Mapping[str, str] | None,
+    tier: str = "durable",
 ) -> None:
     """Raise ValueError if the tokenizers of a checkpoint and of the run have different fingerprints.
 
     `saved_tokenizer` and `run_tokenizer` are their `name` and `fingerprint`. Does nothing if one of them is None
-    (unknown).
+    (unknown). `tier` is the tier of the checkpoint, for the message.
     """
     if (
         run_tokenizer is None
@@ -211,12 +214,12 @@ def refuse_other_tokenizer(
         return
     if saved_tokenizer["name"] == run_tokenizer["name"]:
         raise ValueError(
-            f"data.tokenizer={run_tokenizer['name']} has changed since the durable checkpoint at step {path.name} in "
+            f"data.tokenizer={run_tokenizer['name']} has changed since the {tier} checkpoint at step {path.name} in "
             f"{path.parent} was saved (fingerprint {saved_tokenizer['fingerprint']}, now "
             f"{run_tokenizer['fingerprint']}). Restore the old file, or use another name=."
         )
     raise ValueError(
-        f"The durable checkpoint at step {path.name} in {path.parent} was trained with "
+        f"The {tier} checkpoint at step {path.name} in {path.parent} was trained with "
         f"tokenizer={saved_tokenizer['name']}, but this run has tokenizer={run_tokenizer['name']}, which assigns other "
         f"ids. A checkpoint only continues with its own tokenizer. Use data.tokenizer={saved_tokenizer['name']}, or "
         "start a new run under another name=, without resume=."

@@ -56,7 +56,7 @@ class Checkpoints:
     """The checkpoints of one run folder: durable ones and, if configured, fast ones.
 
     All processes call the same methods. With `read_only`, only durable checkpoints are opened and nothing is changed.
-    `info` is the metadata that all checkpoints of the run share. Durable checkpoints with a tokenizer other than
+    `info` is the metadata that all checkpoints of the run share. Checkpoints with a tokenizer other than
     `info.tokenizer` are refused.
     """
 
@@ -125,8 +125,8 @@ class Checkpoints:
         fast checkpoints that are damaged or of a later step than the restored one.
 
         Raises ValueError if all durable checkpoints are damaged and no fast one is usable, if the chosen checkpoint
-        cannot be read, or if it is durable and does not fit the model, tokenizer or optimizer. The message says what to
-        change.
+        cannot be read or has another tokenizer, or if it is durable and does not fit the model or optimizer. The
+        message says what to change.
 
         Args:
             abstract_state: Shapes and shardings of the train state.
@@ -137,6 +137,8 @@ class Checkpoints:
         durable_step = self._newest_undamaged_durable_step(needed=fast_step is None)
         restored = None
         if self.fast is not None and fast_step is not None and (durable_step is None or fast_step > durable_step):
+            path = self.fast.folder_of(fast_step)
+            refuse_other_tokenizer(path, read_info(path).tokenizer, self._info.tokenizer, self.fast.label)
             arrays, data = self.fast.read(fast_step, abstract_arrays)
             durable_note = (
                 "there is no durable one"
