@@ -87,10 +87,7 @@ def compare(run: Run, needed: int | None) -> dict[str, Any]:
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend="tpu")
     expected = expected_memory(run, program.abstract_state)
     if needed is None:
-        try:
-            program.compile_step()
-        except jax.errors.JaxRuntimeError as error:
-            needed = parse_out_of_memory(str(error))["needed"]
+        needed = measure_peak(program)
     assert needed is not None, "the compiler did not refuse"
     at_rest = expected.parameters + expected.ema + expected.optimizer
     return {
@@ -102,6 +99,15 @@ def compare(run: Run, needed: int | None) -> dict[str, Any]:
         "temporary_ratio": (needed - at_rest) / (expected.total - at_rest),
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def measure_peak(program: StepProgram) -> int | None:
+    """Return the bytes that a step needs, from the compiler's refusal, or None if it compiles the step."""
+    try:
+        program.compile_step()
+    except jax.errors.JaxRuntimeError as error:
+        return parse_out_of_memory(str(error)).needed
+    return None
 
 
 def summarise_errors(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ from rich.console import Console
 from helpers import compose_run
 from runs import run_train, tiny_arguments
 from valkyrie import host_memory
+from valkyrie.config.modes import MODES
 from valkyrie.host_memory import free_memory
-from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.train import room
@@ -165,13 +166,12 @@ def test_running_out_of_memory_is_reported_in_one_line_with_a_remedy(
     assert "\n" not in str(caught.value)
     for part in ("valkyrie_tiny", "1x1x1-dp", "35.0 GiB", "20.0 GiB", "batch=4 (about "):
         assert part in str(caught.value)
-    run = compose_run("mesh=1x1x1", "sample_tokens=77").changed(mode=GenerateMode())
-    monkeypatch.delattr("valkyrie.train.program.StepProgram")  # this message needs no program
-    with (
-        pytest.raises(DoesNotFitError, match=r"^sample_tokens=77: .*fewer sample_tokens"),
-        explain_oom(run, simulated_devices()),
-    ):
-        raise error
+    monkeypatch.delattr("valkyrie.train.program.StepProgram")  # these messages need no program
+    for mode, setting in (("generate", "sample_tokens=77"), ("code_eval", "code_eval.batch=8"), ("eval", "batch=32")):
+        run = compose_run("mesh=1x1x1", setting).changed(mode=MODES.config_class(mode)())
+        with pytest.raises(DoesNotFitError) as caught, explain_oom(run, simulated_devices()):
+            raise error
+        assert str(caught.value).startswith(f"{setting}: ") and "remat" not in str(caught.value)
 
 
 def test_other_compiler_errors_are_not_changed():
@@ -220,6 +220,16 @@ def test_the_memory_estimate_of_a_tpu_has_its_past_error():
     assert describe_fit(memory, 3 * GIB, "a v5e chip", has_measured_errors=True).startswith("does not fit: "), (
         "arrays at rest are exact"
     )
+
+
+def test_the_compilers_refusal_has_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory. Used 1.50G of 100.0M hbm.")
+
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "experiments")
+    measure_peak = import_module("memory").measure_peak
+    assert measure_peak(SimpleNamespace(compile_step=refuse)) == 1.5 * GIB
+    assert measure_peak(SimpleNamespace(compile_step=lambda: None)) is None
 
 
 def test_mode_show_has_no_note_on_axes_with_a_rule_that_the_mesh_does_not_divide():

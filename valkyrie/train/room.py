@@ -95,10 +95,16 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
         request_note = "" if size is None else f" while allocating {memory_text(size)}"
         available_bytes = _available_bytes(devices)
         memory_note = "" if available_bytes is None else f"; {_describe_memory(devices, available_bytes)}"
-        if run.config.mode.name == "generate":
+        config = run.config
+        # Remat and microbatches, which the suggestions for training name, do not change what these modes need.
+        setting, remedy = {
+            "generate": (f"sample_tokens={config.sample_tokens}", "fewer sample_tokens or a shorter prompt"),
+            "code_eval": (f"code_eval.batch={config.code_eval.batch}", "a smaller batch or fewer code_eval.tokens"),
+            "eval": (f"batch={config.batch}", "a smaller batch or seq"),
+        }.get(config.mode.name, ("", ""))
+        if setting:
             raise DoesNotFitError(
-                f"sample_tokens={run.config.sample_tokens}: {run.model.name} ran out of memory{request_note}"
-                f"{memory_note}. Use fewer sample_tokens or a shorter prompt."
+                f"{setting}: {run.model.name} ran out of memory{request_note}{memory_note}. Use {remedy}."
             ) from None
         from valkyrie.train.program import StepProgram
 
