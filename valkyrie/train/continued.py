@@ -78,7 +78,8 @@ def save_text(text: Text, path: Path, *, is_writer: bool = True) -> None:
     leaves = [np.asarray(process_allgather(leaf, tiled=True)) for leaf in jax.tree.leaves(text.state)]
     if not is_writer:
         return
-    arrays, content = {str(i): _as_builtin_dtype(leaf) for i, leaf in enumerate(leaves)}, io.BytesIO()
+    arrays = {str(i): leaf.view(_stored_dtype(leaf.dtype)) for i, leaf in enumerate(leaves)}
+    content = io.BytesIO()
     np.savez(content, allow_pickle=False, **{_METADATA_KEY: np.array(json.dumps(metadata)), **arrays})
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
@@ -88,7 +89,8 @@ def save_text(text: Text, path: Path, *, is_writer: bool = True) -> None:
 def load_text(path: Path, template: Any) -> Text:
     """Load a text. `template` is a streaming state of the same model, or its shapes and dtypes.
 
-    Raises ValueError if the file is damaged or from another model.
+    Omits a state with other dtypes, from a run with another precision, so that the model reads the text again. Raises
+    ValueError if the file is damaged or from another model.
     """
     try:
         with path.open("rb") as opened_file, np.load(opened_file) as file:
@@ -102,8 +104,9 @@ def load_text(path: Path, template: Any) -> Text:
     leaves, structure = jax.tree.flatten(template)
     if len(leaves) != len(arrays) or any(a.ndim != b.ndim for a, b in zip(arrays, leaves, strict=True)):
         raise ValueError(f"{path} was written by another model. Delete it to start the text over.")
-    typed_arrays = [a.view(b.dtype) if a.dtype != b.dtype else a for a, b in zip(arrays, leaves, strict=True)]
-    text.state = jax.tree.unflatten(structure, typed_arrays)
+    if any(a.dtype != _stored_dtype(b.dtype) for a, b in zip(arrays, leaves, strict=True)):
+        return text.without_state(text.step)
+    text.state = jax.tree.unflatten(structure, [a.view(b.dtype) for a, b in zip(arrays, leaves, strict=True)])
     return text
 
 
@@ -122,9 +125,9 @@ def pad_state(state: Any, template: Any) -> Any:
     return jax.tree.map(grow, state, template)
 
 
-def _as_builtin_dtype(array: np.ndarray) -> np.ndarray:
-    """View an array of an extension dtype, such as bfloat16, as unsigned integers. Returns other arrays unchanged.
+def _stored_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype as which `save_text` stores arrays: unsigned integers for an extension dtype such as bfloat16.
 
-    `np.savez` does not keep extension dtypes.
+    `np.savez` does not keep extension dtypes. Other dtypes are stored unchanged.
     """
-    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")  # 2: an extension dtype
+    return dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")  # 2: an extension dtype
