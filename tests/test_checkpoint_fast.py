@@ -271,10 +271,11 @@ def test_a_new_run_with_the_same_name_ignores_older_fast_checkpoints(tmp_path: P
 
 
 def test_the_best_checkpoints_are_kept_in_addition_to_the_newest(tmp_path: Path):
-    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 2.5}
+    for losses in ({1: 3.0, 2: 1.0, 3: 2.0}, {4: 1.5, 5: 2.5}):  # a run and its continuation
+        with closing(open_both_tiers(tmp_path, keep=1, keep_best=2)) as checkpoints:
+            for step, loss in losses.items():
+                checkpoints.save(step, make_state(step), DATA_POSITION, {"eval_loss": loss})
     with closing(open_both_tiers(tmp_path, keep=1, keep_best=2)) as checkpoints:
-        for step, loss in losses.items():
-            checkpoints.save(step, make_state(step), DATA_POSITION, {"eval_loss": loss})
         checkpoints.save(6, make_state(6), DATA_POSITION)
     assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [2, 4, 6]
 

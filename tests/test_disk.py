@@ -179,6 +179,12 @@ def test_a_command_that_cannot_save_its_last_state_names_the_newest_checkpoint(
     assert "summary" in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
+def test_the_retry_of_the_last_save_stores_its_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tier, "write_checksums", make_failing_write(1))
+    assert run_train(*tiny_arguments(tmp_path, "steps=2", "checkpoint.every=null", "checkpoint.keep_best=1")) == 0
+    assert "metrics" in os.listdir(tmp_path / "run" / "checkpoints" / "2")
+
+
 def test_a_resume_on_a_read_only_disk_suggests_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -263,6 +269,12 @@ def test_a_full_disk_for_the_output_does_not_stop_a_training(capfd: pytest.Captu
     assert not screen.is_closed
     err = capfd.readouterr().err
     assert "training continues" in err and err.count("\n") == 1
+
+
+def test_a_message_with_brackets_is_printed_as_it_is():
+    console = Console(file=io.StringIO(), width=100)
+    Screen(console, 2, 0, simulated=True).say("/a[/b] cannot be written [source locations='c.cc:1']")
+    assert console.file.getvalue() == "/a[/b] cannot be written [source locations='c.cc:1']\n"  # pyright: ignore
 
 
 def test_a_cache_that_is_a_file_is_refused_before_any_work(

@@ -232,6 +232,13 @@ def test_processes_of_one_host_write_separate_traces(tmp_path: Path) -> None:
     assert len({file.parent for file in tmp_path.rglob("*.xplane.pb")}) == 1, "hosts of one run"
 
 
+def test_a_trace_that_ends_early_is_named_by_its_last_step(tmp_path: Path) -> None:
+    window = profile.ProfileWindow("2-9", tmp_path)
+    assert window.open(2, ()) is None
+    assert str(window.close(3)).startswith("traced steps 2-3. ")
+    assert [folder.name for folder in (tmp_path / "profile/plugins/profile").iterdir()] == ["steps-2-3"]
+
+
 def test_only_idle_devices_count_as_waiting_for_data() -> None:
     """A batch that arrives late, but while the devices still compute the previous step, delays nothing."""
     import threading

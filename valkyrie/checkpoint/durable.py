@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -61,6 +62,8 @@ class DurableTier(Tier):
         else:
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=_preservation_policy(self._config),
+                # Without it, Orbax does not store metrics, and a resumed run would delete its best checkpoints.
+                best_fn=_metric_getter(self._config) if self._config.keep_best else None,
                 create=True,
                 cleanup_tmp_directories=True,
                 enable_async_checkpointing=True,
@@ -134,6 +137,10 @@ def _check_folder(path: Path, run_folder: Path) -> None:
             )
 
 
+def _metric_getter(config: CheckpointConfig) -> Callable[[Any], float]:
+    return lambda metrics: metrics[config.best]
+
+
 def _preservation_policy(config: CheckpointConfig) -> Any:
     """Return Orbax's preservation policy: keep every checkpoint that matches at least one of the settings."""
     from orbax.checkpoint import checkpoint_managers as managers
@@ -144,7 +151,7 @@ def _preservation_policy(config: CheckpointConfig) -> Any:
     if config.keep_best:
         policies.append(
             managers.BestN(
-                get_metric_fn=lambda metrics: metrics[config.best],
+                get_metric_fn=_metric_getter(config),
                 reverse=not config.highest_is_best,  # Orbax keeps the last ones of its order
                 n=config.keep_best,
                 keep_checkpoints_without_metrics=False,

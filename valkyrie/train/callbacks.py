@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.markup import escape
 
 from valkyrie.checkpoint import Checkpoints
 from valkyrie.data.batches import Loader
@@ -69,6 +68,11 @@ class Progress:
     def is_finished(self) -> bool:
         """Whether the run has reached its last step (`steps`)."""
         return self.step >= self.program.run.config.steps
+
+    @property
+    def evaluation_of_step(self) -> dict[str, float] | None:
+        """The evaluation after this step, or None if there was none."""
+        return self.evaluation if self.evaluation_step == self.step else None
 
     def is_multiple_of(self, every: int | None) -> bool:
         """Return whether the step is a multiple of `every`. False if `every` is None."""
@@ -191,7 +195,7 @@ class ProfilerCallback(Callback):
 
     def on_step(self, progress: Progress) -> None:
         with progress.meter.paused():
-            if line := self.window.close():
+            if line := self.window.close(progress.step):
                 progress.screen.say(line)
 
     def on_end(self, progress: Progress) -> None:
@@ -255,20 +259,20 @@ class CheckpointCallback(Callback):
     def on_step(self, progress: Progress) -> None:
         # The fast checkpoint comes first: a preemption may leave no time for the durable one.
         step, state, position = progress.step, progress.state, self.loader.state()
-        metrics = progress.evaluation if progress.evaluation_step == step else None
         progress.goodput_recorder.write(step)  # makes the time of repeated steps exact if a restart continues from here
         with progress.meter.paused("save"):
             if self._is_fast_due(progress):
                 progress.warn(self.checkpoints.save_fast(step, state, position))
             if self._is_durable_due(progress):
-                progress.warn(self.checkpoints.save(step, state, position, metrics))
+                progress.warn(self.checkpoints.save(step, state, position, progress.evaluation_of_step))
 
     def on_end(self, progress: Progress) -> None:
         with progress.meter.paused("save"):
             progress.warn(self.checkpoints.wait())
             # Retry a failed save: the disk may have room by now.
             if self.checkpoints.last_durable_step != progress.step:
-                error_message = self.checkpoints.save(progress.step, progress.state, self.loader.state())
+                step, state, metrics = progress.step, progress.state, progress.evaluation_of_step
+                error_message = self.checkpoints.save(step, state, self.loader.state(), metrics)
                 if error_message := error_message or self.checkpoints.wait():
                     self.save_error = f"{error_message} {self._resume_advice(progress.tracker.folder)}"
 
@@ -308,7 +312,7 @@ class SamplingCallback(Callback):
         with progress.meter.paused("evaluation"):
             text = self.evaluator.sample(progress.state.eval_parameters)
         progress.log({"sample": text})
-        progress.screen.say(f"step {progress.step}, sample: {escape(text)}")
+        progress.screen.say(f"step {progress.step}, sample: {text}")
 
 
 @dataclass

@@ -51,7 +51,7 @@ class ProfileWindow:
         self._steps = parse_profile_window(steps) if steps is not None else None
         self._folder, self._team = folder / PROFILE_FOLDER, team
         self._trace: contextlib.ExitStack | None = None
-        self._name = ""
+        self._first_step, self._name = 0, ""
 
     def __enter__(self) -> ProfileWindow:
         return self
@@ -78,7 +78,7 @@ class ProfileWindow:
     def open(self, step: int, state: Any) -> str | None:
         """Start the trace once the arrays of `state` are ready. Returns an error message, or None if it started."""
         assert self._steps is not None
-        self._name = f"steps-{step}-{self._steps[1]}"
+        self._first_step, self._name = step, f"steps-{step}-{self._steps[1]}"
         jax.block_until_ready(state)
         try:
             with contextlib.ExitStack() as stack:
@@ -91,14 +91,16 @@ class ProfileWindow:
             return _failure_message(error)
         return None
 
-    def close(self) -> str | None:
-        """End the trace.
+    def close(self, last_step: int | None = None) -> str | None:
+        """End the trace. `last_step` is the last traced step, or None for the end of the window.
 
         Returns a message for the user, with the command to view the trace or the reason why it could not be written.
         Returns None if no trace was running.
         """
         if self._trace is None:
             return None
+        if last_step is not None:
+            self._name = f"steps-{self._first_step}-{last_step}"
         trace, self._trace, self._steps = self._trace, None, None
         try:
             trace.close()
