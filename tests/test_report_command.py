@@ -169,6 +169,8 @@ def test_a_damaged_line_has_a_reason_and_a_remedy(tmp_path: Path, capsys):
     assert "line 1, cannot be read: it is not UTF-8 text. Convert the file" in error_output(capsys, tmp_path)
     log.path.write_text(re.sub(r'"seconds": [\d.]+', '"seconds": Infinity', text))
     assert "seconds must be a finite number, not Infinity." in error_output(capsys, tmp_path)
+    log.path.write_text(re.sub(r'"wall_s": [\d.]+', '"wall_s": Infinity', text))
+    assert "wall_s must be a finite number, not Infinity." in error_output(capsys, tmp_path)
 
 
 @pytest.mark.parametrize("count", [1, 400])

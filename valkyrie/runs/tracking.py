@@ -186,7 +186,7 @@ def read_metrics(path: Path, say: Callable[[str], object] | None = None) -> list
 
     `say` is called with a message about the damaged lines, and with one about an incomplete last line, if any.
     """
-    records, damaged_count = [], 0
+    records, damaged_count, is_incomplete = [], 0, False
     with path.open(errors="replace") as file:
         for line in file:
             try:
@@ -197,8 +197,10 @@ def read_metrics(path: Path, say: Callable[[str], object] | None = None) -> list
                 records.append(record)
             elif line.strip() and line.endswith("\n"):
                 damaged_count += 1
-            elif line.strip() and say is not None:
-                say(f"{path}: skipped the last line, which is incomplete")
+            elif line.strip():
+                is_incomplete = True
     if damaged_count and say is not None:
         say(f"{path}: skipped {count_text(damaged_count, 'damaged line')}")
+    if is_incomplete and say is not None:
+        say(f"{path}: skipped the last line, which is incomplete")
     return records

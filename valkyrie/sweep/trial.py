@@ -21,6 +21,7 @@ from typing import Any
 
 from valkyrie.compiled.communication import CollectiveTrace, Communication
 from valkyrie.config.modes import get_mode
+from valkyrie.foreign_errors import missing_field
 from valkyrie.hardware.target import AUTO_TARGET
 from valkyrie.parts import StepPart
 from valkyrie.paths import open_to_append
@@ -225,13 +226,16 @@ class Trial:
         if values["schema"] > SCHEMA:
             too_new = f"schema {values['schema']} is too new: this version of valkyrie reads up to schema {SCHEMA}"
             raise ValueError(f"{too_new}. Update valkyrie.")
+        for key, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _malformed_line(f"{key} must be a finite number, not {json.dumps(value)}")
         try:
             trial = decode(Trial, upgrade_record(values) | {"about": values.get("about") or None}, TRIALS_FILE)
         except RecordError as error:
-            missing = re.search(r"missing required field `(\w+)`", error.reason)
-            # `upgrade_record` has dropped a number that is not finite.
-            if missing and (number := re.search(rf'"{missing[1]}": *(NaN|-?Infinity)', text)):
-                raise _malformed_line(f"{missing[1]} must be a finite number, not {number[1]}") from error
+            # `upgrade_record` drops numbers in the results that are not finite.
+            key = missing_field(error.reason)
+            if key and (number := re.search(rf'"{key}": *(NaN|-?Infinity)', text)):
+                raise _malformed_line(f"{key} must be a finite number, not {number[1]}") from error
             raise _malformed_line(f"{error.field.removeprefix('$.') or 'the line'}: {error.reason}") from error
         about = trial.about
         return trial if about is None else replace(trial, about=with_hardware(about, key_values(trial.overrides)))
