@@ -258,6 +258,12 @@ def exiting():
 def with_options(slice, *more, **options):
     return step(slice)
 
+def stopped():
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        raise ImportError("x") from error
+
 without_signature = dict
 """
 
@@ -283,6 +289,9 @@ def test_the_command_predicts_a_function_of_a_file(
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "optax.py").touch()
     (tmp_path / "below" / "step.py").write_text("import optax\noptax.adam\n")
+    (tmp_path / "beside" / "flax").mkdir(parents=True)
+    (tmp_path / "beside" / "flax" / "__init__.py").touch()
+    (tmp_path / "beside" / "step.py").write_text("import no_such_library\n")
     monkeypatch.delitem(sys.modules, "optax", raising=False)
 
     def run(name: str, *more: str) -> tuple[object, str]:
@@ -296,7 +305,8 @@ def test_the_command_predicts_a_function_of_a_file(
     assert (settings["tokens"], settings["unit"], settings["time_limit_s"]) == (512, "images", 60)
     assert run("builders.py:without_slice") == (0, "") and len(calls[1][0]) == 1
     assert run("builders.py:with_options") == (0, "") and calls.pop()[0][1:] == ("v5e-8",)
-    assert run("stopped.py:step") == (130, "valkyrie-predict: stopped\n")
+    for place in ("stopped.py:step", "builders.py:stopped"):
+        assert run(place) == (130, "valkyrie-predict: stopped\n")
     for argument, message in (
         ("builders.py", "name the function that returns the step and its arguments: "),
         ("builders.py:nope", "builders.py has no function nope. Use step, without_slice, failing, "),
@@ -306,6 +316,7 @@ def test_the_command_predicts_a_function_of_a_file(
         ("builders.py:unjitted", "builders.py:unjitted must return a jitted function, not <built-in function len>."),
         ("builders.py:pmapped", "builders.py:pmapped returns a jax.pmap. Use jax.jit with shardings over slice.mesh"),
         ("below/step.py:step", f". {tmp_path}/below/optax.py hides the package optax. Rename it."),
+        ("beside/step.py:step", f". {tmp_path}/beside/flax/__init__.py hides the package flax. Rename it."),
         ("builders.py:two", "builders.py:two requires the arguments a, b, but only the slice is passed"),
         ("builders.py:without_signature", "builders.py:without_signature must return (jitted, arguments)"),
         ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),

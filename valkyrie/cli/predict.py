@@ -160,9 +160,14 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
             module = _import_module(file)
         except Exception as error:  # of the user's code
             _raise_interrupt(error)
+            hiding_files = {
+                path: package
+                for package in package_versions()
+                for path in (file.with_name(f"{package}.py"), file.with_name(package) / "__init__.py")
+            }
             advice = "".join(
-                f". {path} hides the package {path.stem}. Rename it."
-                for path in map(file.with_name, [f"{package}.py" for package in package_versions()])
+                f". {path} hides the package {package}. Rename it."
+                for path, package in hiding_files.items()
                 if path.exists()
             )
             raise ValueError(f"{file} cannot be imported: {describe_error(error)}{advice}") from error
@@ -187,6 +192,7 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
         try:
             built = build(target) if required_names else build()
         except Exception as error:  # of the user's code
+            _raise_interrupt(error)
             raise ValueError(f"{source}: {describe_error(error)}") from error
         call = parse_builder_result(built, source)
         name = getattr(call.function, "__name__", function)
@@ -195,6 +201,7 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
         except ValueError:
             raise
         except Exception as error:  # of tracing the user's code
+            _raise_interrupt(error)
             raise ValueError(f"{source}: {describe_error(error)}") from error
 
 
