@@ -240,6 +240,31 @@ def test_ctrl_c_saves_the_text_generated_so_far(monkeypatch: pytest.MonkeyPatch,
     assert load_text(tmp_path / "a.npz", []).ids == [BYTES.bos_id, *b"abc"]
 
 
+def test_the_state_of_a_text_under_another_precision_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    save_text(Text([BYTES.bos_id, 97], read=1, step=3, state=[jnp.ones((1, 4), jnp.bfloat16)]), path)
+    for dtype in (jnp.float32, jnp.float16):
+        loaded = load_text(path, [np.zeros((1, 4), dtype)])
+        assert (loaded.ids, loaded.read, loaded.step, loaded.state) == ([BYTES.bos_id, 97], 0, 3, None)
+
+
+def test_only_a_prompt_of_the_command_is_added_to_a_saved_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(init_state=lambda rows, length: ())
+    builder = SimpleNamespace(module=lambda parameters: module)
+    monkeypatch.setattr(modes, "_print_continuation", lambda *_: None)
+
+    def continue_with(prompt: str, *arguments: str) -> bytes:
+        run = SimpleNamespace(config=SimpleNamespace(prompt=prompt), arguments=arguments)
+        program = SimpleNamespace(run=run, builder=builder)
+        modes._continue_saved_text(program, 3, {}, BYTES, tmp_path / "a.npz", ALONE)  # pyright: ignore[reportArgumentType]
+        return load_text(tmp_path / "a.npz", ()).bytes(BYTES)
+
+    assert continue_with("ab", "prompt=ab") == b"ab"
+    assert continue_with("def ") == b"ab", "the default prompt"
+    assert continue_with("ab", "prompt=ab") == b"ab"
+    assert continue_with("c", "prompt=c") == b"abc"
+
+
 PROMPTS = ["de", "", "class A:\n    x = 1\n", "é😀", "0"]
 
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from runs import (
 from valkyrie.data.manifest import PreparedText, Split
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.sources.synthetic import entropy
+from valkyrie.processes.team import ALONE
 from valkyrie.runs.tracking import read_metrics
-from valkyrie.train import trainer
+from valkyrie.train import modes, trainer
 from valkyrie.train.compiled import StepExecutable
 from valkyrie.units import GIB
 
@@ -179,7 +181,26 @@ def test_debug_names_the_operation_that_produces_a_nan(
     poison(monkeypatch, at_step=2, parameter="log_step")
     assert run_train(*tiny_arguments(tmp_path, "steps=3", "debug=nans")) == 1
     err = capfd.readouterr().err
-    assert "debug=nans: " in err and re.search(r"(?!scan|jit)\w+, at \S+\.py:\d+", err)
+    place = re.search(r"debug=nans: .* (\w+), at (\S+):\d+ in ", err)
+    assert place is not None and place[1] not in ("scan", "jit", "pjit")
+    assert Path(place[2]).is_relative_to(Path(trainer.__file__).parents[1])
+
+
+def test_the_location_of_a_nan_is_in_valkyrie_or_in_a_users_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other packages are often in a folder of the checkout, `valkyrie/.venv`."""
+    library = tmp_path / "valkyrie" / "site-packages"
+    library.mkdir(parents=True)
+    (library / "nan_library.py").write_text("def multiply():\n    raise FloatingPointError('nan')\n")
+    (tmp_path / "nan_model.py").write_text("from nan_library import multiply\n\ndef apply():\n    multiply()\n")
+    for folder in (library, tmp_path):
+        monkeypatch.syspath_prepend(folder)
+    for modules, place in (("", "team.py"), (str(tmp_path), "nan_model.py")):
+        monkeypatch.setenv("VALKYRIE_MODULES", modules)
+        with pytest.raises(FloatingPointError) as caught:
+            ALONE.broadcast_from_leader("a value", import_module("nan_model").apply)
+        assert f"/{place}:" in modes._nan_message(caught.value)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> None:
@@ -425,6 +446,20 @@ def test_ctrl_c_inside_a_finaliser_is_not_lost() -> None:
     )
     result = subprocess.run([sys.executable, "-c", lost], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "it: stopped\n")
+
+
+def test_ctrl_c_ends_a_command_without_stderr_and_shows_the_cursor() -> None:
+    program = (
+        "import os, signal, time\nfrom valkyrie.processes.interrupt import exit_on_ctrl_c\n"
+        "with exit_on_ctrl_c('it'):\n  os.close(2)\n  os.kill(os.getpid(), signal.SIGINT)\n  time.sleep(20)"
+    )
+    controller, terminal = pty.openpty()
+    try:
+        assert subprocess.run([sys.executable, "-c", program], stdout=terminal, timeout=60).returncode == 130
+        assert b"\x1b[?25h" in os.read(controller, 100)
+    finally:
+        os.close(terminal)
+        os.close(controller)
 
 
 @pytest.mark.slow

@@ -293,17 +293,25 @@ def describe_user_error(error: Exception) -> str | None:
     raises in such a call is the user's.
     """
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, ValueError) else []
-    folders = _command_folders()
     for frame in reversed(frames):
         file = Path(os.path.realpath(frame.filename))
         # JAX removes its own frames, so the last frame may be a call to JAX.
         if frame is frames[-1] and file.is_relative_to(_PACKAGE) and (frame.line or "").startswith("raise "):
             return None
-        if any(file.is_relative_to(folder) for folder in folders) and "site-packages" not in file.parts:
+        if _is_user_file(file):
             notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("---")]  # not those of JAX
             text = "; ".join(map(str, (error, *notes))).replace("\n", " ")
             return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {type(error).__name__}: {text}"
     return None
+
+
+def is_own_file(filename: str) -> bool:
+    """Return whether a file of a traceback belongs to Valkyrie or to a folder of the user's modules."""
+    return Path(filename).is_relative_to(_PACKAGE) or _is_user_file(Path(os.path.realpath(filename)))
+
+
+def _is_user_file(file: Path) -> bool:
+    return any(file.is_relative_to(folder) for folder in _command_folders()) and "site-packages" not in file.parts
 
 
 def has_key(config: object, key: str) -> bool:

@@ -6,7 +6,6 @@ JAX is imported after cheaper checks.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 import traceback
@@ -17,11 +16,12 @@ from valkyrie.checkpoint import NotSavedError, checkpoint_root, stored_checkpoin
 from valkyrie.checkpoint.location import missing_remedy
 from valkyrie.config.modes import CODE_EVAL_FILE, settings_for
 from valkyrie.config.run import Run
+from valkyrie.extensions import is_own_file
 from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.optim import rate_rises_if_extended
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from valkyrie.processes.interrupt import Interrupt, clean_up_on_signals
-from valkyrie.runs.folder import choose_run_folder, resume_command, stored_text_file
+from valkyrie.runs.folder import choose_run_folder, key_values, resume_command, stored_text_file
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.wandb_writer import COMMUNICATION_KEY
 from valkyrie.train.devices import configure_jax, prepare_devices
@@ -69,9 +69,9 @@ def _train(run: Run, team: Team, start_time: float) -> int:
         from valkyrie.train.callbacks import DivergedError, FolderGoneError
         from valkyrie.train.trainer import fit
 
-        console.print(f"[bold]{run.layout.describe_roles()}[/]")
+        console.print(run.layout.describe_roles(), style="bold", markup=False)
         if run.batch_note:
-            console.print(f"batch: {run.batch_note}", highlight=False)
+            console.print(f"batch: {run.batch_note}", markup=False)
         try:
             result = fit(run, *inputs, folder, console, interrupt, team, start_time)
         except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
@@ -83,7 +83,8 @@ def _train(run: Run, team: Team, start_time: float) -> int:
     folder = result.folder
     command = resume_command(folder)
     if result.interrupted:
-        console.print(f"stopped at step {result.summary['steps']}, saved in {folder}. Resume with: {command}")
+        stopped = f"stopped at step {result.summary['steps']}, saved in {folder}. Resume with: {command}"
+        console.print(stopped, markup=False)  # paths may have brackets, which Rich would read as markup
         return EXIT_PREEMPTED if result.preempted else EXIT_INTERRUPTED
     _report(console, result, inputs.devices)
     if (goodput := read_goodput(folder)) is not None:
@@ -94,13 +95,14 @@ def _train(run: Run, team: Team, start_time: float) -> int:
         sys.stdout.write(run.config.prompt)
         _print_continuation(result.program, result.parameters, inputs.tokenizer, run.config.prompt)
         console.rule()
-    console.print(f"run folder: {folder}")
+    console.print(f"run folder: {folder}", markup=False)
     total_steps = 2 * max(run.config.steps, result.summary["steps"])
     rate_rises = rate_rises_if_extended(run.config.optimizer, result.summary["steps"], total_steps)
     # No semicolon: interactive zsh does not know comments, and would run what follows as a second command.
     rate_note = f". The learning rate jumps up, because its decay now takes {total_steps} steps" if rate_rises else ""
-    console.print(f"next: {command} steps={total_steps}   # continues to step {total_steps}{rate_note}")
-    console.print(f'      {command} mode=generate prompt="class "' if is_text else f"      {command} mode=eval")
+    console.print(f"next: {command} steps={total_steps}   # continues to step {total_steps}{rate_note}", markup=False)
+    other_mode = 'mode=generate prompt="class "' if is_text else "mode=eval"
+    console.print(f"      {command} {other_mode}", markup=False)
     return 0
 
 
@@ -115,10 +117,7 @@ def evaluate(run: Run) -> int:
 
         with explain_oom(run, inputs.devices):
             result = Evaluator(program, inputs.data, inputs.tokenizer)(parameters, None)
-        console.print(
-            f"{folder.name} at step {step}: {program.task.describe(result)}",
-            highlight=False,
-        )
+        console.print(f"{folder.name} at step {step}: {program.task.describe(result)}", markup=False)
         return 0
 
 
@@ -133,7 +132,7 @@ def generate(run: Run) -> int:
         path = None if keep is None else stored_text_file(folder, keep)
         tokenizer, console, devices = load_run_tokenizer(run), make_console(), prepare_devices(run, _to_stderr, team)
         program, step, parameters = restore(run, devices, folder, team)
-        console.print(f"{folder.name} at step {step}", style="dim")
+        console.print(f"{folder.name} at step {step}", style="dim", markup=False)
         with explain_oom(run, devices):
             if path is not None:
                 _continue_saved_text(program, step, parameters, tokenizer, path, team)
@@ -163,7 +162,7 @@ def code_eval(run: Run) -> int:
         if team.is_leader:
             if rates:
                 console.print(results_table(evaluation.results, evaluation))
-            console.print(f"{folder.name} at {line}", highlight=False, markup=False)
+            console.print(f"{folder.name} at {line}", markup=False)
         if rates:
             console.print(f"every completion: {folder / CODE_EVAL_FILE}", markup=False)
         return int(team.is_leader and not rates)
@@ -205,8 +204,8 @@ def _continue_saved_text(
 ) -> None:
     """Continue the text in `path`, or begin a new one with the prompt if there is no such file.
 
-    If the prompt is not the one that began the saved text, it is appended before the continuation. If another
-    checkpoint generated the saved text, the model reads the text again from the start.
+    A prompt on the command line is appended before the continuation, unless it is the one that began the saved text. If
+    another checkpoint generated the saved text, the model reads the text again from the start.
 
     Prints the text with its continuation, and saves both with the model's state. Ctrl-C ends the process; a single
     process first saves the text that it has generated, and the next command reads it again.
@@ -226,7 +225,7 @@ def _continue_saved_text(
                 f"the checkpoint at step {step}."
             )
             text = text.without_state(step)
-        if prompt != text.prompt:
+        if prompt != text.prompt and "prompt" in key_values(program.run.arguments):
             text.append(tokenizer, prompt)
     sys.stdout.write(text.bytes(tokenizer).decode(errors="ignore"))
     with clean_up_on_signals("valkyrie-train") if team.count == 1 else contextlib.nullcontext():
@@ -271,7 +270,6 @@ def _report(console: Console, result: FitResult, devices: Devices) -> None:
 
 
 def _nan_message(error: FloatingPointError) -> str:
-    """Return the error message under `debug=nans`, with the innermost line of Valkyrie's code in the traceback."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}valkyrie{os.sep}" in f.filename]
-    innermost = frames[-1]
+    """Return the error message under `debug=nans`, with the innermost line of Valkyrie or of a user's module."""
+    innermost = [f for f in traceback.extract_tb(error.__traceback__) if is_own_file(f.filename)][-1]
     return f"debug=nans: {error}, at {innermost.filename}:{innermost.lineno} in {innermost.name}: {innermost.line}"

@@ -78,7 +78,7 @@ def _prepare_data(
 
 
 def _prepare_devices(run: Run, console: Console, team: Team) -> Devices:
-    configure_jax(run, console.print)
+    configure_jax(run, partial(console.print, markup=False))
     devices = acquire_devices(run, team)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     return devices

@@ -125,12 +125,12 @@ def fit(
         NotSavedError: The last state could not be saved, or a durable save failed in a run with several processes.
         DiskError: The run folder cannot be written, or the bucket in `checkpoint.folder` cannot be reached.
         ValueError: The run does not fit in memory, another process writes its folder, its checkpoints are missing or
-            damaged, or its durable checkpoint, its data or `checkpoint.best` does not match it.
+            damaged, or its checkpoint, its data or `checkpoint.best` does not match it.
     """
     config, start_time = run.config, start_time or time.time()
     handles_signals, interrupt = interrupt is not None, interrupt or Interrupt(multiprocess=team.count > 1)
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
-    check_memory_fit(program, devices, say=lambda line: console.print(line, style="yellow"))
+    check_memory_fit(program, devices, say=partial(console.print, style="yellow", markup=False))
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_oom(run, devices))
         # The loader may refuse the data, so it comes before the run folder is created.
