@@ -273,6 +273,7 @@ def test_a_huge_number_is_refused_like_any_other():
         ("h100-8", {"chips": 16}, "target=h100-16"),
         ("cpu8", {"chips": 16}, "target=cpu16"),
         ("v4-8", {"hosts": 3}, "target.hosts=3"),
+        ("h100-16", {"hosts": 3}, "target.hosts=2"),
     ],
 )
 def test_a_number_that_contradicts_the_name_is_refused(target: str, change: dict[str, int], phrase: str):
@@ -284,6 +285,7 @@ def test_an_explicit_topology_determines_chips_and_hosts():
     larger = replace(parse_target("v4-64"), topology="4x4x4")
     assert (larger.chips, larger.hosts, larger.problems()) == (64, 16, [])
     assert replace(larger, slices=2).problems() == [], "as a run.yaml has it"
+    assert replace(larger, hosts=1).hosts == 16, "as a target of a user without the key has it"
     assert replace(parse_target("h100-16"), hosts=4).problems() == [], "whose hosts no torus decides"
 
 

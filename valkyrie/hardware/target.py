@@ -19,7 +19,7 @@ from valkyrie.hardware.slices import (
     parse_shape,
 )
 from valkyrie.precision import DType
-from valkyrie.problems import Problem, ProblemCode, check_range, raise_problems
+from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor, raise_problems
 
 AUTO_TARGET = "auto"
 """Name of the default target: the devices of this machine."""
@@ -154,10 +154,8 @@ class ChipConfig:
     def slices(self) -> Slices:
         """The slices that exist for the chip. Raises ProblemError if one of its settings is illegal (`problems`)."""
         raise_problems(self.problems())
-        bounds = tuple(self.host_bounds)
-        return Slices(
-            self.ici_axes, WrapRule.parse(self.wrap), self.max_chips, bounds, self.single_host_chips, self.twists
-        )
+        wrap, bounds = WrapRule.parse(self.wrap), tuple(self.host_bounds)
+        return Slices(self.ici_axes, wrap, self.max_chips, bounds, self.single_host_chips, self.twists)
 
     def problems(self) -> list[Problem]:
         """Return a problem for each setting that is illegal or contradicts another."""
@@ -217,7 +215,7 @@ class TargetConfig:
         chips: Chips of one slice, or null if unknown (`auto`).
         topology: Physical torus (`4x4x2`). If its number of chips differs from `chips`, it overrides `chips` and
             `hosts`, unless `chips` also contradicts the number in `name`, which `problems` reports.
-        hosts: Hosts of a slice.
+        hosts: Hosts of a slice. 1 is replaced by the number for `topology`, if that is set.
         slices: Slices joined by the data-centre network.
     """
 
@@ -231,12 +229,13 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         shape, chip = parse_shape(self.topology), self.chip
-        if shape is None or chip is None or math.prod(shape) == self.chips:
+        if shape is None or chip is None:
             return
-        if self.chips is not None and self._chips_in_name() not in (None, self.chips):
+        is_resized = math.prod(shape) != self.chips
+        if is_resized and self.chips is not None and self._chips_in_name() not in (None, self.chips):
             return  # contradicts both name and topology: reported by `problems`
         self.chips = math.prod(shape)
-        if len(shape) == chip.ici_axes and not chip.problems():
+        if (is_resized or self.hosts == 1) and len(shape) == chip.ici_axes and not chip.problems():
             self.hosts = chip.slices.host_count(shape)
 
     @property
@@ -289,6 +288,10 @@ class TargetConfig:
                 "target.chip.dcn_gbs_per_host (outgoing GB/s per host), or use target.slices=1."
             )
             return [Problem(ProblemCode.missing, "target.chip.dcn_gbs_per_host", text=text)]
+        if self.topology is None and self.chips is not None and self.chips % self.hosts:
+            nearest = nearest_divisor(self.chips, self.hosts)
+            text = f"target.hosts={self.hosts} does not divide the {self.chips} chips. Use target.hosts={nearest}."
+            return [Problem(ProblemCode.conflict, "target.hosts", self.hosts, text)]
         if self.topology is None:
             return []
         if chip.ici_axes is None:
@@ -301,7 +304,7 @@ class TargetConfig:
             return [Problem(ProblemCode.conflict, "target.topology", self.topology, text)]
         error = chip.slices.topology_error(self.topology, chip.name, topology_override, "target.topology=")
         shape = parse_shape(self.topology)
-        if error is None and shape is not None and self.hosts not in (1, hosts := chip.slices.host_count(shape)):
+        if error is None and shape is not None and self.hosts != (hosts := chip.slices.host_count(shape)):
             error = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave out target.hosts."
         if error is None:
             return []
@@ -325,10 +328,8 @@ class TargetConfig:
         """
         if self.chip is None:
             return []
-        return [
-            make_slice(self.chip, shape)
-            for shape in self.chip.slices.nearest_shapes(Fraction(devices, self.chip.devices))
-        ]
+        shapes = self.chip.slices.nearest_shapes(Fraction(devices, self.chip.devices))
+        return [make_slice(self.chip, shape) for shape in shapes]
 
     def _size_in_name(self) -> str:
         """Return the `64` of `v4-64` or the `4x4x2` of `v4-4x4x2`; empty for other names."""
@@ -471,8 +472,7 @@ def build_topology(target: TargetConfig) -> Topology:
     if chip is None or shape is None:
         bounds = (-(-target.chips // target.hosts),)
         return Topology((target.chips,), (False,), bounds, target.slices, devices)
-    bounds = shape if target.hosts == 1 else chip.slices.host_shape(shape)
-    twisted = is_twisted_name(target.topology)
+    bounds, twisted = chip.slices.host_shape(shape), is_twisted_name(target.topology)
     return Topology(shape, chip.slices.closed_axes(shape), bounds, target.slices, devices, twisted)
 
 
