@@ -382,6 +382,23 @@ def test_a_cache_with_global_tokens_needs_their_projections():
         attention_step(jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4)), cache)
 
 
+@pytest.mark.parametrize("impl", [AttentionImpl.chunked, AttentionImpl.dense])
+def test_a_sharded_sequence_on_a_tpu_uses_no_kernel_unless_it_is_selected(impl):
+    """The kernel would not run on a CPU, where only its interpreter does."""
+    q, k, v, _, _ = make_inputs(16)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    sharded_spec = sequence_specs(None)[0]
+    attend = partial(sharded_attention, axis_names=("a", "b"), window=None, backend="tpu", impl=impl)
+    run = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(sharded_spec,) * 3, out_specs=sharded_spec))
+    assert_close([run(q, k, v)], [attention(q, k, v, window=None, impl=AttentionImpl.dense)])
+
+
+def test_a_missing_kernel_for_a_sharded_sequence_is_refused():
+    q, k, v, _, _ = make_inputs(16)
+    with pytest.raises(ValueError, match=r"model\.attention\.impl=kernel: "):
+        sharded_attention(q, k, v, axis_names=("a",), window=None, backend="gpu", impl=AttentionImpl.kernel)
+
+
 def make_request(window=128, causal=True, dtype=jnp.bfloat16, head_dim=64, segments=False, global_tokens=False):
     return AttentionRequest(Pattern(window, causal), dtype, head_dim, segments, global_tokens)
 

@@ -159,11 +159,12 @@ class AttentionLayer(nnx.Module):
                 "segment_ids": segment_ids,
                 "soft_cap": c.soft_cap,
                 "global_tokens": global_tokens,
+                "impl": c.impl,
                 "backend": shard.backend,
             }
             if sequence_axes:
                 return sharded_attention(q, select_heads(k), select_heads(v), axis_names=sequence_axes, **options)
-            return attention(q, select_heads(k), select_heads(v), impl=c.impl, **options)
+            return attention(q, select_heads(k), select_heads(v), **options)
 
         return mix
 

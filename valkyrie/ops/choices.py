@@ -72,6 +72,8 @@ class RopeStretch:
 class AttentionImpl(Enum):
     """Implementation of attention. `auto` is `dense` for short sequences, else `kernel` if supported, else `chunked`.
 
+    If the sequence is split over mesh axes, `auto` is `kernel` on a TPU, else `chunked`, and `dense` is `chunked`.
+
     `dense`: One matrix of logits per head, quadratic in the length.
 
     `chunked`: Chunks of queries, one after another, with memory linear in the length.

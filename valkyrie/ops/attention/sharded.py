@@ -26,6 +26,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens, take_positions
 from valkyrie.ops.attention.local import LocalOptions, chunked_attention, local_attention
 from valkyrie.ops.attention.pattern import GlobalTokens, KeyRange, Keys, Pattern
+from valkyrie.ops.choices import AttentionImpl
 
 
 def sharded_attention(
@@ -39,6 +40,7 @@ def sharded_attention(
     dilation: int = 1,
     segment_ids: Int[Array, "batch seq"] | None = None,
     global_tokens: GlobalTokens | None = None,
+    impl: AttentionImpl = AttentionImpl.auto,
     backend: str | None = None,
     chunk: int | None = None,
     soft_cap: float | None = None,
@@ -50,15 +52,23 @@ def sharded_attention(
     `k` and `v` of `global_tokens` are those of this shard; `positions` (in the whole sequence), `valid` and `q` are the
     same on every shard. The other arguments are those of `attention`.
 
-    TPUs use splash attention. Other platforms, and dilated attention without a window, use chunks. `interpret` runs
-    the kernel without a TPU, slowly, for tests.
+    With `impl=auto`, TPUs use splash attention and other platforms use chunks. `dense` also uses chunks. Dilated
+    attention without a window always uses chunks. `interpret` runs the kernel without a TPU, slowly, for tests.
+
+    Raises ValueError for `impl=kernel` on a platform without splash attention.
     """
+    backend = jax.default_backend() if backend is None else backend
+    has_kernel = get_platform(backend).attention == "splash"
+    if impl is AttentionImpl.kernel and not has_kernel:
+        raise ValueError(
+            "model.attention.impl=kernel: if the sequence is split over mesh axes, only TPUs have a kernel. Use "
+            "model.attention.impl=chunked, or auto."
+        )
     pattern = Pattern(window, causal, dilation, soft_cap)
     shard_count = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
     start = jax.lax.axis_index(axis_names) * q.shape[1]
-    backend = jax.default_backend() if backend is None else backend
-    kernel = get_platform(backend).attention
-    options = LocalOptions(kernel=kernel if kernel == "splash" else None, chunk_size=chunk, interpret=interpret)
+    kernel = "splash" if has_kernel and impl in (AttentionImpl.auto, AttentionImpl.kernel) else None
+    options = LocalOptions(kernel=kernel, chunk_size=chunk, interpret=interpret)
 
     def attend(key_range: KeyRange) -> Array:
         if window is None:
