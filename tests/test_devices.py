@@ -101,6 +101,16 @@ def test_a_target_other_than_this_machine_is_refused_without_jax(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("target", "mode"), [("v5e-8", "compile"), ("h100-8", "search")])
+def test_the_modes_that_plan_without_the_devices_are_named(
+    target: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "count_accelerators", lambda: 0)
+    (problem,) = devices.device_problems(compose_small_run(f"target={target}", "mesh=2x2x2"))
+    named_modes = {name for name in ("compile", "search") if f"mode={name}" in str(problem)}
+    assert problem.key == "target" and named_modes == {mode}
+
+
 def test_offloading_is_refused_if_the_devices_have_no_host_memory(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

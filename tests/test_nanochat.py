@@ -158,6 +158,11 @@ def test_unsupported_settings_are_refused(override, code):
     assert (run.problems()[0].code, run.problems()[0].key) == (code, override.partition("=")[0])
 
 
+def test_queries_and_keys_need_no_rotation():
+    run = Run.from_config(compose_config("model=nanochat_tiny", "mesh=1x1x1", "model.attention.rope_theta=null"))
+    assert run.problems() == []
+
+
 def test_a_depth_that_the_mesh_does_not_divide_is_refused():
     run = Run.from_config(compose_config("model=nanochat", "model.depth=12", "mesh=4x1x1", "partition=1d_tp"))
     assert (6, 4) in {(problem.size, problem.parts) for problem in run.problems()}

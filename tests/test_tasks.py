@@ -40,6 +40,9 @@ def test_a_task_declares_its_requirements(tmp_path: Path, monkeypatch: pytest.Mo
     assert run_of("carrying_task", bidirectional).problems() == []
     (problem,) = run_of("next_token", bidirectional).problems()
     assert (problem.code, problem.key) == (ProblemCode.unsupported, "model")
+    recursive = Run.from_config(compose_config("model=trm_tiny", "task=next_token", "data=sudoku_4x4"))
+    (problem,) = (problem for problem in recursive.problems() if problem.key == "model")
+    assert "task=puzzles" in str(problem) and "causal=false" not in str(problem)
     assert run_of("next_token", "microbatches=2").problems() == []
     (problem,) = run_of("carrying_task", "microbatches=2").problems()
     assert (problem.code, problem.key, problem.value) == (ProblemCode.unsupported, "microbatches", 2)

@@ -24,7 +24,7 @@ class NanochatAttention(Attention):
     """
 
     windows: list[int | None] = field(default_factory=lambda: [None])
-    rope_theta: float = 100000.0
+    rope_theta: float | None = 100000.0
     qk_gain: float = 1.2
     qk_norm_epsilon: float = 1.1920929e-07
     value_embeddings: bool = True

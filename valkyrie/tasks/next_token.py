@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Shard
+from valkyrie.models import LayeredModel
 from valkyrie.problems import Problem, ProblemCode
 from valkyrie.tasks import Array, BatchLoss, Task
 
@@ -51,9 +52,12 @@ class Config(Task):
         """Return problems if the model is not causal or supports fewer than `seq` positions."""
         max_seq, problems = getattr(model, "max_seq", seq), []
         if not model.causal:
+            cause, remedy = "", f"Use task={model.task}"
+            if isinstance(model, LayeredModel):
+                cause, remedy = " (model.attention.causal=false or model.s5.bidirectional=true)", "Remove that setting"
             text = (
-                f"model={model.name} is not causal (model.attention.causal=false or model.s5.bidirectional=true), but "
-                f"task={self.name} needs a causal model. Remove that setting, or use mode=show."
+                f"model={model.name} is not causal{cause}, but task={self.name} needs a causal model. {remedy}, or use "
+                "mode=show."
             )
             problems.append(Problem(ProblemCode.unsupported, "model", model.name, text))
         if seq > max_seq:

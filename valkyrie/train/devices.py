@@ -99,9 +99,10 @@ def device_problems(run: Run) -> list[Problem]:
         return [Problem(ProblemCode.device_count, "mesh", mesh.name, text, size=mesh.size)] if text else []
     if platform.jax_name is None or count_accelerators():
         return []
+    planning_mode = "mode=compile" if platform.compiles_without_devices else "mode=search"
     text = (
         f"target={target.describe()} needs accelerators, but JAX finds none on this machine, only {os.cpu_count()} CPU "
-        "cores. Run on the target, use target=auto, or plan with mode=show or mode=compile."
+        f"cores. Run on the target, use target=auto, or plan with mode=show or {planning_mode}."
     )
     return [Problem(ProblemCode.missing, "target", target.name, text)]
 
