@@ -429,6 +429,7 @@ def test_a_config_folder_that_is_not_committed_is_noted(tmp_path: Path, monkeypa
         ("data.paths=[docs/*.txt,gs://b/c]", "data.paths=docs/*.txt is read from the disk of each machine"),
         ("data.paths=['docs/a b.txt', \"more\"]", "data.paths=docs/a b.txt,more is read from the disk of each machine"),
         ("data.paths=[gs://b/c,/mnt/nfs/docs]", None),
+        ("data.val_paths=[docs]", "data.val_paths=docs is read from the disk of each machine"),
         ("data.paths=[/tmp/docs]", "data.paths=/tmp/docs is read from the disk of each machine"),
         ("data.tokenizer=mine.json", "data.tokenizer=mine.json is read from the disk of each machine"),
         ("data.tokenizer=/mnt/nfs/mine.json", None),
@@ -450,6 +451,19 @@ def test_local_folders_that_a_slice_does_not_have_are_noted(
     assert [note[: len(expected_note or "")] for note in notes] == ([expected_note] if expected_note else [])
     key = override.partition("=")[0]
     assert all(f"Set {key}=DIR to a folder" in note for note in notes if not key.startswith("data."))
+
+
+def test_notes_name_the_files_that_the_hosts_get(capsys: pytest.CaptureFixture[str]):
+    settings = ("--", "model=gpt_tiny", "name=mine", "mesh=1x1x1", "data=text", "data.paths=[docs]")
+    for arguments, files in (
+        ("target=ssh hosts=a", "last commit"),
+        ("target=skypilot slice=h100-1", "current folder"),
+        ("target=gke slice=v5e-1 cluster=c image=i", "image"),
+    ):
+        _, out, err = run_launch(capsys, *arguments.split(), *settings)
+        notes = " ".join(line.removeprefix("# ") for line in out.splitlines() if line.startswith("# "))
+        assert re.search(rf"data.paths=docs is .* only has the files of the {files}", notes), (out, err)
+        assert ("checkpoints" in notes) == ("hosts=a" not in arguments), "a single host can read its own"
 
 
 def test_a_run_name_is_added_if_a_restart_would_start_over(capsys: pytest.CaptureFixture[str]):

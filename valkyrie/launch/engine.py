@@ -220,22 +220,32 @@ def add_name(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool
     return (*overrides, f"name={name}"), True
 
 
-def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machines") -> tuple[str, ...]:
+def disk_notes(
+    overrides: Sequence[str],
+    *,
+    files: str = "the files of the last commit",
+    risk: str | None = "are deleted with the machines",
+) -> tuple[str, ...]:
     """Return warnings if a training run reads its data or saves its checkpoints on a local disk of each machine.
 
     Args:
         overrides: the arguments of `valkyrie-train`.
-        risk: what happens to checkpoints on such a disk. The warning has this text after the word "checkpoints".
+        files: the files that the engine copies to such a disk.
+        risk: what happens to checkpoints on such a disk, or None if nothing does. The warning has this text after the
+            word "checkpoints".
     """
     values, notes = key_values(overrides), []
     tokenizer = values.get("data.tokenizer", "null").strip("'\"")
     local_paths = {
-        "data.paths": [path for path in list_items(values.get("data.paths", "")) if _is_local(path)],
+        **{
+            key: [path for path in list_items(values.get(key, "")) if _is_local(path)]
+            for key in ("data.paths", "data.val_paths")
+        },
         "data.tokenizer": [tokenizer] if is_tokenizer_file(tokenizer) and _is_local(tokenizer) else [],
     }
     notes += [
-        f"{key}={','.join(paths)} is read from the disk of each machine, which only has the files of the last commit. "
-        f"Use {'gs://BUCKET/..., or ' if key == 'data.paths' else ''}a disk that all hosts mount."
+        f"{key}={','.join(paths)} is read from the disk of each machine, which only has {files}. "
+        f"Use {'gs://BUCKET/..., or ' if key != 'data.tokenizer' else ''}a disk that all hosts mount."
         for key, paths in local_paths.items()
         if paths
     ]
@@ -246,7 +256,7 @@ def disk_notes(overrides: Sequence[str], risk: str = "are deleted with the machi
         )
     key = "runs" if values.get("checkpoint.folder", "null") == "null" else "checkpoint.folder"
     folder = values.get(key, "runs")
-    if overrides and is_single_training(overrides) and _is_local(folder):
+    if risk is not None and overrides and is_single_training(overrides) and _is_local(folder):
         notes.append(
             f"{key}={folder} is on the local disk of each machine: checkpoints {risk}. Set {key}=DIR to a folder on a "
             "disk that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR."

@@ -72,7 +72,7 @@ class Config(RentedConfig):
         labels = (f"jobset.sigs.k8s.io/jobset-name={name}", "jobset.sigs.k8s.io/job-index=0")
         pod_selector = f"--selector={','.join(labels)},batch.kubernetes.io/job-completion-index=0"
         return Plan(
-            (*self.price_notes(), *disk_notes(overrides)),
+            (*self.price_notes(), *disk_notes(overrides, files="the files of the image")),
             (
                 CommandStep("select the cluster", (("gcloud", "container", "clusters", "get-credentials", *cluster),)),
                 FileStep("write the job", path, manifest(self, overrides)),

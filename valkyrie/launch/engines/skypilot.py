@@ -43,7 +43,10 @@ class Config(RentedConfig):
         name = resource_name(self.name)
         path = f"{name}.sky.yaml"
         return Plan(
-            (*self.price_notes(), *disk_notes(overrides)),
+            (
+                *self.price_notes(),
+                *disk_notes(overrides, files="the files of the current folder, except those that git ignores"),
+            ),
             (
                 FileStep("write the task", path, task(self, overrides)),
                 CommandStep("submit the task", (("sky", "jobs", "launch", path),)),

@@ -62,7 +62,7 @@ class Config(EngineConfig):
         """Return the steps that copy the code to all hosts and train there."""
         notes = (
             f"--run executes these steps. If a process fails, all processes are restarted, up to {self.restarts} times",
-            *disk_notes(overrides, "cannot be read by the other hosts"),
+            *disk_notes(overrides, risk="cannot be read by the other hosts" if len(self.hosts) > 1 else None),
             *remote.config_folder_notes(overrides),
         )
         return Plan(notes, (*self.copy_steps(), *self.train_steps(overrides)))
