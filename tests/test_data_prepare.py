@@ -316,6 +316,15 @@ def test_a_cached_dataset_without_a_manifest_and_an_unreadable_folder_are_named(
     (path / MANIFEST_FILE).unlink()
     with pytest.raises(ValueError, match=rf"^{path} .*\bmanifest\.json\. Delete"):
         prepare(config, "bytes")
+    secret = tmp_path / "folder" / "secret"
+    secret.mkdir(parents=True)
+    (tmp_path / "folder" / "a.txt").write_text("a line\n" * 100)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != secret and access(path, mode))
+    for pattern in ("folder", "folder/**", "fold*/**/*.txt"):
+        config.paths, notes = [f"{tmp_path}/{pattern}"], list[str]()
+        prepare(config, "bytes", say=notes.append)
+        assert [str(secret) in note and "1 folder" in note for note in notes] == [True], notes
     monkeypatch.setattr(os, "access", lambda *_: False)
     config.paths = [str(tmp_path)]
     with pytest.raises(ValueError, match=rf"^data\.paths: {tmp_path} cannot be read \(permission denied\)"):

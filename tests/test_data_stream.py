@@ -179,7 +179,9 @@ def test_the_seed_orders_the_groups_and_epochs_differ(shards_folder: Path) -> No
     )
 
 
-def test_validation_is_the_last_group_of_a_single_file_or_val_paths(shards_folder: Path) -> None:
+def test_validation_is_the_last_group_of_a_single_file_or_val_paths(
+    shards_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     single_file = open_shards(shards_folder / "000.parquet")
     assert [unit.row_group for unit in single_file.train] == [0, 1, 2, 3] and [
         unit.row_group for unit in single_file.validation
@@ -191,6 +193,9 @@ def test_validation_is_the_last_group_of_a_single_file_or_val_paths(shards_folde
         "003.parquet",
     }
     assert with_val_paths.content != open_shards(shards_folder).content
+    monkeypatch.chdir(shards_folder.parent)
+    relative = open_shards(shards_folder, val_paths=[f"{shards_folder.name}/001.parquet"])
+    assert relative.content == with_val_paths.content, "the file is not for training however it is named"
 
 
 def refusal(action: Any) -> str:

@@ -166,6 +166,10 @@ def test_published_csv_is_read_once(tmp_path: Path):
 
 REFUSED = {
     "another size": ([(81 * ".", 81 * "1")], "model.context=81 model.vocab_size=11"),
+    "an open quote": (
+        f'question,answer,rating\n{16 * "."},"{200_000 * "1"}',
+        "train.csv: the row after line 1 is not CSV",
+    ),
     "no square": ([(15 * ".", 15 * "1")], "train.csv line 2"),
     "rows of two sizes": ([(16 * ".", 16 * "1"), (16 * ".", 15 * "1")], "train.csv line 3"),
     "an accent": ([(16 * ".", 15 * "1" + "é")], "train.csv line 2: the answer has characters that are not ASCII"),
@@ -215,6 +219,12 @@ def test_the_refusal_of_a_damaged_folder_names_the_file(tmp_path: Path):
     np.save(file, np.ones((3, 16), int))
     np.save(tmp_path / "train" / "all__puzzle_identifiers.npy", np.array([0, -1, 0]))
     with pytest.raises(ValueError, match="identifier -1"):
+        open_puzzles(tmp_path, "mine")
+    np.save(tmp_path / "train" / "all__puzzle_identifiers.npy", np.zeros(3, int))
+    description = tmp_path / "test" / "dataset.json"
+    description.write_text(description.read_text().replace('identifiers": 1', 'identifiers": 9'))
+    np.save(tmp_path / "test" / "all__puzzle_identifiers.npy", np.array([0, 0, 8]))
+    with pytest.raises(ValueError, match="identifier 8, .*num_puzzle_identifiers=1"):
         open_puzzles(tmp_path, "mine")
     file.write_bytes(b"no array")
     with pytest.raises(ValueError, match="all__inputs.npy is missing"):

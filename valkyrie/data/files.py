@@ -33,7 +33,8 @@ class Listing:
 
     Args:
         files: the files to read.
-        skipped_names: names of the other matched files: unsupported suffixes, broken links, pipes and devices.
+        skipped_names: names of the other matched files (unsupported suffixes, broken links, pipes and devices), and of
+            folders that this user may not read.
         empty_rows: (rows without text, all rows) by file ID. `read_files` adds files with rows without text.
     """
 
@@ -53,21 +54,20 @@ class Listing:
 
     def skip_notes(self, key: str = "data.paths") -> Iterator[str]:
         """Yield notes about the files in `skipped_names`. `key` is the setting that matches them."""
-        unreadable_names = [name for name in self.skipped_names if reader_suffix(name) in SUFFIXES]
-        suffixes = sorted({reader_suffix(name) or "none" for name in self.skipped_names} - {*SUFFIXES})
-        if suffixes:
-            count = len(self.skipped_names) - len(unreadable_names)
-            yield _skip_note(key, count, "with an unsupported suffix (", suffixes)
-        if unreadable_names:
-            yield _skip_note(
-                key, len(unreadable_names), "without content (broken links, pipes or devices: ", unreadable_names
-            )
-
-
-def _skip_note(key: str, count: int, fault: str, details: Sequence[str]) -> str:
-    more_text = ", ..." if len(details) > _MAX_NAMES else ""
-    files_text = f"{count_text(count, 'file')} {fault}{', '.join(details[:_MAX_NAMES])}{more_text})"
-    return f"{key}: {files_text} {'is' if count == 1 else 'are'} skipped."
+        folders = [name for name in self.skipped_names if os.path.isdir(name)]
+        names = [name for name in self.skipped_names if name not in folders]
+        unreadable_names = [name for name in names if reader_suffix(name) in SUFFIXES]
+        suffixes = sorted({reader_suffix(name) or "none" for name in names} - {*SUFFIXES})
+        unreadable_count = len(unreadable_names)
+        for count, noun, fault, details in (
+            (len(names) - unreadable_count, "file", "with an unsupported suffix (", suffixes),
+            (unreadable_count, "file", "without content (broken links, pipes or devices: ", unreadable_names),
+            (len(folders), "folder", "that cannot be read (permission denied: ", folders),
+        ):
+            if count:
+                more_text = ", ..." if len(details) > _MAX_NAMES else ""
+                files_text = f"{count_text(count, noun)} {fault}{', '.join(details[:_MAX_NAMES])}{more_text})"
+                yield f"{key}: {files_text} {'is' if count == 1 else 'are'} skipped."
 
 
 def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
@@ -160,14 +160,15 @@ def _match(pattern: str, key: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        if not os.access(path, os.R_OK | os.X_OK):
+        if not _may_list(path):
             raise ValueError(
                 f"{key}: {path} cannot be read (permission denied). Run chmod u+rx on it, or ask its owner."
             )
         children = walk(path, lambda directory: directory.startswith("."))
         return [child for child in children if not child.name.startswith(".")]
     if glob.has_magic(pattern):
-        return [child for child in map(Path, dict.fromkeys(_glob(path))) if not child.is_dir()]
+        children = map(Path, dict.fromkeys(_glob(path)))
+        return [child for child in children if not child.is_dir() or not _may_list(child)]
     if path.exists():
         raise ValueError(f"{key}: {path} is not a regular file. Write its text to a file, such as corpus.txt.")
     raise ValueError(f"{key}: there is no file or directory {path} (current folder: {Path.cwd()}).")
@@ -191,14 +192,28 @@ def _glob(pattern: Path) -> Iterator[str]:
                 continue
             visited.add(real_path)
             directories[:] = [name for name in directories if not name.startswith(".")]
+            yield from _folders_without_access(directory, directories)
             yield from _glob(Path(glob.escape(directory)) / remaining_pattern)
 
 
 def walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
-    """Yield the files under a directory. Does not enter directories for which `skip(name)` is True."""
+    """Yield the files under a directory, and the directories that this user may not read.
+
+    Does not enter directories for which `skip(name)` is True.
+    """
     for directory, directories, names in os.walk(root):
         directories[:] = [name for name in directories if not skip(name)]
+        yield from map(Path, _folders_without_access(directory, directories))
         yield from (Path(directory, name) for name in names)
+
+
+def _folders_without_access(directory: str, names: Sequence[str]) -> Iterator[str]:
+    yield from (path for name in names if not _may_list(path := os.path.join(directory, name)))
+
+
+def _may_list(folder: str | Path) -> bool:
+    """Return whether this user may list a folder and open its files."""
+    return os.access(folder, os.R_OK | os.X_OK)
 
 
 def local_file(name: str, path: Path) -> SourceFile:

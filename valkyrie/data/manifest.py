@@ -185,7 +185,8 @@ def open_dataset(path: Path | str) -> PreparedText:
     _check_shards(dataset, trusted_files)
     if len(trusted_files) < len(dataset.shards) and os.access(dataset.path, os.W_OK):
         stamps = {shard.file: _stamp(dataset, shard) for shard in dataset.shards}
-        write_atomic(dataset.path / _VERIFIED_FILE, json.dumps(stamps))
+        with contextlib.suppress(OSError):  # on a full disk, the next command checks them again
+            write_atomic(dataset.path / _VERIFIED_FILE, json.dumps(stamps))
     return dataset
 
 

@@ -28,6 +28,7 @@ from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.data.cut import split_into_pieces
 from valkyrie.data.files import list_paths
 from valkyrie.data.readers import File, count_row_groups, read_documents
+from valkyrie.data.remote import RemoteFile
 from valkyrie.data.sources.parquet_stream import Config
 from valkyrie.data.tokenizer import load_tokenizer, read_fingerprint, read_vocab_size
 from valkyrie.processes.team import ALONE, Team
@@ -148,8 +149,8 @@ def open_stream(
     files = _list_files(config.paths, config, "data.paths", say)
     if config.val_paths:
         validation_files = _list_files(config.val_paths, config, "data.val_paths", say)
-        validation_ids = {file.id for file in validation_files}
-        files = [file for file in files if file.id not in validation_ids]
+        validation_paths = {_full_path(file) for file in validation_files}
+        files = [file for file in files if _full_path(file) not in validation_paths]
         if not files:
             raise ValueError("data.val_paths includes every file of data.paths, so none is left for training.")
         train, validation = _list_units(files, config), _list_units(validation_files, config)
@@ -186,6 +187,11 @@ def _list_files(paths: Sequence[str], config: Config, key: str, say: Callable[[s
         for note in listing.skip_notes(key):
             say(f"note: {note}")
     return listing.files
+
+
+def _full_path(file: File) -> str:
+    """Return a path or URL that is the same however the file is named in the settings."""
+    return file.id if isinstance(file, RemoteFile) else str(file.path)
 
 
 def _list_units(files: Sequence[File], config: Config) -> tuple[Unit, ...]:
