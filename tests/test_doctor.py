@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -221,6 +222,18 @@ def test_a_disk_without_room_for_the_checkpoints_fails(tmp_path: Path, monkeypat
     for free, severity in ((size - 1, FAILURE), (size + 1, WARNING), (2 * size, OK)):
         set_free_bytes(monkeypatch, free)
         assert single_finding(disks.check_disk_space, run)[0] == severity
+
+
+def test_the_disk_of_a_folder_in_the_home_folder_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folders: list[Path] = []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = compose_run(*SMALL_OVERRIDES, "checkpoint.folder='~/x'", "checkpoint.fast.folder='~'")
+    run.config.checkpoint.fast.every = 1
+    usage = SimpleNamespace(free=2**60)
+    monkeypatch.setattr(disks.shutil, "disk_usage", lambda folder: folders.append(folder) or usage)
+    for check in (disks.check_disk_space, disks.check_fast_disk_space):
+        assert single_finding(check, run)[0] == OK
+    assert folders == [tmp_path, tmp_path]
 
 
 def test_a_host_without_room_for_fast_checkpoints_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -433,6 +446,7 @@ def test_status_is_1_for_a_failure_and_later_checks_are_skipped(
         ["batch=0", "mesh=2x2x2"],
         ["mesh=2x2x2", "batch=7"],
         ["runs=gs://bucket/x"],
+        ["mode=measure"],
     ],
 )
 def test_a_mistake_is_reported_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]):

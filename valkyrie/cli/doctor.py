@@ -44,6 +44,7 @@ def _doctor(words: list[str]) -> int:
     options, overrides = parser.parse_known_args(words)
     from valkyrie.config.arguments import parse_run
     from valkyrie.config.mistakes import refuse_typos
+    from valkyrie.config.modes import MODES
     from valkyrie.config.saved import CONFIG_FLAGS
     from valkyrie.doctor.examine import examine
     from valkyrie.problems import raise_problems
@@ -55,6 +56,9 @@ def _doctor(words: list[str]) -> int:
         if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS:
             parser.refuse_argument(flag)
     run = parse_run(overrides)
+    mode = run.config.mode.name
+    if mode != "train" and mode in MODES.names():  # a user's mode may train
+        raise ValueError(f"mode={mode}: valkyrie-doctor checks only training runs. Use mode=train.")
     raise_problems(run.problems())
     return examine(run, make_console(), options.dry_run)
 

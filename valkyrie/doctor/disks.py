@@ -178,7 +178,7 @@ def check_disk_space(context: CheckContext) -> CheckResults:
     if in_bucket(folder):
         yield OK, f"{key}={folder} is a bucket; {needs_text}"
         return
-    free_bytes, needed_bytes = _free_bytes(Path(folder)), (stored_count + 1) * size
+    free_bytes, needed_bytes = _free_bytes(folder), (stored_count + 1) * size
     text = f"{memory_text(free_bytes)} free in {key}={folder}; {needs_text}"
     if needed_bytes > free_bytes:
         yield FAILURE, text, f"Free another {memory_text(needed_bytes - free_bytes)}, or use another folder: {key}=DIR."
@@ -198,7 +198,7 @@ def check_fast_disk_space(context: CheckContext) -> CheckResults:
     fast_config = context.run.config.checkpoint.fast
     if fast_config.every is None:
         return
-    folder = Path(fast_config.folder or tempfile.gettempdir())
+    folder = fast_config.folder or tempfile.gettempdir()
     free_bytes, max_needed_bytes = _free_bytes(folder), (fast_config.keep + 1) * state_bytes(context.run)
     min_needed_bytes = max_needed_bytes // context.process_count
     size = (
@@ -211,8 +211,9 @@ def check_fast_disk_space(context: CheckContext) -> CheckResults:
     yield failure if min_needed_bytes > free_bytes else (WARNING if max_needed_bytes > free_bytes else OK, text)
 
 
-def _free_bytes(path: Path) -> int:
-    existing_folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+def _free_bytes(folder: str) -> int:
+    path = Path(parse_path(folder))
+    existing_folder = next(parent for parent in (path, *path.parents) if parent.exists())
     return shutil.disk_usage(existing_folder).free
 
 
