@@ -184,6 +184,9 @@ def test_modes_that_read_a_run_take_its_settings_without_resume(folder: Path, mo
     latest = [f"mode={mode}", f"runs={folder.parent}"]
     assert valkyrie.compose(*latest).model.name == "s5_tiny"
     assert valkyrie.compose(*latest, "name=two").model.name == "longformer_tiny"
+    assert valkyrie.compose(*latest, "name=null").model.name == "s5_tiny"
+    with pytest.raises(ValueError, match=r"^name=twoo: .*name=two\?"):
+        valkyrie.compose(*latest, "name=twoo")
 
 
 @pytest.mark.parametrize("name", [None, "one"])

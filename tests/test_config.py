@@ -450,6 +450,20 @@ def test_a_bucket_url_is_refused_before_a_local_folder_is_made(asked: str):
     assert (problem.code, f"{problem.key}={problem.value}") == (ProblemCode.unsupported, asked)
 
 
+@pytest.mark.parametrize(
+    "key", ["runs", "data.tokenizer", "data.cache_dir", "checkpoint.folder", "checkpoint.fast.folder"]
+)
+def test_an_empty_value_is_refused(key: str):
+    (problem,) = Run.from_config(compose_config(f"{key}=")).problems()
+    assert (problem.code, problem.key, problem.value) == (ProblemCode.missing, key, "")
+    assert Run.from_config(compose_config("prompt=")).problems() == []
+
+
+def test_an_empty_cache_variable_means_the_default_folder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VALKYRIE_CACHE", "")
+    assert compose_run().config.data.with_full_paths().cache_dir == f"{Path.home()}/.cache/valkyrie/data"
+
+
 def test_a_saved_run_does_not_record_its_coordinator_and_process(tmp_path: Path):
     """Otherwise a run that is resumed on one host would wait for the other hosts."""
     process_settings = ["distributed.coordinator=a:1", "distributed.processes=2", "distributed.process=1"]

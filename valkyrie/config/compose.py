@@ -27,6 +27,7 @@ from valkyrie.config.files import check_folder, use_checked_files
 from valkyrie.config.modes import MODES
 from valkyrie.config.refusals import problem_from_error
 from valkyrie.config.run import FAMILIES, RunConfig
+from valkyrie.data.config import default_cache_dir
 from valkyrie.extensions import Families
 from valkyrie.hardware.chips import CHIP_GROUP
 from valkyrie.hardware.names import parse_target
@@ -390,6 +391,7 @@ _RESOLVERS: Mapping[str, Callable[..., object]] = {
     "default_remat": default_remat,
     "default_save": default_save,
     "default_precision": default_precision,
+    "default_cache_dir": default_cache_dir,
     "tiny_model_for": tiny_model_for,
     "vocab_size_for": vocab_size_for,
     "mode_help": mode_help,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -384,6 +385,27 @@ def nested_value_problems(values: DictConfig, prefix: str = "") -> list[Problem]
             if isinstance(items, list) and any(isinstance(item, list | dict) for item in items):
                 problems.append(Problem(ProblemCode.malformed, key, items, _NESTED_LIST_TEXT.format(key=key)))
     return problems
+
+
+def empty_text_problems(config: Any, prefix: str = "") -> Iterator[Problem]:
+    """Yield a problem for each key of nested dataclasses that is empty, such as `runs=$UNSET`, but not by default.
+
+    A prompt may be empty.
+    """
+    for field in fields(config):
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if is_dataclass(value):
+            yield from empty_text_problems(value, f"{key}.")
+        elif value == "" and field.default != "" and key != "prompt":
+            text = f"{key}= has no value. Is a shell variable not set? Write a value, or leave it out."
+            yield Problem(ProblemCode.missing, key, value, text)
+
+
+def infinite_number_problems(values: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield a problem for each number that is infinite or NaN."""
+    for key, value in flatten(values).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Problem(ProblemCode.not_finite, key, value)
 
 
 def integer_size_problems(values: Mapping[str, object]) -> list[Problem]:

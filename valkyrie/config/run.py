@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -346,9 +345,8 @@ class Run:
         problems += [*check_range("seed", c.seed, least=0, most=MAX_SEED), *self._name_problems()]
         problems += [] if c.mode.accepts_untrainable_models else self._task_problems()
         keys = {problem.key for problem in (*problems, *hardware_problems)}
-        for key, value in flatten(asdict(c)).items():
-            if key not in keys and isinstance(value, float) and not math.isfinite(value):
-                problems.append(Problem(ProblemCode.not_finite, key, value))
+        value_problems = (*refusals.empty_text_problems(c), *refusals.infinite_number_problems(asdict(c)))
+        problems += [problem for problem in value_problems if problem.key not in keys]
         if not problems:
             if c.optimizer.family not in optim.FAMILIES.names():
                 optim.check_bytes(c.optimizer, self.model.parameters().values())

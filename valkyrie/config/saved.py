@@ -95,7 +95,8 @@ def find_run_to_read(arguments: Sequence[str]) -> Path | None:
     exist, if `resume=` is empty, or, in a mode that does not read a run, if `resume=` and `name=` are different runs.
     """
     values = key_values(arguments)
-    resume, mode_reads_run = values.get("resume"), reads_run(values.get("mode"))
+    resume, name, key = values.get("resume"), values.get("name", "null"), "resume="
+    mode_reads_run = reads_run(values.get("mode"))
     if resume == "":
         raise ValueError(
             "resume= has no value. Is a shell variable not set? Write resume=latest, resume=NAME or resume=FOLDER."
@@ -103,9 +104,9 @@ def find_run_to_read(arguments: Sequence[str]) -> Path | None:
     if resume in (None, "null"):
         if not mode_reads_run:
             return None
-        resume = values.get("name", "latest")
+        key, resume = ("resume=", "latest") if name == "null" else ("name=", name)
     runs = Path(values.get("runs") or RunConfig.runs)
-    folder, name = find_run(runs, resume), values.get("name", "null")
+    folder = find_run(runs, resume, key=key)
     if not mode_reads_run and name != "null" and (runs / name).resolve() != folder.resolve():
         raise ValueError(
             f"resume={resume} continues the run {folder.name}, but name={name} is another run. Leave out name= to "

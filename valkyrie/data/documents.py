@@ -18,7 +18,7 @@ from valkyrie.data.config import SOURCES, DataCheck, DataConfig, default_cache_d
 from valkyrie.data.files import Listing, read_files
 from valkyrie.data.readers import Document, ReadOptions
 from valkyrie.paths import DiskError
-from valkyrie.problems import Problem, ProblemCode, check_range
+from valkyrie.problems import Problem, check_range
 from valkyrie.processes.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -129,9 +129,6 @@ class DocumentConfig(TextConfig):
 
     def problems(self) -> list[Problem]:
         problems = [*super().problems(), *bucket_problems("data.cache_dir", self.cache_dir)]
-        if not self.cache_dir:
-            text = "data.cache_dir: an empty string is not a folder. Use a folder, or leave it out."
-            problems.append(Problem(ProblemCode.missing, "data.cache_dir", self.cache_dir, text))
         problems += check_range("data.validation_fraction", self.validation_fraction, above=0, below=1)
         problems += check_range("data.shard_tokens", self.shard_tokens, least=1)
         return problems + check_range("data.workers", self.workers, least=1, otherwise="null for one per CPU core")
