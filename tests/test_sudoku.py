@@ -166,10 +166,6 @@ def test_published_csv_is_read_once(tmp_path: Path):
 
 REFUSED = {
     "another size": ([(81 * ".", 81 * "1")], "model.context=81 model.vocab_size=11"),
-    "an open quote": (
-        f'question,answer,rating\n{16 * "."},"{200_000 * "1"}',
-        "train.csv: the row after line 1 is not CSV",
-    ),
     "no square": ([(15 * ".", 15 * "1")], "train.csv line 2"),
     "rows of two sizes": ([(16 * ".", 16 * "1"), (16 * ".", 15 * "1")], "train.csv line 3"),
     "an accent": ([(16 * ".", 15 * "1" + "é")], "train.csv line 2: the answer has characters that are not ASCII"),
