@@ -127,11 +127,6 @@ def open_puzzles(path: Path, name: str, side: int | None = None) -> PreparedPuzz
                 f"{path}: {key} is {training_size} in train/{METADATA_FILE}, but {validation_size} in "
                 f"test/{METADATA_FILE}."
             )
-    if validation.puzzle_identifiers.max() >= train.identifier_count:
-        raise ValueError(
-            f"{path}: test has puzzle identifier {validation.puzzle_identifiers.max()}, but the model learns only "
-            f"num_puzzle_identifiers={train.identifier_count} of train/{METADATA_FILE}. Build both splits together."
-        )
     return PreparedPuzzles(path.resolve(), name, _content_hash(path), train, validation, side)
 
 
