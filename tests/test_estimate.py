@@ -32,7 +32,7 @@ from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import TimedLayouts, fit_constants
 from valkyrie.search.estimate.network import collective_model
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
-from valkyrie.search.estimate.runs import estimate_runs, stack_runs, suggest_wider_heads
+from valkyrie.search.estimate.runs import estimate_runs, stack_runs, suggest_unpadded_heads
 from valkyrie.search.estimate.times import StepEstimator
 from valkyrie.search.estimate.work import step_work
 from valkyrie.search.request import parse_request
@@ -464,16 +464,20 @@ def test_heads_below_128_are_padded_on_a_tpu_and_not_on_a_gpu() -> None:
         assert (saved[0] > 1.2 * saved[1]) == (ratio > 1)
 
 
-def test_wider_heads_are_suggested_where_they_are_not_padded() -> None:
+def test_unpadded_heads_are_suggested_instead_of_padded_ones() -> None:
     base = ("mode=compile", "model=gpt_1b", "mesh=16x1x1", "partition=fsdp", "batch=64", "seq=2048")
     narrow = ("model.embed=1280", "model.attention.head_dim=64")
     heads = ("model.attention.heads=20", "model.attention.kv_heads=4")
-    wider = suggest_wider_heads(shared_run(*base, "target=v5e-16", *narrow, *heads))
-    assert wider is not None and wider.speedup > 1.1
-    assert [*wider.changes] == [f"model.attention.{key}" for key in ("heads=10", "kv_heads=2", "head_dim=128")]
+    keys = [f"model.attention.{name}" for name in ("heads", "kv_heads", "head_dim")]
+    for head_dim, padded_dim, expected_counts in ((64, 128, (10, 2)), (192, 256, (30, 6))):
+        padded = ("model.embed=1280", f"model.attention.head_dim={head_dim}", *heads)
+        suggestion = suggest_unpadded_heads(shared_run(*base, "target=v5e-16", *padded))
+        assert suggestion is not None and suggestion.speedup > 1.05
+        assert [*suggestion.changes] == [f"{k}={n}" for k, n in zip(keys, (*expected_counts, 128), strict=True)]
+        assert f" {head_dim} " in str(suggestion) and f" {padded_dim}." in str(suggestion)
     for settings in (
         ("target=h100-16", *narrow, *heads),
         ("target=v5e-16", *narrow, "model.attention.heads=15", "model.attention.kv_heads=15"),
         ("target=v5e-16", "model.attention.head_dim=128", *heads),
     ):
-        assert suggest_wider_heads(shared_run(*base, *settings)) is None
+        assert suggest_unpadded_heads(shared_run(*base, *settings)) is None

@@ -31,7 +31,7 @@ from valkyrie.search.compiling import (
     make_compile_run,
 )
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
-from valkyrie.search.estimate.runs import WiderHeads, suggest_wider_heads
+from valkyrie.search.estimate.runs import UnpaddedHeads, suggest_unpadded_heads
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutSpace
 from valkyrie.search.folder import lock_folder, remove_if_empty, request_digest, save_answer, search_folder
 from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
@@ -212,7 +212,7 @@ def _collect_remarks(
     compiled_layouts: CompiledLayouts,
     measured_trials: MeasuredTrials,
 ) -> list[str]:
-    """Return sentences that compare the best layout with the baselines, and suggest wider attention heads if useful."""
+    """Return sentences that compare the best layout with baselines, and suggest unpadded attention heads if useful."""
     lines = []
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append("Plain FSDP is the best layout found.")
@@ -222,8 +222,8 @@ def _collect_remarks(
             continue
         measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
-    if (wider := _suggest_wider_heads(request, best, shortlist)) is not None:
-        lines.append(str(wider))
+    if (unpadded := _suggest_unpadded_heads(request, best, shortlist)) is not None:
+        lines.append(str(unpadded))
     return lines
 
 
@@ -233,12 +233,12 @@ def _count_too_large(ranking: Ranking, compiled_layouts: CompiledLayouts) -> int
     return too_large - sum(not layout.estimate.fits for layout in compiled_layouts.layouts)
 
 
-def _suggest_wider_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> WiderHeads | None:
+def _suggest_unpadded_heads(request: SearchRequest, best: RankedLayout, shortlist: Shortlist) -> UnpaddedHeads | None:
     layouts = [*shortlist.fitting, *shortlist.may_fit]
     layout = next((layout for layout in layouts if layout.candidate == best.candidate), None)
     if layout is None:
         return None
-    return suggest_wider_heads(make_compile_run(request, layout))
+    return suggest_unpadded_heads(make_compile_run(request, layout))
 
 
 def _target_slice(row: RankedLayout, request: SearchRequest) -> TargetConfig:

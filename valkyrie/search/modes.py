@@ -193,12 +193,12 @@ def compile_and_summarise(
     if compiled_run.note is not None:
         console.print(compiled_run.note, soft_wrap=True)
     prediction = replace(summarise(run, compiled_run, replay, uses), work=work_key(run))
-    wider = None
+    unpadded = None
     if prediction.step is not None:
-        from valkyrie.search.estimate.runs import suggest_wider_heads  # imports NumPy
+        from valkyrie.search.estimate.runs import suggest_unpadded_heads  # imports NumPy
 
-        wider = suggest_wider_heads(run)
-    prediction = replace(prediction, hints=layout_hints(prediction, _earlier_predictions(run, compiled_run), wider))
+        unpadded = suggest_unpadded_heads(run)
+    prediction = replace(prediction, hints=layout_hints(prediction, _earlier_predictions(run, compiled_run), unpadded))
     if compiled_run.status in (CompileStatus.ok, CompileStatus.does_not_fit):
         with contextlib.suppress(DiskError):  # only hints of later compiles need the file
             write_record(compiled_run.folder / PREDICTION_FILE, prediction)

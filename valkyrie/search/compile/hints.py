@@ -27,7 +27,7 @@ from valkyrie.search.compile.prediction import (
 from valkyrie.units import GIB, decimal_bytes_text, duration_text, gib_text, memory_text, percent_text
 
 if TYPE_CHECKING:
-    from valkyrie.search.estimate.runs import WiderHeads
+    from valkyrie.search.estimate.runs import UnpaddedHeads
 
 MIN_HINT_SHARE = 0.15
 """Smallest share of a step for which most hints are given. Memory-bound operations need twice this share."""
@@ -53,7 +53,7 @@ class _Facts:
     prediction: Prediction
     step: PredictedStep
     other_layouts: Sequence[Prediction] = ()
-    wider_heads: WiderHeads | None = None
+    unpadded_heads: UnpaddedHeads | None = None
 
     def share(self, *kinds: PartKind) -> float:
         return sum_seconds(self.prediction.parts, *kinds) / self.step.step_s
@@ -99,7 +99,7 @@ class _Facts:
 
 
 def layout_hints(
-    prediction: Prediction, other_layouts: Sequence[Prediction] = (), wider_heads: WiderHeads | None = None
+    prediction: Prediction, other_layouts: Sequence[Prediction] = (), unpadded_heads: UnpaddedHeads | None = None
 ) -> tuple[Hint, ...]:
     """Return the hints for a compiled layout. Empty if the layout does not fit or has no predicted step time.
 
@@ -108,7 +108,7 @@ def layout_hints(
     Args:
         prediction: The compiled layout.
         other_layouts: Predictions of the same model, batch, length and target under other layouts.
-        wider_heads: Attention heads that would not be padded, or None.
+        unpadded_heads: Attention heads that would not be padded, or None.
     """
     return _collect_hints(
         prediction,
@@ -124,7 +124,7 @@ def layout_hints(
             _copy_hints,
             _narrow_product_hints,
         ),
-        wider_heads,
+        unpadded_heads,
     )
 
 
@@ -140,11 +140,11 @@ def _collect_hints(
     prediction: Prediction,
     other_layouts: Sequence[Prediction],
     rules: Sequence[Callable[[_Facts], Iterator[Hint]]],
-    wider_heads: WiderHeads | None = None,
+    unpadded_heads: UnpaddedHeads | None = None,
 ) -> tuple[Hint, ...]:
     if prediction.status is not CompileStatus.ok or prediction.step is None:
         return ()
-    facts = _Facts(prediction, prediction.step, other_layouts, wider_heads)
+    facts = _Facts(prediction, prediction.step, other_layouts, unpadded_heads)
     return tuple(hint for rule in rules for hint in rule(facts)) or (_largest_part_hint(facts),)
 
 
@@ -162,8 +162,8 @@ def _largest_part_hint(facts: _Facts) -> Hint:
 
 
 def _padded_heads_hints(facts: _Facts) -> Iterator[Hint]:
-    if (wider := facts.wider_heads) is not None:
-        yield Hint(HintCode.padded_heads, str(wider), 1 - 1 / wider.speedup, changes=wider.changes)
+    if (unpadded := facts.unpadded_heads) is not None:
+        yield Hint(HintCode.padded_heads, str(unpadded), 1 - 1 / unpadded.speedup, changes=unpadded.changes)
 
 
 def _exposed_hints(facts: _Facts) -> Iterator[Hint]:

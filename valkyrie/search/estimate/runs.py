@@ -49,58 +49,59 @@ def estimate_runs(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str,
 
 
 MIN_SPEEDUP = 1.05
-"""Wider heads are suggested only if a step is estimated to be at least this many times as fast."""
+"""Unpadded heads are suggested only if a step is estimated to be at least this many times as fast."""
 
 
-class WiderHeads(NamedTuple):
-    """Fewer, wider attention heads that are not padded.
+class UnpaddedHeads(NamedTuple):
+    """Another number of attention heads, which are not padded.
 
-    `changes` are the overrides that set them. `speedup` is the estimated step time of the run divided by that with
-    wider heads.
+    Args:
+        head_dim: Dimensions of the padded heads of the run.
+        padded_dim: Their dimensions with padding.
+        changes: Overrides that set the unpadded heads.
+        speedup: Estimated step time of the run divided by that with unpadded heads.
     """
 
-    heads: int
     head_dim: int
+    padded_dim: int
     changes: tuple[str, ...]
     speedup: float
 
     def __str__(self) -> str:
         return (
-            f"Attention heads narrower than {self.head_dim} are padded. {' '.join(self.changes)} makes another model, "
-            f"with projections of the same size. Its step is estimated to be {self.speedup:.2f} times as fast."
+            f"Attention heads of {self.head_dim} dimensions are padded to {self.padded_dim}. {' '.join(self.changes)} "
+            f"makes another model, with projections of the same size. Its step is estimated to be {self.speedup:.2f} "
+            "times as fast."
         )
 
 
-def suggest_wider_heads(run: Run) -> WiderHeads | None:
-    """Suggest fewer attention heads of `Platform.lanes` dimensions instead of narrower ones padded to that width.
+def suggest_unpadded_heads(run: Run) -> UnpaddedHeads | None:
+    """Suggest attention heads of `Platform.lanes` dimensions instead of heads padded to a multiple of that width.
 
-    The projections keep their sizes. Returns None if the heads are already that wide, if the projections do not
-    divide into heads of that width, if only one head would remain, if the run with wider heads is illegal, if the model
-    is not a `LayeredModel` or has no `attention`, if the chip is unknown, or if the estimated speedup is below
-    `MIN_SPEEDUP`.
+    The projections keep their sizes. Returns None if the heads are not padded, if the projections do not divide into
+    heads of that width, if only one head would remain, if the run with these heads is illegal, if the model is not a
+    `LayeredModel` or has no `attention`, if the chip is unknown, or if the estimated speedup is below `MIN_SPEEDUP`.
     """
     attention, chip = getattr(run.model, "attention", None), run.config.target.chip
     lanes = get_platform(run.config.target.platform).lanes
     if not isinstance(attention, Attention) or not isinstance(run.model, LayeredModel) or chip is None:
         return None
-    if attention.head_dim >= lanes:
+    width, key_width = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    if attention.head_dim % lanes == 0 or width % lanes or key_width % lanes:
         return None
-    if (attention.heads * attention.head_dim) % lanes or (attention.kv_heads * attention.head_dim) % lanes:
-        return None
-    share = attention.head_dim / lanes
-    sizes = {"heads": int(attention.heads * share), "kv_heads": int(attention.kv_heads * share), "head_dim": lanes}
+    sizes = {"heads": width // lanes, "kv_heads": key_width // lanes, "head_dim": lanes}
     if sizes["heads"] < 2 or sizes["heads"] % sizes["kv_heads"]:
         return None
     config = with_value(run.config, "model.attention", replace(attention, **sizes))
-    wider, efficiency = replace(run, config=config, model=config.model), chip_efficiency(chip)
-    if wider.problems():
+    unpadded, efficiency = replace(run, config=config, model=config.model), chip_efficiency(chip)
+    if unpadded.problems():
         return None
-    seconds = [estimate_runs([each], efficiency)[0]["step"] for each in (run, wider)]
+    seconds = [estimate_runs([each], efficiency)[0]["step"] for each in (run, unpadded)]
     speedup = seconds[0] / seconds[1]
     if speedup < MIN_SPEEDUP:
         return None
     changes = tuple(f"model.attention.{name}={value}" for name, value in sizes.items())
-    return WiderHeads(sizes["heads"], lanes, changes, speedup)
+    return UnpaddedHeads(attention.head_dim, -(-attention.head_dim // lanes) * lanes, changes, speedup)
 
 
 def stack_runs(runs: Sequence[Run]) -> Candidates:
