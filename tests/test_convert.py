@@ -100,6 +100,19 @@ def test_logits_equal_those_of_transformers_and_the_round_trip_is_exact(case, tm
     assert json.loads((exported_folder / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
+def test_a_setting_that_the_original_config_omits_is_exported(tmp_path):
+    source = write_published(tmp_path / "model", "llama")
+    config = json.loads((source / "config.json").read_text())
+    config = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    (source / "config.json").write_text(json.dumps(config))
+    for theta in (10000.0, 500000.0):
+        folder = convert_folder(source, tmp_path / f"runs_{theta:.0f}", f"model.attention.rope_theta={theta}")
+        exported_folder = export_run(folder, tmp_path / f"back_{theta:.0f}", say=lambda line: None)
+        exported_config = json.loads((exported_folder / "config.json").read_text())
+        assert model_settings(exported_config)["attention.rope_theta"] == theta
+        assert (exported_config == config) == (theta == 10000.0)
+
+
 def test_gpt2_names_without_a_prefix_survive_the_round_trip(tmp_path):
     source = write_published(tmp_path / "model", "gpt2")
     short_named_tensors = {name.removeprefix("transformer."): value for name, value in read_tensors(source).items()}

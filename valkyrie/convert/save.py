@@ -18,7 +18,7 @@ from valkyrie.checkpoint.location import all_steps_in
 from valkyrie.checkpoint.weights import read_array
 from valkyrie.config.arguments import load_run
 from valkyrie.config.run import Run
-from valkyrie.convert.architectures import find_architecture, to_config_json
+from valkyrie.convert.architectures import find_architecture, model_settings, to_config_json
 from valkyrie.convert.folder import (
     CONFIG_FILE,
     DTYPES,
@@ -33,7 +33,6 @@ from valkyrie.data.tokenizer_json import tokenizer_json_path
 from valkyrie.models.stack import Stack
 from valkyrie.paths import disk_errors
 from valkyrie.processes.locks import WRITER_FILE, write_lock
-from valkyrie.trees import get_value
 
 DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 """Supported dtypes of written weights, by name."""
@@ -189,12 +188,10 @@ def _merge_config(run_folder: Path, run: Run, dtype: str | None) -> Mapping[str,
     assert isinstance(run.model, Stack)
     new_config = to_config_json(run.model)
     if original_config.get("architectures") == new_config["architectures"]:
-        default = run.model.embed // get_value(run.model, "attention.heads")
-        new_config = {
-            key: value
-            for key, value in new_config.items()
-            if key in original_config or (key == "head_dim" and value != default)
-        }
+        known_entries = {key: value for key, value in new_config.items() if key in original_config}
+        # Keys that the original omits, such as rope_theta, are added only if their defaults would give another model.
+        if model_settings(original_config | known_entries) == model_settings(original_config | new_config):
+            new_config = known_entries
     return original_config | new_config | {"dtype": dtype or (old_dtype if old_dtype in DTYPES_BY_NAME else "float32")}
 
 
