@@ -113,8 +113,8 @@ class LinkModel:
         chip = machine.chip
         if chip.ici_link_gbs is None:
             raise ValueError(
-                f"conf/target/chip/{chip.name}.yaml does not set ici_link_gbs, the link bandwidth, which a replay "
-                "needs. Set ici_link_gbs, or use another chip."
+                f"target.chip={chip.name} sets no ici_link_gbs, the link bandwidth, which a replay needs. Set "
+                "ici_link_gbs, or use another chip."
             )
         positions = [p for i, p in enumerate(machine.positions) if mask is None or mask[i]]
         self._torus = Torus(machine.topology, positions)

@@ -64,8 +64,7 @@ class OpCostModel:
         if chip.clock_ghz is None or chip.hbm_gbs is None:
             missing = " and ".join(k for k in ("clock_ghz", "hbm_gbs") if getattr(chip, k) is None)
             raise ValueError(
-                f"conf/target/chip/{chip.name}.yaml does not set {missing}, which a replay needs. Set {missing}, or "
-                "use another chip."
+                f"target.chip={chip.name} sets no {missing}, which a replay needs. Set {missing}, or use another chip."
             )
         self._chip = chip
         self._cores = chip.cores
