@@ -192,8 +192,10 @@ def test_an_argument_that_is_not_utf8_is_named_without_an_equals_sign():
         refuse_typos(["--config-dir", "/tmp/\udcff"], multirun=False)
 
 
-def test_a_sweep_over_both_sizes_of_a_batch_is_not_refused():
+def test_a_sweep_may_vary_which_size_of_a_batch_is_set():
     refuse_typos(["-m", "batch=2,4", "batch_tokens=null,1024"], multirun=True)
+    with pytest.raises(ValueError, match=r"^batch=2,4 and batch_tokens=1024,2048 are both set\."):
+        refuse_typos(["-m", "batch=2,4", "batch_tokens=1024,2048"], multirun=True)
 
 
 def test_a_saved_run_may_have_a_longer_name():

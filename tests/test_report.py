@@ -208,6 +208,8 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
     ]
     text = sweep_table([row.trial for row in trial_rows], tmp_path).columns[0]
     assert [*map(str, text.cells)] == ["1", "1", "3"]
+    measured = make_trial("2x2x2-2d_tp", 100, stage="measure")
+    assert [*map(str, sweep_table([FSDP, TP, measured], tmp_path).columns[0].cells)] == ["1", "2", "1"]
 
 
 def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):

@@ -99,6 +99,15 @@ def test_a_sweep_of_a_mode_without_results_names_one_with_results(
     assert "mode=show records no numbers. To compare memory and step time, use mode=compile" in ended.out.splitlines()
 
 
+def test_a_sweep_reports_settings_that_its_modes_do_not_read(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
+):
+    fake_outcomes(monkeypatch, dp=Status.ok)
+    result = command(*ARGUMENTS, "mode=measure,show", "partition=dp", "log_every=1,2", "seed=0")
+    notes = ["note: mode=measure does not read log_every=1,2", "note: mode=show does not read log_every=1,2 and seed=0"]
+    assert (result.status, result.err.splitlines()) == (0, notes)
+
+
 @pytest.mark.parametrize("sweeper", [[], ["hydra/sweeper=layouts"]])
 def test_every_sweeper_ends_the_same_way_if_no_trial_is_legal(
     command: Any, tracker: Tracker, tmp_path: Path, sweeper: list[str]

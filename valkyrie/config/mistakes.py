@@ -80,7 +80,7 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
             _refuse_several_values(argument, key.lstrip("+"), value, in_python, "mode=search" in overrides)
     values = key_values(overrides)
     batch, batch_tokens = values.get("batch", "null"), values.get("batch_tokens", "null")
-    if not multirun and "null" not in (batch, batch_tokens):
+    if batch != "null" and not re.search(r"\bnull\b", batch_tokens):  # a sweep may vary which of them is set
         raise ValueError(f"batch={batch} and batch_tokens={batch_tokens} are both set. Leave one out.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,18 +27,14 @@ def unread_notes(run: Run) -> list[str]:
 
     The run must be legal. Settings in files get no note, because an experiment has settings for several modes.
     """
-    settings_by_key: dict[str, str] = {}
-    for argument in split_flags(run.arguments)[1]:
-        key = split_override(argument)[0]
-        if key.partition(".")[0] in RunConfig.__dataclass_fields__:
-            settings_by_key[key] = _setting_text(argument)
-    unread_settings = [text for key, text in settings_by_key.items() if not mode_reads(run.config.mode, key)]
-    notes = [f"mode={run.config.mode.name} does not read {_join_settings(unread_settings)}"] if unread_settings else []
+    settings_by_key = _settings_by_key(run.arguments)
+    unread_settings = {key: text for key, text in settings_by_key.items() if not mode_reads(run.config.mode, key)}
+    notes = mode_notes(run.config.mode, run.arguments)
     if run.config.mesh.names is not None and (axis_names := os.environ.get("TPU_AXIS_NAMES")):
         settings_by_key["TPU_AXIS_NAMES"] = f"TPU_AXIS_NAMES={axis_names}"
     for keys, reason in _keys_without_effect(run):
         settings = [text for key, text in settings_by_key.items() if key in keys or key.partition(".")[0] in keys]
-        if settings and not set(settings) & set(unread_settings):
+        if settings and not {*settings} & {*unread_settings.values()}:
             notes.append(f"{_join_settings(settings)} {'has' if len(settings) == 1 else 'have'} no effect: {reason}")
     if (
         (sizes := os.environ.get("TPU_MESH_CONFIG"))
@@ -63,6 +59,12 @@ def unread_notes(run: Run) -> list[str]:
             "model=gpt_tiny"
         )
     return notes
+
+
+def mode_notes(mode: ModeConfig, arguments: Sequence[str]) -> list[str]:
+    """Return a list with a note on the settings among `arguments` that a mode does not read, or an empty list."""
+    settings = [text for key, text in _settings_by_key(arguments).items() if not mode_reads(mode, key)]
+    return [f"mode={mode.name} does not read {_join_settings(settings)}"] if settings else []
 
 
 def replacement_notes(run: Run) -> list[str]:
@@ -130,6 +132,12 @@ def _model_keys_without_effect(model: Model) -> Iterable[tuple[tuple[str, ...], 
     if (pattern := getattr(model, "window_pattern", None)) is not None:
         reason = f"model.window_pattern={pattern} sets the windows. To use these, add model.window_pattern=null"
         yield ("model.attention.windows",), reason
+
+
+def _settings_by_key(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the settings of a run among `arguments`, formatted by `_setting_text`, by key."""
+    overrides = [(split_override(argument)[0], argument) for argument in split_flags(arguments)[1]]
+    return {k: _setting_text(a) for k, a in overrides if k.partition(".")[0] in RunConfig.__dataclass_fields__}
 
 
 def _setting_text(argument: str) -> str:

@@ -46,8 +46,7 @@ class Cells:
     """The cells (combinations of settings) of a sweep's space, in order of enumeration.
 
     `skip_problems` has the reasons for skipped combinations: one problem for each skipped model, and one for each mesh
-        that
-    was skipped under a partition.
+    that was skipped under a partition.
     """
 
     cells: list[Cell]

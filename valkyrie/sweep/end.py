@@ -151,4 +151,4 @@ class SweepEnd(Callback):
                 *(lines if trials else []),
             ]
         for line in lines:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, open_dict
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import get_mode, reads_run
 from valkyrie.config.run import Run
+from valkyrie.config.unread import mode_notes
 from valkyrie.problems import suggest
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.runs.folder import key_values
@@ -108,6 +110,10 @@ def launch(
             if not console.is_terminal and time.monotonic() - last_report > _REPORT_EVERY_S:
                 console.print(progress, highlight=False)
                 last_report = time.monotonic()
+    arguments = [str(override) for override in config.hydra.overrides.task]
+    notes = [note for plan in plans if plan.run is not None for note in mode_notes(plan.run.config.mode, arguments)]
+    for note in dict.fromkeys(notes):
+        print(f"note: {note}", file=sys.stderr)
     name = plans[0].folder.resolve().name if plans else ""
     if min(parallel_jobs, total) > 1 and any(plan.mode.timed for plan in plans):
         console.print(CONCURRENCY_WARNING.format(jobs=parallel_jobs), style="bold yellow", highlight=False)

@@ -126,8 +126,8 @@ def run_trials(plans: Sequence[TrialPlan], n_jobs: int, watcher: Watcher | None 
 def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[dict[str, Trial], list[TrialPlan]]:
     """Split plans into settled trials and plans that must run. Returns (trials by key, plans).
 
-    A trial is settled if an earlier record makes a new run unnecessary, or if it is refused. Records new refusals, and
-    shows settled trials with `watcher`.
+    A trial is settled if an earlier record makes a new run unnecessary, or if it is refused. Records new refusals,
+    except for lack of a compiler or devices if the record has an earlier result. Shows settled trials with `watcher`.
     """
     trials: dict[str, Trial] = {}
     waiting_plans: list[TrialPlan] = []
@@ -136,6 +136,7 @@ def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[
     log = TrialLog(plans[0].folder)
     recorded_trials = {trial.key: trial for trial in log.read()}
     refused_trials: list[tuple[TrialPlan, Trial]] = []
+    new_refusals: dict[str, Trial] = {}
     for plan in plans:
         earlier_trial = recorded_trials.get(plan.key)
         if earlier_trial is not None and plan.is_settled_by(earlier_trial):
@@ -148,7 +149,9 @@ def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[
             problems = tuple(problem.to_record() for problem in plan.problems)
             outcome = Outcome(Status.refused, plan.refusal, problems=problems)
             refused_trials.append((plan, plan.to_trial(outcome, datetime.now(UTC).isoformat(), 0.0)))
-    log.append({t.key: t for _, t in refused_trials if recorded_trials.get(t.key) is not t}.values())
+            if plan.problems or earlier_trial is None or earlier_trial.status is not Status.ok:
+                new_refusals[plan.key] = refused_trials[-1][1]
+    log.append(new_refusals.values())
     for plan, trial in refused_trials:
         _add_trial(plan, trial, trials, watcher)
     return trials, waiting_plans

@@ -59,7 +59,7 @@ class LineScreen:
         if waiting_count and not processes and not self._is_waiting_for_sweep:
             trials = f"{waiting_count} trials" if waiting_count > 1 else "trial"
             line = f"waiting for another sweep, which is running the last {trials}"
-            self.console.print(line, style="dim", markup=False, highlight=False)
+            self.console.print(line, style="dim", highlight=False)
         self._is_waiting_for_sweep = bool(waiting_count and not processes)
 
     def show_ended(self, plan: TrialPlan, trial: Trial, *, recorded_earlier: bool) -> None:
@@ -78,9 +78,7 @@ class LineScreen:
 
     def _print_counts(self) -> None:
         for description, count in self._unprinted_counts.items():
-            self.console.print(
-                f"[{self.ended_count}/{self.total}] {count} {description}", style="dim", markup=False, highlight=False
-            )
+            self.console.print(f"[{self.ended_count}/{self.total}] {count} {description}", style="dim", highlight=False)
         self._unprinted_counts.clear()
 
     def _print(self, plan: TrialPlan, trial: Trial, recorded_earlier: bool) -> None:
@@ -88,9 +86,9 @@ class LineScreen:
         duration = " (recorded earlier)" if recorded_earlier else f" ({trial.wall_s:.1f} s)" if trial.wall_s else ""
         output = plan.trial_folder / OUTPUT_FILE
         if not has_results(plan.stage) and trial.status is Status.ok and output.is_file():
-            self.console.print(output.read_text(errors="replace").rstrip(), markup=False, highlight=False)
+            self.console.print(output.read_text(errors="replace").rstrip(), highlight=False)
         line = f"{number}{trial.title}: {describe_result(trial)}{duration}"
-        self.console.print(line, style=_STYLES.get(trial.status, "red"), markup=False, highlight=False)
+        self.console.print(line, style=_STYLES.get(trial.status, "red"), highlight=False)
 
 
 class LiveScreen(LineScreen):

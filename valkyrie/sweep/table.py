@@ -13,7 +13,7 @@ from valkyrie.config.modes import has_results, reads_run
 from valkyrie.runs.columns import FORMATS, terminal_table
 from valkyrie.runs.folder import command_name
 from valkyrie.sweep.columns import TERMINAL_COLUMNS
-from valkyrie.sweep.rows import Row, make_rows, sort_by_speed, with_ranks, with_settings
+from valkyrie.sweep.rows import Row, group_by_kind, make_rows, with_ranks, with_settings
 from valkyrie.sweep.trial import PAGE_FILE, Status, Trial
 from valkyrie.units import count_text, memory_text
 
@@ -40,9 +40,10 @@ def describe_result(trial: Trial) -> str:
 
 
 def sweep_table(trials: Sequence[Trial], folder: Path, max_rows: int = 40) -> Table:
-    """Return the ranked table of at most `max_rows` trials. Omits refused trials and empty columns."""
-    sorted_rows = sort_by_speed(row for row in make_rows({folder: trials}) if row.trial.status is not Status.refused)
-    top_rows = with_ranks(with_settings(sorted_rows))[:max_rows]
+    """Return the table of at most `max_rows` trials, ranked by kind of speed. Omits refused trials, empty columns."""
+    rows = with_settings([row for row in make_rows({folder: trials}) if row.trial.status is not Status.refused])
+    sorted_rows = [row for group in group_by_kind(rows).values() for row in with_ranks(group)]
+    top_rows = sorted_rows[:max_rows]
     nonempty_columns = [column for column in TERMINAL_COLUMNS if any(column.text(row) for row in top_rows)]
     caption = None if len(sorted_rows) <= max_rows else f"{len(sorted_rows) - max_rows} more on the page"
 
