@@ -127,6 +127,10 @@ def test_a_difference_within_the_prediction_error_is_pointed_out() -> None:
 
 
 def test_different_batches_are_scaled_to_equal_tokens() -> None:
+    unknown = compare_layouts(prediction(), replace_fields(prediction(kernel=0.4), {"batch": None}))
+    assert (
+        unknown.step_s[1] == pytest.approx(prediction(kernel=0.4).step.step_s) and "scaled" not in unknown.sentences[0]
+    )
     comparison = compare_layouts(prediction(), replace_fields(prediction(kernel=0.4), {"batch": 16}))
     assert comparison.step_s[1] == pytest.approx(0.4) and comparison.names == ("8x1-fsdp batch=8", "8x1-fsdp batch=16")
     assert "512 tokens" in comparison.sentences[0]

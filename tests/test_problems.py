@@ -24,7 +24,7 @@ from valkyrie.parallel.mesh import AXIS_NAMES, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, resolve_rules
 from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import read_group
-from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range, raise_problems
+from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range, describe_value, raise_problems
 
 GOLDEN = Path(__file__).parent / "goldens" / "problems.txt"
 SMALL = "model=valkyrie_tiny mesh=2x2x2 partition=2d_tp"
@@ -193,12 +193,16 @@ def test_numbers_out_of_range_are_problems(bounds: dict[str, Any], inside: float
     assert (problem.code, problem.key, str(problem)) == (ProblemCode.out_of_range, "k", text)
 
 
+def test_a_value_of_a_wrong_type_is_shown_without_its_memory_address():
+    assert describe_value(object()) == "<object object>"
+
+
 def test_an_error_lists_each_problem_once():
     problem = Problem(ProblemCode.malformed, "k", text="k: no.")
     raise_problems([])
     with pytest.raises(ProblemError) as error:
-        raise_problems([problem, problem])
-    assert error.value.problems == (problem,)
+        raise_problems([problem, problem, replace(problem, partition="dp")])
+    assert error.value.problems == (problem,) and str(error.value) == "k: no."
 
 
 PARTITION_CONFIGS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,6 +28,7 @@ from valkyrie.paths import DiskError
 from valkyrie.problems import ProblemCode
 from valkyrie.processes.ending import EXIT_REFUSED
 from valkyrie.records import decode, encode, read_record, write_record
+from valkyrie.report.search import search_page
 from valkyrie.search import NO_STEP_TIME, compiling, mode, tuning
 from valkyrie.search.answer import describe_work, make_answer_row, print_answer, rank_layouts, train_command
 from valkyrie.search.answer_record import MeasuredLayout, MeasureReport, RankedLayout, SearchAnswer
@@ -35,7 +37,9 @@ from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, Me
 from valkyrie.search.compile.runner import CompiledRun
 from valkyrie.search.compiling import CompiledLayout, CompiledLayouts, compile_best
 from valkyrie.search.estimate.rank import EstimatedLayout, rank
+from valkyrie.search.estimate.space import LayoutSpace
 from valkyrie.search.folder import lock_folder, request_digest, save_answer
+from valkyrie.search.measuring import MeasuredTrial, MeasuredTrials
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.shortlist import Shortlist, build_shortlist, describe_chips, mesh_partition, without_torus
 from valkyrie.search.tune.tuned import Attempt, TunedRun, Verdict
@@ -581,6 +585,8 @@ def test_a_mesh_in_the_command_is_the_only_one() -> None:
     assert known and all(entry.step_s == step_s[tuple(entry.candidate.overrides)] for entry in known)
     baselines = find_baselines(named, rank(named.run, named.space()), named.targets[0])
     assert [baseline.name for baseline in baselines] == [FSDP_BASELINE]
+    best = replace(layouts[0].candidate, partition="fsdp")
+    assert find_baselines(named, rank(named.run, named.space()), named.targets[0], best) == [], "not with its own kind"
     ((idle, _),) = make_request("mesh=1x4x2", "partition=dp", "partition.activations.batch=[z]").space().refused.items()
     assert (idle.code, idle.mesh_axes, idle.mesh_sizes) == (ProblemCode.idle_mesh_axis, ("y",), (4,))
 
@@ -748,6 +754,20 @@ def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
     assert chip is not None and fastest.mfu == pytest.approx(flops_s / (chip.peak_tflops["bfloat16"] * 1e12))
 
 
+def test_the_page_of_a_search_omits_unknown_numbers_and_names_every_outcome() -> None:
+    request = make_request("partition=fsdp")
+    (row, *_) = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    outcomes = {status.value: 1 for status in Status}
+    answer = SearchAnswer([], "", 9, {}, 0, 0, "", MeasureReport(), [row], [], compile_outcomes=outcomes)
+    texts = [number.phrase for number in search_page(answer).best.winner_numbers]
+    assert "MFU" in " ".join(texts) and "memory" in " ".join(texts)
+    page = search_page(replace(answer, best=[replace(row, mfu=None, memory=None)]))
+    texts = [number.phrase for number in page.best.winner_numbers]
+    assert "MFU" not in " ".join(texts) and "memory" not in " ".join(texts)
+    compiled_labels = [text for _, text in page.counts.rows if text.startswith("compiled, but")]
+    assert len(compiled_labels) == 1, "only the layout that does not fit"
+
+
 FAST_SEARCH = ("partition=fsdp", "remat=full", "microbatches=1", "mode.compiles=0")
 
 
@@ -769,6 +789,10 @@ def test_a_folder_with_other_files_is_refused_before_estimating(
     ):
         with pytest.raises((ValueError, DiskError), match=message):
             search(*FAST_SEARCH, *arguments)
+    assert [path.name for path in (runs / "other").iterdir()] == ["run.yaml"]
+    with pytest.raises(KeyError), lock_folder(runs / "new", make_request()):
+        raise KeyError
+    assert not (runs / "new").exists(), "an empty folder is removed"
 
 
 def test_two_searches_do_not_run_in_one_folder(
@@ -869,6 +893,21 @@ def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
     assert status == EXIT_REFUSED and not answer and printed.splitlines()[-1] == "LIBTPU_INIT_ARGS has a wrong flag."
 
 
+def test_the_answer_if_no_layout_can_be_measured(
+    monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]
+) -> None:
+    def fail_all(request: SearchRequest, shortlist: Shortlist, *arguments: Any) -> None:
+        trial = Trial("", "", "", "measure", Status.failed, "the TPU is in use", [], None, "", 1.0)
+        measured_trials = next(value for value in arguments if isinstance(value, MeasuredTrials))
+        measured_trials.trials += [MeasuredTrial(layout, layout.step_s, trial) for layout in shortlist.fitting]
+
+    monkeypatch.setattr(mode, "can_measure", lambda request: True)
+    monkeypatch.setattr(mode, "measure_best", fail_all)
+    status, answer, _, printed = search(*FAST_SEARCH)
+    assert status == NO_STEP_TIME and not answer
+    assert printed.endswith(": the TPU is in use\n") and "no compiled layout fits" not in printed
+
+
 def test_a_note_says_that_int8_is_estimated_as_bfloat16(search: Callable[..., FinishedSearch]) -> None:
     assert "in int8" not in search(*FAST_SEARCH).printed
     printed = search(*FAST_SEARCH, "precision=int8", "name=narrow").printed
@@ -888,6 +927,8 @@ def test_the_answer_if_no_layout_is_legal(search: Callable[..., FinishedSearch])
         assert all(word in printed for word in words)
         assert "reasons are above" not in printed or " refused: " in printed
     assert "no mesh divides" not in printed, "the microbatches are wrong, not the batch"
+    text = mode._describe_no_legal_layout(make_batch_request("microbatches=3"), LayoutSpace([], Counter(), 0))
+    assert "Remove microbatches= from" in text, "only settings of the command"
 
 
 def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch, search: Callable[..., FinishedSearch]) -> None:

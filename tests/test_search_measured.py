@@ -136,6 +136,8 @@ def test_a_refused_measurement_ends_the_stage(monkeypatch: pytest.MonkeyPatch, t
     measures = measure_shortlist(FakeTrials(request, status=Status.refused), request, monkeypatch, tmp_path)
     assert len(measures.trials) == 1 and measures.stop_reason == "no such devices"
     assert (measures.regret, measures.rank_correlation) == (None, None)
+    rows = rank_layouts(request, make_shortlist(request), CompiledLayouts(), 10)
+    assert rank_measured_layouts(request, rows, measures, CompiledLayouts()) == rows, "the machine is at fault"
 
 
 def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -204,11 +205,14 @@ class Problem:
 
 
 class ProblemError(ValueError):
-    """A run is illegal. The message has one line for each of its `problems`."""
+    """A run is illegal. The message has one line for each of its `problems`, which all have different messages."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(dict.fromkeys(problems))
-        super().__init__("\n".join(map(str, self.problems)))
+        by_text: dict[str, Problem] = {}
+        for problem in problems:
+            by_text.setdefault(str(problem), problem)
+        self.problems = tuple(by_text.values())
+        super().__init__("\n".join(by_text))
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
@@ -228,8 +232,11 @@ def require_type(value: object, expected: type | UnionType, usage: str) -> None:
 
 
 def describe_value(value: object) -> str:
-    """Return a value of a wrong type as Python code or, if that is long, its type: `a value of type list`."""
-    shown = repr(value)
+    """Return a value of a wrong type as Python code or, if that is long, its type: `a value of type list`.
+
+    Leaves out memory addresses: `<function step>`.
+    """
+    shown = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     return shown if len(shown) <= _MAX_VALUE_LENGTH else f"a value of type {type(value).__name__}"
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from valkyrie.machine.timeline import COMPUTE, trace_events
 from valkyrie.parts import PartKind, sum_seconds
@@ -68,13 +67,9 @@ class _Recorder(Console):
         super().__init__(file=io.StringIO())
         self.blocks: list[str | TextTable] = []
 
-    def print(self, *objects: Any, markup: bool | None = None, **_: Any) -> None:
-        """Collect tables as `TextTable` and other objects as text. Removes rich markup unless `markup` is False."""
-        for item in objects:
-            if isinstance(item, Table):
-                self.blocks.append(_text_table(item))
-            else:
-                self.blocks.append(str(item) if markup is False else Text.from_markup(item).plain)
+    def print(self, *objects: Any, **_: Any) -> None:
+        """Collect tables as `TextTable` and other objects as text."""
+        self.blocks += [_text_table(item) if isinstance(item, Table) else str(item) for item in objects]
 
 
 def program_page(record: Prediction | Measurement, title: str, spans: Sequence[TimelineSpan]) -> str:
@@ -161,7 +156,7 @@ def _text_table(table: Table) -> TextTable:
     columns = [(str(column.header), column.justify == "right", list(column.cells)) for column in table.columns]
     kinds = ["number" if is_number else "work" if name in _WRAPPED_COLUMNS else "" for name, is_number, _ in columns]
     heads = [ColumnHead(name, kind) for (name, *_), kind in zip(columns, kinds, strict=True)]
-    cells = ([Text.from_markup(str(cell)).plain for cell in column] for *_, column in columns)
+    cells = (map(str, column) for *_, column in columns)
     return TextTable(str(table.title or ""), heads, list(zip(*cells, strict=True)))
 
 

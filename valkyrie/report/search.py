@@ -28,6 +28,7 @@ _OUTCOMES = {
     Status.timeout.value: "not compiled within the time limit",
     Status.failed.value: "not compiled, because the compiler failed",
     Status.killed.value: "not compiled, because the compiler was killed",
+    Status.refused.value: "refused, so not compiled",
 }
 
 

@@ -120,18 +120,15 @@ def summarise_search(search: SearchAnswer) -> Summary:
     layout = f"{best.candidate.mesh} {best.candidate.partition}"
     settings = [o for o in best.overrides if not o.startswith(("mesh=", "partition=", "batch="))]
     step_label = f"step, {best.stage.adjective}"
+    mfu = "" if best.mfu is None else f"MFU {percent_text(best.mfu)}"
     numbers = [
         BigNumber("layout", layout, " ".join([best.candidate.target, *settings[1:]])),
-        BigNumber(
-            "tokens/s/chip", f"{best.tokens_per_second_per_chip:,.0f}", f"MFU {percent_text(best.mfu or 0)}", True
-        ),
+        BigNumber("tokens/s/chip", f"{best.tokens_per_second_per_chip:,.0f}", mfu, True),
         BigNumber(step_label, duration_text(best.step_s), f"{low} to {high}" if best.interval else ""),
-        BigNumber(
-            "peak memory per device",
-            memory_text(best.memory or 0),
-            f"of {memory_text(best.usable)} usable" if best.usable else "",
-        ),
     ]
+    if best.memory is not None:
+        of_usable = f"of {memory_text(best.usable)} usable" if best.usable else ""
+        numbers.append(BigNumber("peak memory per device", memory_text(best.memory), of_usable))
     if best.candidate.batch is not None:
         tokens = "" if search.seq is None else f"{best.candidate.batch * search.seq:,} tokens"
         numbers.insert(1, BigNumber("sequences in a batch", f"{best.candidate.batch:,}", tokens, is_unit=True))

@@ -14,6 +14,7 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.search.answer_record import RankedLayout, Stage
 from valkyrie.search.compiling import CompiledLayouts
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking
+from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.request import SearchRequest
 from valkyrie.units import duration_text
 
@@ -34,11 +35,14 @@ class Baseline:
     missing_reason: str = ""
 
 
-def find_baselines(request: SearchRequest, ranking: Ranking, target: TargetConfig) -> list[Baseline]:
+def find_baselines(
+    request: SearchRequest, ranking: Ranking, target: TargetConfig, best: Candidate | None = None
+) -> list[Baseline]:
     """Return the baselines on a slice: the TPU v4 paper's rule, and the `fsdp` layout with the shortest estimate.
 
-    The rule is left out if the torus does not have three axes, or if the command sets a mesh. Each baseline is left out
-    if the search does not include its partition (`2d_tp` or `fsdp`).
+    The rule is left out if the torus does not have three axes, or if the command sets a mesh. The `fsdp` layout is left
+    out if `best`, the best layout, is one itself. Each baseline is left out if the search does not include its
+    partition (`2d_tp` or `fsdp`).
     """
     partitions, target_ranking = {partition.name for partition in request.partitions}, ranking.for_target(target.name)
     baselines = []
@@ -49,7 +53,7 @@ def find_baselines(request: SearchRequest, ranking: Ranking, target: TargetConfi
                 PAPER_RULE, (layout for layout in target_ranking.for_partition("2d_tp") if _matches_torus(layout))
             )
         )
-    if "fsdp" in partitions:
+    if "fsdp" in partitions and (best is None or best.partition != "fsdp"):
         baselines.append(_make_baseline(FSDP_BASELINE, target_ranking.for_partition("fsdp")))
     return baselines
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from valkyrie.parts import PartKind, sum_seconds
 from valkyrie.paths import disk_errors, require_suffix, write_atomic
 from valkyrie.records import read_record, write_record
@@ -152,11 +150,13 @@ class Comparison:
         )
 
     def __str__(self) -> str:
+        from valkyrie.train.screen import make_console
+
         record, text = self.record, io.StringIO()
-        console = Console(file=text, width=140, soft_wrap=True, highlight=False)
+        console = make_console(text)
         console.print(terminal_table(comparison_columns(record), record.rows))
         for line in self._note_lines(record):
-            console.print(line, markup=False)
+            console.print(line)
         return text.getvalue()
 
     def __repr__(self) -> str:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from valkyrie.config.modes import COMPILE_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import LIBTPU_FLAGS_VARIABLE
@@ -41,6 +39,7 @@ from valkyrie.sweep.results import OUTPUT_FILE, Outcome, outcome_from_results
 from valkyrie.sweep.run import run_in_this_process, settle
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.options import settings_to_fit
+from valkyrie.train.screen import make_console
 
 MIN_DISTINCT = 4
 """Number of different meshes and partitions to compile before one is repeated. Baselines are exempt."""
@@ -166,7 +165,7 @@ class BudgetExceeded(BaseException):
 def compile_best(
     request: SearchRequest,
     shortlist: Shortlist,
-    find_baseline_layouts: Callable[[TargetConfig], Sequence[EstimatedLayout]],
+    find_baseline_layouts: Callable[[CompiledLayout], Sequence[EstimatedLayout]],
     folder: Path,
     max_compiles: int,
     compiled_layouts: CompiledLayouts,
@@ -185,9 +184,9 @@ def compile_best(
     Args:
         request: The search.
         shortlist: Layouts that may be the best.
-        find_baseline_layouts: Returns the baseline layouts for a slice, to which the best layout will be compared. Once
-            a layout fits and each kind and number of chips has been tried, the baselines on the best layout's slice are
-            compiled next, even if their estimates are slow.
+        find_baseline_layouts: Returns the layouts with which the best one so far will be compared, on its slice. Once a
+            layout fits and each kind and number of chips has been tried, they are compiled next, even if their
+            estimates are slow.
         folder: Folder of the search. Layouts in its records are not compiled again.
         max_compiles: Largest number of compiles.
         compiled_layouts: Receives the results. Those that it already has count towards `max_compiles`.
@@ -211,7 +210,7 @@ def compile_best(
         untried_baselines = (
             []
             if best is None
-            else [b for b in find_baseline_layouts(best.target) if compiled_layouts.get(b.candidate) is None]
+            else [b for b in find_baseline_layouts(best) if compiled_layouts.get(b.candidate) is None]
         )
         layout = untried_baselines[0] if untried_baselines else _pick_next(request, possible, compiled_layouts)
         lower_bound = min(
@@ -272,7 +271,7 @@ def compile_trial(plan: TrialPlan, watch: Callable[[], None]) -> Trial:
         assert run is not None
         (folder / OUTPUT_FILE).unlink(missing_ok=True)
         with (folder / OUTPUT_FILE).open("x") as log:
-            console = Console(file=log, soft_wrap=True, highlight=False, width=140)
+            console = make_console(log)
 
             def compile_layout() -> Outcome:
                 compile_into_folder(run, console, check_limits)

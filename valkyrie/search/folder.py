@@ -15,6 +15,7 @@ from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN_FILE
 from valkyrie.search.answer_record import MeasureReport, SearchAnswer
 from valkyrie.search.request import SearchRequest
+from valkyrie.units import count_text
 
 LOCK_FILE = ".search"
 """File in the folder of a search that a running search has locked. NFS cannot lock a folder itself."""
@@ -55,17 +56,20 @@ def request_digest(request: SearchRequest) -> str:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, request: SearchRequest) -> Iterator[None]:
-    """Create the folder of a search, and keep other searches out of it.
+    """Create the folder of a search, and keep other searches out of it. Removes it at the end if nothing was written.
 
     Raises ValueError if it is a file, if another search is running in it, if it belongs to another command or search,
     or if it has an answer that cannot be read. Raises DiskError if it cannot be created.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, but the search needs this folder. Use another name=.")
+    if folder.exists():  # before the lock file is written into the folder of a run
+        _refuse_other_owner(folder, request)
     with contextlib.ExitStack() as stack:
         with disk_errors(folder):
             stack.enter_context(write_lock(folder, file_name=LOCK_FILE))
-        _refuse_other_owner(folder, request)
+        stack.callback(_remove_if_empty, folder)
+        _refuse_other_owner(folder, request)  # another search may have ended in the meantime
         yield
 
 
@@ -85,12 +89,12 @@ def _refuse_other_owner(folder: Path, request: SearchRequest) -> None:
         )
 
 
-def remove_if_empty(folder: Path) -> None:
+def _remove_if_empty(folder: Path) -> None:
     """Remove the folder of a search if it contains nothing but the lock file."""
     with contextlib.suppress(OSError):
         if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
             (folder / LOCK_FILE).unlink()
-        folder.rmdir()
+            folder.rmdir()
 
 
 def save_answer(folder: Path, answer: SearchAnswer) -> str:
@@ -106,7 +110,7 @@ def save_answer(folder: Path, answer: SearchAnswer) -> str:
             ("compiled", earlier_answer.compiled, answer.compiled),
         ):
             if before and not now:
-                layouts = f"{before} {stage} layout{'s' * (before > 1)}"
+                layouts = count_text(before, f"{stage} layout")
                 return (
                     f"answer: not saved, because {file} has {layouts} of the same search and this answer has none. "
                     "To save both, use another name="

@@ -163,10 +163,14 @@ def rank_measured_layouts(
     """Return the rows of an answer with all measured layouts first, the fastest first.
 
     The step times of the other rows, compiled or estimated, are scaled by the median of measured over predicted time.
-    Measured layouts without a row get one, and may displace the last rows. Rows of layouts whose measurement
-    failed are removed.
+    Measured layouts without a row get one, and may displace the last rows. Rows of layouts whose measurement failed are
+    removed, but not those whose measurement was refused, which is due to this machine.
     """
-    failed = {trial.estimate.candidate for trial in measured_trials.trials if trial.step_s is None}
+    failed = {
+        trial.estimate.candidate
+        for trial in measured_trials.trials
+        if trial.step_s is None and trial.trial.status is not Status.refused
+    }
     row_by_candidate = {row.candidate: row for row in rows if row.candidate not in failed}
     measured_rows = []
     for trial in measured_trials.timed_trials:

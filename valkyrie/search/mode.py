@@ -9,12 +9,12 @@ from datetime import date
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.target import TargetConfig, usable_hbm
-from valkyrie.problems import DIVISIBILITY_CODES
+from valkyrie.problems import DIVISIBILITY_CODES, format_alternatives
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.processes.interrupt import signals_as_exceptions
 from valkyrie.report.page import write_report
@@ -22,7 +22,7 @@ from valkyrie.report.search import explain_command
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, print_answer, rank_layouts, train_command
 from valkyrie.search.answer_record import RankedLayout, SearchAnswer
-from valkyrie.search.baselines import FSDP_BASELINE, baseline_layouts, find_baselines, format_comparison
+from valkyrie.search.baselines import baseline_layouts, find_baselines, format_comparison
 from valkyrie.search.compiling import (
     CompiledLayout,
     CompiledLayouts,
@@ -33,7 +33,7 @@ from valkyrie.search.compiling import (
 from valkyrie.search.estimate.rank import EstimatedLayout, Ranking, rank
 from valkyrie.search.estimate.runs import UnpaddedHeads, suggest_unpadded_heads
 from valkyrie.search.estimate.space import MAX_DEVICE_TOKENS, Candidate, LayoutSpace
-from valkyrie.search.folder import lock_folder, remove_if_empty, request_digest, save_answer, search_folder
+from valkyrie.search.folder import lock_folder, request_digest, save_answer, search_folder
 from valkyrie.search.local_devices import add_measured_figures, can_measure, has_devices
 from valkyrie.search.measuring import (
     MeasuredTrial,
@@ -50,7 +50,7 @@ from valkyrie.search.tuning import tune_best
 from valkyrie.sweep.members import join_multirun
 from valkyrie.sweep.trial import TrialLog
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration_text, memory_text, parse_seconds
+from valkyrie.units import count_text, duration_text, memory_text, parse_seconds
 
 MAX_SHOWN_LAYOUTS = 10
 """Maximum number of layouts in the answer.
@@ -102,7 +102,7 @@ def find_layouts(run: Run, console: Console) -> SearchResult:
 def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> SearchResult:
     run = request.run
     if (torn_line_note := TrialLog(folder).describe_torn_line()) is not None:
-        console.print(torn_line_note, style="yellow", markup=False, soft_wrap=True)
+        console.print(torn_line_note, style="yellow", soft_wrap=True)
     request = add_measured_figures(request, folder, console)
     start_time = time.perf_counter()
     space = request.space()
@@ -131,8 +131,12 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     ranked_layouts = rank_layouts(request, shortlist, compiled_layouts, MAX_SHOWN_LAYOUTS)
     rows = rank_measured_layouts(request, ranked_layouts, measured_trials, compiled_layouts)
     if not rows:
-        no_fit = _describe_no_fit(shortlist, request, compiled_layouts, space)
-        reason = compiled_layouts.stop_reason if compiled_layouts.is_refused else no_fit
+        if compiled_layouts.is_refused:
+            reason = compiled_layouts.stop_reason
+        elif measured_trials.trials:  # all measurements failed, so their layouts are not in the answer
+            reason = f"no layout could be measured: {format_result(measured_trials.trials[0])}"
+        else:
+            reason = _describe_no_fit(shortlist, request, compiled_layouts, space)
         return _report_no_fit(status or NO_STEP_TIME, folder, reason, console)
     options = _winner_options(rows[0].candidate, options, best, compiled_layouts, console)
     remarks = _collect_remarks(request, rows[0], ranking, shortlist, compiled_layouts, measured_trials)
@@ -171,7 +175,7 @@ def _find_layouts(request: SearchRequest, folder: Path, console: Console) -> Sea
     lines = [*remarks, f"train it: {answer.train}", *([f"launch it: {launch}"] if launch else [])]
     stored = save_answer(folder, answer)
     for line in [*lines, f"page: {write_report(folder)}", stored]:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     return SearchResult(status, folder, answer)
 
 
@@ -193,14 +197,13 @@ def _winner_options(
             f"The tuned options ({' '.join(tuned_options)}) were dropped, because another layout is faster. To tune "
             "that layout, use mode=tune."
         )
-        console.print(message, style="yellow", markup=False, soft_wrap=True)
+        console.print(message, style="yellow", soft_wrap=True)
     compiled = compiled_layouts.get(winner)
     return [] if compiled is None else list(compiled.memory_options)
 
 
 def _report_no_fit(status: int, folder: Path, reason: str, console: Console) -> SearchResult:
-    console.print(reason, style="bold red", markup=False)
-    remove_if_empty(folder)
+    console.print(reason, style="bold red")
     return SearchResult(status, folder, None, reason)
 
 
@@ -216,9 +219,8 @@ def _collect_remarks(
     lines = []
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append("Plain FSDP is the best layout found.")
-    for baseline in find_baselines(request, ranking, _target_slice(best, request)):
-        is_best = baseline.layout is not None and baseline.layout.candidate == best.candidate
-        if is_best or (baseline.name == FSDP_BASELINE and best.candidate.partition == "fsdp"):
+    for baseline in find_baselines(request, ranking, _target_slice(best, request), best.candidate):
+        if baseline.layout is not None and baseline.layout.candidate == best.candidate:
             continue
         measured_s = None if baseline.layout is None else measured_trials.step_s(baseline.layout)
         lines.append(format_comparison(baseline, compiled_layouts, best, measured_s))
@@ -253,15 +255,13 @@ def _compile(
     compiled_layouts: CompiledLayouts,
     console: Console,
 ) -> int:
-    def find_baseline_layouts(target: TargetConfig) -> list[EstimatedLayout]:
-        return baseline_layouts(find_baselines(request, ranking, target))
+    def find_baseline_layouts(best: CompiledLayout) -> list[EstimatedLayout]:
+        return baseline_layouts(find_baselines(request, ranking, best.target, best.estimate.candidate))
 
     limit = request.mode.compiles
     add_recorded_layouts(request, [*shortlist.fitting, *shortlist.may_fit], folder, compiled_layouts)
     if compiled_layouts.layouts:
-        console.print(
-            f"{len(compiled_layouts.layouts)} compiled by earlier searches in {folder}", markup=False, soft_wrap=True
-        )
+        console.print(f"{len(compiled_layouts.layouts)} compiled by earlier searches in {folder}", soft_wrap=True)
     if limit == 0:
         compiled_layouts.stop_reason = "mode.compiles=0" if compiled_layouts.layouts else ""
         return 0
@@ -292,7 +292,7 @@ def _compile(
         layout = " ".join(compiled_layout.estimate.candidate.overrides)
         wall_s = compiled_layout.trial.wall_s
         line = f"[{len(results.layouts)}] {layout}: {result} ({estimate}; compiled in {wall_s:.0f} s)"
-        console.print(line + best_so_far, markup=False, soft_wrap=True)
+        console.print(line + best_so_far, soft_wrap=True)
 
     status_line = console.status("compiling")
 
@@ -301,7 +301,7 @@ def _compile(
         text = f"compiling {' '.join(layout.candidate.overrides)}: {seconds:.0f} s{longest_text}"
         best = compiled_layouts.best(request)
         best_so_far = "" if best is None else f"; best {speed_text(best.estimate, best.step_s or 0.0)}"
-        status_line.update(escape(text + best_so_far))
+        status_line.update(Text(text + best_so_far))
 
     try:
         with signals_as_exceptions(), status_line:
@@ -311,9 +311,7 @@ def _compile(
     except KeyboardInterrupt:
         console.print("interrupted; the best so far:", style="yellow")
         return EXIT_INTERRUPTED
-    console.print(
-        f"{len(compiled_layouts.layouts)} compiled: {compiled_layouts.stop_reason}", markup=False, soft_wrap=True
-    )
+    console.print(f"{len(compiled_layouts.layouts)} compiled: {compiled_layouts.stop_reason}", soft_wrap=True)
     if compiled_layouts.is_refused:
         return EXIT_REFUSED
     if compiled_layouts.layouts:
@@ -322,7 +320,7 @@ def _compile(
         "Nothing was compiled, so these are estimates only. To compile the best layouts, use a longer budget: "
         "mode.budget=30min."
     )
-    console.print(advice, style="yellow", markup=False, soft_wrap=True)
+    console.print(advice, style="yellow", soft_wrap=True)
     return 0
 
 
@@ -339,7 +337,7 @@ def _measure(
     )
 
     def print_result(trial: MeasuredTrial) -> None:
-        console.print(f"[{len(measured_trials.trials)}] {format_result(trial)}", markup=False, soft_wrap=True)
+        console.print(f"[{len(measured_trials.trials)}] {format_result(trial)}", soft_wrap=True)
 
     status = 0
     try:
@@ -371,11 +369,10 @@ def _print_space(space: LayoutSpace, seconds: float, request: SearchRequest, con
             f"precision={precision.name}: estimates count {narrow.value} matmuls as bfloat16, so real steps may be "
             f"shorter. Compiled steps use {narrow.value}.",
             style="yellow",
-            markup=False,
             soft_wrap=True,
         )
     for reason, count in list(_refusal_counts(space).items())[:MAX_SHOWN_REASONS]:
-        console.print(f"  {count:>7,} refused: {reason}", style="dim", markup=False)
+        console.print(f"  {count:>7,} refused: {reason}", style="dim")
 
 
 def _refusal_counts(space: LayoutSpace) -> dict[str, int]:
@@ -412,20 +409,21 @@ def _describe_untried(shortlist: Shortlist, compiled_layouts: CompiledLayouts) -
     """Return a clause with the number of uncompiled layouts that may fit, for a message, or "" if there are none."""
     compiled_candidates = {compiled.estimate.candidate for compiled in compiled_layouts.layouts}
     untried_count = len([layout for layout in shortlist.may_fit if layout.candidate not in compiled_candidates])
-    return (
-        f"; {untried_count:,} uncompiled layout{'s' * (untried_count > 1)} may fit, given the errors of estimates"
-        if untried_count
-        else ""
-    )
+    if not untried_count:
+        return ""
+    return f"; {count_text(untried_count, 'uncompiled layout')} may fit, given the errors of estimates"
 
 
 def _describe_no_legal_layout(request: SearchRequest, space: LayoutSpace) -> str:
     """Explain that no layout is legal, and what to change."""
     config, model = request.run.config, request.run.model.name
     if request.search_batch and not space.refused:
+        settings = {"mesh=": request.mesh, "microbatches=": request.microbatches}
+        settings |= {"device_batch=": request.device_batches or None}
+        typed_keys = [key for key, value in settings.items() if value is not None]
         return (
             f"no layout is legal: no batch of up to {MAX_DEVICE_TOKENS:,} tokens per device splits evenly over the "
-            "mesh. Remove mesh=, microbatches= or device_batch= from the command."
+            f"mesh. Remove {format_alternatives(None, typed_keys or ['partition='])} from the command."
         )
     slices = min(target.slices for target in request.targets)
     if not request.search_batch and config.batch < slices:
@@ -490,4 +488,4 @@ def _print_missing_compilers(missing: dict[str, str], request: SearchRequest, co
     for why in dict.fromkeys(missing.values()):
         names = [name for name, reason in missing.items() if reason == why]
         scope = "" if len(names) == len(request.targets) else f" for {', '.join(names)}"
-        console.print(f"estimates only{scope}: {why}", style="yellow", markup=False)
+        console.print(f"estimates only{scope}: {why}", style="yellow")

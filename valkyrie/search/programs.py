@@ -205,8 +205,7 @@ def describe_error(error: Exception) -> str:
     The type of the error comes first, unless it is ValueError. If the user's code computes on devices that exist only
     to compile for, returns advice to pass shapes instead.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
-    location = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    location = find_user_line(error)
     text, place = first_lines(str(error)), f" ({location})" if location else ""
     if is_compile_only(text):
         return (
@@ -218,6 +217,12 @@ def describe_error(error: Exception) -> str:
         if type(error) is ValueError
         else f"{type(error).__name__}: {text}{place}"
     )
+
+
+def find_user_line(error: Exception) -> str:
+    """Return `FILE:LINE` of the innermost line of the user's code that led to an error, or "" if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def _is_user_file(file: str) -> bool:

@@ -28,11 +28,10 @@ def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, con
 
     def print_attempt(tuned_run: TunedRun) -> None:
         results.append(tuned_run)
-        console.print("  ".join(attempt_lines(tuned_run.attempts[-1])), markup=False, soft_wrap=True)
+        console.print("  ".join(attempt_lines(tuned_run.attempts[-1])), soft_wrap=True)
 
     console.print(
         f"trying compiler options and implementations on {' '.join(best.estimate.candidate.overrides[1:])}",
-        markup=False,
         soft_wrap=True,
     )
     status = 0

@@ -226,7 +226,7 @@
   ];
   const LEAST = 0.001;
   const pairRows = (a, b) => SIDES.flatMap(([key, title, kind]) => {
-    const scale = key === "memory" ? 1 : a.tokens / b.tokens;
+    const scale = key === "memory" || !a.tokens || !b.tokens ? 1 : a.tokens / b.tokens;
     const names = [...new Set([...Object.keys(a[key]), ...Object.keys(b[key])])];
     const values = names.map((name) => [name, a[key][name] || 0, scale * (b[key][name] || 0)]);
     const least = LEAST * Math.max(...[1, 2].map((i) => values.reduce((sum, row) => sum + row[i], 0)));

@@ -20,7 +20,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from valkyrie.config.modes import CALIBRATED_FILE, settings_for
+from valkyrie.config.modes import ANSWER_FILE, CALIBRATED_FILE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.modes.calibrate import Config as CalibrateMode
@@ -30,9 +30,9 @@ from valkyrie.runs.folder import RUN_FILE, choose_run_folder, saved_run, write_r
 from valkyrie.search.calibrate.replay_fit import ReplayFit, fit_replays, percent_errors, round_digits
 from valkyrie.search.estimate.efficiency import Efficiency, chip_efficiency
 from valkyrie.search.estimate.fit import FITTED_CONSTANTS, cross_validate, fit_constants, timed_layouts
-from valkyrie.search.folder import ANSWER_FILE
 from valkyrie.sweep.rows import Row
 from valkyrie.train.screen import make_console
+from valkyrie.units import count_text
 
 _PATHS_HINT = "Use folders of searches or sweeps that compiled or measured layouts: paths=[runs/search-a,runs/sweep-b]."
 _MAX_LISTED = 3
@@ -106,7 +106,7 @@ def calibrate_mode(run: Run) -> int:
             by_chip[chip.name].append((row, trial_run))
     for reason, skipped_rows in rows_by_skip_reason.items():
         message = f"skipping {len(skipped_rows)} of {len(rows)} trials, because {reason}: {_list_rows(skipped_rows)}"
-        console.print(message, style="yellow", markup=False, soft_wrap=True)
+        console.print(message, style="yellow", soft_wrap=True)
     if not by_chip:
         raise ValueError(
             f"paths: no trial in {', '.join(map(str, paths))} can be used. A trial needs a step time, its {RUN_FILE}, "
@@ -119,7 +119,7 @@ def calibrate_mode(run: Run) -> int:
     if len(too_few_messages) == len(by_chip):
         raise ValueError("\n".join(too_few_messages))
     for message in too_few_messages:
-        console.print(message, style="yellow", markup=False, soft_wrap=True)
+        console.print(message, style="yellow", soft_wrap=True)
     calibrations = [fit_calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED_CONSTANTS)]
     title = "-".join(
         ["calibrate", *(calibration.chip.name for calibration in calibrations), time.strftime("%Y%m%d-%H%M%S")]
@@ -235,7 +235,7 @@ def describe(calibration: Calibration) -> list[str]:
     """Return sentences that describe the fit, its cross-validated errors, and measured trials that it could not use."""
     lines = [*_describe_estimates(calibration), *(calibration.replay.sentences if calibration.replay else [])]
     if calibration.unpaired_count:
-        trials = f"{calibration.unpaired_count} measured trial{'s' * (calibration.unpaired_count > 1)}"
+        trials = count_text(calibration.unpaired_count, "measured trial")
         lines.append(
             f"{trials} cannot be used for the replay factor, because these folders have no compiled trial of the same "
             "layout. Add the folders of such trials to paths=."
@@ -304,5 +304,5 @@ def print_calibration(calibration: Calibration, file: Path, console: Console) ->
         )
     console.print(table)
     for sentence in describe(calibration):
-        console.print(sentence, markup=False, soft_wrap=True)
+        console.print(sentence, soft_wrap=True)
     console.print(f"written: {file}", soft_wrap=True)

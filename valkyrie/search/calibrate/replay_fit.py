@@ -17,6 +17,7 @@ from valkyrie.hardware.target import ReplayConfig
 from valkyrie.search.compile.cache import program_settings
 from valkyrie.search.compile.correction import MIN_RUNS, median_by_family, target_correction
 from valkyrie.sweep.rows import Row
+from valkyrie.units import count_text
 
 DIGITS = 4
 """Significant digits of fitted numbers in files."""
@@ -60,7 +61,7 @@ class ReplayFit:
         family_count, (median, worst) = self.replay_config.models, percent_errors(self.ratios)
         names = f"{family_count} famil{'y' if family_count == 1 else 'ies'}"
         lines = [
-            f"Replays were compared with {len(self.steps)} measured step{'s' * (len(self.steps) > 1)} of {names}. "
+            f"Replays were compared with {count_text(len(self.steps), 'measured step')} of {names}. "
             f"Errors of predictions: median {median:.1f}%, worst {worst:.1f}%. The fitted replay factor is "
             f"{self.replay_config.factor:g}."
         ]

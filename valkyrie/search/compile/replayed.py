@@ -20,6 +20,7 @@ from valkyrie.records import RecordError, encode, read_record
 from valkyrie.search.compile.cache import target_settings
 from valkyrie.search.compile.correction import target_correction
 from valkyrie.search.compile.runner import CompiledRun
+from valkyrie.units import count_text
 
 
 def replay_program(run: Run, compiled: CompiledRun) -> tuple[Replay | None, list[CollectiveUse]]:
@@ -51,7 +52,7 @@ def correct_replay(uncorrected: Replay, target: TargetConfig) -> Replay:
     if target.chip.replay.factor is not None:
         notes.append(f"replayed times are multiplied by target.chip.replay.factor={correction.chip_factor:.3f}")
     elif correction.family_count:
-        recipes = f"{correction.family_count} recipe{'s' * (correction.family_count > 1)}"
+        recipes = count_text(correction.family_count, "recipe")
         notes.append(
             f"replayed times are multiplied by {correction.chip_factor:.3f}, the median ratio of measured to replayed "
             f"time of {correction.run_count} published runs ({recipes}) on {target.chip.name}"

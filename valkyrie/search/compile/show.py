@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveTrace, Communication
@@ -48,13 +48,13 @@ def print_record(record: Prediction | Measurement, console: Console) -> None:
         if record.status is CompileStatus.does_not_fit and record.memory is not None:
             is_listed = isinstance(record, Prediction) and record.program is not None
             text = describe_shortage(replace(record.memory, largest=()) if is_listed else record.memory, record.reason)
-        console.print(text, style="bold red", markup=False)
+        console.print(text, style="bold red")
         if isinstance(record, Prediction) and record.program is not None:
             _show_allocations(record, console)
         _show_faults(record, console)
         return
     if record.options:
-        console.print(f"compiler options: {_describe_options(record.options)}", markup=False)
+        console.print(f"compiler options: {_describe_options(record.options)}")
     if record.memory is not None:
         _show_memory(record.memory, record.options, console)
     if record.step is not None:
@@ -68,7 +68,7 @@ def print_record(record: Prediction | Measurement, console: Console) -> None:
 
 def _show_faults(record: Prediction | Measurement, console: Console) -> None:
     for fault in record.faults if isinstance(record, Prediction) else ():
-        console.print(f"fault {fault}", style="bold yellow", markup=False)
+        console.print(f"fault {fault}", style="bold yellow")
 
 
 def make_table(title: str, columns: Sequence[str], number_columns: Iterable[str] = _FORMATS) -> Table:
@@ -94,16 +94,16 @@ def _show_subject(record: Prediction | Measurement, console: Console) -> None:
     """Print a run's layout and batch, or the name and mesh of another program."""
     if isinstance(record, Prediction) and (program := record.program) is not None:
         mesh = " · ".join(f"{axis}={size}" for axis, size in program.axes.items() if size > 1) or "one device"
-        console.print(f"{program.name} on {program.described}", style="bold", markup=False)
-        console.print(f"mesh: {mesh}", markup=False)
+        console.print(f"{program.name} on {program.described}", style="bold")
+        console.print(f"mesh: {mesh}")
         return
     layout = record.layout
-    console.print(f"[bold]{layout.model} under {layout.name} on {layout.described}[/]")
+    console.print(f"{layout.model} under {layout.name} on {layout.described}", style="bold")
     console.print(f"roles: {layout.roles}")
     if layout.pipeline:
-        console.print(f"pipeline: {layout.pipeline.described}", markup=False, highlight=False)
+        console.print(f"pipeline: {layout.pipeline.described}", highlight=False)
     for line in record.placement if isinstance(record, Prediction) else ():
-        console.print(f"placement: {line}", markup=False)
+        console.print(f"placement: {line}")
     console.print(f"batch: {layout.batch} x {layout.seq} tokens, {layout.precision}, remat={layout.remat}")
 
 
@@ -127,16 +127,16 @@ def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
 def _show_allocations(prediction: Prediction, console: Console) -> None:
     """Print the largest arrays of a program that does not fit, and what would help."""
     largest = prediction.memory.largest if prediction.memory else ()
-    columns = [("GiB", lambda entry: entry.bytes), ("what", lambda entry: escape(entry.shape or ""))]
+    columns = [("GiB", lambda entry: entry.bytes), ("what", lambda entry: entry.shape or "")]
     if any(entry.op_name for entry in largest):
-        columns.append(("operation", lambda entry: escape(short_cause(entry.op_name)) if entry.op_name else ""))
+        columns.append(("operation", lambda entry: short_cause(entry.op_name) if entry.op_name else ""))
     if any(entry.source for entry in largest):
-        columns.append(("source", lambda entry: escape(short_source(entry.source))))
+        columns.append(("source", lambda entry: short_source(entry.source)))
     if largest:
         rows = [[value(entry) for _, value in columns] for entry in largest]
         _print_table("the largest arrays on a device", [name for name, _ in columns], rows, console)
     for hint in prediction.hints:
-        console.print(f"hint: {hint.text}", markup=False)
+        console.print(f"hint: {hint.text}")
 
 
 def _describe_options(options: Sequence[Option]) -> str:
@@ -162,10 +162,8 @@ def _show_memory(memory: MemoryReport, options: Sequence[Option], console: Conso
         share = memory.headroom / memory.usable
         verdict = "fits" if memory.headroom >= 0 else "does not fit"
         free = memory_text(memory.headroom) if share < 0.02 else gib_text(memory.headroom)
-        console.print(
-            f"[bold]{verdict}[/]: {gib_text(memory.peak)} of {gib_text(memory.usable)} usable; "
-            f"headroom {free} ({100 * share:.0f}%)"
-        )
+        text = f": {gib_text(memory.peak)} of {gib_text(memory.usable)} usable; headroom {free} ({100 * share:.0f}%)"
+        console.print(Text.assemble((verdict, "bold"), text))
     other_memory = (
         ("reserved by the runtime", memory.reserved),
         ("code", memory.code),
@@ -195,10 +193,10 @@ def _show_step(record: Prediction | Measurement, console: Console) -> None:
         kind = "measured"
         if step.p90_s is not None and step.min_s is not None:
             spread = f" (p90 {duration_text(step.p90_s)}, min {duration_text(step.min_s)})"
-    text = f"[bold]{kind} step{simulated_suffix}: {duration_text(step.step_s)}[/]{spread}"
-    console.print(f"{text}, {', '.join(facts)}")
+    text = f"{kind} step{simulated_suffix}: {duration_text(step.step_s)}"
+    console.print(Text.assemble((text, "bold"), ", ".join([spread, *facts])))
     if isinstance(step, PredictedStep):
-        console.print(f"error range: {describe_range(step.interval)}", markup=False)
+        console.print(f"error range: {describe_range(step.interval)}")
         for price, tokens in step.tokens_per_dollar.items():
             console.print(f"{tokens / 1e6:,.2f} million {record.unit} per dollar ({price.replace('_', ' ')})")
     if isinstance(record, Prediction) and record.parts:
@@ -262,7 +260,7 @@ def _show_communication(record: Prediction | Measurement, traffic: Communication
 
 def _show_trace(trace: CollectiveTrace, simulated: bool, console: Console) -> None:
     if trace.times is None:
-        console.print(f"time in collectives: {trace.note}", markup=False)
+        console.print(f"time in collectives: {trace.note}")
     if not trace.times or trace.step_s is None:
         return
     suffix, total = ", simulated" if simulated else "", sum(time.seconds for time in trace.times)
@@ -270,7 +268,6 @@ def _show_trace(trace: CollectiveTrace, simulated: bool, console: Console) -> No
     console.print(
         f"traced step: {duration_text(trace.step_s)}, of which {duration_text(total)} in collectives, including "
         f"waiting (mean over devices{suffix}): {text}",
-        markup=False,
     )
 
 
@@ -285,12 +282,12 @@ def _show_costs(prediction: Prediction, step_s: float, console: Console) -> None
     # Training steps do not need this table, because their operations above name the lines.
     if prediction.program is not None and prediction.lines:
         lines = [
-            (line.seconds, line.seconds / step_s, line.waiting_s, short_source(line.source), escape(line.text or ""))
+            (line.seconds, line.seconds / step_s, line.waiting_s, short_source(line.source), line.text or "")
             for line in prediction.lines
         ]
         columns = ("ms", "%", "waiting ms", "source", "code")
         _print_table(f"the {len(lines)} slowest source lines", columns, lines, console)
     for note in prediction.notes:
-        console.print(f"assumed: {note}", style="dim", markup=False)
+        console.print(f"assumed: {note}", style="dim")
     for hint in prediction.hints:
-        console.print(f"hint: {hint.text}", markup=False)
+        console.print(f"hint: {hint.text}")

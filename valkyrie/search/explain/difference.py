@@ -120,7 +120,7 @@ class ComparedQuantities:
         seconds: Seconds per step by part, named as in `explain.json`.
         sent: Bytes that a device sends per step, by mesh axes.
         memory: Bytes of a device's peak memory, by content.
-        tokens: Tokens per step.
+        tokens: Tokens per step, or 0 if unknown.
     """
 
     seconds: dict[str, float]
@@ -177,7 +177,8 @@ def compare_layouts(
         _Side(side_labels[0], first, first.step, compared_quantities(first)),
         _Side(side_labels[1], second, second.step, compared_quantities(second)),
     )
-    b = replace(b, scale=a.quantities.tokens / b.quantities.tokens)
+    if a.quantities.tokens and b.quantities.tokens:  # unknown in some old records
+        b = replace(b, scale=a.quantities.tokens / b.quantities.tokens)
     return Difference(
         names=labels or _distinct_names(first, second, requests),
         step_s=(a.step_s, b.step_s),
@@ -319,7 +320,7 @@ def _explain_difference(a: _Side, b: _Side) -> list[str]:
     faster, slower = (a, b) if a.step_s <= b.step_s else (b, a)
     text = f"{faster.label} is {slower.step_s / faster.step_s:.2f} times as fast as {slower.label}: "
     text += f"{duration_text(faster.step_s)} a step, not {duration_text(slower.step_s)}."
-    if a.quantities.tokens != b.quantities.tokens:
+    if b.scale != 1.0:
         text += (
             f" {b.label} has another number of tokens per step, so its times and bytes are scaled to the "
             f"{a.quantities.tokens:,} tokens of {a.label}."

@@ -194,7 +194,7 @@ def _read_folder(folder: Path) -> Prediction:
 def print_difference(comparison: Difference, console: Console) -> None:
     """Print tables of both layouts, and the sentences that explain the difference."""
     for letter, name in zip(LETTERS, comparison.names, strict=True):
-        console.print(f"{letter}: {name}", style="bold", markup=False)
+        console.print(f"{letter}: {name}", style="bold")
     seconds = _drop_small(comparison.seconds, _MIN_PART_SHARE * max(comparison.step_s))
     seconds = [replace(quantity, name=label_record_name(quantity.name)) for quantity in seconds]
     _print_quantities(
@@ -213,7 +213,7 @@ def print_difference(comparison: Difference, console: Console) -> None:
     if table.row_count:
         console.print(table)
     for sentence in comparison.sentences:
-        console.print(sentence, markup=False)
+        console.print(sentence)
 
 
 def _drop_small(pairs: Sequence[Quantity], minimum: float) -> list[Quantity]:

@@ -14,7 +14,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.precision import DType
 from valkyrie.problems import first_line
 from valkyrie.records import RecordError, read_record
-from valkyrie.units import duration_text
+from valkyrie.units import count_text, duration_text
 
 
 def read_figures(file: Path) -> ChipConfig:
@@ -57,8 +57,7 @@ def describe_figures(chip: ChipConfig) -> str:
         latency = duration_text(estimate.get("start_s", 0.0))
         parts.append(f"{chip.switch_gbs:.3g} GB/s and {latency} latency between devices of a process")
     if chip.dcn_gbs_per_host:
-        devices = math.prod(chip.host_bounds)
         latency = duration_text(estimate.get("outer_start_s", 0.0))
-        processes = f"processes of {devices} device{'s' * (devices > 1)}"
+        processes = f"processes of {count_text(math.prod(chip.host_bounds), 'device')}"
         parts.append(f"{chip.dcn_gbs_per_host:.3g} GB/s and {latency} latency between {processes}")
     return "; ".join(parts)

@@ -51,7 +51,7 @@ def tune_mode(run: Run) -> int:
     budget = settings_for(TuneMode, run.config.mode).budget
     results: list[TunedRun] = []
     is_interrupted = False
-    console.print(_describe_baseline(run), soft_wrap=True, markup=False)
+    console.print(_describe_baseline(run), soft_wrap=True)
     with console.status("compiling") as status:
         screen = _Screen(console, status)
 
@@ -109,7 +109,7 @@ class _Screen:
         self._status.update(self._best + line)
 
     def _print(self, line: str, style: str | None = None) -> None:
-        self._console.print(line, style=style, markup=False, soft_wrap=True)
+        self._console.print(line, style=style, soft_wrap=True)
 
 
 def attempt_lines(attempt: Attempt) -> list[str]:
@@ -131,7 +131,7 @@ def _print_results(tuned_run: TunedRun, folder: Path, is_interrupted: bool, cons
     """
 
     def print_line(line: str, style: str | None = None) -> None:
-        console.print(line, style=style, markup=False, soft_wrap=True)
+        console.print(line, style=style, soft_wrap=True)
 
     if is_interrupted:
         print_line("Interrupted. Rerun the same command to resume.", "yellow")
