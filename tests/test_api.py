@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import valkyrie
 from helpers import MODELS
 from runs import TINY_ARGUMENTS
 from test_explain_mode import prediction
+from valkyrie import api
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.processes.child import run_streamed
 from valkyrie.runs.layout_record import LayoutRecord
@@ -397,6 +399,16 @@ def test_a_sweep_returns_plain_rows_and_refuses_wrong_settings(
     with pytest.raises(ValueError, match=r"^bach .*\bbatch\b"):
         valkyrie.run_sweep("bach=3,4", quiet=True)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_sweep_that_fails_after_some_trials_raises(monkeypatch: pytest.MonkeyPatch):
+    def fail_after_a_trial(command: Sequence[str], on_line: Callable[[str], object]) -> tuple[int, str]:
+        on_line("folder: runs/swept")
+        return 2, "valkyrie-train: runs/swept/trials.jsonl: no space left on device.\n"
+
+    monkeypatch.setattr(api, "run_streamed", fail_after_a_trial)
+    with pytest.raises(ValueError, match=r"^runs/swept/trials\.jsonl: no space"):
+        valkyrie.run_sweep("batch=2,4", quiet=True)
 
 
 def test_rows_have_the_columns_of_csv_files():

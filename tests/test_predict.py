@@ -264,6 +264,9 @@ def stopped():
     except KeyboardInterrupt as error:
         raise ImportError("x") from error
 
+def untraceable():
+    return helper_of_the_step.untraceable, ()
+
 without_signature = dict
 """
 
@@ -278,7 +281,8 @@ def test_the_command_predicts_a_function_of_a_file(
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     (tmp_path / "builders.py").write_text(BUILDERS)
     (tmp_path / "helper_of_the_step.py").write_text(
-        "import jax\n\n@jax.jit\ndef jitted(name=None, scale=1):\n    pass\n"
+        "import jax\n\n@jax.jit\ndef jitted(name=None, scale=1):\n    pass\n\n"
+        "@jax.jit\ndef untraceable():\n    raise ValueError('no such layer')\n"
     )
     (tmp_path / "damaged.py").write_text("import no_such_library\n")
     (tmp_path / "folder.py").mkdir()
@@ -344,6 +348,10 @@ def test_the_command_predicts_a_function_of_a_file(
     memory = MemoryReport(needed=3 * 2**30, usable=2**30)
     result = valkyrie.Result(replace(result.record, status=CompileStatus.does_not_fit, step=None, memory=memory))
     page = tmp_path / "big.html"
+    with monkeypatch.context() as patch:
+        patch.setattr("valkyrie.api.predict", lambda function, **settings: function.lower())
+        message = "builders.py:untraceable: no such layer (helper_of_the_step.py:9)\n"
+        assert run("builders.py:untraceable") == (2, f"valkyrie-predict: {tmp_path}/{message}")
     with pytest.raises(SystemExit) as error:
         main(
             [

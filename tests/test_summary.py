@@ -41,9 +41,10 @@ from valkyrie.search.compile.prediction import (
     short_source,
 )
 from valkyrie.search.compile.runner import CompiledRun
-from valkyrie.search.compile.show import describe_range, print_record
+from valkyrie.search.compile.show import describe_range, make_table, print_record
 from valkyrie.search.compile.summary import summarise
 from valkyrie.train.options import CHIP, USER, Option
+from valkyrie.train.screen import make_console
 
 GOLDENS = Path(__file__).parent / "goldens" / "report"
 FITS = fitting_outcome()
@@ -279,6 +280,15 @@ def test_the_error_for_an_unreadable_file_names_the_command(tmp_path: Path):
         read_prediction(tmp_path / "compile.json")
 
 
+def test_a_console_prints_texts_as_they_are_also_in_notebooks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    console = make_console(text := io.StringIO())
+    (table := make_table("[x]", ["[y]"])).add_row("[z,x]")
+    console.print("[x,y] :x:")
+    console.print(table)
+    assert {"[x,y]", ":x:", "[x]", "[y]", "[z,x]"} <= set(text.getvalue().split())
+
+
 def test_short_names_are_distinct():
     assert short_cause("jit(step)/while/body/checkpoint/a/b/c/d") == "b/c/d"
     assert short_cause(None) == "unnamed"
@@ -286,7 +296,7 @@ def test_short_names_are_distinct():
 
 
 def report_text(found: Prediction) -> str:
-    console = Console(file=io.StringIO(), width=200, soft_wrap=True)
+    console = Console(file=io.StringIO(), width=200, soft_wrap=True, markup=False)
     print_record(found, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

@@ -398,7 +398,7 @@ def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool
 
     The sweep and each of its trials run in separate child processes, which need the devices: on a TPU or GPU, sweep
     before this process uses JAX. An interrupt raises KeyboardInterrupt and keeps the finished trials. Raises
-    ValueError for settings that `valkyrie-train` refuses. `config_dir` is a folder with your configs and modules.
+    ValueError for refused settings, or if a trial cannot be recorded. `config_dir` has your configs and modules.
     """
     folders: list[str] = []
 
@@ -443,8 +443,8 @@ def _run_command(
 
     Raises:
         KeyboardInterrupt: The command was interrupted.
-        ValueError: The command printed an error message instead of a result.
-        RuntimeError: The command printed neither.
+        ValueError: The command failed with an error message, even if it had printed a result before.
+        RuntimeError: The command printed neither a result nor an error message.
     """
 
     def print_line(line: str) -> None:
@@ -455,11 +455,11 @@ def _run_command(
     status, errors = run_streamed(module_command(f"valkyrie.cli.{name}", *arguments), print_line)
     if status == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
-    if has_result():
+    message = errors.partition(f"valkyrie-{name}: ")[2].strip() if status else ""
+    if has_result() and not message:
         if not quiet:
             print(errors, end="", file=sys.stderr)
         return
-    message = errors.partition(f"valkyrie-{name}: ")[2].strip()
     if not message:
         raise RuntimeError(f"valkyrie-{name} ended with status {status} and without a result. {errors}".rstrip())
     first, *problems = message.splitlines()

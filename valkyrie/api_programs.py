@@ -15,7 +15,7 @@ from valkyrie.hardware.platforms import get_platform
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
-from valkyrie.problems import check_range, raise_problems, require_type, suggest
+from valkyrie.problems import check_range, describe_value, raise_problems, require_type, suggest
 from valkyrie.results import Result
 from valkyrie.search.comparison import Comparison, refuse_other_folder, refuse_other_search
 from valkyrie.search.compile.fault import Fault
@@ -131,7 +131,7 @@ def predict(
         if layouts is not None:
             raise ValueError("layouts= takes arguments of a function. Predict each dumped module by itself.")
         return _predict_module_file(Path(program), target, mesh, places, work)
-    call, console = ProgramCall(program, arguments, keywords, mesh, options), Console(stderr=True, quiet=quiet)
+    call, console = ProgramCall(program, arguments, keywords, mesh, options), _stderr_console(quiet)
     if layouts is not None:
         return _predict_layouts(call, layouts, measured_s, target, work, time_limit_s, console)
     return _predict_function(call, target, work, time_limit_s, console)
@@ -303,7 +303,7 @@ def search_program(
     from valkyrie.search.programs import ProgramSearch, parse_meshes, require_builder
 
     if not callable(build):
-        raise TypeError(f"search_program takes a function that builds the step for a mesh, not {build!r}.")
+        raise TypeError(f"search_program takes a function that builds a step, not {describe_value(build)}.")
     target, work = _check_program_arguments(
         slice, name=name, tokens=tokens, flops=flops, unit=unit, options=options, time_limit_s=time_limit_s
     )
@@ -320,19 +320,23 @@ def search_program(
     if folder is not None:
         refuse_other_search(Path(folder), target.describe(), search.names)
     _refuse_unknown_layouts(measured_s, search.names)
-    console, comparison = Console(stderr=True, quiet=quiet), Comparison({}, measured_s or {})
+    console, comparison = _stderr_console(quiet), Comparison({}, measured_s or {})
     with console.status("lowering") as status:
         for layout, predicted in search.predictions(status.update):
             comparison = dataclasses.replace(comparison, results={**comparison.results, layout: _as_result(predicted)})
             if folder is not None:
                 comparison.write(Path(folder))
             if console.is_terminal:
-                console.print(f"{layout}: {comparison.describe(layout)}", markup=False, highlight=False)
+                console.print(f"{layout}: {comparison.describe(layout)}")
     if search.note:
         comparison = dataclasses.replace(comparison, notes=(search.note,))
         if folder is not None:
             comparison.write(Path(folder))
     return comparison
+
+
+def _stderr_console(quiet: bool) -> Console:
+    return Console(stderr=True, quiet=quiet, highlight=False, markup=False, emoji=False)
 
 
 def _parse_budget(budget: str | float | int | None) -> float | int | None:
@@ -437,7 +441,7 @@ def check(function: Any, *arguments: Any, slice: Slice, **keywords: Any) -> tupl
 def _predict_run(run: Run, quiet: bool) -> Result:
     from valkyrie.search.modes import compile_and_summarise
 
-    _, prediction, replay = compile_and_summarise(run, Console(stderr=True, quiet=quiet))
+    _, prediction, replay = compile_and_summarise(run, _stderr_console(quiet))
     if prediction.status is CompileStatus.refused:
         raise ValueError(prediction.reason)
     return Result(prediction, replay)

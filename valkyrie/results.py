@@ -18,8 +18,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from valkyrie.config.modes import METRICS_FILE
 from valkyrie.config.run import Run
 from valkyrie.paths import require_suffix, write_atomic
@@ -29,6 +27,8 @@ from valkyrie.search.compile.prediction import CompileStatus, Measurement, Predi
 from valkyrie.units import GIB, duration_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from valkyrie.machine.replay import Replay
     from valkyrie.search.answer_record import SearchAnswer
     from valkyrie.search.explain.difference import Difference
@@ -487,5 +487,7 @@ def _loss_chart(losses: Sequence[tuple[int, float]]) -> str:
 
 def _print_to_text(show: Callable[[Console], None]) -> str:
     """Return the text that a function prints on a console."""
-    show(Console(file=(text := io.StringIO()), width=140, soft_wrap=True, highlight=False))
+    from valkyrie.train.screen import make_console
+
+    show(make_console(text := io.StringIO()))
     return text.getvalue()

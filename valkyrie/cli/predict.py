@@ -149,7 +149,7 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
 
     for variable, value in get_platform(target.platform).compile_environment().items():
         os.environ.setdefault(variable, value)  # the file may use JAX when it is imported
-    from valkyrie.search.programs import describe_error, explain_exit, parse_builder_result
+    from valkyrie.search.programs import describe_error, explain_exit, find_user_line, parse_builder_result
 
     source = f"{file}:{function}"
     _require_file(file)
@@ -198,10 +198,10 @@ def _predict_function(file: Path, function: str, target: Slice, settings: dict[s
         name = getattr(call.function, "__name__", function)
         try:
             return api.predict(call.function, *call.arguments, **settings, name=name, **call.keywords)
-        except ValueError:
-            raise
         except Exception as error:  # of tracing the user's code
             _raise_interrupt(error)
+            if isinstance(error, ValueError) and not find_user_line(error):  # of `predict` itself
+                raise
             raise ValueError(f"{source}: {describe_error(error)}") from error
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.report.wandb import add_arguments, main_wandb
+from valkyrie.units import count_text
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -116,7 +117,7 @@ def _report(arguments: argparse.Namespace) -> None:
         folder = page_file(paths, None).parent
         output = folder / f"compare-{Path(compared_sweeps[0]).name}-{Path(compared_sweeps[1]).name}.html"
     file = write_atomic(page_file(paths, output), text, "--output FILE")
-    print(f"{len(rows)} trial{'' if len(rows) == 1 else 's'}: {file}")
+    print(f"{count_text(len(rows), 'trial')}: {file}")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def examine(run: Run, console: Console, steps: int | None) -> int:
     `steps` is the number of steps of the dry run, or None for no dry run.
     """
     title = f"{run.model.name} under {run.layout.name} on target={run.config.target.describe()}"
-    console.print(title, style="bold", markup=False)
+    console.print(title, style="bold")
     findings: list[Finding] = []
     try:
         process_info = find_process(run.config.distributed, accelerators=count_accelerators())

@@ -69,9 +69,9 @@ def _train(run: Run, team: Team, start_time: float) -> int:
         from valkyrie.train.callbacks import DivergedError, FolderGoneError
         from valkyrie.train.trainer import fit
 
-        console.print(run.layout.describe_roles(), style="bold", markup=False)
+        console.print(run.layout.describe_roles(), style="bold")
         if run.batch_note:
-            console.print(f"batch: {run.batch_note}", markup=False)
+            console.print(f"batch: {run.batch_note}")
         try:
             result = fit(run, *inputs, folder, console, interrupt, team, start_time)
         except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
@@ -84,7 +84,7 @@ def _train(run: Run, team: Team, start_time: float) -> int:
     command = resume_command(folder)
     if result.interrupted:
         stopped = f"stopped at step {result.summary['steps']}, saved in {folder}. Resume with: {command}"
-        console.print(stopped, markup=False)  # paths may have brackets, which Rich would read as markup
+        console.print(stopped)
         return EXIT_PREEMPTED if result.preempted else EXIT_INTERRUPTED
     _report(console, result, inputs.devices)
     if (goodput := read_goodput(folder)) is not None:
@@ -95,14 +95,14 @@ def _train(run: Run, team: Team, start_time: float) -> int:
         sys.stdout.write(run.config.prompt)
         _print_continuation(result.program, result.parameters, inputs.tokenizer, run.config.prompt)
         console.rule()
-    console.print(f"run folder: {folder}", markup=False)
+    console.print(f"run folder: {folder}")
     total_steps = 2 * max(run.config.steps, result.summary["steps"])
     rate_rises = rate_rises_if_extended(run.config.optimizer, result.summary["steps"], total_steps)
     # No semicolon: interactive zsh does not know comments, and would run what follows as a second command.
     rate_note = f". The learning rate jumps up, because its decay now takes {total_steps} steps" if rate_rises else ""
-    console.print(f"next: {command} steps={total_steps}   # continues to step {total_steps}{rate_note}", markup=False)
+    console.print(f"next: {command} steps={total_steps}   # continues to step {total_steps}{rate_note}")
     other_mode = 'mode=generate prompt="class "' if is_text else "mode=eval"
-    console.print(f"      {command} {other_mode}", markup=False)
+    console.print(f"      {command} {other_mode}")
     return 0
 
 
@@ -117,7 +117,7 @@ def evaluate(run: Run) -> int:
 
         with explain_oom(run, inputs.devices):
             result = Evaluator(program, inputs.data, inputs.tokenizer)(parameters, None)
-        console.print(f"{folder.name} at step {step}: {program.task.describe(result)}", markup=False)
+        console.print(f"{folder.name} at step {step}: {program.task.describe(result)}")
         return 0
 
 
@@ -132,7 +132,7 @@ def generate(run: Run) -> int:
         path = None if keep is None else stored_text_file(folder, keep)
         tokenizer, console, devices = load_run_tokenizer(run), make_console(), prepare_devices(run, _to_stderr, team)
         program, step, parameters = restore(run, devices, folder, team)
-        console.print(f"{folder.name} at step {step}", style="dim", markup=False)
+        console.print(f"{folder.name} at step {step}", style="dim")
         with explain_oom(run, devices):
             if path is not None:
                 _continue_saved_text(program, step, parameters, tokenizer, path, team)
@@ -162,9 +162,9 @@ def code_eval(run: Run) -> int:
         if team.is_leader:
             if rates:
                 console.print(results_table(evaluation.results, evaluation))
-            console.print(f"{folder.name} at {line}", markup=False)
+            console.print(f"{folder.name} at {line}")
         if rates:
-            console.print(f"every completion: {folder / CODE_EVAL_FILE}", markup=False)
+            console.print(f"every completion: {folder / CODE_EVAL_FILE}")
         return int(team.is_leader and not rates)
 
 
@@ -179,7 +179,7 @@ def list_checkpoints(run: Run) -> int:
         raise ValueError(f"{folder.name} has no checkpoint in {checkpoint_root(folder)}. {missing_remedy(folder)}")
     for c in checkpoints:
         parts = (c.tier, decimal_bytes_text(c.size), c.description, c.check_result)
-        console.print(f"{folder.name} step {c.step}: {', '.join(filter(None, parts))}", markup=False)
+        console.print(f"{folder.name} step {c.step}: {', '.join(filter(None, parts))}")
     return int(any(c.damage for c in checkpoints))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import sys
-from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -70,15 +69,14 @@ def _prepare_data(
     with cleanup or contextlib.nullcontext():
         tokenizer = load_run_tokenizer(run) if run.task.is_text else None
         data = _open_data(run, console, team)
-    # File names may have brackets, which Rich would read as markup.
-    console.print(data.describe(), highlight=False, markup=False)
+    console.print(data.describe(), highlight=False)
     if note := run.config.data.note(data):
-        console.print(note, style="yellow", markup=False)
+        console.print(note, style="yellow")
     return data, tokenizer
 
 
 def _prepare_devices(run: Run, console: Console, team: Team) -> Devices:
-    configure_jax(run, partial(console.print, markup=False))
+    configure_jax(run, console.print)
     devices = acquire_devices(run, team)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     return devices
@@ -139,7 +137,7 @@ def _open_data(run: Run, console: Console, team: Team) -> Dataset:
     """
     if not team.is_leader:
         team.wait("data of process 0")
-    data = run.config.data.open(run.tokenizer, team, partial(console.print, markup=False))
+    data = run.config.data.open(run.tokenizer, team, console.print)
     if team.is_leader:
         team.wait("data of process 0")
     team.agree("data", {"content": data.content, "tokenizer": data.tokenizer, "size": data.describe()})

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,11 +16,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from valkyrie.paths import is_disk_full
 
 
-def make_console() -> Console:
-    """Return the console of a command. Output to a file or a pipe is 140 columns wide and flushed after every line."""
-    if not sys.stdout.isatty() and isinstance(sys.stdout, io.TextIOWrapper):
+def make_console(file: TextIO | None = None) -> Console:
+    """Return the console of a command, or a console that writes to `file`.
+
+    Prints texts as they are: rich would remove `[x,y]` and replace `:x:`. Output to a file or a pipe is 140 columns
+    wide. That of a command is flushed after every line.
+    """
+    is_terminal = file is None and sys.stdout.isatty()
+    if file is None and not is_terminal and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    return _Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)
+    return _Console(
+        file=file,
+        width=None if is_terminal else 140,
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        force_jupyter=None if file is None else False,  # in a notebook, rich would not write to the file
+    )
 
 
 class _Console(Console):

@@ -166,7 +166,7 @@ def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
     sizes_text = ", ".join(
         f"{name} {size / GIB:.3f}" for name, size in saved_bytes(run, SAVE_EVERYTHING).device.items()
     )
-    console.print(f"saved size of each activation, GiB per device, all blocks: {sizes_text}", markup=False)
+    console.print(f"saved size of each activation, GiB per device, all blocks: {sizes_text}")
 
 
 def _table(title: str) -> Table:

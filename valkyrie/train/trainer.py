@@ -130,7 +130,7 @@ def fit(
     config, start_time = run.config, start_time or time.time()
     handles_signals, interrupt = interrupt is not None, interrupt or Interrupt(multiprocess=team.count > 1)
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
-    check_memory_fit(program, devices, say=partial(console.print, style="yellow", markup=False))
+    check_memory_fit(program, devices, say=partial(console.print, style="yellow"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_oom(run, devices))
         # The loader may refuse the data, so it comes before the run folder is created.
@@ -306,11 +306,11 @@ def _restore_or_init(
         seed_key = "seed" if run.config.data.shuffle_seed is None else "data.shuffle_seed"
         loader.restore(data_position, seed_key=seed_key)
     if step < run.config.steps:
-        console.print(describe_continuation(run, folder, step, setting_changes), markup=False)
+        console.print(describe_continuation(run, folder, step, setting_changes))
         if run.config.checkpoint.fast.every is not None:
-            console.print(source, markup=False)
+            console.print(source)
     if step and step < run.config.steps and (note := describe_schedule_change(run, folder, step)):
-        console.print(note, markup=False)
+        console.print(note)
     return step, state
 
 
