@@ -239,7 +239,7 @@ def test_an_unstated_algorithm_is_none():
     assert parse_algorithm({}) is None
 
 
-def test_a_chip_without_link_bandwidth_is_refused_with_its_file():
+def test_a_chip_without_link_bandwidth_is_refused_with_its_key():
     v4 = make_machine("v4", make_topology((4, 4, 4)))
     v4.chip.ici_link_gbs, before = None, v4.chip.ici_link_gbs
     try:
@@ -247,4 +247,4 @@ def test_a_chip_without_link_bandwidth_is_refused_with_its_file():
             LinkModel(v4)
     finally:
         v4.chip.ici_link_gbs = before
-    assert "ici_link_gbs" in str(error.value) and "conf/target/chip/v4.yaml" in str(error.value)
+    assert "ici_link_gbs" in str(error.value) and "target.chip=v4 " in str(error.value)
