@@ -155,16 +155,16 @@ def test_an_incomplete_block_is_refused(tmp_path):
     module = folder / "gated_unit.py"
     code = module.read_text()
     for old, new, message in (
-        ("    axes =", "    _axes =", "GatedUnit uses the axis units, which no block declares. Add it to `axes`."),
+        ("    axes =", "    _axes =", "units, which no block declares"),
         (
             '{"units": Size(',
             '{"unit": Size(',
-            "GatedUnit uses the axis units without a length. Return its length from `sizes`.",
+            "units without a length",
         ),
         (
             "return check_range",
             "check_range",
-            f"model.family=gated_unit: GatedUnit.problems() of {module} returned None, not a list of Problem.",
+            f"model.family=gated_unit: GatedUnit.problems() of {module} returned None",
         ),
         ("def sizes", "def size", f"{module}: GatedUnit has no `sizes`."),
     ):

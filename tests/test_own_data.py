@@ -107,10 +107,7 @@ def test_the_doctor_checks_a_users_source_and_does_not_suggest_valkyrie_data(fol
     command.append(f"data.cache_dir={folder}/unused")
     result = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
     checked = " ".join(result.stdout.split())
-    assert (
-        "data=tickets is not prepared yet, so its text was not read: process 0 prepares it when the run starts"
-        in checked
-    ), result.stderr
+    assert "data=tickets is not prepared" in checked and "process 0 prepares it" in checked, result.stderr
     assert "valkyrie-data prepare" not in checked
 
 
@@ -132,25 +129,25 @@ def add_source(folder: Path, source: str, correct: str, wrong: str) -> Path:
             "tickets_1",
             "yield Document(",
             "text = None if number == 2 else text; yield Document(",
-            "document tickets.db:2 has a text of type NoneType, not str.",
+            "document tickets.db:2 has a text of type NoneType",
         ),
         (
             "tickets_2",
             "yield Document(",
             "yield (",
-            "read_documents() of FILE returned a value of type tuple, not a Document.",
+            "read_documents() of FILE returned a value of type tuple",
         ),
         (
             "tickets_3",
             "return Listing(",
             "return (",
-            "list_files() of FILE returned a value of type tuple, not a Listing.",
+            "list_files() of FILE returned a value of type tuple",
         ),
         (
             "tickets_7",
             "def read_documents(",
             "def read_documents(self, listing):\n        self.texts(listing)\n\n    def texts(",
-            "read_documents() of FILE returned None, not an iterable of Document.",
+            "read_documents() of FILE returned None",
         ),
         (
             "tickets_6",
@@ -162,7 +159,7 @@ def add_source(folder: Path, source: str, correct: str, wrong: str) -> Path:
             "tickets_4",
             "return [*super().problems()",
             "[*super().problems()",
-            "problems() of FILE returned None, not a list of Problem.",
+            "problems() of FILE returned None",
         ),
     ],
 )
@@ -188,7 +185,7 @@ def test_an_error_in_a_users_source_is_located(folder: Path):
     data = ("data=tickets_5", "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
     result = train_with(folder, *SMALL, *data)
     assert result.returncode == 1
-    assert "KeyError: 2\nwhile reading data.source=tickets_5, document 3" in result.stderr
+    assert "KeyError: 2\n" in result.stderr and "data.source=tickets_5, document 3" in result.stderr
 
 
 def test_checks_of_a_users_source_and_task_refuse_mistakes(folder: Path):

@@ -84,34 +84,34 @@ def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
             "lion_1",
             "return super().problems() +",
             "super().problems() +",
-            "problems() of FILE returned None, not a list of Problem.",
+            "problems() of FILE returned None",
         ),
         (
             "lion_2",
             "return super().problems() +",
             'return ["a"] or',
-            "problems() of FILE returned ['a'], not a list of Problem.",
+            "problems() of FILE returned ['a']",
         ),
-        ("lion_3", "return 4.0", 'return "4"', "state_bytes() of FILE returned '4', not a number of bytes."),
-        ("lion_4", "return 4.0", "return -4.0", "state_bytes() of FILE returned -4.0, not a number of bytes."),
-        ("lion_5", "return 4.0", 'return float("nan")', "state_bytes() of FILE returned nan, not a number of bytes."),
+        ("lion_3", "return 4.0", 'return "4"', "state_bytes() of FILE returned '4'"),
+        ("lion_4", "return 4.0", "return -4.0", "state_bytes() of FILE returned -4.0"),
+        ("lion_5", "return 4.0", 'return float("nan")', "state_bytes() of FILE returned nan"),
         (
             "lion_6",
             "def state_bytes(self, parameter):\n        return 4.0",
             "def update_bytes(self, parameter):\n        return None",
-            "update_bytes() of FILE returned None, not a number of bytes.",
+            "update_bytes() of FILE returned None",
         ),
         (
             "lion_7",
             "@dataclass\n",
             "",
-            "Config of the module lion_7 has annotated fields, but no @dataclass. Write @data",
+            "lion_7 has annotated fields, but no @dataclass",
         ),
         (
             "lion_8",
             "beta1: float = 0.9",
             "beta1: complex = 1j",
-            "FILE: beta1 has type complex, but the keys of a Config ",
+            "FILE: beta1 has type complex",
         ),
         ("lion_9", "beta1: float = 0.9", 'beta1: float = "a"', "FILE: beta1=a: must be a number."),
         ("lion_10", "beta1: float = 0.9", 'beta1: "Foo" = 0.9', "FILE: name 'Foo' is not defined."),
@@ -119,20 +119,20 @@ def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
             "lion_11",
             '"matrix":',
             '"matrices":',
-            "rules() returned the unknown group matrices. Groups: matrix, vector, ssm.",
+            "unknown group matrices. Groups: matrix, vector, ssm",
         ),
-        ("lion_12", '"matrix":', '"vector":', "rules() has no rule for the parameter group matrix. Return a"),
+        ("lion_12", '"matrix":', '"vector":', "no rule for the parameter group matrix"),
         (
             "lion_13",
             "def rules",
             "def rule",
-            "Config defines neither `rules` nor `transformation`. Define one of them.",
+            "neither `rules` nor `transformation`",
         ),
         (
             "lion_17",
             "def rules(",
             "def rules(self, rate):\n        self.other_rules(rate)\n\n    def other_rules(",
-            "rules() of FILE returned None, not a mapping from groups to rules.",
+            "rules() of FILE returned None",
         ),
         (
             "lion_14",
@@ -168,8 +168,7 @@ def test_a_yaml_without_its_family_is_refused(command: Any, folder: Path) -> Non
     file = folder / "optimizer" / "nameless.yaml"
     file.write_text("defaults: [lion_schema, _self_]\nname: nameless\n")
     result = command("--config-dir", str(folder), *SMALL, "optimizer=nameless")
-    message = f"{file} does not set family, but lion_schema is the Config of lion.py. Write family: lion."
-    assert (result.status, result.err) == (2, f"valkyrie-train: {message}\n")
+    assert result.status == 2 and result.err.startswith(f"valkyrie-train: {file} ") and "family: lion." in result.err
 
 
 def test_a_field_without_a_type_is_named(command: Any, tmp_path: Path) -> None:
@@ -180,7 +179,7 @@ def test_a_field_without_a_type_is_named(command: Any, tmp_path: Path) -> None:
     (tmp_path / "optimizer" / "lion.yaml").unlink()
     (tmp_path / "optimizer" / "untyped.yaml").write_text(settings.replace("lion", "untyped"))
     result = command("--config-dir", str(tmp_path), *SMALL, "optimizer=untyped", "optimizer.beta1=0.8")
-    assert f" {file} has beta1 without a type. Write beta1: float = 0.9. " in result.err
+    assert f" {file} has beta1 without a type" in result.err and "beta1: float = 0.9" in result.err
 
 
 def test_a_missing_module_is_named_with_its_yaml(tmp_path: Path) -> None:
@@ -207,5 +206,5 @@ def test_an_optimizer_with_the_name_of_a_module_of_python_is_refused(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("VALKYRIE_MODULES", raising=False)
     add_import_path([tmp_path])
-    with pytest.raises(ValueError, match="optimizer.family=json: .*/json.py would be ignored, because Python has "):
+    with pytest.raises(ValueError, match=r"optimizer\.family=json: .*/json\.py .* Python "):
         valkyrie.optim.FAMILIES.config_class("json")

@@ -125,12 +125,15 @@ def test_a_file_that_is_not_a_module_is_refused_in_one_line(tmp_path: Path):
     proto = parse_to_proto(STEP)
     assert "step.hlo is empty" in refusal(file, " \n")
     assert "not HLO text" in refusal(file, STEP[: STEP.index("lhs_contracting")])
-    assert "step.hlo is incomplete: it has no ENTRY computation. Run " in refusal(file, STEP[: STEP.index("ENTRY")])
-    assert "step.hlo is incomplete: its ENTRY computation has no ROOT. Run" in refusal(
-        file, STEP[: STEP.index("ROOT d")] + "\n}\n"
-    )
+    for cut, missing in (
+        (STEP[: STEP.index("ENTRY")], "no ENTRY "),
+        (STEP[: STEP.index("ROOT d")] + "\n}\n", "no ROOT"),
+    ):
+        message = refusal(file, cut)
+        assert "step.hlo is incomplete" in message and missing in message
     assert f"iconv -f UTF-16 -t UTF-8 {file}." in refusal(file, STEP.encode("utf-16"))
-    assert "step.hlo is compressed with gzip. Decompress it with gunzip." in refusal(file, gzip.compress(proto))
+    message = refusal(file, gzip.compress(proto))
+    assert "step.hlo " in message and "gunzip" in message
     file.write_text(STEP, encoding="utf-8-sig")
     assert read_dumped_module(file).device_count == 8
     damaged = refusal(file, STEP.replace("all-reduce(p)", "all-redu(p)"))
@@ -167,7 +170,7 @@ def test_a_module_for_another_chip_or_device_count_is_refused(step: Path):
     step.write_text(STEP)
     prediction = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
     assert "does not record its chip" in prediction.record.notes[-1]
-    assert "holds only if the module was compiled for v5e" in str(prediction)
+    assert "was compiled for v5e" in str(prediction)
     slow = valkyrie.predict(step, slice=valkyrie.slice("v6e-8"), mesh=MESH)
     assert any("for this chip" in note for note in slow.record.notes)
 
@@ -191,11 +194,9 @@ def test_places_must_be_all_devices_of_the_slice(step: Path):
         with pytest.raises(TypeError, match="places= takes a list of positions"):
             valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH, places=wrong)
     for mesh in ("data=2,model=4", (2, 4), 8):
-        with pytest.raises(
-            TypeError, match='mesh= takes sizes by axis name, such as {"data": 2, "model": 4}, or a mesh from'
-        ):
+        with pytest.raises(TypeError, match=r'mesh= .*\{"data": 2, "model": 4\}'):
             valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=mesh)
-    with pytest.raises(TypeError, match="a mesh of 2 x 4.0: sizes are whole numbers, not 4.0"):
+    with pytest.raises(TypeError, match=r"2 x 4\.0: .* 4\.0\b"):
         valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh={"data": 2, "model": 4.0})
     with pytest.raises(ValueError, match="not a device"):
         Position.parse("0,0")
@@ -219,7 +220,8 @@ def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsy
     ):
         status, _, err = run(*overrides, *more)
         assert status == 2 and err.startswith(f"valkyrie-predict: {start}") and err.count("\n") == 1
-    assert "% of 197 TFLOP/s of a v5e chip (bfloat16) (more than 100%: " in run(*overrides, "--flops", "1e30")[1]
+    out = run(*overrides, "--flops", "1e30")[1]
+    assert "% of 197 TFLOP/s " in out and "(more than 100%: " in out
     assert run("--target", "v5e-7", "--mesh", "data=7")[0] == 2
     assert parse_mesh_axes("data=8, model=4") == {"data": 8, "model": 4}
 
@@ -313,22 +315,22 @@ def test_the_command_predicts_a_function_of_a_file(
         assert run(place) == (130, "valkyrie-predict: stopped\n")
     for argument, message in (
         ("builders.py", "name the function that returns the step and its arguments: "),
-        ("builders.py:nope", "builders.py has no function nope. Use step, without_slice, failing, "),
+        ("builders.py:nope", "nope. Use step, without_slice, failing, "),
         ("builders.py:failing", "builders.py:failing: KeyError: 'weights' (builders.py:11)"),
         ("builders.py:value_error", "builders.py:value_error: no such layer (builders.py:14)"),
         ("builders.py:wrong", "must return (jitted, arguments) or (jitted, arguments, keywords)"),
-        ("builders.py:unjitted", "builders.py:unjitted must return a jitted function, not <built-in function len>."),
-        ("builders.py:pmapped", "builders.py:pmapped returns a jax.pmap. Use jax.jit with shardings over slice.mesh"),
-        ("below/step.py:step", f". {tmp_path}/below/optax.py hides the package optax. Rename it."),
-        ("beside/step.py:step", f". {tmp_path}/beside/flax/__init__.py hides the package flax. Rename it."),
-        ("builders.py:two", "builders.py:two requires the arguments a, b, but only the slice is passed"),
+        ("builders.py:unjitted", "builders.py:unjitted must return a jitted function"),
+        ("builders.py:pmapped", "builders.py:pmapped returns a jax.pmap"),
+        ("below/step.py:step", f". {tmp_path}/below/optax.py hides the package optax"),
+        ("beside/step.py:step", f". {tmp_path}/beside/flax/__init__.py hides the package flax"),
+        ("builders.py:two", "builders.py:two requires the arguments a, b"),
         ("builders.py:without_signature", "builders.py:without_signature must return (jitted, arguments)"),
         ("damaged.py:step", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
-        ("ends.py:step", "ends.py ended while it was imported (sys.exit(0)). Put the exiting call behind `if __name__"),
-        ("builders.py:exiting", "builders.py:exiting ended the process (sys.exit()). Return the step and its"),
+        ("ends.py:step", "ends.py ended while it was imported (sys.exit(0))"),
+        ("builders.py:exiting", "builders.py:exiting ended the process (sys.exit())"),
         ("missing.py:step", "missing.py: no such file or directory."),
         ("folder.py:step", "folder.py: is a directory."),
-        ("step.hlo:step", "step.hlo is not a Python file. Name one: FILE.py:step."),
+        ("step.hlo:step", "step.hlo is not a Python file"),
         ("builders:step", "write the name of the file in full: "),
         ("missing.hlo", "missing.hlo: no such file or directory."),
         ("step.hlo", "--mesh: name the mesh axes of a compiled module in order"),
@@ -341,10 +343,8 @@ def test_the_command_predicts_a_function_of_a_file(
     with pytest.raises(SystemExit) as error:
         main(["--target", "v5e-8", "--", "-builders.py:without_slice"])
     assert error.value.code == 0 and len(calls) == 3
-    assert (
-        run("builders.py:step", "--quiet")[1]
-        == "valkyrie-predict: --quiet is not an argument. See valkyrie-predict --help.\n"
-    )
+    status, err = run("builders.py:step", "--quiet")
+    assert status == 2 and err.startswith("valkyrie-predict: --quiet ") and "--help" in err
     memory = MemoryReport(needed=3 * 2**30, usable=2**30)
     result = valkyrie.Result(replace(result.record, status=CompileStatus.does_not_fit, step=None, memory=memory))
     page = tmp_path / "big.html"
@@ -365,7 +365,7 @@ def test_the_command_predicts_a_function_of_a_file(
             ]
         )
     assert error.value.code == 3 and page.is_file() and not (tmp_path / "t.json").exists()
-    assert "no timeline, because the program does not fit\n" in capsys.readouterr().out
+    assert "no timeline" in capsys.readouterr().out
 
 
 def test_mesh_axes_in_the_wrong_order_are_noted(step: Path):
@@ -390,9 +390,7 @@ def test_running_a_program_on_devices_of_the_slice_is_explained():
         with without_cache(), pytest.raises((AttributeError, RuntimeError)) as error:
             run()
         text = describe_error(error.value)
-        assert re.match(
-            r"test_predict\.py:\d+ computes on devices of the slice, which exist only for compiling\. Pass ", text
-        )
+        assert re.match(r"test_predict\.py:\d+ .*only for compiling", text) and "jax.ShapeDtypeStruct" in text
 
 
 def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -412,7 +410,7 @@ def test_outputs_that_cannot_be_written_are_named(step: Path, tmp_path: Path, ca
     for write, suffix in ((prediction.html, ".html"), (prediction.timeline, ".json")):
         with pytest.raises(DiskError, match="cannot be written"):
             write(folder.with_suffix(suffix))
-        with pytest.raises(ValueError, match=rf"mine\.py: the name must end in {suffix}"):
+        with pytest.raises(ValueError, match=rf"mine\.py: .*\{suffix}"):
             write(tmp_path / "mine.py")
         with pytest.raises(ValueError, match=rf"mine{suffix}\.gz: .* such as mine{suffix}\.$"):
             write(tmp_path / f"mine{suffix}.gz")
@@ -439,7 +437,7 @@ def test_notes_name_unsupported_parts_of_foreign_programs(step: Path, added: str
 
 def test_objects_that_are_not_programs_are_refused():
     slice = valkyrie.slice("v5e-4")
-    with pytest.raises(TypeError, match="predict needs a jitted function, not <built-in function len>"):
+    with pytest.raises(TypeError, match="jitted function, .*<built-in function len>"):
         valkyrie.predict(len, slice=slice)
     for program, more, words in (
         (jax.jit(jnp.sin), {}, "Name the slice"),

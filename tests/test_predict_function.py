@@ -266,8 +266,8 @@ def test_a_crash_of_the_compiler_is_a_status(
     function, arguments = products(mesh)
     result = valkyrie.predict(function, *arguments, slice=target)
     assert (result.status, result.fits, result.step_s) == ("failed", None, None)
-    assert result.reason == "the compiler process ended by SIGABRT: F1126 check failed"
-    assert "failed: the compiler process ended" in str(result) and not [*empty_cache.iterdir()]
+    assert "SIGABRT" in result.reason and result.reason.endswith(": F1126 check failed")
+    assert "failed: " in str(result) and not [*empty_cache.iterdir()]
 
 
 def test_a_compile_that_exceeds_its_time_limit_is_stopped(
@@ -310,5 +310,5 @@ def test_meshes_of_one_slice_have_the_same_devices() -> None:
 def test_a_mesh_that_differs_from_the_shardings_is_refused() -> None:
     slice = valkyrie.slice("v5e-8")
     jitted_step, arguments = products(slice.mesh((2, 4), ("data", "model")))
-    with pytest.raises(ValueError, match=r"data=8, model=1, but .* has data=2, model=4.*build\(mesh\) receives"):
+    with pytest.raises(ValueError, match=r"data=8, model=1\b.*data=2, model=4\b.*build\(mesh\)"):
         valkyrie.predict(jitted_step, *arguments, slice=slice, mesh={"data": 8, "model": 1})

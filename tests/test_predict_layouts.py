@@ -114,10 +114,10 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
         step, layouts=LAYOUTS | {"other": (0.2,)}, slice=SLICE, measured_s={"fast": 0.12}
     )
     assert larger_comparison.step_s("other") == pytest.approx(0.24) and larger_comparison["other"].step_s == 0.2
-    assert "multiplied by 1.200, the ratio of measured to predicted time of fast" in str(larger_comparison)
+    assert "multiplied by 1.200" in str(larger_comparison)
     assert "measured_s=" not in str(larger_comparison)
     wrong_unit_comparison = valkyrie.predict(step, layouts=LAYOUTS, slice=SLICE, measured_s={"fast": 120})
-    assert "measured_s= is far from the predicted times" in str(wrong_unit_comparison)
+    assert "measured_s= " in str(wrong_unit_comparison)
     page = larger_comparison.html(tmp_path / "r.html").read_text()
     assert "240.0 ms" in page and "predicted step: 100.0 ms" in page
 
@@ -127,21 +127,21 @@ def test_a_measured_step_corrects_the_other_layouts(tmp_path: Path):
     [
         ({"layouts": {}}, ValueError, "layouts= is empty"),
         ({"layouts": [1]}, TypeError, "layouts= takes {name: arguments}"),
-        ({"layouts": {"dp": 0.1}}, TypeError, r'layouts\["dp"\] takes the positional arguments as a tuple, not float'),
+        ({"layouts": {"dp": 0.1}}, TypeError, r'layouts\["dp"\] takes .*, not float'),
         ({"layouts": {"dp": {"w": 1}}}, ValueError, r'layouts\["dp"\] has the unknown key .w.'),
-        ({"layouts": {"dp": {"function": len}}}, TypeError, r'layouts\["dp"\] needs a jitted function, not <built-in'),
+        ({"layouts": {"dp": {"function": len}}}, TypeError, r'layouts\["dp"\] needs .*, not <built-in'),
         (
             {"layouts": {"dp": {"function": "step"}}},
             TypeError,
-            r"layouts\[\"dp\"\] needs a jitted function, not 'step'",
+            r"layouts\[\"dp\"\] needs .*, not 'step'",
         ),
         ({"layouts": {"dp": {"mesh": 8}}}, TypeError, r'layouts\["dp"\]\["mesh"\] takes sizes by axis name'),
-        ({"token": 512}, TypeError, r"token= is not an argument of predict or of the program. Did you mean tokens=\?"),
+        ({"token": 512}, TypeError, r"^token= is not an argument .* tokens=\?"),
         ({f"wrong{i}": 1 for i in range(9)}, TypeError, "^wrong0= is not an argument"),
         ({"mesh": (2, 4)}, TypeError, r"mesh= takes .*, not \(2, 4\)"),
-        ({"layouts": LAYOUTS, "measured_s": {"dp": 1}}, ValueError, "no such layout. Use slow, large, fast, broken"),
+        ({"layouts": LAYOUTS, "measured_s": {"dp": 1}}, ValueError, "slow, large, fast, broken"),
         ({"layouts": LAYOUTS, "measured_s": {"fast": 0}}, ValueError, r'measured_s\["fast"\]'),
-        ({"tokens": 1e300}, ValueError, r"^tokens=1e\+300 is too large. Give the tokens of one"),
+        ({"tokens": 1e300}, ValueError, r"^tokens=1e\+300 is too large"),
         ({"measured_s": {"dp": 1}}, ValueError, "^measured_s= needs layouts="),
         ({"unit": "images"}, ValueError, "must name what tokens= counts"),
         ({"time_limit_s": 0}, ValueError, "time_limit_s=0"),
@@ -168,7 +168,7 @@ def test_programs_without_shardings_are_not_checked(program: Any, more: dict[str
 def test_a_program_that_left_no_module_is_not_called_sound(monkeypatch: pytest.MonkeyPatch):
     large = SimpleNamespace(status="does_not_fit", reason="21 GiB of 16 GiB", replay=None, faults=())
     monkeypatch.setattr("valkyrie.api_programs.predict", lambda *_, **__: large)
-    with pytest.raises(RuntimeError, match="not checked, because it does not fit, .* 21 GiB"):
+    with pytest.raises(RuntimeError, match="does not fit.* 21 GiB"):
         valkyrie.check(step, slice=SLICE)
 
 
@@ -190,13 +190,13 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
         build, slice=SLICE, meshes=[(2, 4), {"data": 8}], rules=rules, folder=tmp_path / "out", quiet=True
     )
     assert len(search_result.results) == 6 and search_result.best == "data=2,model=4 b"
-    assert "RuntimeError: no such partition (test_predict_layouts.py:" in str(search_result)
+    assert "RuntimeError: no such partition (test_" in str(search_result)
     search_result.save(tmp_path / "out")
     record = read_record(ComparisonRecord, tmp_path / "out" / SEARCH_FILE)
     assert record.best == search_result.best and [row.name for row in record.rows] == [*search_result.results]
     assert "data=8 b" in (tmp_path / "out" / "report.html").read_text()
     for more, message in (
-        ({"meshes": [(2, 4)], "rules": {"a": 0.2}}, "search.json has data=2,model=4 b, a layout that this search does"),
+        ({"meshes": [(2, 4)], "rules": {"a": 0.2}}, "search.json has data=2,model=4 b, "),
         ({"meshes": [(2, 4), (8, 1)], "rules": rules, "slice": valkyrie.slice("v6e-8")}, "is for v5e-8 .*, not v6e-8"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -207,15 +207,15 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
     wrong = valkyrie.search_program(lambda mesh: step, slice=SLICE, axes=("data",), quiet=True)
     assert "build must return (jitted, arguments) or" in str(wrong)
     unjitted = valkyrie.search_program(lambda mesh: (len, ()), slice=SLICE, axes=("data",), quiet=True)
-    assert "data=8: failed: build must return a jitted function, not <built-in function len>. Use" in str(unjitted)
+    assert "data=8: failed: " in str(unjitted) and "<built-in function len>" in str(unjitted)
     ended = valkyrie.search_program(lambda mesh: sys.exit(3), slice=SLICE, axes=("data",), quiet=True)
-    assert "data=8: failed: the function ended the process (sys.exit(3)). Return the step" in str(ended)
+    assert "data=8: failed: " in str(ended) and "(sys.exit(3))" in str(ended)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("search.json", "search.json was not written by search_program. Use another folder="),
+        ("search.json", "search.json was not written by search_program"),
         ("run.yaml", r"is the folder of a run \(run.yaml\)"),
         ("multirun.yaml", r"is the folder of a sweep \(multirun.yaml\)"),
         ("trials.jsonl", r"is the folder of a sweep or a search of layouts \(trials.jsonl\)"),
@@ -248,9 +248,7 @@ def test_a_search_ends_before_it_would_exceed_its_budget(monkeypatch: pytest.Mon
     monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     search_result = valkyrie.search_program(lambda mesh: (step, (0.1,)), slice=SLICE, budget="20s", quiet=True)
     assert 0 < len(search_result.results) < 4
-    assert "another compile would likely exceed the budget" in str(
-        search_result
-    ) and "of 4 layouts are not compiled" in str(search_result)
+    assert "exceed the budget" in str(search_result) and "of 4 layouts" in str(search_result)
 
 
 def iter_seconds(stride: float) -> Iterator[float]:
@@ -271,9 +269,8 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
     monkeypatch.setattr(programs, "predict_function", time_out)
     search: Callable[..., valkyrie.Comparison] = valkyrie.search_program
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, quiet=True)
-    assert not search_result.results and "the budget ended during the compile of data=1,model=8; 4 of 4" in str(
-        search_result
-    )
+    assert not search_result.results
+    assert all(part in str(search_result) for part in ("budget ended", "data=1,model=8", "4 of 4 layouts"))
     assert 59 < limits[0] <= 60
     search_result = search(lambda mesh: (step, (0.1,)), slice=SLICE, budget=60, time_limit_s=5, quiet=True)
     assert len(search_result.results) == 4 and limits[1] == 5
@@ -291,7 +288,7 @@ def test_a_compile_at_the_end_of_the_budget_is_no_result(monkeypatch: pytest.Mon
         ({"budget": "5 minutes"}, ValueError, "budget=5 minutes is not a time"),
         ({"budget": -1}, ValueError, "budget=-1"),
         ({"axes": "data"}, TypeError, "axes= takes names"),
-        ({"meshes": [("2", 4)]}, TypeError, "a mesh of 2 x 4: sizes are whole numbers, not '2'"),
+        ({"meshes": [("2", 4)]}, TypeError, "a mesh of 2 x 4: .*'2'"),
     ],
 )
 def test_illegal_searches_are_refused(more: dict[str, Any], kind: type[Exception], message: str):
@@ -302,16 +299,16 @@ def test_illegal_searches_are_refused(more: dict[str, Any], kind: type[Exception
 @pytest.mark.parametrize(
     ("build", "rules", "message"),
     [
-        (step, None, r"^build= is a jitted function. Pass a function that returns"),
+        (step, None, r"^build= is a jitted function"),
         (
             lambda mesh: None,
             {"dp": 1},
-            r"^build= has the arguments \(mesh\), but is called as build\(mesh, rule\) with rules=",
+            r"^build= .*\(mesh\), .*build\(mesh, rule\)",
         ),
         (
             lambda mesh, rule: None,
             None,
-            r"^build= has the arguments \(mesh, rule\), but is called as build\(mesh\) without",
+            r"^build= .*\(mesh, rule\), .*build\(mesh\)",
         ),
     ],
 )

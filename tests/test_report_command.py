@@ -64,8 +64,8 @@ def test_the_output_is_no_record_of_the_sweep(tmp_path: Path, capsys):
     records = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert records
     for path in records:
-        assert "must end in .html, .md or .csv" in error_output(capsys, folder, "--output", path)
-    with pytest.raises(ValueError, match="must end in .html"):
+        assert ".html, .md or .csv" in error_output(capsys, folder, "--output", path)
+    with pytest.raises(ValueError, match=r"^output=.*/trials\.jsonl: .*\.html\b"):
         valkyrie.write_report(folder, output=folder / "trials.jsonl")
     assert {path: path.read_bytes() for path in records} == records
     assert "but the format is md" in error_output(capsys, folder, "--format", "md", "--output", "all.csv")
@@ -98,18 +98,21 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     assert f"trials.jsonl in {tmp_path}" in err and "valkyrie-train -m" in err
     (tmp_path / "notes.txt").write_text("")
     assert "is a file" in error_output(capsys, tmp_path / "notes.txt")
-    for file, message in (
-        ("run.yaml", " is a run without metrics.jsonl: no training step has finished."),
-        ("compile.json", f" is the run folder of a compile, with its report in {tmp_path}/compile.json."),
-        ("search.json", "/search.json is damaged, or was written by another version"),
+    for file, words in (
+        ("run.yaml", "without metrics.jsonl"),
+        ("compile.json", f" {tmp_path}/compile.json"),
+        ("search.json", f"{tmp_path}/search.json is damaged"),
     ):
         (tmp_path / file).write_text("")
-        assert f"{tmp_path}{message}" in error_output(capsys, tmp_path)
+        err = error_output(capsys, tmp_path)
+        assert f" {tmp_path}" in err and words in err
     answer = SearchAnswer([], "", 1, {}, 0, 0, "", MeasureReport([]), [], [])
     write_record(tmp_path / "search.json", answer)
-    assert f"{tmp_path} is a search that only estimated its layouts: " in error_output(capsys, tmp_path)
+    err = error_output(capsys, tmp_path)
+    assert f" {tmp_path} " in err and "only estimated" in err
     write_record(tmp_path / "search.json", ComparisonRecord("v5e-8", None, (), None, "tokens"))
-    assert f"{tmp_path} was written by search_program: its layouts are in" in error_output(capsys, tmp_path)
+    err = error_output(capsys, tmp_path)
+    assert f" {tmp_path} " in err and "search_program" in err
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "trials.jsonl").write_text("")
     assert "no trial has ended yet" in error_output(capsys, tmp_path / "empty")
@@ -118,7 +121,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     assert "schema 99" in error_output(capsys, tmp_path / "newer")
     folder = write_sweep(tmp_path / "mine", [FSDP])
     err = error_output(capsys, folder, "--compare", "hand", "b")
-    assert f": b is not one of these sweeps. Choose from: hand ({folder})." in err
+    assert ": b " in err and f" hand ({folder})" in err
     assert "neither is a folder" in error_output(capsys, "--compare", "hand", "b")
     assert "--format: invalid choice: 'pdf'" in error_output(capsys, folder, "--format", "pdf")
 
@@ -149,10 +152,11 @@ def test_a_damaged_line_is_reported_once_with_its_file(tmp_path: Path, capsys, l
     log.path.write_text(f"{log.path.read_text()}{line}\n{TP.to_json()}\n")
     err = error_output(capsys, tmp_path)
     assert err.startswith(f"valkyrie-report: {log.path}, line 2, ") and err.count(str(log.path)) == 1
-    assert "Delete that line and run the sweep command again" in err
+    assert "Delete that line" in err
     log.path.write_text(f"{TP.to_json()}\n{line}")  # without a newline
     main([str(tmp_path)])
-    assert capsys.readouterr().err == f"{log.path}: skipped the last line, which is incomplete\n"
+    err = capsys.readouterr().err
+    assert err.startswith(f"{log.path}: ") and "last line" in err and err.count("\n") == 1
     log.path.write_text(line)
     assert error_output(capsys, tmp_path).startswith(f"valkyrie-report: {log.path}: its only line is incomplete")
     log.path.unlink()
@@ -163,14 +167,14 @@ def test_a_damaged_line_is_reported_once_with_its_file(tmp_path: Path, capsys, l
 def test_a_damaged_line_has_a_reason_and_a_remedy(tmp_path: Path, capsys):
     log = TrialLog(write_sweep(tmp_path, [FSDP]))
     text = log.path.read_text()
-    log.path.write_bytes(gzip.compress(text.encode()) + b"\n")
-    assert "line 1, cannot be read: it is not UTF-8 text. Convert the file" in error_output(capsys, tmp_path)
-    log.path.write_text(text, encoding="utf-16")
-    assert "line 1, cannot be read: it is not UTF-8 text. Convert the file" in error_output(capsys, tmp_path)
-    log.path.write_text(re.sub(r'"seconds": [\d.]+', '"seconds": Infinity', text))
-    assert "seconds must be a finite number, not Infinity." in error_output(capsys, tmp_path)
-    log.path.write_text(re.sub(r'"wall_s": [\d.]+', '"wall_s": Infinity', text))
-    assert "wall_s must be a finite number, not Infinity." in error_output(capsys, tmp_path)
+    for content in (gzip.compress(text.encode()) + b"\n", text.encode("utf-16")):
+        log.path.write_bytes(content)
+        err = error_output(capsys, tmp_path)
+        assert "line 1, " in err and "not UTF-8" in err
+    for key in ("seconds", "wall_s"):
+        log.path.write_text(re.sub(rf'"{key}": [\d.]+', f'"{key}": Infinity', text))
+        err = error_output(capsys, tmp_path)
+        assert "line 1, " in err and f"{key} must be" in err and "not Infinity" in err
 
 
 @pytest.mark.parametrize("count", [1, 400])
@@ -245,8 +249,8 @@ def test_a_killed_training_has_the_numbers_of_its_records(tmp_path: Path, capsys
     assert row.bytes_by_axes["x,y"] == 300 and row.goodput is not None and row.goodput.restarts == 0
     capsys.readouterr()
     main([str(folder), "--format", "md"])
-    torn_note = f"{metrics}: skipped the last line, which is incomplete\n"
-    assert capsys.readouterr().err == torn_note
+    torn_note = capsys.readouterr().err
+    assert torn_note.startswith(f"{metrics}: ") and "last line" in torn_note and torn_note.count("\n") == 1
     metrics.write_text('{"step\n' + metrics.read_text())
     main([str(folder)])
     assert capsys.readouterr().err == f"{metrics}: skipped 1 damaged line\n{torn_note}"

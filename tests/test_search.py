@@ -643,18 +643,18 @@ def test_devices_without_a_torus_have_one_topology() -> None:
         (("mesh=2x2x2", "mesh.placement=[x,y,z]"), "mesh.placement: mode=search chooses the placement"),
         (
             ("target.chip.hbm_gib=32", "mode.targets=[v5e-8,v5e-16]"),
-            "target.chip.hbm_gib cannot be set for several slices",
+            "target.chip.hbm_gib cannot be set",
         ),
-        (("target=cpu",), "target=cpu is not a chip with known speed"),
+        (("target=cpu",), "target=cpu is not a chip"),
         (
             ("target=v5e-8", "target.chip.hbm_gbs=null", "target.chip.ici_link_gbs=null"),
-            "target.chip=v5e sets no hbm_gbs, ici_link_gbs, so the step time cannot be predicted",
+            "target.chip=v5e sets no hbm_gbs, ici_link_gbs",
         ),
         (("target=auto", "target.chips=64"), "target.chips=64 needs a kind of chip"),
         (("mode.tokens=1e9", "steps=50"), "steps=50 cannot be combined with tokens=1e+09"),
         (("mode.search_batch=true",), "batch= cannot be combined with batch=auto"),
         (("mode.device_batches=[2,4]", "microbatches=2"), "microbatches= cannot be combined with device_batch=[2,4]"),
-        (("mode.device_batches=[]",), "device_batch=[] has no value to try. Use device_batch=[2,4], or leave it out."),
+        (("mode.device_batches=[]",), "device_batch=[] has no value"),
         (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 is unknown"),
     ],
 )
@@ -703,13 +703,13 @@ def test_shorthand_arguments_are_expanded(typed: list[str], written: list[str]) 
 
 
 def test_a_key_with_and_without_its_prefix_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^budget=1min and mode.budget=2min set the same key\."):
+    with pytest.raises(ValueError, match=r"^budget=1min and mode\.budget=2min "):
         expand_shorthand(["mode=search", "budget=1min", "mode.budget=2min"])
 
 
 def test_only_a_search_finds_a_batch() -> None:
     for arguments in (["batch=auto"], ["mode=compile", "batch=auto"]):
-        with pytest.raises(ValueError, match=r"^batch=auto: only mode=search .* mode=search batch=auto"):
+        with pytest.raises(ValueError, match=r"^batch=auto: .* mode=search batch=auto"):
             expand_shorthand(arguments)
 
 
@@ -808,7 +808,7 @@ def test_two_searches_do_not_run_in_one_folder(
     monkeypatch.setattr(fcntl, "flock", lock_like_nfs)
     with (
         lock_folder(Path("runs", "found"), make_request()),
-        pytest.raises(ValueError, match=f"^runs/found is in use by process {os.getpid()} on "),
+        pytest.raises(ValueError, match=f"^runs/found .* process {os.getpid()} "),
     ):
         search(*FAST_SEARCH)
     assert search(*FAST_SEARCH).status == 0
@@ -823,7 +823,7 @@ def test_an_incomplete_line_of_trials_does_not_stop_a_search(
     finished = search(*FAST_SEARCH)
     assert finished.status == 0 and finished.answer["best"]
     assert f"runs/found/{TRIALS_FILE}: skipped the last line" in finished.printed
-    with pytest.raises(ValueError, match="^runs/found is a search that only estimated its layouts"):
+    with pytest.raises(ValueError, match="^runs/found .*only estimated"):
         valkyrie.trials("runs/found")
 
 
@@ -855,14 +855,14 @@ def test_the_answer_if_no_layout_fits(
     assert [line.partition(":")[0] for line in text.splitlines()] == ["v5e", "v4"]
     assert text.splitlines()[0].endswith("target=v5e-16.") and "target=v4-" in text.splitlines()[1]
     monkeypatch.setattr(mode, "build_shortlist", lambda ranked: Shortlist([], [], []))
-    assert mode._suggest_chips(request, "v5e").startswith("No slice up to 256 chips (target=v5e-256) is enough. ")
-    request = make_request("batch=1")
-    text = "No slice up to 256 chips (target=v5e-256) is enough. Use a smaller model."
-    assert mode._suggest_chips(request, "v5e") == text
+    text = mode._suggest_chips(request, "v5e")
+    assert "256 chips (target=v5e-256)" in text and text.endswith(" model or batch.")
+    text = mode._suggest_chips(make_request("batch=1"), "v5e")
+    assert "256 chips (target=v5e-256)" in text and text.endswith(" model.")
     for largest in (["mode.targets=[v5e-256]"], ["mode.targets=[v5e-128]", "target.slices=2"]):
         request = parse_request(parse_run([*both, *largest, "partition=fsdp", "remat=full"]))
-        text = "No slice of v5e has more chips. Use a smaller model or batch."
-        assert mode._suggest_chips(request, "v5e") == text
+        text = mode._suggest_chips(request, "v5e")
+        assert "v5e has more chips" in text and "target=" not in text and text.endswith(" model or batch.")
 
 
 def test_a_searched_batch_uses_95_percent_of_the_memory() -> None:
@@ -872,7 +872,7 @@ def test_a_searched_batch_uses_95_percent_of_the_memory() -> None:
     shortlist = make_shortlist(request)
     assert not shortlist.fitting
     text = mode._describe_no_fit(shortlist, request, CompiledLayouts(), request.space())
-    assert f" per device, and batch=auto uses at most {memory_text(0.95 * gib * 2**30)} (" in text
+    assert f"batch=auto uses at most {memory_text(0.95 * gib * 2**30)} (" in text
 
 
 def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
@@ -886,11 +886,11 @@ def test_there_is_no_answer_if_no_layout_should_fit_and_none_was_compiled(
 
     def refuse(request: SearchRequest, *arguments: Any) -> None:
         compiled_layouts = next(value for value in arguments if isinstance(value, CompiledLayouts))
-        compiled_layouts.stop_reason, compiled_layouts.is_refused = "LIBTPU_INIT_ARGS has a wrong flag.", True
+        compiled_layouts.stop_reason, compiled_layouts.is_refused = "LIBTPU_INIT_ARGS=--wrong", True
 
     monkeypatch.setattr(mode, "compile_best", refuse)
     status, answer, _, printed = search()
-    assert status == EXIT_REFUSED and not answer and printed.splitlines()[-1] == "LIBTPU_INIT_ARGS has a wrong flag."
+    assert status == EXIT_REFUSED and not answer and printed.splitlines()[-1] == "LIBTPU_INIT_ARGS=--wrong"
 
 
 def test_the_answer_if_no_layout_can_be_measured(
@@ -953,7 +953,7 @@ def test_compiler_options_tuned_for_a_slower_layout_are_not_used(
     monkeypatch.setattr(mode, "rank_measured_layouts", lambda question, rows, measures, compiles: rows[::-1])
     second = search("mode.tune=5min", "mode.compiles=2")
     assert second.answer["options"] == []
-    assert "The tuned options (xla_flag=300) were dropped" in second.printed
+    assert "tuned options (xla_flag=300)" in second.printed
 
 
 def test_the_ratio_of_a_compiled_layout_to_its_estimate(compiler: ScaledCompiler, tmp_path: Path) -> None:

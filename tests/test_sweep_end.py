@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def test_ctrl_c_ends_a_sweep_and_prints_its_table(
     result = command(*arguments)
     assert result.status == 130
     assert "s5_tiny 2x2x1-dp measure" in result.out and "1 ok" in result.out
-    note = "sweep interrupted: 1 trial recorded. To run the remaining trials: valkyrie-train " + " ".join(arguments)
-    assert note in result.out.splitlines()
+    (note,) = [line for line in result.out.splitlines() if line.startswith("sweep interrupted: 1 trial ")]
+    assert note.endswith(f": valkyrie-train {' '.join(arguments)}")
     assert tracker.logged == ["dp"]
 
 
@@ -57,8 +58,8 @@ def test_ctrl_c_before_a_trial_ends_prints_the_command_that_continues(
 ):
     fake_outcomes(monkeypatch, dp=KeyboardInterrupt())
     result = command(*ARGUMENTS, "partition=dp")
-    note = f"sweep interrupted: 0 trials recorded. To run the remaining trials: valkyrie-train {' '.join(ARGUMENTS)}"
-    assert (result.status, result.out) == (130, f"{note} partition=dp\n")
+    assert result.status == 130 and result.out.startswith("sweep interrupted: 0 trials ")
+    assert result.out.endswith(f": valkyrie-train {' '.join(ARGUMENTS)} partition=dp\n") and result.out.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -96,7 +97,7 @@ def test_a_sweep_of_a_mode_without_results_names_one_with_results(
 ):
     fake_outcomes(monkeypatch, dp=Status.ok)
     ended = command(*ARGUMENTS, "mode=show", "partition=dp")
-    assert "mode=show records no numbers. To compare memory and step time, use mode=compile" in ended.out.splitlines()
+    assert any(re.match("mode=show .* mode=compile", line) for line in ended.out.splitlines())
 
 
 def test_a_sweep_reports_settings_that_its_modes_do_not_read(

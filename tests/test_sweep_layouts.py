@@ -305,7 +305,7 @@ WRONG = {
     ),
     "text in vary that Hydra cannot parse": (
         ['+hydra.sweeper.space.vary={prompt:"it\'s"}'],
-        "prompt=it's has characters that need quotes. Write prompt=\"'...'\".",
+        "Write prompt=\"'...'\"",
     ),
     "an interval": (["seq=interval(1,9)"], "seq=interval(1,9): this sweeper"),
     "no microbatches": (["microbatches=two,1"], "microbatches=two,1: Value 'two'"),

@@ -35,14 +35,14 @@ def test_a_multirun_cannot_use_one_run_folder_for_all_trials(command: Any, tmp_p
 def test_an_interval_is_refused_by_the_default_sweeper(command: Any):
     result = command("-m", "optimizer.learning_rate=interval(1e-4,1e-2)")
     assert result.status == 2 and result.err.startswith("valkyrie-train: optimizer.learning_rate=interval(1e-4,1e-2): ")
-    assert result.err.endswith("use range(A,B). For an interval, use hydra/sweeper=optuna.\n")
+    assert "range(A,B)" in result.err and "hydra/sweeper=optuna" in result.err
 
 
 def test_a_sweep_does_not_write_into_the_folder_of_a_run(command: Any, tmp_path: Path):
     base = make_run(tmp_path / "runs", "base", "model=s5_tiny")
     for arguments in (["name=base"], ["hydra.sweep.dir=${runs}/base"]):
         result = command("-m", *arguments, "mode=show", "mesh=1x1x1", "partition=dp", "batch=2,4")
-        assert result.status == 2 and "name=base: runs/base is the folder of a run, not of a sweep." in result.err
+        assert result.status == 2 and "name=base: runs/base " in result.err and "not of a sweep" in result.err
     assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "run.yaml"]
 
 

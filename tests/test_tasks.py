@@ -47,7 +47,7 @@ def test_a_task_declares_its_requirements(tmp_path: Path, monkeypatch: pytest.Mo
     (problem,) = run_of("carrying_task", "microbatches=2").problems()
     assert (problem.code, problem.key, problem.value) == (ProblemCode.unsupported, "microbatches", 2)
     (tmp_path / "silent_task.py").write_text(CARRY_TASK.replace("return []", "return None"))
-    with pytest.raises(ValueError, match=r"problems\(\) of .*/silent_task.py returned None, not a list of Problem"):
+    with pytest.raises(ValueError, match=r"problems\(\) of .*/silent_task\.py .*None\b"):
         run_of("silent_task").problems()
     (unknown,) = run_of("no_such_task").problems()
     assert (unknown.code, unknown.key) == (ProblemCode.unknown_name, "task")

