@@ -367,6 +367,13 @@ def test_differing_processes_are_found(tmp_path: Path):
         assert "steps=4" in findings[1].text
 
 
+def test_processes_may_have_caches_in_different_folders(tmp_path: Path):
+    runs = [compose_run(*SMALL_OVERRIDES, f"data.cache_dir={tmp_path}/{index}") for index in range(2)]
+    (check,) = (check for check in TEAM_CHECKS if check.name == "same settings")
+    for findings in run_teams(2, lambda team: run_checks([check], CheckContext(runs[team.index], 2, team))):
+        assert [finding.severity for finding in findings] == [OK]
+
+
 def test_differing_data_is_found():
     runs = [compose_run(*SMALL_OVERRIDES, f"data.documents={documents}") for documents in (60, 60, 61)]
     for run in runs[1:]:

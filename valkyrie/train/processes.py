@@ -59,12 +59,12 @@ def agree_on_versions(team: Team) -> None:
 
 
 def agree_on_configuration(team: Team, run: Run) -> None:
-    """Check that all processes have the same settings, except for `distributed`.
+    """Check that all processes have the same settings, except for `distributed` and `data.cache_dir`.
 
-    Raises ValueError, naming the keys that differ.
+    The cache may be in the home folder, which differs between users. Raises ValueError, naming the keys that differ.
     """
-    settings = {key: value for key, value in run.record().items() if key != "distributed"}
-    team.agree("configuration", {key: repr(value) for key, value in flatten(settings).items()})
+    settings = flatten({key: value for key, value in run.record().items() if key != "distributed"})
+    team.agree("configuration", {key: repr(value) for key, value in settings.items() if key != "data.cache_dir"})
 
 
 def silence_workers(team: Team) -> None:
