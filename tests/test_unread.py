@@ -142,7 +142,7 @@ def test_used_settings_are_not_reported():
 def test_processes_of_a_run_alone_are_reported():
     alone = valkyrie.compose("model=gpt_tiny", "distributed=off", "distributed.timeout_s=9")
     (note,) = unread_notes(alone)
-    assert note.startswith("distributed.timeout_s=9 has no effect: distributed=off ")
+    assert note.startswith("distributed.timeout_s=9 ") and "distributed=off " in note
 
 
 def test_axis_names_that_the_partition_does_not_use_are_reported(monkeypatch: pytest.MonkeyPatch):
@@ -150,7 +150,7 @@ def test_axis_names_that_the_partition_does_not_use_are_reported(monkeypatch: py
     monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,fsdp")
     assert unread_notes(valkyrie.compose("model=gpt_tiny", "mode=show")) == []
     (note,) = unread_notes(valkyrie.compose("model=gpt_tiny", "mode=show", "partition=fsdp"))
-    assert note.startswith("TPU_AXIS_NAMES=data,model,fsdp has no effect: partition=fsdp ")
+    assert note.startswith("TPU_AXIS_NAMES=data,model,fsdp ") and "partition=fsdp " in note
     monkeypatch.delenv("TPU_MESH_CONFIG")
     typed = ("mesh=2x2x2", "partition=fsdp", "mesh.names=[data,model,fsdp]")
     assert len(unread_notes(valkyrie.compose("model=gpt_tiny", "mode=show", *typed))) == 1
