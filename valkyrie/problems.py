@@ -94,7 +94,7 @@ class Range:
 
     def __contains__(self, value: Number) -> bool:
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))  # a float cannot hold every integer
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)

@@ -192,9 +192,11 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
     try:
         raise_problems(training_run.problems())
     except ValueError as error:
-        if isinstance(config, SliceConfig) and config.slice != config.target:
-            raise ValueError(f"{config.slice_setting}: {error}") from error  # the user has not typed target=SLICE
-        raise
+        if not isinstance(config, SliceConfig):
+            raise
+        text = str(error).replace("target.slices=", "slices=")  # as written before --
+        prefix = "" if config.slice == config.target else f"{config.slice_setting}: "  # if target=SLICE was not written
+        raise ValueError(f"{prefix}{text}") from error
 
 
 def _refuse_other_target(requested_target: TargetConfig, rented_target: TargetConfig) -> None:
