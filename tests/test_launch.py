@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -400,14 +400,19 @@ def test_a_config_folder_outside_the_clone_is_noted(target: str):
         assert sum("inside the clone" in note for note in plan.notes) == note_count
 
 
-def test_a_config_folder_that_is_not_committed_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("committed", "changed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.py").touch()
+def commit_files(folder: Path, contents: Mapping[str, str]) -> None:
+    """Write files in a folder and commit them there."""
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
     user = ("-c", "user.name=a", "-c", "user.email=a@b")
     for words in (("init", "-q"), ("add", "."), (*user, "commit", "-qm", "a")):
-        subprocess.run(["git", *words], check=True)
+        subprocess.run(["git", *words], check=True, cwd=folder)
+
+
+def test_a_config_folder_that_is_not_committed_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    commit_files(tmp_path, {f"{name}/a.py": "" for name in ("committed", "changed")})
     (tmp_path / "changed" / "b.py").touch()
     (tmp_path / "ignored").mkdir()
     (tmp_path / "ignored" / "a.py").touch()
@@ -528,12 +533,12 @@ def write_program(folder: Path, name: str, code: str, flags: str = " -S") -> Non
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of fake programs at the front of the PATH, in the working directory. Its `git` does nothing."""
+    """A folder of fake programs at the front of the PATH, in the working directory. Its `git` prints our package."""
     folder = tmp_path / "programs"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    write_program(folder, "git", "")
+    write_program(folder, "git", "print('valkyrie-jax')")
     return folder
 
 
@@ -647,7 +652,6 @@ def test_the_command_creates_a_slice_and_prints_how_to_delete_it(programs: Path,
     write_program(programs, "gcloud", GCLOUD)
     monkeypatch.setenv("STATE", str(programs / "state"))
     monkeypatch.setattr(tpu_vm, "_POLL_S", 0.01)
-    Path("pyproject.toml").touch()
     command = ["target=v5e-8", "--run", "--", "model=gpt_tiny", "mesh=2x4x1", "name=mine"]
     (programs / "state.train").write_text("0 0")
     for actions in (["create"], ["create", "ssh pkill -TERM", "ssh pkill -KILL"]):
@@ -724,6 +728,20 @@ def test_run_reports_the_step_that_fails_and_success(programs: Path, capsys: pyt
     assert status == 127 and "step 2 (submit the job)" in err and "status 127" in err and "all" not in err
 
 
-def test_code_is_only_copied_from_a_git_clone(programs: Path, capsys: pytest.CaptureFixture[str]):
-    status, _, err = run_launch(capsys, "target=v4-64", "--run", "--", "name=mine", "mesh=4x4x2")
-    assert status == 2 and "pyproject.toml" in err.splitlines()[-1]
+@pytest.mark.parametrize("target", ["target=v4-64", "target=ssh hosts=a", "target=skypilot slice=v4-64"])
+@pytest.mark.parametrize("flags", [(), ("--run",)])
+def test_code_is_copied_only_from_a_clone(
+    target: str, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    """A folder without git, and a repository of another project, are refused before anything is rented."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    arguments = (*target.split(), *flags, "--", "name=mine", "mesh=4x4x2", "runs=/mnt/runs")
+    status, out, err = run_launch(capsys, *arguments)
+    assert (
+        (status, out) == (2, "") and err.startswith(f"valkyrie-launch: {target.split()[0]} ") and str(tmp_path) in err
+    )
+    commit_files(tmp_path, {"pyproject.toml": "[project]\nname = 'other'\n"})
+    assert run_launch(capsys, *arguments)[:2] == (2, "")
+    commit_files(tmp_path, {"pyproject.toml": "[project]\nname = 'valkyrie-jax'\n"})
+    assert flags or run_launch(capsys, *arguments)[0] == 0

@@ -147,6 +147,8 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
     """
     overrides, name_added = add_name(settings, config.name)
     config = replace(config, name=key_values(overrides).get("name") or config.name)
+    if problems := config.code_problems():
+        raise ValueError(" ".join(problems))
     if not config.runs_immediately:
         _refuse_illegal_training(config, overrides)
     plan = config.checked_plan(overrides)

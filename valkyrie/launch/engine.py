@@ -64,6 +64,10 @@ class EngineConfig(ABC):
                 problems.append(f"{key}={value!r} contains spaces. Remove them.")
         return problems
 
+    def code_problems(self) -> list[str]:
+        """Return an error message if the engine copies the current folder to the hosts, and that has no code."""
+        return []
+
     @abstractmethod
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return the steps that start a training run with these arguments of `valkyrie-train`."""

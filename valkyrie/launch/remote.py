@@ -15,6 +15,8 @@ from valkyrie.runs.folder import key_values, split_override
 ARCHIVE_COMMAND = ("git", "archive", "--format=tar.gz")
 """Command that packs the tracked files of a commit. Runs, data and secrets are not tracked."""
 
+_PACKAGE = "valkyrie-jax"
+"""The package that the code copied to a host must be, or depend on."""
 _TRAINING_PROCESS = r"^[^ ]*python[0-9.]* [^ ]*/valkyrie-train "
 _SIGNAL_TIMEOUT_S = 120.0
 """Seconds to wait for the command that sends a signal to a host."""
@@ -28,12 +30,28 @@ def folder_problems(folder: str) -> list[str]:
     return [f"folder={folder} cannot start with ~. Use folder=NAME for a folder in the home folder, or folder=/PATH."]
 
 
-def check_clone() -> None:
-    """Raise ValueError if the current folder, from which the code is copied, is not a clone of the repository."""
-    if not Path("pyproject.toml").is_file():
-        raise ValueError(
-            "the current folder has no pyproject.toml. Change to your clone of Valkyrie, from which the code is copied."
-        )
+def code_problems(target: str, *, only_committed: bool = True) -> list[str]:
+    """Return an error message if the current folder, which is copied to the hosts, is no project that uses Valkyrie.
+
+    Args:
+        target: the value of `target=`, for the message.
+        only_committed: whether the files of the last commit are copied, as opposed to those of the folder.
+    """
+    file = Path("pyproject.toml")
+    if only_committed:
+        command = ("git", "show", f"HEAD:./{file}")
+        project = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    else:
+        project = file.read_text(errors="replace") if file.is_file() else ""
+    if _PACKAGE in project:
+        return []
+    source = "the last commit of the current folder" if only_committed else "the current folder"
+    clone = Path(__file__).parents[2]
+    example = f": cd {shell_text((str(clone),))}" if (clone / file).is_file() and clone != Path.cwd() else ""
+    return [
+        f"target={target} copies the code from {source} ({Path.cwd()}), which has no {file} of Valkyrie. Start "
+        f"valkyrie-launch in your clone of Valkyrie{example}"
+    ]
 
 
 def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -64,7 +82,7 @@ def _commit_fault(folder: str) -> str | None:
         return f"does not exist (current folder: {Path.cwd()})"
     command = ("git", "status", "--porcelain", "--ignored", "--", folder, ":(exclude)*__pycache__*")
     changes = subprocess.run(command, capture_output=True, text=True, check=False)
-    if changes.returncode == 0 and changes.stdout:
+    if changes.returncode != 0 or changes.stdout:
         return "has files that are not committed"
     return None
 

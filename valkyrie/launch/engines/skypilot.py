@@ -38,6 +38,10 @@ class Config(RentedConfig):
         text = f"slice={self.slice} is not available with target=skypilot, which supports these {available_slices}."
         return [] if is_available else [text]
 
+    def code_problems(self) -> list[str]:
+        """Return an error message if the current folder has no code to copy."""
+        return remote.code_problems(self.target, only_committed=False)
+
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return the steps that write the task and submit it."""
         name = resource_name(self.name)

@@ -58,6 +58,10 @@ class Config(EngineConfig):
             )
         return problems
 
+    def code_problems(self) -> list[str]:
+        """Return an error message if the current folder has no code to copy."""
+        return remote.code_problems(self.target)
+
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return the steps that copy the code to all hosts and train there."""
         notes = (
@@ -69,7 +73,6 @@ class Config(EngineConfig):
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
         """Train on all hosts, and restart after a crash. Returns the exit status."""
-        remote.check_clone()
         return self.supervisor(overrides).run()
 
     def supervisor(self, overrides: Sequence[str]) -> Supervisor:

@@ -72,6 +72,10 @@ class Config(RentedConfig):
             )
         return problems
 
+    def code_problems(self) -> list[str]:
+        """Return an error message if the current folder has no code to copy."""
+        return remote.code_problems(self.target)
+
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return the gcloud commands that rent the slice, train on it, monitor it and delete it."""
         restart_note = (
@@ -97,7 +101,6 @@ class Config(RentedConfig):
 
         Restarts after a crash or preemption, as long as this process runs.
         """
-        remote.check_clone()
         try:
             return self.supervisor(overrides).run()
         finally:
