@@ -182,6 +182,18 @@ def test_an_error_in_the_module_of_a_block_is_located(tmp_path):
         ("split(key, 3)", "split(key, 4)", 1, ", in __init__: ValueError: zip() argument 2 is longer than argument 1"),
         ('"bse,eu->bsu", x,', '"bse,eu->bsu", x[..., :16],', 1, ", in project_in: ValueError: Size of label 'e' for"),
         (
+            'shard(product, "batch", "seq", "units")',
+            'shard(product, "batch", "seq", "unit")',
+            1,
+            ", in project_in: unit is",
+        ),
+        (
+            "numerics=self.numerics, name=name",
+            "numerics=self.numeric, name=name",
+            1,
+            ", in project_in: AttributeError: ",
+        ),
+        (
             "return y,",
             "return y[..., :16],",
             2,
@@ -193,6 +205,7 @@ def test_an_error_in_the_module_of_a_block_is_located(tmp_path):
         refusal = train_with(folder, *OWN_FEED_FORWARD, "steps=1", "mesh=1x1x1", "model.layers=2")
         assert refusal.returncode == status and message.replace("FILE", str(module)) in refusal.stderr, refusal.stderr
         assert refusal.stderr.splitlines()[-1].startswith("valkyrie-train: ") and str(module) in refusal.stderr
+        assert "Traceback" not in refusal.stderr
 
 
 def test_wrong_problems_name_the_module_of_the_block(tmp_path):

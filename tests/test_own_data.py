@@ -185,7 +185,8 @@ def test_an_error_in_a_users_source_is_located(folder: Path):
     data = ("data=tickets_5", "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
     result = train_with(folder, *SMALL, *data)
     assert result.returncode == 1
-    assert "KeyError: 2\n" in result.stderr and "data.source=tickets_5, document 3" in result.stderr
+    assert "KeyError: 2; " in result.stderr and "data.source=tickets_5, document 3" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_checks_of_a_users_source_and_task_refuse_mistakes(folder: Path):

@@ -422,16 +422,17 @@ def test_a_failed_write_on_one_process_ends_all_processes(tmp_path: Path):
     assert "at step 3" in log and "no space left" in log
 
 
+@pytest.mark.parametrize("kind", ["ValueError", "AttributeError", "FileNotFoundError"])
 def test_an_error_in_a_users_module_ends_a_run_with_its_own_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
 ):
-    (tmp_path / "failing_module.py").write_text("def fail(): raise ValueError('no')")
+    (tmp_path / f"failing_{kind}.py").write_text(f"def fail(): raise {kind}('no')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("VALKYRIE_MODULES", str(tmp_path))
     statuses: list[int] = []
     monkeypatch.setattr("valkyrie.train.processes.end_process", lambda status, reason: statuses.append(status))
     with abort_all_on_error(ALONE):
-        import_module("failing_module").fail()
+        import_module(f"failing_{kind}").fail()
     assert statuses == [USER_CODE_FAILED]
     err = capfd.readouterr().err
-    assert "in fail: ValueError: no " in err and "HYDRA_FULL_ERROR=1" in err
+    assert f"in fail: {kind}: no " in err and "HYDRA_FULL_ERROR=1" in err and "Traceback" not in err

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from valkyrie.paths import cache_root, read_defaults
-from valkyrie.problems import describe_value
+from valkyrie.problems import MisuseError, describe_value
 
 _PACKAGE = Path(__file__).parent
 
@@ -286,28 +286,35 @@ def _remembered_file() -> Path:
     return cache_root() / "modules.txt"
 
 
-def describe_user_error(error: Exception) -> str | None:
-    """Return `FILE, line N, in FUNCTION: ValueError: TEXT` if a user's module caused a ValueError, or else None.
+def describe_user_error(error: BaseException) -> str | None:
+    """Return `FILE, line N, in FUNCTION: TypeError: TEXT` if a user's module caused an error, or else None.
 
-    An error of a `raise` statement of Valkyrie in a call from a user's module is Valkyrie's. One that a library
-    raises in such a call is the user's.
+    An error that a library raises in a call from a user's module is the user's, and so is MisuseError. An error of a
+    `raise` statement of Valkyrie in such a call is Valkyrie's, and so is any other error than ValueError in its lines.
     """
-    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, ValueError) else []
-    for frame in reversed(frames):
-        file = Path(os.path.realpath(frame.filename))
-        # JAX removes its own frames, so the last frame may be a call to JAX.
-        if frame is frames[-1] and file.is_relative_to(_PACKAGE) and (frame.line or "").startswith("raise "):
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, Exception) else []
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    user_notes = [note for note in notes if not note.startswith("---")]
+    if frames and not isinstance(error, MisuseError) and _is_package_file(frames[-1].filename):
+        # JAX removes its own frames and adds a note, so the last frame may be a call to JAX.
+        is_raised_by_library = len(user_notes) < len(notes) or isinstance(error, ValueError)
+        if (frames[-1].line or "").startswith("raise ") or not is_raised_by_library:
             return None
-        if _is_user_file(file):
-            notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("---")]  # not those of JAX
-            text = "; ".join(map(str, (error, *notes))).replace("\n", " ")
-            return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {type(error).__name__}: {text}"
+    for frame in reversed(frames):
+        if _is_user_file(Path(os.path.realpath(frame.filename))):
+            text = "; ".join([str(error), *user_notes]).replace("\n", " ")
+            kind = "" if isinstance(error, MisuseError) else f"{type(error).__name__}: "
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {kind}{text}"
     return None
 
 
 def is_own_file(filename: str) -> bool:
     """Return whether a file of a traceback belongs to Valkyrie or to a folder of the user's modules."""
-    return Path(filename).is_relative_to(_PACKAGE) or _is_user_file(Path(os.path.realpath(filename)))
+    return _is_package_file(filename) or _is_user_file(Path(os.path.realpath(filename)))
+
+
+def _is_package_file(filename: str) -> bool:
+    return Path(os.path.realpath(filename)).is_relative_to(_PACKAGE)
 
 
 def _is_user_file(file: Path) -> bool:

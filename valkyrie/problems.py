@@ -204,6 +204,10 @@ class Problem:
         return "·".join(f"{axis}={n}" for axis, n in zip(self.mesh_axes, self.mesh_sizes, strict=True))
 
 
+class MisuseError(ValueError):
+    """A user's module passed a wrong argument to a function of Valkyrie. The message of a command names its line."""
+
+
 class ProblemError(ValueError):
     """A run is illegal. The message has one line for each of its `problems`, which all have different messages."""
 

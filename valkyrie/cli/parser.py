@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from valkyrie.extensions import describe_user_error
+from valkyrie.extensions import FULL_ERROR, TRACEBACK_HINT, describe_user_error
 from valkyrie.paths import error_reason
 from valkyrie.problems import suggest
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED, USER_CODE_FAILED, limit_failed_exit
@@ -82,9 +82,9 @@ def _advice(parser: argparse.ArgumentParser, word: str) -> str:
 def run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:
     """Run a command, and exit the process if `body` returns a status or fails.
 
-    For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2, or 1 if a
-    user's module raised it. If `argv` is None and the command fails, also forces the process to exit if the
-    interpreter's exit hangs (`limit_failed_exit`).
+    For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2. For any error
+    that a user's module raises, exits with status 1, and HYDRA_FULL_ERROR=1 shows the traceback. If `argv` is None and
+    the command fails, also forces the process to exit if the interpreter's exit hangs (`limit_failed_exit`).
 
     Args:
         command: Name of the command, for messages.
@@ -106,13 +106,17 @@ def _run_command(command: str, body: Callable[[list[str]], int | None], argv: Se
         sys.stdout.flush()
     except BrokenPipeError:
         exit_on_broken_pipe()
-    except (ValueError, OSError) as error:
-        if user_error := describe_user_error(error):
-            fail(command, user_error, USER_CODE_FAILED)
-        fail(command, error_text(error))
     except KeyboardInterrupt:
         print(f"{command}: stopped", file=sys.stderr)
         status = EXIT_INTERRUPTED
+    except Exception as error:
+        if user_error := describe_user_error(error):
+            if os.environ.get(FULL_ERROR) == "1":
+                raise
+            fail(command, f"{user_error} {TRACEBACK_HINT}", USER_CODE_FAILED)
+        if not isinstance(error, ValueError | OSError):
+            raise
+        fail(command, error_text(error))
     if status is not None:
         sys.exit(status)
 

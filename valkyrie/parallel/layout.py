@@ -22,7 +22,7 @@ from valkyrie.parallel.partition import (
 from valkyrie.parallel.problems import FindNearest, add_advice, layout_problems
 from valkyrie.parallel.remat import SAVE_EVERYTHING, RematConfig
 from valkyrie.parallel.schedule import Pipeline
-from valkyrie.problems import Problem, check_range
+from valkyrie.problems import MisuseError, Problem, check_range, suggest
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class Layout:
 
     def shard_count(self, logical: str) -> int:
         """Return the number of parts into which a logical axis of activations is split."""
-        return self.axes_size(self.activations[logical])
+        return self.axes_size(find_rule(logical, self.activations))
 
     def stored_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split a stored parameter with these logical axes."""
-        return tuple(() if a is None else self.parameters[a] for a in axes)
+        return tuple(() if a is None else find_rule(a, self.parameters) for a in axes)
 
     def gathered_axes(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes over which a parameter is gathered for use (`find_gathered_axes`)."""
@@ -144,7 +144,7 @@ class Layout:
     def activation_axes(self, axes: Sequence[Axis]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes of an activation. A dimension may have a tuple of logical axes."""
         dimensions = (() if a is None else (a,) if isinstance(a, str) else a for a in axes)
-        return tuple(tuple(m for a in logical for m in self.activations[a]) for logical in dimensions)
+        return tuple(tuple(m for a in logical for m in find_rule(a, self.activations)) for logical in dimensions)
 
     def optimizer_axes(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes that split the optimizer state of a parameter.
@@ -203,7 +203,16 @@ def find_gathered_axes(
     if logical is None or logical in dispatched_axes:
         return ()
     data_axes = {*activations[BATCH], *activations[SEQ]} - {*parameters.get(LAYERS, ())}
-    return tuple(axis for axis in parameters[logical] if axis in data_axes)
+    return tuple(axis for axis in find_rule(logical, parameters) if axis in data_axes)
+
+
+def find_rule(logical: str, rules: Rules) -> tuple[str, ...]:
+    """Return the mesh axes of a logical axis. Raises MisuseError if `rules` do not have it, as after a typo."""
+    if logical not in rules:
+        nearest = suggest(logical, rules)
+        hint = f"Did you mean {nearest}?" if nearest else f"Use one of {', '.join(rules)}."
+        raise MisuseError(f"{logical} is not a logical axis of this model. {hint}")
+    return rules[logical]
 
 
 def make_layout(

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from valkyrie.axes import BATCH, SEQ, Axis, CombinedAxes, LayerFunction, LossHead, apply_head, scan_layers
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.parallel.alternating import run_1f1b
-from valkyrie.parallel.layout import Layout
+from valkyrie.parallel.layout import Layout, find_rule
 from valkyrie.parallel.partition import GradientSum
 from valkyrie.parallel.pipeline import run_pipeline, save_without_copies
 
@@ -125,7 +125,7 @@ class MeshShard:
 
     def activation_mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes, of size above 1, over which a logical axis of activations is split."""
-        return tuple(m for m in self.layout.activations[axis] if self.layout.mesh.axes[m] > 1)
+        return tuple(m for m in find_rule(axis, self.layout.activations) if self.layout.mesh.axes[m] > 1)
 
     def shard_count(self, axis: str) -> int:
         """Return the number of shards of a logical axis of activations."""

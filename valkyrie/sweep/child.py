@@ -46,7 +46,7 @@ def main() -> None:
 def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> Outcome:
     """Call `work` and return its outcome, or convert its exception to an outcome.
 
-    The status is `does_not_fit` if memory is exceeded, `refused` for other ValueErrors and OSErrors, except ValueErrors
+    The status is `does_not_fit` if memory is exceeded, `refused` for other ValueErrors and OSErrors, except those
     that a user's module raises, and `failed` for other exceptions. Prints the traceback to `log`, or to stderr if `log`
     is None.
     """
@@ -56,14 +56,15 @@ def capture_outcome(work: Callable[[], Outcome], log: TextIO | None = None) -> O
         traceback.print_exc(file=log)
         if isinstance(error, DoesNotFitError):
             return Outcome(Status.does_not_fit, str(error))
+        if is_out_of_memory(str(error)) and not isinstance(error, ValueError | OSError):
+            return replace(failed_outcome(f"{type(error).__name__}: {error}"), status=Status.does_not_fit)
         if user_error := describe_user_error(error):
             return failed_outcome(user_error)
         if isinstance(error, ValueError | OSError):  # the user's mistakes, as in a single run
             problems = error.problems if isinstance(error, ProblemError) else ()
             reason = " ".join(line.strip() for line in str(error).splitlines())
             return Outcome(Status.refused, reason, problems=tuple(problem.to_record() for problem in problems))
-        failure = failed_outcome(f"{type(error).__name__}: {error}")
-        return replace(failure, status=Status.does_not_fit) if is_out_of_memory(str(error)) else failure
+        return failed_outcome(f"{type(error).__name__}: {error}")
 
 
 def _run_mode(folder: Path) -> Outcome:

@@ -108,9 +108,10 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
     """End all processes after an error in this one. JAX's own shutdown would wait for the others.
 
     After ValueError or OSError, prints the name of the `command` and the message, and all processes end with status 2.
-    If a user's module raised the ValueError, this process ends with status `USER_CODE_FAILED`. SystemExit ends this
-    process with its status. Any other exception is printed with its traceback and ends this process with status 1. In
-    these three cases, the other processes end with status `EXIT_LOST`, or 2 if this one does.
+    After any error that a user's module raised, prints such a line too, and this process ends with status
+    `USER_CODE_FAILED`. SystemExit ends this process with its status. Any other exception is printed with its traceback
+    and ends this process with status 1. In these three cases, the other processes end with status `EXIT_LOST`, or 2 if
+    this one does.
     """
     try:
         yield
@@ -119,10 +120,15 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
         if status == 1:  # possibly a save that failed because another process died
             time.sleep(_ERROR_REPORT_DELAY_S)
         _end_all(team, status, f"it ended with status {status}")
-    except (ValueError, OSError) as error:
+    except BaseException as error:
+        user_error = describe_user_error(error)
+        if not (user_error or isinstance(error, ValueError | OSError)):
+            time.sleep(_ERROR_REPORT_DELAY_S)
+            traceback.print_exc()
+            return _end_all(team, 1, f"{type(error).__name__}: {first_line(error)[:300]}")
         if os.environ.get(FULL_ERROR) == "1":
             traceback.print_exc()
-        prefix, user_error = "" if team.is_leader else f"process {team.index}: ", describe_user_error(error)
+        prefix = "" if team.is_leader else f"process {team.index}: "
         text = f"{user_error} {TRACEBACK_HINT}" if user_error else str(explain(error, []))
         print(f"{command}: {prefix}{text}", file=sys.stderr)
         from valkyrie.train.room import (
@@ -132,10 +138,6 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
         # Only trial records see OUT_OF_MEMORY: the process exits with EXIT_REFUSED.
         status = OUT_OF_MEMORY if isinstance(error, DoesNotFitError) else EXIT_REFUSED
         _end_all(team, USER_CODE_FAILED if user_error else status, text)
-    except BaseException as error:
-        time.sleep(_ERROR_REPORT_DELAY_S)
-        traceback.print_exc()
-        _end_all(team, 1, f"{type(error).__name__}: {first_line(error)[:300]}")
 
 
 def _end_all(team: Team, status: int, reason: str) -> None:
