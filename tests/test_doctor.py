@@ -29,7 +29,7 @@ from valkyrie.config.run import Run
 from valkyrie.data.prepare import prepare
 from valkyrie.doctor import disks, host
 from valkyrie.doctor.disks import state_bytes
-from valkyrie.doctor.examine import HOST_CHECKS, RESUME_CHECK, TEAM_CHECKS, check_clocks
+from valkyrie.doctor.examine import HOST_CHECKS, RESUME_CHECK, TEAM_CHECKS, check_clocks, check_device_memory
 from valkyrie.doctor.findings import (
     FAILURE,
     OK,
@@ -143,6 +143,21 @@ def test_a_held_libtpu_lock_is_found(proc: Path):
         fcntl.flock(file, fcntl.LOCK_EX)
         severity, text, _ = single_finding(host.check_chips_free, compose_run(*SMALL_OVERRIDES))
     assert severity == FAILURE and text.startswith(f"{lockfile} is locked")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "severity"),
+    [
+        (("partition=fsdp",), OK),
+        (("partition=fsdp", "batch=2048", "remat=none"), WARNING),
+        (("partition=dp", "force=true"), WARNING),
+        (("partition=dp",), FAILURE),
+    ],
+)
+def test_the_device_memory_of_the_target_must_hold_the_run(overrides: tuple[str, ...], severity: str):
+    run = compose_run("target=v4-64", "model=llama_7b", "mesh=32x1x1", "batch=32", *overrides)
+    (finding,) = run_checks([Check("device memory", check_device_memory)], CheckContext(run))
+    assert finding.severity == severity and "30.8 GiB" in finding.text
 
 
 def test_host_memory_must_hold_its_part_of_the_state(monkeypatch: pytest.MonkeyPatch):

@@ -258,6 +258,7 @@ def test_a_long_command_is_wrapped_before_its_flags():
         "target=v5e-8 -- model=gpt_tiny mesh=2x4x1 --run",
         "target=v5e-8 -- model=gpt_tiny mesh=2x4x1 mode=compile",
         "target=slurm slice=h100-16 -- mode=search target=h100-16",
+        "target=v4-64 -- model=llama_7b mesh=32x1x1 partition=dp batch=32",
         "target=v4-64 -- model=gpt_tiny mesh=4x4x2 distributed=off",
         "target=ssh hosts=[a,b] -- distributed=off",
         "target=local -- distributed=off",
@@ -286,6 +287,18 @@ def test_a_plan_for_a_valid_target_or_a_stored_run_is_printed(capsys: pytest.Cap
     ):
         status, out, _ = run_launch(capsys, *line.split())
         assert status == 0 and out, line
+
+
+def test_a_run_that_may_not_fit_in_the_memory_of_the_slice_is_noted(capsys: pytest.CaptureFixture[str]):
+    settings = "target=v4-64 -- model=llama_7b mesh=32x1x1 name=mine runs=/mnt/runs"
+    for more, words in (
+        ("partition=dp batch=32 force=true", "does not fit: "),
+        ("partition=fsdp batch=2048 microbatches=1 remat=none", "does not fit: "),
+        ("partition=fsdp batch=32", None),
+    ):
+        status, out, err = run_launch(capsys, *f"{settings} {more}".split())
+        note = next((line for line in out.splitlines() if "GiB" in line), "# None")
+        assert (status, err) == (0, "") and note.startswith(f"# {words}"), note
 
 
 def test_more_processes_than_the_cores_support_are_refused(capsys: pytest.CaptureFixture[str]):

@@ -32,8 +32,8 @@ from valkyrie.train.memory import (
     to_candidates,
 )
 from valkyrie.train.program import StepProgram
-from valkyrie.train.room import DoesNotFitError, check_memory_fit, explain_oom
-from valkyrie.train.show import describe_fit, show_run
+from valkyrie.train.room import DoesNotFitError, check_memory_fit, describe_fit, explain_oom
+from valkyrie.train.show import show_run
 from valkyrie.units import GIB
 
 LARGE = ("model=llama_8b", "mesh=1x1x1", "partition=dp", "batch=1", "seq=16")

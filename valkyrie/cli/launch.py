@@ -149,9 +149,10 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
     config = replace(config, name=key_values(overrides).get("name") or config.name)
     if problems := config.code_problems():
         raise ValueError(" ".join(problems))
-    if not config.runs_immediately:
-        _refuse_illegal_training(config, overrides)
+    memory_note = None if config.runs_immediately else _check_training(config, overrides)
     plan = config.checked_plan(overrides)
+    if memory_note is not None:
+        plan = replace(plan, notes=(*plan.notes, memory_note))
     if name_added:
         print_message(f"added name={config.name}, so that a restart continues this run")
     if not execute and not config.runs_immediately:
@@ -172,19 +173,21 @@ def _refuse_other_name(name: str, overrides: Sequence[str]) -> None:
         )
 
 
-def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> None:
+def _check_training(config: EngineConfig, overrides: Sequence[str]) -> str | None:
     """Raise ValueError for a training run that could not start on its target, before anything is rented.
 
-    Skips sweeps, other modes, and runs with settings that may be stored only on other machines.
+    Returns a note if the run may not fit in the memory of the target's devices, else None. Skips sweeps, other modes,
+    and runs with settings that may be stored only on other machines.
     """
     if not is_single_training(overrides) or "resume" in key_values(overrides):
-        return  # the settings of a run to resume may be stored elsewhere
+        return None  # the settings of a run to resume may be stored elsewhere
     from valkyrie.config.arguments import parse_run
     from valkyrie.config.saved import config_dirs, config_path
+    from valkyrie.train.room import check_target_fit
 
     flags = split_flags(overrides)[0]
     if config_path(flags) or not all(Path(folder).is_dir() for folder in config_dirs(flags)):
-        return  # the folder may exist only on the hosts
+        return None  # the folder may exist only on the hosts
     training_run = parse_run(overrides)
     rented_target = config.full_target if isinstance(config, SliceConfig) else None
     if rented_target is not None and training_run.config.target.name == AUTO_TARGET:
@@ -193,6 +196,7 @@ def _refuse_illegal_training(config: EngineConfig, overrides: Sequence[str]) -> 
         _refuse_other_target(training_run.config.target, rented_target)
     try:
         raise_problems(training_run.problems())
+        return check_target_fit(training_run)
     except ValueError as error:
         if not isinstance(config, SliceConfig):
             raise

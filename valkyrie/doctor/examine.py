@@ -25,7 +25,9 @@ from valkyrie.doctor.findings import (
 from valkyrie.processes.distributed import find_process, join_team, start_jax
 from valkyrie.processes.team import ALONE, ConnectedTeam, Team
 from valkyrie.train.devices import acquire_devices, configure_jax
+from valkyrie.train.memory import estimated_memory
 from valkyrie.train.processes import abort_all_on_error, agree_on_configuration, agree_on_versions, silence_workers
+from valkyrie.train.room import check_target_fit, describe_target_fit
 
 if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
@@ -63,12 +65,25 @@ def check_clocks(context: CheckContext) -> CheckResults:
         yield OK, f"the clocks agree with process 0 within {disks.MAX_CLOCK_DIFFERENCE_S:g} s"
 
 
+def check_device_memory(context: CheckContext) -> CheckResults:
+    """Check that the run fits in the memory of a device of its target. Skipped if the size of that memory is unknown.
+
+    Fails if the state and the gradients alone exceed it, and warns if the estimate with activations may exceed it.
+    """
+    misfit, fit = check_target_fit(context.run), describe_target_fit(context.run, estimated_memory(context.run))
+    if misfit is not None:
+        yield WARNING, misfit
+    elif fit is not None:
+        yield OK, fit
+
+
 HOST_CHECKS = (
     Check("environment", host.check_environment),
     Check("chips", host.check_chips),
     Check("processes", host.check_processes),
     Check("chips free", host.check_chips_free),
     Check("versions", host.check_versions),
+    Check("device memory", check_device_memory),
     Check("host memory", host.check_host_memory),
     Check("open files", host.check_open_files),
     Check("run folder", disks.check_run_folder),

@@ -273,10 +273,15 @@ def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = N
     The size of the optimizer state comes from `abstract_state`, which has shapes and shardings. Arrays that the
     partition keeps in host memory are omitted.
     """
-    memory = MemoryEstimator(run, to_candidates([run])).estimate(remat or run.config.remat)
     on_device = run.layout.partition.optimizer_memory is MemoryKind.device
-    parts = {name: int(bytes_.item()) for name, bytes_ in vars(memory).items()}
-    return ExpectedMemory(**parts | {"optimizer": _shard_bytes(abstract_state.optimizer) if on_device else 0})
+    optimizer = _shard_bytes(abstract_state.optimizer) if on_device else 0
+    return replace(estimated_memory(run, remat), optimizer=optimizer)
+
+
+def estimated_memory(run: Run, remat: RematConfig | None = None) -> ExpectedMemory[int]:
+    """Return the device memory of a run like `expected_memory`, but estimate the size of the optimizer state, too."""
+    memory = MemoryEstimator(run, to_candidates([run])).estimate(remat or run.config.remat)
+    return ExpectedMemory(**{name: int(bytes_.item()) for name, bytes_ in vars(memory).items()})
 
 
 def _shard_bytes(abstract: Any) -> int:

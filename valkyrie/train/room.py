@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import allocated_bytes, is_out_of_memory
+from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.target import usable_hbm
 from valkyrie.host_memory import free_memory
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import config_files, read_config, read_defaults
-from valkyrie.train.memory import ExpectedMemory, expected_memory
-from valkyrie.units import gib_text, memory_text
+from valkyrie.train.memory import ExpectedMemory, estimated_memory, expected_memory, memory_estimate_errors
+from valkyrie.units import GIB, gib_text, memory_text
 
 if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 _CPU_ESTIMATE_FACTOR = 2.0
 """Factor by which simulated devices may exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
 
+FITS = "should fit"
+"""First words of `describe_fit` if the run should fit."""
 _SLICE_ADVICE = "To check whether this run fits on a slice, use `mode=compile target=v5p-64`."
 
 
@@ -62,11 +66,16 @@ def check_memory_fit(
     )
     memory_note = _describe_memory(devices, available_bytes)
     if known_bytes > available_bytes and not run.config.force:
-        array_kinds = "parameters, optimizer state and gradients" if is_training else "parameters and optimizer state"
-        refusal = f"{run.model.name}, mesh={run.config.mesh.name} partition={run.config.partition.name}: {array_kinds} "
-        refusal += f"alone take {memory_text(known_bytes)}, but {memory_note}. "
-        refusal += f"{_suggest_smaller_state(run, devices, available_bytes, is_training)} "
-        raise (ValueError if devices.simulated else DoesNotFitError)(f"{refusal}force=true runs it anyway.")
+        if is_training:
+            advice = _suggest_smaller_state(run, available_bytes, devices_per_memory)
+        elif devices.simulated:
+            advice = "Use a machine with more memory. "
+        else:
+            advice = "Use a mesh with more devices, or the mesh that the model was trained on. "
+        raise (ValueError if devices.simulated else DoesNotFitError)(
+            f"{_describe_misfit(run, known_bytes, is_training)}, but {memory_note}. {advice}{_SLICE_ADVICE} force=true "
+            "runs it anyway."
+        )
     possible_bytes = expected_bytes * (_CPU_ESTIMATE_FACTOR if devices.simulated else 1.0)
     if not is_training or say is None or possible_bytes <= available_bytes:
         return
@@ -79,6 +88,63 @@ def check_memory_fit(
         warning = f"may not fit in memory: it needs {needs_text}, and possibly up to {upper_bound}"
     advice = _suggest_fewer_activations(program, available_bytes, devices_per_memory)
     say(f"This run {warning}, but {memory_note}. {advice}")
+
+
+def check_target_fit(run: Run) -> str | None:
+    """Check that a training run fits in the memory of the devices of its target, which this machine need not have.
+
+    Returns the sentence of `describe_fit` if the run may not fit, or None if it should fit or if the size of the memory
+    is unknown. Raises DoesNotFitError if the parameters, their EMA, the optimizer state and the gradients alone exceed
+    the memory, unless `force=true`.
+    """
+    available_bytes, estimate = usable_hbm(run.config.target.chip), estimated_memory(run)
+    if available_bytes is None:
+        return None
+    known_bytes = _known_bytes(estimate, is_training=True)
+    if known_bytes > available_bytes and not run.config.force:
+        advice = _suggest_smaller_state(run, available_bytes) or "Use a larger target=, or a smaller model=. "
+        raise DoesNotFitError(
+            f"{_describe_misfit(run, known_bytes)}, but {_device_name(run)} has {gib_text(available_bytes)} usable. "
+            f"{advice}force=true overrides this."
+        )
+    text = describe_target_fit(run, estimate)
+    return None if text is None or text.startswith(FITS) else text
+
+
+def describe_target_fit(run: Run, memory: ExpectedMemory[int]) -> str | None:
+    """Return `describe_fit` for the devices of the run's target, or None if the size of their memory is unknown."""
+    chip = run.config.target.chip
+    usable_bytes = usable_hbm(chip)
+    if chip is None or usable_bytes is None:
+        return None
+    has_measured_errors = get_platform(chip.platform).has_estimate_errors
+    return describe_fit(memory, usable_bytes, _device_name(run), has_measured_errors=has_measured_errors)
+
+
+def _device_name(run: Run) -> str:
+    chip = run.config.target.chip
+    assert chip is not None
+    return f"a {chip.name} {'chip' if chip.devices == 1 else 'device'}"
+
+
+def describe_fit(memory: ExpectedMemory[int], usable_bytes: int, device_name: str, *, has_measured_errors: bool) -> str:
+    """Return a sentence on whether a step fits into the usable bytes of a device.
+
+    `has_measured_errors`: whether errors of the estimate were measured on the platform. Otherwise a factor of two is
+    assumed.
+    """
+    errors = memory_estimate_errors()
+    ratios = (errors.low, errors.high) if has_measured_errors else (0.5, 2.0)
+    min_bytes, max_bytes = (max(memory.persistent, ratio * memory.total) for ratio in ratios)
+    judgement = "does not fit" if min_bytes > usable_bytes else FITS if max_bytes <= usable_bytes else "may not fit"
+    source = (
+        f"its error on {errors.layouts} layouts of {errors.models} models"
+        if has_measured_errors
+        else "an error of a factor of 2"
+    )
+    estimate = f"{memory.total / GIB:.1f} GiB ({min_bytes / GIB:.1f} to {max_bytes / GIB:.1f} GiB, given {source})"
+    usable_gib = f"{usable_bytes / GIB:.1f} GiB"
+    return f"{judgement}: estimated {estimate}; {device_name} has {usable_gib} usable. To be certain, run mode=compile"
 
 
 @contextlib.contextmanager
@@ -139,20 +205,20 @@ def _known_bytes(estimate: ExpectedMemory[int], is_training: bool) -> int:
     return estimate.persistent + (estimate.gradients if is_training else 0)
 
 
-def _suggest_smaller_state(run: Run, devices: Devices, available_bytes: int, is_training: bool) -> str:
-    """Suggest a partition or a model that fits. Without `is_training`, suggest a larger host or mesh."""
-    from valkyrie.train.program import StepProgram
+def _describe_misfit(run: Run, known_bytes: int, is_training: bool = True) -> str:
+    array_kinds = "parameters, optimizer state and gradients" if is_training else "parameters and optimizer state"
+    return (
+        f"model={run.model.name} mesh={run.config.mesh.name} partition={run.config.partition.name}: {array_kinds} "
+        f"alone take {memory_text(known_bytes)}"
+    )
 
-    devices_per_memory = devices.devices_per_memory
+
+def _suggest_smaller_state(run: Run, available_bytes: int, devices_per_memory: int = 1) -> str:
+    """Suggest a partition or a model with which the state and the gradients fit. Empty if none does."""
 
     def run_bytes(other: Run) -> int:
-        program = StepProgram(other, abstract_mesh(other.config.mesh), backend="cpu")
-        return devices_per_memory * _known_bytes(expected_memory(other, program.abstract_state), is_training)
+        return devices_per_memory * _known_bytes(estimated_memory(other), is_training=True)
 
-    if not is_training:
-        if devices.simulated:
-            return f"Use a machine with more memory. {_SLICE_ADVICE}"
-        return f"Use a mesh with more devices, or the mesh that the model was trained on. {_SLICE_ADVICE}"
     suggestions, current_bytes = [], run_bytes(run)
     fsdp_run = run.changed(partition=read_config("partition", "fsdp", PartitionConfig))
     if run.config.partition.name != "fsdp" and not fsdp_run.problems() and run_bytes(fsdp_run) <= available_bytes:
@@ -164,8 +230,7 @@ def _suggest_smaller_state(run: Run, devices: Devices, available_bytes: int, is_
     ]
     if fitting_models:
         suggestions.append(f"model={max(fitting_models)[-1]}")
-    advice = f"Use {' or '.join(suggestions)}. " if suggestions else ""
-    return f"{advice}{_SLICE_ADVICE}"
+    return f"Use {' or '.join(suggestions)}. " if suggestions else ""
 
 
 def _family_sizes(run: Run) -> dict[str, int]:

@@ -11,8 +11,6 @@ from rich.table import Table
 
 from valkyrie.axes import LAYERS, Parameter
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import get_platform
-from valkyrie.hardware.target import usable_hbm
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import RoleKind
@@ -22,11 +20,11 @@ from valkyrie.train.memory import (
     MemoryEstimator,
     expected_memory,
     legal_remats,
-    memory_estimate_errors,
     saved_bytes,
     to_candidates,
 )
 from valkyrie.train.program import StepProgram
+from valkyrie.train.room import describe_target_fit
 from valkyrie.units import GIB
 
 
@@ -115,36 +113,8 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
         table.add_row(name, f"{size / GIB:.3f}")
     table.add_row("total", f"{memory.total / GIB:.3f}", style="bold")
     console.print(table, soft_wrap=False)
-    chip = run.config.target.chip
-    usable_bytes = usable_hbm(chip)
-    if chip is not None and usable_bytes is not None:
-        device_name = f"a {chip.name} {'chip' if chip.devices == 1 else 'device'}"
-        has_measured_errors = get_platform(chip.platform).has_estimate_errors
-        console.print(
-            describe_fit(memory, usable_bytes, device_name, has_measured_errors=has_measured_errors), soft_wrap=True
-        )
-
-
-def describe_fit(memory: ExpectedMemory[int], usable_bytes: int, device_name: str, *, has_measured_errors: bool) -> str:
-    """Return a sentence on whether a step fits into the usable bytes of a device.
-
-    `has_measured_errors`: whether errors of the estimate were measured on the platform. Otherwise a factor of two is
-    assumed.
-    """
-    errors = memory_estimate_errors()
-    ratios = (errors.low, errors.high) if has_measured_errors else (0.5, 2.0)
-    min_bytes, max_bytes = (max(memory.persistent, ratio * memory.total) for ratio in ratios)
-    judgement = (
-        "does not fit" if min_bytes > usable_bytes else "should fit" if max_bytes <= usable_bytes else "may not fit"
-    )
-    source = (
-        f"its error on {errors.layouts} layouts of {errors.models} models"
-        if has_measured_errors
-        else "an error of a factor of 2"
-    )
-    estimate = f"{memory.total / GIB:.1f} GiB ({min_bytes / GIB:.1f} to {max_bytes / GIB:.1f} GiB, given {source})"
-    usable_gib = f"{usable_bytes / GIB:.1f} GiB"
-    return f"{judgement}: estimated {estimate}; {device_name} has {usable_gib} usable. To be certain, run mode=compile"
+    if fit := describe_target_fit(run, memory):
+        console.print(fit, soft_wrap=True)
 
 
 def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> None:
