@@ -23,7 +23,7 @@ from test_folder import make_run
 from valkyrie.cli.convert import _parser as convert_parser
 from valkyrie.cli.data_commands import _parser as data_parser
 from valkyrie.cli.doctor import _parser as doctor_parser
-from valkyrie.cli.launch import _refuse_illegal_training
+from valkyrie.cli.launch import _check_training
 from valkyrie.cli.launch import split_at_dashes as split_launch
 from valkyrie.cli.parser import strip_comment
 from valkyrie.cli.predict import _parser as predict_parser
@@ -163,7 +163,7 @@ def test_commands_after_valkyrie_launch_compose(command: Any, line: str):
     config = parse_engine_config([word for word in ahead if "=" in word], restarts=0)
     composed = command(*(overrides or ()))
     assert (composed.status, composed.err) == (0, "") and composed.run is not None
-    _refuse_illegal_training(config, overrides or ())
+    _check_training(config, overrides or ())
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("valkyrie-doctor ")])

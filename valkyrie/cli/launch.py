@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from valkyrie.cli.parser import OneLineParser, run_command
 from valkyrie.config.modes import MODES, Needs
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, command: Sequence[str] = TRAIN_COMMA
     run_command("valkyrie-launch", lambda words: _launch(words, command), argv)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="valkyrie-launch",
         usage="valkyrie-launch [-h] [--restarts N] [--run] [-cd FOLDER] [ACTION] KEY=VALUE ... [-- OVERRIDES]",
@@ -56,7 +56,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     launch_arguments, overrides = split_at_dashes(arguments)
-    options = _parser().parse_intermixed_args(launch_arguments)
+    parser = _parser()
+    options, unknown_flags = parser.parse_known_intermixed_args(launch_arguments)
+    if unknown_flags:
+        _refuse_flag(unknown_flags[0], parser)
     actions = [word for word in options.words if word in SUBCOMMANDS]
     if len(actions) > 1:
         raise ValueError(f"{' '.join(actions)}: write only one action.")
@@ -83,6 +86,15 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
         _refuse_other_name(launch_values["name"], overrides)
     _refuse_useless_launch(config, overrides)
     return _train(config, overrides, command, options.run)
+
+
+def _refuse_flag(flag: str, parser: OneLineParser) -> NoReturn:
+    """Raise ValueError, or exit with status 2, for a flag that the command does not have."""
+    if flag == "--dry-run":
+        raise ValueError(f"{flag} is not needed: without --run, the commands are only printed.")
+    if "=" in flag:
+        raise ValueError(f"{flag}: write settings without dashes: {flag.lstrip('-')}")
+    parser.refuse_argument(flag)
 
 
 def _refuse_useless_launch(config: EngineConfig, overrides: Sequence[str]) -> None:

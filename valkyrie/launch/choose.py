@@ -14,6 +14,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.launch.engine import EngineConfig
+from valkyrie.launch.plan import ACTIONS
 from valkyrie.problems import suggest
 
 ENGINES = Families("target", "valkyrie.launch.engines", EngineConfig)
@@ -36,8 +37,8 @@ def parse_engine_config(arguments: Sequence[str], restarts: int) -> EngineConfig
             raise ValueError(f"{argument} has no value. {remedy}")
         if not separator:
             raise ValueError(
-                f"{argument} is not of the form KEY=VALUE, such as target=local. Put settings of the training run "
-                "after --."
+                f"{argument} is neither an action ({', '.join(ACTIONS)}, dockerfile) nor KEY=VALUE, such as "
+                f"target=local.{_action_hint(argument)}"
             )
         if key in texts:
             raise ValueError(f"{key}= is set twice: {key}={texts[key]} and {argument}. Remove one of them.")
@@ -58,6 +59,12 @@ def parse_engine_config(arguments: Sequence[str], restarts: int) -> EngineConfig
     if problems := ENGINES.check_list(config, "problems", config.problems(), str):
         raise ValueError(" ".join(problems))
     return config
+
+
+def _action_hint(word: str) -> str:
+    """Return the last sentence of the error message for a word that is not an action."""
+    action = "delete" if word in ("stop", "kill", "cancel", "rm") else suggest(word, ACTIONS)
+    return f" Did you mean {action}?" if action else " Put settings of the training run after --."
 
 
 def engine_keys(engine: type[EngineConfig]) -> list[str]:
