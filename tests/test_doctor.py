@@ -202,6 +202,20 @@ def test_the_doctor_checks_the_checkpoint_folder_and_leaves_no_files(tmp_path: P
     assert f"checkpoint.folder={tmp_path}/new/one" in single_finding(disks.check_disk_space, run_in_new_folder)[1]
 
 
+def test_a_shared_disk_that_is_not_mounted_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mounts = {Path("/")}
+    monkeypatch.setattr(os.path, "ismount", mounts.__contains__)
+    settings = ("model=gpt_tiny", "mesh=4x4x2", f"runs={tmp_path}/shared/me/runs")
+    run = compose_run("target=v4-64", *settings)
+    severity, text, remedy = single_finding(disks.check_mounted_disk, run)
+    assert severity == WARNING and f"{tmp_path}/shared does not exist" in text and "runs=DIR" in remedy
+    on_one_host = compose_run("target=v4-8", *settings, "mesh=2x2x1")
+    in_bucket = compose_run("target=v4-64", *settings, "checkpoint.folder=gs://b/c")
+    assert not any(list(disks.check_mounted_disk(CheckContext(other))) for other in (on_one_host, in_bucket))
+    mounts.add(tmp_path)
+    assert not list(disks.check_mounted_disk(CheckContext(run)))
+
+
 def checkpoint_findings(folder: Path, *overrides: str) -> list[Finding]:
     """Return the doctor's findings about the checkpoint from which `resume=FOLDER` would continue."""
     return run_checks([RESUME_CHECK], CheckContext(parse_run([f"resume={folder}", *overrides])))

@@ -62,6 +62,24 @@ def check_run_folder(context: CheckContext) -> CheckResults:
         yield OK, f"runs={context.run.config.runs} is writable"
 
 
+def check_mounted_disk(context: CheckContext) -> CheckResults:
+    """Warn if the checkpoint folder of several hosts is missing and would be created on the local disk of this host.
+
+    Then the shared disk is probably not mounted. Skipped on a single host.
+    """
+    target, (key, folder) = context.run.config.target, _checkpoint_location(context.run)
+    if target.hosts * target.slices == 1 or in_bucket(folder):
+        return
+    path = parse_path(folder)
+    missing_folder = min((parent for parent in (path, *path.parents) if not parent.exists()), default=None)
+    if missing_folder is not None and next(filter(os.path.ismount, missing_folder.parents)) == Path("/"):
+        yield (
+            WARNING,
+            f"{key}={folder}: {missing_folder} does not exist, and would be created on the local disk of this host",
+            f"Mount the disk that all hosts share, or set {key}=DIR to a folder on it.",
+        )
+
+
 def check_disk_clock(context: CheckContext) -> CheckResults:
     """Compare the clock of the disk of `runs` with the clock of this host. Skipped if `runs` is not writable."""
     runs = context.run.config.runs

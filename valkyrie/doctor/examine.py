@@ -87,6 +87,7 @@ HOST_CHECKS = (
     Check("host memory", host.check_host_memory),
     Check("open files", host.check_open_files),
     Check("run folder", disks.check_run_folder),
+    Check("shared disk", disks.check_mounted_disk),
     Check("clock", disks.check_disk_clock),
     Check("checkpoint folder", disks.check_checkpoint_folder),
     Check("disk space", disks.check_disk_space),
