@@ -14,8 +14,11 @@ import pytest
 
 from own_folder import train_with, write_listings
 from runs import run_train
+from valkyrie.config.arguments import parse_run
 from valkyrie.data.config import SOURCES
 from valkyrie.data.prepare import find_dataset, prepare
+from valkyrie.doctor.disks import check_data
+from valkyrie.doctor.findings import FAILURE, Check, CheckContext, run_checks
 
 PACKAGE = Path(__file__).parent.parent / "valkyrie"
 SMALL = ("model=gpt_tiny", "model.layers=1", "mesh=1x1x1", "partition=dp", "batch=2", "seq=16", "eval_every=100")
@@ -107,7 +110,11 @@ def test_the_doctor_checks_a_users_source_and_does_not_suggest_valkyrie_data(fol
     command.append(f"data.cache_dir={folder}/unused")
     result = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
     checked = " ".join(result.stdout.split())
-    assert "data=tickets is not prepared" in checked and "process 0 prepares it" in checked, result.stderr
+    assert (
+        "data=tickets is not prepared" in checked
+        and "first document was read" in checked
+        and "process 0 prepares it" in checked
+    ), result.stderr
     assert "valkyrie-data prepare" not in checked
 
 
@@ -187,6 +194,26 @@ def test_an_error_in_a_users_source_is_located(folder: Path):
     assert result.returncode == 1
     assert "KeyError: 2; " in result.stderr and "data.source=tickets_5, document 3" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong", "expected"),
+    [
+        ("tickets_8", "yield {}[number] if number == 0 else Document(", "KeyError: 0; "),
+        ("tickets_9", "yield (", "returned a value of type tuple"),
+        ("tickets_10", "yield from () and (", "data=tickets_10 has no documents"),
+    ],
+)
+def test_the_doctor_reads_the_first_document_of_a_users_source(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, wrong: str, expected: str
+):
+    module = add_source(folder, source, "yield Document(", wrong)
+    monkeypatch.chdir(folder.parent)
+    data = (f"data={source}", "data.paths=[tickets.db]", f"data.cache_dir={folder}/other")
+    run = parse_run(["--config-dir", str(folder), *SMALL, *data])
+    (finding,) = run_checks([Check("data", check_data)], CheckContext(run))
+    assert finding.severity == FAILURE and expected in finding.text
+    assert "KeyError" not in expected or finding.text.startswith(f"{module}, line ")
 
 
 def test_checks_of_a_users_source_and_task_refuse_mistakes(folder: Path):

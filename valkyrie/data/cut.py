@@ -137,6 +137,14 @@ def split_documents(
             return
 
 
+def read_first_document(config: DocumentConfig, listing: Listing) -> Document | TokenDocument:
+    """Return the first document of a source. Raises ValueError if there is none, or like `split_documents`."""
+    for document in config.read_annotating_errors(listing):
+        _check_document(config, document)
+        return document
+    raise ValueError(f"data={config.name} has no documents: {len(listing.files)} files with {listing.bytes:,} bytes.")
+
+
 def _check_document(config: DocumentConfig, document: object) -> None:
     """Raise ValueError for a document of a wrong type, because users' sources are not type-checked."""
     if not isinstance(document, Document | TokenDocument):

@@ -153,8 +153,10 @@ class DocumentConfig(TextConfig):
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
         """Check that the training split has at least one batch. Raises ValueError if not.
 
-        If the shards are not in the cache, only the settings and files are checked, and the result says so.
+        If the shards are not in the cache, only the settings and files are checked, and the result says so. Of a user's
+        source, the first document is read.
         """
+        from valkyrie.data.cut import read_first_document
         from valkyrie.data.loader import count_rows
         from valkyrie.data.prepare import find_dataset
 
@@ -165,7 +167,9 @@ class DocumentConfig(TextConfig):
                 next_step += (
                     f". To prepare it now, use `valkyrie-data prepare {self.source}` with this run's paths and options"
                 )
-            return DataCheck(f"data={self.name} is not prepared yet, so its text was not read: {next_step}")
+                return DataCheck(f"data={self.name} is not prepared yet, so its text was not read: {next_step}")
+            read_first_document(self, self.list_files())
+            return DataCheck(f"data={self.name} is not prepared yet. Its first document was read: {next_step}")
         epochs = steps * batch / count_rows(data, "train", batch, seq)
         shards, content = len(data.train.shards), data.content[:12]
         text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} (hash {content})"

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from valkyrie.config.run import Run
+from valkyrie.extensions import describe_user_error
 from valkyrie.processes.team import ALONE, Team
 
 OK, WARNING, FAILURE = "ok", "warning", "FAILS"
@@ -45,7 +46,7 @@ class CheckContext(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A named check. If `function` raises ValueError or OSError, the check fails with the message of that error."""
+    """A named check. It fails if `function` raises ValueError, OSError or an error in a user's module."""
 
     name: str
     function: Callable[[CheckContext], CheckResults]
@@ -57,8 +58,11 @@ def run_checks(checks: Iterable[Check], context: CheckContext) -> list[Finding]:
     for check in checks:
         try:
             findings += [Finding(check.name, *result) for result in check.function(context)]
-        except (ValueError, OSError) as error:
-            findings.append(Finding(check.name, FAILURE, str(error)))
+        except Exception as error:
+            text = describe_user_error(error) or (str(error) if isinstance(error, (ValueError, OSError)) else None)
+            if text is None:
+                raise
+            findings.append(Finding(check.name, FAILURE, text))
     return findings
 
 
