@@ -452,6 +452,7 @@ def test_a_config_folder_that_is_not_committed_is_noted(tmp_path: Path, monkeypa
         ("data.paths=[docs/*.txt,gs://b/c]", "data.paths=docs/*.txt is read from the disk of each machine"),
         ("data.paths=['docs/a b.txt', \"more\"]", "data.paths=docs/a b.txt,more is read from the disk of each machine"),
         ("data.paths=[gs://b/c,/mnt/nfs/docs]", None),
+        ("data.paths=[/home/me/books/*.txt]", "data.paths=/home/me/books/*.txt is read from the disk of each machine"),
         ("data.val_paths=[docs]", "data.val_paths=docs is read from the disk of each machine"),
         ("data.paths=[/tmp/docs]", "data.paths=/tmp/docs is read from the disk of each machine"),
         ("data.tokenizer=mine.json", "data.tokenizer=mine.json is read from the disk of each machine"),

@@ -21,6 +21,8 @@ from valkyrie.units import count_text
 
 COORDINATOR_PORT = 8476
 """Default port of JAX's coordinator, as on Cloud TPU. Training runs with the same first host need different ports."""
+_HOME_FOLDERS = (Path("/home"), Path("/Users"), Path("/root"))
+"""Folders with the home folders of users, which are usually on a local disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,10 +271,10 @@ def disk_notes(
 
 
 def _is_local(path: str) -> bool:
-    """Return whether a path is on the local disk of one machine: a relative path, or one in the home or temp folder.
+    """Return whether a path is on the local disk of one machine: a relative path, or one in a home or temp folder.
 
     URLs are not local. Other absolute paths may be on a shared disk.
     """
-    local_folders = (Path.home(), Path(tempfile.gettempdir()))
+    local_folders = (*_HOME_FOLDERS, Path.home(), Path(tempfile.gettempdir()))
     may_be_shared = Path(path).is_absolute() and not any(map(Path(path).is_relative_to, local_folders))
     return not may_be_shared and "://" not in path
