@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +18,17 @@ from machines import needs_libtpu
 from own_feed_forward import SMALL_OVERRIDES as OWN_FEED_FORWARD
 from own_feed_forward import write_folder
 from own_folder import train_with, write_listings
+from valkyrie.config.modes import ModeConfig
 from valkyrie.config.run import Run
+from valkyrie.data.config import DataConfig
 from valkyrie.extensions import add_import_path
+from valkyrie.hooks import check_hooks
+from valkyrie.launch.engine import EngineConfig
+from valkyrie.models.block import Block
 from valkyrie.models.stack import Stack
+from valkyrie.optim import OptimizerConfig
 from valkyrie.sweep.trial import Status, TrialLog
+from valkyrie.tasks import Task
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("model=gated_conv_tiny", "model.embed=32", "model.mlp=64", "model.gated_conv.channels=48", "batch=8", "seq=48")
@@ -164,7 +174,7 @@ def test_an_incomplete_block_is_refused(tmp_path):
         (
             "return check_range",
             "check_range",
-            f"model.family=gated_unit: GatedUnit.problems() of {module} returned None",
+            f"GatedUnit.problems() of {module} returned None",
         ),
         ("def sizes", "def size", f"{module}: GatedUnit has no `sizes`."),
     ):
@@ -215,7 +225,7 @@ def test_wrong_problems_name_the_module_of_the_block(tmp_path):
     config = "@dataclass\nclass Config"
     (folder / "gated_unit.py").write_text(code.replace(config, f"from other_unit import GatedUnit\n\n\n{config}"))
     refusal = train_with(folder, *OWN_FEED_FORWARD, "mode=show")
-    assert f"gated_unit: GatedUnit.problems() of {other_module} returned None" in refusal.stderr, refusal.stderr
+    assert f"GatedUnit.problems() of {other_module} returned None" in refusal.stderr, refusal.stderr
     other_module.write_text(code.replace("return 6.0", "6.0"))
     refusal = train_with(folder, *OWN_FEED_FORWARD, "mode=show")
     assert f"GatedUnit.flops() of {other_module} returned None, not a number." in refusal.stderr, refusal.stderr
@@ -225,3 +235,67 @@ def test_new_fields_may_have_an_earlier_name():
     with pytest.raises(ValueError, match="mixer_blocks"):
         type("Family", (Stack,), {"known_blocks": {}})
     type("Family", (Stack,), {"known_blocks": 2, "__annotations__": {"known_blocks": "int"}})
+
+
+@pytest.mark.parametrize(
+    ("base", "method", "signature"),
+    [
+        (Block, "flops", "(self, context, seq)"),
+        (Stack, "flops_per_token", "(self, seq)"),
+        (Task, "problems", "(self, model, seq)"),
+        (DataConfig, "check", "(self, tokenizer, batch, seq, steps)"),
+        (OptimizerConfig, "state_bytes", "(self, parameter)"),
+        (ModeConfig, "run", "(self, run)"),
+        (EngineConfig, "plan", "(self, overrides)"),
+    ],
+)
+def test_methods_with_wrong_signatures_are_refused(base: type, method: str, signature: str):
+    for function in (lambda self: 0, lambda self, a, b, c, d, e: 0):
+        with pytest.raises(ValueError, match=f"{method} must take {re.escape(signature)}"):
+            check_hooks(type("Config", (base,), {method: function, "__module__": __name__}))
+    name = f"{method}_by_another_name"
+    check_hooks(type("Config", (base,), {name: lambda self: 0, "__module__": __name__}))
+
+
+def test_properties_and_methods_are_not_mistaken_for_each_other():
+    with pytest.raises(ValueError, match=r"Unit\.auxiliary must be a property"):
+        type("Unit", (Block,), {"auxiliary": lambda self: {}, "__module__": __name__})
+    with pytest.raises(ValueError, match=r"Unit\.flops must be a method"):
+        type("Unit", (Block,), {"flops": property(lambda self: 0.0), "__module__": __name__})
+    type("Unit", (Block,), {"is_causal": False, "__module__": __name__})
+
+
+@pytest.mark.parametrize(
+    ("base", "method", "result", "expected"),
+    [
+        (Block, "sizes", None, "a dict of Size"),
+        (Block, "sizes", {"channels": 48}, "a dict of Size"),
+        (Block, "saves", [None], "a list of ActivationSpec"),
+        (Block, "flops", "6", "a number"),
+        (Task, "loss", np.zeros(3), "a BatchLoss"),
+        (Task, "batch", [], "a dict of Array"),
+        (DataConfig, "check", "100 tokens", "a DataCheck"),
+        (OptimizerConfig, "rules", None, "a dict"),
+        (EngineConfig, "problems", "wrong", "a list of string"),
+    ],
+)
+def test_results_of_a_wrong_type_are_refused(base: type, method: str, result: Any, expected: str):
+    signature = inspect.signature(getattr(base, method)).parameters.values()
+    config: Any = type(
+        "Unit", (base,), {method: lambda *_, **__: result, "__module__": __name__, "__init__": object.__init__}
+    )
+    config.__abstractmethods__ = frozenset()
+    check_hooks(config, lambda _: "unit=mine")
+    named = {parameter.name: None for parameter in signature if parameter.kind is parameter.KEYWORD_ONLY}
+    with pytest.raises(ValueError) as error:
+        getattr(config(), method)(*[None] * (len(signature) - len(named) - 1), **named)
+    assert f"Unit.{method}() of {__file__} returned " in str(error.value)
+    assert str(error.value).endswith(f", not {expected}.")
+
+
+def test_results_of_the_declared_types_are_accepted():
+    layer: Any = type(
+        "Unit", (Block,), {"flops": lambda self, context, seq: np.float32(6), "saves": lambda self, context: ()}
+    )
+    layer.__abstractmethods__ = frozenset()
+    assert layer().flops(None, 1) == 6 and layer().saves(None) == ()

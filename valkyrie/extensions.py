@@ -24,8 +24,9 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import TypeVar
 
+from valkyrie.hooks import check_hooks
 from valkyrie.paths import cache_root, read_defaults
-from valkyrie.problems import MisuseError, describe_value
+from valkyrie.problems import MisuseError
 
 _PACKAGE = Path(__file__).parent
 
@@ -71,8 +72,9 @@ class Families:
         """Import a family and return its `Config` class.
 
         Raises ValueError if there is no such module, it cannot be imported or would be ignored, or its `Config` is
-        missing, does not derive from `base`, lacks a method of `base`, has a field with the name of a method, or has
-        fields but no `@dataclass`. Does not check families that ship with Valkyrie.
+        missing, does not derive from `base`, lacks a method of `base`, has a field with the name of a method, has
+        fields but no `@dataclass`, or has a method with a wrong signature (`check_hooks`). Does not check families that
+        ship with Valkyrie.
         """
         if name in self.names():
             return import_module(f"{self.package}.{name}").Config
@@ -108,6 +110,10 @@ class Families:
                     f"{self.key}={name}: the class Config of the module {name} has a field {field_name}, which is a "
                     f"method of {owner.__module__}.{owner.__name__}. Rename the field."
                 )
+        try:
+            check_hooks(config_class, self.setting)
+        except ValueError as error:
+            raise ValueError(f"{self.key}={name}: {error}") from error
         return config_class
 
     def refuse_ignored_module(self, name: str) -> None:
@@ -139,28 +145,9 @@ class Families:
         """Name of the `Config` field that holds the name of the family, such as `family` for `optimizer.family`."""
         return self.key.rpartition(".")[2]
 
-    def wrong_result_error(
-        self, config: object, method: str, result: object, expected: str, owner: object | None = None
-    ) -> ValueError:
-        """Return the ValueError to raise if a method of a `Config` returned `result` instead of `expected`.
-
-        `expected` is a description such as `a number of bytes`. `owner` is the object with the method, if it is not
-        `config`. Users' modules are not type-checked.
-        """
-        file = inspect.getfile(type(config if owner is None else owner))
-        setting = f"{self.key}={getattr(config, self.field_name)}"
-        return ValueError(f"{setting}: {method}() of {file} returned {describe_value(result)}, not {expected}.")
-
-    def check_list(
-        self, config: object, method: str, result: object, item_type: type[Item], owner: object | None = None
-    ) -> list[Item]:
-        """Return the result of a method of `config`, or of `owner` if it is given, as a list.
-
-        Raises ValueError if it is not a list or tuple of `item_type`.
-        """
-        if not isinstance(result, list | tuple) or not all(isinstance(item, item_type) for item in result):
-            raise self.wrong_result_error(config, method, result, f"a list of {item_type.__name__}", owner)
-        return list(result)
+    def setting(self, config: object) -> str:
+        """Return the setting that selects an instance of a `Config`, such as `optimizer.family=lion`."""
+        return f"{self.key}={getattr(config, self.field_name)}"
 
     def names_with_key(self, key: str) -> list[str]:
         """Return the names of all families, including the user's, with a key such as `repeats` or `sudoku.side`.

@@ -238,8 +238,10 @@ def require_type(value: object, expected: type | UnionType, usage: str) -> None:
 def describe_value(value: object) -> str:
     """Return a value of a wrong type as Python code or, if that is long, its type: `a value of type list`.
 
-    Leaves out memory addresses: `<function step>`.
+    Leaves out memory addresses: `<function step>`. Arrays are described by their shape.
     """
+    if isinstance(shape := getattr(value, "shape", None), tuple):
+        return f"an array of shape {shape}"
     shown = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     return shown if len(shown) <= _MAX_VALUE_LENGTH else f"a value of type {type(value).__name__}"
 

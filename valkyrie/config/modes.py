@@ -13,6 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from valkyrie.extensions import Families
+from valkyrie.hooks import returns
 from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.units import parse_seconds
 
@@ -84,6 +85,10 @@ class Needs(Enum):
     devices = "devices"
 
 
+def _is_exit_status(value: object) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 256)
+
+
 @dataclass
 class ModeConfig(ABC):
     """Base of the config of every mode. The fields of a subclass are the keys `mode.KEY`, and have defaults.
@@ -126,6 +131,7 @@ class ModeConfig(ABC):
     name: str
 
     @abstractmethod
+    @returns("an exit status from 0 to 255", _is_exit_status)
     def run(self, run: Run) -> int:
         """Execute a run and return the exit status. Import JAX only here, because runs are checked before JAX loads."""
 
@@ -191,14 +197,8 @@ Schema = TypeVar("Schema", bound=ModeConfig)
 
 
 def run_mode(run: Run) -> int:
-    """Execute the mode of a run and return its exit status, 0 if the mode returns None.
-
-    Raises ValueError if a user's mode returns anything else.
-    """
-    status = run.config.mode.run(run)
-    if status is not None and (type(status) is not int or not 0 <= status < 256):
-        raise MODES.wrong_result_error(run.config.mode, "run", status, "an exit status from 0 to 255")
-    return status or 0
+    """Execute the mode of a run and return its exit status, 0 if the mode returns None."""
+    return run.config.mode.run(run) or 0
 
 
 def get_mode(name: str | None) -> type[ModeConfig] | None:

@@ -327,15 +327,15 @@ class Run:
         c = self.config
         if size_problems := refusals.integer_size_problems(asdict(c)):
             return size_problems
-        problems = [*_checked_problems("model", self.model), *_checked_problems("optimizer", c.optimizer)]
-        problems += [*c.checkpoint.problems(), *_checked_problems("data", c.data)]
+        problems = [*self.model.problems(), *c.optimizer.problems()]
+        problems += [*c.checkpoint.problems(), *c.data.problems()]
         problems += [*c.distributed.problems(), *self._batch_sizes().problems, *c.code_eval.refusals(c.code_eval_every)]
         is_search = c.mode.ignores_layout and c.mode.needs is Needs.nothing
         hardware_problems = c.target.problems() if is_search else target_problems(c.target, c.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_LAYOUT_COUNTS):
             problems += check_range(key, get_value(c, key), least=1)
         problems += bucket_problems("runs", c.runs) or file_problems("runs", c.runs)
-        problems += [*profile_problems(c.profile, c.steps), *c.tracking.problems(), *_checked_problems("mode", c.mode)]
+        problems += [*profile_problems(c.profile, c.steps), *c.tracking.problems(), *c.mode.problems()]
         problems += c.tracking.environment_problems() if c.mode.tracked else []
         problems += check_range("trial.limit_s", c.trial.limit_s, above=0, otherwise="null")
         problems += check_range("temperature", c.temperature, least=0)
@@ -464,7 +464,7 @@ class Run:
             task = self.task
         except ValueError as error:
             return [Problem(ProblemCode.unknown_name, "task", text=str(error))]
-        c, problems = self.config, _checked_problems("task", task, self.model, self.config.seq)
+        c, problems = self.config, task.problems(self.model, self.config.seq)
         if (setting := self._generation_setting()) and not task.is_text:
             key, value = setting
             text = (
@@ -479,11 +479,6 @@ class Run:
             )
             problems.append(Problem(ProblemCode.unsupported, "microbatches", c.microbatches, text))
         return problems
-
-
-def _checked_problems(group: str, config: Any, *arguments: object) -> list[Problem]:
-    """Return `config.problems(*arguments)`. Raises ValueError if a user's method does not return a list of problems."""
-    return FAMILIES[group].check_list(config, "problems", config.problems(*arguments), Problem)
 
 
 @cache

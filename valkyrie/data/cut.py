@@ -8,6 +8,7 @@ into two parts instead: its end is for validation.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from valkyrie.data.config import SOURCES
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
 from valkyrie.data.readers import Document
+from valkyrie.problems import describe_value
 
 PIECE_CHARS = 1 << 20
 HASH_RANGE = 1 << 64
@@ -148,7 +150,8 @@ def read_first_document(config: DocumentConfig, listing: Listing) -> Document | 
 def _check_document(config: DocumentConfig, document: object) -> None:
     """Raise ValueError for a document of a wrong type, because users' sources are not type-checked."""
     if not isinstance(document, Document | TokenDocument):
-        raise SOURCES.wrong_result_error(config, "read_documents", document, "a Document")
+        actual, file = describe_value(document), inspect.getfile(type(config))
+        raise ValueError(f"{SOURCES.setting(config)}: read_documents() of {file} returned {actual}, not a Document.")
     if isinstance(document, Document) and not isinstance(document.text, str):
         kind = type(document.text).__name__
         raise ValueError(f"data.source={config.source}: document {document.id} has a text of type {kind}, not str.")

@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,10 +87,7 @@ class DocumentConfig(TextConfig):
         """Yield the documents of `read_documents`. Errors while reading get a note with the document's number."""
         number = 1
         try:
-            documents = self.read_documents(listing)
-            if not isinstance(documents, Iterable):
-                raise SOURCES.wrong_result_error(self, "read_documents", documents, "an iterable of Document")
-            for document in documents:
+            for document in self.read_documents(listing):
                 yield document
                 number += 1
         except Exception as error:

@@ -60,7 +60,7 @@ def prepare(
     if (dataset := _open_named_folder(config, tokenizer)) is not None:
         return dataset
     config.raise_problems()
-    listing = _list_files(config)
+    listing = config.list_files()
     if say is not None:
         for note in listing.skip_notes():
             say(f"note: {note}")
@@ -80,16 +80,9 @@ def find_dataset(config: DocumentConfig, tokenizer: str) -> PreparedText | None:
     if (dataset := _open_named_folder(config, tokenizer)) is not None:
         return dataset
     config.raise_problems()
-    key = _cache_key(config, _list_files(config), tokenizer)
+    key = _cache_key(config, config.list_files(), tokenizer)
     folder = Path(config.cache_dir).expanduser() / _folder_name(config, tokenizer, key)
     return _open_cached(folder) if folder.is_dir() else None
-
-
-def _list_files(config: DocumentConfig) -> Listing:
-    listing = config.list_files()
-    if not isinstance(listing, Listing):
-        raise SOURCES.wrong_result_error(config, "list_files", listing, "a Listing")
-    return listing
 
 
 def _open_cached(folder: Path) -> PreparedText:

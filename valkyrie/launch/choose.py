@@ -56,7 +56,7 @@ def parse_engine_config(arguments: Sequence[str], restarts: int) -> EngineConfig
     values = {key: _parse_value(key, text, types[key]) for key, text in texts.items()}
     name = time.strftime("run-%Y%m%d-%H%M%S")
     config = engine(**{"name": name, **implied_values, **values, "target": target, "restarts": restarts})
-    if problems := ENGINES.check_list(config, "problems", config.problems(), str):
+    if problems := config.problems():
         raise ValueError(" ".join(problems))
     return config
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.axes import BATCH, SEQ, Parameter, Size, Tensor
 from valkyrie.extensions import refuse_earlier_names
+from valkyrie.hooks import check_hooks
 from valkyrie.problems import Problem, ProblemCode
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class Block(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         refuse_earlier_names(cls, _EARLIER_NAMES)
+        check_hooks(cls)
 
     @property
     def is_causal(self) -> bool:

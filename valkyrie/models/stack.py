@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
-from numbers import Real
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from valkyrie import models
 from valkyrie.axes import LAYERS, SHARED_AXES, Arrays, Parameter, Size, Tensor
 from valkyrie.extensions import refuse_earlier_names
 from valkyrie.models.block import (
@@ -186,24 +184,17 @@ class Stack:
         problems += [*check("embedding_scale", above=0), *check("logits_soft_cap", "null for no cap", above=0)]
         if not problems:
             for kind, block in self.used_mixers.items():
-                problems += self._block_problems(block, f"model.{kind}")
+                problems += block.problems(f"model.{kind}")
             layers = self.make_layers()
             for kind, block in self.used_feed_forwards.items():
                 if any(kind in layer.blocks for layer in layers):
-                    problems += self._block_problems(block, "model" if kind == DENSE else f"model.{kind}")
+                    problems += block.problems("model" if kind == DENSE else f"model.{kind}")
         if not problems:
             known_axes, blocks = self._axes(), {kind: pair for layer in layers for kind, pair in layer.blocks.items()}
             for block, context in blocks.values():
                 problems += block.axis_problems(context, known_axes)
-                if not isinstance(flops := block.flops(context, self.context), Real):
-                    method = f"{type(block).__name__}.flops"
-                    raise models.FAMILIES.wrong_result_error(self, method, flops, "a number", block)
+                block.flops(context, self.context)  # so that a user's block with a wrong result is refused before a run
         return problems
-
-    def _block_problems(self, block: Block, key: str) -> list[Problem]:
-        """Return `block.problems(key)`. Raises ValueError if a user's block does not return a list of problems."""
-        method = f"{type(block).__name__}.problems"
-        return models.FAMILIES.check_list(self, method, block.problems(key), Problem, owner=block)
 
     def make_layers(self) -> list[Layer]:
         """Return the layers, first to last.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Parameter
 from valkyrie.extensions import Families
+from valkyrie.hooks import returns
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.problems import Problem, check_range
 
@@ -51,6 +52,10 @@ class Training:
     steps: int
     compute: str = ACCUMULATOR_DTYPE.value
     stack_sharding: StackSharding | None = None
+
+
+def _is_byte_count(value: object) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < math.inf
 
 
 @dataclass
@@ -110,14 +115,12 @@ class OptimizerConfig:
             training: Properties of the run.
 
         Raises:
-            ValueError: `rules` returns no mapping, a rule for an unknown group, or none for a group that the model has.
+            ValueError: `rules` returns a rule for an unknown group, or none for a group that the model has.
         """
         import jax
 
         rate = learning_rate_schedule(self, training.steps)
         rules, labels = self.rules(rate), jax.tree.map(_label, specs, is_leaf=is_parameter)
-        if not isinstance(rules, Mapping):
-            raise FAMILIES.wrong_result_error(self, "rules", rules, "a mapping from groups to rules")
         if unknown := [str(group) for group in rules if group not in _RULE_GROUPS]:
             text = (
                 f"the unknown group{'s' * (len(unknown) > 1)} {', '.join(unknown)}. Groups: {', '.join(_RULE_GROUPS)}."
@@ -157,10 +160,12 @@ class OptimizerConfig:
             all_rules["fixed"] = optax.set_to_zero()
         return optax.partition(all_rules, labels)
 
+    @returns("a number of bytes", _is_byte_count)
     def state_bytes(self, parameter: Parameter) -> float:
         """Return the bytes of optimizer state per element of a parameter, by default 8: two float32 moments."""
         return 8.0
 
+    @returns("a number of bytes", _is_byte_count)
     def update_bytes(self, parameter: Parameter) -> float:
         """Return the HBM traffic of an update, in bytes per element of a parameter.
 
@@ -337,12 +342,10 @@ def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> o
 
 
 def check_bytes(config: OptimizerConfig, parameters: Iterable[Parameter]) -> None:
-    """Raise ValueError if `state_bytes` or `update_bytes` of a user's optimizer does not return a number of bytes."""
+    """Call `state_bytes` and `update_bytes`. Raises ValueError if a user's method does not return a number of bytes."""
     for parameter in parameters:
-        for method in ("state_bytes", "update_bytes"):
-            result = getattr(config, method)(parameter)
-            if not isinstance(result, Real) or not 0 <= float(result) < math.inf:
-                raise FAMILIES.wrong_result_error(config, method, result, "a number of bytes")
+        config.state_bytes(parameter)
+        config.update_bytes(parameter)
 
 
 def is_parameter(node: Any) -> bool:
