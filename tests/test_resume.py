@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -24,7 +25,10 @@ from runs import (
     trained_run,
     training_records,
 )
+from valkyrie.checkpoint import checkpoint_root, latest_step
+from valkyrie.config.arguments import parse_run
 from valkyrie.train import screen
+from valkyrie.train.prepare import load_run_tokenizer
 
 FORMS = {
     "plain": (),
@@ -130,6 +134,23 @@ def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureF
     err = capfd.readouterr().err
     assert "embedding" in err and "(384, 16)" in err and "(384, 32)" in err
     assert "Traceback" not in err and (folder / "run.yaml").read_text() == before
+
+
+def test_the_tokenizer_is_compared_before_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path))
+    folder = copy_run(trained_run(), tmp_path)
+    with pytest.raises(ValueError, match=r"^data.tokenizer=gpt2 .*data.tokenizer=bytes"):
+        load_run_tokenizer(parse_run(tiny_arguments(tmp_path, "data.tokenizer=gpt2")))
+    file = checkpoint_root(folder) / str(latest_step(folder)) / "about" / "metadata"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer": {"name": "mine", "fingerprint": "ab"}}))
+    run = parse_run(tiny_arguments(tmp_path, "data.tokenizer=mine", "model.vocab_size=300"))
+    tokenizer_file = tmp_path / "tokenizers" / "mine.json"
+    with pytest.raises(ValueError, match=rf"^data.tokenizer=mine, .*{tokenizer_file.parent}.* mine.json"):
+        load_run_tokenizer(run)
+    tokenizer_file.parent.mkdir()
+    tokenizer_file.write_text("{}")
+    with pytest.raises(ValueError, match=r"^data.tokenizer=mine has changed"):
+        load_run_tokenizer(run)
 
 
 @pytest.mark.parametrize(

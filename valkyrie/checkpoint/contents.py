@@ -219,10 +219,9 @@ def refuse_other_tokenizer(
             f"{run_tokenizer['fingerprint']}). Restore the old file, or use another name=."
         )
     raise ValueError(
-        f"The {tier} checkpoint at step {path.name} in {path.parent} was trained with "
-        f"tokenizer={saved_tokenizer['name']}, but this run has tokenizer={run_tokenizer['name']}, which assigns other "
-        f"ids. A checkpoint only continues with its own tokenizer. Use data.tokenizer={saved_tokenizer['name']}, or "
-        "start a new run under another name=, without resume=."
+        f"data.tokenizer={run_tokenizer['name']} assigns other ids than {saved_tokenizer['name']}, with which the "
+        f"{tier} checkpoint at step {path.name} in {path.parent} was trained. To continue it, use "
+        f"data.tokenizer={saved_tokenizer['name']}. To start a new run, use another name=, without resume=."
     )
 
 

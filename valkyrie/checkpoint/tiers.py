@@ -170,8 +170,8 @@ class Checkpoints:
                 f"The durable checkpoint at step {step} in {path.parent} was saved at step {info.step}, so its folder "
                 f"has been renamed. Rename {path} to {info.step}."
             )
+        refuse_other_tokenizer(path, info.tokenizer, self._info.tokenizer)  # first, because it may set the vocabulary
         refuse_other_model(path, info.parameters, parameter_shapes(abstract_arrays["parameters"]))
-        refuse_other_tokenizer(path, info.tokenizer, self._info.tokenizer)
         if info.holds == PARAMETERS_ONLY:
             abstract_arrays = {"parameters": abstract_arrays["parameters"]}
             abstract_state = abstract_state._replace(**dict.fromkeys(abstract_state._fields))

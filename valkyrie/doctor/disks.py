@@ -20,18 +20,16 @@ from valkyrie.checkpoint.contents import (
     read_data_position,
     read_info,
     refuse_other_model,
-    refuse_other_tokenizer,
 )
 from valkyrie.checkpoint.location import all_steps_in, checkpoint_root, in_bucket, parse_path
 from valkyrie.config.run import Run
 from valkyrie.data.batches import OTHER_DATA
 from valkyrie.data.config import DataCheck
-from valkyrie.data.tokenizer import tokenizer_identity
 from valkyrie.doctor.findings import FAILURE, OK, WARNING, CheckContext, CheckResults
 from valkyrie.paths import cache_problem, cache_root, disk_errors, error_reason
 from valkyrie.runs.folder import choose_run_folder
 from valkyrie.runs.wandb_writer import WandbMode, resolve_mode
-from valkyrie.train.prepare import refuse_unsuitable_data
+from valkyrie.train.prepare import refuse_changed_tokenizer, refuse_unsuitable_data
 from valkyrie.units import count_text, memory_text
 
 MAX_CLOCK_DIFFERENCE_S = 2.0
@@ -171,8 +169,8 @@ def check_resumed_checkpoint(context: CheckContext) -> CheckResults:
         shapes = {name: spec.shape for name, spec in context.run.model.parameters().items()}
         path = root / str(step)
         info = read_info(path)
+        refuse_changed_tokenizer(context.run, path)
         refuse_other_model(path, info.parameters, shapes)
-        refuse_other_tokenizer(path, info.tokenizer, tokenizer_identity(context.run.tokenizer))
         content = _prepared_content(context.run)
         if content and not read_data_position(path).get("content", content).startswith(content):
             yield FAILURE, OTHER_DATA, ""

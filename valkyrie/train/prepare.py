@@ -9,11 +9,13 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from valkyrie.checkpoint.contents import read_info, refuse_other_tokenizer
+from valkyrie.checkpoint.location import checkpoint_root, latest_step
 from valkyrie.config.run import Run
-from valkyrie.data.config import source_names
+from valkyrie.data.config import is_tokenizer_file, source_names, trained_tokenizer_path
 from valkyrie.problems import check_range, raise_problems, require_type
 from valkyrie.processes.team import ALONE, Team
-from valkyrie.runs.folder import RUN_FILE, changed_settings, find_run, saved_config, saved_run
+from valkyrie.runs.folder import RUN_FILE, changed_settings, find_run, saved_config
 from valkyrie.train.devices import acquire_devices, configure_jax, machine_problems
 
 if TYPE_CHECKING:
@@ -147,7 +149,8 @@ def _open_data(run: Run, console: Console, team: Team) -> Dataset:
 def load_run_tokenizer(run: Run) -> Tokenizer:
     """Load the tokenizer of a run.
 
-    Raises ValueError if the task has no text, or if the tokenizer has more ids than the model's vocabulary.
+    Raises ValueError if the task has no text, if the checkpoint of the run was trained with another tokenizer, or if
+    the tokenizer has more ids than the model's vocabulary.
     """
     from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size
 
@@ -156,22 +159,51 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
             f"model={run.model.name} solves puzzles and has no tokenizer, so it cannot continue text. To evaluate it, "
             "use mode=eval."
         )
-
+    if (path := _last_checkpoint(run)) is not None:
+        refuse_changed_tokenizer(run, path)
     id_count, row_count = read_vocab_size(run.tokenizer), run.model.vocab_size
     if id_count > row_count:
         key = "data.tokenizer" if run.tokenizer != run.model.tokenizer else "model.tokenizer"
-        resume = run.config.resume
-        if resume is not None and (saved_tokenizer := saved_run(trained_folder(run)).tokenizer) != run.tokenizer:
-            raise ValueError(
-                f"{key}={run.tokenizer} has {id_count:,} ids, but {resume} was trained with "
-                f"tokenizer={saved_tokenizer}, which has at most {row_count:,}. A checkpoint only continues with its "
-                f"own tokenizer. Leave out {key}=, or start a new run without resume=."
-            )
         raise ValueError(
             f"{key}={run.tokenizer} has {id_count:,} ids, but model.vocab_size={row_count}. "
             f"Use model.vocab_size={id_count} or more, or a tokenizer with at most {row_count:,} ids."
         )
     return load_tokenizer(run.tokenizer)
+
+
+def _last_checkpoint(run: Run) -> Any | None:
+    """Return the folder of the newest durable checkpoint of the run that `resume` or `name` selects, or None."""
+    config, runs = run.config, Path(run.config.runs)
+    if config.resume is None and config.name is None:
+        return None
+    folder = find_run(runs, config.resume) if config.resume is not None else runs / str(config.name)
+    step = latest_step(folder)
+    return None if step is None else checkpoint_root(folder) / str(step)
+
+
+def refuse_changed_tokenizer(run: Run, path: Any) -> None:
+    """Raise ValueError if a run has another tokenizer than the one that the checkpoint in the folder `path` has.
+
+    Does nothing if the metadata of the checkpoint is damaged.
+    """
+    from valkyrie.data.tokenizer import tokenizer_identity
+
+    saved_tokenizer = None
+    with contextlib.suppress(ValueError):  # restoring moves a damaged checkpoint aside
+        saved_tokenizer = read_info(path).tokenizer
+    if saved_tokenizer is None:
+        return
+    try:
+        tokenizer = tokenizer_identity(run.tokenizer)
+    except ValueError:
+        if saved_tokenizer["name"] != run.tokenizer or is_tokenizer_file(run.tokenizer):
+            raise
+        file = trained_tokenizer_path(run.tokenizer)
+        raise ValueError(
+            f"data.tokenizer={run.tokenizer}, with which {path} was trained, is not in {file.parent}. Copy {file.name} "
+            "there from the machine that trained it, or set data.tokenizer to its path."
+        ) from None
+    refuse_other_tokenizer(path, saved_tokenizer, tokenizer)
 
 
 def check_sampling(prompt: object, tokens: int, temperature: float, top_k: int | None) -> None:
