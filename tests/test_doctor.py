@@ -227,7 +227,7 @@ def test_the_checkpoint_to_resume_from_is_verified(tmp_path: Path):
     (finding,) = checkpoint_findings(folder, "model.embed=32")
     assert finding.severity == FAILURE and "is of a different model: embedding" in finding.text
     (finding,) = checkpoint_findings(folder, "model.tokenizer=gpt2")
-    assert finding.severity == FAILURE and finding.text.startswith("data.tokenizer=gpt2 assigns other ids than bytes")
+    assert finding.severity == FAILURE and finding.text.startswith("model.tokenizer=gpt2 assigns other ids than bytes")
     assert [finding.severity for finding in checkpoint_findings(folder, "data.documents=61")] == [OK], "not prepared"
     other_run = parse_run([f"resume={folder}", "data.documents=61"])
     prepare(other_run.config.data, other_run.tokenizer)

@@ -144,7 +144,7 @@ def test_reading_a_run_with_another_tokenizer_is_refused(
     assert run_train(*arguments) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith(f"valkyrie-train: {group}.tokenizer=gpt2 ") and err.count("\n") == 1
-    assert "only continues with its own tokenizer" in err
+    assert f"use {group}.tokenizer=bytes" in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -200,11 +200,12 @@ def refuse_other_tokenizer(
     saved_tokenizer: Mapping[str, str] | None,
     run_tokenizer: Mapping[str, str] | None,
     tier: str = "durable",
+    key: str = "data.tokenizer",
 ) -> None:
     """Raise ValueError if the tokenizers of a checkpoint and of the run have different fingerprints.
 
     `saved_tokenizer` and `run_tokenizer` are their `name` and `fingerprint`. Does nothing if one of them is None
-    (unknown). `tier` is the tier of the checkpoint, for the message.
+    (unknown). `tier` is the tier of the checkpoint, and `key` the setting with the run's tokenizer, for the message.
     """
     if (
         run_tokenizer is None
@@ -214,14 +215,14 @@ def refuse_other_tokenizer(
         return
     if saved_tokenizer["name"] == run_tokenizer["name"]:
         raise ValueError(
-            f"data.tokenizer={run_tokenizer['name']} has changed since the {tier} checkpoint at step {path.name} in "
+            f"{key}={run_tokenizer['name']} has changed since the {tier} checkpoint at step {path.name} in "
             f"{path.parent} was saved (fingerprint {saved_tokenizer['fingerprint']}, now "
             f"{run_tokenizer['fingerprint']}). Restore the old file, or use another name=."
         )
     raise ValueError(
-        f"data.tokenizer={run_tokenizer['name']} assigns other ids than {saved_tokenizer['name']}, with which the "
+        f"{key}={run_tokenizer['name']} assigns other ids than {saved_tokenizer['name']}, with which the "
         f"{tier} checkpoint at step {path.name} in {path.parent} was trained. To continue it, use "
-        f"data.tokenizer={saved_tokenizer['name']}. To start a new run, use another name=, without resume=."
+        f"{key}={saved_tokenizer['name']}. To start a new run, use another name=, without resume=."
     )
 
 

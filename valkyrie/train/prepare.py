@@ -163,9 +163,8 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
         refuse_changed_tokenizer(run, path)
     id_count, row_count = read_vocab_size(run.tokenizer), run.model.vocab_size
     if id_count > row_count:
-        key = "data.tokenizer" if run.tokenizer != run.model.tokenizer else "model.tokenizer"
         raise ValueError(
-            f"{key}={run.tokenizer} has {id_count:,} ids, but model.vocab_size={row_count}. "
+            f"{_tokenizer_key(run)}={run.tokenizer} has {id_count:,} ids, but model.vocab_size={row_count}. "
             f"Use model.vocab_size={id_count} or more, or a tokenizer with at most {row_count:,} ids."
         )
     return load_tokenizer(run.tokenizer)
@@ -200,10 +199,15 @@ def refuse_changed_tokenizer(run: Run, path: Any) -> None:
             raise
         file = trained_tokenizer_path(run.tokenizer)
         raise ValueError(
-            f"data.tokenizer={run.tokenizer}, with which {path} was trained, is not in {file.parent}. Copy {file.name} "
-            "there from the machine that trained it, or set data.tokenizer to its path."
+            f"{_tokenizer_key(run)}={run.tokenizer}, with which {path} was trained, is not in {file.parent}. Copy "
+            f"{file.name} there from the machine that trained it, or set {_tokenizer_key(run)} to its path."
         ) from None
-    refuse_other_tokenizer(path, saved_tokenizer, tokenizer)
+    refuse_other_tokenizer(path, saved_tokenizer, tokenizer, key=_tokenizer_key(run))
+
+
+def _tokenizer_key(run: Run) -> str:
+    """Return the key that sets the tokenizer of a run."""
+    return "data.tokenizer" if run.tokenizer != run.model.tokenizer else "model.tokenizer"
 
 
 def check_sampling(prompt: object, tokens: int, temperature: float, top_k: int | None) -> None:
