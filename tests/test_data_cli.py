@@ -184,6 +184,11 @@ def test_a_corrupt_shard_is_named_by_verify(corpus: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         main(["verify", path])
     assert "train-00000.bin has changed" in capsys.readouterr().err
+    Path(path, "validation-00000.bin").write_bytes(b"")
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", path])
+    err = capsys.readouterr().err
+    assert all(text in err for text in ("2 of 2", "train-00000.bin has changed", "validation-00000.bin has 0 bytes"))
 
 
 def test_a_full_disk_is_reported_with_the_option_of_the_command(

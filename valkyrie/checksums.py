@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,13 +54,15 @@ def folder_problem(folder: Path) -> Problem | None:
         expected = {str(name): (int(size), str(digest)) for name, (size, digest) in sums.items()}
     except (ValueError, TypeError, AttributeError):
         return _damage(CHECKSUMS_FILE, f"{CHECKSUMS_FILE} cannot be read")
-    return next(iter(file_problems(folder, expected)), None)
+    return next(file_problems(folder, expected), None)
 
 
 def file_problems(
     folder: Path, expected: Mapping[str, tuple[int, str]], trusted_names: Container[str] = ()
-) -> list[Problem]:
-    """Return a problem for each file that is missing or has changed. Reads their contents only if all sizes match.
+) -> Iterator[Problem]:
+    """Yield a problem for each file that is missing or has changed.
+
+    First come the files that are missing or have another size. Then the contents of the others are read.
 
     Args:
         folder: the folder that contains the files.
@@ -68,15 +70,17 @@ def file_problems(
         trusted_names: files to compare by size only.
     """
     size_problems = {name: _size_damage(folder / name, name, size) for name, (size, _) in expected.items()}
-    if problems := [damage for damage in size_problems.values() if damage is not None]:
-        return problems
-    unverified_digests = {name: digest for name, (_, digest) in expected.items() if name not in trusted_names}
+    yield from filter(None, size_problems.values())
+    digests = {
+        name: digest
+        for name, (_, digest) in expected.items()
+        if size_problems[name] is None and name not in trusted_names
+    }
     with ThreadPoolExecutor(_THREADS) as threads:
-        sums = threads.map(lambda name: _checksum(folder / name)[1], unverified_digests)
-        changed_names = [
-            name for name, actual in zip(unverified_digests, sums, strict=True) if actual != unverified_digests[name]
-        ]
-    return [_damage(name, f"{name} has changed since it was saved") for name in changed_names]
+        sums = [*threads.map(lambda name: _checksum(folder / name)[1], digests)]
+    for name, actual in zip(digests, sums, strict=True):
+        if actual != digests[name]:
+            yield _damage(name, f"{name} has changed since it was saved")
 
 
 def _size_damage(path: Path, name: str, expected: int) -> Problem | None:

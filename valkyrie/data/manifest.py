@@ -245,7 +245,7 @@ def _describe_other_path(path: Path) -> str:
 
 def _check_shards(dataset: PreparedText, trusted_files: Sequence[str] = ()) -> None:
     expected = {shard.file: (shard.tokens * dataset.token_size, shard.sha256) for shard in dataset.shards}
-    if problems := file_problems(dataset.path, expected, trusted_files):
+    if problems := [*file_problems(dataset.path, expected, trusted_files)]:
         raise CorruptShardsError(dataset, problems)
 
 
