@@ -38,7 +38,7 @@ from valkyrie.foreign_errors import (
     unmergeable_config,
 )
 from valkyrie.paths import read_defaults
-from valkyrie.problems import Problem, ProblemError, first_line, suggest
+from valkyrie.problems import Problem, ProblemError, first_line, format_alternatives, suggest
 from valkyrie.trees import flatten
 
 _OVERLAYS = ("experiment", "sweep")
@@ -58,6 +58,15 @@ _EXTRAS = {
     "hydra/sweeper": {"optuna": "optuna"},
 }
 """Extras of `pyproject.toml` that choices need, by group and choice."""
+_HALF_PRECISION = ("bf16", "bf16_mixed")
+_SYNONYMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "precision": {
+        **dict.fromkeys(("bfloat16", "float16", "fp16", "f16", "half", "mixed"), _HALF_PRECISION),
+        **dict.fromkeys(("fp32", "f32", "float", "full", "single"), ("float32",)),
+        **dict.fromkeys(("float8", "float8_e4m3fn", "f8", "e4m3"), ("fp8",)),
+    }
+}
+"""Choices to suggest for the names that other libraries use, by group."""
 
 
 def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
@@ -115,8 +124,9 @@ def unknown_choice_text(missing_file: str, options: Sequence[str], folders: Sequ
             if file.parent.name not in _GROUPS and suggest(file.parent.name, [group]):
                 return f"{group}={name}: {file} is not read. Rename the folder {file.parent.name} to {group}."
     completion = next((option for option in options if name and option.startswith(name)), None)
-    suggestion = suggest(name, options) or completion
-    hint = f" Did you mean {group}={suggestion}?" if suggestion else ""
+    nearest = suggest(name, options) or completion
+    suggestions = _SYNONYMS.get(group, {}).get(name.lower()) or ((nearest,) if nearest else ())
+    hint = f" Did you mean {format_alternatives(group, suggestions)}?" if suggestions else ""
     mesh_hint = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
     return f"{group}={name} is not a choice.{hint}{mesh_hint} Choices: {', '.join(options) or 'none'}."
 

@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from itertools import zip_longest
+from pathlib import Path
 
 from hydra._internal.utils import get_args_parser  # the flags have no public list
 
-from valkyrie.config.compose import GROUPS
+from valkyrie.config.choices import get_target
+from valkyrie.config.compose import ENVIRONMENT_MESH, GROUPS
+from valkyrie.config.explain import unknown_choice_text
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import RunConfig
-from valkyrie.config.saved import CONFIG_DIR_FLAGS
+from valkyrie.config.saved import CONFIG_DIR_FLAGS, config_dirs
+from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.paths import config_names
-from valkyrie.problems import suggest
+from valkyrie.problems import format_alternatives, suggest
 from valkyrie.runs.folder import key_values, split_flags, split_override
 
 _GROUPS = set(GROUPS)
@@ -65,7 +69,7 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
     for argument, next_argument in zip_longest(arguments, arguments[1:], fillvalue=""):
         if _FLAG.match(argument):
             _refuse_dashes(argument, next_argument)
-    overrides = split_flags(arguments)[1]
+    overrides, folders = split_flags(arguments)[1], config_dirs(arguments)
     if multirun:
         _refuse_search_in_sweep(overrides)
     for argument in overrides:
@@ -74,10 +78,11 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
         _refuse_missing_value(argument, next_argument)
     for argument in overrides:
         key, _, value = argument.partition("=")
-        _refuse_wrong_choice(argument, key.lstrip("+"), value, in_python)
+        _refuse_list_of_choices(argument, key.lstrip("+"), value, multirun, in_python)
+        _refuse_wrong_choice(argument, key.lstrip("+"), value)
         _refuse_arguments_hydra_reports_poorly(argument, key, value)
         if not multirun:
-            _refuse_several_values(argument, key.lstrip("+"), value, in_python, "mode=search" in overrides)
+            _refuse_several_values(argument, key.lstrip("+"), value, in_python, "mode=search" in overrides, folders)
     values = key_values(overrides)
     batch, batch_tokens = values.get("batch", "null"), values.get("batch_tokens", "null")
     if batch != "null" and not re.search(r"\bnull\b", batch_tokens):  # a sweep may vary which of them is set
@@ -150,8 +155,8 @@ def _refuse_search_in_sweep(overrides: Sequence[str]) -> None:
         )
 
 
-def _refuse_wrong_choice(argument: str, key: str, value: str, in_python: bool) -> None:
-    """Raise ValueError for a group set to a list, a number, a boolean or null, and for keys such as `model.name=NAME`.
+def _refuse_wrong_choice(argument: str, key: str, value: str) -> None:
+    """Raise ValueError for a group set to a number, a boolean or null, and for keys such as `model.name=NAME`.
 
     Does not refuse a number for `mesh`, or null for `task`. Refuses `model.name=NAME` if NAME is a choice of `model`,
     because it would change the name in records but not the settings. Always refuses `mesh.name` and `target.name`.
@@ -160,10 +165,6 @@ def _refuse_wrong_choice(argument: str, key: str, value: str, in_python: bool) -
     is_name_key = group in _GROUPS and key == f"{group}.name"
     if is_name_key and (group in ("mesh", "target") or value in config_names(group)):
         raise ValueError(f"{argument} changes only the name, not the settings. Write {group}={value}.")
-    if key in _GROUPS and value.startswith("[") and not value.endswith("]"):
-        raise ValueError(f"{argument}: the ] at the end is missing. Write {argument}].")
-    if key in _GROUPS and value.startswith("["):
-        raise ValueError(f"{argument}: {key}= takes one choice, not a list{_choice_hint(key, value, in_python)}")
     if key != "mesh" and re.fullmatch(r"[+-]?[\d.]+(e\d+)?|true|false", value) and (names := config_names(key)):
         examples = "target=v5e-8" if key == "target" else f"{key}={names[0]}. Names: {', '.join(names)}"
         raise ValueError(f"{argument}: {key}= takes a name, such as {examples}.")
@@ -171,29 +172,56 @@ def _refuse_wrong_choice(argument: str, key: str, value: str, in_python: bool) -
         raise ValueError(f"{argument}: {key} cannot be null. Leave it out for the default, or choose one.")
 
 
-def _choice_hint(key: str, value: str, in_python: bool) -> str:
-    """Return the end of a message about a list of choices, from its `:` or `.` on.
-
-    It states how to choose one of them or to run all. For `mesh` or a single choice, it states the corrected argument.
-    """
+def _refuse_list_of_choices(argument: str, key: str, value: str, multirun: bool, in_python: bool) -> None:
+    """Raise ValueError for a group set to a list. The message states how to choose one of its choices or to run all."""
+    if key not in _GROUPS or not value.startswith("["):
+        return
+    if not value.endswith("]"):
+        raise ValueError(f"{argument}: the ] at the end is missing. Write {argument}].")
     choices = [choice for choice in value.strip("[]").replace(" ", "").split(",") if choice]
-    if key == "mesh" or len(choices) < 2:
-        return f": {key}={'x'.join(choices) or 'NAME'}."
-    alternatives = " or ".join(f"{key}={choice}" for choice in choices)
-    if in_python:
-        return f". Use {alternatives}, or make a run for each."
-    return f". Use {alternatives}, or run a sweep over them: valkyrie-train -m {key}={','.join(choices)}"
+    if key == "mesh" and choices and all(choice.isdecimal() for choice in choices):
+        choices = ["x".join(choices)]
+    if len(choices) < 2:
+        raise ValueError(f"{argument}: {key}= takes one choice, not a list: {key}={choices[0] if choices else 'NAME'}.")
+    sweep_argument = f"{key}={','.join(choices)}"
+    if multirun:
+        raise ValueError(f"{argument}: write the values of a sweep without brackets: -m {sweep_argument}")
+    remedy = (
+        ", or make a run for each." if in_python else f", or run a sweep over them: valkyrie-train -m {sweep_argument}"
+    )
+    alternatives = format_alternatives(key, choices)
+    raise ValueError(f"{argument}: {key}= takes one choice, not a list. Use {alternatives}{remedy}")
 
 
-def _refuse_several_values(argument: str, key: str, value: str, in_python: bool, is_search: bool) -> None:
+def _refuse_several_values(
+    argument: str, key: str, value: str, in_python: bool, is_search: bool, folders: Sequence[str]
+) -> None:
+    """Raise ValueError for several values, with those of a group that are not choices as the first reason."""
     if re.fullmatch(r"\d+(s?,\d+)+", value) and key == "mesh":
         raise ValueError(f"{argument}: join the sizes of a mesh with the letter x: mesh={value.replace(',', 'x')}.")
     is_text = key in ("prompt", "data.paths")  # a comma is part of it
-    several_values = r"[\w.+-]+(,[\w.+-]+)+|(choice|range|glob|interval)\(.*\)"
+    several_values = r"[\w.:+-]+(,[\w.:+-]+)+|(choice|range|glob|interval)\(.*\)"
     if key.partition(".")[0] in _KEYS and not is_text and re.fullmatch(several_values, value):
+        if key in _GROUPS and "(" not in value:
+            for choice in value.split(","):
+                _refuse_unknown_choice(key, choice, folders)
         remedy = f"Add -m for a sweep over them: valkyrie-train -m {shlex.quote(argument)}"
         if is_search and key == "target":
             remedy = f"Search several slices with target=[{value}]."
         elif in_python:
             remedy = "Make a run for each."
         raise ValueError(f"{argument} has several values, but a run takes one. {remedy}")
+
+
+def _refuse_unknown_choice(group: str, choice: str, folders: Sequence[str]) -> None:
+    """Raise ValueError if a group has no such choice, in the package or in the user's config `folders`."""
+    user_names = {path.stem for folder in folders for path in (Path(folder) / group).glob("*.yaml")}
+    names = sorted({*config_names(group), *user_names})
+    if choice in names or (group == "mesh" and choice == ENVIRONMENT_MESH):
+        return
+    if group == "target":
+        get_target(choice)
+    elif group == "mesh" and choice[:1].isdigit():
+        parse_mesh(choice)
+    else:
+        raise ValueError(unknown_choice_text(f"{group}/{choice}", names, folders))
