@@ -30,6 +30,7 @@ MISTAKES: dict[str, list[str]] = {
     "a key with a blank": ["steps", "5"],
     "a mesh with commas": ["mesh=2,2,2"],
     "several values without -m": ["model=gpt_tiny,s5_tiny"],
+    "a text with commas": ["data.field=the text, whole"],
     "several slices of a search without brackets": ["mode=search", "target=v5e-8,v4-16"],
     "a chip that is none": ["mode=search", "target.chip=v9", "target.chips=64"],
     "fewer chips than none": ["target.chip=v4", "target.chips=-8"],

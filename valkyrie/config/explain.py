@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -137,7 +138,11 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> list[Problem] | str:
     if isinstance(error, OverrideParseException):
         return _unparsable_argument_text(error, folders)
     if isinstance(error, ConfigCompositionException) and (argument := ambiguous_argument(str(error))):
-        return f"{argument} has several values, but a run takes one. Add -m for a sweep over them."
+        key, _, value = argument.partition("=")
+        quoted_value = value.replace('"', '\\"')
+        remedy = "Add -m for a sweep over them, or, for one text with commas, add quotes: "
+        remedy += shlex.quote(f'{key}="{quoted_value}"')
+        return f"{argument} has several values, but a run takes one. {remedy}"
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return str(error)
     resolver_error = _resolver_error(error)
