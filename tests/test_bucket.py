@@ -13,12 +13,13 @@ from buckets import bucket
 from helpers import compose_config
 from runs import copy_run, run_train, tiny_arguments, trained_run, training_records
 from valkyrie import buckets as schemes
-from valkyrie.checkpoint import CheckpointConfig, saved_steps
+from valkyrie.checkpoint import CheckpointConfig, Checkpoints, saved_steps
 from valkyrie.checkpoint.location import POINTER_FILE, SAVED_FILE, checkpoint_root, folder_problems, write_pointer
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.config.run import Run
 from valkyrie.doctor.disks import check_checkpoint_folder, check_disk_space
 from valkyrie.doctor.findings import OK, CheckContext
+from valkyrie.paths import DiskError, disk_errors
 from valkyrie.problems import ProblemCode
 
 __all__ = ["bucket"]
@@ -131,6 +132,15 @@ def test_a_new_path_counts_as_saved_to_only_if_it_has_checkpoints(tmp_path: Path
     (tmp_path / "moved").rename(tmp_path / "gone")
     write_pointer(folder, None)
     assert not (folder / SAVED_FILE).exists() and not (folder / POINTER_FILE).exists()
+
+
+def test_an_unwritable_checkpoint_folder_is_refused_by_its_key(tmp_path: Path):
+    (tmp_path / "file").touch()
+    folder = f"{tmp_path}/file/checkpoints"
+    with disk_errors(tmp_path / "run"), pytest.raises(DiskError) as caught:
+        Checkpoints(tmp_path / "run", CheckpointConfig(folder=folder))
+    assert str(caught.value).startswith(f"{folder}/run ") and "checkpoint.folder=" in str(caught.value)
+    assert "runs=" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

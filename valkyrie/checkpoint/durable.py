@@ -26,7 +26,7 @@ from valkyrie.checkpoint.location import (
 )
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import CHECKSUMS_FILE
-from valkyrie.paths import unused_path
+from valkyrie.paths import disk_errors, unused_path
 from valkyrie.processes.team import Team
 
 _ENTRY_NAMES = {METADATA_FILE, CHECKSUMS_FILE, "state", "data", "about"}
@@ -47,12 +47,15 @@ class DurableTier(Tier):
         path = checkpoint_root(folder) if read_only else configured_root(folder, config.folder)
         if not read_only and not in_bucket(path) and path.is_dir():
             _check_folder(path, run_folder=folder)
-        super().__init__(
-            path if in_bucket(path) else path.resolve(),
-            cleans_up=team.is_leader,
-            info=replace(info, tier="durable"),
-            multiprocess=team.count > 1,
-        )
+        # An error in the run folder is left to the caller, which knows the remedy for it.
+        is_elsewhere = config.folder is not None and not read_only and not in_bucket(path)
+        with disk_errors(path, "checkpoint.folder=DIR") if is_elsewhere else contextlib.nullcontext():
+            super().__init__(
+                path if in_bucket(path) else path.resolve(),
+                cleans_up=team.is_leader,
+                info=replace(info, tier="durable"),
+                multiprocess=team.count > 1,
+            )
 
     def _open(self) -> Any:
         import orbax.checkpoint as ocp
