@@ -29,6 +29,7 @@ from valkyrie.checkpoint import checkpoint_root, latest_step
 from valkyrie.config.arguments import parse_run
 from valkyrie.train import screen
 from valkyrie.train.prepare import load_run_tokenizer
+from valkyrie.train.trainer import _opening_line
 
 FORMS = {
     "plain": (),
@@ -125,6 +126,11 @@ def test_a_finished_run_says_so_and_continues_with_more_steps(
     capfd.readouterr()
     assert run_train("resume=run", f"runs={tmp_path}") == 0
     assert "(8 of 8" in capfd.readouterr().out
+
+
+def test_a_run_beyond_the_requested_steps_names_its_step() -> None:
+    line = _opening_line(4, 2, None)
+    assert line.startswith("steps=2:") and "step 4" in line and "2 steps" not in line
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

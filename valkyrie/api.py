@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 from rich.console import Console
 
@@ -24,7 +24,7 @@ from valkyrie.api_programs import check, predict, search_program
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_atomic
-from valkyrie.problems import raise_problems, require_type
+from valkyrie.problems import raise_problems, require_settings, require_type
 from valkyrie.processes.child import module_command, run_streamed
 from valkyrie.processes.ending import EXIT_INTERRUPTED, EXIT_REFUSED
 from valkyrie.results import Answer, Explanation, FoundLayout, Result, Trained, TrialRow, Trials
@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 
-def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
+def compose(*overrides: str, config_dir: str | Path | None = None, **keywords: Never) -> Run:
     """Compose a run from arguments of `valkyrie-train`: `compose("model=gpt_tiny", "mesh=2x2x2")`.
 
     `config_dir` is a folder with your configs and modules, like `--config-dir`. Raises ValueError if an argument is
@@ -78,13 +78,11 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
     """
     from valkyrie.config.arguments import parse_run
 
-    usage = 'compose takes strings, such as compose("model=gpt_tiny", "mesh=2x2x2")'
-    for override in overrides:
-        require_type(override, str, usage)
+    require_settings('compose takes strings, such as compose("model=gpt_tiny", "mesh=2x2x2")', overrides, keywords)
     return _refuse_illegal(parse_run([*_config_flags(config_dir), *overrides], in_python=True))
 
 
-def load(folder: str | Path, *overrides: str) -> Run:
+def load(folder: str | Path, *overrides: str, **keywords: Never) -> Run:
     """Load a run from the `run.yaml` of a run folder, with some keys overridden: `load(folder, "steps=400")`.
 
     `folder` is a path, the name of a run under `runs`, or `latest`, as for `resume=`. `fit` resumes the run from its
@@ -94,8 +92,7 @@ def load(folder: str | Path, *overrides: str) -> Run:
     """
     from valkyrie.config.arguments import load_run
 
-    for override in overrides:
-        require_type(override, str, 'load takes overrides as strings, such as load(folder, "steps=400")')
+    require_settings('load takes overrides as strings, such as load(folder, "steps=400")', overrides, keywords)
     runs = Path(key_values(overrides).get("runs", RunConfig.runs))
     return _refuse_illegal(load_run(_find_folder("load", folder, runs), overrides))
 
@@ -389,7 +386,7 @@ def trials(*paths: str | Path) -> Trials:
     return Trials(TrialRow(**{column.name: column.value(row) for column in CSV_COLUMNS}) for row in rows)
 
 
-def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool = False) -> Trials:
+def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool = False, **keywords: Never) -> Trials:
     """Run a sweep, like `valkyrie-train -m`, and return the trials of its folder.
 
     `run_sweep("+sweep=laptop_8", "steps=3")` runs the sweep `conf/sweep/laptop_8.yaml` with 3 steps, and
@@ -406,10 +403,9 @@ def run_sweep(*overrides: str, config_dir: str | Path | None = None, quiet: bool
         if line.startswith(_FOLDER_LINE):
             folders.append(line.removeprefix(_FOLDER_LINE))
 
+    require_settings('run_sweep takes strings, such as run_sweep("+sweep=laptop_8", "steps=3")', overrides, keywords)
     if not overrides:
         raise ValueError('run_sweep needs settings, such as run_sweep("+sweep=laptop_8", "steps=3").')
-    for override in overrides:
-        require_type(override, str, 'run_sweep takes strings, such as run_sweep("+sweep=laptop_8", "steps=3")')
     arguments = [*_config_flags(config_dir), *(o for o in overrides if o not in ("-m", "--multirun"))]
     _run_command("train", ["-m", *arguments], quiet, collect_folder, lambda: bool(folders))
     return trials(folders[-1])

@@ -235,6 +235,18 @@ def require_type(value: object, expected: type | UnionType, usage: str) -> None:
         raise TypeError(f"{usage}, not {describe_value(value)}.")
 
 
+def require_settings(usage: str, settings: Sequence[object], keywords: Mapping[str, object]) -> None:
+    """Raise TypeError for a setting that is not a string, or that was passed as a keyword argument: `steps=5`.
+
+    `usage` says what the function takes, such as `compose takes strings, such as compose("model=gpt_tiny")`.
+    """
+    for setting in settings:
+        require_type(setting, str, usage)
+    if keywords:
+        key, value = next(iter(keywords.items()))
+        raise TypeError(f'{key}={value!r} is not an argument. {usage[0].upper()}{usage[1:]}. Write "{key}={value}".')
+
+
 def describe_value(value: object) -> str:
     """Return a value of a wrong type as Python code or, if that is long, its type: `a value of type list`.
 

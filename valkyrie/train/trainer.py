@@ -315,6 +315,8 @@ def _restore_or_init(
 
 
 def _opening_line(start_step: int, steps: int, compile_s: float | None) -> str:
+    if compile_s is None and start_step > steps:
+        return f"steps={steps}: the run is already at step {start_step}. To train longer: steps={2 * start_step}"
     if compile_s is None:
         return f"already finished ({start_step} of {steps} steps). To train longer: steps={2 * start_step}"
     return f"compiled the step in {compile_s:.1f} s; training steps {start_step + 1} to {steps}"
