@@ -206,8 +206,9 @@ def test_differences_within_the_spread_have_no_cause_and_share_a_rank(tmp_path: 
         3,
         4,
     ]
-    text = sweep_table([row.trial for row in trial_rows], tmp_path).columns[0]
-    assert [*map(str, text.cells)] == ["1", "1", "3"]
+    table = sweep_table([row.trial for row in trial_rows], tmp_path)
+    assert [*map(str, table.columns[0].cells)] == ["1", "1", "3"] and "same rank" in str(table.caption)
+    assert sweep_table([FSDP, TP], tmp_path).caption is None
     measured = make_trial("2x2x2-2d_tp", 100, stage="measure")
     assert [*map(str, sweep_table([FSDP, TP, measured], tmp_path).columns[0].cells)] == ["1", "2", "1"]
 

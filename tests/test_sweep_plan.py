@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from helpers import compose_run, mark_slow_except
 from sweeps import fake_outcomes, multirun_plans
@@ -16,8 +19,9 @@ from test_folder import make_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.sweep.names import trial_key
-from valkyrie.sweep.results import Outcome
+from valkyrie.sweep.results import OUTPUT_FILE, Outcome
 from valkyrie.sweep.run import settle
+from valkyrie.sweep.screen import LineScreen
 from valkyrie.sweep.tracking import wandb_run_id
 from valkyrie.sweep.trial import Status, TrialLog
 
@@ -202,3 +206,15 @@ def test_a_trial_has_its_own_run_folder(command: Any, monkeypatch: pytest.Monkey
     tracking = replace(plan.run.config.tracking, id=wandb_run_id(plan.run.config.tracking, plan.folder, plan.key))
     assert run == plan.run.changed(tracking=tracking)
     assert (run.config.runs, run.config.name, run.config.tracking.group) == ("runs/a-b", plan.name, "a-b")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_start_of_the_first_trial_is_printed_once(command: Any, monkeypatch: pytest.MonkeyPatch, terminal: bool):
+    plans: Any = multirun_plans(command, monkeypatch, "-m", "mesh=1x1x1", "partition=dp", "seed=0,1")
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=500)
+    screen = LineScreen(console, total=2)
+    for plan in plans:
+        screen.show_running([SimpleNamespace(plan=plan)], 0)  # type: ignore[list-item]
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == (0 if terminal else 1)
+    assert all(line.startswith("running ") and str(plans[0].trial_folder / OUTPUT_FILE) in line for line in lines)

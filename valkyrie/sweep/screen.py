@@ -32,7 +32,7 @@ REFUSED_LINES = 10
 
 
 class LineScreen:
-    """Prints a line for each trial that ends, numbered if there are several.
+    """Prints a line for each trial that ends, numbered if there are several, and one when the first trial starts.
 
     Refused trials after the first `REFUSED_LINES` are only counted. If there are several trials, those recorded earlier
     are only counted too.
@@ -42,7 +42,7 @@ class LineScreen:
         self.console, self.total, self.ended_count = console or make_console(), total, 0
         self._unprinted_counts: Counter[str] = Counter()
         self._refused_count = 0
-        self._is_waiting_for_sweep = False
+        self._is_waiting_for_sweep = self._has_shown_start = False
 
     def __enter__(self) -> LineScreen:
         return self
@@ -53,9 +53,16 @@ class LineScreen:
     def show_running(self, processes: Sequence[TrialProcess], waiting_count: int) -> None:
         """Print how many trials ended without a line since the last call.
 
-        When another sweep starts to run all remaining trials, also prints that this sweep waits for it.
+        When the first trials start and the output is not a terminal, also prints the name of one. When another sweep
+        starts to run all remaining trials, also prints that this sweep waits for it.
         """
         self._print_counts()
+        if processes and not self._has_shown_start and not self.console.is_terminal:
+            plan = processes[0].plan
+            title = trial_title(plan.about, plan.overrides, plan.stage)
+            line = f"running {title}, which writes to {plan.trial_folder / OUTPUT_FILE}"
+            self.console.print(line, style="dim", highlight=False)
+        self._has_shown_start = self._has_shown_start or bool(processes)
         if waiting_count and not processes and not self._is_waiting_for_sweep:
             trials = f"{waiting_count} trials" if waiting_count > 1 else "trial"
             line = f"waiting for another sweep, which is running the last {trials}"

@@ -13,9 +13,10 @@ from valkyrie.config.modes import has_results, reads_run
 from valkyrie.runs.columns import FORMATS, terminal_table
 from valkyrie.runs.folder import command_name
 from valkyrie.sweep.columns import TERMINAL_COLUMNS
+from valkyrie.sweep.noise import EQUAL_TOLERANCE, has_spread
 from valkyrie.sweep.rows import Row, group_by_kind, make_rows, with_ranks, with_settings
 from valkyrie.sweep.trial import PAGE_FILE, Status, Trial
-from valkyrie.units import count_text, memory_text
+from valkyrie.units import count_text, memory_text, share_text
 
 NO_RESULT_STATUSES = (Status.failed, Status.killed, Status.timeout)
 """Statuses of trials that ended without a result, for a reason other than the layout."""
@@ -45,12 +46,20 @@ def sweep_table(trials: Sequence[Trial], folder: Path, max_rows: int = 40) -> Ta
     sorted_rows = [row for group in group_by_kind(rows).values() for row in with_ranks(group)]
     top_rows = sorted_rows[:max_rows]
     nonempty_columns = [column for column in TERMINAL_COLUMNS if any(column.text(row) for row in top_rows)]
-    caption = None if len(sorted_rows) <= max_rows else f"{len(sorted_rows) - max_rows} more on the page"
+    notes = [] if len(sorted_rows) <= max_rows else [f"{len(sorted_rows) - max_rows} more on the page"]
+    rank_counts = Counter((row.speed_kind, row.rank) for row in sorted_rows if row.rank)
+    tied_rows = [row for row in sorted_rows if rank_counts[row.speed_kind, row.rank] > 1]
+    if tied_rows:
+        has_spreads = any(has_spread(row.trial) for row in tied_rows)
+        tolerance = "the spread of their step times" if has_spreads else share_text(EQUAL_TOLERANCE)
+        notes.append(f"trials with the same rank are equally fast, within {tolerance}")
 
     def style(row: Row) -> str | None:
         return None if row.trial.status is Status.ok else "dim"
 
-    return terminal_table(nonempty_columns, top_rows, style, "fold", caption=caption, caption_justify="left")
+    return terminal_table(
+        nonempty_columns, top_rows, style, "fold", caption="\n".join(notes) or None, caption_justify="left"
+    )
 
 
 def count_statuses(trials: Sequence[Trial]) -> str:
