@@ -129,6 +129,14 @@ class Candidates:
         """Return the mesh axes over which a parameter's logical axis is gathered for use."""
         return find_gathered_axes(logical, self.parameters, self.activations, self.arrays.dispatched_axes)
 
+    def is_split_twice(self, logical: str | None) -> np.ndarray:
+        """Return, for each layout, whether both data axes and other mesh axes shard a parameter's logical axis.
+
+        XLA then cannot reduce-scatter the parameter's gradient, and all-gathers the batch of one of its factors instead.
+        """
+        data_axes = [axis for axis in self.stored_axes(logical) if axis in self.data_axes]
+        return (self.axes_size(data_axes) > 1) & (self.axes_size(self.used_axes(logical)) > 1)
+
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """Mesh axes that shard the positions of the logits, in addition to the mesh axes of `seq`.

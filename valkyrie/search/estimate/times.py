@@ -289,10 +289,9 @@ class StepEstimator:
     def _batch_gathers(self, logical: str, factor_bytes: np.ndarray) -> np.ndarray:
         """Return the exposed seconds, for each layout, of all-gathering a batch to compute a parameter's gradient.
 
-        The gradient is the matmul of the layer's input with the gradient of its output. If both data axes and other
-        mesh axes shard `logical`, XLA cannot reduce-scatter the result. Instead, it all-gathers one of the two factors,
-        the one that does not have this axis, over the data axes. `Efficiency.whole_batches` is the share of this time
-        that is exposed. Layouts that do not shard the axis in this way get 0.
+        The gradient is the matmul of the layer's input with the gradient of its output. XLA all-gathers one of the two
+        factors, the one that does not have this axis, over the data axes. `Efficiency.whole_batches` is the share of
+        this time that is exposed. Layouts that do not need this (`Candidates.is_split_twice`) get 0.
 
         Args:
             logical: A logical axis of the parameter.
@@ -301,9 +300,8 @@ class StepEstimator:
         layouts, stored = self.layouts, self.layouts.stored_axes(logical)
         data_axes = tuple(axis for axis in stored if axis in layouts.data_axes)
         parts = layouts.axes_size(data_axes)
-        is_split_twice = (parts > 1) & (layouts.axes_size(layouts.used_axes(logical)) > 1)
         seconds = self.network.all_gather(layouts, data_axes, factor_bytes * parts)
-        return np.where(is_split_twice, self.efficiency.whole_batches * seconds, 0.0)
+        return np.where(layouts.is_split_twice(logical), self.efficiency.whole_batches * seconds, 0.0)
 
     def _sequence_exchange(self, mixing: Mixing) -> np.ndarray:
         """Return the seconds to fetch activations from other shards of the sequence, in one layer and one pass."""
