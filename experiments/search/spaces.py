@@ -80,8 +80,8 @@ ODD_MODELS = {
     "batch=256 seq=1024",
     "1 kv head": "target=v4-16 model=llama_7b model.embed=1536 model.mlp=4096 model.layers=8 model.attention.heads=12 "
     "model.attention.kv_heads=1 batch=128 seq=2048",
-    "deep": "target=v5e-8 model=gpt_125m model.embed=512 model.attention.heads=8 model.attention.kv_heads=8 model.mlp=2048 "
-    "model.layers=48 batch=128 seq=1024",
+    "deep": "target=v5e-8 model=gpt_125m model.embed=512 model.attention.heads=8 model.attention.kv_heads=8 "
+    "model.mlp=2048 model.layers=48 batch=128 seq=1024",
     "embed 640": "target=v4-16 model=valkyrie_125m model.embed=640 model.attention.heads=10 "
     "model.attention.kv_heads=10 model.context=4096 batch=128 seq=4096",
 }

@@ -85,3 +85,10 @@ class AttentionImpl(Enum):
     dense = "dense"
     chunked = "chunked"
     kernel = "kernel"
+
+
+MIN_WIDE_LENGTH = 4096
+"""Minimum number of queries and of keys for wide blocks of splash attention, except in the dk and dv pass."""
+
+MAX_WIDE_HEAD_DIM = 128
+"""Largest head_dim for which wide blocks of splash attention fit into a core's scratch memory."""

@@ -132,7 +132,7 @@ class Candidates:
     def is_split_twice(self, logical: str | None) -> np.ndarray:
         """Return, for each layout, whether both data axes and other mesh axes shard a parameter's logical axis.
 
-        XLA then cannot reduce-scatter the parameter's gradient, and all-gathers the batch of one of its factors instead.
+        XLA then cannot reduce-scatter the parameter's gradient. It all-gathers the batch of one of its factors instead.
         """
         data_axes = [axis for axis in self.stored_axes(logical) if axis in self.data_axes]
         return (self.axes_size(data_axes) > 1) & (self.axes_size(self.used_axes(logical)) > 1)

@@ -221,7 +221,7 @@ class MemoryEstimator:
 
     @cached_property
     def _gathered_batch_bytes(self) -> np.ndarray:
-        """Bytes per device of the query, key and value gradients of a group of layers, if their batch is all-gathered."""
+        """Bytes per device of a layer group's gathered query, key and value gradients, or 0 if none are gathered."""
         layouts, total = self.layouts, np.zeros(len(self.layouts))
         data_axes = [axis for axis in layouts.stored_axes("embed") if axis in layouts.data_axes]
         for activation in self.run.model.working_activations():

@@ -54,6 +54,8 @@ class Platform(ABC):
         runs_pallas_tpu: Runs Pallas kernels for TPUs; other platforms interpret them.
         rotates_by_product: A matrix product is the fastest way to swap the halves of a vector.
         lanes: The head dimension of attention is padded to a multiple of this, in memory and in matrix products.
+        wide_attention_cost: Time of attention without a window over `MIN_WIDE_LENGTH` or more positions, relative to
+            that of as many FLOPs over fewer positions.
         example_chip: A shipped chip that the YAML of a user's chip can begin with.
     """
 
@@ -78,6 +80,7 @@ class Platform(ABC):
     runs_pallas_tpu: bool = False
     rotates_by_product: bool = False
     lanes: int = 1
+    wide_attention_cost: float = 1.0
     example_chip: str = "v5e"
 
     def device_files(self) -> list[Path]:

@@ -27,7 +27,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float, Int
 
 from valkyrie.ops.attention.pattern import GlobalKeys, KeyRange, Keys, Pattern, Queries, apply_soft_cap
-from valkyrie.ops.choices import ATTENTION_OUTPUT
+from valkyrie.ops.choices import ATTENTION_OUTPUT, MAX_WIDE_HEAD_DIM, MIN_WIDE_LENGTH
 
 LANES = 128
 """Lanes of a TPU vector register. Lengths up to `BLOCK` are padded to a multiple of this."""
@@ -42,14 +42,8 @@ Attention without a window uses wide blocks if this divides the length, subject 
 `MAX_WIDE_HEAD_DIM`.
 """
 
-MIN_WIDE_LENGTH = 4096
-"""Minimum number of queries and of keys for wide blocks. Does not apply to the key blocks of the dk and dv pass."""
-
 MIN_LONG_LENGTH = 16384
 """Minimum number of keys for which the backward pass doubles its blocks of keys, to write dq half as often."""
-
-MAX_WIDE_HEAD_DIM = 128
-"""Largest head_dim that fits into a core's scratch memory with wide blocks."""
 
 MAX_DQ_WRITES = 8
 """Maximum number of key blocks for the fused backward pass, which writes dq once per key block."""

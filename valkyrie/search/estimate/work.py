@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from valkyrie.axes import BATCH, SEQ, Parameter
 from valkyrie.config.run import Run
-from valkyrie.hardware.platforms import get_platform
+from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.models import LayeredModel
 from valkyrie.models.block import Block, BlockContext, SavedActivation, padding_ratio
+from valkyrie.ops.choices import MAX_WIDE_HEAD_DIM, MIN_WIDE_LENGTH
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 
 _PRODUCT_GROUPS = ("matrix", "ssm")
@@ -129,7 +130,7 @@ def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
             "them instead: valkyrie-train -m mode=compile hydra/sweeper=layouts."
         )
     products, mixing, activations = [], [], []
-    lanes = get_platform(run.config.target.platform).lanes
+    platform = get_platform(run.config.target.platform)
     flops_per_pass = 2.0 * model.embed * model.vocab_rows
     for group, repeats in model.segments():
         for i, layer in enumerate(group):
@@ -140,7 +141,7 @@ def step_work(run: Run, *, recompute_last_matmul: bool = False) -> StepWork:
                 block_products = _products(block, context, repeats, (i, context.number, j), is_result_unused)
                 products += block_products
                 product_flops = sum(2.0 * p.k * p.n * p.components for p in block_products)
-                mixing.append(_mixing(block, context, repeats, run.config.seq, product_flops, lanes))
+                mixing.append(_mixing(block, context, repeats, run.config.seq, product_flops, platform))
                 activations += [(activation, repeats) for activation in block.saved_activations(context)]
     passes = model.flops_per_token(run.config.seq) / flops_per_pass
     return StepWork(run, model.embed, tuple(products), tuple(mixing), tuple(activations), model.parameters(), passes)
@@ -180,7 +181,9 @@ def _products(
     return products
 
 
-def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_flops: float, lanes: int) -> Mixing:
+def _mixing(
+    block: Block, context: BlockContext, count: int, seq: int, product_flops: float, platform: Platform
+) -> Mixing:
     """Return the work of a block outside its matmuls, such as attention scores or a scan.
 
     Args:
@@ -189,7 +192,7 @@ def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_f
         count: Number of layers.
         seq: Sequence length.
         product_flops: FLOPs per token of the block's matrix products, which are subtracted from its total.
-        lanes: The head dimension of attention is padded to a multiple of this (`Platform.lanes`).
+        platform: Has the lanes to which a head dimension is padded, and the cost of attention over long sequences.
     """
     named_activations = [
         activation
@@ -200,6 +203,11 @@ def _mixing(block: Block, context: BlockContext, count: int, seq: int, product_f
     neighbours = tuple(block.neighbours(context))
     flops = max(block.flops(context, seq) - product_flops, 0.0)
     name = named_activations[0].name if named_activations else None
+    scores = block.scores(context, seq)
     if named_activations:
-        flops *= padding_ratio(named_activations[0].tensor.shape, lanes)
-    return Mixing(flops, block.scores(context, seq), axes, count, name, block.shards_rows_over_embed, neighbours)
+        shape = named_activations[0].tensor.shape
+        flops *= padding_ratio(shape, platform.lanes)
+        has_window = scores < seq / 2  # a causal mask leaves half of all scores
+        if seq >= MIN_WIDE_LENGTH and shape[-1] <= MAX_WIDE_HEAD_DIM and not has_window:
+            flops *= platform.wide_attention_cost
+    return Mixing(flops, scores, axes, count, name, block.shards_rows_over_embed, neighbours)
