@@ -31,7 +31,7 @@ AxisPart = tuple[str, int | None]
 """A mesh axis and the size of a part of it, or None for the whole axis."""
 
 Marks = tuple[frozenset[int], ...]
-"""For each dimension of an array, the batch dimensions that it comes from, as indices into `_Tracer._candidates`."""
+"""Batch dimensions from which each dimension of an array comes, as indices into `_Tracer._candidates`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Argument:
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...]:
-        """For each dimension, the mesh axes that split it. Includes an axis if only a part of it does."""
+        """Mesh axes that split each dimension, including axes of which only a part does."""
         return tuple(tuple(axis for axis, _ in parts) for parts in self.axis_parts)
 
 

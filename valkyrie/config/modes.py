@@ -31,13 +31,13 @@ ANSWER_FILE = "search.json"
 CALIBRATED_FILE = "calibrated_{chip}.yaml"
 """File in a run folder with the constants fitted to the chip named `{chip}`."""
 FIGURES_FILE, MACHINES_FILE = "figures.json", "machines.json"
-"""In a run folder: the measured speeds of the run's devices, and the host names of the machines that have them."""
+"""Files in a run folder: measured speeds of the run's devices, and host names of the machines that have them."""
 TIMELINE_FILE = "timeline.json"
 """File in a run folder with the timeline of a predicted step."""
 CODE_EVAL_FILE = "code_eval.json"
 """File in a run folder with all completions of the most recent code evaluation and their results."""
 MODULE_FILE, HLO_TEXT_FILE, TRACE_FOLDER = "module.hlo.pb", "module.hlo.txt", "trace"
-"""In a run folder: the optimised module of a compile, serialised and as text, and the folder of a profiler trace."""
+"""Files in a run folder: the optimised module of a compile, serialised and as text, and a folder for profiler traces."""
 
 HOUR_S = 3600.0
 
@@ -100,7 +100,7 @@ class ModeConfig(ABC):
     description: ClassVar[str] = ""
     """One line for `--help`."""
     needs: ClassVar[Needs] = Needs.devices
-    """What the mode needs on this machine. A trial is refused if it is missing."""
+    """Requirements of the mode on this machine. A trial is refused if they are not met."""
     results: ClassVar[str | None] = None
     """Name of the file in the run folder with a trial's results. If None, a sweep shows what the mode prints."""
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -13,7 +13,7 @@ from valkyrie.problems import Problem, ProblemCode
 
 
 class Chunking(Enum):
-    """What one document contains: a whole text, or one function or class of C, C++ or Python."""
+    """Content of a document: a whole text, or one function or class of C, C++ or Python."""
 
     whole = "whole"
     functions = "functions"

@@ -252,7 +252,7 @@ def format_shape(shape: Iterable[int]) -> str:
 
 
 def even_shape(chips: int, axis_count: int) -> SliceShape:
-    """Return nearly equal lengths of `axis_count` axes, ascending, whose product is `chips`."""
+    """Return nearly equal lengths of `axis_count` axes, ascending, with the product `chips`."""
     if axis_count == 1:
         return (chips,)
     side = next(n for n in range(round(chips ** (1 / axis_count)), 0, -1) if chips % n == 0)

@@ -246,7 +246,7 @@ def _sorted_placements(sizes: tuple[int, ...], topology: Topology, has_torus: bo
 
 
 Filling = tuple[tuple[tuple[int, int], ...], ...]
-"""For each physical axis, the factors (mesh axis number, size) on it, slowest first."""
+"""Factors (mesh axis number, size) on each physical axis, slowest first."""
 
 
 def _torus_factors(

@@ -173,7 +173,7 @@ class Hub:
         threading.Thread(target=self._accept_all, name="team-hub", daemon=True).start()
 
     def report_failure(self, index: int, reason: str, status: int | None = None) -> None:
-        """Tell all processes that process `index` ended with an error. Does nothing after an earlier failure."""
+        """Announce to all processes that process `index` ended with an error. Does nothing after an earlier failure."""
         self._report(index, f"ended: {reason}", status)
 
     def _report(self, index: int, event: str, status: int | None = None) -> None:

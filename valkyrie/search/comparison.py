@@ -120,7 +120,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """Median ratio of measured to predicted step time, by which `step_s` scales predictions, or None if unknown."""
+        """Factor on predictions in `step_s`: median ratio of measured to predicted step time, or None if unknown."""
         predicted = {name: result.step_s for name, result in self.results.items() if result.step_s}
         ratios = [seconds / predicted[name] for name, seconds in self.measured_s.items() if name in predicted]
         return statistics.median(ratios) if ratios else None

@@ -38,7 +38,7 @@ _RETURNS = "(jitted, arguments) or (jitted, arguments, keywords)"
 
 @dataclass(frozen=True)
 class ProgramCall:
-    """A function call whose performance is predicted. The fields are arguments of `valkyrie.predict`."""
+    """A function call to predict. The fields are arguments of `valkyrie.predict`."""
 
     function: Any
     arguments: Sequence[Any] = ()

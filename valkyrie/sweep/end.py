@@ -106,7 +106,7 @@ class SweepEnd(Callback):
         self._tracker = SweepTracker(tracking, self.folder, self.folder.resolve().name)
 
     def expect_all_trials(self) -> None:
-        """Tell `finish` not to read the folder, because the caller passes every trial to `add`."""
+        """Make `finish` skip reading the folder, because the caller passes every trial to `add`."""
         self._has_all_trials = True
 
     def add(self, trial: Trial) -> None:

@@ -45,7 +45,7 @@ def generate(
     top_k: int | None,
     seed: int,
 ) -> Iterator[str]:
-    """Yield the continuation of `prompt` as it is sampled: `tokens` tokens, or fewer if the document ends.
+    """Yield the continuation of `prompt`, piece by piece: `tokens` tokens, or fewer if the document ends.
 
     A string is read after a BOS token. A `Text` is continued from its state, and updated with every token. Several
     calls sample the same tokens as a single call, except for rounding differences: the size of the KV cache, over
@@ -82,7 +82,7 @@ def generate(
 
 
 def continuation(program: StepProgram, parameters: Any, tokenizer: Tokenizer, text: str | Text) -> Iterator[str]:
-    """Yield the continuation of a text as it is sampled, with the run's sampling settings."""
+    """Yield the continuation of a text, piece by piece, with the run's sampling settings."""
     config, device = program.run.config, program.sampling_device
     return generate(
         program.builder,

@@ -27,7 +27,7 @@ class Meter:
         self.first_step_s: float | None = None
         self.step_times: list[float] = []
         self.data_waits: list[float] = []
-        """For each of `step_times`, the seconds during which the devices waited for the batch."""
+        """Seconds during which the devices waited for the batch, for each of `step_times`."""
         self.seconds_by_kind: defaultdict[str, float] = defaultdict(float)
         self._step_start_time = time.perf_counter()
         self._paused_s, self._waited_s = 0.0, 0.0

@@ -214,7 +214,7 @@ def _describe_misfit(run: Run, known_bytes: int, is_training: bool = True) -> st
 
 
 def _suggest_smaller_state(run: Run, available_bytes: int, devices_per_memory: int = 1) -> str:
-    """Suggest a partition or a model with which the state and the gradients fit. Empty if none does."""
+    """Suggest a partition or a model small enough for the memory. Empty if there is none."""
 
     def run_bytes(other: Run) -> int:
         return devices_per_memory * _known_bytes(estimated_memory(other), is_training=True)

@@ -9,7 +9,7 @@ from valkyrie.optim.muon import StackSharding
 from valkyrie.parallel.sharding import MeshShard
 
 AxisSplit = tuple[tuple[str, ...], ...]
-"""For each dimension of an array, the mesh axes that split it."""
+"""Mesh axes that split each dimension of an array."""
 
 
 def matrix_stack_sharding(shard: MeshShard) -> StackSharding:

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 ALWAYS_DENSE_LENGTH = 128
-"""Sequence length up to which dense attention is always the fastest."""
+"""Longest sequence for which dense attention is always the fastest."""
 
 
 def attention(

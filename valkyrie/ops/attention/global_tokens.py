@@ -44,7 +44,7 @@ def attend_with_global_tokens(
     take: Callable[[Array, Int[Array, "batch globals"]], Array] = take_positions,
     axis_names: tuple[str, ...] = (),
 ) -> Queries:
-    """Return windowed attention in which every query also sees the global tokens, and global tokens see all keys.
+    """Return windowed attention where every query also sees the global tokens, and global tokens see all keys.
 
     Both ignore only the window: causal attention still sees no later position, and no query sees another segment.
 

@@ -23,7 +23,7 @@ from valkyrie.search.compile.prediction import StepInterval
 
 PUBLISHED_FILE = Path(__file__).with_name("published.json")
 MIN_RUNS = 4
-"""Minimum number of runs with a known prediction error from which the interval of a prediction is derived."""
+"""Minimum number of runs with a known prediction error for an interval."""
 
 
 @dataclass(frozen=True)

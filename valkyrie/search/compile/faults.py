@@ -44,7 +44,7 @@ The forward pass has 1/3 of them, so a line is also reported if only its forward
 MIN_REPEATED_RATIO = 1.25
 """A source line repeats work if its FLOPs after partitioning, summed over devices, are this many times those before."""
 LANES = 128
-"""Lanes of a TPU's vector registers, to which smaller dimensions are padded. v6e's matrix unit is twice as wide."""
+"""Lanes of a TPU's vector registers. Smaller dimensions are padded to them. v6e's matrix unit is twice as wide."""
 MAX_LINES = 3
 """Maximum number of source lines that a fault lists."""
 _PASS_THROUGH = ("bitcast", "copy", "reshape")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 STABLEHLO_FILE, OPTIONS_FILE, REQUEST_FILE = "program.mlirbc", "options.pb", "request.json"
 """Files that the child process reads: the program, its `CompileOptions`, and a `ProgramRequest`."""
 DUMP_FOLDER = "dump"
-"""Folder to which XLA writes the optimised module, even if the program does not fit."""
+"""Folder where XLA writes the optimised module, even if the program does not fit."""
 LOCATIONS_FILE = "locations.json"
 """File of a cached program with the `SourceLocations` of its StableHLO."""
 _DEFINITION = re.compile(r"^#loc(\d*) = loc\((.*)\)$", re.MULTILINE)

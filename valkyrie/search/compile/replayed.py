@@ -97,7 +97,7 @@ REPLAY_FUNCTIONS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int
 
 
 def _replay_key(target: TargetConfig) -> str:
-    """Return a digest of what a replay depends on besides the module: the source code and the target's settings."""
+    """Return a digest of a replay's inputs other than the module: the source code and the target's settings."""
     settings = json.dumps(target_settings(target), sort_keys=True, default=str)
     source = source_digest("compiled", "machine", "hardware")
     return digest(settings + source)[:16]

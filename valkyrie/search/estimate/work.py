@@ -192,7 +192,7 @@ def _mixing(
         count: Number of layers.
         seq: Sequence length.
         product_flops: FLOPs per token of the block's matrix products, which are subtracted from its total.
-        platform: Has the lanes to which a head dimension is padded, and the cost of attention over long sequences.
+        platform: Provides the padding of head dimensions (`lanes`) and the cost of attention over long sequences.
     """
     named_activations = [
         activation
