@@ -37,7 +37,7 @@ TIMELINE_FILE = "timeline.json"
 CODE_EVAL_FILE = "code_eval.json"
 """File in a run folder with all completions of the most recent code evaluation and their results."""
 MODULE_FILE, HLO_TEXT_FILE, TRACE_FOLDER = "module.hlo.pb", "module.hlo.txt", "trace"
-"""Files in a run folder: the optimised module of a compile, serialised and as text, and a folder for profiler traces."""
+"""Files in a run folder: the optimised module of a compile, serialised and as text. A folder of profiler traces."""
 
 HOUR_S = 3600.0
 

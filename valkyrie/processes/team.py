@@ -93,7 +93,7 @@ class Team:
         return self.index == 0
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
-        """Send a JSON-serializable value. Returns the values that all processes sent under this name, in process order."""
+        """Send a JSON-serializable value. Returns the values of all processes under this name, in process order."""
         return [value]
 
     def wait(self, name: str) -> None:
@@ -184,7 +184,7 @@ class ConnectedTeam(Team):
             threading.Thread(target=work, args=(heartbeat_s,), name=f"team-{work.__name__}", daemon=True).start()
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
-        """Send a JSON-serializable value. Returns the values that all processes sent under this name, in process order."""
+        """Send a JSON-serializable value. Returns the values of all processes under this name, in process order."""
         try:
             self._connection.send(ExchangeValue(name, value))
         except OSError as error:  # `_listen` may not have noticed yet
