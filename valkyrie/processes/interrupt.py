@@ -67,7 +67,8 @@ def on_signals(react: Callable[[int], None], signals: Sequence[int] = (signal.SI
 class Interrupt:
     """Stops a training run on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. A second SIGINT ends the process at once.
 
-    Until `has_progress` is set, the first signal also ends the process immediately. Otherwise, it would not be possible
+    Until `has_progress` is set, the first signal also ends the process immediately, except SIGTERM with `multiprocess`,
+    which JAX handles. Otherwise, it would not be possible
     to stop a first step that never finishes because devices wait for each other.
 
     With `multiprocess`, the process sends itself SIGTERM after the first signal, so that JAX's preemption service stops

@@ -13,7 +13,7 @@
    not wait for Python except for callbacks that are due: evaluations, code evaluations, saves, samples, and the start
    and end of a profile. Callbacks (`callbacks.py`) check, profile, evaluate, save, sample and log.
 
-Around the loop, `watchdog` ends a run in which a step hangs (not a compile or a callback),
+Around the loop, `watchdog` ends a run in which a step hangs (not a compile or `Callback.on_step`),
 `valkyrie.processes.interrupt` stops the run after a step on a signal, and `valkyrie.runs.goodput` records where the
 time goes.
 """

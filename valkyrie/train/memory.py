@@ -27,8 +27,11 @@ from valkyrie.parallel.remat import ActivationLocation, RematConfig, load_remat,
 from valkyrie.precision import ACCUMULATOR_DTYPE
 from valkyrie.records import read_record
 
-ERRORS_FILE = Path(__file__).with_name("memory.json")
-"""Errors of the estimate against the compiler (`MemoryRatios`), written by experiments/memory.py."""
+ERRORS_FILES = tuple(Path(__file__).with_name(name) for name in ("memory.json", "memory_of_pipelines.json"))
+"""Errors of the estimate against the compiler (`MemoryRatios`): of layouts without a pipeline, and of pipelines.
+
+Written by experiments/memory.py.
+"""
 UNNAMED = "everything else"
 """Key for the saved bytes of activations without a name."""
 
@@ -365,6 +368,6 @@ def _is_not_needed(activation: SavedActivation, remat: RematConfig) -> bool:
 
 
 @cache
-def memory_estimate_errors() -> MemoryRatios:
-    """Return the errors of the estimate against the TPU compiler, as stored in `ERRORS_FILE`."""
-    return read_record(MemoryRatios, ERRORS_FILE)
+def memory_estimate_errors(has_pipeline: bool) -> MemoryRatios:
+    """Return the errors of the estimate against the TPU compiler, as stored in `ERRORS_FILES`."""
+    return read_record(MemoryRatios, ERRORS_FILES[has_pipeline])

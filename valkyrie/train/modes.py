@@ -1,6 +1,6 @@
 """Carries out the modes `train`, `eval`, `generate`, `code_eval`, `checkpoints` and `show`.
 
-JAX is imported after cheaper checks.
+JAX is imported after cheaper checks. With several processes, these are the comparison of versions and settings.
 """
 
 from __future__ import annotations

@@ -19,7 +19,13 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import load_remat
 from valkyrie.paths import config_files, read_config, read_defaults
-from valkyrie.train.memory import ExpectedMemory, estimated_memory, expected_memory, memory_estimate_errors
+from valkyrie.train.memory import (
+    ExpectedMemory,
+    MemoryRatios,
+    estimated_memory,
+    expected_memory,
+    memory_estimate_errors,
+)
 from valkyrie.units import GIB, gib_text, memory_text
 
 if TYPE_CHECKING:
@@ -117,8 +123,9 @@ def describe_target_fit(run: Run, memory: ExpectedMemory[int]) -> str | None:
     usable_bytes = usable_hbm(chip)
     if chip is None or usable_bytes is None:
         return None
-    has_measured_errors = get_platform(chip.platform).has_estimate_errors
-    return describe_fit(memory, usable_bytes, _device_name(run), has_measured_errors=has_measured_errors)
+    has_pipeline = run.layout.pipeline is not None
+    errors = memory_estimate_errors(has_pipeline) if get_platform(chip.platform).has_estimate_errors else None
+    return describe_fit(memory, usable_bytes, _device_name(run), errors)
 
 
 def _device_name(run: Run) -> str:
@@ -127,20 +134,18 @@ def _device_name(run: Run) -> str:
     return f"a {chip.name} {'chip' if chip.devices == 1 else 'device'}"
 
 
-def describe_fit(memory: ExpectedMemory[int], usable_bytes: int, device_name: str, *, has_measured_errors: bool) -> str:
+def describe_fit(memory: ExpectedMemory[int], usable_bytes: int, device_name: str, errors: MemoryRatios | None) -> str:
     """Return a sentence on whether a step fits into the usable bytes of a device.
 
-    `has_measured_errors`: whether errors of the estimate were measured on the platform. Otherwise a factor of two is
-    assumed.
+    `errors` are those of estimates on the platform, or None if unknown: then a factor of two is assumed.
     """
-    errors = memory_estimate_errors()
-    ratios = (errors.low, errors.high) if has_measured_errors else (0.5, 2.0)
+    ratios = (0.5, 2.0) if errors is None else (errors.low, errors.high)
     min_bytes, max_bytes = (max(memory.persistent, ratio * memory.total) for ratio in ratios)
     judgement = "does not fit" if min_bytes > usable_bytes else FITS if max_bytes <= usable_bytes else "may not fit"
     source = (
-        f"its error on {errors.layouts} layouts of {errors.models} models"
-        if has_measured_errors
-        else "an error of a factor of 2"
+        "an error of a factor of 2"
+        if errors is None
+        else f"its error on {errors.layouts} layouts of {errors.models} models"
     )
     estimate = f"{memory.total / GIB:.1f} GiB ({min_bytes / GIB:.1f} to {max_bytes / GIB:.1f} GiB, given {source})"
     usable_gib = f"{usable_bytes / GIB:.1f} GiB"

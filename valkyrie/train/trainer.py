@@ -113,8 +113,8 @@ def fit(
             meantime, a different one is used.
         console: Where progress is printed.
         interrupt: Requests a stop on a signal (see `Interrupt`). The training then finishes its step, saves and
-            returns. A second Ctrl-C ends the process at once, as does any signal before the first step has finished.
-            None in notebooks, which handle signals themselves; this also disables the watchdog.
+            returns. A second Ctrl-C ends the process at once. Until the first step has finished, any signal does so,
+            except SIGTERM to several processes. None in notebooks, which handle signals; also disables the watchdog.
         team: The processes of the run.
         start_time: Unix time when the command started, or None for now.
 
