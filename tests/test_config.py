@@ -564,6 +564,33 @@ def test_a_users_file_with_the_schema_of_another_family_is_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "remedy"),
+    [
+        ("tickets", "", "[tickets_schema, _self_]"),
+        ("tickets_small", "", "[tickets_schema, _self_]"),
+        ("m", "source: text\n", "[text_schema, _self_]"),
+        ("m", "defaults: [_self_]\n", "NAME is one of tickets, parquet_stream, "),
+        ("m", "defaults: [ticket_schema, _self_]\n", "Did you mean tickets_schema?"),
+    ],
+)
+def test_a_users_file_needs_the_schema_of_a_module(command: Any, tmp_path: Path, name: str, text: str, remedy: str):
+    path = write_own_file(tmp_path, f"data/{name}.yaml", f"{text}name: {name}\n".encode())
+    (tmp_path / "own" / "tickets.py").touch()
+    result = command("--config-dir", "own", f"data={name}", "data.paths=[a]", "mode=show")
+    assert result.status == 2 and result.err.startswith(f"valkyrie-train: {path} ") and remedy in result.err
+
+
+def test_a_config_dir_above_the_folder_of_a_users_files_is_corrected(command: Any, tmp_path: Path):
+    path = write_own_file(tmp_path, "data/tickets.yaml", b"name: tickets\n")
+    result = command("--config-dir", ".", "data=tickets")
+    assert (
+        result.status == 2
+        and f"{path} is not read" in result.err
+        and f"--config-dir {path.parent.parent}" in result.err
+    )
+
+
 def test_mode_files_and_copies_of_shipped_files_may_keep_the_shipped_name(command: Any, tmp_path: Path):
     for group in ("mode", "partition", "checkpoint"):
         (tmp_path / "own" / group).mkdir(parents=True)

@@ -166,6 +166,8 @@ class Families:
         """Import a user's module. Raises ValueError with the file, the line and the error if it cannot be imported."""
         try:
             return import_module(name)
+        except MisuseError as error:  # of a class that derives from one of Valkyrie
+            raise ValueError(f"{self.key}={name}: {error}") from error
         except (Exception, SystemExit) as error:
             spec = find_spec(name)
             if isinstance(error, SyntaxError) and spec and b"\0" in Path(spec.origin or os.devnull).read_bytes():
@@ -223,6 +225,12 @@ def _imported_names(file: Path) -> Iterator[str]:
                 yield from (alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
                 yield node.module.partition(".")[0]
+
+
+def module_names(folder: Path) -> list[str]:
+    """Return the sorted names of the Python modules and packages in a folder."""
+    packages = (file.parent for file in folder.glob("*/__init__.py"))
+    return sorted(path.stem for path in (*folder.glob("*.py"), *packages))
 
 
 def add_import_path(folders: Iterable[str | Path]) -> None:

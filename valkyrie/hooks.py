@@ -14,7 +14,7 @@ from functools import wraps
 from types import FunctionType, NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from valkyrie.problems import describe_value
+from valkyrie.problems import MisuseError, describe_value
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -71,7 +71,7 @@ def check_hooks(cls: type, setting: Callable[[Any], str] | None = None) -> None:
         setting: Takes an instance and returns the setting that selects it, with which messages begin: `task=mine`.
 
     Raises:
-        ValueError: A method cannot be called with the arguments that Valkyrie passes, or a property is no property.
+        MisuseError: A method cannot be called with the arguments that Valkyrie passes, or a property is no property.
     """
     for owner in cls.__mro__:
         for name, member in [] if _is_shipped(owner) else list(vars(owner).items()):
@@ -81,8 +81,9 @@ def check_hooks(cls: type, setting: Callable[[Any], str] | None = None) -> None:
                 continue
             declared, label = vars(bases[-1])[name], name if owner.__name__ == "Config" else f"{owner.__name__}.{name}"
             file = getattr(sys.modules.get(owner.__module__), "__file__", owner.__module__)
-            _check_kind_and_signature(member, declared, owner, f"{file}: {label}")
-            function = member.fget if isinstance(member, property) else member
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            line = f", line {function.__code__.co_firstlineno}" if isinstance(function, FunctionType) else ""
+            _check_kind_and_signature(member, declared, owner, f"{file}{line}: {label}")
             expected = _expected_result(declared)
             if expected is not None and isinstance(function, FunctionType) and "checks_result" not in vars(function):
                 label = f"{label} of {file}" if isinstance(member, property) else f"{label}() of {file}"
@@ -95,13 +96,13 @@ def _is_shipped(cls: type) -> bool:
 
 
 def _check_kind_and_signature(member: Any, declared: Any, owner: type, label: str) -> None:
-    """Raise ValueError if `member` cannot replace `declared`, the same member of a class of Valkyrie."""
+    """Raise MisuseError if `member` cannot replace `declared`, the same member of a class of Valkyrie."""
     if isinstance(declared, property) and not isinstance(member, property):
-        raise ValueError(f"{label} must be a property. Write @property before it.")
+        raise MisuseError(f"{label} must be a property. Write @property before it.")
     if not isinstance(declared, FunctionType):
         return
     if isinstance(member, property):
-        raise ValueError(f"{label} must be a method, not a property. Remove @property.")
+        raise MisuseError(f"{label} must be a method, not a property. Remove @property.")
     signature = inspect.signature(declared)
     _, *parameters = signature.parameters.values()
     try:
@@ -112,7 +113,7 @@ def _check_kind_and_signature(member: Any, declared: Any, owner: type, label: st
             inspected.bind(*positional, **{p.name: None for p in passed if p.kind is p.KEYWORD_ONLY})
     except (TypeError, ValueError) as error:
         wrong = inspect.signature(getattr(member, "__func__", member))
-        raise ValueError(f"{label} must take {_arguments_text(signature)}, not {_arguments_text(wrong)}.") from error
+        raise MisuseError(f"{label} must take {_arguments_text(signature)}, not {_arguments_text(wrong)}.") from error
 
 
 def _arguments_text(signature: inspect.Signature) -> str:

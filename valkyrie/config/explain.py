@@ -25,6 +25,7 @@ from yaml import YAMLError
 from valkyrie.config.compose import GROUPS, SCHEMAS
 from valkyrie.config.refusals import LAYOUT_SWEEPER_KEYS, problem_from_error, unset_variable_text
 from valkyrie.config.run import FAMILIES, RunConfig
+from valkyrie.extensions import module_names
 from valkyrie.foreign_errors import (
     ambiguous_argument,
     hydra_sweep_argument,
@@ -124,6 +125,9 @@ def unknown_choice_text(missing_file: str, options: Sequence[str], folders: Sequ
         for file in sorted(Path(folder).glob(f"*/{name}.yaml")):
             if file.parent.name not in _GROUPS and suggest(file.parent.name, [group]):
                 return f"{group}={name}: {file} is not read. Rename the folder {file.parent.name} to {group}."
+        for file in sorted(Path(folder).glob(f"*/{group}/{name}.yaml")):
+            inner_folder = str(file).removesuffix(f"/{group}/{name}.yaml")
+            return f"{group}={name}: {file} is not read. Use --config-dir {inner_folder}."
     completion = next((option for option in options if name and option.startswith(name)), None)
     nearest = suggest(name, options) or completion
     suggestions = _SYNONYMS.get(group, {}).get(name.lower()) or ((nearest,) if nearest else ())
@@ -202,7 +206,7 @@ def _missing_module_text(group: str, schema: str, folders: Sequence[str]) -> str
         FAMILIES[group].refuse_ignored_module(name)
     except ValueError as error:  # a module such as my-mode.py
         return str(error)
-    nearest_name = suggest(name, FAMILIES[group].names())
+    nearest_name = suggest(name, [*(module_names(folder) if file else ()), *FAMILIES[group].names()])
     hint = f" Did you mean {nearest_name}_schema?" if nearest_name else ""
     return f"{file or group} needs {schema}, but there is no {folder / name}.py with a class Config.{hint}"
 

@@ -16,9 +16,9 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.config.run import FAMILIES
-from valkyrie.extensions import Families
+from valkyrie.extensions import Families, module_names
 from valkyrie.paths import conf_dir, config_names, read_defaults
-from valkyrie.problems import first_line
+from valkyrie.problems import first_line, suggest
 
 MAX_VALUES = 100_000
 """Maximum number of values in a config file after expanding aliases. The shipped files have fewer than 100."""
@@ -41,8 +41,8 @@ class CheckedFiles(FileConfigSource):
         """Load a config.
 
         Raises ValueError with the path of the file if it is not valid YAML or fails `check_file`. A user's file must
-        also pass `check_name`, `check_defaults_order` and `check_family`. Skips `check_name` for a file that another
-        file of its group includes. Hydra loads the including file first.
+        also pass `check_name`, `check_schema`, `check_defaults_order` and `check_family`. Skips the first two for a
+        file that another file of its group includes. Hydra loads the including file first.
         """
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.is_file():
@@ -55,11 +55,13 @@ class CheckedFiles(FileConfigSource):
             values = OmegaConf.to_container(result.config, resolve=False)
             assert isinstance(values, dict)
             group = path.parent.relative_to(self.path).as_posix()
-            if path not in self._included_files:
-                check_name(path, group, values.get("name"))
-            self._included_files.discard(path)  # the next composition may choose it by name
             defaults = values.get("defaults")
             defaults = defaults if isinstance(defaults, list) else []
+            if path not in self._included_files:
+                check_name(path, group, values.get("name"))
+                if group in FAMILIES:
+                    check_schema(path, FAMILIES[group], defaults, values)
+            self._included_files.discard(path)  # the next composition may choose it by name
             check_defaults_order(path, group, defaults)
             entries = [entry for entry in defaults if isinstance(entry, str)]
             if group in FAMILIES:
@@ -105,6 +107,22 @@ def check_name(path: Path, group: str, name: object) -> None:
         return
     reason = f", but Valkyrie ships another {group} of that name" if name in config_names(group) else ""
     raise ValueError(f"{path} has name: {name}{reason}. Write name: {path.stem}.")
+
+
+def check_schema(path: Path, families: Families, defaults: Sequence[object], values: Mapping[Any, object]) -> None:
+    """Raise ValueError if the defaults list of a user's config has neither a schema nor another config.
+
+    The message suggests the schema of the family that the file sets, or of the module with the most similar name, or
+    else lists the modules.
+    `CheckedFiles` does not check files that only other files of their group include.
+    """
+    if any(entry != "_self_" for entry in defaults):
+        return
+    names = [*module_names(path.parent.parent), *families.names()]
+    family = values.get(families.field_name) or suggest(path.stem, names)
+    choices = "" if family else f" NAME is one of {', '.join(names)}."
+    remedy = f"Begin it with defaults: [{family or 'NAME'}_schema, _self_].{choices}"
+    raise ValueError(f"{path} includes no schema. {remedy}")
 
 
 def check_defaults_order(path: Path, group: str, defaults: Sequence[object]) -> None:
