@@ -438,10 +438,11 @@ def test_a_model_has_the_vocabulary_of_its_tokenizer(command: Any, override: str
     assert command("model=gpt_tiny", override).run.model.vocab_size == ids
 
 
-def test_an_unknown_tokenizer_is_refused_when_the_model_is_composed(command: Any):
-    result = command("model=gpt_tiny", "data.tokenizer=nope")
-    assert result.status == 2 and result.err.startswith("valkyrie-train: tokenizer=nope ")
-    assert all(name in result.err for name in ("bytes", "gpt2"))
+@pytest.mark.parametrize("key", ["data.tokenizer", "model.tokenizer"])
+def test_an_unknown_tokenizer_is_refused_when_the_model_is_composed(command: Any, key: str):
+    result = command("model=gpt_tiny", f"{key}=gtp2")
+    assert result.status == 2 and result.err.startswith(f"valkyrie-train: {key}=gtp2 ")
+    assert "bytes" in result.err and f"{key}=gpt2?" in result.err
 
 
 @pytest.mark.parametrize("asked", ["runs=gs://bucket/x", "data.cache_dir=s3://bucket/x"])

@@ -91,7 +91,7 @@ MISTAKES: dict[str, Sequence[str]] = {
     "remat=yes": ("remat=yes is not a choice", "minimal_with_context"),
     "data=text": ("data=text needs files",),
     "data=text data.paths=nofile.txt": ("no file or directory nofile.txt",),
-    "data.tokenizer=nope": ("tokenizer=nope is unknown",),
+    "data.tokenizer=nope": ("data.tokenizer=nope is unknown",),
     "data=wikitext": ("data=wikitext is not a choice",),
     "target=gpu": ("Did you mean target=auto?",),
     "target=v4-63": ("is not a multiple of 2",),

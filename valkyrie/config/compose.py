@@ -288,9 +288,10 @@ def vocab_size_for(tokenizer: str | None, default: str) -> int:
     name = tokenizer or default
     if name in VOCAB_SIZES:
         return VOCAB_SIZES[name]
-    from valkyrie.data.tokenizer import read_vocab_size
+    from valkyrie.data.tokenizer import read_vocab_size, tokenizer_errors
 
-    return read_vocab_size(name)
+    with tokenizer_errors("data.tokenizer" if tokenizer else "model.tokenizer"):
+        return read_vocab_size(name)
 
 
 def tiny_model_for(experiment: str | None) -> str:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import lzma
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from valkyrie.data.tokenizer_json import (
     trained_tokenizer_names,
 )
 from valkyrie.data.vocabulary import SPLIT_PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
+from valkyrie.problems import suggest
 
 END_OF_TEXT = "<|endoftext|>"
 _GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -112,6 +116,18 @@ def read_fingerprint(name: str) -> str:
     return digest(f"tokenizer {identity}")[:16]
 
 
+@contextlib.contextmanager
+def tokenizer_errors(key: str) -> Iterator[None]:
+    """Name the setting `key`, such as `data.tokenizer`, in each ValueError of this module, instead of `tokenizer`."""
+    try:
+        yield
+    except ValueError as error:
+        text = re.sub(r"(?<![\w.])tokenizer(?==)", key, str(error))
+        if type(error) is not ValueError or text == str(error):
+            raise
+        raise ValueError(text) from error
+
+
 def check_tokenizer_name(name: str) -> None:
     """Raise ValueError for names that cannot be given to a trained tokenizer, such as `gpt2` or `none`."""
     if name in ("", ".", "..", NO_TOKENIZER) or "/" in name or ".tiktoken" in name:
@@ -146,13 +162,15 @@ def _find_file(name: str) -> _TokenizerFile | None:
         return _TokenizerFile(path, None)
     encodings = tiktoken.list_encoding_names()
     if name not in encodings:
-        choices = ", ".join(["bytes", *sorted(encodings), *trained_tokenizer_names()])
+        choices = ["bytes", *sorted(encodings), *trained_tokenizer_names()]
+        hint = f"Did you mean tokenizer={nearest}? " if (nearest := suggest(name, choices)) else ""
         path = Path(name).expanduser()
         fault = "is a folder without a tokenizer.json" if path.is_dir() else "is unknown"
         if path.is_file():
             fault = "is a file, but its name ends in neither .tiktoken nor .json"
         raise ValueError(
-            f"tokenizer={name} {fault}. Use one of {choices}, or the path of a .tiktoken file or tokenizer.json."
+            f"tokenizer={name} {fault}. {hint}Use one of {', '.join(choices)}, or the path of a .tiktoken file or "
+            "tokenizer.json."
         )
     return None
 

@@ -137,9 +137,12 @@ def _open_data(run: Run, console: Console, team: Team) -> Dataset:
 
     Raises ValueError if the data differs between processes.
     """
+    from valkyrie.data.tokenizer import tokenizer_errors
+
     if not team.is_leader:
         team.wait("data of process 0")
-    data = run.config.data.open(run.tokenizer, team, console.print)
+    with tokenizer_errors(_tokenizer_key(run)):
+        data = run.config.data.open(run.tokenizer, team, console.print)
     if team.is_leader:
         team.wait("data of process 0")
     team.agree("data", {"content": data.content, "tokenizer": data.tokenizer, "size": data.describe()})
@@ -152,7 +155,7 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
     Raises ValueError if the task has no text, if the checkpoint of the run was trained with another tokenizer, or if
     the tokenizer has more ids than the model's vocabulary.
     """
-    from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size
+    from valkyrie.data.tokenizer import load_tokenizer, read_vocab_size, tokenizer_errors
 
     if not run.task.is_text:
         raise ValueError(
@@ -161,13 +164,16 @@ def load_run_tokenizer(run: Run) -> Tokenizer:
         )
     if (path := _last_checkpoint(run)) is not None:
         refuse_changed_tokenizer(run, path)
-    id_count, row_count = read_vocab_size(run.tokenizer), run.model.vocab_size
+    key = _tokenizer_key(run)
+    with tokenizer_errors(key):
+        id_count, row_count = read_vocab_size(run.tokenizer), run.model.vocab_size
     if id_count > row_count:
         raise ValueError(
-            f"{_tokenizer_key(run)}={run.tokenizer} has {id_count:,} ids, but model.vocab_size={row_count}. "
+            f"{key}={run.tokenizer} has {id_count:,} ids, but model.vocab_size={row_count}. "
             f"Use model.vocab_size={id_count} or more, or a tokenizer with at most {row_count:,} ids."
         )
-    return load_tokenizer(run.tokenizer)
+    with tokenizer_errors(key):
+        return load_tokenizer(run.tokenizer)
 
 
 def _last_checkpoint(run: Run) -> Any | None:
