@@ -115,6 +115,8 @@ MISTAKES |= {
         "model.block_pattern=s5",
         "model.attention=3",
         "model.tie_embeddings=maybe",
+        "data=FILE",
+        "data=folder/below",
         "runs=FILE",
         "runs=FILE resume=latest",
         "runs=FILE/below",
@@ -130,6 +132,7 @@ MISTAKES |= {
 def test_a_mistake_is_reported_in_one_message(command: Any, case: str):
     arguments = MISTAKES[case]
     Path("FILE").touch()
+    Path("folder/below").mkdir(parents=True)
     result = command(*arguments)
     assert result.run is None
     lines = [line for line in result.err.splitlines() if not line.startswith("  - Partitions that work with ")]

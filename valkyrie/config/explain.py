@@ -97,6 +97,9 @@ def unknown_choice_text(missing_file: str, options: Sequence[str], folders: Sequ
     if extra:
         return f"{group}={name} needs the extra {extra}. Install it in your clone: uv sync --extra {extra}."
     top_group, _, subfolder = group.partition("/")
+    if top_group == "data" and exists(path := f"{subfolder}/{name}" if subfolder else name):
+        kind = "folder" if isdir(path) else "file"
+        return f"data={path} is a {kind}, but a choice is a name. To train on your files: data=text data.paths=[{path}]"
     if top_group in _GROUPS and subfolder and group != "target/chip":
         path = Path(subfolder) / f"{name}.yaml"
         folder = path.parent.parent if path.parent.name == top_group else Path("FOLDER")
