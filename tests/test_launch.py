@@ -410,6 +410,22 @@ def test_mistakes_in_a_users_launch_engine_are_named(
     assert err.startswith(f"valkyrie-launch: target={name}: {message.replace('FILE', str(file))}"), err
 
 
+def test_an_error_in_a_users_launch_engine_is_located(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("VALKYRIE_MODULES", raising=False)
+    file = tmp_path / "typo_engine.py"
+    file.write_text(f"{ENGINE}    def plan(self, overrides): return self.queue\n")
+    arguments = ("--config-dir", str(tmp_path), "target=typo_engine", "--", "steps=3", "name=a")
+    status, _, err = run_launch(capsys, *arguments)
+    assert status == 1 and err.startswith(f"valkyrie-launch: {file}, line 9, in plan: AttributeError: "), err
+    assert err.count("\n") == 1
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(AttributeError):
+        run_launch(capsys, *arguments)
+
+
 @pytest.mark.parametrize("target", ["target=v5e-8", "target=ssh hosts=[a,b]"])
 def test_a_config_folder_outside_the_clone_is_noted(target: str):
     outside = (["--config-dir", "/a/mine"], ["--config-dir=../mine"], ["-cd=/a/mine"])

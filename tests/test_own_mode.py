@@ -49,6 +49,21 @@ def test_the_result_of_a_users_mode_is_its_exit_status(
     assert (f"run() of {file} returned {result}, not an exit status from 0 to 255." in err) == (status == 2), err
 
 
+def test_an_error_in_a_users_mode_is_located(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, settings = folder / "count_typo.py", (folder / "mode" / "count.yaml").read_text()
+    file.write_text((folder / "count.py").read_text().replace("/ self.unit", "/ self.unti"))
+    (folder / "mode" / "count_typo.yaml").write_text(settings.replace("count", "count_typo"))
+    arguments = ("mode=count_typo", "--config-dir", str(folder), *SMALL)
+    assert run_train(*arguments) == 1
+    err = capfd.readouterr().err
+    assert f"{file}, line " in err and "in run: AttributeError: " in err and err.count("\n") == 1, err
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(AttributeError):
+        run_train(*arguments)
+
+
 def test_a_users_mode_is_listed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_train("--help", "--config-dir", str(folder)) == 0
     assert "mode=count" in capfd.readouterr().out

@@ -117,14 +117,12 @@ class Plan:
         return "\n".join(lines) + "\n"
 
 
-def check_plan(plan: object, source: str) -> Plan:
+def check_plan(plan: Plan, source: str) -> Plan:
     """Check the types in a plan, because users' engines are not type-checked. Returns the plan.
 
     Lists are accepted in place of tuples. Raises ValueError for other types, empty commands and unknown actions. The
     message starts with `source`, which names the engine and its file.
     """
-    if not isinstance(plan, Plan):
-        raise ValueError(f"{source} returned {plan!r}, not a Plan.")
     if not _is_list(plan.notes, str):
         raise ValueError(f'{source}: notes must be a tuple of strings, such as ("a note",).')
     for name, steps in (("steps", plan.steps), ("later_steps", plan.later_steps)):
