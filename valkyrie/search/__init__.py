@@ -4,8 +4,8 @@ The function `mode.search_mode` runs `mode=search` in these steps:
 
 1. `request.parse_request` parses the slices, the settings that may vary, and the budget.
    `local_devices.add_measured_figures` times CPU devices with unknown speed.
-2. `estimate.space.enumerate_layouts` lists all distinct legal layouts. `estimate.rank` estimates their step time and
-   memory.
+2. `estimate.space.enumerate_layouts` lists the legal layouts to search, one mesh per way to shard. `estimate.rank`
+   estimates their step time and memory.
 3. `shortlist.build_shortlist` selects the fastest layouts that fit, or may fit given the errors of memory estimates.
 4. `compiling.compile_best` compiles them in the order of their corrected estimates, until no other is likely to be
    faster or the budget runs out. Each compile is a trial in this process (`modes.compile_into_folder`); the compiler
@@ -15,7 +15,7 @@ The function `mode.search_mode` runs `mode=search` in these steps:
 5. With `mode.tune`, `tuning.tune_best` tries compiler options and implementations on the best layout.
 6. `measuring` times the best few layouts if there is one target and this machine has its devices. This step is skipped
    after Ctrl-C, if an environment variable makes every compile fail, or if the search may compile (`mode.compiles` is
-   not 0) and no compiled layout has a step time.
+   not 0), layouts were compiled, and none of them has a step time.
 7. `answer.rank_layouts` ranks the layouts and corrects estimates by compiled times. `measuring.rank_measured_layouts`
    corrects estimated and compiled times by measured ones. A table in README.md lists the corrections. `baselines`
    compares the best layout with two others. `answer_record` defines the answer, which `folder` stores in `search.json`.
@@ -34,9 +34,10 @@ The packages `compile/`, `measure/` and `tune/` compile, measure or tune one lay
 """
 
 NO_STEP_TIME = 3
-"""Exit status of a search if no layout fits, or if layouts were compiled and none of them has a step time.
+"""Exit status of a search without a step time.
 
-Also that of `mode=compile` and `mode=measure` if the compile or the measurement did not succeed, for example because
-the program does not fit. A search with nothing but estimates ends with 0. Differs from 1 and 2, because it reports a
-result and not an error.
+That is, no layout fits, or layouts were compiled and none of them has a step time, or all measurements failed.
+Also that of `mode=compile` if the program does not fit or the compile fails or exceeds its time limit, and of
+`mode=measure` if the program does not fit. A search with nothing but estimates ends with 0. Differs from 1 and 2,
+because it reports a result and not an error.
 """

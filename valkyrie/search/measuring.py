@@ -108,7 +108,7 @@ def measure_best(
     measured_trials: MeasuredTrials,
     on_result: Callable[[MeasuredTrial], None],
 ) -> None:
-    """Measure up to `mode.measure` layouts. Stops when the budget is spent, or when a layout is refused.
+    """Measure up to `mode.measure` layouts. Starts none after the budget is spent or a layout is refused.
 
     Each layout in the first half has a different mesh or partition, as far as possible. After each measurement,
     predictions for the same mesh and partition are rescaled by measured over predicted step time, and all others by the

@@ -68,7 +68,7 @@ class SearchResult:
     Args:
         status: Exit status of the command: 0, `NO_STEP_TIME`, `EXIT_INTERRUPTED` or `EXIT_REFUSED`.
         folder: Folder of the search.
-        answer: The answer, or None if no layout fits.
+        answer: The answer, or None if no layout is left, for example because none fits.
         reason: Reason why there is no answer, or None.
     """
 

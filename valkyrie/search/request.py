@@ -44,7 +44,7 @@ class SearchRequest:
             determine the microbatches of each layout. Empty to use `microbatches`.
         search_batch: Whether to search the global batch too, instead of using that of the run.
         mesh: The only mesh to try, or None to try all.
-        budget_s: Time limit in seconds for all compiles, and separately for all measurements. None for no limit.
+        budget_s: Time limit in seconds for all compiles, and separately for starting measurements. None for no limit.
         tokens: Tokens to train on, to compute hours and dollars, or None.
         budget_usd: Dollars to spend, to compute the tokens that they buy, or None.
     """

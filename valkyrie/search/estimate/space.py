@@ -162,7 +162,7 @@ def enumerate_layouts(
     device_batches: Sequence[int] = (),
     search_batch: bool = False,
 ) -> LayoutSpace:
-    """Return every legal layout of a run's model.
+    """Return the legal layouts of a run's model to search: one mesh per way to shard, and placements that none beats.
 
     Raises ProblemError if `microbatches` does not divide the batch, or if every partition has a problem on all meshes.
 

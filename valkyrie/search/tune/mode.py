@@ -82,7 +82,7 @@ def _describe_baseline(run: Run) -> str:
     text = f"compiling the baseline for {run.config.target.describe()}"
     if budget is None:
         return text
-    return f"{text}, limited only by mode.time_limit_s. mode.budget={budget} limits the compiles after it."
+    return f"{text}, limited only by mode.time_limit_s. mode.budget={budget} includes its time, but does not stop it."
 
 
 class _Screen:

@@ -80,8 +80,8 @@ def tune(
         run: The run to tune. Its own settings are the baseline.
         candidates: Options to try, or None to try the chip's options and then other implementations of the blocks.
             Settings in the run's command are not varied.
-        budget_s: Time limit in seconds, or None. At the limit, a running compile is stopped and the result has
-            `finished=False`. The baseline compile is limited only by `mode.time_limit_s`.
+        budget_s: Time limit in seconds from the start, or None. At the limit, a running compile is stopped and the
+            result has `finished=False`, but only `mode.time_limit_s` can stop the compile of the baseline.
         on_result: Called with all results so far after each attempt.
         progress: Called with a status line during compiles.
     """
