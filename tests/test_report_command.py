@@ -20,9 +20,10 @@ from reported import make_trial, write_sweep
 from runs import copy_run, trained_run
 from test_report import FSDP, MEASURED, MEASURED_TP, TP
 from valkyrie.cli.report import main
+from valkyrie.processes.locks import write_lock
 from valkyrie.records import write_record
 from valkyrie.report.callback import SweepPage
-from valkyrie.report.records import read_rows
+from valkyrie.report.records import MULTIRUN_FILE, read_rows
 from valkyrie.search.answer_record import MeasureReport, SearchAnswer
 from valkyrie.search.comparison import ComparisonRecord
 from valkyrie.sweep.trial import PAGE_FILE, TrialLog
@@ -257,3 +258,22 @@ def test_a_killed_training_has_the_numbers_of_its_records(tmp_path: Path, capsys
     metrics.write_text("")
     (row,) = read_rows([folder])
     assert row.status == "killed" and "no step has" in str(row.reason)
+
+
+def test_an_interrupted_trial_of_a_sweep_is_not_ok(tmp_path: Path, capsys):
+    sweep = tmp_path / "m1"
+    folder = copy_run(trained_run("checkpoint.every=4", "steps=6"), sweep)
+    metrics = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records = [r for r in records if r.get("step", 0) <= 4 and not r.get("summary", {}).get("finished")]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (row,) = read_rows([folder])
+    assert row.status == "interrupted" and row.has_speed and row.trial.sweep == folder.name
+    assert "4 of 6 steps" in str(row.reason) and "sweep" not in str(row.reason)
+    (sweep / MULTIRUN_FILE).write_text("hydra: {overrides: {task: ['seed=1,2', name=m1]}}\n")
+    main([str(sweep), "--format", "csv"])
+    (line,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (line["status"], line["sweep"]) == ("interrupted", "m1")
+    assert "valkyrie-train -m seed=1,2 name=m1" in line["reason"]
+    with write_lock(folder):
+        assert read_rows([folder])[0].status == "ok", "it is still training"

@@ -82,6 +82,16 @@ def write_lock(folder: Path, alternative: str = "another name=", file_name: str 
                 file.truncate(0)
 
 
+def is_being_written(folder: Path) -> bool:
+    """Return whether a process holds the write lock of a folder."""
+    try:
+        with (folder / WRITER_FILE).open("rb") as file:
+            state = lock(file, wait=False)
+            return state is LockState.held or (state is LockState.unsupported and _may_be_running(_read_holder(file)))
+    except OSError:
+        return False
+
+
 class TrialLock:
     """Prevents several sweeps that share a folder from running the same trial at the same time.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from valkyrie.config.modes import ANSWER_FILE, COMPILE_FILE, MEASURE_FILE, METRICS_FILE
+from valkyrie.processes.locks import is_being_written
 from valkyrie.records import RecordError, read_record
 from valkyrie.runs.folder import RUN_FILE
 from valkyrie.runs.layout_record import LayoutRecord
@@ -173,8 +174,9 @@ def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]
 def read_training(folder: Path, say: Callable[[str], object] | None = None) -> Trial:
     """Read the training run in a folder as a trial.
 
-    The trial's status is `failed` if the settings or the metrics cannot be read, and `killed` if no step has finished.
-    `say` is called with that reason, or with a message about damaged lines of the metrics, if any.
+    The trial's status is `failed` if the settings or the metrics cannot be read, `killed` if no step has finished, and
+    `interrupted` if the run stopped before its last step. `say` is called with the reason for `failed`, or with a
+    message about damaged lines of the metrics, if any.
     """
     from valkyrie.runs.folder import saved_run
 
@@ -187,8 +189,19 @@ def read_training(folder: Path, say: Callable[[str], object] | None = None) -> T
         if say is not None:
             say(str(error))
         return _trial(folder, Status.failed, str(error), about, values, TrialResult())
-    reason = "no step has finished yet" if results.step == StepResult() else None
-    return _trial(folder, Status.killed if reason else Status.ok, reason, about, values, results)
+    status, reason = Status.ok, None
+    if results.step == StepResult():
+        status, reason = Status.killed, "no step has finished yet"
+    elif not results.finished and (results.steps or 0) < run.config.steps and not is_being_written(folder):
+        status, reason = Status.interrupted, f"stopped after {results.steps:,} of {run.config.steps:,} steps"
+    if reason is not None and _is_sweep(folder.resolve().parent):
+        command = read_command(folder.parent)
+        reason += f". The sweep is not finished. Run it again{'' if command is None else f': {command}'}"
+    return _trial(folder, status, reason, about, values, results)
+
+
+def _is_sweep(folder: Path) -> bool:
+    return (folder / MULTIRUN_FILE).is_file() or (folder / TRIALS_FILE).is_file()
 
 
 def _trial(
@@ -204,7 +217,7 @@ def _trial(
     return Trial(
         key=f"{TRAIN_STAGE}:{resolved}",
         name=resolved.name,
-        sweep=resolved.name,
+        sweep=(resolved.parent if _is_sweep(resolved.parent) else resolved).name,
         stage=TRAIN_STAGE,
         status=status,
         reason=reason,

@@ -147,8 +147,8 @@ class Row:
 
     @property
     def has_speed(self) -> bool:
-        """Whether the trial is ok and has a speed, so that it can be ranked."""
-        return self.trial.status is Status.ok and None not in (
+        """Whether the trial is ok or interrupted, and has a speed, so that it can be ranked."""
+        return self.trial.status in (Status.ok, Status.interrupted) and None not in (
             self.tokens_per_second_per_chip,
             self.tokens_per_second,
             self.step_s,

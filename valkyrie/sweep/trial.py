@@ -46,9 +46,10 @@ _SHORT_REASON_LENGTH = 160
 
 
 class Status(Enum):
-    """How a trial ended: with results (`ok`), or why it has none."""
+    """How a trial ended: with results (`ok`), with some of them (`interrupted`), or why it has none."""
 
     ok = "ok"
+    interrupted = "interrupted"  # a training run that stopped before its last step
     refused = "refused"  # an illegal layout: no process was started
     does_not_fit = "does_not_fit"
     failed = "failed"  # its process exited with a status other than 0
