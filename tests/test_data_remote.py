@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,24 @@ def test_urls_without_text_are_refused(remote_folder: str, path: str, values: li
     with pytest.raises(ValueError, match=r"^data\.paths") as error:
         remote_config(f"{remote_folder}/{path}").list_files()
     assert all(value in str(error.value) for value in (f"{remote_folder}/{path}", *values))
+
+
+def test_a_service_that_does_not_answer_is_named_while_waiting(
+    remote_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    match, note_printed = remote._match, threading.Event()
+
+    def answer_late(*arguments: Any) -> Any:
+        note_printed.wait(timeout=10)
+        return match(*arguments)
+
+    remote_config(remote_folder).list_files()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(schemes, "_NOTE_AFTER_S", 0.0)
+    monkeypatch.setattr(schemes, "print", lambda *a, **k: (print(*a, **k), note_printed.set()), raising=False)
+    monkeypatch.setattr(remote, "_match", answer_late)
+    remote_config(remote_folder).list_files()
+    assert f"data.paths={remote_folder}" in capsys.readouterr().err and note_printed.is_set()
 
 
 def test_refusals_of_the_service_are_reported_with_a_remedy(

@@ -6,12 +6,20 @@ folder must not be a file.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
+import sys
+import threading
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from valkyrie.problems import Problem, ProblemCode
+
+_NOTE_AFTER_S = 5.0
+"""Seconds without an answer of a storage service after which a note is printed."""
 
 
 def url_scheme(path: str) -> str | None:
@@ -50,3 +58,27 @@ def file_problems(key: str, path: str) -> list[Problem]:
     if file != folder:
         text = f"{key}={path} cannot be a folder, because {file} is a file."
     return [Problem(ProblemCode.malformed, key, path, text)]
+
+
+def silence_storage_logs() -> None:
+    """Silence the logs of the services' packages. They log the traceback of an error that they then raise."""
+    for package in ("gcsfs", "s3fs", "fsspec"):
+        logging.getLogger(package).setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def storage_requests(setting: str) -> Iterator[None]:
+    """Print a note to stderr if the requests to a storage service in this context take more than `_NOTE_AFTER_S`.
+
+    Also silences the logs of the services' packages, which repeat requests for about a minute before they raise an
+    error. `setting` is the key and the path, such as `data.paths=gs://bucket/books`.
+    """
+    text = f"note: {setting}: no answer yet. Requests to a service that cannot be reached end after about a minute."
+    silence_storage_logs()
+    timer = threading.Timer(_NOTE_AFTER_S, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

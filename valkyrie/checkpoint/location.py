@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from valkyrie.buckets import file_problems, package_problems, url_scheme
+from valkyrie.buckets import file_problems, package_problems, storage_requests, url_scheme
 from valkyrie.paths import DiskError, error_reason, write_atomic
 from valkyrie.problems import Problem, ProblemCode
 
@@ -60,16 +60,18 @@ def bucket_errors(path: Any) -> Iterator[None]:
     `path` is the folder of a run's checkpoints. Errors for a local folder, and errors that indicate a bug or a wrong
     setting (`_PROGRAMMING_ERRORS`), are raised unchanged.
     """
+    setting = f"checkpoint.folder={str(path).rpartition('/')[0]}"
     try:
-        yield
+        with storage_requests(setting) if in_bucket(path) else contextlib.nullcontext():
+            yield
     except (DiskError, *_PROGRAMMING_ERRORS):
         raise
     except Exception as error:  # each service's package raises its own errors
         if not in_bucket(path):
             raise
         raise DiskError(
-            f"checkpoint.folder={str(path).rpartition('/')[0]} cannot be reached ({error_reason(error)}). Check its "
-            "name, the network and the credentials of this host."
+            f"{setting} cannot be reached ({error_reason(error)}). Check its name, the network and the credentials of "
+            "this host."
         ) from error
 
 

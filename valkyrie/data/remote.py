@@ -7,7 +7,6 @@ reader; larger ones are streamed.
 from __future__ import annotations
 
 import io
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from glob import has_magic
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
-from valkyrie.buckets import url_scheme
+from valkyrie.buckets import silence_storage_logs, storage_requests, url_scheme
 from valkyrie.data.threads import map_ahead
 from valkyrie.paths import error_reason
 from valkyrie.problems import Problem, ProblemCode
@@ -109,7 +108,7 @@ def list_remote(pattern: str, key: str = "data.paths") -> list[RemoteFile]:
     a glob matches nothing. Raises ValueError if a file or folder does not exist, or if a request fails. `key` is the
     setting that error messages name.
     """
-    with _explain_errors(pattern, key):
+    with _explain_errors(pattern, key), storage_requests(f"{key}={pattern}"):
         from fsspec.core import url_to_fs
 
         filesystem, path = url_to_fs(pattern)
@@ -195,8 +194,7 @@ def _explain_errors(url: str, key: str) -> Iterator[None]:
     Also silences the services' logs.
     """
     scheme = url_scheme(url) or ""
-    for name in ("gcsfs", "s3fs", "fsspec"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    silence_storage_logs()
     try:
         yield
     except ValueError:
