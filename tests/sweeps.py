@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from helpers import last_of_each_key
 from valkyrie.sweep import launcher
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import Outcome
@@ -94,7 +95,7 @@ class FakeMultirun:
 
     def arguments(self, *arguments: str) -> list[str]:
         """Return the arguments of a multirun in this folder."""
-        return [
+        defaults = [
             "-m",
             "model=s5_tiny",
             "batch=8",
@@ -103,8 +104,8 @@ class FakeMultirun:
             "tracking=off",
             f"runs={self.runs}",
             "name=swept",
-            *arguments,
         ]
+        return last_of_each_key([*defaults, *arguments])
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start the process of a multirun, with stdout and stderr in one pipe."""

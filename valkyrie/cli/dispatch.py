@@ -22,7 +22,13 @@ from valkyrie.config.arguments import add_later_problems, composition_errors, ex
 from valkyrie.config.compose import ENVIRONMENT_MESH, register
 from valkyrie.config.explain import explain
 from valkyrie.config.files import check_folder
-from valkyrie.config.mistakes import bytes_not_utf8, refuse_typos, refuse_unknown_flags, version_text
+from valkyrie.config.mistakes import (
+    bytes_not_utf8,
+    refuse_repeated_keys,
+    refuse_typos,
+    refuse_unknown_flags,
+    version_text,
+)
 from valkyrie.config.modes import run_mode
 from valkyrie.config.run import Run
 from valkyrie.config.saved import PrimaryConfig, config_dirs, find_primary_config
@@ -62,6 +68,7 @@ def dispatch() -> None:
             print(version_text())
             return
         cache_root()  # refuses a VALKYRIE_CACHE that is a file before any work is done
+        refuse_repeated_keys(arguments)
         arguments = expand_shorthand(arguments)
         multirun = multirun_arguments(arguments)
         refuse_typos(arguments, multirun is not None)
