@@ -339,7 +339,7 @@ def test_the_torus_picture_has_every_device_once(tmp_path: Path):
     ("target", "overrides", "shape", "slices", "twisted"),
     [
         ("v4-64", [], (2, 4, 4), 1, False),
-        ("v4-64", ["target.topology=4x4x4"], (4, 4, 4), 1, False),
+        ("v4-512", ["target.topology=4x4x16"], (4, 4, 16), 1, False),
         ("v5e-256", ["target.slices=2"], (16, 16), 2, False),
         ("v4-256", ["target.topology=4x4x8_twisted"], (4, 4, 8), 1, True),
         ("v4-4x4x8_twisted", [], (4, 4, 8), 1, True),

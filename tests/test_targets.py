@@ -201,7 +201,6 @@ def user_folder(tmp_path: Path) -> str:
 
 USER_TARGETS = {
     "mychip-8": ("mychip-8 (8 mychip chips 2x4, 1 host)", "1x2x4"),
-    "v4-64": ("v4-64 with topology 2x2x4 (16 v4 chips, 4 hosts)", "2x2x4"),
     "desk": ("desk", "1x2x2"),
     "plain-12": ("plain-12 (12 plain chips 2x6, 3 hosts)", "1x2x6"),
     "plain-6x2": ("plain-6x2 (12 plain chips, 3 hosts)", "1x6x2"),
@@ -210,7 +209,7 @@ USER_TARGETS = {
 }
 
 
-@pytest.mark.parametrize("name", mark_slow_except(USER_TARGETS, ["mychip-8", "v4-64", "desk"]))
+@pytest.mark.parametrize("name", mark_slow_except(USER_TARGETS, ["mychip-8", "desk"]))
 def test_chips_and_targets_of_a_users_folder_are_selected_by_name(command: Any, user_folder: str, name: str):
     config = command("--config-dir", user_folder, f"target={name}", "partition=dp", "batch=192").run.config
     assert (config.target.describe(), config.mesh.name) == USER_TARGETS[name]
@@ -225,16 +224,17 @@ WRONG = {
     "mchip-8": "target=mychip-8?",
     "v2e-8": "target/chip/v2e.yaml",
     "dask": "target=desk?",
+    "v4-64": "target=v4-32",
     "plain-9": "2x2 chips",
 }
 
 
-@pytest.mark.parametrize("name", mark_slow_except(WRONG, ["mychip-128", "mchip-8"]))
+@pytest.mark.parametrize("name", mark_slow_except(WRONG, ["mychip-128", "mchip-8", "v4-64"]))
 def test_an_invalid_user_chip_or_target_is_refused(command: Any, user_folder: str, name: str):
     result = command("--config-dir", user_folder, f"target={name}")
     assert result.status == 2
     (line,) = result.err.splitlines()
-    assert line.startswith(f"valkyrie-train: target={name}") and WRONG[name] in line
+    assert line.startswith("valkyrie-train: target") and name in line and WRONG[name] in line
 
 
 def test_tab_completion_offers_a_target_of_each_chip(command: Any, monkeypatch: pytest.MonkeyPatch):
@@ -274,6 +274,7 @@ def test_a_huge_number_is_refused_like_any_other():
         ("cpu8", {"chips": 16}, "target=cpu16"),
         ("v4-8", {"hosts": 3}, "target.hosts=3"),
         ("h100-16", {"hosts": 3}, "target.hosts=2"),
+        ("v5e-8", {"topology": "4x4"}, "target=v5e-16"),
     ],
 )
 def test_a_number_that_contradicts_the_name_is_refused(target: str, change: dict[str, int], phrase: str):
@@ -282,10 +283,10 @@ def test_a_number_that_contradicts_the_name_is_refused(target: str, change: dict
 
 
 def test_an_explicit_topology_determines_chips_and_hosts():
-    larger = replace(parse_target("v4-64"), topology="4x4x4")
-    assert (larger.chips, larger.hosts, larger.problems()) == (64, 16, [])
-    assert replace(larger, slices=2).problems() == [], "as a run.yaml has it"
-    assert replace(larger, hosts=1).hosts == 16, "as a target of a user without the key has it"
+    longer = replace(parse_target("v4-512"), topology="4x4x16")
+    assert (longer.chips, longer.hosts, longer.problems()) == (256, 64, [])
+    assert replace(longer, slices=2).problems() == [], "as a run.yaml has it"
+    assert replace(longer, hosts=1).hosts == 64, "as a target of a user without the key has it"
     assert replace(parse_target("h100-16"), hosts=4).problems() == [], "whose hosts no torus decides"
 
 

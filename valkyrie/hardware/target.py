@@ -213,9 +213,8 @@ class TargetConfig:
 
     Args:
         chips: Chips of one slice, or null if unknown (`auto`).
-        topology: Physical torus (`4x4x2`). If its number of chips differs from `chips`, it overrides `chips` and
-            `hosts`, unless `chips` also contradicts the number in `name`, which `problems` reports.
-        hosts: Hosts of a slice. 1 is replaced by the number for `topology`, if that is set.
+        topology: Physical torus (`4x4x2`), which sets `chips` and, if `hosts` is 1, `hosts`.
+        hosts: Hosts of a slice.
         slices: Slices joined by the data-centre network.
     """
 
@@ -303,12 +302,13 @@ class TargetConfig:
             )
             return [Problem(ProblemCode.conflict, "target.topology", self.topology, text)]
         error = chip.slices.topology_error(self.topology, chip.name, topology_override, "target.topology=")
-        shape = parse_shape(self.topology)
+        shape, named_count = parse_shape(self.topology), self._chips_in_name()
+        if error is None and shape is not None and named_count not in (None, math.prod(shape)):
+            counts = f" has {self.chips} chips, but target={self.name} has {named_count}"
+            error = f"{counts}. Use target={make_slice(chip, shape).name}, or leave out target.topology."
         if error is None and shape is not None and self.hosts != (hosts := chip.slices.host_count(shape)):
             error = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave out target.hosts."
-        if error is None:
-            return []
-        return [Problem(ProblemCode.topology, "target.topology", self.topology, override + error)]
+        return [Problem(ProblemCode.topology, *override.split("="), override + error)] if error else []
 
     def resized(self, devices: int) -> TargetConfig | None:
         """Return the default slice of the same chip with this number of devices, or None if there is none.

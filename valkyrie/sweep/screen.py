@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 _STYLES = {Status.ok: "green", Status.refused: "dim", Status.does_not_fit: "yellow"}
 
 
+PROGRESS_EVERY_S = 30.0
+"""Seconds between lines about running trials while the output is not a terminal."""
 REFUSED_LINES = 10
 """Number of refused trials that are printed one by one. Further ones are only counted."""
 
 
 class LineScreen:
-    """Prints a line for each trial that ends, numbered if there are several, and one when the first trial starts.
+    """Prints a line for each trial that ends, numbered if there are several.
+
+    If the output is not a terminal, also prints a line when the first trial starts, and every `PROGRESS_EVERY_S`.
 
     Refused trials after the first `REFUSED_LINES` are only counted. If there are several trials, those recorded earlier
     are only counted too.
@@ -42,7 +46,8 @@ class LineScreen:
         self.console, self.total, self.ended_count = console or make_console(), total, 0
         self._unprinted_counts: Counter[str] = Counter()
         self._refused_count = 0
-        self._is_waiting_for_sweep = self._has_shown_start = False
+        self._is_waiting_for_sweep = False
+        self._next_progress_s: float | None = None  # None until the first trial has started
 
     def __enter__(self) -> LineScreen:
         return self
@@ -53,16 +58,21 @@ class LineScreen:
     def show_running(self, processes: Sequence[TrialProcess], waiting_count: int) -> None:
         """Print how many trials ended without a line since the last call.
 
-        When the first trials start and the output is not a terminal, also prints the name of one. When another sweep
-        starts to run all remaining trials, also prints that this sweep waits for it.
+        If the output is not a terminal, also prints the name of a running trial when the first one starts, and then its
+        duration every `PROGRESS_EVERY_S`. When another sweep starts to run all remaining trials, also prints that this
+        sweep waits for it.
         """
         self._print_counts()
-        if processes and not self._has_shown_start and not self.console.is_terminal:
+        if processes and not self.console.is_terminal and time.monotonic() >= (self._next_progress_s or 0.0):
             plan = processes[0].plan
-            title = trial_title(plan.about, plan.overrides, plan.stage)
-            line = f"running {title}, which writes to {plan.trial_folder / OUTPUT_FILE}"
+            line = f"running {trial_title(plan.about, plan.overrides, plan.stage)}"
+            if self._next_progress_s is None:
+                line += f", which writes to {plan.trial_folder / OUTPUT_FILE}"
+            else:
+                elapsed = long_duration_text(processes[0].elapsed_s)
+                line += f" for {elapsed}; {self.ended_count} of {self.total} trials ended"
             self.console.print(line, style="dim", highlight=False)
-        self._has_shown_start = self._has_shown_start or bool(processes)
+            self._next_progress_s = time.monotonic() + PROGRESS_EVERY_S
         if waiting_count and not processes and not self._is_waiting_for_sweep:
             trials = f"{waiting_count} trials" if waiting_count > 1 else "trial"
             line = f"waiting for another sweep, which is running the last {trials}"
