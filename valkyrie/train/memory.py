@@ -243,6 +243,14 @@ class MemoryEstimator:
         for activation in model.working_activations():
             bytes_ = self._bytes(activation)
             group, logits = (group + bytes_, logits) if activation.positions is None else (group, logits + bytes_)
+        if isinstance(model, LayeredModel):
+            # The backward pass of a group keeps the named activations of all its layers, and the others of one layer at
+            # a time. Named ones of other layers count twice, because platforms halve the working set of a layer.
+            layers = [layer.saved_activations(is_first=False) for layer in model.segments()[0][0]]
+            total = [sum(map(self._bytes, activations)) for activations in layers]
+            named = [sum(self._bytes(a) for a in activations if a.name is not None) for activations in layers]
+            others = sum(named) - np.asarray(named)
+            group = np.max(np.asarray(total) + 2 * others, axis=0)
         if is_pipelined.any():  # the first stage holds the residual stream of all microbatches
             stream = next(activation for activation in model.saved_activations() if activation.name == BLOCK_INPUT)
             group = group + np.where(is_pipelined, microbatches * self._bytes(replace(stream, count=1)), 0.0)
