@@ -195,6 +195,11 @@ print(jax.device_count())
         (["target=[v5e-8,v5e-16]"], "target=v5e-8 or target=v5e-16"),
         (["batch=8,16"], "takes one"),
         (["model.name=gpt2"], "Write model=gpt2."),
+        (["laptop_8"], "+sweep=laptop_8"),
+        (["valkyrie-train model=gpt_tiny mesh=2x2x2"], "*answer.overrides"),
+        (["mode=search", "target=v5e-8", "budget=0s"], "mode.compiles=0"),
+        (["mode=search", "target=v5e-8", "budget=-5min"], "above 0"),
+        (["mode=calibrate", "path=runs/a"], "mean paths?"),
     ],
 )
 def test_a_mistake_is_a_value_error_with_the_message_of_the_command(overrides: list[str], message: str):
@@ -225,6 +230,9 @@ def test_a_run_is_loaded_by_name_or_as_the_latest(working_folder: Path):
     assert valkyrie.load("mine").config.seed == 5
     with pytest.raises(ValueError, match=r"^runs/mine/run\.yaml .* runs/mine\b(?!/)"):
         valkyrie.load("runs/mine/run.yaml")
+    (working_folder / "api.py").touch()
+    with pytest.raises(ValueError, match=r"^api\.py .*\bfile\.$"):
+        valkyrie.load("api.py")
     checkpoint = folder / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
@@ -360,8 +368,8 @@ def test_a_search_in_which_nothing_fits_is_a_value_error(working_folder: Path):
 
 def test_layouts_that_cannot_be_explained_are_named(working_folder: Path):
     run = valkyrie.compose(*SEARCH_OVERRIDES, "mesh=2x4x1")
-    with pytest.raises(ValueError, match=r"^second: .*runs/nothing\b"):
-        valkyrie.explain(run, "nothing")
+    with pytest.raises(ValueError, match=r"^second: .* runs/nothing\."):
+        valkyrie.explain(run, "runs/nothing")
     (working_folder / "runs" / "empty").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"(?m)^second: runs/empty .*compile\.json"):
         valkyrie.explain(run, "empty")

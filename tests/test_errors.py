@@ -34,6 +34,8 @@ MISTAKES: dict[str, list[str]] = {
     "a key with dashes": ["--steps=5"],
     "an unknown flag": ["mode=show", "--multrun"],
     "a key of another sweeper": ["-m", "model=gpt_tiny,s5_tiny", "hydra.sweeper.limit=3"],
+    "a short key of a mode with dashes": ["mode=search", "--budget", "5min"],
+    "a short key of a mode with blanks": ["mode=search", "budget", "=", "5min"],
     "a key with dashes and a blank": ["--steps", "5"],
     "a key with a blank": ["steps", "5"],
     "a mesh with commas": ["mesh=2,2,2"],

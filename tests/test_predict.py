@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -472,6 +472,11 @@ def test_values_mistaken_for_programs_are_refused():
     ):
         with pytest.raises(kind, match=reason):
             valkyrie.predict(program, slice=target, mesh={"data": 8})
+    with pytest.raises(ValueError, match=r"^nothere\.hlo "):
+        valkyrie.predict("nothere.hlo", slice=target)
+    best = valkyrie.FoundLayout(**{field.name: None for field in fields(valkyrie.FoundLayout)})  # type: ignore
+    with pytest.raises(TypeError, match=r"answer\.run\(row\)"):
+        valkyrie.predict(best)
     with pytest.raises(ValueError, match="takes no arguments of the function"):
         valkyrie.predict(lowered, jnp.zeros((16, 16)), slice=target)
     with pytest.raises(ValueError, match="is not a TPU slice"):

@@ -387,8 +387,13 @@ def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_la
     cheapest = min(shortlist.fitting, key=lambda entry: request.cost(entry, entry.step_s))
     compiler.steps, compiler.factor = {tuple(cheapest.candidate.overrides): cheapest.step_s}, factor
     trial = compiler(compiling.plan_compile(request, cheapest, tmp_path), lambda: None)
-    rows = rank_layouts(request, shortlist, CompiledLayouts([CompiledLayout(cheapest, trial)]), 10)
+    compiles = CompiledLayouts([CompiledLayout(cheapest, trial)])
+    rows = rank_layouts(request, shortlist, compiles, 10)
     assert rows[0].stage.value == first
+    ranking = rank(request.run, request.space())
+    remarks = " ".join(mode._collect_remarks(request, rows[0], ranking, shortlist, compiles, MeasuredTrials()))
+    assert ("2.0 times" in remarks and "mode.compiles=" in remarks) == (first == "estimate")
+    assert "best layout found" not in remarks or first == "compile"
 
 
 @pytest.mark.parametrize("price", ["0", "null"])

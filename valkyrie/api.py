@@ -104,7 +104,8 @@ def _find_folder(function: str, folder: str | Path, runs: Path) -> Path:
     require_type(folder, str | Path, f"{function} takes the path of a run folder")
     path = Path(folder)
     if path.is_file():
-        raise ValueError(f"{path} is a file. Pass its folder, {path.parent}.")
+        remedy = f" Pass its folder, {path.parent}." if (path.parent / "run.yaml").is_file() else ""
+        raise ValueError(f"{path} is not a run folder but a file.{remedy}")
     if not path.exists() and len(path.parts) == 1:
         return runs / path if (runs / path).is_dir() else find_run(runs, str(folder), key="")
     return path
@@ -209,10 +210,10 @@ def explain(first: Run | Result | str | Path, second: Run | Result | str | Path,
         layout = layout.record if isinstance(layout, Result) else Path(layout) if isinstance(layout, str) else layout
         require_type(layout, Run | Path | Prediction, f"{key}= {usage}")
         if isinstance(layout, Path) and not layout.is_dir():
-            layout = Path(RunConfig.runs) / layout
+            name, layout = layout, Path(RunConfig.runs) / layout
             if not layout.is_dir():
                 raise ValueError(
-                    f"{key}: there is no run folder {layout}. Pass a run folder of mode=compile, a Run or a Result."
+                    f"{key}: there is no run folder {name}. Pass a run folder of mode=compile, a Run or a Result."
                 )
         layouts.append(layout)  # pyright: ignore[reportArgumentType]
     return Explanation(explain_layouts(layouts[0], layouts[1], _console(quiet)))

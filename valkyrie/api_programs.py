@@ -16,7 +16,7 @@ from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.problems import check_range, describe_value, raise_problems, require_type, suggest
-from valkyrie.results import Result
+from valkyrie.results import FoundLayout, Result
 from valkyrie.search.comparison import Comparison, refuse_other_folder, refuse_other_search
 from valkyrie.search.compile.fault import Fault
 from valkyrie.search.compile.prediction import CompileStatus
@@ -181,6 +181,8 @@ def _predict_module_file(
 ) -> Result:
     from valkyrie.search.compile.dumped import predict_file
 
+    if not path.exists():
+        raise ValueError(f"{path} does not exist. Pass the path of a dumped module.")
     axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
     if not axes:
         raise ValueError('Name the mesh axes of this module, in order: mesh={"data": 8, "model": 4}.')
@@ -450,6 +452,8 @@ def _predict_run(run: Run, quiet: bool) -> Result:
 def _refuse_other_programs(program: object) -> None:
     """Raise TypeError or ValueError if `predict` gets something that is easily mistaken for a program."""
     usage = "predict takes a Run, a jitted, lowered or compiled function, or the path of a dumped module"
+    if isinstance(program, FoundLayout):
+        raise TypeError(f"{usage}, not a FoundLayout. Pass its run: answer.run(row).")
     if isinstance(program, bytes | bytearray | list | tuple | dict):
         raise TypeError(f"{usage}, not a {type(program).__name__}.")
     if isinstance(program, str) and program.lstrip().startswith("HloModule"):

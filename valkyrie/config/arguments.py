@@ -118,7 +118,7 @@ def expand_shorthand(arguments: Sequence[str]) -> list[str]:
             raise ValueError(
                 f"{argument} and mode.{key}={values[f'mode.{key}']} set the same key. Leave out one of them."
             )
-        elif key in short_keys:
+        elif key in short_keys and "=" in argument:
             needs_brackets = key == "paths" and not value.startswith("[")
             expanded_arguments.append(f"mode.{key}={f'[{value}]' if needs_brackets else value}")
         else:

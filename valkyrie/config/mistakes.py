@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import fields
 from importlib.metadata import version
 from itertools import zip_longest
@@ -15,7 +15,7 @@ from hydra._internal.utils import get_args_parser  # the flags have no public li
 from valkyrie.config.choices import get_target
 from valkyrie.config.compose import ENVIRONMENT_MESH, GROUPS
 from valkyrie.config.explain import unknown_choice_text
-from valkyrie.config.modes import MODES
+from valkyrie.config.modes import MODES, get_mode
 from valkyrie.config.run import RunConfig
 from valkyrie.config.saved import CONFIG_DIR_FLAGS, config_dirs
 from valkyrie.parallel.mesh import parse_mesh
@@ -24,7 +24,8 @@ from valkyrie.problems import format_alternatives, suggest
 from valkyrie.runs.folder import key_values, split_flags, split_override
 
 _GROUPS = set(GROUPS)
-_KEYS = {field.name for field in fields(RunConfig)} | {"experiment", "sweep"}
+_OVERLAYS = ("sweep", "experiment")
+_KEYS = {field.name for field in fields(RunConfig)} | {*_OVERLAYS}
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
@@ -83,16 +84,18 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
                 f"{key.encode(errors='replace').decode()}{sign} has bytes that are not UTF-8 ({bad_bytes}). Type the "
                 "argument in a UTF-8 terminal, or remove these bytes."
             )
+    overrides, folders = split_flags(arguments)[1], config_dirs(arguments)
+    mode = get_mode(key_values(overrides).get("mode"))
+    keys = _KEYS | {*(() if mode is None else mode.short_keys)}
     for argument, next_argument in zip_longest(arguments, arguments[1:], fillvalue=""):
         if _FLAG.match(argument):
-            _refuse_dashes(argument, next_argument)
-    overrides, folders = split_flags(arguments)[1], config_dirs(arguments)
+            _refuse_dashes(argument, next_argument, keys)
     if multirun:
         _refuse_search_in_sweep(overrides)
     for argument in overrides:
         _refuse_joined_settings(argument, in_python)
     for argument, next_argument in zip_longest(overrides, overrides[1:], fillvalue=""):
-        _refuse_missing_value(argument, next_argument)
+        _refuse_missing_value(argument, next_argument, keys)
     for argument in overrides:
         key, _, value = argument.partition("=")
         _refuse_list_of_choices(argument, key.lstrip("+"), value, multirun, in_python)
@@ -106,9 +109,9 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
         raise ValueError(f"batch={batch} and batch_tokens={batch_tokens} are both set. Leave one out.")
 
 
-def _refuse_dashes(flag: str, next_argument: str) -> None:
+def _refuse_dashes(flag: str, next_argument: str, keys: Set[str]) -> None:
     key, sign, value = flag.lstrip("-").partition("=")
-    if key.partition(".")[0].partition("/")[0] in _KEYS:
+    if key.partition(".")[0].partition("/")[0] in keys:
         if not sign:
             value = (
                 "VALUE" if "=" in next_argument or next_argument.startswith("-") or not next_argument else next_argument
@@ -119,6 +122,11 @@ def _refuse_dashes(flag: str, next_argument: str) -> None:
 def _refuse_joined_settings(argument: str, in_python: bool) -> None:
     """Raise ValueError for several settings in one argument, except in a prompt or a layout of `mode=explain`."""
     words = argument.split()
+    if words[:1] == ["valkyrie-train"]:
+        remedy = (
+            "pass its settings one by one, such as compose(*answer.overrides)" if in_python else "remove the quotes"
+        )
+        raise ValueError(f"{argument} is a whole command: {remedy}.")
     keys = [word.partition("=")[0].partition(".")[0] if "=" in word else None for word in words]
     is_text = argument.partition("=")[0] in ("prompt", "mode.first", "mode.second")
     if len(words) > 1 and _KEYS.issuperset(keys) and not is_text:
@@ -126,16 +134,18 @@ def _refuse_joined_settings(argument: str, in_python: bool) -> None:
         raise ValueError(f"{argument}: {len(words)} settings in one argument. Write {separate_arguments}.")
 
 
-def _refuse_missing_value(argument: str, next_argument: str) -> None:
+def _refuse_missing_value(argument: str, next_argument: str, keys: Set[str]) -> None:
     match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", argument)  # a prompt may begin with spaces
-    if match and match[2] != "=" and match[1].partition(".")[0] in _KEYS:
+    if match and match[2] != "=" and match[1].partition(".")[0] in keys:
         raise ValueError(f"{argument}: write settings as KEY=VALUE, without spaces: {match[1]}={match[3]}.")
-    has_empty_value = re.fullmatch(r"[\w.]+=", argument) is not None and argument.rstrip("=").partition(".")[0] in _KEYS
+    has_empty_value = re.fullmatch(r"[\w.]+=", argument) is not None and argument.rstrip("=").partition(".")[0] in keys
     if has_empty_value and re.match(r"[\w.]", next_argument) and "=" not in next_argument:
         raise ValueError(f"{argument} {next_argument}: write {argument}{next_argument}, without a space after =.")
     if argument in MODES.names():
         raise ValueError(f"{argument}: write mode={argument}.")
-    if argument.partition(".")[0] in _KEYS and "=" not in argument:
+    if "=" not in argument and (group := next((g for g in _OVERLAYS if argument in config_names(g)), None)):
+        raise ValueError(f"{argument}: write +{group}={argument}.")
+    if argument.partition(".")[0] in keys and "=" not in argument:
         value = "VALUE" if "=" in next_argument or not next_argument else next_argument
         raise ValueError(f"{argument} has no value. Write {argument}={value}, with no spaces around =.")
 

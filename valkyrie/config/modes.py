@@ -6,6 +6,7 @@ A mode is a module with a dataclass `Config` derived from `ModeConfig`, in `valk
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -237,9 +238,12 @@ def settings_for(schema: type[Schema], mode: ModeConfig) -> Schema:
 
 
 def check_time(key: str, value: str | None) -> list[Problem]:
-    """Return a list with a problem if the value of `key` is neither None nor a time with a unit, such as `10min`."""
+    """Return a list with a problem if the value of `key` is neither None nor a time above 0 with a unit: `10min`."""
     if value is None or parse_seconds(value) is not None:
         return []
+    if re.fullmatch(r"-?\d+(\.\d+)?(s|min|h)", value):
+        hint = " For estimates only, use mode.compiles=0." if key == "mode.budget" else ""
+        return [Problem(ProblemCode.out_of_range, key, value, f"{key}={value}: must be above 0.{hint}")]
     text = f"{key}={value}: write a time with its unit, such as 90s, 10min or 2h, or null."
     return [Problem(ProblemCode.malformed, key, value, text)]
 

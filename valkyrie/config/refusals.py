@@ -183,7 +183,9 @@ def describe_unknown_key(full_key: str, parent: Any) -> Problem:
     if prefix and not prefix.startswith("hydra."):
         candidates = candidates or _top_level_keys(key_name, root)
     elif not prefix and not candidates:
-        candidates = _longer_keys(key_name, root)
+        mode = get_mode(OmegaConf.select(root, "mode.name")) if isinstance(root, DictConfig) else None
+        short_key = None if mode is None else suggest(key_name, mode.short_keys)
+        candidates = [short_key] if short_key else _longer_keys(key_name, root)
     candidates = candidates or ([f"{dotted_prefix}{nearest}"] if nearest else _longer_keys(key_name, root))
     hint = f" Did you mean {candidates[0]}?" if candidates else ""
     if modes_with_key := [name for name in MODES.names() if full_key in MODES.config_class(name).short_keys]:

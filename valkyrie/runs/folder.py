@@ -88,12 +88,15 @@ def find_run(runs: Path, resume: str, *, key: str = "resume=") -> Path:
         if Path(resume).exists() and is_resumable(folder):
             raise ValueError(f"{key}{resume} is inside a run folder. Use {key}{folder}.")
     for folder in (runs / resume, Path(resume)):
-        if (folder / RUN_FILE).is_file() and saved_config(folder).mode.name == "train":
-            repeat = f"{command_name()} --config-path {shlex.quote(str(folder.resolve()))} --config-name run"
-            raise ValueError(
-                f"{key}{resume}: {folder} has no finished checkpoint, so there is nothing to resume. Start it again: "
-                f"{repeat}"
-            )
+        if not (folder / RUN_FILE).is_file():
+            continue
+        if (mode := saved_config(folder).mode.name) != "train":
+            raise ValueError(f"{key}{resume} is the run folder of mode={mode}: it has no trained weights.")
+        repeat = f"{command_name()} --config-path {shlex.quote(str(folder.resolve()))} --config-name run"
+        raise ValueError(
+            f"{key}{resume}: {folder} has no finished checkpoint, so there is nothing to resume. Start it again: "
+            f"{repeat}"
+        )
     newest_names = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
     name_by_lowercase = {f.name.lower(): f.name for f in candidates}
     nearest = suggest(resume.lower(), name_by_lowercase, cutoff=0.75)

@@ -120,6 +120,16 @@ class CompiledLayouts:
         """Return the estimated step time of a layout in seconds, times `ratio` if it is known."""
         return layout.step_s * (self.ratio(mesh_partition(layout)) or 1.0)
 
+    def describe_ratios(self) -> str | None:
+        """Return a sentence with the ratios of compiled to estimated step times, or None if no compiled layout fits."""
+        ratios = sorted((layout.step_s or 0.0) / layout.estimate.step_s for layout in self.layouts if layout.step_s)
+        if not ratios:
+            return None
+        if len(ratios) == 1:
+            return f"The only compiled layout that fits takes {ratios[0]:.1f} times its estimate."
+        extremes = f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
+        return f"The {len(ratios)} compiled layouts that fit take {extremes} times their estimates."
+
     def filter_uncompiled_chips(self, layouts: Iterable[EstimatedLayout]) -> list[EstimatedLayout]:
         """Return the layouts on kinds and numbers of chips, and of slices, for which no layout was compiled."""
         compiled = {describe_chips(layout.target) for layout in self.layouts}

@@ -21,7 +21,7 @@ from valkyrie.report.page import write_report
 from valkyrie.report.search import explain_command
 from valkyrie.search import NO_STEP_TIME
 from valkyrie.search.answer import describe_work, launch_command, print_answer, rank_layouts, train_command
-from valkyrie.search.answer_record import RankedLayout, SearchAnswer
+from valkyrie.search.answer_record import RankedLayout, SearchAnswer, Stage
 from valkyrie.search.baselines import baseline_layouts, find_baselines, format_comparison
 from valkyrie.search.compiling import (
     CompiledLayout,
@@ -216,9 +216,14 @@ def _collect_remarks(
     measured_trials: MeasuredTrials,
 ) -> list[str]:
     """Return sentences that compare the best layout with baselines, and suggest unpadded attention heads if useful."""
-    lines = []
+    lines, is_estimate = [], best.stage is Stage.estimate
+    if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
+        more = max(6, 2 * request.mode.compiles)
+        lines.append(
+            f"The best layout is only estimated. {ratios} Compile more: mode.compiles={more}, or a longer budget=."
+        )
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
-        lines.append("Plain FSDP is the best layout found.")
+        lines.append(f"Plain FSDP is the best layout {'by estimate' if is_estimate else 'found'}.")
     for baseline in find_baselines(request, ranking, _target_slice(best, request), best.candidate):
         if baseline.layout is not None and baseline.layout.candidate == best.candidate:
             continue
