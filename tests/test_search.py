@@ -783,18 +783,22 @@ def test_a_folder_with_other_files_is_refused_before_estimating(
     (runs / "other").mkdir(parents=True)
     (runs / "file").touch()
     (runs / "other" / "run.yaml").touch()
+    (runs / "mine").mkdir()
+    (runs / "mine" / "report.html").write_text("mine")
     search(*FAST_SEARCH)
     search(*FAST_SEARCH, "mode.tokens=1e9")
     monkeypatch.setattr(mode, "rank", lambda *_: pytest.fail("estimated"))
     for arguments, message in (
         (("name=file",), "^runs/file is a file"),
         (("name=other",), "^name=other: runs/other "),
+        (("name=mine",), "^name=mine: runs/mine "),
         (("batch=64",), "^name=found: runs/found/search.json .*batch=32"),
         (("runs=/proc/nope", "name=x"), "/proc/nope/x .*runs=DIR"),
     ):
         with pytest.raises((ValueError, DiskError), match=message):
             search(*FAST_SEARCH, *arguments)
     assert [path.name for path in (runs / "other").iterdir()] == ["run.yaml"]
+    assert [(path.name, path.read_text()) for path in (runs / "mine").iterdir()] == [("report.html", "mine")]
     with pytest.raises(KeyError), lock_folder(runs / "new", make_request()):
         raise KeyError
     assert not (runs / "new").exists(), "an empty folder is removed"

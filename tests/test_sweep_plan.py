@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from valkyrie.sweep.results import OUTPUT_FILE, Outcome
 from valkyrie.sweep.run import settle
 from valkyrie.sweep.screen import LineScreen
 from valkyrie.sweep.tracking import wandb_run_id
-from valkyrie.sweep.trial import Status, TrialLog
+from valkyrie.sweep.trial import Status, TrialLog, refuse_other_files
 
 
 def test_a_multirun_cannot_use_one_run_folder_for_all_trials(command: Any, tmp_path: Path):
@@ -48,6 +49,36 @@ def test_a_sweep_does_not_write_into_the_folder_of_a_run(command: Any, tmp_path:
         result = command("-m", *arguments, "mode=show", "mesh=1x1x1", "partition=dp", "batch=2,4")
         assert result.status == 2 and "name=base: runs/base " in result.err and "not of a sweep" in result.err
     assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "run.yaml"]
+
+
+SHOWN_SWEEP = ["-m", "model=s5_tiny", "mode=show", "mesh=1x1x1", "partition=dp", "batch=2,4"]
+
+
+@pytest.mark.parametrize("name", ["report.html", "multirun.yaml", "trials.jsonl"])
+def test_a_sweep_does_not_write_into_a_folder_of_the_user(command: Any, tmp_path: Path, name: str):
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / name).write_text("mine: 1\n")
+    for setting, value in (("name", "mine"), ("hydra.sweep.dir", "runs/mine")):
+        result = command(*SHOWN_SWEEP, f"{setting}={value}")
+        assert result.status == 2 and f"{setting}={value}: runs/mine " in result.err and f" {setting}=." in result.err
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine: 1\n")]
+
+
+def test_a_sweep_continues_from_its_first_files(command: Any, tmp_path: Path):
+    """A killed sweep leaves `multirun.yaml`, or with a sweeper that does not write it, the folder of a trial."""
+    folder = tmp_path / "runs" / "ours"
+    assert command(*SHOWN_SWEEP, "name=ours").status == 0
+    (folder / "trials.jsonl").unlink()
+    multirun_text = (folder / "multirun.yaml").read_text()
+    (folder / "multirun.yaml").unlink()
+    assert command(*SHOWN_SWEEP, "name=ours").status == 0 and len(TrialLog(folder).read()) == 2
+    shutil.rmtree(folder)
+    for content in (multirun_text, ""):  # empty after a full disk
+        folder.mkdir()
+        (folder / "multirun.yaml").write_text(content)
+        refuse_other_files(folder, "name", "ours")
+        shutil.rmtree(folder)
 
 
 MODELS_BY_SELECTION = {

@@ -26,6 +26,8 @@ from valkyrie.records import RecordError, dump, load
 
 WRITER_FILE = ".writer"
 """File in a run folder that names the process writing to it."""
+SWEEP_LOCK_FILE = ".sweep"
+"""File in a trial's folder that the sweep that runs the trial has locked."""
 _KILL_TIMEOUT_S = 10.0
 """Seconds to wait for a process to end after SIGKILL."""
 
@@ -110,7 +112,7 @@ class TrialLock:
         Returns None if another sweep runs the trial, or if the process of a dead sweep is still running.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        sweep_file = open_to_append(folder / ".sweep")
+        sweep_file = open_to_append(folder / SWEEP_LOCK_FILE)
         state = lock(sweep_file, wait=False)
         if state is LockState.held:
             sweep_file.close()

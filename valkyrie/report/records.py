@@ -18,14 +18,12 @@ from valkyrie.runs.folder import RUN_FILE
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.results import training_results
 from valkyrie.sweep.rows import Row, make_rows
-from valkyrie.sweep.trial import TRIALS_FILE, Status, StepResult, Trial, TrialLog, TrialResult
+from valkyrie.sweep.trial import MULTIRUN_FILE, TRIALS_FILE, Status, StepResult, Trial, TrialLog, TrialResult
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
 
 TRAIN_STAGE, _SETTINGS_NAME = "train", "run"
-MULTIRUN_FILE = "multirun.yaml"
-"""File in a sweep's folder with the configuration of the multirun, including its command-line overrides."""
 MADE_BY_PREFIX = "# made by: "
 """Start of the comment in `run.yaml` that contains the command that started the training run."""
 

@@ -179,9 +179,14 @@ def claim_run_folder(run: Run, folder: Path) -> Path:
 
 def _has_other_files(folder: Path) -> bool:
     """Return whether a folder contains files but is not a run folder. Hidden files do not count."""
-    if not folder.is_dir() or any((folder / name).exists() for name in (RUN_FILE, WRITER_FILE)) or is_resumable(folder):
+    if any((folder / name).exists() for name in (RUN_FILE, WRITER_FILE)) or is_resumable(folder):
         return False
-    return any(not entry.name.startswith(".") for entry in folder.iterdir())
+    return has_visible_files(folder)
+
+
+def has_visible_files(folder: Path) -> bool:
+    """Return whether a folder exists and contains files or folders that are not hidden."""
+    return folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir())
 
 
 def stored_text_file(folder: Path, name: str) -> Path:

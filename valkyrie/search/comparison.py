@@ -15,7 +15,7 @@ from valkyrie.records import read_record, write_record
 from valkyrie.runs.columns import Column, terminal_table
 from valkyrie.runs.folder import RUN_FILE, package_versions
 from valkyrie.search.compile.prediction import CompileStatus, Prediction
-from valkyrie.sweep.trial import TRIALS_FILE
+from valkyrie.sweep.trial import MULTIRUN_FILE, TRIALS_FILE
 from valkyrie.units import count_text, duration_text, memory_text
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def refuse_other_folder(folder: Path) -> None:
     This is the case if the folder belongs to a run, a sweep or a search of layouts, or if it has a `search.json` or
     `report.html` that is not from `valkyrie.search_program`.
     """
-    from valkyrie.report.records import MULTIRUN_FILE, is_program_search
+    from valkyrie.report.records import is_program_search
 
     file, page, remedy = folder / SEARCH_FILE, folder / PAGE_FILE, "Use another folder=."
     for name, kind in ((RUN_FILE, "run"), (MULTIRUN_FILE, "sweep"), (TRIALS_FILE, "sweep or a search of layouts")):

@@ -15,6 +15,7 @@ from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN_FILE
 from valkyrie.search.answer_record import MeasureReport, SearchAnswer
 from valkyrie.search.request import SearchRequest
+from valkyrie.sweep.trial import refuse_other_files
 from valkyrie.units import count_text
 
 LOCK_FILE = ".search"
@@ -59,7 +60,8 @@ def lock_folder(folder: Path, request: SearchRequest) -> Iterator[None]:
     """Create the folder of a search, and keep other searches out of it. Removes it at the end if nothing was written.
 
     Raises ValueError if it is a file, if another search is running in it, if it belongs to another command or search,
-    or if it has an answer that cannot be read. Raises DiskError if it cannot be created.
+    if it contains files of the user, or if it has an answer that cannot be read. Raises DiskError if it cannot be
+    created.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, but the search needs this folder. Use another name=.")
@@ -74,7 +76,7 @@ def lock_folder(folder: Path, request: SearchRequest) -> Iterator[None]:
 
 
 def _refuse_other_owner(folder: Path, request: SearchRequest) -> None:
-    """Raise ValueError if a folder belongs to another command or search, or has an answer that cannot be read."""
+    """Raise ValueError if a folder belongs to the user, another command or search, or has an unreadable answer."""
     name = request.run.config.name
     if (folder / RUN_FILE).exists():
         key = "" if name is None else f"name={name}: "
@@ -82,6 +84,8 @@ def _refuse_other_owner(folder: Path, request: SearchRequest) -> None:
     earlier_answer = _read_earlier_answer(folder)
     if earlier_answer is not None and earlier_answer.question is None:
         raise ValueError(f"{folder / ANSWER_FILE} was not written by mode=search. Delete it, or use another name=.")
+    if earlier_answer is None:
+        refuse_other_files(folder, "name", name)
     if name is not None and earlier_answer is not None and earlier_answer.question != request_digest(request):
         command = " ".join(earlier_answer.command)
         raise ValueError(

@@ -27,6 +27,7 @@ from valkyrie.sweep.launcher import launch
 from valkyrie.sweep.plan import SweepContext, plan_run
 from valkyrie.sweep.run import settle
 from valkyrie.sweep.space import ALL_CHOICES, RunVariant, SweepSpace, compose_variants, read_space
+from valkyrie.sweep.trial import MULTIRUN_FILE
 from valkyrie.train.screen import make_console
 from valkyrie.units import count_text
 
@@ -68,7 +69,7 @@ def sweep_layouts(
     make_console().print(describe_counts(cells, selected_cells))
     sweep = SweepContext.from_hydra(config.hydra)
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(sweep.folder / "multirun.yaml", OmegaConf.to_yaml(config))
+    write_atomic(sweep.folder / MULTIRUN_FILE, OmegaConf.to_yaml(config))
     refused_plans = [
         plan_run(c.run, sweep, [*sweep_space.fixed_overrides, *c.overrides], c.problems) for c in cells.refused
     ]

@@ -29,7 +29,9 @@ from valkyrie.processes.ending import EXIT_LOST, end_process
 from valkyrie.processes.hub import free_port, parse_address
 from valkyrie.processes.team import ConnectedTeam, ProcessInfo
 from valkyrie.runs.folder import RUN_FILE, key_values
+from valkyrie.sweep.names import folder_name
 from valkyrie.sweep.plan import TrialPlan
+from valkyrie.sweep.trial import refuse_other_files
 from valkyrie.train.processes import abort_all_on_error, agree_on_versions
 
 WORKER_ARGUMENT = "beside"
@@ -105,17 +107,18 @@ def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
     The other processes first start every trial that process 0 requests, and then yield False.
 
     Raises ValueError if the `distributed` settings are invalid, if the processes cannot connect, or if a single process
-    would write the sweep into the folder of a run. Connected processes instead all end with a message if the folder
-    belongs to a run, if their versions or arguments differ, or if the launcher does not support several hosts.
+    would write the sweep into a folder of a run or the user. Connected processes instead all end with a message if the
+    folder belongs to a run or the user, if their versions or arguments differ, or if the launcher does not support
+    several hosts.
     """
     team = _join_team(arguments)
     if team is None:
-        _refuse_run_folder(arguments)
+        _refuse_other_owner(arguments)
         yield True
         return
     with abort_all_on_error(team):
         if team.is_leader:
-            _refuse_run_folder(arguments)
+            _refuse_other_owner(arguments)
         agree_on_versions(team)
         team.agree("arguments", _comparable_arguments(arguments))
         launcher = key_values(arguments).get("hydra/launcher", "trials")
@@ -143,8 +146,8 @@ def join_multirun(arguments: Sequence[str]) -> Iterator[bool]:
         _current_members.reset(token)
 
 
-def _refuse_run_folder(arguments: Sequence[str]) -> None:
-    """Raise ValueError if the folder of a sweep is already the folder of a run. The sweep would replace its files.
+def _refuse_other_owner(arguments: Sequence[str]) -> None:
+    """Raise ValueError if the folder of a sweep belongs to a run or the user. The sweep would replace its files.
 
     Does nothing if the arguments name no folder, as for a search.
     """
@@ -157,6 +160,9 @@ def _refuse_run_folder(arguments: Sequence[str]) -> None:
         raise ValueError(
             f"name={folder.name}: {folder} is the folder of a run, not of a sweep. Use another name= for the sweep."
         )
+    name = values_by_key.get("name")
+    is_named = name is not None and folder_text == f"${{runs}}/{folder_name(name)}"
+    refuse_other_files(folder, *(("name", name) if is_named else ("hydra.sweep.dir", folder_text)))
 
 
 def _comparable_arguments(arguments: Sequence[str]) -> dict[str, str]:

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.compiled.communication import CollectiveTrace, Communication
-from valkyrie.config.modes import get_mode
+from valkyrie.config.modes import ANSWER_FILE, get_mode
 from valkyrie.foreign_errors import missing_field
 from valkyrie.hardware.target import AUTO_TARGET
 from valkyrie.parts import StepPart
 from valkyrie.paths import open_to_append
 from valkyrie.problems import ProblemRecord
-from valkyrie.processes.locks import lock
+from valkyrie.processes.locks import SWEEP_LOCK_FILE, lock
 from valkyrie.records import RecordError, decode, encode
-from valkyrie.runs.folder import key_values
+from valkyrie.runs.folder import has_visible_files, key_values
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
 from valkyrie.runs.tracking import cut_torn_line
 from valkyrie.search.compile.prediction import CompileTimes, MeasuredStep, MemoryReport, PredictedStep
@@ -39,8 +39,12 @@ SCHEMA = 1
 
 TRIALS_FILE = "trials.jsonl"
 """File name of the records in a sweep's folder."""
+MULTIRUN_FILE = "multirun.yaml"
+"""File in a sweep's folder with the configuration of the multirun, including its command-line overrides."""
 PAGE_FILE = "report.html"
 """File name of the HTML report that `valkyrie-report` writes into a sweep's folder."""
+_OWN_TEXTS = {TRIALS_FILE: b'{"schema"', MULTIRUN_FILE: b"valkyrie-train", ANSWER_FILE: b'"question"'}
+"""A text that each record of a sweep or a search contains, unless the record is empty, as after a full disk."""
 _SHORT_REASON_LENGTH = 160
 """Maximum number of characters of a reason in tables."""
 
@@ -248,6 +252,29 @@ def trial_title(about: LayoutRecord | None, overrides: Sequence[str], stage: str
         return " ".join(overrides)
     target = "" if about.target == AUTO_TARGET else f" {about.target}"
     return f"{about.model} {about.name}{target} {stage}"
+
+
+def refuse_other_files(folder: Path, setting: str, value: str | None) -> None:
+    """Raise ValueError if a folder contains files, but none that a sweep or a search of layouts has written.
+
+    Hidden files do not count. A sweep that was killed before its first trial ended has at least written
+    `multirun.yaml` or the lock of a trial, so it can continue.
+
+    Args:
+        folder: The folder that a sweep or a search is about to write. It may be missing.
+        setting: The setting that selects the folder, without `=`.
+        value: The value of that setting as typed, or None if it was not typed.
+    """
+    if not has_visible_files(folder) or next(folder.glob(f"*/{SWEEP_LOCK_FILE}"), None) is not None:
+        return
+    for name, own_text in _OWN_TEXTS.items():
+        if (folder / name).is_file() and own_text in ((folder / name).read_bytes() or own_text):
+            return
+    key = "" if value is None else f"{setting}={value}: "
+    raise ValueError(
+        f"{key}{folder} contains files but no record of a sweep or a search, so it is not the folder of one. Use "
+        f"another {setting}=."
+    )
 
 
 class TrialLog:
