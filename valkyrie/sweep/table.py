@@ -47,7 +47,7 @@ def sweep_table(trials: Sequence[Trial], folder: Path, max_rows: int = 40) -> Ta
     top_rows = sorted_rows[:max_rows]
     nonempty_columns = [column for column in TERMINAL_COLUMNS if any(column.text(row) for row in top_rows)]
     notes = [] if len(sorted_rows) <= max_rows else [f"{len(sorted_rows) - max_rows} more on the page"]
-    rank_counts = Counter((row.speed_kind, row.rank) for row in sorted_rows if row.rank)
+    rank_counts = Counter[tuple[object, int | None]]((row.speed_kind, row.rank) for row in sorted_rows if row.rank)
     tied_rows = [row for row in sorted_rows if rank_counts[row.speed_kind, row.rank] > 1]
     if tied_rows:
         has_spreads = any(has_spread(row.trial) for row in tied_rows)

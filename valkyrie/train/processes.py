@@ -122,18 +122,21 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
         _end_all(team, status, f"it ended with status {status}")
     except BaseException as error:
         user_error = describe_user_error(error)
-        if not (user_error or isinstance(error, ValueError | OSError)):
+        if not user_error and not isinstance(error, ValueError | OSError):
             time.sleep(_ERROR_REPORT_DELAY_S)
             traceback.print_exc()
             return _end_all(team, 1, f"{type(error).__name__}: {first_line(error)[:300]}")
         if os.environ.get(FULL_ERROR) == "1":
             traceback.print_exc()
         prefix = "" if team.is_leader else f"process {team.index}: "
-        text = f"{user_error} {TRACEBACK_HINT}" if user_error else str(explain(error, []))
+        text = (
+            f"{user_error} {TRACEBACK_HINT}"
+            if user_error or not isinstance(error, Exception)
+            else str(explain(error, []))
+        )
         print(f"{command}: {prefix}{text}", file=sys.stderr)
-        from valkyrie.train.room import (
-            DoesNotFitError,
-        )  # here because it imports NumPy, which help and `--cfg` do not need
+        # Imported here because it imports NumPy, which help and `--cfg` do not need.
+        from valkyrie.train.room import DoesNotFitError
 
         # Only trial records see OUT_OF_MEMORY: the process exits with EXIT_REFUSED.
         status = OUT_OF_MEMORY if isinstance(error, DoesNotFitError) else EXIT_REFUSED
