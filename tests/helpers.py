@@ -27,7 +27,6 @@ from valkyrie.optim import UNAVERAGED_GROUPS
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import conf_dir, read_config
-from valkyrie.runs.folder import split_override
 from valkyrie.train.program import StepProgram
 from valkyrie.train.state import TrainState, init_state
 from valkyrie.trees import leaf_names
@@ -263,9 +262,3 @@ def assert_same_steps(steps: StepResults, expected: StepResults, rtol: float = 2
             np.testing.assert_allclose(metrics[key], expected_metrics[key], rtol=rtol, err_msg=f"{key} of step {step}")
         norms = np.sqrt(metrics["squared_grad_norms"]), np.sqrt(expected_metrics["squared_grad_norms"])
         np.testing.assert_allclose(*norms, rtol=rtol, atol=1e-8, err_msg=f"gradient norms by parameter, step {step}")
-
-
-def last_of_each_key(arguments: Sequence[str]) -> list[str]:
-    """Drop the arguments whose key a later argument sets again: `valkyrie-train` refuses them."""
-    last_positions = {split_override(a)[0] if "=" in a else f"{i}": i for i, a in enumerate(arguments)}
-    return [arguments[i] for i in sorted(last_positions.values())]

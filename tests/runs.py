@@ -19,7 +19,6 @@ import jax
 import numpy as np
 import pytest
 
-from helpers import last_of_each_key
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints, latest_step
 from valkyrie.cli.train import run
 from valkyrie.code_eval.sandbox import sandbox_problem
@@ -58,13 +57,10 @@ needs_sandbox = pytest.mark.skipif(sandbox_problem() is not None, reason=f"no sa
 
 
 def run_train(*arguments: str) -> int:
-    """Run `valkyrie-train` in this process and return its exit status. Output is not captured.
-
-    If a key is repeated, its last value counts.
-    """
+    """Run `valkyrie-train` in this process and return its exit status. Output is not captured."""
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__  # Hydra closes any other, here pytest's own
     original_argv = sys.argv
-    sys.argv = ["valkyrie-train", *last_of_each_key(arguments)]
+    sys.argv = ["valkyrie-train", *arguments]
     try:
         run()
     except SystemExit as end:
@@ -90,9 +86,8 @@ def start_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.P
 def start_training(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
     """Start `valkyrie-train` in a new process with its output in pipes.
 
-    The process does not ignore SIGHUP, even if the tests run under nohup. If a key is repeated, its last value counts.
+    The process does not ignore SIGHUP, even if the tests run under nohup.
     """
-    arguments = tuple(last_of_each_key(arguments))
     original_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a process inherits what its parent ignores
     try:
         return start_python(

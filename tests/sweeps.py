@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from helpers import last_of_each_key
 from valkyrie.sweep import launcher
 from valkyrie.sweep.plan import TrialPlan
 from valkyrie.sweep.results import Outcome
@@ -95,7 +94,7 @@ class FakeMultirun:
 
     def arguments(self, *arguments: str) -> list[str]:
         """Return the arguments of a multirun in this folder."""
-        defaults = [
+        return [
             "-m",
             "model=s5_tiny",
             "batch=8",
@@ -104,8 +103,8 @@ class FakeMultirun:
             "tracking=off",
             f"runs={self.runs}",
             "name=swept",
+            *arguments,
         ]
-        return last_of_each_key([*defaults, *arguments])
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start the process of a multirun, with stdout and stderr in one pipe."""

@@ -23,7 +23,6 @@ MISTAKES: dict[str, list[str]] = {
     "an experiment that is none": ["experiment=nix"],
     "a sweep that is none": ["+sweep=nix"],
     "a key with two letters exchanged": ["modle=gpt_tiny"],
-    "a key with two values": ["batch=32", "batch=64"],
     "layouts without quotes": [
         "mode=explain",
         "first=partition=fsdp",

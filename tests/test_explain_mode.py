@@ -227,7 +227,7 @@ def test_two_run_folders_are_compared(tmp_path: Path, capfd: pytest.CaptureFixtu
     ("arguments", "values"),
     [
         (("first=partition=fsdp",), ["Set both first= and second="]),
-        (("first=", "second=partition=fsdp"), ["Set both first= and second="]),
+        (("first=", "second=partition=fsdp"), ["first= has no value"]),
         (('first="partition=\'fsdp"', "second=partition=fsdp"), ["partition='fsdp: "]),
         (("first=partition=fsdp", "second=partition=fsdp"), ["first=", "second=", "'partition=fsdp'"]),
         (("first=no/such/folder", "second=partition=fsdp"), ["no/such/folder "]),

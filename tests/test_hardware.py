@@ -70,7 +70,7 @@ def test_usable_memory_is_at_most_the_memory_of_the_chip():
         ("v4-64", None, (False, False, False), (2, 2, 1)),
         ("v4-64", "4x4x2", (False, False, False), (2, 2, 1)),
         ("v4-128", None, (True, True, True), (2, 2, 1)),
-        ("v4-128", "8x8x12", (True, True, True), (2, 2, 1)),
+        ("v4-1536", "8x8x12", (True, True, True), (2, 2, 1)),
         ("tpu7x-256", None, (True, True, True), (2, 2, 1)),
         ("v5e-128", None, (False, True), (2, 2)),
         ("v5e-256", None, (True, True), (2, 2)),

@@ -259,7 +259,6 @@ def test_a_long_command_is_wrapped_before_its_flags():
         "target=v5e-8 -- model=gpt_tiny mesh=2x4x1 mode=compile",
         "target=slurm slice=h100-16 -- mode=search target=h100-16",
         "target=v4-64 -- model=llama_7b mesh=32x1x1 partition=dp batch=32",
-        "target=v5e-8 -- model=gpt_tiny mesh=2x4x1 batch=32 batch=64",
         "target=v4-64 -- model=gpt_tiny mesh=4x4x2 distributed=off",
         "target=ssh hosts=[a,b] -- distributed=off",
         "target=local -- distributed=off",

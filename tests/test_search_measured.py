@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from helpers import last_of_each_key, shared_run
+from helpers import shared_run
 from processes import start_processes, wait_for_processes
 from runs import TINY_ARGUMENTS
 from valkyrie.config.arguments import parse_run
@@ -307,8 +307,7 @@ def test_the_cost_of_scatters_follows_the_chips_constant() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_search_on_cpu_devices_is_measured(tmp_path: Path) -> None:
-    arguments = last_of_each_key([*TINY_ARGUMENTS, "mode=search", "target=cpu4", "batch=12"])
-    command = [sys.executable, "-m", "valkyrie.cli.train", *arguments]
+    command = [sys.executable, "-m", "valkyrie.cli.train", *TINY_ARGUMENTS, "mode=search", "target=cpu4", "batch=12"]
     command += ["mode.measure=3", "mode.repeats=3", "name=found"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -24,9 +24,9 @@ from valkyrie.config.explain import explain
 from valkyrie.config.files import check_folder
 from valkyrie.config.mistakes import (
     bytes_not_utf8,
-    refuse_repeated_keys,
     refuse_typos,
     refuse_unknown_flags,
+    refuse_unquoted_layouts,
     version_text,
 )
 from valkyrie.config.modes import run_mode
@@ -68,7 +68,7 @@ def dispatch() -> None:
             print(version_text())
             return
         cache_root()  # refuses a VALKYRIE_CACHE that is a file before any work is done
-        refuse_repeated_keys(arguments)
+        refuse_unquoted_layouts(arguments)
         arguments = expand_shorthand(arguments)
         multirun = multirun_arguments(arguments)
         refuse_typos(arguments, multirun is not None)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from valkyrie.cli.parser import OneLineParser, run_command
-from valkyrie.config.mistakes import refuse_repeated_keys
 from valkyrie.config.modes import MODES, Needs
 from valkyrie.extensions import add_import_path
 from valkyrie.hardware.target import AUTO_TARGET, TargetConfig
@@ -106,7 +105,6 @@ def _refuse_useless_launch(config: EngineConfig, overrides: Sequence[str]) -> No
     """
     if "--run" in overrides:
         raise ValueError("--run: valkyrie-train has no such flag. Write --run before the --.")
-    refuse_repeated_keys(overrides)
     values = key_values(overrides)
     resume, name = values.get("resume", "null"), values.get("name", "null")
     if is_single_training(overrides) and "null" not in (resume, name) and Path(resume).name != name:

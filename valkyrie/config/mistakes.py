@@ -51,20 +51,18 @@ def refuse_unknown_flags(arguments: Sequence[str]) -> None:
         raise ValueError(f"{flag} is not a flag. {f'Did you mean {nearest}?' if nearest else 'See --help.'}")
 
 
-def refuse_repeated_keys(arguments: Sequence[str]) -> None:
-    """Raise ValueError for a key with two different values on a command line. Hydra would use the last one.
+def refuse_unquoted_layouts(arguments: Sequence[str]) -> None:
+    """Raise ValueError for a key with two different values beside `first=` or `second=`, whose layouts need quotes.
 
-    For `mode=explain`, the message says to quote layouts of several words. Deletions such as `~task` are not counted.
+    In other commands, the last value of a key counts, as everywhere in Hydra: scripts append values to their defaults.
     """
     values_by_key: dict[str, str] = {}
     overrides = [argument for argument in split_flags(arguments)[1] if "=" in argument and argument[0] != "~"]
     for key, value in map(split_override, overrides):
-        if values_by_key.setdefault(key, value) != value:
-            layouts = [key for key in values_by_key if key.removeprefix("mode.") in ("first", "second")]
-            remedy = "Leave out one of them."
-            if layouts:
-                text = f"{values_by_key[layouts[0]]} {key}={values_by_key[key]}"
-                remedy = f"Quote each layout: {layouts[0]}={shlex.quote(text)}."
+        layouts = [k for k, v in values_by_key.items() if k.removeprefix("mode.") in ("first", "second") and " " not in v]
+        if values_by_key.setdefault(key, value) != value and layouts:
+            text = f"{values_by_key[layouts[0]]} {key}={values_by_key[key]}"
+            remedy = f"Quote each layout: {layouts[0]}={shlex.quote(text)}."
             raise ValueError(f"{key}={values_by_key[key]} and {key}={value} set the same key. {remedy}")
 
 

@@ -308,8 +308,7 @@ class TargetConfig:
             error = f"{counts}. Use target={make_slice(chip, shape).name}, or leave out target.topology."
         if error is None and shape is not None and self.hosts != (hosts := chip.slices.host_count(shape)):
             error = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave out target.hosts."
-        key, _, value = override.partition("=")
-        return [Problem(ProblemCode.topology, key, value, override + error)] if error else []
+        return [Problem(ProblemCode.topology, "target.topology", self.topology, override + error)] if error else []
 
     def resized(self, devices: int) -> TargetConfig | None:
         """Return the default slice of the same chip with this number of devices, or None if there is none.
