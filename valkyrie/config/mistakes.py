@@ -59,7 +59,9 @@ def refuse_unquoted_layouts(arguments: Sequence[str]) -> None:
     values_by_key: dict[str, str] = {}
     overrides = [argument for argument in split_flags(arguments)[1] if "=" in argument and argument[0] != "~"]
     for key, value in map(split_override, overrides):
-        layouts = [k for k, v in values_by_key.items() if k.removeprefix("mode.") in ("first", "second") and " " not in v]
+        layouts = [
+            k for k, v in values_by_key.items() if k.removeprefix("mode.") in ("first", "second") and " " not in v
+        ]
         if values_by_key.setdefault(key, value) != value and layouts:
             text = f"{values_by_key[layouts[0]]} {key}={values_by_key[key]}"
             remedy = f"Quote each layout: {layouts[0]}={shlex.quote(text)}."
