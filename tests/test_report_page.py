@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import Markup
 
 from reported import make_trial, write_sweep
 from test_report import FSDP, LARGE, MEASURED, REFUSED, page_data, sweep_rows
@@ -16,7 +17,7 @@ from valkyrie.config.modes import ANSWER_FILE
 from valkyrie.parallel.partition import PipelineSchedule
 from valkyrie.records import write_record
 from valkyrie.report import figures, specs, tables
-from valkyrie.report.page import MAX_PAGE_BYTES, render_page, write_report
+from valkyrie.report.page import MAX_PAGE_BYTES, render_page, template_environment, write_report
 from valkyrie.search.answer_record import Bottleneck, MeasureReport, RankedLayout, SearchAnswer, Stage
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.sweep.trial import Status, Trial
@@ -241,3 +242,8 @@ def test_the_page_of_a_search_needs_no_compiled_layout(tmp_path: Path):
     assert points == [(500.0, 0.01), (250.0, 0.02)]
     shares = {value["label"]: value["share"] for value in figures["limits"]["data"]["values"]}
     assert shares == pytest.approx({"#1": 0.9, "#2": 0.3})
+
+
+def test_control_characters_are_escaped_in_pages():
+    template = template_environment().from_string("{{ text }}{{ script }}")
+    assert template.render(text="a\x1b[2J", script=Markup("<b>")) == "a\\x1b[2J<b>"

@@ -19,6 +19,7 @@ from valkyrie.foreign_errors import Allocation
 from valkyrie.machine.replay import OpTotals, Replay
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import decode, encode
+from valkyrie.search.compile import summary
 from valkyrie.search.compile.alternatives import memory_savings, other_partitions
 from valkyrie.search.compile.correction import held_out_ratio, published_runs
 from valkyrie.search.compile.hints import layout_hints
@@ -307,3 +308,10 @@ def test_an_older_prediction_of_a_foreign_program_is_read(tmp_path: Path):
     (tmp_path / "old.json").write_text(json.dumps({"schema": 2, "about": record, "status": "ok"}))
     program = read_prediction(tmp_path / "old.json").program
     assert program == ForeignProgram("step", "v5e-8", "v5e-8", "v5e", {"data": 8})
+
+
+def test_only_lines_of_python_files_are_read():
+    """A module from elsewhere may name any file of the user as a source."""
+    own_line = summary._read_line(f"{__file__}:1")
+    assert own_line is not None and own_line.startswith('"""')
+    assert summary._read_line(f"{Path(__file__).with_name('README.md')}:1") is None

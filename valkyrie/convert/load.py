@@ -197,7 +197,7 @@ def _run_name(folder: str) -> str:
 
 def _quote(text: str) -> str:
     """Quote a text for Hydra's command line if needed, for example a path with spaces or brackets."""
-    return text if re.fullmatch(r"[\w./-]+", text) else QuotedString(text, Quote.single).with_quotes()
+    return text if re.fullmatch(r"[\w./-]+", text, re.ASCII) else QuotedString(text, Quote.single).with_quotes()
 
 
 def _with_tokenizer(run: Run, tokenizer: str) -> Run:

@@ -33,6 +33,7 @@ from valkyrie.report.values import label_rows
 from valkyrie.sweep.columns import PAGE_COLUMNS
 from valkyrie.sweep.rows import Row, group_by_kind
 from valkyrie.sweep.trial import PAGE_FILE, TrialLog
+from valkyrie.units import escape_control_characters
 
 if TYPE_CHECKING:
     from valkyrie.search.answer_record import SearchAnswer
@@ -209,7 +210,12 @@ def template_environment() -> Environment:
     """Return the Jinja environment for the templates of all pages."""
     loader = PackageLoader("valkyrie.report")
     environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda x: escape_control_characters(x) if isinstance(x, str) and not isinstance(x, Markup) else x,
     )
     environment.globals["zip"] = zip
     return environment

@@ -116,8 +116,11 @@ def source_lines(costs: Iterable[OpTotals]) -> tuple[SourceLine, ...]:
 
 
 def _read_line(location: str) -> str | None:
+    """Return the text of a line of Python, or None if unknown. A module from elsewhere may name any file."""
     file, _, number = location.rpartition(":")
-    return linecache.getline(file, int(number)).strip()[:_LINE_LENGTH] or None if number.isdecimal() else None
+    if not number.isdecimal() or not (file.endswith(".py") or file.startswith("<")):
+        return None
+    return linecache.getline(file, int(number)).strip()[:_LINE_LENGTH] or None
 
 
 def model_settings(run: Run) -> dict[str, str]:
