@@ -23,6 +23,7 @@ MISTAKES: dict[str, list[str]] = {
     "an experiment that is none": ["experiment=nix"],
     "a sweep that is none": ["+sweep=nix"],
     "a key with two letters exchanged": ["modle=gpt_tiny"],
+    "a removed key with a value": ["~steps", "steps=1"],
     "layouts without quotes": [
         "mode=explain",
         "first=partition=fsdp",

@@ -103,6 +103,11 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
         _refuse_arguments_hydra_reports_poorly(argument, key, value)
         if not multirun:
             _refuse_several_values(argument, key.lstrip("+"), value, in_python, "mode=search" in overrides, folders)
+    values = key_values([argument for argument in overrides if argument[:1] not in ("~", "+")])
+    for argument in overrides:
+        key = argument[1:].partition("=")[0]
+        if argument[:1] == "~" and key in values:
+            raise ValueError(f"{argument} removes {key}, but {key}={values[key]} sets it. Leave out {argument}.")
     values = key_values(overrides)
     batch, batch_tokens = values.get("batch", "null"), values.get("batch_tokens", "null")
     if batch != "null" and not re.search(r"\bnull\b", batch_tokens):  # a sweep may vary which of them is set
