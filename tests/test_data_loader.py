@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 
 from valkyrie.data.batches import Batch, Loader, make_batch, make_loader
-from valkyrie.data.loader import open_split
+from valkyrie.data.loader import TokenStream, open_split
 from valkyrie.data.manifest import PreparedText, Split, content_hash, write_manifest
 from valkyrie.data.writer import EncodedDocuments, ShardWriter
 
@@ -65,6 +67,14 @@ def test_an_open_dataset_survives_the_deletion_of_its_cache(tmp_path: Path) -> N
         assert len(row_starts(first + take_batches(loader, 4))) == 10
         with make_loader(data, "validation", batch=2, seq=16, repeat=False) as validation:
             assert len(list(validation)) == 2
+
+
+def test_a_truncated_shard_is_named_instead_of_ending_the_process(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", range(200), range(50))
+    stream, path = TokenStream(data, "train"), data.shard_path(data.train.shards[0])
+    os.truncate(path, 10)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        stream.read(0, 20)
 
 
 def assert_same(batches: list[Batch], expected: list[Batch]) -> None:

@@ -9,6 +9,7 @@ themselves, so a run may continue on another number of processes.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ class TokenStream:
     """The tokens of a split as one long array. Its shard files are memory-mapped."""
 
     def __init__(self, dataset: PreparedText, split: str) -> None:
+        self._paths = [dataset.shard_path(shard) for shard in dataset.split(split).shards]
         self._shards = [
-            np.memmap(dataset.shard_path(shard), dtype=np.dtype(dataset.dtype).newbyteorder("<"), mode="r")
-            for shard in dataset.split(split).shards
+            np.memmap(path, dtype=np.dtype(dataset.dtype).newbyteorder("<"), mode="r") for path in self._paths
         ]
         self._starts = np.concatenate([[0], np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)])
 
@@ -34,15 +35,28 @@ class TokenStream:
         return int(self._starts[-1])
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens from `start` up to `stop`, or fewer at the end of the stream."""
+        """Return the tokens from `start` up to `stop`, or fewer at the end of the stream.
+
+        Raises ValueError if a shard has become shorter. Reading behind the end of a mapped file would end the process.
+        """
         stop = min(stop, len(self))
         parts = [np.zeros(0, np.int32)]
         while start < stop:
             shard_index = int(np.searchsorted(self._starts, start, side="right")) - 1
+            self._check_length(shard_index)
             offset, end = int(self._starts[shard_index]), min(stop, int(self._starts[shard_index + 1]))
             parts.append(self._shards[shard_index][start - offset : end - offset].astype(np.int32))
             start = end
         return np.concatenate(parts)
+
+    def _check_length(self, shard_index: int) -> None:
+        path = self._paths[shard_index]
+        with contextlib.suppress(OSError):  # a deleted file keeps its content while it is mapped
+            if path.stat().st_size < self._shards[shard_index].nbytes:
+                raise ValueError(
+                    f"{path} was truncated while the run reads it. Delete {path.parent} and start the run again, which "
+                    "prepares the data again."
+                )
 
 
 class _WindowSource:
