@@ -23,6 +23,7 @@ MISTAKES: dict[str, list[str]] = {
     "an experiment that is none": ["experiment=nix"],
     "a sweep that is none": ["+sweep=nix"],
     "a key with two letters exchanged": ["modle=gpt_tiny"],
+    "a launcher by its class": ["-m", "steps=1,2", "hydra.launcher._target_=os.system"],
     "a removed key with a value": ["~steps", "steps=1"],
     "layouts without quotes": [
         "mode=explain",

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+from hydra.errors import InstantiationException, OverrideParseException
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -18,6 +19,7 @@ from valkyrie.foreign_errors import (
     WrongValue,
     allocated_bytes,
     ambiguous_argument,
+    blocked_target,
     first_lines,
     flag_refusal_reason,
     is_key_of_null,
@@ -160,3 +162,10 @@ def test_jax_and_libtpu_errors_about_devices_are_explained():
     assert no_device_reason(AssertionError()) == ""
     assert topology_reason(ValueError("INVALID_ARGUMENT: no such topology.\nmore")) == "no such topology"
     assert topology_reason(KeyError()) == "KeyError"
+
+
+def test_a_function_that_hydra_refuses_to_call_is_named_with_its_key() -> None:
+    config = OmegaConf.create({"hydra": {"callbacks": {"mine": {"_target_": "os.system"}}}})
+    with pytest.raises(InstantiationException) as error:
+        instantiate(config)
+    assert blocked_target(str(error.value)) == ("hydra.callbacks.mine", "os.system")

@@ -155,6 +155,12 @@ def list_valued_config(message: str) -> str | None:
     return match[1] if match else None
 
 
+def blocked_target(message: str) -> tuple[str, str] | None:
+    """Return (key, target) of a `_target_` that Hydra refuses to call, such as `os.system`, or None."""
+    target, key = re.match(r"Target '([^']+)' is blocklisted", message), re.search(r"full_key: (\S+)", message)
+    return (key[1], target[1]) if target and key else None
+
+
 def needs_quotes(message: str) -> bool:
     """Return whether Hydra's lexer found a character that needs quotes."""
     return message.startswith("LexerNoViableAltException")

@@ -103,7 +103,7 @@ def dispatch() -> None:
         # Hydra's MissingConfigException is an OSError too, and needs an explanation.
         if not isinstance(error, OSError) or isinstance(error, HydraException):
             error = add_later_problems(explain(error, config_dirs(sys.argv[1:])), arguments)
-        fail(COMMAND, error_text(error) + _mesh_origin(str(error), arguments))
+        fail(COMMAND, _folder_key(error, arguments) + error_text(error) + _mesh_origin(str(error), arguments))
     except SweepEndError as error:
         if show_traceback:
             raise
@@ -114,6 +114,15 @@ def dispatch() -> None:
     except Exception as error:
         _fail_in_user_code(error)
         raise
+
+
+def _folder_key(error: Exception, arguments: Sequence[str]) -> str:
+    """Return `KEY=PATH: ` if the folder that Hydra could not create was typed as one of Hydra's settings, else ""."""
+    values = key_values(arguments)
+    for key in ("hydra.sweep.dir", "hydra.run.dir"):
+        if isinstance(error, OSError) and key in values and str(error.filename).startswith(values[key]):
+            return f"{key}={values[key]}: "
+    return ""
 
 
 def _fail_in_user_code(error: Exception) -> None:

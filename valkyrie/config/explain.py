@@ -28,6 +28,7 @@ from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.extensions import module_names
 from valkyrie.foreign_errors import (
     ambiguous_argument,
+    blocked_target,
     hydra_sweep_argument,
     list_valued_config,
     missing_group,
@@ -167,6 +168,8 @@ def _rewrite(error: Exception, folders: Sequence[str]) -> list[Problem] | str:
         return [problem_from_error(cause)] if config is None else _file_problems(cause, config, folders)
     if isinstance(error, HydraException) and (message := _user_file_error_text(str(error))):
         return message
+    if blocked := blocked_target(str(error)):
+        return f"{blocked[0]}._target_={blocked[1]}: a config must not call this function. Leave it out."
     if message := _missing_members_text(error):
         return message
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]

@@ -158,13 +158,15 @@ def _refuse_missing_value(argument: str, next_argument: str, keys: Set[str]) -> 
 def _refuse_arguments_hydra_reports_poorly(argument: str, key: str, value: str) -> None:
     """Raise ValueError for arguments for which Hydra would report an unclear error.
 
-    These are a `hydra.searchpath` without Valkyrie's configs, a `name` with quotes, a mesh such as `4*4*2`, a function
-    without values such as `choice()`, and a value that ends with a comma.
+    These are a `hydra.searchpath` without Valkyrie's configs, the class of a launcher or sweeper, a `name` with quotes,
+    a mesh such as `4*4*2`, a function without values such as `choice()`, and a value that ends with a comma.
     """
     if key == "hydra.searchpath" and "valkyrie://groups" not in value:
         raise ValueError(
             f"{argument} removes the configs that ship with Valkyrie. To add your own, use --config-dir FOLDER."
         )
+    if plugin := re.fullmatch(r"\+*hydra\.(launcher|sweeper)\._target_", key):
+        raise ValueError(f"{argument}: choose it by its name, such as hydra/{plugin[1]}=basic.")
     if key == "name" and (quote := re.search("[\"']", split_override(argument)[1])):
         raise ValueError(f"{argument}: {quote[0]} is not allowed in a name. Use letters, digits, ., _ or -.")
     if key == "mesh" and re.fullmatch(r"(\d+s)?\d+([^\w.,:+-]\d+)+", value):
