@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import pytest
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from helpers import assert_golden_message, compose_run
@@ -569,3 +570,15 @@ def test_a_failure_on_one_process_gives_all_status_1(tmp_path: Path):
     (tmp_path / "runs").touch()
     first, second = run_several_processes(2, [*SMALL_OVERRIDES, "--dry-run", "3"], tmp_path)
     assert (first[0], second[0]) == (1, 1) and "FAILS    run folder" in first[1]
+
+
+def test_an_error_of_a_resolver_is_reported_without_the_text_of_omegaconf():
+    def refuse() -> None:
+        raise ValueError("no home folder")
+
+    def check(context: CheckContext) -> CheckResults:
+        OmegaConf.register_new_resolver("test_doctor.refuse", refuse, replace=True)
+        return OmegaConf.create({"folder": "${test_doctor.refuse:}"}).folder
+
+    (finding,) = run_checks([Check("cache", check)], CheckContext(compose_run(*SMALL_OVERRIDES)))
+    assert (finding.severity, finding.text) == (FAILURE, "no home folder")

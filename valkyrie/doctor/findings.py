@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from valkyrie.config.explain import explain
 from valkyrie.config.run import Run
 from valkyrie.extensions import describe_user_error
 from valkyrie.processes.team import ALONE, Team
@@ -59,7 +60,9 @@ def run_checks(checks: Iterable[Check], context: CheckContext) -> list[Finding]:
         try:
             findings += [Finding(check.name, *result) for result in check.function(context)]
         except Exception as error:
-            text = describe_user_error(error) or (str(error) if isinstance(error, (ValueError, OSError)) else None)
+            text = describe_user_error(error) or (
+                str(explain(error)) if isinstance(error, (ValueError, OSError)) else None
+            )
             if text is None:
                 raise
             findings.append(Finding(check.name, FAILURE, text))
