@@ -435,13 +435,15 @@ def test_notes_name_unsupported_parts_of_foreign_programs(step: Path, added: str
     assert any(line.startswith(note) for line in prediction.record.notes), prediction.record.notes
 
 
-def test_objects_that_are_not_programs_are_refused():
+def test_objects_that_are_not_programs_are_refused(tmp_path: Path):
+    (tmp_path / "step.hlo").touch()
     slice = valkyrie.slice("v5e-4")
     with pytest.raises(TypeError, match="jitted function, .*<built-in function len>"):
         valkyrie.predict(len, slice=slice)
     for program, more, words in (
         (jax.jit(jnp.sin), {}, "Name the slice"),
-        ("step.hlo", {"slice": slice}, "Name the mesh axes of this module"),
+        (tmp_path / "step.hlo", {"slice": slice}, "mesh axes"),
+        (tmp_path / "nothing.hlo", {"slice": slice}, "nothing.hlo does not exist"),
     ):
         with pytest.raises(ValueError, match=words):
             valkyrie.predict(program, **more)

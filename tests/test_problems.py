@@ -117,14 +117,7 @@ MADE = [
 def problems_of(arguments: str) -> list[Problem]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TPU_MESH_CONFIG", raising=False)
-        return parse_run(_last_of_each_key(arguments)).problems()
-
-
-def _last_of_each_key(arguments: str) -> list[str]:
-    return [
-        f"{key}={value}"
-        for key, _, value in {a.partition("=")[0]: a.partition("=") for a in arguments.split()}.values()
-    ]
+        return parse_run(arguments.split()).problems()
 
 
 @pytest.mark.parametrize("arguments", CASES)

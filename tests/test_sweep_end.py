@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from helpers import last_of_each_key
 from sweeps import fake_outcomes
 from valkyrie.sweep import end
 from valkyrie.sweep.trial import Status, Trial, TrialLog
@@ -97,7 +96,7 @@ def test_a_sweep_of_a_mode_without_results_names_one_with_results(
     command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
 ):
     fake_outcomes(monkeypatch, dp=Status.ok)
-    ended = command(*last_of_each_key([*ARGUMENTS, "mode=show", "partition=dp"]))
+    ended = command(*ARGUMENTS, "mode=show", "partition=dp")
     assert any(re.match("mode=show .* mode=compile", line) for line in ended.out.splitlines())
 
 
