@@ -203,7 +203,8 @@ def test_a_user_without_privileges_has_the_same_sandbox() -> None:
     assert result.stdout.count("No such file") == 2 and result.stdout.strip().endswith("kept apart")
 
 
-# Without user namespaces the sandbox changes to another user, which only root can do. The test above covers others.
+# Without user namespaces, the sandbox changes to another user, which the kernel allows only to root. The test above
+# covers other users.
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
 def test_root_keeps_programs_apart_without_user_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_can_nest_namespaces", lambda: False)

@@ -476,7 +476,8 @@ def test_values_mistaken_for_programs_are_refused():
             valkyrie.predict(program, slice=target, mesh={"data": 8})
     with pytest.raises(ValueError, match=r"^nothere\.hlo "):
         valkyrie.predict("nothere.hlo", slice=target)
-    best = valkyrie.FoundLayout(**{field.name: None for field in fields(valkyrie.FoundLayout)})  # type: ignore
+    unset: dict[str, Any] = {field.name: None for field in fields(valkyrie.FoundLayout)}
+    best = valkyrie.FoundLayout(**unset)
     with pytest.raises(TypeError, match=r"answer\.run\(row\)"):
         valkyrie.predict(best)
     with pytest.raises(ValueError, match="takes no arguments of the function"):

@@ -244,8 +244,9 @@ def test_the_start_of_the_first_trial_is_printed_once(command: Any, monkeypatch:
     plans: Any = multirun_plans(command, monkeypatch, "-m", "mesh=1x1x1", "partition=dp", "seed=0,1")
     console = Console(file=io.StringIO(), force_terminal=terminal, width=500)
     screen = LineScreen(console, total=2)
-    for plan in plans:
-        screen.show_running([SimpleNamespace(plan=plan, elapsed_s=90.0)], 0)  # type: ignore[list-item]
+    running: list[Any] = [SimpleNamespace(plan=plan, elapsed_s=90.0) for plan in plans]
+    for trial in running:
+        screen.show_running([trial], 0)
     lines = console.file.getvalue().splitlines()
     assert len(lines) == (0 if terminal else 1)
     assert all(line.startswith("running ") and str(plans[0].trial_folder / OUTPUT_FILE) in line for line in lines)
@@ -253,6 +254,6 @@ def test_the_start_of_the_first_trial_is_printed_once(command: Any, monkeypatch:
     monkeypatch.setattr("valkyrie.sweep.screen.PROGRESS_EVERY_S", 0.0)
     screen = LineScreen(console, total=2)
     for _ in range(3):
-        screen.show_running([SimpleNamespace(plan=plans[1], elapsed_s=90.0)], 0)  # type: ignore[list-item]
+        screen.show_running([running[1]], 0)
     progress = console.file.getvalue().splitlines()[1:]
     assert len(progress) == (0 if terminal else 2) and all("0 of 2 trials" in line for line in progress)

@@ -139,7 +139,7 @@ def _check_result(
 
 
 def _expected_result(declared: Any) -> Expected | None:
-    """Return what a method or property of Valkyrie returns by its declaration, or None if it does not say."""
+    """Return the declared result of a method or property of Valkyrie, or None if its type is not declared."""
     function = declared.fget if isinstance(declared, property) else declared
     if not isinstance(function, FunctionType) or "return" not in function.__annotations__:
         return None
@@ -147,6 +147,7 @@ def _expected_result(declared: Any) -> Expected | None:
         return vars(function)["expected_result"]
     annotation = function.__annotations__["return"]
     if isinstance(annotation, str):
+        # Annotations of Valkyrie only. `typing.get_type_hints` refuses names imported under TYPE_CHECKING.
         annotation = eval(annotation, {}, _Scope(function.__globals__))
     text = _type_text(annotation)
     return Expected(text, lambda value: _matches(value, annotation)) if text else None
