@@ -24,7 +24,7 @@ def networks_possible() -> None:
 
     Tests of stored measurements do not use this fixture and run everywhere.
     """
-    # A network of limited speed is made of the kernel's namespaces; no other mechanism limits the speed of real connections.
+    # Only network namespaces of the kernel limit the speed of real connections between processes.
     if reason := slow_network.unavailable_reason():
         pytest.skip(f"cannot create a slow network: {reason}")
 
