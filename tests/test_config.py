@@ -831,3 +831,9 @@ def test_a_search_cannot_be_a_trial(command: Any):
 def test_a_key_added_with_a_plus_is_checked_too(override: str, suggestion: str):
     with pytest.raises(ValueError, match=f"Did you mean {suggestion}\\?"):
         parse_run(["model=gpt_tiny", "data=synthetic", "target=cpu8", override])
+
+
+def test_a_group_in_the_defaults_of_an_experiment_is_answered_with_its_override(command: Any, tmp_path: Path):
+    write_own_file(tmp_path, "experiment/mine.yaml", b"# @package _global_\ndefaults: [{model: gpt_tiny}]\n")
+    result = command("--config-dir", "own", "+experiment=mine", "mode=show")
+    assert result.status == 2 and "'override /model: gpt_tiny'" in result.err

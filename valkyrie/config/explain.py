@@ -101,6 +101,11 @@ def unknown_choice_text(missing_file: str, options: Sequence[str], folders: Sequ
     if top_group == "data" and exists(path := f"{subfolder}/{name}" if subfolder else name):
         kind = "folder" if isdir(path) else "file"
         return f"data={path} is a {kind}, but a choice is a name. To train on your files: data=text data.paths=[{path}]"
+    if top_group in ("experiment", "sweep") and subfolder in _GROUPS:
+        return (
+            f"{top_group} has no {subfolder}/{name}. In the defaults list of an experiment or sweep, write "
+            f"'override /{subfolder}: {name}' instead of '{subfolder}: {name}'."
+        )
     if top_group in _GROUPS and subfolder and group != "target/chip":
         path = Path(subfolder) / f"{name}.yaml"
         folder = path.parent.parent if path.parent.name == top_group else Path("FOLDER")
