@@ -181,14 +181,14 @@ class MemoryEstimator:
         for activation, bytes_ in gathered_activations:
             if saved_location(activation, remat) is ActivationLocation.device:
                 saved_total = saved_total + bytes_
-        logits_bytes, group_bytes = self._working_sets
+        logits_bytes, group_bytes, named_bytes = self._working_sets
         # In the backward pass of a group: gathered keys and values with their gradients, and the gathered inputs of a
         # mixer and a feed-forward with theirs.
         gathered_bytes = self.gathered_bytes + 2 * gathered_group_bytes + 4 * self._gathered_stream_bytes
         gathered_bytes = gathered_bytes + self._gathered_batch_bytes
         platform = get_platform(self.run.config.target.platform)
         return platform.activation_bytes(
-            saved_total, unnamed_total, logits_bytes, group_bytes, gradients, gathered_bytes
+            saved_total, unnamed_total, logits_bytes, group_bytes, named_bytes, gradients, gathered_bytes
         )
 
     @cached_property
@@ -233,29 +233,30 @@ class MemoryEstimator:
         return total * np.where(layouts.is_split_twice("embed"), layouts.axes_size(data_axes), 0)
 
     @cached_property
-    def _working_sets(self) -> tuple[np.ndarray, np.ndarray]:
+    def _working_sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bytes per device of the logits in memory at the same time, and of the activations of one group of layers.
 
-        With a pipeline, the activations include the residual stream of all microbatches.
+        The second item is all activations of the group's largest layer: the backward pass has the temporaries of one
+        layer at a time. With a pipeline, it includes the residual stream of all microbatches. The third item is the
+        named activations of the group's other layers.
         """
         layouts, model, microbatches = self.layouts, self.run.model, self.layouts.microbatches
-        logits, group, is_pipelined = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
+        logits, group, others, is_pipelined = *(np.zeros(len(layouts)) for _ in range(3)), layouts.stages > 1
         for activation in model.working_activations():
             bytes_ = self._bytes(activation)
             group, logits = (group + bytes_, logits) if activation.positions is None else (group, logits + bytes_)
         if isinstance(model, LayeredModel):
-            # The backward pass of a group keeps the named activations of all its layers, and the others of one layer at
-            # a time. Named ones of other layers count twice, because platforms halve the working set of a layer.
             layers = [layer.saved_activations(is_first=False) for layer in model.segments()[0][0]]
-            total = [sum(map(self._bytes, activations)) for activations in layers]
-            named = [sum(self._bytes(a) for a in activations if a.name is not None) for activations in layers]
-            others = sum(named) - np.asarray(named)
-            group = np.max(np.asarray(total) + 2 * others, axis=0)
+            totals = np.array([sum(map(self._bytes, activations)) for activations in layers])
+            named = np.array([sum(self._bytes(a) for a in layer if a.name is not None) for layer in layers])
+            largest = totals.argmax(axis=0)[None]
+            group = np.take_along_axis(totals, largest, axis=0)[0]
+            others = named.sum(axis=0) - np.take_along_axis(named, largest, axis=0)[0]
         if is_pipelined.any():  # the first stage holds the residual stream of all microbatches
             stream = next(activation for activation in model.saved_activations() if activation.name == BLOCK_INPUT)
             group = group + np.where(is_pipelined, microbatches * self._bytes(replace(stream, count=1)), 0.0)
         logits = logits * np.where(layouts.is_split_twice("embed"), GATHERED_LOGITS, 1.0)
-        return logits / layouts.stages * np.where(is_pipelined & (not layouts.is_1f1b), microbatches, 1), group
+        return logits / layouts.stages * np.where(is_pipelined & (not layouts.is_1f1b), microbatches, 1), group, others
 
     def _bytes(self, activation: SavedActivation) -> np.ndarray:
         """Return the bytes per device of an activation's arrays for one microbatch, as if one stage had all layers."""

@@ -163,6 +163,7 @@ class Platform(ABC):
         unnamed_bytes: Any,
         loss_bytes: Any,
         group_bytes: Any,
+        named_bytes: Any,
         gradient_bytes: Any,
         gathered_bytes: Any,
     ) -> Any:
@@ -174,11 +175,12 @@ class Platform(ABC):
             saved_bytes: Bytes saved for the backward pass.
             unnamed_bytes: Part of `saved_bytes` that no remat policy names.
             loss_bytes: Working set of the loss.
-            group_bytes: Working set of a group of blocks.
+            group_bytes: Working set of the largest layer of a group of layers.
+            named_bytes: Activations of the group's other layers that a remat policy can name.
             gradient_bytes: Bytes of all gradients.
             gathered_bytes: Gathered weights of a layer, and their gradients before the reduction.
         """
-        return saved_bytes + loss_bytes + group_bytes
+        return saved_bytes + loss_bytes + group_bytes + named_bytes
 
     def step_options(self, largest_gradient_bytes: int) -> dict[str, str]:
         """Return the compiler options of a training step, in addition to the chip's.

@@ -29,7 +29,7 @@ UNNAMED_FACTOR, LOSS_FACTOR, GROUP_FACTOR = 0.4, 0.65, 0.5
 """Factors on three parts of the memory estimate, chosen for the least error over the layouts of experiments/memory.py.
 
 Activations without a name take 40% more than models count, because the compiler pads them and norms save more. The
-logits take 1.3 copies instead of two. Half of the working set of a group of blocks is in memory at a time.
+logits take 1.3 copies instead of two. Half of the working set of a layer is in memory at a time.
 """
 
 _described_devices: dict[str, tuple[Any, ...]] = {}
@@ -122,6 +122,7 @@ class Tpu(Platform):
         unnamed_bytes: Any,
         loss_bytes: Any,
         group_bytes: Any,
+        named_bytes: Any,
         gradient_bytes: Any,
         gathered_bytes: Any,
     ) -> Any:
@@ -134,7 +135,7 @@ class Tpu(Platform):
 
         loss_peak, backward_peak = (
             LOSS_FACTOR * loss_bytes,
-            gradient_bytes + GROUP_FACTOR * group_bytes + gathered_bytes,
+            gradient_bytes + GROUP_FACTOR * group_bytes + named_bytes + gathered_bytes,
         )
         return saved_bytes + UNNAMED_FACTOR * unnamed_bytes + np.maximum(loss_peak, backward_peak) - gradient_bytes
 
