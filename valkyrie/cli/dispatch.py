@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -120,7 +121,7 @@ def _folder_key(error: Exception, arguments: Sequence[str]) -> str:
     """Return `KEY=PATH: ` if the folder that Hydra could not create was typed as one of Hydra's settings, else ""."""
     values = key_values(arguments)
     for key in ("hydra.sweep.dir", "hydra.run.dir"):
-        if isinstance(error, OSError) and key in values and str(error.filename).startswith(values[key]):
+        if isinstance(error, OSError) and values.get(key) and Path(error.filename or "").is_relative_to(values[key]):
             return f"{key}={values[key]}: "
     return ""
 

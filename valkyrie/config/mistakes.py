@@ -52,20 +52,22 @@ def refuse_unknown_flags(arguments: Sequence[str]) -> None:
 
 
 def refuse_unquoted_layouts(arguments: Sequence[str]) -> None:
-    """Raise ValueError for a key with two different values beside `first=` or `second=`, whose layouts need quotes.
+    """Raise ValueError for `first=partition=fsdp mesh=8x1x1 second=partition=dp mesh=4x2x1`, which needs quotes.
 
-    In other commands, the last value of a key counts, as everywhere in Hydra: scripts append values to their defaults.
+    That is, a key has different values after `first=` and after `second=`. In other commands, the last value of a key
+    counts, as everywhere in Hydra: scripts append values to their defaults.
     """
-    values_by_key: dict[str, str] = {}
+    layout, values_by_key = None, dict[str, tuple[str, str]]()
     overrides = [argument for argument in split_flags(arguments)[1] if "=" in argument and argument[0] != "~"]
     for key, value in map(split_override, overrides):
-        layouts = [
-            k for k, v in values_by_key.items() if k.removeprefix("mode.") in ("first", "second") and " " not in v
-        ]
-        if values_by_key.setdefault(key, value) != value and layouts:
-            text = f"{values_by_key[layouts[0]]} {key}={values_by_key[key]}"
-            remedy = f"Quote each layout: {layouts[0]}={shlex.quote(text)}."
-            raise ValueError(f"{key}={values_by_key[key]} and {key}={value} set the same key. {remedy}")
+        if key.removeprefix("mode.") in ("first", "second"):
+            layout = f"{key}={value}" if "=" in value and " " not in value else None
+        elif layout is not None:
+            first_layout, first_value = values_by_key.setdefault(key, (layout, value))
+            if first_layout != layout and first_value != value:
+                first_key, _, text = first_layout.partition("=")
+                remedy = f"Quote each layout: {first_key}={shlex.quote(f'{text} {key}={first_value}')}."
+                raise ValueError(f"{key}={first_value} and {key}={value} set the same key. {remedy}")
 
 
 def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = False) -> None:

@@ -389,18 +389,16 @@ def nested_value_problems(values: DictConfig, prefix: str = "") -> list[Problem]
     return problems
 
 
-def empty_text_problems(config: Any, prefix: str = "") -> Iterator[Problem]:
-    """Yield a problem for each key of nested dataclasses that is empty, such as `runs=$UNSET`, but not by default.
+def empty_text_problems(arguments: Iterable[str]) -> Iterator[Problem]:
+    """Yield a problem for each argument without a value, such as `runs=$UNSET`. A prompt may be empty.
 
-    A prompt may be empty.
+    In a YAML file, or written as `KEY=''` with the quotes, an empty text is meant.
     """
-    for field in fields(config):
-        value, key = getattr(config, field.name), f"{prefix}{field.name}"
-        if is_dataclass(value):
-            yield from empty_text_problems(value, f"{key}.")
-        elif value == "" and field.default != "" and key != "prompt":
+    for argument in arguments:
+        key = argument.lstrip("+").removesuffix("=")
+        if argument.endswith("=") and "=" not in key and key != "prompt":
             text = f"{key}= has no value. Is a shell variable not set? Write a value, or leave it out."
-            yield Problem(ProblemCode.missing, key, value, text)
+            yield Problem(ProblemCode.missing, key, "", text)
 
 
 def infinite_number_problems(values: Mapping[str, object]) -> Iterator[Problem]:

@@ -345,7 +345,7 @@ class Run:
         problems += [*check_range("seed", c.seed, least=0, most=MAX_SEED), *self._name_problems()]
         problems += [] if c.mode.accepts_untrainable_models else self._task_problems()
         keys = {problem.key for problem in (*problems, *hardware_problems)}
-        value_problems = (*refusals.empty_text_problems(c), *refusals.infinite_number_problems(asdict(c)))
+        value_problems = (*refusals.empty_text_problems(self.arguments), *refusals.infinite_number_problems(asdict(c)))
         problems += [problem for problem in value_problems if problem.key not in keys]
         if not problems:
             if c.optimizer.family not in optim.FAMILIES.names():
