@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from runs import open_checkpoints
-from valkyrie.checkpoint import CheckpointConfig, latest_step, stored_checkpoints
+from valkyrie.checkpoint import CheckpointConfig, durable, latest_step, stored_checkpoints
 from valkyrie.checkpoint.location import METADATA_FILE
 from valkyrie.train.state import TrainState
 
@@ -285,3 +286,9 @@ def test_checkpoint_metadata_lists_the_parameters(tmp_path: Path) -> None:
 def test_invalid_checkpoint_intervals_are_refused() -> None:
     assert [p.key for p in CheckpointConfig(every=0, keep=0).problems()] == ["checkpoint.every", "checkpoint.keep"]
     assert CheckpointConfig(every=None).problems() == []
+
+
+@pytest.mark.parametrize(("highest_is_best", "worst"), [(False, math.inf), (True, -math.inf)])
+def test_a_checkpoint_without_the_best_metric_counts_as_the_worst(highest_is_best: bool, worst: float):
+    config = CheckpointConfig(best="renamed", highest_is_best=highest_is_best)
+    assert durable._metric_getter(config)({"other": 1.0}) == worst

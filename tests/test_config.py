@@ -560,31 +560,30 @@ def test_a_users_file_with_the_schema_of_another_family_is_refused(
     value = fact.removeprefix("has ") if ":" in fact else ""
     path = write_own_file(tmp_path, f"{file}.yaml", f"defaults: [{family}_schema, _self_]\nname: m\n{value}\n".encode())
     result = command("--config-dir", "own", f"{path.parent.name}=m", "mode=show")
-    assert result.status == 2 and result.err == (
-        f"valkyrie-train: {path} {fact}, but {family}_schema is the Config of {family}.py. Write {key}: {family}.\n"
-    )
+    assert result.status == 2 and result.err.startswith(f"valkyrie-train: {path} {fact}, ")
+    assert f" {key}: {family}." in result.err
 
 
 @pytest.mark.parametrize(
     ("name", "text", "remedy"),
     [
-        ("tickets", "", "[tickets_schema, _self_]"),
-        ("tickets_small", "", "[tickets_schema, _self_]"),
+        ("orders", "", "[orders_schema, _self_]"),
+        ("orders_small", "", "[orders_schema, _self_]"),
         ("m", "source: text\n", "[text_schema, _self_]"),
-        ("m", "defaults: [_self_]\n", "NAME is one of tickets, parquet_stream, "),
-        ("m", "defaults: [ticket_schema, _self_]\n", "Did you mean tickets_schema?"),
+        ("m", "defaults: [_self_]\n", "NAME is one of orders, parquet_stream, "),
+        ("m", "defaults: [order_schema, _self_]\n", "Did you mean orders_schema?"),
     ],
 )
 def test_a_users_file_needs_the_schema_of_a_module(command: Any, tmp_path: Path, name: str, text: str, remedy: str):
     path = write_own_file(tmp_path, f"data/{name}.yaml", f"{text}name: {name}\n".encode())
-    (tmp_path / "own" / "tickets.py").touch()
+    (tmp_path / "own" / "orders.py").touch()
     result = command("--config-dir", "own", f"data={name}", "data.paths=[a]", "mode=show")
     assert result.status == 2 and result.err.startswith(f"valkyrie-train: {path} ") and remedy in result.err
 
 
 def test_a_config_dir_above_the_folder_of_a_users_files_is_corrected(command: Any, tmp_path: Path):
-    path = write_own_file(tmp_path, "data/tickets.yaml", b"name: tickets\n")
-    result = command("--config-dir", ".", "data=tickets")
+    path = write_own_file(tmp_path, "data/orders.yaml", b"name: orders\n")
+    result = command("--config-dir", ".", "data=orders")
     assert (
         result.status == 2
         and f"{path} is not read" in result.err

@@ -70,10 +70,10 @@ def silence_storage_logs() -> None:
 def storage_requests(setting: str) -> Iterator[None]:
     """Print a note to stderr if the requests to a storage service in this context take more than `_NOTE_AFTER_S`.
 
-    Also silences the logs of the services' packages, which repeat requests for about a minute before they raise an
-    error. `setting` is the key and the path, such as `data.paths=gs://bucket/books`.
+    Also silences the logs of the services' packages, which repeat requests several times before they raise an error.
+    `setting` is the key and the path, such as `data.paths=gs://bucket/books`.
     """
-    text = f"note: {setting}: no answer yet. Requests to a service that cannot be reached end after about a minute."
+    text = f"note: {setting}: waiting for the storage service. If it cannot be reached, an error follows its retries."
     silence_storage_logs()
     timer = threading.Timer(_NOTE_AFTER_S, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True

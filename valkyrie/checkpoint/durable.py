@@ -6,6 +6,7 @@ They are stored in the run folder, or in a folder or bucket that all hosts reach
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -141,7 +142,9 @@ def _check_folder(path: Path, run_folder: Path) -> None:
 
 
 def _metric_getter(config: CheckpointConfig) -> Callable[[Any], float]:
-    return lambda metrics: metrics[config.best]
+    """Return a function of a checkpoint's metrics. Checkpoints of an earlier task may lack the metric: the worst."""
+    worst = -math.inf if config.highest_is_best else math.inf
+    return lambda metrics: metrics.get(config.best, worst)
 
 
 def _preservation_policy(config: CheckpointConfig) -> Any:

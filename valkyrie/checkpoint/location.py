@@ -132,9 +132,10 @@ def write_pointer(run_folder: Path, folder: str | None) -> None:
     if configured_path is None:
         pointer.unlink()
     else:
+        were_moved_there = bool(finished_steps_in(configured_root(run_folder, folder)))  # may fail: the network
         run_folder.mkdir(parents=True, exist_ok=True)
         write_atomic(pointer, f"{configured_path}\n")
-        if finished_steps_in(configured_root(run_folder, folder)):  # the checkpoints were moved there
+        if were_moved_there:
             (run_folder / SAVED_FILE).touch()
 
 

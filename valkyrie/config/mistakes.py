@@ -17,7 +17,7 @@ from valkyrie.config.compose import ENVIRONMENT_MESH, GROUPS
 from valkyrie.config.explain import unknown_choice_text
 from valkyrie.config.modes import MODES, get_mode
 from valkyrie.config.run import RunConfig
-from valkyrie.config.saved import CONFIG_DIR_FLAGS, config_dirs
+from valkyrie.config.saved import CONFIG_DIR_FLAGS, config_dirs, config_path
 from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.paths import config_names
 from valkyrie.problems import format_alternatives, suggest
@@ -86,7 +86,8 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
                 f"{key.encode(errors='replace').decode()}{sign} has bytes that are not UTF-8 ({bad_bytes}). Type the "
                 "argument in a UTF-8 terminal, or remove these bytes."
             )
-    overrides, folders = split_flags(arguments)[1], config_dirs(arguments)
+    flags, overrides = split_flags(arguments)
+    folders = [*config_dirs(arguments), *filter(None, [config_path(flags)])]
     mode = get_mode(key_values(overrides).get("mode"))
     keys = _KEYS | {*(() if mode is None else mode.short_keys)}
     for argument, next_argument in zip_longest(arguments, arguments[1:], fillvalue=""):
@@ -112,7 +113,7 @@ def refuse_typos(arguments: Sequence[str], multirun: bool, *, in_python: bool = 
             raise ValueError(f"{argument} removes {key}, but {key}={values[key]} sets it. Leave out {argument}.")
     values = key_values(overrides)
     batch, batch_tokens = values.get("batch", "null"), values.get("batch_tokens", "null")
-    if batch != "null" and not re.search(r"\bnull\b", batch_tokens):  # a sweep may vary which of them is set
+    if not re.search(r"\bnull\b", f"{batch} {batch_tokens}"):  # a sweep may vary which of them is set
         raise ValueError(f"batch={batch} and batch_tokens={batch_tokens} are both set. Leave one out.")
 
 

@@ -122,8 +122,9 @@ def abort_all_on_error(team: Team, command: str = "valkyrie-train") -> Iterator[
         _end_all(team, status, f"it ended with status {status}")
     except BaseException as error:
         user_error = describe_user_error(error)
-        if not user_error and not isinstance(error, ValueError | OSError):
+        if not isinstance(error, ValueError | OSError):
             time.sleep(_ERROR_REPORT_DELAY_S)
+        if not user_error and not isinstance(error, ValueError | OSError):
             traceback.print_exc()
             return _end_all(team, 1, f"{type(error).__name__}: {first_line(error)[:300]}")
         if os.environ.get(FULL_ERROR) == "1":

@@ -162,13 +162,10 @@ def fit(
         screen.say(_opening_line(start_step, config.steps, None if executable is None else executable.compile_s))
         progress.warn(profile_window.missed_warning(start_step))
         evaluator, checkpoint_callback = Evaluator(program, dataset, tokenizer), CheckpointCallback(checkpoints, loader)
-        # The order matters: the loss and gradients of a step are checked before its updated state is saved, evaluations
-        # come before the save because `keep_best` needs them, and the slow samples and code evaluations come after it.
-        callbacks = [
-            *(DivergenceCheck(checkpoints), ProfilerCallback(profile_window), EvaluationCallback(evaluator)),
-            *(checkpoint_callback, SamplingCallback(evaluator), *_code_evaluations(program, tokenizer, interrupt)),
-            LoggingCallback(),
-        ]
+        # The order matters: evaluations come before the save, because `keep_best` needs them.
+        callbacks: list[Callback] = [DivergenceCheck(checkpoints), ProfilerCallback(profile_window)]
+        callbacks += [EvaluationCallback(evaluator), checkpoint_callback, SamplingCallback(evaluator)]
+        callbacks += [*_code_evaluations(program, tokenizer, interrupt), LoggingCallback()]
         stack.callback(lambda: recorder.write(progress.step, progress.end_status))
         recorder.count_setup(start_step)  # counts what came after the compile as setup
         _train_steps(progress, executable, loader, callbacks, interrupt, watchdog)
