@@ -19,6 +19,7 @@ from helpers import config_names, shared_run
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.models.stack import Stack
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.parallel.axis_links import pareto_placements
@@ -394,7 +395,7 @@ def test_memory_estimates_are_close_to_compiled_peaks() -> None:
 def test_estimates_of_odd_models_are_close_to_compiled_steps(
     space: str, step_error: float, memory_error: float
 ) -> None:
-    """No constant is fitted to these models.
+    """No constant is fitted to these models, but gathered batches were added to the estimate because of `long`.
 
     Attention over 16,384 positions is faster per FLOP than over 1,024, because its kernel has wide blocks.
     """
@@ -406,6 +407,26 @@ def test_estimates_of_odd_models_are_close_to_compiled_steps(
     assert len(rows) == 4
     assert np.median(np.abs(np.array([entry["step"] for entry in estimates]) / steps - 1)) < step_error
     assert np.median(np.abs(np.array(memory) / peaks - 1)) < memory_error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_cheaper"),
+    [
+        (("model=gpt_1b", "seq=4096", "model.context=4096"), True),
+        (("model=gpt_1b", "seq=2048"), False),
+        (("model=gpt_1b", "seq=4096", "model.context=4096", "model.attention.impl=chunked"), False),
+        (("model=valkyrie_1b", "seq=4096", "model.context=4096"), False),  # windows
+    ],
+)
+def test_only_attention_with_wide_blocks_is_cheaper_per_flop(overrides: tuple[str, ...], is_cheaper: bool) -> None:
+    run = shared_run("target=v5e-16", "batch=64", "mesh=16x1x1", "partition=fsdp", *overrides)
+    cost = Tpu.wide_attention_cost
+    with pytest.MonkeyPatch.context() as patch:
+        flops = [mixing.flops for mixing in step_work(run).mixing]
+        patch.setattr(Tpu, "wide_attention_cost", 1.0)
+        full_flops = [mixing.flops for mixing in step_work(run).mixing]
+    ratios = sorted({round(a / b, 6) for a, b in zip(flops, full_flops, strict=True) if b})
+    assert ratios == pytest.approx([cost if is_cheaper else 1.0])
 
 
 @pytest.mark.parametrize("pair", ["LLM", "GPT-3"])

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 
 from valkyrie.axes import Size
 from valkyrie.models.block import ActivationSpec, Block, BlockContext, SavedActivation, Weight, saved, weight
-from valkyrie.ops.choices import ATTENTION_OUTPUT, AttentionImpl, Bias, RopeStretch
+from valkyrie.ops.choices import (
+    ATTENTION_OUTPUT,
+    MAX_WIDE_HEAD_DIM,
+    MIN_WIDE_LENGTH,
+    WIDE_BLOCK,
+    AttentionImpl,
+    Bias,
+    RopeStretch,
+)
 from valkyrie.problems import Problem, ProblemCode, check_range, nearest_divisor
 
 
@@ -149,6 +157,11 @@ class Attention(Block):
     def scores(self, context: BlockContext, seq: int) -> float:
         """Return the number of logits per token: keys per query, times heads."""
         return self.heads * self._mean_keys(context, seq)
+
+    def uses_wide_blocks(self, context: BlockContext, seq: int) -> bool:
+        has_kernel = self.impl in (AttentionImpl.auto, AttentionImpl.kernel)
+        is_wide = seq >= MIN_WIDE_LENGTH and seq % WIDE_BLOCK == 0 and self.head_dim <= MAX_WIDE_HEAD_DIM
+        return has_kernel and is_wide and self.window(context) is None
 
     def saves(self, context: BlockContext) -> list[ActivationSpec]:
         """Return the projections, the kernel's output and softmax sums, and the inputs of rotation and norms."""

@@ -249,6 +249,10 @@ class Block(ABC):
         """Return the number of scores between positions, such as attention logits, that it computes per token."""
         return 0.0
 
+    def uses_wide_blocks(self, context: BlockContext, seq: int) -> bool:
+        """Return whether it is attention with wide blocks, if the kernel is splash attention (`WIDE_BLOCK`)."""
+        return False
+
     def neighbours(self, context: BlockContext) -> list[tuple[SavedActivation, int | None]]:
         """Return (activation, positions) for each activation that it reads from other shards of the sequence.
 

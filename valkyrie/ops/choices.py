@@ -87,6 +87,13 @@ class AttentionImpl(Enum):
     kernel = "kernel"
 
 
+WIDE_BLOCK = 1024
+"""Number of queries or keys in a wide block of splash attention.
+
+Attention without a window uses wide blocks if this divides the length, subject to `MIN_WIDE_LENGTH` and
+`MAX_WIDE_HEAD_DIM`.
+"""
+
 MIN_WIDE_LENGTH = 4096
 """Minimum number of queries and of keys for wide blocks of splash attention, except in the dk and dv pass."""
 

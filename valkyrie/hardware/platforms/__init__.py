@@ -54,8 +54,8 @@ class Platform(ABC):
         runs_pallas_tpu: Runs Pallas kernels for TPUs; other platforms interpret them.
         rotates_by_product: A matrix product is the fastest way to swap the halves of a vector.
         lanes: The head dimension of attention is padded to a multiple of this, in memory and in matrix products.
-        wide_attention_cost: Time of attention without a window over `MIN_WIDE_LENGTH` or more positions, relative to
-            that of as many FLOPs over fewer positions.
+        wide_attention_cost: Time of attention with wide blocks (`Block.uses_wide_blocks`), relative to that of as many
+            FLOPs in other blocks.
         example_chip: A shipped chip that the YAML of a user's chip can begin with.
     """
 

@@ -27,20 +27,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float, Int
 
 from valkyrie.ops.attention.pattern import GlobalKeys, KeyRange, Keys, Pattern, Queries, apply_soft_cap
-from valkyrie.ops.choices import ATTENTION_OUTPUT, MAX_WIDE_HEAD_DIM, MIN_WIDE_LENGTH
+from valkyrie.ops.choices import ATTENTION_OUTPUT, MAX_WIDE_HEAD_DIM, MIN_WIDE_LENGTH, WIDE_BLOCK
 
 LANES = 128
 """Lanes of a TPU vector register. Lengths up to `BLOCK` are padded to a multiple of this."""
 
 BLOCK = 512
 """Number of queries or keys in a block where wide blocks are not used."""
-
-WIDE_BLOCK = 1024
-"""Number of queries or keys in a wide block.
-
-Attention without a window uses wide blocks if this divides the length, subject to `MIN_WIDE_LENGTH` and
-`MAX_WIDE_HEAD_DIM`.
-"""
 
 MIN_LONG_LENGTH = 16384
 """Minimum number of keys for which the backward pass doubles its blocks of keys, to write dq half as often."""

@@ -10,7 +10,6 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import Platform, get_platform
 from valkyrie.models import LayeredModel
 from valkyrie.models.block import Block, BlockContext, SavedActivation, padding_ratio
-from valkyrie.ops.choices import MAX_WIDE_HEAD_DIM, MIN_WIDE_LENGTH
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 
 _PRODUCT_GROUPS = ("matrix", "ssm")
@@ -203,11 +202,8 @@ def _mixing(
     neighbours = tuple(block.neighbours(context))
     flops = max(block.flops(context, seq) - product_flops, 0.0)
     name = named_activations[0].name if named_activations else None
-    scores = block.scores(context, seq)
     if named_activations:
-        shape = named_activations[0].tensor.shape
-        flops *= padding_ratio(shape, platform.lanes)
-        has_window = scores < seq / 2  # a causal mask leaves half of all scores
-        if seq >= MIN_WIDE_LENGTH and shape[-1] <= MAX_WIDE_HEAD_DIM and not has_window:
-            flops *= platform.wide_attention_cost
-    return Mixing(flops, scores, axes, count, name, block.shards_rows_over_embed, neighbours)
+        flops *= padding_ratio(named_activations[0].tensor.shape, platform.lanes)
+    if block.uses_wide_blocks(context, seq):
+        flops *= platform.wide_attention_cost
+    return Mixing(flops, block.scores(context, seq), axes, count, name, block.shards_rows_over_embed, neighbours)
