@@ -89,9 +89,9 @@ def test_axes_wrap_around_by_the_rule_of_the_chip(
 
 
 def test_a_topology_determines_chips_and_hosts():
-    custom = target("v4-128", topology="8x8x12")
+    custom = target("v4-1536", topology="8x8x12")
     assert (custom.chips, custom.hosts, custom.devices) == (768, 192, 768)
-    assert "8x8x12 (768 v4" in custom.describe() and "192 hosts" in custom.describe()
+    assert "(768 v4 chips 8x8x12, 192 hosts)" in custom.describe()
     assert target("v3-8", topology="4x8").devices == 64
     users_target = TargetConfig(name="mine", chip=known_chips()["v5p"], topology="4x4x8")
     assert (users_target.chips, users_target.hosts) == (128, 32) and "chips 4x4x8" in users_target.describe()

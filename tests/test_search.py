@@ -382,7 +382,7 @@ def test_every_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
 def test_an_estimate_is_listed_first_if_its_whole_interval_beats_the_compiled_layouts(
     factor: float, first: str, tokens: tuple[str, ...], compiler: ScaledCompiler, tmp_path: Path
 ) -> None:
-    request = make_request("mode.targets=[v5e-8,v6e-8]", *tokens)
+    request = make_request("mode.targets=[v5e-8,v6e-8]", "mode.compiles=1", *tokens)
     shortlist = make_shortlist(request)
     cheapest = min(shortlist.fitting, key=lambda entry: request.cost(entry, entry.step_s))
     compiler.steps, compiler.factor = {tuple(cheapest.candidate.overrides): cheapest.step_s}, factor

@@ -180,16 +180,19 @@ def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, mon
     assert shown.refusal is None
 
 
-def test_a_machine_without_the_compiler_keeps_an_earlier_prediction(command: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("status", [Status.ok, Status.does_not_fit])
+def test_a_machine_without_the_compiler_keeps_an_earlier_prediction(
+    command: Any, monkeypatch: pytest.MonkeyPatch, status: Status
+):
     monkeypatch.setattr(Tpu, "compiler_install_hint", lambda self, target: f"{target.name} needs libtpu.")
     overrides = ["-m", "target=v4-8", "model=s5_tiny", "mesh=1x2x2", "partition=dp", "mode=compile"]
     (plan,) = multirun_plans(command, monkeypatch, *overrides)
-    earlier = plan.to_trial(Outcome(Status.ok), "", 1.0)
+    earlier = plan.to_trial(Outcome(status), "", 1.0)
     TrialLog(plan.folder).append([replace(earlier, about=replace(earlier.about, predicted_by="an older jax"))])
     for _ in range(2):
         trials, waiting_plans = settle([plan])
         assert trials[plan.key].status is Status.refused and waiting_plans == []
-        assert [trial.status for trial in TrialLog(plan.folder).read()] == [Status.ok]
+        assert [trial.status for trial in TrialLog(plan.folder).read()] == [status]
 
 
 @pytest.mark.parametrize(

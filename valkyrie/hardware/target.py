@@ -247,12 +247,10 @@ class TargetConfig:
         if self.chips is None or self.chip is None:
             return self.name
         size = self._size_in_name()
-        is_resized = size.isdigit() and int(size) != self.chips * self.chip.units_in_name
-        title = f"{self.name} with topology {self.topology}" if is_resized and self.topology else self.name
-        shape = f" {self.topology}" if self.topology and title == self.name and size != self.topology else ""
+        shape = f" {self.topology}" if self.topology and size != self.topology else ""
         per_slice = f" in each of {self.slices} slices" if self.slices > 1 else ""
         hosts = f"{self.hosts} host{'s' * (self.hosts > 1)}"
-        return f"{title} ({self.chips} {self.chip.name} chip{'s' * (self.chips > 1)}{shape}, {hosts}{per_slice})"
+        return f"{self.name} ({self.chips} {self.chip.name} chip{'s' * (self.chips > 1)}{shape}, {hosts}{per_slice})"
 
     def record(self) -> TargetRecord:
         """Return the target as stored in run folders. The chip is reduced to its name."""

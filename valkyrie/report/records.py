@@ -192,9 +192,10 @@ def read_training(folder: Path, say: Callable[[str], object] | None = None) -> T
         status, reason = Status.killed, "no step has finished yet"
     elif not results.finished and (results.steps or 0) < run.config.steps and not is_being_written(folder):
         status, reason = Status.interrupted, f"stopped after {results.steps:,} of {run.config.steps:,} steps"
-    if reason is not None and _is_sweep(folder.resolve().parent):
-        command = read_command(folder.parent)
-        reason += f". The sweep is not finished. Run it again{'' if command is None else f': {command}'}"
+    if reason is not None and not is_being_written(folder) and _is_sweep(sweep := folder.resolve().parent):
+        command = read_command(sweep)
+        reason += ". To continue it, run the sweep again (with trial.retry=true if it had failed)"
+        reason += "" if command is None else f": {command}"
     return _trial(folder, status, reason, about, values, results)
 
 

@@ -65,7 +65,7 @@ def lock_folder(folder: Path, request: SearchRequest) -> Iterator[None]:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, but the search needs this folder. Use another name=.")
-    if folder.exists():  # before the lock file is written into the folder of a run
+    if folder.exists():  # first without the lock, so that a refused folder stays as it is
         _refuse_other_owner(folder, request)
     with contextlib.ExitStack() as stack:
         with disk_errors(folder):

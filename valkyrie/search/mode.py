@@ -218,10 +218,12 @@ def _collect_remarks(
     """Return sentences that compare the best layout with baselines, and suggest unpadded attention heads if useful."""
     lines, is_estimate = [], best.stage is Stage.estimate
     if is_estimate and (ratios := compiled_layouts.describe_ratios()) is not None:
-        more = max(6, 2 * request.mode.compiles)
-        lines.append(
-            f"The best layout is only estimated. {ratios} Compile more: mode.compiles={more}, or a longer budget=."
-        )
+        text = f"The best layout is only estimated. {ratios}"
+        if len(compiled_layouts.layouts) >= request.mode.compiles:
+            text += f" Compile more: mode.compiles={max(6, 2 * request.mode.compiles)}."
+        elif "mode.budget" in compiled_layouts.stop_reason:
+            text += " Compile more: use a longer budget=."
+        lines.append(text)
     if best.candidate.partition == "fsdp" and len({partition.name for partition in request.partitions}) > 1:
         lines.append(f"Plain FSDP is the best layout {'by estimate' if is_estimate else 'found'}.")
     for baseline in find_baselines(request, ranking, _target_slice(best, request), best.candidate):

@@ -112,7 +112,7 @@ def launch(
                 last_report = time.monotonic()
     arguments = [str(override) for override in config.hydra.overrides.task]
     notes = [note for plan in plans if plan.run is not None for note in mode_notes(plan.run.config.mode, arguments)]
-    for note in dict.fromkeys(notes):
+    for note in dict.fromkeys(notes) if first_number == 0 else ():  # Optuna launches once per batch
         print(f"note: {note}", file=sys.stderr)
     name = plans[0].folder.resolve().name if plans else ""
     if min(parallel_jobs, total) > 1 and any(plan.mode.timed for plan in plans):

@@ -17,6 +17,9 @@ from valkyrie.sweep.trial import Status, Trial, TrialLog
 _POLL_S = 0.1
 _LOCKED_POLL_S = 0.5
 
+_RESULTS = (Status.ok, Status.does_not_fit)
+"""Statuses of a trial with a result, which a machine without its compiler or devices does not replace."""
+
 
 @runtime_checkable
 class Watcher(Protocol):
@@ -149,7 +152,7 @@ def settle(plans: Sequence[TrialPlan], watcher: Watcher | None = None) -> tuple[
             problems = tuple(problem.to_record() for problem in plan.problems)
             outcome = Outcome(Status.refused, plan.refusal, problems=problems)
             refused_trials.append((plan, plan.to_trial(outcome, datetime.now(UTC).isoformat(), 0.0)))
-            if plan.problems or earlier_trial is None or earlier_trial.status is not Status.ok:
+            if plan.problems or earlier_trial is None or earlier_trial.status not in _RESULTS:
                 new_refusals[plan.key] = refused_trials[-1][1]
     log.append(new_refusals.values())
     for plan, trial in refused_trials:
