@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from helpers import assert_golden_message, compose_config, compose_run, config_names, mark_slow_except
+from helpers import assert_golden_message, compose_config, compose_run, config_names, mark_slow_except, shared_run
 from sweeps import multirun_plans
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.compose import GROUPS, count_accelerators, default_mesh, default_partition
@@ -455,9 +455,9 @@ def test_a_bucket_url_is_refused_before_a_local_folder_is_made(asked: str):
     "key", ["runs", "data.tokenizer", "data.cache_dir", "checkpoint.folder", "checkpoint.fast.folder"]
 )
 def test_an_empty_value_is_refused(key: str):
-    (problem,) = Run.from_config(compose_config(f"{key}=")).problems()
+    (problem,) = shared_run(f"{key}=").problems()
     assert (problem.code, problem.key, problem.value) == (ProblemCode.missing, key, "")
-    assert Run.from_config(compose_config("prompt=")).problems() == []
+    assert shared_run("prompt=").problems() == []
 
 
 def test_an_empty_cache_variable_means_the_default_folder(monkeypatch: pytest.MonkeyPatch):
