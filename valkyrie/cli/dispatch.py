@@ -98,9 +98,9 @@ def dispatch() -> None:
     except BrokenPipeError:
         exit_on_broken_pipe()
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
-        _fail_in_user_code(error)
         if show_traceback:
             raise
+        _fail_in_user_code(error)
         # Hydra's MissingConfigException is an OSError too, and needs an explanation.
         if not isinstance(error, OSError) or isinstance(error, HydraException):
             error = add_later_problems(explain(error, config_dirs(sys.argv[1:])), arguments)
@@ -113,7 +113,8 @@ def dispatch() -> None:
         print(f"{COMMAND}: stopped", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        _fail_in_user_code(error)
+        if not show_traceback:
+            _fail_in_user_code(error)
         raise
 
 
@@ -127,9 +128,8 @@ def _folder_key(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _fail_in_user_code(error: Exception) -> None:
-    """Exit with a line about the error if a user's module caused it and HYDRA_FULL_ERROR=1 is not set."""
-    user_error = describe_user_error(error)
-    if user_error and os.environ.get(FULL_ERROR) != "1":
+    """Exit with a line about the error if a user's module caused it."""
+    if user_error := describe_user_error(error):
         fail(COMMAND, f"{user_error} {TRACEBACK_HINT}", USER_CODE_FAILED)
 
 

@@ -82,9 +82,10 @@ def _advice(parser: argparse.ArgumentParser, word: str) -> str:
 def run_command(command: str, body: Callable[[list[str]], int | None], argv: Sequence[str] | None) -> None:
     """Run a command, and exit the process if `body` returns a status or fails.
 
-    For ValueError and OSError, prints the message to stderr without a traceback and exits with status 2. For any error
-    that a user's module raises, exits with status 1, and HYDRA_FULL_ERROR=1 shows the traceback. If `argv` is None and
-    the command fails, also forces the process to exit if the interpreter's exit hangs (`limit_failed_exit`).
+    For an error that a user's module caused (`describe_user_error`), prints its file, line and message to stderr and
+    exits with status 1, or raises it if HYDRA_FULL_ERROR=1. For any other ValueError or OSError, prints the message
+    without a traceback and exits with status 2. Raises all other errors. If `argv` is None and the command fails, also
+    forces the process to exit if the interpreter's exit hangs (`limit_failed_exit`).
 
     Args:
         command: Name of the command, for messages.

@@ -68,8 +68,8 @@ class Interrupt:
     """Stops a training run on SIGINT, SIGTERM, SIGUSR1 or SIGHUP. A second SIGINT ends the process at once.
 
     Until `has_progress` is set, the first signal also ends the process immediately, except SIGTERM with `multiprocess`,
-    which JAX handles. Otherwise, it would not be possible
-    to stop a first step that never finishes because devices wait for each other.
+    which JAX handles. Otherwise, it would not be possible to stop a first step that never finishes because devices wait
+    for each other.
 
     With `multiprocess`, the process sends itself SIGTERM after the first signal, so that JAX's preemption service stops
     all processes after the same step.

@@ -343,8 +343,8 @@ class LoggingCallback(Callback):
     """Writes step metrics to the tracker and the screen, and the time of steps to `goodput.jsonl`.
 
     `GoodputRecorder.record_step` writes a line after a step if the last line is older than 1% of the elapsed time (at
-    least 1 s, at most 60 s). `fit` writes others after the restore, before the
-    first step and at the end, and `CheckpointCallback` before each save.
+    least 1 s, at most 60 s). `fit` writes others after the restore, before the first step and at the end, and
+    `CheckpointCallback` before each save.
     """
 
     def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:

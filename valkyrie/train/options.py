@@ -79,9 +79,8 @@ def add_memory_saving_options(options: Sequence[Option]) -> list[Option]:
 def settings_to_fit(options: Iterable[Option]) -> list[str]:
     """Return the overrides that set the options added to fit the program into memory (`TO_FIT`).
 
-    Each has the form `target.chip.xla_options.NAME=VALUE`. Compiles by `mode=compile` and `mode=search` add
-    these options themselves. A training run
-    needs the overrides.
+    Each has the form `target.chip.xla_options.NAME=VALUE`. Compiles by `mode=compile` and `mode=search` add these
+    options themselves. A training run needs the overrides.
     """
     return [f"{OPTIONS_KEY}.{option}" for option in options if option.set_by == TO_FIT]
 
