@@ -410,6 +410,24 @@ def test_mistakes_in_a_users_launch_engine_are_named(
     assert err.startswith(f"valkyrie-launch: target={name}: {message.replace('FILE', str(file))}"), err
 
 
+@pytest.mark.parametrize(("result", "expected_status"), [("None", 0), ("3", 3), ("'done'", 2)])
+def test_the_result_of_a_users_launch_engine_is_its_exit_status(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    result: str,
+    expected_status: int,
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("VALKYRIE_MODULES", raising=False)
+    name = f"result_engine_{expected_status}"
+    plan, run = "def plan(self, overrides): return Plan((), ())", f"def run(self, overrides, command): return {result}"
+    (tmp_path / f"{name}.py").write_text(f"{ENGINE}    {plan}\n    {run}\n")
+    arguments = ("--config-dir", str(tmp_path), f"target={name}", "--run", "--", "steps=3", "name=a")
+    status, _, err = run_launch(capsys, *arguments)
+    assert status == expected_status and ("an exit status from 0 to 255" in err) == (status == 2), err
+
+
 def test_an_error_in_a_users_launch_engine_is_located(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -24,6 +24,7 @@ from valkyrie.data.config import DataConfig
 from valkyrie.extensions import add_import_path
 from valkyrie.hooks import check_hooks
 from valkyrie.launch.engine import EngineConfig
+from valkyrie.models import FAMILIES
 from valkyrie.models.block import Block
 from valkyrie.models.stack import Stack
 from valkyrie.optim import OptimizerConfig
@@ -276,7 +277,9 @@ def test_properties_and_methods_are_not_mistaken_for_each_other():
         (Task, "batch", [], "a dict of Array"),
         (DataConfig, "check", "100 tokens", "a DataCheck"),
         (OptimizerConfig, "rules", None, "a dict"),
-        (EngineConfig, "problems", "wrong", "a list of string"),
+        (EngineConfig, "problems", "wrong", "a list of strings"),
+        (Stack, "segments", [1], "a list of tuples of 2 values"),
+        (ModeConfig, "result_keys", "mesh", "a collection of strings or None"),
     ],
 )
 def test_results_of_a_wrong_type_are_refused(base: type, method: str, result: Any, expected: str):
@@ -293,7 +296,89 @@ def test_results_of_a_wrong_type_are_refused(base: type, method: str, result: An
     assert str(error.value).endswith(f", not {expected}.")
 
 
+class _PlainMixin:
+    def problems(self) -> Any:
+        return None
+
+
+class _CheckedConfig(_PlainMixin, OptimizerConfig):
+    @staticmethod
+    def state_bytes(parameter: Any) -> Any:
+        return parameter
+
+    @classmethod
+    def update_bytes(cls, parameter: Any) -> Any:
+        return parameter
+
+
+class _LayersConfig(Stack):
+    @property
+    def causal(self) -> Any:
+        """Whether it is causal."""
+        return vars(self)["is_causal"]
+
+    @causal.setter
+    def causal(self, value: Any) -> None:
+        vars(self)["is_causal"] = value
+
+
+def test_checked_methods_keep_their_kind_and_can_be_checked_again():
+    for _ in range(2):
+        check_hooks(
+            _CheckedConfig, lambda config: f"unit={(config if isinstance(config, type) else type(config)).__name__}"
+        )
+    config: Any = object.__new__(_CheckedConfig)
+    for caller in (config, _CheckedConfig):
+        assert caller.state_bytes(4) == caller.update_bytes(4) == 4
+        for name in ("state_bytes", "update_bytes"):
+            with pytest.raises(
+                ValueError, match=rf"^unit=_CheckedConfig: .*{name}\(\) .* returned '4', not a number of"
+            ):
+                getattr(caller, name)("4")
+
+
+def test_checked_properties_keep_their_setter_and_docstring():
+    for _ in range(2):
+        check_hooks(_LayersConfig)
+    config: Any = object.__new__(_LayersConfig)
+    config.causal = True
+    assert config.causal is True and _LayersConfig.causal.__doc__ == "Whether it is causal."
+    config.causal = None
+    with pytest.raises(ValueError, match=r"causal of .* returned None, not a bool"):
+        _ = config.causal
+
+
+def test_methods_of_a_mixin_are_checked_where_they_override_valkyries():
+    check_hooks(_CheckedConfig)
+    config: Any = object.__new__(_CheckedConfig)
+    with pytest.raises(ValueError, match=r"_PlainMixin\.problems\(\) of .* returned None, not a list of Problem"):
+        config.problems()
+    unused_mixin = type("Last", (), {"state_bytes": lambda: 0, "__module__": __name__})
+    check_hooks(type("Config", (OptimizerConfig, unused_mixin), {"__module__": __name__}))
+
+
+def test_a_model_without_a_base_class_is_checked_against_the_protocol(tmp_path, monkeypatch):
+    (tmp_path / "bare_model.py").write_text("class Config:\n    def problems(self): ...\n    family = 'bare_model'\n")
+    (tmp_path / "flops_model.py").write_text("class Config:\n    def flops_per_token(self): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"^model\.family=bare_model: problems\(\) .* not a list of Problem"):
+        FAMILIES.config_class("bare_model")().problems()
+    with pytest.raises(ValueError, match=r"^model\.family=flops_model: .*flops_per_token must take \(self, seq\)"):
+        FAMILIES.config_class("flops_model")
+
+
+def test_a_users_mixer_that_is_not_causal_is_named(run, monkeypatch):
+    assert not run.task.problems(run.model, 48)
+    monkeypatch.setattr(type(run.model.gated_conv), "is_causal", False)
+    (problem,) = run.task.problems(run.model, 48)
+    assert "model.gated_conv" in str(problem) and "model.block_pattern" in str(problem)
+    assert "model.attention" not in str(problem)
+
+
 def test_results_of_the_declared_types_are_accepted():
+    mode: Any = type("Mode", (ModeConfig,), {"result_keys": lambda self: {"mesh"}, "__module__": __name__})
+    check_hooks(mode)
+    assert mode.result_keys(None) == {"mesh"}
     layer: Any = type(
         "Unit", (Block,), {"flops": lambda self, context, seq: np.float32(6), "saves": lambda self, context: ()}
     )

@@ -96,6 +96,18 @@ def test_an_edited_helper_of_a_users_source_reads_its_documents_again(
     assert find_dataset(config, "bytes") is None
 
 
+def test_a_data_folder_with_the_name_of_an_imported_library_is_not_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("wandb", "parts_of_reader", "not_imported"):  # a library, a package without __init__.py, data
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "inner.py").write_text("x = 1\n")
+    (tmp_path / "reader_with_parts.py").write_text("import wandb\nimport parts_of_reader.inner\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    paths = SOURCES.source_paths("reader_with_parts")
+    assert [path.name for path in paths] == ["reader_with_parts.py", "parts_of_reader"]
+
+
 def test_the_doctor_checks_a_users_source_and_does_not_suggest_valkyrie_data(folder: Path):
     command = [
         sys.executable,
@@ -154,7 +166,7 @@ def add_source(folder: Path, source: str, correct: str, wrong: str) -> Path:
             "tickets_7",
             "def read_documents(",
             "def read_documents(self, listing):\n        self.texts(listing)\n\n    def texts(",
-            "read_documents() of FILE returned None",
+            "read_documents() of FILE returned None, not an iterable",
         ),
         (
             "tickets_6",
@@ -166,7 +178,7 @@ def add_source(folder: Path, source: str, correct: str, wrong: str) -> Path:
             "tickets_4",
             "return [*super().problems()",
             "[*super().problems()",
-            "problems() of FILE returned None",
+            "problems() of FILE returned None, not a list of Problem",
         ),
     ],
 )

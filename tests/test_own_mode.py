@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,7 @@ from runs import ONE_DEVICE_ARGUMENTS, run_train
 from valkyrie.config.arguments import parse_run
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
-from valkyrie.extensions import add_import_path
+from valkyrie.extensions import add_import_path, is_own_file
 from valkyrie.paths import conf_dir
 from valkyrie.problems import ProblemCode, ProblemError
 from valkyrie.runs.folder import saved_config
@@ -62,6 +65,39 @@ def test_an_error_in_a_users_mode_is_located(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(AttributeError):
         run_train(*arguments)
+
+
+def test_a_file_that_valkyrie_cannot_read_for_a_users_mode_is_no_error_of_the_mode(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = (folder / "mode" / "count.yaml").read_text()
+    for name, line, status in (
+        ("count_bytes", "import valkyrie.records; valkyrie.records.read_record(dict, self_path)", 2),
+        ("count_open", "self_path.read_bytes()", 1),
+    ):
+        line = line.replace("self_path", "__import__('pathlib').Path('none.json')")
+        (folder / f"{name}.py").write_text((folder / "count.py").read_text().replace("return 0", line))
+        (folder / "mode" / f"{name}.yaml").write_text(settings.replace("count", name))
+        assert run_train(f"mode={name}", "--config-dir", str(folder), *SMALL) == status
+        err = capfd.readouterr().err
+        assert "none.json" in err and (f"{name}.py, line " in err) == (status == 1), err
+
+
+def test_a_typo_is_explained_with_a_config_dir_that_contains_valkyrie(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("VALKYRIE_MODULES", "")
+    result = command("--config-dir", str(conf_dir().parent), "model=gpt_tyni")
+    assert result.status == 2 and "model=gpt_tiny?" in result.err, result.err
+
+
+def test_the_standard_library_below_a_users_folder_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("VALKYRIE_MODULES", "")
+    library = Path(json.__file__).parent
+    add_import_path([library.parent.parent])
+    assert not is_own_file(json.__file__) and is_own_file(str(library.parent.parent / "mine.py"))
 
 
 def test_a_users_mode_is_listed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -84,13 +84,13 @@ def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
             "lion_1",
             "return super().problems() +",
             "super().problems() +",
-            "problems() of FILE returned None",
+            "problems() of FILE returned None, not a list of Problem",
         ),
         (
             "lion_2",
             "return super().problems() +",
             'return ["a"] or',
-            "problems() of FILE returned ['a']",
+            "problems() of FILE returned ['a'], not a list of Problem",
         ),
         ("lion_3", "return 4.0", 'return "4"', "state_bytes() of FILE returned '4'"),
         ("lion_4", "return 4.0", "return -4.0", "state_bytes() of FILE returned -4.0"),
@@ -99,7 +99,7 @@ def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
             "lion_6",
             "def state_bytes(self, parameter):\n        return 4.0",
             "def update_bytes(self, parameter):\n        return None",
-            "update_bytes() of FILE returned None",
+            "update_bytes() of FILE returned None, not a number of bytes",
         ),
         (
             "lion_7",
@@ -132,7 +132,7 @@ def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
             "lion_17",
             "def rules(",
             "def rules(self, rate):\n        self.other_rules(rate)\n\n    def other_rules(",
-            "rules() of FILE returned None",
+            "rules() of FILE returned None, not a dict",
         ),
         (
             "lion_14",

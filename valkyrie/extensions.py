@@ -28,7 +28,7 @@ from valkyrie.hooks import check_hooks
 from valkyrie.paths import cache_root, read_defaults
 from valkyrie.problems import MisuseError
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE, _STDLIB = Path(__file__).resolve().parent, Path(os.__file__).resolve().parent
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Environment variable that makes Hydra raise its errors. If the user sets it to 1, we show tracebacks."""
@@ -51,11 +51,13 @@ class Families:
         key: config key that selects a family, such as `optimizer.family`.
         package: package with the families that ship with Valkyrie.
         base: base class of every `Config`.
+        interface: protocol that a `Config` without a base class of Valkyrie implements.
     """
 
     key: str
     package: str
     base: type = object
+    interface: type = object
 
     def names(self) -> list[str]:
         """Return the names of the families that ship with Valkyrie."""
@@ -111,7 +113,7 @@ class Families:
                     f"method of {owner.__module__}.{owner.__name__}. Rename the field."
                 )
         try:
-            check_hooks(config_class, self.setting)
+            check_hooks(config_class, self.setting, self.interface)
         except ValueError as error:
             raise ValueError(f"{self.key}={name}: {error}") from error
         return config_class
@@ -146,8 +148,8 @@ class Families:
         return self.key.rpartition(".")[2]
 
     def setting(self, config: object) -> str:
-        """Return the setting that selects an instance of a `Config`, such as `optimizer.family=lion`."""
-        return f"{self.key}={getattr(config, self.field_name)}"
+        """Return the setting that selects a user's `Config` or an instance of it, such as `optimizer.family=lion`."""
+        return f"{self.key}={config.__module__ if isinstance(config, type) else getattr(config, self.field_name)}"
 
     def names_with_key(self, key: str) -> list[str]:
         """Return the names of all families, including the user's, with a key such as `repeats` or `sudoku.side`.
@@ -176,7 +178,7 @@ class Families:
                     "UTF-8."
                 ) from error
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[:1] != "<"]
-            frames = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)] or frames
+            frames = [frame for frame in frames if not _is_package_file(frame.filename)] or frames
             if folder := self.user_folder(name):  # not a line of a library that the module calls
                 frames = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)] or frames
             file, line = frames[-1].filename, frames[-1].lineno
@@ -208,13 +210,21 @@ class Families:
             for folder in folders:
                 is_library = module_name == _PACKAGE.name or (module_name != name and "site-packages" in folder.parts)
                 package, file = folder / module_name, folder / f"{module_name}.py"
-                path = file if file.is_file() and not (package / "__init__.py").is_file() else package
+                is_package = (package / "__init__.py").is_file() or _is_namespace_package(package)
+                path = package if is_package else file
                 if is_library or path in paths or not path.exists():
                     continue
                 paths.append(path)
                 for module in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
                     names += _imported_names(module)
         return paths
+
+
+def _is_namespace_package(folder: Path) -> bool:
+    """Return whether importing the name of `folder` imports a package without `__init__.py` that has this folder."""
+    spec = find_spec(folder.name) if folder.is_dir() else None
+    folders = (spec.submodule_search_locations if spec and spec.origin is None else None) or ()
+    return os.path.realpath(folder) in map(os.path.realpath, folders)
 
 
 def _imported_names(file: Path) -> Iterator[str]:
@@ -286,6 +296,7 @@ def describe_user_error(error: BaseException) -> str | None:
 
     An error that a library raises in a call from a user's module is the user's, and so is MisuseError. An error of a
     `raise` statement of Valkyrie in such a call is Valkyrie's, and so is any other error than ValueError in its lines.
+    OSError in a library is Valkyrie's if Valkyrie called that library.
     """
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, Exception) else []
     notes = [str(note) for note in getattr(error, "__notes__", ())]
@@ -295,6 +306,9 @@ def describe_user_error(error: BaseException) -> str | None:
         is_raised_by_library = len(user_notes) < len(notes) or isinstance(error, ValueError)
         if (frames[-1].line or "").startswith("raise ") or not is_raised_by_library:
             return None
+    own_files = [frame.filename for frame in frames if is_own_file(frame.filename)]
+    if isinstance(error, OSError) and own_files and _is_package_file(own_files[-1]):
+        return None
     for frame in reversed(frames):
         if _is_user_file(Path(os.path.realpath(frame.filename))):
             text = "; ".join([str(error), *user_notes]).replace("\n", " ")
@@ -313,7 +327,8 @@ def _is_package_file(filename: str) -> bool:
 
 
 def _is_user_file(file: Path) -> bool:
-    return any(file.is_relative_to(folder) for folder in _command_folders()) and "site-packages" not in file.parts
+    is_library = "site-packages" in file.parts or any(file.is_relative_to(folder) for folder in (_PACKAGE, _STDLIB))
+    return not is_library and any(file.is_relative_to(folder) for folder in _command_folders())
 
 
 def has_key(config: object, key: str) -> bool:

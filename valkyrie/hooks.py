@@ -9,17 +9,22 @@ from __future__ import annotations
 import builtins
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import FunctionType, NoneType, UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from valkyrie.problems import MisuseError, describe_value
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
 _PACKAGE = __name__.partition(".")[0]
-_TYPE_NAMES = {float: "number", int: "whole number", str: "string", bool: "bool", NoneType: "None"}
+_TYPE_NAMES: dict[Any, str] = {float: "number", int: "whole number", str: "string", bool: "bool"}
+_CONTAINER_NAMES: dict[Any, str] = {
+    **{kind: kind.__name__ for kind in (list, tuple, dict)},
+    Mapping: "dict",
+    **{Sequence: "sequence", Collection: "collection", Iterator: "iterable", Iterable: "iterable"},
+}
 
 
 class _Unknown:
@@ -61,34 +66,41 @@ def returns(text: str, is_valid: Callable[[Any], bool]) -> Callable[[Method], Me
     return declare
 
 
-def check_hooks(cls: type, setting: Callable[[Any], str] | None = None) -> None:
+def is_exit_status(value: object) -> bool:
+    """Return whether a value is an exit status from 0 to 255, or None, which means 0."""
+    return value is None or (type(value) is int and 0 <= value < 256)
+
+
+def check_hooks(cls: type, setting: Callable[[Any], str] | None = None, interface: type = object) -> None:
     """Check the methods and properties of a user's class that override Valkyrie's, including inherited ones.
 
     Later calls of such a method raise ValueError for a result of a wrong type.
 
     Args:
         cls: The class. Classes of Valkyrie that it derives from are not checked.
-        setting: Takes an instance and returns the setting that selects it, with which messages begin: `task=mine`.
+        setting: Takes an instance or its class, and returns the setting that selects it, with which messages begin:
+            `task=mine`.
+        interface: A protocol of Valkyrie that `cls` implements. Declares the methods that no base class declares.
 
     Raises:
         MisuseError: A method cannot be called with the arguments that Valkyrie passes, or a property is no property.
     """
-    for owner in cls.__mro__:
+    for position, owner in enumerate(cls.__mro__):
         for name, member in [] if _is_shipped(owner) else list(vars(owner).items()):
+            bases = [base for base in cls.__mro__[position:] if _is_shipped(base) and name in vars(base)]
+            bases = bases or [base for base in (interface,) if name in vars(base)]
             is_method = isinstance(member, FunctionType | property | classmethod | staticmethod)
-            bases = [base for base in owner.__mro__ if _is_shipped(base) and name in vars(base)]
-            if name.startswith("_") or not is_method or not bases:
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            if name.startswith("_") or not is_method or not bases or hasattr(function, "checks_result"):
                 continue
             declared, label = vars(bases[-1])[name], name if owner.__name__ == "Config" else f"{owner.__name__}.{name}"
             file = getattr(sys.modules.get(owner.__module__), "__file__", owner.__module__)
-            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
             line = f", line {function.__code__.co_firstlineno}" if isinstance(function, FunctionType) else ""
             _check_kind_and_signature(member, declared, owner, f"{file}{line}: {label}")
             expected = _expected_result(declared)
-            if expected is not None and isinstance(function, FunctionType) and "checks_result" not in vars(function):
+            if expected is not None and isinstance(function, FunctionType):
                 label = f"{label} of {file}" if isinstance(member, property) else f"{label}() of {file}"
-                checked = _check_result(function, expected, label, setting)
-                setattr(owner, name, property(checked) if isinstance(member, property) else checked)
+                setattr(owner, name, _check_results(member, function, expected, label, setting, cls))
 
 
 def _is_shipped(cls: type) -> bool:
@@ -121,21 +133,29 @@ def _arguments_text(signature: inspect.Signature) -> str:
     return str(inspect.Signature(parameters))
 
 
-def _check_result(
-    function: FunctionType, expected: Expected, label: str, setting: Callable[[Any], str] | None
-) -> Callable[..., Any]:
-    """Wrap a method to raise ValueError if it returns an unexpected result."""
+def _check_results(
+    member: Any,
+    function: FunctionType,
+    expected: Expected,
+    label: str,
+    setting: Callable[[Any], str] | None,
+    cls: type,
+) -> Any:
+    """Return a copy of a member of `cls` with the function `function` that raises ValueError for unexpected results."""
 
     @wraps(function)
-    def checked(self: Any, *arguments: Any, **named_arguments: Any) -> Any:
-        result = function(self, *arguments, **named_arguments)
+    def checked(*arguments: Any, **named_arguments: Any) -> Any:
+        result = function(*arguments, **named_arguments)
         if not expected.is_valid(result):
-            prefix = f"{setting(self)}: " if setting is not None else ""
+            config = cls if isinstance(member, staticmethod) else arguments[0]
+            prefix = f"{setting(config)}: " if setting is not None else ""
             raise ValueError(f"{prefix}{label} returned {describe_value(result)}, not {expected.text}.")
         return result
 
     vars(checked)["checks_result"] = True
-    return checked
+    if isinstance(member, property):
+        return member.getter(checked)
+    return type(member)(checked) if isinstance(member, classmethod | staticmethod) else checked
 
 
 def _expected_result(declared: Any) -> Expected | None:
@@ -169,14 +189,14 @@ def _matches(value: Any, annotation: Any) -> bool:
         return hasattr(value, "__float__" if annotation is float else "__index__")
     if annotation is bool:
         return value is not None
-    if origin is Literal:
-        return value in parts
     if origin in (Iterator, Iterable):
         return isinstance(value, Iterable)
     if origin is tuple and parts[1:] != (...,):
         return isinstance(value, tuple) and len(value) == len(parts) and all(map(_matches, value, parts))
-    if origin in (list, tuple, Sequence):
-        return isinstance(value, list | tuple) and all(_matches(item, parts[0]) for item in value)
+    if origin in (list, tuple, Sequence, Collection):
+        kinds = (list, tuple) if origin in (list, tuple) else origin
+        is_valid = isinstance(value, kinds) and not isinstance(value, str | bytes)
+        return is_valid and all(_matches(item, parts[0]) for item in value)
     if origin in (dict, Mapping):
         return isinstance(value, Mapping) and all(
             _matches(key, parts[0]) and _matches(item, parts[1]) for key, item in value.items()
@@ -187,16 +207,23 @@ def _matches(value: Any, annotation: Any) -> bool:
 
 
 def _type_text(annotation: Any, article: str = "a ") -> str:
-    """Return a description of a type, such as `a list of Problem`, or an empty string for unknown types."""
+    """Return a description of a type, such as `a list of strings`, or an empty string for unknown types.
+
+    Without an article, the names of builtin types are plural.
+    """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         texts = [_type_text(part, article) for part in parts]
         return " or ".join(texts) if all(texts) else ""
     if annotation in (None, NoneType):
         return "None"
-    container = {list: "list", tuple: "tuple", dict: "dict", Iterator: "iterable", Iterable: "iterable"}.get(origin, "")
-    item = _type_text(parts[-1 if parts[1:] != (...,) else 0], "") if container and parts else ""
     kind = origin or annotation
-    name = container or _TYPE_NAMES.get(kind) or (kind.__name__ if isinstance(kind, type) else "")
+    if kind in (object, Any):
+        return ""
+    name = _CONTAINER_NAMES.get(origin) or _TYPE_NAMES.get(kind)
+    name = f"{name}{'s' * (not article)}" if name else kind.__name__ if isinstance(kind, type) else ""
+    item = _type_text(parts[-1 if origin in (dict, Mapping) else 0], "") if origin in _CONTAINER_NAMES else ""
+    if origin is tuple and parts[1:] != (...,):
+        item = f"{len(parts)} values"
     article = "an " if article and name[:1] in "aeiouAEIOU" else article
-    return f"{article}{name}{f' of {item}' if item else ''}" if name and kind not in (object, Any) else ""
+    return f"{article}{name}{f' of {item}' if item else ''}" if name else ""

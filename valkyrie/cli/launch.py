@@ -172,7 +172,7 @@ def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str]
         return 0
     for note in plan.notes:
         print_message(note)
-    return config.run(overrides, command)
+    return config.run(overrides, command) or 0
 
 
 def _refuse_other_name(name: str, overrides: Sequence[str]) -> None:

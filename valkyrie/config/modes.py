@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from valkyrie.extensions import Families
-from valkyrie.hooks import returns
+from valkyrie.hooks import is_exit_status, returns
 from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.units import parse_seconds
 
@@ -86,10 +86,6 @@ class Needs(Enum):
     devices = "devices"
 
 
-def _is_exit_status(value: object) -> bool:
-    return value is None or (type(value) is int and 0 <= value < 256)
-
-
 @dataclass
 class ModeConfig(ABC):
     """Base of the config of every mode. The fields of a subclass are the keys `mode.KEY`, and have defaults.
@@ -132,7 +128,7 @@ class ModeConfig(ABC):
     name: str
 
     @abstractmethod
-    @returns("an exit status from 0 to 255", _is_exit_status)
+    @returns("an exit status from 0 to 255", is_exit_status)
     def run(self, run: Run) -> int:
         """Execute a run and return the exit status. Import JAX only here, because runs are checked before JAX loads."""
 
@@ -144,7 +140,7 @@ class ModeConfig(ABC):
         """Return the files that a run writes in addition to its results."""
         return tuple(name for key, names in self.files.items() if getattr(self, key) for name in names)
 
-    def result_keys(self) -> Sequence[str] | None:
+    def result_keys(self) -> Collection[str] | None:
         """Return the keys of the run that change a trial's result, or None for all except `neutral_keys`."""
         return None
 

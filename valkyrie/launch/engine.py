@@ -14,6 +14,7 @@ from typing import ClassVar
 from valkyrie.data.config import is_tokenizer_file, trained_tokenizer_path
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import ChipConfig, TargetConfig
+from valkyrie.hooks import is_exit_status, returns
 from valkyrie.launch.plan import CommandStep, Plan, check_plan, list_items
 from valkyrie.launch.supervisor import print_message
 from valkyrie.runs.folder import key_values
@@ -78,6 +79,7 @@ class EngineConfig(ABC):
         """Return `plan(overrides)`. Raises ValueError, with the path of the engine's file, if the plan is not valid."""
         return check_plan(self.plan(overrides), f"target={self.target}: plan() of {inspect.getfile(type(self))}")
 
+    @returns("an exit status from 0 to 255", is_exit_status)
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
         """Execute the plan for `--run`. Returns the exit status of the first step that fails, or 0.
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from valkyrie.models.block import Layer
     from valkyrie.ops.linear import Numerics
 
-FAMILIES = Families("model.family", "valkyrie.models.families")
-
 
 @runtime_checkable
 class Model(Protocol):
@@ -92,6 +90,9 @@ class Model(Protocol):
     def build(self, *, numerics: Numerics, key: Array) -> Any:
         """Build the Flax module, with parameters initialised from `key`. Imports JAX."""
         ...
+
+
+FAMILIES = Families("model.family", "valkyrie.models.families", interface=Model)
 
 
 @runtime_checkable

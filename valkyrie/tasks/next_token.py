@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Shard
-from valkyrie.models import LayeredModel
+from valkyrie.models.block import Block
+from valkyrie.models.stack import Stack
 from valkyrie.problems import Problem, ProblemCode
 from valkyrie.tasks import Array, BatchLoss, Task
 
@@ -41,6 +42,18 @@ def token_losses(
     return module.losses(x, boundaries, *targets, shard=shard, checkpoint=checkpoint, key=key)
 
 
+def _find_causal_setting(key: str, mixer: Block) -> str | None:
+    """Return a setting such as `model.s5.bidirectional=false` that makes a mixer causal. None if no bool setting does.
+
+    `key` is the configuration key of the mixer.
+    """
+    for name in (field.name for field in fields(mixer) if isinstance(getattr(mixer, field.name), bool)):
+        value = not getattr(mixer, name)
+        if replace(mixer, **{name: value}).is_causal:
+            return f"{key}.{name}={str(value).lower()}"
+    return None
+
+
 @dataclass
 class Config(Task):
     """Predicts each token from the previous ones. Losses are averaged over tokens."""
@@ -52,12 +65,15 @@ class Config(Task):
         """Return problems if the model is not causal or supports fewer than `seq` positions."""
         max_seq, problems = getattr(model, "max_seq", seq), []
         if not model.causal:
-            cause, remedy = "", f"Use task={model.task}"
-            if isinstance(model, LayeredModel):
-                cause, remedy = " (model.attention.causal=false or model.s5.bidirectional=true)", "Remove that setting"
+            cause, remedies = "", [f"task={model.task}"]
+            mixers = model.used_mixers if isinstance(model, Stack) else {}
+            if mixers := {f"model.{kind}": mixer for kind, mixer in mixers.items() if not mixer.is_causal}:
+                cause = f" because of {' and '.join(mixers)}"
+                settings = [_find_causal_setting(key, mixer) for key, mixer in mixers.items()]
+                remedies = [setting or "other mixers in model.block_pattern" for setting in settings]
             text = (
-                f"model={model.name} is not causal{cause}, but task={self.name} needs a causal model. {remedy}, or use "
-                "mode=show."
+                f"model={model.name} is not causal{cause}, but task={self.name} needs a causal model. Use "
+                f"{' and '.join(dict.fromkeys(remedies))}, or mode=show."
             )
             problems.append(Problem(ProblemCode.unsupported, "model", model.name, text))
         if seq > max_seq:
