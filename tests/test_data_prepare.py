@@ -158,7 +158,7 @@ def test_a_prepared_directory_is_a_dataset(config: text_source.Config, tmp_path:
     moved_folder = prepared.path.rename(tmp_path / "moved")
     config.paths = [str(moved_folder)]
     assert prepare(config, "bytes").content == prepared.content
-    with pytest.raises(ValueError, match="tokenizer=bytes, not tokenizer=gpt2"):
+    with pytest.raises(ValueError, match=r"tokenizer bytes, not gpt2\. .*data\.tokenizer=bytes"):
         prepare(config, "gpt2")
 
 
@@ -325,6 +325,11 @@ def test_a_cached_dataset_without_a_manifest_and_an_unreadable_folder_are_named(
         config.paths, notes = [f"{tmp_path}/{pattern}"], list[str]()
         prepare(config, "bytes", say=notes.append)
         assert [str(secret) in note and "1 folder" in note for note in notes] == [True], notes
+    (tmp_path / "folder" / "a.txt").unlink()
+    for pattern in ("folder", "folder/**", "folder/secret/*.txt"):
+        config.paths = [f"{tmp_path}/{pattern}"]
+        with pytest.raises(ValueError, match=rf"^data\.paths: {secret} cannot be read"):
+            prepare(config, "bytes")
     monkeypatch.setattr(os, "access", lambda *_: False)
     config.paths = [str(tmp_path)]
     with pytest.raises(ValueError, match=rf"^data\.paths: {tmp_path} cannot be read \(permission denied\)"):

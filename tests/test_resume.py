@@ -153,6 +153,9 @@ def test_the_tokenizer_is_compared_before_the_vocabulary(tmp_path: Path, monkeyp
     tokenizer_file = tmp_path / "tokenizers" / "mine.json"
     with pytest.raises(ValueError, match=rf"^data.tokenizer=mine, .*{tokenizer_file.parent}.* mine.json"):
         load_run_tokenizer(run)
+    other_run = parse_run(tiny_arguments(tmp_path, "data.tokenizer=nosuch.json", "model.vocab_size=300"))
+    with pytest.raises(ValueError, match=r"^data.tokenizer=nosuch.json: "):
+        load_run_tokenizer(other_run)
     tokenizer_file.parent.mkdir()
     tokenizer_file.write_text("{}")
     with pytest.raises(ValueError, match=r"^data.tokenizer=mine has changed"):

@@ -12,7 +12,14 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from valkyrie.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, read_fingerprint, read_vocab_size
+from valkyrie.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_fingerprint,
+    read_vocab_size,
+    tokenizer_errors,
+)
 
 GPT2 = load_tokenizer("gpt2")
 BOTH_TOKENIZERS = pytest.mark.parametrize("tokenizer", [ByteTokenizer(), GPT2], ids=["bytes", "gpt2"])
@@ -154,3 +161,12 @@ def test_the_vendored_vocabulary_equals_the_published_file() -> None:
     digest = hashlib.sha256(lzma.decompress(packed.read_bytes())).hexdigest()
     assert digest == "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
     assert digest in packed.with_name("gpt2.tiktoken.LICENSE").read_text()
+
+
+def test_naming_the_key_of_a_tokenizer_keeps_the_notes_of_the_error() -> None:
+    error = ValueError("tokenizer=nosuch is unknown. Did you mean tokenizer=bytes?")
+    error.add_note("document 3")
+    message = r"^data\.tokenizer=nosuch .* data\.tokenizer=bytes"
+    with pytest.raises(ValueError, match=message) as caught, tokenizer_errors("data.tokenizer"):
+        raise error
+    assert caught.value is error and error.__notes__ == ["document 3"]

@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from valkyrie.buckets import url_scheme
@@ -126,6 +127,7 @@ def list_paths(paths: Sequence[str], options: ReadOptions, key: str = "data.path
         matched_files = [match for match in matches if isinstance(match, RemoteFile) or match.is_file()]
         readable_files = [file for file in matched_files if reader_suffix(_name(file)) in SUFFIXES]
         if not readable_files:
+            _refuse_locked_folder(pattern, matches, key)
             searched_from = "" if is_remote else f" (current folder: {Path.cwd()})"
             raise ValueError(
                 f"{key}: {pattern} matches {count_text(len(matched_files), 'file')}{searched_from}, none with a "
@@ -161,9 +163,7 @@ def _match(pattern: str, key: str) -> list[Path]:
         return [path]
     if path.is_dir():
         if not _may_list(path):
-            raise ValueError(
-                f"{key}: {path} cannot be read (permission denied). Run chmod u+rx on it, or ask its owner."
-            )
+            raise _locked_folder_error(path, key)
         children = walk(path, lambda directory: directory.startswith("."))
         return [child for child in children if not child.name.startswith(".")]
     if glob.has_magic(pattern):
@@ -172,6 +172,18 @@ def _match(pattern: str, key: str) -> list[Path]:
     if path.exists():
         raise ValueError(f"{key}: {path} is not a regular file. Write its text to a file, such as corpus.txt.")
     raise ValueError(f"{key}: there is no file or directory {path} (current folder: {Path.cwd()}).")
+
+
+def _refuse_locked_folder(pattern: str, matches: Sequence[Path | RemoteFile], key: str) -> None:
+    """Raise ValueError if this user may not read the folder of a pattern, or a folder among its matches."""
+    parents = (parent for parent in Path(pattern).expanduser().parents if not glob.has_magic(str(parent)))
+    for folder in (*(match for match in matches if isinstance(match, Path)), *islice(parents, 1)):
+        if os.path.isdir(folder) and not _may_list(folder):
+            raise _locked_folder_error(folder, key)
+
+
+def _locked_folder_error(folder: Path, key: str) -> ValueError:
+    return ValueError(f"{key}: {folder} cannot be read (permission denied). Run chmod u+rx on it, or ask its owner.")
 
 
 def _glob(pattern: Path) -> Iterator[str]:

@@ -112,7 +112,7 @@ def _open_named_folder(config: DocumentConfig, tokenizer: str) -> PreparedText |
     if read_manifest(path).tokenizer_fingerprint != read_fingerprint(tokenizer):
         saved_tokenizer = read_manifest(path).tokenizer
         raise ValueError(
-            f"{path} was prepared with tokenizer={saved_tokenizer}, not tokenizer={tokenizer}. "
+            f"{path} was prepared with the tokenizer {saved_tokenizer}, not {tokenizer}. "
             f"Set data.tokenizer={saved_tokenizer}, or prepare its source again."
         )
     return open_dataset(path)

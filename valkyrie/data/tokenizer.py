@@ -122,10 +122,9 @@ def tokenizer_errors(key: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text = re.sub(r"(?<![\w.])tokenizer(?==)", key, str(error))
-        if type(error) is not ValueError or text == str(error):
-            raise
-        raise ValueError(text) from error
+        if type(error) is ValueError:  # changed in place, so that it keeps its notes and its traceback
+            error.args = (re.sub(r"(?<![\w.])tokenizer(?==)", key, str(error)),)
+        raise
 
 
 def check_tokenizer_name(name: str) -> None:

@@ -191,24 +191,25 @@ def refuse_changed_tokenizer(run: Run, path: Any) -> None:
 
     Does nothing if the metadata of the checkpoint is damaged.
     """
-    from valkyrie.data.tokenizer import tokenizer_identity
+    from valkyrie.data.tokenizer import tokenizer_errors, tokenizer_identity
 
-    saved_tokenizer = None
+    key, saved_tokenizer = _tokenizer_key(run), None
     with contextlib.suppress(ValueError):  # restoring moves a damaged checkpoint aside
         saved_tokenizer = read_info(path).tokenizer
     if saved_tokenizer is None:
         return
     try:
-        tokenizer = tokenizer_identity(run.tokenizer)
+        with tokenizer_errors(key):
+            tokenizer = tokenizer_identity(run.tokenizer)
     except ValueError:
         if saved_tokenizer["name"] != run.tokenizer or is_tokenizer_file(run.tokenizer):
             raise
         file = trained_tokenizer_path(run.tokenizer)
         raise ValueError(
-            f"{_tokenizer_key(run)}={run.tokenizer}, with which {path} was trained, is not in {file.parent}. Copy "
-            f"{file.name} there from the machine that trained it, or set {_tokenizer_key(run)} to its path."
+            f"{key}={run.tokenizer}, with which {path} was trained, is not in {file.parent}. Copy {file.name} there "
+            f"from the machine that trained it, or set {key} to its path."
         ) from None
-    refuse_other_tokenizer(path, saved_tokenizer, tokenizer, key=_tokenizer_key(run))
+    refuse_other_tokenizer(path, saved_tokenizer, tokenizer, key=key)
 
 
 def _tokenizer_key(run: Run) -> str:
