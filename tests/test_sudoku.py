@@ -173,6 +173,7 @@ REFUSED = {
     "no answer": ("question,rating\n", "column answer"),
     "no rating": ("question,answer,rating\n1,1,--5\n", "train.csv line 2: the rating '--5'"),
     "an open quote": ('question,answer,rating\n1,1,"' + 200_000 * "1" + "\n", "train.csv line . is not CSV"),
+    "an open quote in the header": ('question,answer,"' + 200_000 * "1" + "\n", "train.csv line . is not CSV"),
     "nothing": (None, "train/dataset.json is missing"),
 }
 """Invalid data and a part of the error message, by case.
@@ -216,6 +217,13 @@ def test_the_refusal_of_a_damaged_folder_names_the_file(tmp_path: Path):
     np.save(tmp_path / "train" / "all__puzzle_identifiers.npy", np.array([0, -1, 0]))
     with pytest.raises(ValueError, match="identifier -1"):
         open_puzzles(tmp_path, "mine")
+    np.save(tmp_path / "train" / "all__puzzle_identifiers.npy", np.zeros(3, int))
+    metadata = tmp_path / "train" / "dataset.json"
+    metadata_text = metadata.read_text()
+    metadata.write_text(json.dumps(json.loads(metadata_text) | {"blank_identifier_id": 9}))
+    with pytest.raises(ValueError, match=f"^{metadata} .*blank_identifier_id=9"):
+        open_puzzles(tmp_path, "mine")
+    metadata.write_text(metadata_text)
     file.write_bytes(b"no array")
     with pytest.raises(ValueError, match="all__inputs.npy is missing"):
         open_puzzles(tmp_path, "mine")

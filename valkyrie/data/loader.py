@@ -37,7 +37,8 @@ class TokenStream:
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " tokens"]:
         """Return the tokens from `start` up to `stop`, or fewer at the end of the stream.
 
-        Raises ValueError if a shard has become shorter. Reading behind the end of a mapped file would end the process.
+        Raises ValueError if a shard has become shorter, since reading behind the end of a mapped file ends the process.
+        A shard that is truncated during the call still does.
         """
         stop = min(stop, len(self))
         parts = [np.zeros(0, np.int32)]
@@ -54,8 +55,8 @@ class TokenStream:
         with contextlib.suppress(OSError):  # a deleted file keeps its content while it is mapped
             if path.stat().st_size < self._shards[shard_index].nbytes:
                 raise ValueError(
-                    f"{path} was truncated while the run reads it. Delete {path.parent} and start the run again, which "
-                    "prepares the data again."
+                    f"{path} was truncated while the run was reading it. If {path.parent} is in the cache, delete it, "
+                    "and the next run prepares the data again. Otherwise, restore the folder or prepare it again."
                 )
 
 

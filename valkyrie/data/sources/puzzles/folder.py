@@ -207,12 +207,16 @@ def _check_indices(split: PuzzleSplit, path: Path) -> None:
         )
     if not example_count:
         raise ValueError(f"{path} has no puzzles.")
-    identifiers = (split.puzzle_identifiers.min(), split.puzzle_identifiers.max(), split.blank_identifier)
-    if invalid := [number for number in identifiers if not 0 <= number < split.identifier_count]:
-        raise ValueError(
-            f"{path} has puzzle identifier {invalid[0]}, but identifiers must be at least 0 and below "
-            f"num_puzzle_identifiers={split.identifier_count} of {METADATA_FILE}."
-        )
+    for identifier, name in (
+        (split.puzzle_identifiers.min(), f"{path} has puzzle identifier "),
+        (split.puzzle_identifiers.max(), f"{path} has puzzle identifier "),
+        (split.blank_identifier, f"{path / METADATA_FILE} has blank_identifier_id="),
+    ):
+        if not 0 <= identifier < split.identifier_count:
+            raise ValueError(
+                f"{name}{identifier}, but identifiers must be at least 0 and below "
+                f"num_puzzle_identifiers={split.identifier_count} of {METADATA_FILE}."
+            )
 
 
 def _is_index(starts: np.ndarray, count: int, last: int) -> bool:

@@ -129,13 +129,13 @@ class PuzzleTable:
         """
         with self.path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
             reader = csv.DictReader(file)
-            missing_columns = [name for name in COLUMNS[1:] if name not in (reader.fieldnames or [])]
-            if missing_columns:
-                raise ValueError(
-                    f"{self.path} has no column {' and no column '.join(missing_columns)}. A table of "
-                    f"puzzles needs the columns {', '.join(COLUMNS[1:])}."
-                )
             try:
+                missing_columns = [name for name in COLUMNS[1:] if name not in (reader.fieldnames or [])]
+                if missing_columns:
+                    raise ValueError(
+                        f"{self.path} has no column {' and no column '.join(missing_columns)}. A table of "
+                        f"puzzles needs the columns {', '.join(COLUMNS[1:])}."
+                    )
                 for row in reader:
                     rating = row["rating"] or ""
                     if not re.fullmatch(r"\s*-?[0-9]+\s*", rating):
