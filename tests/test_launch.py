@@ -28,7 +28,7 @@ from valkyrie.launch.engines import gke, skypilot, slurm, ssh, tpu_vm
 from valkyrie.launch.engines.local import PROCESSES_PER_CORE
 from valkyrie.launch.gcloud import accelerator_type, resource_name
 from valkyrie.launch.plan import CommandStep, FileStep, Plan, command_text
-from valkyrie.launch.remote import config_folder_notes
+from valkyrie.launch.remote import code_problems, config_folder_notes
 
 GOLDENS = Path(__file__).parent / "goldens" / "launch"
 NAME_AND_RUNS = "name=mine runs=/mnt/shared/runs"
@@ -507,6 +507,8 @@ def test_local_folders_that_a_slice_does_not_have_are_noted(
     (tmp_path / "tokenizers" / "trained.json").touch()
     notes = disk_notes(["model=gpt_tiny", "runs=/mnt/shared/runs", override])
     assert [note[: len(expected_note or "")] for note in notes] == ([expected_note] if expected_note else [])
+    probable_notes = disk_notes(["model=gpt_tiny", "runs=/mnt/shared/runs", override], certainty="probably ")
+    assert all("trained on this" in note or " is probably " in note for note in probable_notes)
     key = override.partition("=")[0]
     assert all(f"Set {key}=DIR to a folder" in note for note in notes if not key.startswith("data."))
 
@@ -796,5 +798,17 @@ def test_code_is_copied_only_from_a_clone(
     )
     commit_files(tmp_path, {"pyproject.toml": "[project]\nname = 'other'\n"})
     assert run_launch(capsys, *arguments)[:2] == (2, "")
-    commit_files(tmp_path, {"pyproject.toml": "[project]\nname = 'valkyrie-jax'\n"})
-    assert flags or run_launch(capsys, *arguments)[0] == 0
+    for name in ("valkyrie-jax", "Valkyrie_JAX"):
+        commit_files(tmp_path, {"pyproject.toml": f"[project]\nname = '{name}'\n"})
+        assert flags or run_launch(capsys, *arguments)[0] == 0
+
+
+def test_errors_of_git_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    commit_files(tmp_path, {"pyproject.toml": "name = 'valkyrie-jax'", "mine/a.py": ""})
+    (tmp_path / ".git" / "HEAD").write_text("damaged")
+    for fault in ("not a git repository", "git is not installed"):
+        assert fault in code_problems("ssh")[0] and "has no pyproject" not in code_problems("ssh")[0]
+        (note,) = config_folder_notes(("-cd=mine",))
+        assert fault in note and "not committed" not in note
+        monkeypatch.setenv("PATH", str(tmp_path))

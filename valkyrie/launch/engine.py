@@ -233,6 +233,7 @@ def disk_notes(
     *,
     files: str = "the files of the last commit",
     risk: str | None = "are deleted with the machines",
+    certainty: str = "",
 ) -> tuple[str, ...]:
     """Return warnings if a training run reads its data or saves its checkpoints on a local disk of each machine.
 
@@ -241,6 +242,7 @@ def disk_notes(
         files: the files that the engine copies to such a disk.
         risk: what happens to checkpoints on such a disk, or None if nothing does. The warning has this text after the
             word "checkpoints".
+        certainty: `"probably "` if the folders of such a disk, such as home folders, may be on a shared disk.
     """
     values, notes = key_values(overrides), []
     tokenizer = values.get("data.tokenizer", "null").strip("'\"")
@@ -252,7 +254,7 @@ def disk_notes(
         "data.tokenizer": [tokenizer] if is_tokenizer_file(tokenizer) and _is_local(tokenizer) else [],
     }
     notes += [
-        f"{key}={','.join(paths)} is read from the disk of each machine, which only has {files}. "
+        f"{key}={','.join(paths)} is {certainty}read from the disk of each machine, which only has {files}. "
         f"Use {'gs://BUCKET/..., or ' if key != 'data.tokenizer' else ''}a disk that all hosts mount."
         for key, paths in local_paths.items()
         if paths
@@ -266,8 +268,8 @@ def disk_notes(
     folder = values.get(key, "runs")
     if risk is not None and overrides and is_single_training(overrides) and _is_local(folder):
         notes.append(
-            f"{key}={folder} is on the local disk of each machine: checkpoints {risk}. Set {key}=DIR to a folder on a "
-            "disk that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR."
+            f"{key}={folder} is {certainty}on the local disk of each machine: checkpoints {risk}. Set {key}=DIR to a "
+            "folder on a disk that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR."
         )
     return tuple(notes)
 

@@ -15,8 +15,8 @@ from valkyrie.runs.folder import key_values, split_override
 ARCHIVE_COMMAND = ("git", "archive", "--format=tar.gz")
 """Command that packs the tracked files of a commit. Runs, data and secrets are not tracked."""
 
-_PACKAGE = "valkyrie-jax"
-"""The package that the code copied to a host must be, or depend on."""
+_PACKAGE = re.compile("valkyrie[-_.]jax", re.IGNORECASE)
+"""The package that the code copied to a host must be, or depend on. Python treats these spellings as one name."""
 _TRAINING_PROCESS = r"^[^ ]*python[0-9.]* [^ ]*/valkyrie-train "
 _SIGNAL_TIMEOUT_S = 120.0
 """Seconds to wait for the command that sends a signal to a host."""
@@ -37,21 +37,33 @@ def code_problems(target: str, *, only_committed: bool = True) -> list[str]:
         target: the value of `target=`, for the message.
         only_committed: whether the files of the last commit are copied, as opposed to those of the folder.
     """
-    file = Path("pyproject.toml")
+    file, git_error = Path("pyproject.toml"), None
     if only_committed:
-        command = ("git", "show", f"HEAD:./{file}")
-        project = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        project, git_error = _run_git("show", f"HEAD:./{file}")
     else:
         project = file.read_text(errors="replace") if file.is_file() else ""
-    if _PACKAGE in project:
+    if _PACKAGE.search(project):
         return []
+    fault = f"which has no {file} of Valkyrie" if git_error is None else f"but cannot read its {file} ({git_error})"
+    remedy = "Start" if git_error is None else "Correct this, or start"
     source = "the last commit of the current folder" if only_committed else "the current folder"
     clone = Path(__file__).parents[2]
     example = f": cd {shell_text((str(clone),))}" if (clone / file).is_file() and clone != Path.cwd() else ""
     return [
-        f"target={target} copies the code from {source} ({Path.cwd()}), which has no {file} of Valkyrie. Start "
+        f"target={target} copies the code from {source} ({Path.cwd()}), {fault}. {remedy} "
         f"valkyrie-launch in your clone of Valkyrie{example}"
     ]
+
+
+def _run_git(*arguments: str) -> tuple[str, str | None]:
+    """Run git in the current folder. Returns its output, and its error message or None if it succeeded."""
+    try:
+        result = subprocess.run(("git", *arguments), capture_output=True, text=True, errors="replace", check=False)
+    except FileNotFoundError:
+        return "", "git is not installed"
+    if result.returncode == 0:
+        return result.stdout, None
+    return "", f"git: {' '.join(result.stderr.split()) or f'status {result.returncode}'}"
 
 
 def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -80,11 +92,10 @@ def _commit_fault(folder: str) -> str | None:
         return "is not a relative path inside the clone"
     if not Path(folder).exists():
         return f"does not exist (current folder: {Path.cwd()})"
-    command = ("git", "status", "--porcelain", "--ignored", "--", folder, ":(exclude)*__pycache__*")
-    changes = subprocess.run(command, capture_output=True, text=True, check=False)
-    if changes.returncode != 0 or changes.stdout:
-        return "has files that are not committed"
-    return None
+    changes, error = _run_git("status", "--porcelain", "--ignored", "--", folder, ":(exclude)*__pycache__*")
+    if error is not None:
+        return f"cannot be compared with the last commit ({error})"
+    return "has files that are not committed" if changes else None
 
 
 def unpack_command(folder: str, archive: str | None = None) -> str:

@@ -1,6 +1,6 @@
 # --run executes these steps. If a process fails, all processes are restarted, up to 3 times
-# runs=runs is on the local disk of each machine: checkpoints cannot be read by the other hosts. Set runs=DIR to a
-# folder on a disk that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR.
+# runs=runs is probably on the local disk of each machine: checkpoints cannot be read by the other hosts. Set runs=DIR
+# to a folder on a disk that all hosts mount (NFS, Filestore), or set checkpoint.folder=gs://BUCKET/DIR.
 # 1. copy the last commit to ann@a and install it
 git archive --format=tar.gz HEAD | ssh -o BatchMode=yes -o ServerAliveInterval=15 ann@a 'mkdir -p valkyrie && tar -xzf - -C valkyrie && cd valkyrie && python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --no-dev --extra cuda --extra data'
 # 2. copy the last commit to b and install it

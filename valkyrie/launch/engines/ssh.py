@@ -64,9 +64,10 @@ class Config(EngineConfig):
 
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return the steps that copy the code to all hosts and train there."""
+        risk = "cannot be read by the other hosts" if len(self.hosts) > 1 else None
         notes = (
             f"--run executes these steps. If a process fails, all processes are restarted, up to {self.restarts} times",
-            *disk_notes(overrides, risk="cannot be read by the other hosts" if len(self.hosts) > 1 else None),
+            *disk_notes(overrides, risk=risk, certainty="probably "),
             *remote.config_folder_notes(overrides),
         )
         return Plan(notes, (*self.copy_steps(), *self.train_steps(overrides)))
