@@ -34,7 +34,7 @@ from valkyrie.search.compile.prediction import (
 from valkyrie.search.measure import measure
 from valkyrie.train import trainer
 from valkyrie.train.devices import configure_jax
-from valkyrie.train.screen import Screen
+from valkyrie.train.screen import Screen, make_console
 
 DISK_FULL_ERROR = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -272,9 +272,9 @@ def test_a_full_disk_for_the_output_does_not_stop_a_training(capfd: pytest.Captu
 
 
 def test_a_message_with_brackets_is_printed_as_it_is():
-    console = Console(file=io.StringIO(), width=100)
-    Screen(console, 2, 0, simulated=True).say("/a[/b] cannot be written [source locations='c.cc:1']")
-    assert console.file.getvalue() == "/a[/b] cannot be written [source locations='c.cc:1']\n"  # pyright: ignore
+    output = io.StringIO()
+    Screen(make_console(output), 2, 0, simulated=True).say("/a[/b] cannot be written [source locations='c.cc:1']")
+    assert output.getvalue() == "/a[/b] cannot be written [source locations='c.cc:1']\n"
 
 
 def test_a_cache_that_is_a_file_is_refused_before_any_work(

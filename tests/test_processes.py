@@ -25,7 +25,7 @@ from runs import TINY_ARGUMENTS, needs_sandbox, start_python, start_training
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.child import module_command
 from valkyrie.processes.distributed import DistributedConfig, find_process
-from valkyrie.processes.ending import EXIT_LOST, EXIT_PREEMPTED, USER_CODE_FAILED
+from valkyrie.processes.ending import EXIT_LOST, EXIT_PREEMPTED, EXIT_REFUSED, USER_CODE_FAILED
 from valkyrie.processes.hub import Connection, Goodbye, Hub, Lost
 from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, ConnectedTeam, ProcessInfo, Team
@@ -194,6 +194,23 @@ def test_a_value_that_cannot_be_sent_means_that_process_0_is_lost(monkeypatch: p
 
     run_teams(2, talk)
     assert statuses[:1] == [EXIT_LOST]
+
+
+def test_the_status_of_process_0_is_read_before_its_loss_is_reported(monkeypatch: pytest.MonkeyPatch):
+    statuses: list[int] = []
+
+    def talk(team: Any) -> None:
+        if team.is_leader:
+            time.sleep(0.5)
+            team.fail(EXIT_REFUSED, "no")
+        else:
+            team.on_loss = lambda line, status: statuses.append(status)
+            monkeypatch.setattr(team._connection, "send", Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
+            with pytest.raises(BrokenPipeError):
+                team.exchange("values")
+
+    run_teams(2, talk)
+    assert statuses == [EXIT_REFUSED]
 
 
 ENVIRONMENT = {"JAX_COORDINATOR_ADDRESS": "10.0.0.2:8476", "JAX_PROCESS_COUNT": "4", "JAX_PROCESS_INDEX": "3"}

@@ -176,6 +176,9 @@ def test_a_damaged_line_has_a_reason_and_a_remedy(tmp_path: Path, capsys):
         log.path.write_text(re.sub(rf'"{key}": [\d.]+', f'"{key}": Infinity', text))
         err = error_output(capsys, tmp_path)
         assert "line 1, " in err and f"{key} must be" in err and "not Infinity" in err
+    log.path.write_text(re.sub(r'"step_s": (?=[\d.])', '"step_s": -', text))
+    err = error_output(capsys, tmp_path)
+    assert "line 1, " in err and "step_s must be" in err
 
 
 @pytest.mark.parametrize("count", [1, 400])

@@ -32,7 +32,7 @@ from valkyrie.train.memory import (
     to_candidates,
 )
 from valkyrie.train.program import StepProgram
-from valkyrie.train.room import DoesNotFitError, check_memory_fit, describe_fit, explain_oom
+from valkyrie.train.room import DoesNotFitError, check_memory_fit, explain_oom, judge_fit
 from valkyrie.train.show import show_run
 from valkyrie.units import GIB
 
@@ -216,10 +216,13 @@ def test_the_memory_estimate_of_a_tpu_has_its_past_error():
         assert errors.within_15_percent >= share * errors.layouts and errors.models == 3
     memory = ExpectedMemory(parameters=GIB, gradients=GIB, optimizer=2 * GIB, ema=0, activations=6 * GIB)
     for usable, word in ((16, "should fit"), (10, "may not fit"), (7, "does not fit")):
-        line = describe_fit(memory, usable * GIB, "a v5e chip", errors)
+        should_fit, line = judge_fit(memory, usable * GIB, "a v5e chip", errors)
+        assert should_fit == (word == "should fit")
         assert line.startswith(f"{word}: ") and "10.0 GiB" in line and f"{usable:.1f} GiB usable" in line
     assert f"layouts of {errors.models} models" in line
-    assert describe_fit(memory, 3 * GIB, "a v5e chip", errors).startswith("does not fit: "), "arrays at rest are exact"
+    assert judge_fit(memory, 3 * GIB, "a v5e chip", errors).text.startswith("does not fit: "), (
+        "arrays at rest are exact"
+    )
 
 
 def test_the_compilers_refusal_has_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch):

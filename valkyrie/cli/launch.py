@@ -208,7 +208,8 @@ def _check_training(config: EngineConfig, overrides: Sequence[str]) -> str | Non
         _refuse_other_target(training_run.config.target, rented_target)
     try:
         raise_problems(training_run.problems())
-        return check_target_fit(training_run)
+        fit = check_target_fit(training_run)
+        return None if fit is None or fit.should_fit else fit.text
     except ValueError as error:
         if not isinstance(config, SliceConfig):
             raise

@@ -25,9 +25,8 @@ from valkyrie.doctor.findings import (
 from valkyrie.processes.distributed import find_process, join_team, start_jax
 from valkyrie.processes.team import ALONE, ConnectedTeam, Team
 from valkyrie.train.devices import acquire_devices, configure_jax
-from valkyrie.train.memory import estimated_memory
 from valkyrie.train.processes import abort_all_on_error, agree_on_configuration, agree_on_versions, silence_workers
-from valkyrie.train.room import check_target_fit, describe_target_fit
+from valkyrie.train.room import check_target_fit
 
 if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
@@ -70,11 +69,8 @@ def check_device_memory(context: CheckContext) -> CheckResults:
 
     Fails if the state and the gradients alone exceed it, and warns if the estimate with activations may exceed it.
     """
-    misfit, fit = check_target_fit(context.run), describe_target_fit(context.run, estimated_memory(context.run))
-    if misfit is not None:
-        yield WARNING, misfit
-    elif fit is not None:
-        yield OK, fit
+    if fit := check_target_fit(context.run):
+        yield OK if fit.should_fit else WARNING, fit.text
 
 
 HOST_CHECKS = (

@@ -164,7 +164,7 @@ class ConnectedTeam(Team):
         self.on_loss = on_loss or self._end_process
         self._values_received = threading.Condition()
         self._exchanged_values: dict[str, list[Any]] = {}
-        self._has_left = False
+        self._has_left, self._heartbeat_s = False, heartbeat_s
         deadline = time.monotonic() + timeout_s
         self._hub = (
             Hub(process_info.coordinator, process_info.count, deadline, heartbeat_s)
@@ -180,15 +180,22 @@ class ConnectedTeam(Team):
             self._connection.close()
             raise
         self._connection.set_timeout(heartbeat_s)
-        for work in (self._listen, self._send_heartbeats):
-            threading.Thread(target=work, args=(heartbeat_s,), name=f"team-{work.__name__}", daemon=True).start()
+        self._listener, sender = (
+            threading.Thread(target=work, args=(heartbeat_s,), name=f"team-{work.__name__}", daemon=True)
+            for work in (self._listen, self._send_heartbeats)
+        )
+        self._listener.start()
+        sender.start()
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
         """Send a JSON-serializable value. Returns the values of all processes under this name, in process order."""
         try:
             self._connection.send(ExchangeValue(name, value))
-        except OSError as error:  # `_listen` may not have noticed yet
-            self._report_loss(f"process 0 is lost: {error.strerror or error}")
+        except OSError as error:
+            # `_listen` may not have read yet why process 0 ended, and with which status.
+            self._listener.join(self._heartbeat_s)
+            if self._listener.is_alive():
+                self._report_loss(f"process 0 is lost: {error.strerror or error}")
             raise
         with self._values_received:
             # Waits without a timeout, because `_listen` detects a loss.

@@ -242,6 +242,9 @@ class Trial:
             if key and (number := re.search(rf'"{key}": *(NaN|-?Infinity)', text)):
                 raise _malformed_line(f"{key} must be a finite number, not {number[1]}") from error
             raise _malformed_line(f"{error.field.removeprefix('$.') or 'the line'}: {error.reason}") from error
+        for key, value in vars(trial.results.step).items():
+            if isinstance(value, float) and value < 0:
+                raise _malformed_line(f"{key} must be at least 0, not {value:g}")
         about = trial.about
         return trial if about is None else replace(trial, about=with_hardware(about, key_values(trial.overrides)))
 

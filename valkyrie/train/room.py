@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import allocated_bytes, is_out_of_memory
@@ -35,9 +35,14 @@ if TYPE_CHECKING:
 _CPU_ESTIMATE_FACTOR = 2.0
 """Factor by which simulated devices may exceed the estimate: a step of valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
 
-FITS = "should fit"
-"""First words of `describe_fit` if the run should fit."""
 _SLICE_ADVICE = "To check whether this run fits on a slice, use `mode=compile target=v5p-64`."
+
+
+class MemoryFit(NamedTuple):
+    """Whether a step should fit into the memory of a device, and a sentence that explains it."""
+
+    should_fit: bool
+    text: str
 
 
 class DoesNotFitError(ValueError):
@@ -96,12 +101,11 @@ def check_memory_fit(
     say(f"This run {warning}, but {memory_note}. {advice}")
 
 
-def check_target_fit(run: Run) -> str | None:
+def check_target_fit(run: Run) -> MemoryFit | None:
     """Check that a training run fits in the memory of the devices of its target, which this machine need not have.
 
-    Returns the sentence of `describe_fit` if the run may not fit, or None if it should fit or if the size of the memory
-    is unknown. Raises DoesNotFitError if the parameters, their EMA, the optimizer state and the gradients alone exceed
-    the memory, unless `force=true`.
+    Returns None if the size of the memory is unknown. Raises DoesNotFitError if the parameters, their EMA, the
+    optimizer state and the gradients alone exceed the memory, unless `force=true`.
     """
     available_bytes, estimate = usable_hbm(run.config.target.chip), estimated_memory(run)
     if available_bytes is None:
@@ -113,19 +117,18 @@ def check_target_fit(run: Run) -> str | None:
             f"{_describe_misfit(run, known_bytes)}, but {_device_name(run)} has {gib_text(available_bytes)} usable. "
             f"{advice}force=true overrides this."
         )
-    text = describe_target_fit(run, estimate)
-    return None if text is None or text.startswith(FITS) else text
+    return judge_target_fit(run, estimate)
 
 
-def describe_target_fit(run: Run, memory: ExpectedMemory[int]) -> str | None:
-    """Return `describe_fit` for the devices of the run's target, or None if the size of their memory is unknown."""
+def judge_target_fit(run: Run, memory: ExpectedMemory[int]) -> MemoryFit | None:
+    """Return `judge_fit` for the devices of the run's target, or None if the size of their memory is unknown."""
     chip = run.config.target.chip
     usable_bytes = usable_hbm(chip)
     if chip is None or usable_bytes is None:
         return None
     has_pipeline = run.layout.pipeline is not None
     errors = memory_estimate_errors(has_pipeline) if get_platform(chip.platform).has_estimate_errors else None
-    return describe_fit(memory, usable_bytes, _device_name(run), errors)
+    return judge_fit(memory, usable_bytes, _device_name(run), errors)
 
 
 def _device_name(run: Run) -> str:
@@ -134,14 +137,17 @@ def _device_name(run: Run) -> str:
     return f"a {chip.name} {'chip' if chip.devices == 1 else 'device'}"
 
 
-def describe_fit(memory: ExpectedMemory[int], usable_bytes: int, device_name: str, errors: MemoryRatios | None) -> str:
-    """Return a sentence on whether a step fits into the usable bytes of a device.
+def judge_fit(
+    memory: ExpectedMemory[int], usable_bytes: int, device_name: str, errors: MemoryRatios | None
+) -> MemoryFit:
+    """Judge whether a step fits into the usable bytes of a device.
 
     `errors` are those of estimates on the platform, or None if unknown: then a factor of two is assumed.
     """
     ratios = (0.5, 2.0) if errors is None else (errors.low, errors.high)
     min_bytes, max_bytes = (max(memory.persistent, ratio * memory.total) for ratio in ratios)
-    judgement = "does not fit" if min_bytes > usable_bytes else FITS if max_bytes <= usable_bytes else "may not fit"
+    should_fit = max_bytes <= usable_bytes
+    judgement = "does not fit" if min_bytes > usable_bytes else "should fit" if should_fit else "may not fit"
     source = (
         "an error of a factor of 2"
         if errors is None
@@ -149,7 +155,8 @@ def describe_fit(memory: ExpectedMemory[int], usable_bytes: int, device_name: st
     )
     estimate = f"{memory.total / GIB:.1f} GiB ({min_bytes / GIB:.1f} to {max_bytes / GIB:.1f} GiB, given {source})"
     usable_gib = f"{usable_bytes / GIB:.1f} GiB"
-    return f"{judgement}: estimated {estimate}; {device_name} has {usable_gib} usable. To be certain, run mode=compile"
+    text = f"{judgement}: estimated {estimate}; {device_name} has {usable_gib} usable. To be certain, run mode=compile"
+    return MemoryFit(should_fit, text)
 
 
 @contextlib.contextmanager

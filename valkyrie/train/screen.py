@@ -88,12 +88,12 @@ class Screen:
         with self._detecting_closed_output():
             self._bar.update(self._task, completed=step, text=text)
             if print_line and not self.console.is_terminal:
-                self.console.print(f"step {step}/{self._steps}  {text}", highlight=False, markup=False)
+                self.console.print(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line above the bar, in a style of rich such as `yellow`."""
         with self._detecting_closed_output():
-            self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(text, style=style, soft_wrap=True)
 
     @contextlib.contextmanager
     def _detecting_closed_output(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from valkyrie.train.memory import (
     to_candidates,
 )
 from valkyrie.train.program import StepProgram
-from valkyrie.train.room import describe_target_fit
+from valkyrie.train.room import judge_target_fit
 from valkyrie.units import GIB
 
 
@@ -113,8 +113,8 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory[int]) -> No
         table.add_row(name, f"{size / GIB:.3f}")
     table.add_row("total", f"{memory.total / GIB:.3f}", style="bold")
     console.print(table, soft_wrap=False)
-    if fit := describe_target_fit(run, memory):
-        console.print(fit, soft_wrap=True)
+    if fit := judge_target_fit(run, memory):
+        console.print(fit.text, soft_wrap=True)
 
 
 def _print_remats(console: Console, run: Run, memory: ExpectedMemory[int]) -> None:
