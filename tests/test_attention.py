@@ -428,7 +428,7 @@ def test_auto_chooses_by_backend_and_length(backend, seq, attention_request, exp
         ("cpu", make_request(), r"\bcpu\b"),
         ("gpu", make_request(dtype=jnp.float32), r"\bfloat32\b"),
         ("gpu", make_request(causal=False), r"\bcausal\b"),
-        ("gpu", make_request(segments=True), "segment ids"),
+        ("gpu", make_request(segments=True), "packed documents"),
         ("gpu", make_request(global_tokens=True), "global tokens"),
         ("gpu", make_request(head_dim=136), r"\b128\b.*\b136\b"),
     ],

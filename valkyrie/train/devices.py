@@ -126,6 +126,9 @@ def acquire_devices(run: Run, team: Team = ALONE) -> Devices:
     config = run.config
     mesh, target = config.mesh, config.target
     _configure_simulated_devices(mesh.size // team.count)
+    for possible_platform in platforms():  # the platform is only known once JAX has started
+        for name, value in possible_platform.process_environment().items():
+            os.environ.setdefault(name, value)
     import jax
 
     if mesh.size % team.count:

@@ -9,9 +9,13 @@ import jax
 
 from valkyrie.hardware.platforms import get_platform
 from valkyrie.models.layers import Checkpoint
+from valkyrie.ops.choices import ATTENTION_OUTPUT
 from valkyrie.parallel.remat import ALL_ACTIVATIONS, PRODUCT_ACTIVATIONS, RematConfig
 
 Policy = Callable[..., Any]
+
+_CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+"""JAX's primitive of cuDNN's kernel. Its backward pass also needs the softmax sums, which have no name to save."""
 
 
 def make_block_checkpoint(remat: RematConfig, backend: str) -> Checkpoint:
@@ -37,9 +41,11 @@ def _policy(remat: RematConfig, backend: str) -> Policy:
     elif PRODUCT_ACTIVATIONS in remat.save:
         default_policy = policies.dots_with_no_batch_dims_saveable
     else:
-        return named_policy
+        default_policy = named_policy
 
     def policy(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
+        if primitive.name == _CUDNN_FORWARD and ATTENTION_OUTPUT in remat.save:
+            return True
         is_listed = primitive.name == "name" and parameters["name"] in listed_names
         return (named_policy if is_listed else default_policy)(primitive, *arguments, **parameters)
 

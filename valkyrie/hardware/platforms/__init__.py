@@ -126,6 +126,10 @@ class Platform(ABC):
             f"missing value, or begin {chip.name}.yaml with `defaults: [{self.example_chip}, _self_]`."
         )
 
+    def process_environment(self) -> Mapping[str, str]:
+        """Return the default environment variables of a process that runs on the platform."""
+        return {}
+
     def compile_environment(self) -> Mapping[str, str]:
         """Return the environment variables of a process that compiles for the platform."""
         return {"JAX_PLATFORMS": "cpu"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.hardware.platforms import Platform
 
 if TYPE_CHECKING:
-    from valkyrie.hardware.target import TargetConfig
+    from valkyrie.hardware.target import ChipConfig, TargetConfig
+
+_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Environment variable with the share of a GPU's memory that JAX reserves. The rest is for CUDA, NCCL and cuDNN."""
 
 
 class Gpu(Platform):
@@ -23,6 +27,16 @@ class Gpu(Platform):
     attention = "cudnn"
     scan = "associative"
     example_chip = "h100"
+
+    def process_environment(self) -> Mapping[str, str]:
+        """Return the variable with the share of the memory that JAX reserves. Its own default, 0.75, is for sharing."""
+        return {_MEMORY_FRACTION: "0.92"}
+
+    def usable_memory(self, chip: ChipConfig) -> int | None:
+        """Return the memory that JAX reserves on a GPU, in bytes, or None if the chip's memory is unknown."""
+        memory = super().usable_memory(chip)
+        fraction = {**self.process_environment(), **os.environ}[_MEMORY_FRACTION]
+        return memory if memory is None else int(memory * float(fraction))
 
     def device_files(self) -> list[Path]:
         """Return `/dev/nvidia0`, `/dev/nvidia1` and so on."""

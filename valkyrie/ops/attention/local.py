@@ -65,14 +65,17 @@ def local_attention(
         from valkyrie.ops.attention.splash import splash_window  # Pallas is slow to import and rarely needed
 
         return splash_window(q, k, v, pattern=pattern, key_range=key_range, interpret=options.interpret)
+    by_chunks = functools.partial(
+        chunked_attention, pattern=pattern, key_range=key_range, chunk_size=options.chunk_size
+    )
     if options.kernel == "cudnn":
-        assert key_range.keys_before == 0 and key_range.global_keys is None
-        window = None if pattern.window is None else (pattern.window - 1, 0)  # cuDNN's window does not count the token
-        out = jax.nn.dot_product_attention(
-            q, k, v, is_causal=pattern.causal, local_window_size=window, implementation="cudnn"
-        )
+        from valkyrie.ops.attention.cudnn import cudnn_attention
+
+        assert key_range.keys_before == 0 and key_range.global_keys is None and key_range.key_valid is None
+        segments = key_range.query_segments
+        out = cudnn_attention(q, k, v, pattern=pattern, segments=segments, fallback=by_chunks)
         return checkpoint_name(out, ATTENTION_OUTPUT)
-    return chunked_attention(q, k, v, pattern=pattern, key_range=key_range, chunk_size=options.chunk_size)
+    return by_chunks(q, k, v)
 
 
 def _dilated_attention(
