@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +23,7 @@ from valkyrie.ops.attention import (
     attention,
     attention_step,
     choose_implementation,
+    cudnn,
     init_cache,
     sharded_attention,
 )
@@ -472,3 +474,27 @@ def test_block_sizes_of_the_splash_kernel(length, head_dim, window, forward, bac
     assert (sizes.block_q, sizes.block_kv, sizes.block_q_dkv) == (forward, forward, forward)
     assert (sizes.block_kv_dkv, sizes.block_kv_dkv_compute) == (backward, backward_compute)
     assert sizes.use_fused_bwd_kernel is fused
+
+
+@pytest.mark.parametrize("document_count", [1, 3, 40])
+def test_cudnn_gets_the_starts_and_lengths_of_documents(monkeypatch: pytest.MonkeyPatch, document_count: int):
+    """A stand-in follows the contract of JAX's test of packed layouts. 40 documents are more than cuDNN takes."""
+    seq = 256
+    q, k, v, _, _ = make_inputs(seq)
+    starts = np.sort(np.random.default_rng(0).choice(np.arange(1, seq), (2, document_count - 1)), axis=1)
+    ids = jnp.asarray((np.arange(seq) >= starts[..., None]).sum(1, dtype=np.int32))
+
+    def kernel(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length):
+        assert q_offsets.shape == (2, q_seqlen.shape[1] + 1) and mask_type is MaskType.PADDING_CAUSAL
+        assert scale == q.shape[-1] ** -0.5 and q_seqlen is kv_seqlen and q_offsets is kv_offsets
+        start, length, position = q_offsets[:, :-1, None], q_seqlen[:, :, None], jnp.arange(seq)
+        is_inside = (start >= 0) & (position >= start) & (position < start + length)
+        documents = jnp.where(is_inside.any(1), is_inside.argmax(1), -1)
+        out = attention(q, k, v, window=sliding_window_length, segment_ids=documents, impl=AttentionImpl.dense)
+        return jnp.where((documents >= 0)[..., None, None], out, jnp.nan)
+
+    monkeypatch.setattr(cudnn.kernel, "dot_product_attention", kernel)
+    pattern, key_range = Pattern(window=50, causal=True), KeyRange(query_segments=ids, key_segments=ids)
+    out = local_attention(q, k, v, pattern=pattern, options=LocalOptions(kernel="cudnn"), key_range=key_range)
+    expected = attention(q, k, v, window=50, segment_ids=ids, impl=AttentionImpl.dense)
+    np.testing.assert_allclose(out, expected, atol=2e-6)

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("documents", [0.0, 0.02, 0.5], ids=["one document", "packed", "more than cuDNN takes"])
+@pytest.mark.parametrize("documents", [0.0, 0.005, 0.5], ids=["one document", "packed", "more than cuDNN takes"])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 100)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_equals_the_definition(causal: bool, window: int | None, documents: float, head_dim: int):

@@ -149,10 +149,10 @@ def _cudnn_problem(request: AttentionRequest) -> str | None:
     if not request.pattern.causal and (request.pattern.window is not None or request.pattern.dilation > 1):
         return "cuDNN supports windows only for causal attention"
     if request.has_segments:
-        from valkyrie.ops.attention.cudnn import supports_documents
+        from valkyrie.ops.attention.cudnn import documents_problem  # imports private modules of JAX
 
-        if not supports_documents():
-            return "cuDNN supports packed documents only on Hopper and newer GPUs"
+        if problem := documents_problem():
+            return problem
     if request.has_global_tokens:
         return "cuDNN does not support global tokens"
     if request.pattern.soft_cap is not None:

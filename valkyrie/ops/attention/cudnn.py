@@ -1,33 +1,84 @@
 """Attention by cuDNN's kernel, on NVIDIA GPUs.
 
 Packed documents (segments) use cuDNN's packed layout, which JAX exposes only in `jax._src.cudnn`. It takes a fixed
-number of documents per row. Batches with more documents in a row use chunks of queries instead.
+number of documents per row. Batches with more documents in a row use chunks of queries instead. Because this interface
+is private, the first use in a process compares a small example with the definition (`documents_problem`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as kernel
 from jaxtyping import Array, Int
 
 from valkyrie.ops.attention.pattern import Keys, Pattern, Queries
+from valkyrie.ops.attention.reference import reference_attention
 
-MAX_DOCUMENTS = 64
-"""Maximum number of documents in a row for cuDNN. The kernel starts blocks for each of them, empty or not."""
+MIN_DOCUMENTS, TOKENS_PER_DOCUMENT = 8, 128
+"""cuDNN takes rows of `seq` tokens with up to max(MIN_DOCUMENTS, seq / TOKENS_PER_DOCUMENT) documents.
+
+The kernels start blocks for as many documents, each of up to `seq` tokens. With 64 documents in rows of 1,024 tokens,
+they took 28% of a step of gpt_125m (H200).
+"""
 
 PACKED_CAPABILITY = "9.0"
 """Compute capability of Hopper, the first GPUs with a kernel for packed documents."""
 
 
-def supports_documents() -> bool:
-    """Return whether the GPU of this process has a kernel for packed documents. False without a GPU."""
+@cache
+def documents_problem() -> str | None:
+    """Return why cuDNN cannot compute attention within packed documents on this process's GPU, or None if it can."""
     try:
-        return kernel.check_compute_capability(PACKED_CAPABILITY)
-    except RuntimeError:
-        return False
+        if not kernel.check_compute_capability(PACKED_CAPABILITY):
+            return "cuDNN supports packed documents only on Hopper and newer GPUs"
+        with ThreadPoolExecutor(1) as outside_of_traces:  # this may be called while a step is traced
+            error = outside_of_traces.submit(_example_error).result()
+    except Exception as reason:  # a private interface may fail in any way
+        return f"this version of JAX or cuDNN cannot compute packed documents ({type(reason).__name__})"
+    return None if error < _MAX_ERROR else "cuDNN's results for packed documents are wrong on this GPU"
+
+
+_MAX_ERROR = 0.02
+"""Maximum relative error of bfloat16 results. Correct ones are off by 0.004."""
+
+
+def _example_error() -> float:
+    """Return the largest relative error of the kernel's output and gradients for two rows of documents."""
+    rows, seq = 2, 256
+    arrays = np.random.default_rng(0).normal(size=(4, rows, seq, 2, 64))
+    q, k, v, weights = (jnp.asarray(array, jnp.bfloat16) for array in arrays)
+    segments = jnp.asarray([[0] * 100 + [1] * 27 + [2] * 129, [0] * 50 + [1] * 206], jnp.int32)
+    pattern = Pattern(window=None, causal=True)
+
+    def refuse(q: Queries, k: Keys, v: Keys) -> Queries:
+        return jnp.full_like(q, jnp.nan)
+
+    def by_cudnn(q: Queries, k: Keys, v: Keys) -> Queries:
+        return cudnn_attention(q, k, v, pattern=pattern, segments=segments, fallback=refuse)
+
+    def by_definition(q: Queries, k: Keys, v: Keys) -> Queries:
+        return reference_attention(q, k, v, pattern=pattern, segment_ids=segments, global_tokens=None)
+
+    results = []
+    for attend, dtype in ((by_cudnn, jnp.bfloat16), (by_definition, jnp.float32)):
+
+        def weighted_sum(*inputs: jax.Array, attend: Callable[..., jax.Array] = attend) -> tuple[jax.Array, jax.Array]:
+            out = attend(*inputs)
+            return (out * weights).astype(jnp.float32).sum(), out
+
+        gradients_of_sum = jax.jit(jax.grad(weighted_sum, argnums=(0, 1, 2), has_aux=True))
+        with jax.default_matmul_precision("highest"):
+            gradients, out = gradients_of_sum(*(array.astype(dtype) for array in (q, k, v)))
+        results.append([np.asarray(array, np.float32) for array in (out, *gradients)])
+    errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(*results, strict=True)]
+    return float(np.max(errors)) if np.isfinite(errors).all() else float("inf")
 
 
 def cudnn_attention(
@@ -47,7 +98,7 @@ def cudnn_attention(
         v: Values.
         pattern: Which keys a query sees.
         segments: Document of each position, or None. The positions of a document must be consecutive.
-        fallback: Computes the same from q, k and v. Used if a row has more than `MAX_DOCUMENTS` documents.
+        fallback: Computes the same from q, k and v. Used if a row has too many documents (`MIN_DOCUMENTS`).
     """
     window = pattern.window
     if segments is None:
@@ -56,16 +107,16 @@ def cudnn_attention(
             q, k, v, is_causal=pattern.causal, local_window_size=left_right, implementation="cudnn"
         )
     seq = q.shape[1]
-    limit = min(MAX_DOCUMENTS, seq)
+    limit = min(max(MIN_DOCUMENTS, seq // TOKENS_PER_DOCUMENT), seq)
     is_start = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     count = is_start.sum(1, keepdims=True, dtype=jnp.int32)
     starts = jnp.sort(jnp.where(is_start, jnp.arange(seq, dtype=jnp.int32), seq), axis=1)[:, :limit]
     ends = jnp.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=seq)
     lengths = jnp.where(jnp.arange(limit) < count, ends - starts, -1)
-    offsets = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=seq)
-    offsets = jnp.where(jnp.arange(limit + 1) <= count, offsets, -1)
+    # JAX wants the starts of the documents and one more column. -1 marks entries without a document.
+    offsets = jnp.pad(jnp.where(jnp.arange(limit) < count, starts, -1), ((0, 0), (0, 1)), constant_values=-1)
 
-    def packed(q: Queries, k: Keys, v: Keys) -> Queries:
+    def packed(q: Queries, k: Keys, v: Keys) -> Any:
         return kernel.dot_product_attention(
             *(q, k, v),
             q_seqlen=lengths,
