@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from valkyrie.search.compile.prediction import (
     Prediction,
 )
 from valkyrie.search.programs import divide_devices
+from wandb_files import wandb_logs
 
 GIB = 2**30
 SLICE = valkyrie.slice("v5e-8")
@@ -210,6 +212,24 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
     assert "data=8: failed: " in str(unjitted) and "<built-in function len>" in str(unjitted)
     ended = valkyrie.search_program(lambda mesh: sys.exit(3), slice=SLICE, axes=("data",), quiet=True)
     assert "data=8: failed: " in str(ended) and "(sys.exit(3))" in str(ended)
+
+
+def test_a_search_is_one_run_at_wandb(tmp_path: Path):
+    search = partial(valkyrie.search_program, slice=SLICE, quiet=True, axes=("data",), tokens=1024)
+    for _ in range(2):  # the second call replaces no file and updates the run
+        search_result = search(
+            lambda mesh: (step, (0.1,)), folder=tmp_path / "out", wandb_project="sharding", name="mine"
+        )
+    log = wandb_logs(tmp_path / "out")[-1]
+    assert (log["run"].project, log["run"].display_name, log["run"].job_type) == ("sharding", "mine", "search")
+    assert log["summary"]["best/name"] == search_result.best == "data=8"
+    assert log["summary"]["best/step_ms"] == pytest.approx(1e3 * (search_result.step_s("data=8") or 0))
+    assert len({log["run"].run_id for log in wandb_logs(tmp_path / "out")}) == 1
+    assert {"layouts", "page"} <= {key.partition("/")[0] for key in log["history"][-1]}
+    with pytest.raises(ValueError, match="needs folder="):
+        search(lambda mesh: (step, (0.1,)), wandb_project="sharding")
+    with pytest.raises(ValueError, match="a/b"):
+        search_result.log_to_wandb("a/b", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

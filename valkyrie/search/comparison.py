@@ -186,6 +186,52 @@ class Comparison:
         self.html(folder / PAGE_FILE)
         return folder
 
+    def log_to_wandb(self, project: str, folder: str | Path, *, name: str = "search") -> str | None:
+        """Report the table, the best layout and the page to W&B, as one run of the job type `search`.
+
+        `WANDB_MODE` and `WANDB_API_KEY` select online or offline. Repeated reports from the same folder update the same
+        run. Returns a note if W&B could not start, or only offline. Raises ValueError for an illegal `project`.
+
+        Args:
+            project: W&B project.
+            folder: Folder for W&B's files, created if missing.
+            name: Name of the W&B run and of its group.
+        """
+        from valkyrie.checksums import digest
+        from valkyrie.problems import raise_problems
+        from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter
+
+        config, record, folder = TrackingConfig(project=project), self.record, Path(folder)
+        raise_problems([*config.problems(), *config.environment_problems()])
+        with disk_errors(folder, "another folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+        writer = WandbWriter(config, folder)
+        run_id = digest(repr((project, folder.resolve().name, folder.stat().st_ino, name)))[:16]
+        fields = {"target": record.target, "unit": record.unit, "layouts": len(record.rows), "folder": str(folder)}
+        tags, versions = [f"target={record.target}"[:64]], record.versions
+        run = writer.start(
+            name=name,
+            run_id=run_id,
+            group=name,
+            job_type="search",
+            fields={**fields, "versions": versions},
+            tags=tags,
+            resume="allow",
+        )
+        if run is None:
+            return writer.note
+        import wandb
+
+        columns = comparison_columns(record)
+        cells = [[column.wandb_value(row) for column in columns] for row in record.rows]
+        table = wandb.Table(columns=[column.key for column in columns], data=cells, allow_mixed_types=True)
+        run.log({"layouts": table, "page": wandb.Html(self._page(), inject=False)})
+        if self.best is not None:
+            best = {column.key: column.wandb_value(self._row(self.best)) for column in columns}
+            run.summary.update({f"best/{key}": value for key, value in best.items() if value is not None})
+        run.finish()
+        return writer.note
+
     def _repr_html_(self) -> str:
         from html import escape
 
@@ -297,13 +343,15 @@ def refuse_other_search(folder: Path, target: str, layouts: Collection[str]) -> 
 def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]]:
     """Return the columns of a comparison's table. Rates appear only if one is known."""
     column, rows = Column[ComparedProgram], record.rows
-    rate_columns = [column("rate", f"{record.unit}/s", "speed", lambda row: row.tokens_per_second)]
+    rate_columns = [
+        column("rate", f"{record.unit}/s", "speed", lambda row: row.tokens_per_second, wandb_key="tokens_per_second")
+    ]
     return [
         column("name", "layout", "text", lambda row: row.name, min_width=12),
         column("fits", "fits", "text", lambda row: row.fits_text),
-        column("step_s", "step", "seconds", lambda row: row.step_s),
+        column("step_s", "step", "seconds", lambda row: row.step_s, wandb_key="step_ms", scale=1e3),
         *(rate_columns if any(row.tokens_per_second for row in rows) else []),
-        column("peak", "peak", "bytes", lambda row: row.peak),
+        column("peak", "peak", "bytes", lambda row: row.peak, wandb_key="hbm_gib", scale=2**-30),
         column("waiting", "waiting", "percent", lambda row: row.waiting),
         column("faults", "faults", "count", lambda row: row.faults),
         *(
