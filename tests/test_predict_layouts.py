@@ -228,7 +228,7 @@ def test_a_search_is_one_run_at_wandb(tmp_path: Path):
     assert {"layouts", "page"} <= {key.partition("/")[0] for key in log["history"][-1]}
     with pytest.raises(ValueError, match="needs folder="):
         search(lambda mesh: (step, (0.1,)), wandb_project="sharding")
-    with pytest.raises(ValueError, match="a/b"):
+    with pytest.raises(ValueError, match="^project=a/b"):
         search_result.log_to_wandb("a/b", tmp_path / "out")
 
 

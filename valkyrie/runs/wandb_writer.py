@@ -79,16 +79,16 @@ class TrackingConfig:
     id: str | None = None
     init_timeout: int = 10
 
-    def problems(self) -> list[Problem]:
-        """Return a problem if `project` has a character that W&B rejects. Empty if W&B is off."""
+    def problems(self, key: str = "tracking.project") -> list[Problem]:
+        """Return a problem of `key` if `project` has a character that W&B rejects. Empty if W&B is off."""
         forbidden_character = re.search(_FORBIDDEN_CHARACTERS, self.project)
         if self.wandb is WandbMode.off or forbidden_character is None:
             return []
         text = (
-            f"tracking.project={self.project}: {forbidden_character[0]} is not allowed in the name of a W&B project. "
+            f"{key}={self.project}: {forbidden_character[0]} is not allowed in the name of a W&B project. "
             "Use letters, digits, ., _ or -."
         )
-        return [Problem(ProblemCode.malformed, "tracking.project", self.project, text)]
+        return [Problem(ProblemCode.malformed, key, self.project, text)]
 
     def environment_problems(self) -> list[Problem]:
         """Return a problem if the environment variable `WANDB_MODE` has an unknown value. Empty if W&B is off."""

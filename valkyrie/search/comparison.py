@@ -199,24 +199,19 @@ class Comparison:
         """
         from valkyrie.checksums import digest
         from valkyrie.problems import raise_problems
-        from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter
+        from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, group_tag
 
         config, record, folder = TrackingConfig(project=project), self.record, Path(folder)
-        raise_problems([*config.problems(), *config.environment_problems()])
+        raise_problems([*config.problems("project"), *config.environment_problems()])
         with disk_errors(folder, "another folder"):
             folder.mkdir(parents=True, exist_ok=True)
         writer = WandbWriter(config, folder)
         run_id = digest(repr((project, folder.resolve().name, folder.stat().st_ino, name)))[:16]
         fields = {"target": record.target, "unit": record.unit, "layouts": len(record.rows), "folder": str(folder)}
-        tags, versions = [f"target={record.target}"[:64]], record.versions
+        fields["versions"] = record.versions
+        tags = [group_tag("target", record.target)]
         run = writer.start(
-            name=name,
-            run_id=run_id,
-            group=name,
-            job_type="search",
-            fields={**fields, "versions": versions},
-            tags=tags,
-            resume="allow",
+            name=name, run_id=run_id, group=name, job_type="search", fields=fields, tags=tags, resume="allow"
         )
         if run is None:
             return writer.note
@@ -343,14 +338,12 @@ def refuse_other_search(folder: Path, target: str, layouts: Collection[str]) -> 
 def comparison_columns(record: ComparisonRecord) -> list[Column[ComparedProgram]]:
     """Return the columns of a comparison's table. Rates appear only if one is known."""
     column, rows = Column[ComparedProgram], record.rows
-    rate_columns = [
-        column("rate", f"{record.unit}/s", "speed", lambda row: row.tokens_per_second, wandb_key="tokens_per_second")
-    ]
+    rate = column("rate", f"{record.unit}/s", "speed", lambda row: row.tokens_per_second, wandb_key="tokens_per_second")
     return [
         column("name", "layout", "text", lambda row: row.name, min_width=12),
         column("fits", "fits", "text", lambda row: row.fits_text),
         column("step_s", "step", "seconds", lambda row: row.step_s, wandb_key="step_ms", scale=1e3),
-        *(rate_columns if any(row.tokens_per_second for row in rows) else []),
+        *([rate] if any(row.tokens_per_second for row in rows) else []),
         column("peak", "peak", "bytes", lambda row: row.peak, wandb_key="hbm_gib", scale=2**-30),
         column("waiting", "waiting", "percent", lambda row: row.waiting),
         column("faults", "faults", "count", lambda row: row.faults),
