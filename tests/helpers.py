@@ -116,7 +116,7 @@ def compose_run(*overrides: str) -> Run:
 
     Returns a copy of a cached run, because composing takes 0.2 s.
     """
-    variables = ("JAX_PLATFORMS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES")
+    variables = ("JAX_PLATFORMS", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES", "VALKYRIE_CACHE", "HOME")
     return copy.deepcopy(_legal_run(overrides, tuple(map(os.environ.get, variables))))
 
 

@@ -47,6 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model/gated_conv_tiny.yaml",
         "partition/mine.yaml",
     ]
+    (folder / "count.py").unlink()  # another test's folder has a module of this name, and the process imports it once
+    (folder / "mode" / "count.yaml").unlink()
     return folder
 
 

@@ -7,7 +7,6 @@ layouts that were both compiled and measured. Prints the errors before and after
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -96,9 +95,7 @@ def calibrate_mode(run: Run) -> int:
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
     rows_by_skip_reason: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if not 0.0 < (row.step_s or 0.0) < math.inf:
-            rows_by_skip_reason["the step time is not a number above 0"].append(row)
-        elif (trial_run := _saved_run(row)) is None:
+        if (trial_run := _saved_run(row)) is None:
             rows_by_skip_reason[f"the folder has no {RUN_FILE}"].append(row)
         elif (chip := trial_run.config.target.chip) is None:
             rows_by_skip_reason["the chip is not known"].append(row)
