@@ -190,7 +190,7 @@ def test_a_program_whose_peak_exceeds_the_memory_of_its_chip_does_not_fit(tiny_r
     outcome = compile_layout(tiny_run.changed(target=target), 300).outcome
     shortage = outcome.shortage
     assert shortage is not None and (shortage.needed or 0) > (shortage.usable or 0) == int(1e-6 * GIB)
-    assert "exceeds" in (outcome.reason or "")
+    assert "target.chip.usable_hbm_gib" in (outcome.reason or "")
 
 
 @pytest.mark.parametrize(
