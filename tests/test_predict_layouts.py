@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,21 +214,19 @@ def test_a_search_covers_meshes_and_rules(tmp_path: Path):
 
 
 def test_a_search_is_one_run_at_wandb(tmp_path: Path):
-    search = partial(valkyrie.search_program, slice=SLICE, quiet=True, axes=("data",), tokens=1024)
-    for _ in range(2):  # the second call replaces no file and updates the run
-        search_result = search(
-            lambda mesh: (step, (0.1,)), folder=tmp_path / "out", wandb_project="sharding", name="mine"
-        )
-    log = wandb_logs(tmp_path / "out")[-1]
+    search_result = valkyrie.search_program(
+        lambda mesh: (step, (0.1,)), slice=SLICE, axes=("data",), tokens=1024, quiet=True
+    )
+    for _ in range(2):  # the second report updates the run of the first
+        assert search_result.log_to_wandb("sharding", tmp_path, name="mine") is None
+    log = wandb_logs(tmp_path)[-1]
     assert (log["run"].project, log["run"].display_name, log["run"].job_type) == ("sharding", "mine", "search")
     assert log["summary"]["best/name"] == search_result.best == "data=8"
     assert log["summary"]["best/step_ms"] == pytest.approx(1e3 * (search_result.step_s("data=8") or 0))
-    assert len({log["run"].run_id for log in wandb_logs(tmp_path / "out")}) == 1
+    assert len({log["run"].run_id for log in wandb_logs(tmp_path)}) == 1
     assert {"layouts", "page"} <= {key.partition("/")[0] for key in log["history"][-1]}
-    with pytest.raises(ValueError, match="needs folder="):
-        search(lambda mesh: (step, (0.1,)), wandb_project="sharding")
     with pytest.raises(ValueError, match="^project=a/b"):
-        search_result.log_to_wandb("a/b", tmp_path / "out")
+        search_result.log_to_wandb("a/b", tmp_path)
 
 
 @pytest.mark.parametrize(

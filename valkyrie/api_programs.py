@@ -265,7 +265,6 @@ def search_program(
     rules: Mapping[str, Any] | None = None,
     budget: str | float | int | None = None,
     folder: str | Path | None = None,
-    wandb_project: str | None = None,
     options: Mapping[str, Any] | None = None,
     name: str | None = None,
     tokens: float | int | None = None,
@@ -293,8 +292,6 @@ def search_program(
         folder: Folder for `search.json` and `report.html`, rewritten after every layout. None writes no files. Raises
             ValueError if the folder has a search for another slice or with layouts that this search does not try, or
             belongs to a run, a sweep or `mode=search`.
-        wandb_project: W&B project to which the result is reported, or None (see `Comparison.log_to_wandb`). Needs
-            `folder`.
         options: Compiler options.
         name: Title of the reports.
         tokens: Tokens in one step on all devices, for tokens per second.
@@ -320,9 +317,6 @@ def search_program(
     require_type(folder, str | Path | None, "folder= takes the path of a folder")
     if folder is not None:
         refuse_other_folder(Path(folder))
-    require_type(wandb_project, str | None, "wandb_project= takes the name of a W&B project")
-    if wandb_project is not None and folder is None:
-        raise ValueError(f"wandb_project={wandb_project} needs folder=, where W&B stores its files.")
     parsed_meshes, budget_s = parse_meshes(meshes, axes, target), _parse_budget(budget)
     search = ProgramSearch(build, target, parsed_meshes, rules, work, options, time_limit_s, budget_s)
     if folder is not None:
@@ -340,10 +334,6 @@ def search_program(
         comparison = dataclasses.replace(comparison, notes=(search.note,))
         if folder is not None:
             comparison.write(Path(folder))
-    if wandb_project is not None and folder is not None:
-        note = comparison.log_to_wandb(wandb_project, folder, name=name or Path(folder).resolve().name)
-        if note is not None:
-            console.print(f"note: {note}", soft_wrap=True)
     return comparison
 
 
