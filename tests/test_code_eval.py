@@ -343,7 +343,7 @@ def test_a_sandbox_failure_does_not_end_a_training(
     monkeypatch.setattr("valkyrie.train.code.judge_all", fail)
     monkeypatch.setattr(config_module, "evaluation_problems", lambda config: [])
     assert run_train(*tiny_arguments(tmp_path, "steps=2", "code_eval_every=1", *CODE_EVAL_OVERRIDES)) == 0
-    assert "all is used" in capfd.readouterr().out
+    assert "no namespaces left" in capfd.readouterr().out
 
 
 def test_the_mode_needs_a_run_and_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

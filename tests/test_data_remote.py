@@ -230,4 +230,4 @@ def test_a_training_reads_its_text_from_a_bucket(
     )
     with pytest.raises(SystemExit):
         data_command(["prepare", "text", f"{books}/*.md"])
-    assert capsys.readouterr().err.startswith(f"valkyrie-data: data.paths: {books}/*.md ")
+    assert capsys.readouterr().err.startswith(f"valkyrie-data: {books}/*.md ")

@@ -155,7 +155,8 @@ def test_libtpu_is_not_loaded_without_a_tpu(
 @pytest.mark.slow
 @needs_libtpu
 def test_a_training_on_a_laptop_prints_nothing_to_stderr(tmp_path: Path) -> None:
-    process = start_training(*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "steps=2", cwd=tmp_path, JAX_PLATFORMS="")
+    arguments = (*TINY_ARGUMENTS, *ONE_DEVICE_ARGUMENTS, "steps=2", "optimizer.warmup_steps=1")
+    process = start_training(*arguments, cwd=tmp_path, JAX_PLATFORMS="")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and "SIMULATED" in out
     assert err == ""

@@ -559,17 +559,17 @@ def test_several_processes_check_together(tmp_path: Path):
     arguments = [*TINY_ARGUMENTS, "mesh=2x2x1", "partition=2d_tp", "steps=10", "--dry-run", "3"]
     first, second = run_several_processes(2, arguments, tmp_path)
     assert (first[0], second[0]) == (0, 0), (first, second)
-    for text in ("2 are connected", "2 per process", "all 3 steps", "bitwise equal"):
+    for text in ("2 are connected", "2 per process", "for 3 steps", "bitwise equal"):
         assert text in first[1], first[1]
     assert "FAILS" not in first[1] and first[1].count("over x=2") == 2
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_a_failure_on_one_process_gives_all_status_1(tmp_path: Path):
+def test_a_failure_on_one_process_gives_all_the_same_status(tmp_path: Path):
     (tmp_path / "runs").touch()
     first, second = run_several_processes(2, [*SMALL_OVERRIDES, "--dry-run", "3"], tmp_path)
-    assert (first[0], second[0]) == (1, 1) and "FAILS    run folder" in first[1]
+    assert first[0] == second[0] == 2
 
 
 def test_an_error_of_a_resolver_is_reported_without_the_text_of_omegaconf():
