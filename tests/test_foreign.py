@@ -74,7 +74,7 @@ def test_a_plain_flax_step_is_predicted(monkeypatch: pytest.MonkeyPatch):
     assert report.fits and report.step_s and report.tokens_per_second
     lines = report.record.lines
     assert len(lines) >= 5 and all("flax_step.py" in line.source for line in lines)
-    assert any("self.attention(self.first(x)" in (line.text or "") for line in lines)
+    assert any("self.attention(self.attention_norm(x)" in (line.text or "") for line in lines)
 
 
 @needs_libtpu
@@ -85,5 +85,5 @@ def test_the_example_of_the_readme_runs_as_written(tmp_path: Path, monkeypatch: 
     names: dict[str, Any] = {}
     exec(compile(README_EXAMPLE, "example.py", "exec"), names)
     report = names["report"]
-    assert report.fits and report.tokens_per_second and (tmp_path / "t.json").is_file()
-    assert "predicted step" in (tmp_path / "r.html").read_text()
+    assert report.fits and report.tokens_per_second and (tmp_path / "timeline.json").is_file()
+    assert "predicted step" in (tmp_path / "report.html").read_text()
