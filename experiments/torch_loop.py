@@ -18,7 +18,6 @@ import time
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 SHAPES = {
     "gpt_125m": {"embed": 768, "layers": 12, "heads": 12, "mlp": 3072, "gated": False},
@@ -61,9 +60,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class Model(nn.Module):
     """A decoder with tied embeddings, which returns the mean cross-entropy."""
 
-    def __init__(self, embed: int, layers: int, heads: int, mlp: int, gated: bool, recompute: bool) -> None:
+    def __init__(self, embed: int, layers: int, heads: int, mlp: int, gated: bool) -> None:
         super().__init__()
-        self.embed, self.recompute = nn.Embedding(VOCAB, embed), recompute
+        self.embed = nn.Embedding(VOCAB, embed)
         self.blocks = nn.ModuleList(Block(embed, heads, mlp, gated) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(embed), nn.Linear(embed, VOCAB, bias=False)
         self.head.weight = self.embed.weight
@@ -77,7 +76,7 @@ class Model(nn.Module):
         angles = torch.arange(tokens.shape[1], device=x.device)[:, None] * rates
         cos, sin = angles.cos(), angles.sin()
         for block in self.blocks:
-            x = checkpoint(block, x, cos, sin, use_reentrant=False) if self.recompute else block(x, cos, sin)
+            x = block(x, cos, sin)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
@@ -88,12 +87,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--recompute", action="store_true", help="recompute each block in the backward pass")
     options = parser.parse_args()
     shape = SHAPES[options.model]
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = Model(**shape, recompute=options.recompute).cuda()
+    model = Model(**shape).cuda()
     step_model = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.randint(VOCAB, (options.batch, options.seq + 1), device="cuda")

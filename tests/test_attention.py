@@ -29,6 +29,8 @@ from valkyrie.ops.attention import (
 )
 from valkyrie.ops.attention.local import LocalOptions, local_attention
 from valkyrie.ops.attention.pattern import KeyRange, Pattern
+from valkyrie.parallel.remat import load_remat
+from valkyrie.train.rematerialise import make_block_checkpoint
 
 GOLDEN_FILE = Path(__file__).parent / "goldens" / "longformer.npz"
 
@@ -498,3 +500,34 @@ def test_cudnn_gets_the_starts_and_lengths_of_documents(monkeypatch: pytest.Monk
     out = local_attention(q, k, v, pattern=pattern, options=LocalOptions(kernel="cudnn"), key_range=key_range)
     expected = attention(q, k, v, window=50, segment_ids=ids, impl=AttentionImpl.dense)
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_a_kernel_with_wrong_results_is_not_used_and_reported(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(cudnn.kernel, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(cudnn.kernel, "dot_product_attention", lambda q, k, v, **options: v)
+    cudnn.documents_problem.cache_clear()
+    request = AttentionRequest(Pattern(window=None, causal=True), jnp.bfloat16, 64, True, False)
+    try:
+        assert choose_implementation(AttentionImpl.auto, "gpu", 1024, request) is AttentionImpl.chunked
+    finally:
+        cudnn.documents_problem.cache_clear()
+    assert "wrong on this GPU" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("remat", "forward_runs"), [("minimal", 2), ("minimal_with_context", 1)])
+def test_the_kernel_of_cudnn_is_not_run_again_if_its_output_is_saved(
+    monkeypatch: pytest.MonkeyPatch, remat: str, forward_runs: int
+):
+    for name, answer in (("check_cudnn_version", 91200), ("check_compute_capability", True)):
+        monkeypatch.setattr(cudnn.kernel, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(cudnn.kernel, "is_cuda_compute_capability_equal", lambda capability: False)
+    q = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
+
+    @make_block_checkpoint(load_remat(remat), "gpu")
+    def block(q):
+        return jnp.sin(attention(jnp.cos(q), q, q, window=None, impl=AttentionImpl.kernel, backend="gpu"))
+
+    program = str(jax.make_jaxpr(jax.grad(lambda q: block(q).astype(jnp.float32).sum()))(q))
+    assert program.count("dot_product_attention_fwd") == forward_runs and "dot_product_attention_bwd" in program

@@ -87,7 +87,7 @@ def config_folder_notes(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def _commit_fault(folder: str) -> str | None:
-    """Return why the last commit does not have a folder as it is on this machine, or None if it does."""
+    """Return the fault of a folder that is to come from the last commit, such as uncommitted files, or None."""
     if folder.startswith(("/", "~", "..")):
         return "is not a relative path inside the clone"
     if not Path(folder).exists():

@@ -96,7 +96,7 @@ class Platform(ABC):
         return self.runs_on_host
 
     def compiler_install_hint(self, target: TargetConfig) -> str | None:
-        """Return how to install the compiler for a target, or None if it is installed or comes with JAX."""
+        """Return instructions to install the compiler for a target, or None if it is installed or comes with JAX."""
         return None
 
     def compile_refusal(self, target: TargetConfig, compute_dtype: str) -> str | None:

@@ -29,14 +29,17 @@ class Gpu(Platform):
     example_chip = "h100"
 
     def process_environment(self) -> Mapping[str, str]:
-        """Return the variable with the share of the memory that JAX reserves. Its own default, 0.75, is for sharing."""
+        """Return the variable with the share of the memory that JAX reserves, which is 0.75 by default."""
         return {_MEMORY_FRACTION: "0.92"}
 
     def usable_memory(self, chip: ChipConfig) -> int | None:
         """Return the memory that JAX reserves on a GPU, in bytes, or None if the chip's memory is unknown."""
         memory = super().usable_memory(chip)
         fraction = {**self.process_environment(), **os.environ}[_MEMORY_FRACTION]
-        return memory if memory is None else int(memory * float(fraction))
+        try:
+            return memory if memory is None else int(memory * float(fraction))
+        except ValueError:
+            raise ValueError(f"{_MEMORY_FRACTION}={fraction} is not a number. Set it to a share such as 0.9.") from None
 
     def device_files(self) -> list[Path]:
         """Return `/dev/nvidia0`, `/dev/nvidia1` and so on."""

@@ -61,7 +61,7 @@ class Tpu(Platform):
         return [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
 
     def compiler_install_hint(self, target: TargetConfig) -> str | None:
-        """Return how to install libtpu, or None if it is installed."""
+        """Return a message with the command that installs libtpu, or None if it is installed."""
         if self.is_installed():
             return None
         return (

@@ -56,7 +56,7 @@ class PuzzleTable:
 
     @cached_property
     def alphabet(self) -> Alphabet:
-        """Alphabet of the first puzzle. Raises ValueError if it is neither a Sudoku nor a maze."""
+        """Alphabet of the first puzzle, a Sudoku or a maze. Raises ValueError for other puzzles."""
         sudoku_alphabets = {16: Alphabet.sudoku_4x4, 81: Alphabet.sudoku_9x9}
         line_number, question, _, _ = next(islice(self._rows(), 1), (0, "", "", "0"))
         puzzle_alphabet = sudoku_alphabets.get(len(question), Alphabet.maze)
